@@ -1,0 +1,81 @@
+# Every target sets itself up: a fresh machine needs Python 3.10 or newer and make, nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.stamp
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: help demo test lint types fix bench build models docs gpu-test gpu-bench clean
+
+help: ## Show this list; ARGS="..." is passed on to the command a target runs
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: $(READY) ## Run the shipped model with and without a cache
+	$(BIN)/diffcache demo $(ARGS)
+
+test: $(READY) ## Run the tests on two cores (WORKERS=0: in one process), without a network
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+lint: $(READY) ## Check style and formatting
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(READY) ## Check types
+	$(BIN)/mypy
+
+fix: $(READY) ## Repair style and formatting
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(READY) ## Measure what the methods save and what they cost
+	$(BIN)/python -m diffcache.eval.bench $(ARGS)
+
+build: $(READY) ## Build dist/ (sdist, wheel from it), install the wheel afresh and import it
+	rm -rf build dist
+	$(BIN)/pyproject-build --quiet --no-isolation
+	$(BIN)/python -m venv --without-pip build/fresh
+	$(PIP) --python build/fresh install --no-deps dist/*.whl
+	@fresh=$$PWD/build/fresh/bin/python; \
+	PYTHONPATH=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	export PYTHONPATH; \
+	for folder in / .; do \
+	  (cd $$folder && $$fresh -c 'import diffcache, diffcache.pipelines.small.scenes') || exit 1; \
+	  echo "the installed wheel imports from $$folder"; \
+	done
+
+models: $(READY) ## Train the shipped models again
+	$(BIN)/python -m diffcache.pipelines.small.train $(ARGS)
+
+docs: $(READY) ## Print what diffcache knows of every supported model
+	$(BIN)/diffcache inspect --all $(ARGS)
+
+gpu-test: $(READY) ## Run the tests that need a CUDA device
+	HF_HUB_OFFLINE=1 $(BIN)/pytest -m gpu $(ARGS)
+
+gpu-bench: $(READY) ## Measure on a CUDA device
+	$(BIN)/python -m diffcache.eval.bench --device cuda $(ARGS)
+
+clean: ## Remove build products and caches; .venv stays
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find assets diffcache eval kernels pipelines tests -name __pycache__ -exec rm -rf {} +
+
+# torch goes first and alone, so that a machine without a GPU gets the CPU build (180 MB, not 3 GB);
+# what torch itself depends on comes with the second install.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python %d.%d is too old; name a newer one: make PYTHON=python3.12" % sys.version_info[:2])'
+	@echo "setting up $(VENV), a few minutes the first time"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --upgrade pip
+	@if nvidia-smi >/dev/null 2>&1; then \
+	  $(PIP) install --no-deps "$(TORCH)"; \
+	else \
+	  $(PIP) install --no-deps --retries 0 --timeout 15 --index-url $(CPU_INDEX) "$(TORCH)" 2>/dev/null || \
+	  $(PIP) install --no-deps "$(TORCH)"; \
+	fi
+	@$(PIP) install --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,192 @@
+"""The front door: wrap, unwrap, report, reset, inspect."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from diffcache.attach.anatomy import Anatomy, anatomy_of
+from diffcache.attach.anchor import owner_of
+from diffcache.attach.engine import Engine
+from diffcache.attach.handle import Handle
+from diffcache.catalog import make_method
+from diffcache.errors import AttachError
+from diffcache.features.base import FeatureMethod
+from diffcache.report import Report
+from diffcache.step import Site
+
+T = TypeVar("T")
+_DENOISER = re.compile(r"(transformer|unet|dit|denoiser|prior)(_\d+)?")
+_PEERS = ("first_block_cache", "mag_cache", "taylorseer_cache", "pyramid_attention_broadcast",
+          "faster_cache", "sea_cache", "text_kv_cache")  # fmt: skip
+
+
+def wrap(
+    target: T,
+    method: str | FeatureMethod = "taylorseer",
+    *,
+    components: Sequence[str] | None = None,
+    **settings: Any,
+) -> T:
+    """Put a feature cache into a pipeline or a denoiser, in place.
+
+    Args:
+        target: A diffusers pipeline, or a denoiser (any module with lists of blocks). A bare
+            denoiser tells its steps by its timestep argument: a run starts where the timestep
+            turns back, or at `diffcache.reset(model)`.
+        method: A method, or its catalogue name.
+        components: Names of the pipeline's denoisers to wrap; all of them by default.
+        **settings: Settings of a method given by name, such as `every=4`.
+
+    Returns:
+        `target` itself.
+
+    Raises:
+        AttachError: If the target has no denoiser, cannot be cached with this method, or is
+            cached already.
+        UnknownMethodError: If no method has that name.
+        ValueError: If a setting is unknown or out of its range.
+
+    Example:
+        >>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5, order=1))  # doctest: +SKIP
+    """
+    attach(target, method, components=components, **settings)
+    return target
+
+
+def attach(
+    target: Any,
+    method: str | FeatureMethod,
+    *,
+    components: Sequence[str] | None = None,
+    **settings: Any,
+) -> Handle:
+    """Do as `wrap` and return the handle, a context manager that unwraps at its end."""
+    chosen = make_method(method, **settings)
+    denoisers = _denoisers(target, components)
+    _check_free(target, denoisers, chosen)
+    return Handle(target, denoisers, chosen)
+
+
+def unwrap(target: T) -> T:
+    """Take the cache out again; the target is bit for bit what it was.
+
+    Raises:
+        AttachError: If the target is not wrapped.
+    """
+    handle_of(target).detach()
+    return target
+
+
+def report(target: Any) -> Report:
+    """Return what the last run of a wrapped pipeline or denoiser computed and skipped.
+
+    Raises:
+        AttachError: If the target is not wrapped.
+    """
+    return Report(handle_of(target))
+
+
+def reset(target: Any) -> None:
+    """Forget every feature held for a wrapped pipeline or denoiser; the next call starts a run.
+
+    Raises:
+        AttachError: If the target is not wrapped.
+    """
+    handle_of(target).reset()
+
+
+def inspect(target: Any) -> Anatomy | dict[str, Anatomy]:
+    """Return the anatomy of a denoiser, or of every denoiser of a pipeline by its name.
+
+    Raises:
+        AttachError: If there is no denoiser, or it has no list of blocks.
+    """
+    if isinstance(target, nn.Module):
+        return anatomy_of(target)
+    return {name: anatomy_of(model) for name, model in _denoisers(target, None).items()}
+
+
+def handle_of(target: Any) -> Handle:
+    """Return the handle of a wrapped pipeline or denoiser.
+
+    A pipeline that shares a wrapped denoiser (`from_pipe`) answers with that denoiser's handle.
+
+    Raises:
+        AttachError: If the target is not wrapped.
+    """
+    owner = owner_of(target)
+    if owner is None and not isinstance(target, nn.Module):
+        parts = getattr(target, "components", {}).values()
+        owner = next((owner_of(part) for part in parts if isinstance(owner_of(part), Engine)), None)
+    if isinstance(owner, Engine):
+        owner = owner.handle
+    if not isinstance(owner, Handle):
+        raise AttachError(f"this {type(target).__name__} is not wrapped; call diffcache.wrap first")
+    return owner
+
+
+def _denoisers(target: Any, names: Sequence[str] | None) -> dict[str, nn.Module]:
+    """Return the denoisers of a pipeline by name, or a bare one as `model`."""
+    if isinstance(target, nn.Module):
+        if names is not None:
+            raise AttachError(f"components={list(names)!r}: a bare model has none; pass a pipeline")
+        return {"model": target}
+    components = getattr(target, "components", None)
+    if not isinstance(components, dict):
+        raise AttachError(
+            f"cannot wrap a {type(target).__name__}: pass a diffusers pipeline or a torch module"
+        )
+    modules = {n: m for n, m in components.items() if isinstance(m, nn.Module)}
+    if names is None:
+        found = {name: m for name, m in modules.items() if _DENOISER.fullmatch(name)}
+    else:
+        missing = [name for name in names if name not in modules]
+        if missing:
+            raise AttachError(f"components: no {missing[0]!r}; the pipeline has {', '.join(modules)}")
+        found = {name: modules[name] for name in names}
+    if not found:
+        raise AttachError(
+            f"{type(target).__name__} has no component called transformer, unet or prior; "
+            f"name its denoiser: components=[...] out of {', '.join(modules)}"
+        )
+    return found
+
+
+def _check_free(target: Any, denoisers: dict[str, nn.Module], method: FeatureMethod) -> None:
+    """Raise unless nothing else caches or compiles the denoisers as a whole."""
+    for owner in [owner_of(target), *map(owner_of, denoisers.values())]:
+        if owner is not None:
+            raise AttachError(
+                f"{type(target).__name__} already runs under {owner.method!r}; unwrap it first"
+            )
+    if getattr(type(target), "_is_cached", False):
+        raise AttachError("cache-dit is active on this pipeline class; disable it first")
+    site = Site.of(method.parts().site)
+    for model in denoisers.values():
+        _check_model(model, site)
+
+
+def _check_model(model: nn.Module, site: Site) -> None:
+    name = type(model).__name__
+    if name == "OptimizedModule" or model._compiled_call_impl is not None:
+        raise AttachError(
+            f"{name} is compiled as a whole, which fixes what runs; compile its blocks instead: "
+            "model.compile_repeated_blocks(fullgraph=True)"
+        )
+    for path, module in model.named_modules():
+        if site.is_module and module._compiled_call_impl is not None:
+            raise AttachError(
+                f"{path} is compiled, so its attention and feed-forward cannot be told apart; use "
+                "site='stack' or site='block'"
+            )
+        registry = getattr(module, "_diffusers_hook", None)
+        for hook in registry.hooks.values() if registry is not None else ():
+            if type(hook).__module__.rpartition(".")[2] in _PEERS:
+                raise AttachError(
+                    f"{name} already runs under diffusers' {type(hook).__name__}; call "
+                    "disable_cache() first"
+                )

@@ -1,0 +1,1 @@
+"""Attaching methods to foreign models: the only part that touches modules."""

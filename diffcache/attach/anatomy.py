@@ -1,0 +1,177 @@
+"""What must be known of a foreign model, found by looking at it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+from diffcache.errors import AttachError
+from diffcache.step import Site
+
+SHARE = 0.05  # a list with less of the blocks' parameters is left alone
+TIMESTEPS = ("timestep", "timesteps", "t", "time", "sigma", "sigmas", "decoder_noise_time")
+_ATTENTION = re.compile(r"(self_|cross_|temporal_|spatial_)?att(n|ention)(?!_?(norm|gate|scale))")
+_FEED_FORWARD = re.compile(r"(ff|ffn|mlp|feed_?forward|moe)(_|\d|$)|\w+_(ff|ffn|mlp)(_|\d|$)|conv_ff")
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """One list of blocks.
+
+    Attributes:
+        key: Its path in the model, such as `transformer_blocks`.
+        depth: Number of blocks.
+        classes: Class names of the blocks.
+        share: Part of the parameters of all lists, 0 to 1.
+    """
+
+    key: str
+    depth: int
+    classes: tuple[str, ...]
+    share: float
+
+
+@dataclass(frozen=True)
+class ModuleSite:
+    """One attention or feed-forward module inside a block.
+
+    Attributes:
+        parent: Path of the module that calls it.
+        child: Its name there.
+        kind: `attention`, `feed-forward`, `fused` (the projection at the end of a fused
+            single-stream block) or `empty` (what only feeds that projection).
+        list_key: The list of blocks it is in.
+    """
+
+    parent: str
+    child: str
+    kind: str
+    list_key: str
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of a denoiser that a cache can use.
+
+    Attributes:
+        model: Class name.
+        lists: The lists of blocks that methods work on.
+        excluded: Other lists, which always run.
+        singles: Children that count as blocks of their own (a UNet's middle).
+        timestep: Name of the forward argument that carries the timestep, None when there is none.
+        modules: Attention and feed-forward modules inside the blocks.
+        is_unet: Whether blocks change shapes and have long skips.
+    """
+
+    model: str
+    lists: tuple[BlockList, ...]
+    excluded: tuple[BlockList, ...]
+    singles: tuple[str, ...]
+    timestep: str | None
+    modules: tuple[ModuleSite, ...]
+    is_unet: bool
+
+    def modules_at(self, site: Site) -> list[ModuleSite]:
+        """Return the modules that a module site covers, with those a fused block leaves out."""
+        fused = {m.parent for m in self.modules if m.kind == "fused"} if site is Site.MODULE else set()
+        kinds = {
+            Site.ATTENTION: {"attention"},
+            Site.FEED_FORWARD: {"feed-forward"},
+            Site.MODULE: {"attention", "feed-forward", "fused"},
+        }[site]
+        return [
+            m if m.parent not in fused or m.kind == "fused" else ModuleSite(m.parent, m.child, "empty", m.list_key)
+            for m in self.modules
+            if m.kind in kinds
+        ]  # fmt: skip
+
+    def supports(self, site: Site) -> bool:
+        """Return whether the model has anything at a site."""
+        return bool(self.modules_at(site)) if site.is_module else bool(self.lists)
+
+
+def anatomy_of(model: nn.Module) -> Anatomy:
+    """Return the anatomy of a denoiser.
+
+    Raises:
+        AttachError: If it has no list of blocks to cache.
+    """
+    found = _lists(model)
+    total = sum(size for _, _, size in found)
+    lists, excluded = [], []
+    for key, blocks, size in found:
+        classes = tuple(dict.fromkeys(type(block).__name__ for block in blocks))
+        share = size / total if total else 0.0
+        (lists if share >= SHARE else excluded).append(BlockList(key, len(blocks), classes, share))
+    if not lists:
+        raise AttachError(
+            f"{type(model).__name__} has no list of blocks: a cache needs an nn.ModuleList of at "
+            "least two blocks, at most one level below the model"
+        )
+    keys = {entry.key for entry in lists}
+    is_unet = {"down_blocks", "up_blocks"} <= keys
+    middle = getattr(model, "mid_block", None) if is_unet else None
+    singles = ("mid_block",) if isinstance(middle, nn.Module) else ()
+    modules = [
+        site
+        for key in [*(entry.key for entry in lists), *singles]
+        for site in _modules(model.get_submodule(key), key, key)
+    ]
+    return Anatomy(
+        type(model).__name__, tuple(lists), tuple(excluded), singles, _timestep(model),
+        tuple(modules), is_unet,
+    )  # fmt: skip
+
+
+def _lists(model: nn.Module) -> list[tuple[str, nn.ModuleList, int]]:
+    """Return the lists that look like lists of blocks, with their numbers of parameters."""
+    found: list[tuple[str, nn.ModuleList, int]] = []
+    for key, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) < 2 or key.count(".") > 1:
+            continue
+        if any(key.startswith(other + ".") for other, _, _ in found):
+            continue
+        if all(not type(block).__module__.startswith("torch.nn.") for block in module):
+            size = sum(parameter.numel() for parameter in module.parameters())
+            found.append((key, module, size))
+    return found
+
+
+def _timestep(model: nn.Module) -> str | None:
+    """Return the name of the argument that carries the timestep."""
+    names = inspect.signature(type(model).forward).parameters
+    return next((name for name in TIMESTEPS if name in names), None)
+
+
+def _modules(parent: nn.Module, path: str, list_key: str) -> list[ModuleSite]:
+    """Return the attention and feed-forward modules below `parent`, in order."""
+    children = dict(parent.named_children())
+    sites: list[ModuleSite] = []
+    for name, child in children.items():
+        kind = _kind(name, child)
+        if kind is not None:
+            sites.append(ModuleSite(path, name, kind, list_key))
+        else:
+            sites += _modules(child, f"{path}.{name}", list_key)
+    attends = any(site.kind == "attention" and site.parent == path for site in sites)
+    if attends and {"proj_mlp", "proj_out"} <= set(children):
+        sites.append(ModuleSite(path, "proj_mlp", "feed-forward", list_key))
+        sites.append(ModuleSite(path, "proj_out", "fused", list_key))
+    return sites
+
+
+def _kind(name: str, module: nn.Module) -> str | None:
+    """Return what a child of a block is, judged by its name and its class."""
+    cls = type(module).__name__
+    if isinstance(module, (nn.ModuleList, nn.Linear)) or "norm" in name or "Norm" in cls:
+        return None
+    if re.search(r"Block|Transformer|Layer$", cls):
+        return None
+    if _ATTENTION.match(name) or re.search(r"Attention|Attn", cls):
+        return "attention"
+    if _FEED_FORWARD.match(name) or re.search(r"FeedForward|FFN|M[lL][pP]|GLU|MoE", cls):
+        return "feed-forward"
+    return None

@@ -1,0 +1,72 @@
+"""What a touched object carries: a link to its engine that no copy inherits."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+ATTRIBUTE = "_diffcache"
+
+
+class Anchor:
+    """A link from one object to its owner; copies and pickles of the object get a dead one."""
+
+    __slots__ = ("_of", "owner")
+
+    def __init__(self, of: Any = None, owner: Any = None) -> None:
+        self._of = weakref.ref(of) if of is not None else None
+        self.owner = owner
+
+    def holds(self, of: Any) -> bool:
+        """Return whether this anchor was made for `of` itself."""
+        return self._of is not None and self._of() is of
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Anchor:
+        return Anchor()
+
+    def __copy__(self) -> Anchor:
+        return Anchor()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Anchor, ()
+
+
+def claim(of: Any, owner: Any) -> None:
+    """Make `owner` the owner of `of`."""
+    of.__dict__[ATTRIBUTE] = Anchor(of, owner)
+
+
+def owner_of(of: Any) -> Any:
+    """Return the owner of `of`, None for an object that is not claimed or is a copy."""
+    anchor = getattr(of, "__dict__", {}).get(ATTRIBUTE)
+    if anchor is not None and anchor.holds(of):
+        return anchor.owner
+    return None
+
+
+def release(of: Any) -> None:
+    """Forget the owner of `of`."""
+    of.__dict__.pop(ATTRIBUTE, None)
+
+
+def _rebuild(base: type) -> Any:
+    return base.__new__(base)
+
+
+def _reduce(self: Any, protocol: int) -> tuple[Any, ...]:
+    state = {key: value for key, value in self.__dict__.items() if key != ATTRIBUTE}
+    return _rebuild, (type(self).__mro__[1],), state
+
+
+def subclass(base: type, **members: Any) -> type:
+    """Return a subclass of `base` under its own name that copies and pickles as `base`."""
+    namespace = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": _reduce,
+        **members,
+    }
+    return type(base)(base.__name__, (base,), namespace)
+
+

@@ -1,0 +1,225 @@
+"""The clock: runs, steps and guidance branches, learned from what the pipeline does anyway.
+
+A run starts at the pipeline's call or at `set_timesteps` of its scheduler, a step where the
+scheduler stepped since the last call of the denoiser, a branch with every further call in a step.
+Without a scheduler a step starts where the timestep changes, and a run where it turns back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from diffcache.attach.record import RunRecord
+from diffcache.step import Step
+
+MAX_BRANCHES = 8
+
+
+@dataclass(eq=False)
+class Branch:
+    """One guidance branch of one denoiser in one run: its features and what its calls look like."""
+
+    number: int
+    name: str | None
+    conditions: dict[Any, Tensor]
+    signature: Any = None
+    anchor: int | None = None
+    seen_at: int = -1
+    features: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Context:
+    """What `cache_context` of diffusers said of the next call."""
+
+    name: str
+    step_index: int | None = None
+
+
+class Run:
+    """One sampling run: what the scheduler said, and a timeline for every denoiser."""
+
+    __slots__ = ("__weakref__", "begin", "by_timestep", "chunk", "epoch", "in_pipeline", "length",
+                 "record", "scheduled", "ticks", "timelines")  # fmt: skip
+
+    def __init__(self, in_pipeline: bool) -> None:
+        self.in_pipeline = in_pipeline
+        self.record = RunRecord()
+        self.timelines: dict[Any, Timeline] = {}
+        self.epoch = 0
+        self.chunk = -1
+        self._clear()
+
+    def _clear(self) -> None:
+        self.ticks = 0
+        self.begin = 0
+        self.length: int | None = None
+        self.scheduled = False
+        self.by_timestep = False
+
+    def restart(self, length: int | None) -> None:
+        """Start anew at `set_timesteps`, whose scheduler has `length` timesteps."""
+        self.drop()
+        self.scheduled = True
+        self.length = length
+        self.epoch += 1
+        self.chunk += 1
+
+    def timeline(self, engine: Any) -> Timeline:
+        """Return the timeline of a denoiser, by its engine."""
+        timeline = self.timelines.get(engine)
+        if timeline is None:
+            timeline = self.timelines[engine] = Timeline(self)
+        return timeline
+
+    def drop(self) -> None:
+        """Forget every feature and the place in the run."""
+        self._clear()
+        for timeline in self.timelines.values():
+            timeline.clear()
+
+    @property
+    def total(self) -> int | None:
+        """Number of steps the scheduler will take, None when nobody said it."""
+        return None if self.length is None else self.length - self.begin
+
+
+class Timeline:
+    """Where one denoiser is in a run, its branches, and the decision of the current step.
+
+    A denoiser counts its own steps: of two that share a run, the second starts at 0.
+    """
+
+    __slots__ = ("branches", "calls", "computes", "decided_at", "direction", "index",
+                 "last_computed", "mark", "run", "started_at", "timestep", "when_state")  # fmt: skip
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every feature and start before the first step."""
+        self.branches: list[Branch] = []
+        self.index = -1
+        self.mark: Any = None
+        self.calls = 0
+        self.timestep: float | None = None
+        self.direction = 0
+        self.decided_at = -1
+        self.computes = True
+        self.last_computed = -1
+        self.when_state: Any = None
+        self.started_at = 0
+
+    def arrive(self, context: Context | None, timestep: Any) -> bool:
+        """Note a call of the denoiser; return whether it starts a step."""
+        run = self.run
+        if context is not None and context.step_index is not None:
+            mark: Any = (run.epoch, "context", context.step_index)
+        elif run.scheduled and not self._leaves_scheduler(timestep):
+            mark = (run.epoch, "scheduler", run.ticks)
+        else:
+            value = timestep_value(timestep)
+            self._turn(value)
+            mark = (run.epoch, "timestep", value)
+        if mark == self.mark and self.calls < MAX_BRANCHES:
+            self.calls += 1
+            return False
+        if mark == self.mark:  # nobody guides with so many passes: these are runs of one step
+            self.clear()
+        if self.index < 0:
+            self.started_at = run.ticks
+        self.mark = mark
+        self.index += 1
+        self.calls = 1
+        self.timestep = mark[2] if mark[1] == "timestep" else cheap_value(timestep)
+        return True
+
+    def _leaves_scheduler(self, timestep: Any) -> bool:
+        """Return whether the scheduler does not tell the steps of this run.
+
+        Some pipelines step copies of their scheduler. If the timestep changes before the
+        scheduler ever stepped, the timestep is the clock.
+        """
+        run = self.run
+        if run.by_timestep:
+            return True
+        if run.ticks or self.index < 0:
+            return False
+        if self.timestep is None:
+            self.timestep = timestep_value(timestep)
+        if timestep_value(timestep) != self.timestep:
+            run.by_timestep = True
+        return run.by_timestep
+
+    def _turn(self, value: float | None) -> None:
+        """Start a new run where the timestep turns back."""
+        if value is None or self.timestep is None or value == self.timestep:
+            return
+        direction = 1 if value > self.timestep else -1
+        if self.direction and direction != self.direction:
+            self.clear()
+        else:
+            self.direction = direction
+
+    @property
+    def total(self) -> int | None:
+        """Number of steps this denoiser has if no other takes over, None when unknown."""
+        total = self.run.total
+        return None if total is None else total - self.started_at
+
+    def step(self, branch: int) -> Step:
+        """Return the current step for a method."""
+        return Step(self.index, self.timestep, self.total, branch, max(self.run.chunk, 0))
+
+    def branch_of(
+        self, context: Context | None, signature: Any, conditions: Callable[[], dict[Any, Tensor]]
+    ) -> Branch:
+        """Return the branch this call belongs to, a new one when none fits.
+
+        The pipeline's own name for the branch decides; then which branch was given the very same
+        condition tensors; then the order of the calls.
+        """
+        index = self.index
+        name = context.name if context is not None else None
+        free = [b for b in self.branches if b.seen_at != index and b.name == name]
+        alike = [b for b in free if b.signature == signature] or free
+        if not alike:
+            branch = Branch(len(self.branches), name, conditions())
+            self.branches.append(branch)
+        elif len(alike) == 1:
+            branch = alike[0]
+        else:
+            given = conditions()
+            branch = max(alike, key=lambda b: (_shared(b.conditions, given), -b.number))
+        branch.seen_at = index
+        return branch
+
+
+def _shared(held: dict[Any, Tensor], given: dict[Any, Tensor]) -> int:
+    """Return how many condition tensors are the same memory."""
+    return sum(
+        1
+        for name, tensor in given.items()
+        if name in held and held[name].data_ptr() == tensor.data_ptr()
+    )
+
+
+def timestep_value(timestep: Any) -> float | None:
+    """Return a timestep as a number; waits for the device; the largest of several."""
+    if isinstance(timestep, Tensor):
+        return float(timestep.max()) if timestep.numel() else None
+    if isinstance(timestep, (list, tuple)):
+        return timestep_value(timestep[0]) if timestep else None
+    return None if timestep is None else float(timestep)
+
+
+def cheap_value(timestep: Any) -> float | None:
+    """Return a timestep as a number if no device has to be waited for, else None."""
+    if isinstance(timestep, Tensor) and timestep.device.type != "cpu":
+        return None
+    return timestep_value(timestep)

@@ -1,0 +1,95 @@
+"""Hearing what a pipeline says with diffusers' `cache_context`: the branch's name, the step.
+
+diffusers hands the context to the stateful hooks in a model's registry. A `Listener` sits there as
+a hook that never touches the forward; what it hears is kept per thread.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+
+from diffcache.attach.clock import Context
+
+_NAME = "diffcache"
+_HEARD: ContextVar[tuple[int, Context] | None] = ContextVar("diffcache_context", default=None)
+
+
+def current_context(model: nn.Module) -> Context | None:
+    """Return the context opened for `model` in this thread, None when there is none."""
+    heard = _HEARD.get()
+    return heard[1] if heard is not None and heard[0] == id(model) else None
+
+
+def listen(model: nn.Module) -> bool:
+    """Start to hear the contexts of a model that can open them; return whether it can."""
+    if not hasattr(model, "cache_context"):
+        return False
+    from diffusers.hooks import HookRegistry
+    from diffusers.hooks.hooks import StateManager
+
+    had = hasattr(model, "_diffusers_hook")
+    registry = HookRegistry.check_if_exists_or_initialize(model)
+    registry.hooks[_NAME] = _listener(StateManager, model, had)
+    registry._hook_order.append(_NAME)
+    return True
+
+
+def unlisten(model: nn.Module) -> None:
+    """Stop hearing; remove the registry if it was not there before."""
+    registry = getattr(model, "_diffusers_hook", None)
+    if registry is None or _NAME not in registry.hooks:
+        return
+    listener = registry.hooks.pop(_NAME)
+    registry._hook_order.remove(_NAME)
+    if not listener.had_registry and not registry.hooks:
+        del model._diffusers_hook
+
+
+class Listener:
+    """A stateful hook in the eyes of diffusers, which does nothing but listen."""
+
+    _is_stateful = True
+
+    def __init__(self, manager: Any, had_registry: bool) -> None:
+        self.manager = manager
+        self.had_registry = had_registry
+
+    def reset_state(self, module: nn.Module) -> nn.Module:
+        """Keep nothing; the state is the engine's."""
+        return module
+
+
+def _listener(manager_class: type, model: nn.Module, had_registry: bool) -> Listener:
+    """Return a listener whose state manager notes every context."""
+    return Listener(_manager_class(manager_class)(id(model)), had_registry)
+
+
+_MANAGERS: dict[type, type] = {}
+
+
+def _manager_class(base: type) -> type:
+    if base not in _MANAGERS:
+
+        class Manager(base):  # type: ignore[misc]
+            """Notes the context in this thread instead of in itself."""
+
+            def __init__(self, key: int) -> None:
+                self.key = key
+
+            def set_context(self, context: Any) -> None:
+                """Note the context, None when it ends."""
+                if context is None:
+                    _HEARD.set(None)
+                    return
+                name = getattr(context, "name", context)
+                _HEARD.set((self.key, Context(str(name), getattr(context, "step_index", None))))
+
+            def reset(self, *args: Any, **kwargs: Any) -> None:
+                """Keep nothing."""
+
+        Manager.__qualname__ = "Manager"
+        _MANAGERS[base] = Manager
+    return _MANAGERS[base]

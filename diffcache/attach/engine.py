@@ -1,0 +1,357 @@
+"""Runs one method on one denoiser: opens a frame at every call and closes it again."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from diffcache.attach.anatomy import Anatomy
+from diffcache.attach.anchor import claim, owner_of, release
+from diffcache.attach.clock import Run
+from diffcache.attach.context import current_context
+from diffcache.attach.frame import Frame, gated_items
+from diffcache.attach.layout import Layout, plan
+from diffcache.attach.module import EmptyTap, ModuleTap
+from diffcache.attach.record import Call
+from diffcache.attach.signature import conditions_of, signature_of
+from diffcache.attach.span import OWN, ComputeTap, Held, estimates, hold, record
+from diffcache.attach.tap import FRAME, Tap, tap_children, tap_list, untap_children, untap_list
+from diffcache.attach.trace import Trace
+from diffcache.attach.tree import Template, leaves
+from diffcache.errors import AttachError, CacheWarning
+from diffcache.features.base import FeatureMethod
+from diffcache.step import Site
+
+if TYPE_CHECKING:
+    from diffcache.attach.handle import Handle
+
+OUTPUT = ("output", 0)  # where the MODEL site keeps its feature
+
+
+class SingleTap(Tap):
+    """A block that is no member of a list, such as a UNet's middle."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, module: nn.Module, key: str) -> None:
+        super().__init__(module)
+        self.key = key
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        items = frame.items.get(self.key)
+        return (self.module if items is None else items[0])(*args, **kwargs)
+
+
+class Engine:
+    """One method on one denoiser.
+
+    Args:
+        handle: What `wrap` returned for the pipeline or the model.
+        name: Name of the denoiser in its pipeline.
+        model: The denoiser.
+        method: The method.
+        anatomy: The denoiser's anatomy.
+
+    Raises:
+        AttachError: If the model has nothing at the method's site.
+    """
+
+    def __init__(
+        self, handle: Handle, name: str, model: nn.Module, method: FeatureMethod, anatomy: Anatomy
+    ) -> None:
+        self.handle, self.name, self.model = handle, name, model
+        self.method, self.parts, self.anatomy = method, method.parts(), anatomy
+        self.layouts: dict[Any, Layout] = {}
+        self.blocks: dict[str, list[nn.Module]] = {}
+        self.flops: dict[Any, dict[str, float] | None] = {}
+        self._parents: list[nn.Module] = []
+        site = Site.of(self.parts.site)
+        if not anatomy.supports(site):
+            raise AttachError(
+                f"{anatomy.model} has no {site.value} modules inside its blocks; "
+                "use site='stack' or site='block'"
+            )
+        self._tap_modules(site) if site.is_module else self._tap_lists()
+        pre = model.register_forward_pre_hook(open_frame, prepend=True, with_kwargs=True)
+        post = model.register_forward_hook(close_frame, with_kwargs=True, always_call=True)
+        self._hooks = (pre, post)
+        claim(model, self)
+
+    def _tap_lists(self) -> None:
+        for entry in self.anatomy.lists:
+            blocks = self.model.get_submodule(entry.key)
+            assert isinstance(blocks, nn.ModuleList)
+            self.blocks[entry.key] = list(blocks)
+            tap_list(blocks, self, entry.key)
+        for key in self.anatomy.singles:
+            module = self.model.get_submodule(key)
+            self.blocks[key] = [module]
+            self._tap_children(self.model, {key: SingleTap(module, key)})
+
+    def _tap_modules(self, site: Site) -> None:
+        for entry in self.anatomy.modules_at(site):
+            parent = self.model.get_submodule(entry.parent)
+            module = parent.get_submodule(entry.child)
+            name = f"{entry.parent}.{entry.child}"
+            group = f"{entry.list_key}.{entry.child}"
+            tap: Tap = EmptyTap(module, name) if entry.kind == "empty" else ModuleTap(module, name, group)
+            self._tap_children(parent, {entry.child: tap})
+
+    def _tap_children(self, parent: nn.Module, taps: dict[str, Tap]) -> None:
+        if not any(parent is known for known in self._parents):
+            self._parents.append(parent)
+        tap_children(parent, self, taps)
+
+    def detach(self) -> None:
+        """Leave the model as it was found."""
+        for hook in self._hooks:
+            hook.remove()
+        for entry in () if Site.of(self.parts.site).is_module else self.anatomy.lists:
+            untap_list(self.model.get_submodule(entry.key))  # type: ignore[arg-type]
+        for parent in self._parents:
+            untap_children(parent)
+        release(self.model)
+
+    def tensors(self, run: Run) -> Iterator[Tensor]:
+        """Yield the tensors that this denoiser's features hold in a run."""
+        timeline = run.timelines.get(self)
+        if timeline is None:
+            return
+        instead = self.parts.instead
+        for branch in timeline.branches:
+            for held in branch.features.values():
+                for state in held.states:
+                    yield from instead.held(state)
+        if timeline.when_state is not None:
+            yield from self.parts.when.held(timeline.when_state)
+
+    # one call ------------------------------------------------------------------------------
+
+    def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
+        """Start the frame of a denoiser call: which step and branch it is, and what will run."""
+        anatomy = self.anatomy
+        timestep = kwargs.get(anatomy.timestep) if anatomy.timestep else None
+        if timestep is None:
+            args, kwargs, timestep = self._named(args, kwargs)
+        run = self.handle.run()
+        timeline = run.timeline(self)
+        context = current_context(self.model)
+        if timeline.arrive(context, timestep) and timeline.index == 0:
+            timeline.when_state = self.parts.when.init()
+            if not run.in_pipeline:
+                self.handle.new_record(run)
+        signature = signature_of(args, kwargs, anatomy.timestep)
+        branch = timeline.branch_of(
+            context, signature, lambda: conditions_of(args, kwargs, anatomy.timestep)
+        )
+        frame = Frame(self, timeline, branch, timeline.step(branch.number))
+        reason = self._must_compute(timeline, branch, signature, kwargs)
+        self._decide(frame, reason)
+        branch.signature = signature
+        self._hand_out(frame, signature)
+        label = branch.name or branch.number
+        frame.call = Call(self.name, timeline.index, timeline.timestep, label, True, reason)
+        return frame
+
+    def _named(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """Return a call with its positional arguments named, and its timestep."""
+        import inspect
+
+        names = list(inspect.signature(type(self.model).forward).parameters)[1:]
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        return (), kwargs, kwargs.get(self.anatomy.timestep or "")
+
+    def _must_compute(self, timeline: Any, branch: Any, signature: Any, kwargs: Any) -> str:
+        """Return why this branch cannot be skipped, an empty string if it can."""
+        if branch.anchor is None:
+            return "first call"
+        if branch.signature != signature:
+            return "inputs changed"
+        if branch.anchor < timeline.last_computed:
+            return "missed a step"
+        if any("kv_cache" in name and value is not None for name, value in kwargs.items()):
+            return "writes a KV cache"
+        return ""
+
+    def _decide(self, frame: Frame, reason: str) -> None:
+        """Decide now where the probe is not needed; a forced first branch decides for all."""
+        timeline, when = frame.timeline, self.parts.when
+        frame.decides = timeline.decided_at != frame.step.index
+        if not frame.decides:
+            frame.computes = timeline.computes or bool(reason)
+        elif reason:
+            frame.computes = True
+        if frame.decides and when.probe is None:
+            frame.decide(None)
+
+    def _hand_out(self, frame: Frame, signature: Any) -> None:
+        """Choose what stands for the blocks in this call."""
+        if Site.of(self.parts.site).is_module:
+            frame.tally = None if signature in self.flops else {}
+            return
+        layout = frame.layout = self.layouts.get(signature)
+        if layout is None:
+            frame.computes = True
+            site = Site.of(self.parts.site)
+            keep_all = site in (Site.BLOCK, Site.RUN) or self.parts.tail > 0
+            frame.trace = Trace(keep_all, self.parts.lead)
+            frame.items = {key: frame.trace.items(key, group) for key, group in self.blocks.items()}
+        elif frame.decides and self.parts.when.probe is not None:
+            frame.items = gated_items(layout, self.blocks)
+        elif frame.computes:
+            frame.items = layout.compute
+        else:
+            frame.items = layout.skip if frame.decides else layout.follow
+
+    def close(self, frame: Frame, out: Any) -> Any:
+        """Finish a denoiser call; return what it returns if the method replaces it."""
+        layout, branch = frame.layout, frame.branch
+        if frame.trace is not None:
+            layout = frame.layout = self._learn(frame, frame.trace)
+        replaced = None
+        site = Site.of(self.parts.site)
+        if site is Site.MODEL:
+            replaced = self._at_output(frame, out)
+        elif not frame.computes and layout is not None and frame.closed != layout.closes:
+            raise AttachError(
+                f"{self.anatomy.model}: {frame.closed} of {layout.closes} skipped spans ended; its "
+                "forward left out blocks that it ran when its wiring was learned; use site='model'"
+            )
+        if frame.computes:
+            branch.anchor = frame.step.index
+        self._account(frame, layout)
+        return replaced
+
+    def _learn(self, frame: Frame, trace: Trace) -> Layout:
+        """Lay out the method over what the traced call showed, and keep that call's features."""
+        wirings = trace.wirings()
+        if not wirings:
+            raise AttachError(f"{self.anatomy.model}: no block of its lists ran; nothing to cache")
+        layout = plan(self.parts, trace.calls, wirings, self.blocks, self.anatomy.is_unet)
+        self.layouts[frame.branch.signature] = layout
+        tally: dict[str, list[float | None]] = {}
+        for call in trace.calls:
+            tally.setdefault(call.list_key, []).append(call.flops)
+        self.flops[frame.branch.signature] = _means(tally)
+        first = None
+        for number, call in enumerate(trace.calls):
+            place = (call.list_key, call.index)
+            item = layout.compute[place[0]][place[1]]
+            if number == 0 and frame.decides and self.parts.lead:
+                first = call
+            if isinstance(item, ComputeTap):
+                if item.base_of is not None:
+                    duty = item.duty
+                    frame.bases[duty.span] = tuple(call.arguments[k] for k in duty.carry.values())
+                if item.duty.records:
+                    record(frame, item.duty, _output(call))
+        if first is not None and self.parts.when.probe is not None:
+            self._learn_probe(frame, layout, trace, first)
+        return layout
+
+    def _learn_probe(self, frame: Frame, layout: Layout, trace: Trace, first: Any) -> None:
+        """Show the traced call's probe to the gate."""
+        from diffcache.attach.frame import main_stream
+
+        last = trace.calls[self.parts.lead - 1]
+        argument, _ = main_stream(layout, first.list_key)
+        _, number = main_stream(layout, last.list_key)
+        frame.decide(frame.probe_of(first.arguments[argument], last.outputs[number]))
+
+    def _at_output(self, frame: Frame, out: Any) -> Any:
+        """Keep the denoiser's output, or replace it by its estimate."""
+        if frame.computes:
+            own = [leaf.detach().clone() for leaf in leaves(out)]
+            hold(frame, OUTPUT, own, [OWN] * len(own), Template(out))
+            return None
+        held: Held = frame.branch.features[OUTPUT]
+        return held.template.build(estimates(frame, held))
+
+    def _account(self, frame: Frame, layout: Layout | None) -> None:
+        """Note what the call computed and skipped."""
+        call = frame.call
+        assert call is not None
+        call.computed = bool(frame.computes)
+        call.reason = call.reason or "method"
+        if layout is None:
+            counts: dict[str, list[int]] = {}
+            for tap, visits in frame.visits.items():
+                ran = counts.setdefault(tap.group, [0, 0])
+                ran[0 if frame.computes else 1] += visits
+            call.counts = {key: (ran, skipped) for key, (ran, skipped) in counts.items()}
+            if frame.tally is not None:
+                self.flops[frame.branch.signature] = _means(frame.tally)
+        elif frame.computes:
+            call.counts = {key: (ran, 0) for key, ran in layout.totals.items()}
+        else:
+            follows = not frame.decides
+            call.counts = layout.follow_counts if follows else layout.counts
+        flops = self.flops.get(frame.branch.signature)
+        if flops is not None:
+            call.flops = (
+                sum(flops[key] * ran for key, (ran, _) in call.counts.items()),
+                sum(flops[key] * skipped for key, (_, skipped) in call.counts.items()),
+            )
+        call.seconds = time.perf_counter() - frame.started
+        self.handle.note(frame, call)
+
+
+def _means(tally: dict[str, list[float | None]]) -> dict[str, float] | None:
+    """Return the mean operations of one evaluation of every site, None if one was not counted."""
+    means: dict[str, float] = {}
+    for key, values in tally.items():
+        counts = [value for value in values if value is not None]
+        if len(counts) != len(values):
+            return None
+        means[key] = sum(counts) / len(counts)
+    return means
+
+
+def _output(call: Any) -> Any:
+    """Return a traced call's output in its container."""
+    return call.outputs[0] if call.container is Tensor else call.container(call.outputs)
+
+
+@torch.compiler.disable
+def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a wrapped denoiser; does nothing on a copy of one."""
+    engine = owner_of(module)
+    if engine is None:
+        _orphan(module)
+        return
+    frame = engine.open(args, kwargs)
+    frame.token = FRAME.set(frame)
+
+
+@torch.compiler.disable
+def close_frame(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+    """Forward hook of a wrapped denoiser, called after exceptions as well."""
+    engine = owner_of(module)
+    frame = FRAME.get()
+    if engine is None or frame is None or frame.engine is not engine:
+        return None
+    FRAME.reset(frame.token)
+    if out is None:  # an exception is on its way
+        engine.handle.abandon()
+        return None
+    return engine.close(frame, out)
+
+
+def _orphan(module: nn.Module) -> None:
+    """Take the hooks off a copy of a wrapped model and say that it runs uncached."""
+    for hooks, hook in ((module._forward_pre_hooks, open_frame), (module._forward_hooks, close_frame)):
+        for key in [key for key, value in hooks.items() if value is hook]:
+            del hooks[key]
+    warnings.warn(
+        f"this {type(module).__name__} is a copy of a wrapped one and runs uncached; wrap it too",
+        CacheWarning,
+        stacklevel=4,
+    )
+
+

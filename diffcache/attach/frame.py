@@ -1,0 +1,163 @@
+"""One denoiser call under a method: what it hands out, and what it keeps."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from diffcache.attach.anchor import ATTRIBUTE
+from diffcache.attach.clock import Branch, Timeline
+from diffcache.attach.flops import counted
+from diffcache.attach.layout import Layout
+from diffcache.attach.record import Call
+from diffcache.attach.tap import FRAME, Tap
+from diffcache.attach.trace import Trace
+from diffcache.attach.tree import outputs_of
+from diffcache.step import Step
+
+if TYPE_CHECKING:
+    from diffcache.attach.engine import Engine
+
+
+class Frame:
+    """One call of a denoiser.
+
+    Attributes:
+        engine: The engine of the denoiser.
+        timeline: Where the denoiser is in its run.
+        branch: The guidance branch of this call, which holds the features.
+        step: The current step, as methods see it.
+        decides: Whether this call takes the decision of the step.
+        computes: Whether the sites are computed; None until the probe was seen.
+        layout: What to hand out; None in the traced call.
+        trace: The recorder of the traced call, else None.
+        bases: Span -> the streams at its start.
+        tally: Operations of the modules, counted in the first call of its kind.
+        visits: Module site -> how often it was called.
+        closed: Number of spans whose estimates were used.
+    """
+
+    __slots__ = ("_probe_input", "bases", "branch", "call", "closed", "computes", "decides",
+                 "engine", "items", "layout", "started", "step", "tally", "timeline", "token",
+                 "trace", "visits")  # fmt: skip
+
+    def __init__(self, engine: Engine, timeline: Timeline, branch: Branch, step: Step) -> None:
+        self.engine = engine
+        self.timeline = timeline
+        self.branch = branch
+        self.step = step
+        self.decides = False
+        self.computes: bool | None = None
+        self.layout: Layout | None = None
+        self.trace: Trace | None = None
+        self.items: dict[str, list[Any]] = {}
+        self.bases: dict[Any, tuple[Any, ...]] = {}
+        self.visits: dict[Any, int] = {}
+        self.closed = 0
+        self.tally: dict[str, list[float | None]] | None = None
+        self._probe_input: Tensor | None = None
+        self.token: Any = None
+        self.call: Call | None = None
+        self.started = time.perf_counter()
+
+    def items_of(self, blocks: nn.ModuleList) -> list[Any] | None:
+        """Return what stands for the blocks of a list, None for a list of another model."""
+        owner, key = blocks.__dict__[ATTRIBUTE]
+        return self.items.get(key) if owner is self.engine else None
+
+    def decide(self, probe: Tensor | None) -> None:
+        """Take the decision of this step, for all its branches."""
+        when, timeline = self.engine.parts.when, self.timeline
+        if self.computes is None:
+            self.computes = when.should_compute(timeline.when_state, self.step, probe)
+        if self.computes:
+            when.computed(timeline.when_state, self.step, probe)
+            timeline.last_computed = self.step.index
+        timeline.decided_at = self.step.index
+        timeline.computes = self.computes
+
+    def counted(self, group: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a module; the first time, count its operations."""
+        if self.tally is None:
+            return module(*args, **kwargs)
+        out, flops = counted(module, args, kwargs)
+        self.tally.setdefault(group, []).append(flops)
+        return out
+
+    def probe_of(self, before: Tensor, after: Tensor) -> Tensor:
+        """Return what the method's gate looks at."""
+        if self.engine.parts.when.probe == "residual" and before.shape == after.shape:
+            return after - before
+        return after
+
+
+class LeadTap(Tap):
+    """A lead block: it always runs; behind the last one the decision falls."""
+
+    __slots__ = ("argument", "first", "last", "number")
+
+    def __init__(self, module: nn.Module, place: tuple[Any, int], first: bool, last: bool) -> None:
+        super().__init__(module)
+        self.argument, self.number = place
+        self.first, self.last = first, last
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        if self.first:
+            key = self.argument
+            frame._probe_input = kwargs[key] if isinstance(key, str) else args[key]
+        out = self.module(*args, **kwargs)
+        if self.last and frame._probe_input is not None:
+            frame.decide(frame.probe_of(frame._probe_input, outputs_of(out)[self.number]))
+            frame._probe_input = None
+        return out
+
+
+class LateTap(Tap):
+    """A block behind the lead: what stands for it is known only when it is called."""
+
+    __slots__ = ("index", "key")
+
+    def __init__(self, module: nn.Module, key: str, index: int) -> None:
+        super().__init__(module)
+        self.key, self.index = key, index
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        layout = frame.layout
+        assert layout is not None
+        items = layout.compute if frame.computes else layout.skip
+        return items[self.key][self.index](*args, **kwargs)
+
+
+def gated_items(layout: Layout, blocks: dict[str, list[nn.Module]]) -> dict[str, list[Any]]:
+    """Return what to hand out while the decision waits for the probe."""
+    lead = layout.lead_calls
+    items: dict[str, list[Any]] = {}
+    for key, group in blocks.items():
+        items[key] = [LateTap(module, key, index) for index, module in enumerate(group)]
+    for key, index in lead:
+        place = main_stream(layout, key)
+        items[key][index] = LeadTap(
+            blocks[key][index], place, (key, index) == lead[0], (key, index) == lead[-1]
+        )
+    return items
+
+
+def main_stream(layout: Layout, list_key: str) -> tuple[Any, int]:
+    """Return where a lead block takes the stream of the sample, and which output it becomes.
+
+    It is the stream called `hidden_states` where there is one, else the first argument's.
+    """
+    carry = layout.wirings[list_key].carry
+    for number, key in carry.items():
+        if key == "hidden_states":
+            return key, number
+    first = layout.first_arguments[list_key]
+    for number, key in carry.items():
+        if key == first:
+            return key, number
+    number = next(iter(carry), 0)
+    return carry.get(number, first), number

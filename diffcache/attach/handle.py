@@ -1,0 +1,184 @@
+"""What attaching returns: the taps on a pipeline, its scheduler and its denoisers, as one thing."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+
+from diffcache.attach.anatomy import Anatomy, anatomy_of
+from diffcache.attach.anchor import owner_of
+from diffcache.attach.clock import Run
+from diffcache.attach.context import listen, unlisten
+from diffcache.attach.engine import Engine
+from diffcache.attach.frame import Frame
+from diffcache.attach.record import Call, RunRecord
+from diffcache.attach.solver import tap_pipeline, tap_scheduler, untap
+from diffcache.errors import CacheWarning
+from diffcache.features.base import FeatureMethod
+
+Runs = weakref.WeakKeyDictionary["Handle", Run]
+_RUNS: ContextVar[Runs | None] = ContextVar("diffcache_runs", default=None)
+
+
+class Handle:
+    """A method attached to a pipeline or a model; a context manager that detaches at its end.
+
+    Args:
+        target: A pipeline or a denoiser.
+        denoisers: Name -> denoiser.
+        method: The method for all of them; each keeps its own state.
+
+    Raises:
+        AttachError: If a denoiser cannot be cached with this method.
+    """
+
+    def __init__(self, target: Any, denoisers: dict[str, nn.Module], method: FeatureMethod) -> None:
+        self.method = method
+        self.target = weakref.ref(target)
+        self.last = RunRecord()
+        self._live: weakref.WeakSet[Run] = weakref.WeakSet()
+        self.schedulers: list[Any] = []
+        self.engines: list[Engine] = []
+        anatomies = {name: anatomy_of(model) for name, model in denoisers.items()}
+        try:
+            for name, model in denoisers.items():
+                self._attach(name, model, anatomies[name])
+            self.is_pipeline = not isinstance(target, nn.Module)
+            if self.is_pipeline:
+                tap_pipeline(target, self)
+                self.follow(target)
+        except BaseException:
+            self.detach()
+            raise
+
+    def _attach(self, name: str, model: nn.Module, anatomy: Anatomy) -> None:
+        self.engines.append(Engine(self, name, model, self.method, anatomy))
+        listen(model)
+
+    # runs ----------------------------------------------------------------------------------
+
+    def run(self) -> Run:
+        """Return the run of this thread, a new one if there is none."""
+        runs = _RUNS.get()
+        run = runs.get(self) if runs is not None else None
+        return run if run is not None else self.begin()[0]
+
+    def begin(self, in_pipeline: bool = False) -> tuple[Run, Any]:
+        """Start a run in this thread; return it with the token that ends it."""
+        run = Run(in_pipeline)
+        self.last = run.record
+        self._live.add(run)
+        runs: Runs = weakref.WeakKeyDictionary(_RUNS.get() or {})
+        runs[self] = run
+        return run, _RUNS.set(runs)
+
+    def end(self, run: Run, token: Any, finished: bool) -> None:
+        """End a run started with `begin`: free its features and speak up if it skipped nothing."""
+        run.drop()
+        self._live.discard(run)
+        _RUNS.reset(token)
+        run.record.finished = finished
+        if finished:
+            self._speak_up(run.record)
+
+    def restart(self, length: int | None) -> None:
+        """Start the run anew at `set_timesteps`; within a pipeline's call it stays one record."""
+        run = self.run()
+        run.restart(length)
+        if not run.in_pipeline:
+            self.new_record(run)
+
+    def new_record(self, run: Run) -> None:
+        """Give a run outside a pipeline's call a new record; the last one is finished."""
+        if run.record.calls:
+            run.record.finished = True
+            self._speak_up(run.record)
+            run.record = RunRecord()
+        self.last = run.record
+
+    def abandon(self) -> None:
+        """Forget this thread's features after an exception inside a denoiser."""
+        self.run().drop()
+
+    def reset(self) -> None:
+        """Forget the features of every run, in every thread."""
+        for run in list(self._live):
+            run.drop()
+
+    def note(self, frame: Frame, call: Call) -> None:
+        """Add a call to the record of its run."""
+        record = frame.timeline.run.record
+        record.calls.append(call)
+        if frame.computes:
+            held = sum(tensor.nbytes for tensor in self._tensors())
+            record.peak_bytes = max(record.peak_bytes, held)
+
+    def _speak_up(self, record: RunRecord) -> None:
+        """Warn if a run of more than one step skipped nothing."""
+        if not record.calls:
+            _warn(f"{self.method!r}: the run called no wrapped denoiser, so nothing was cached")
+            return
+        steps = len({(call.denoiser, call.index) for call in record.calls})
+        if record.skipped or steps < 2:
+            return
+        reasons = {call.reason for call in record.calls[1:]} - {"method"}
+        why = f" ({', '.join(sorted(reasons))})" if reasons else ""
+        _warn(
+            f"{self.method!r} skipped nothing in a run of {steps} steps{why}: every step was "
+            "computed; use more steps, a shorter warmup or a larger interval or threshold"
+        )
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for run in list(self._live):
+            for engine in self.engines:
+                yield from engine.tensors(run)
+
+    def held_bytes(self) -> int:
+        """Return the bytes of all features held now, each storage once."""
+        storages: dict[int, int] = {}
+        for tensor in self._tensors():
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+    # attaching -----------------------------------------------------------------------------
+
+    def follow(self, pipeline: Any) -> None:
+        """Listen to the pipeline's scheduler, which users replace."""
+        scheduler = getattr(pipeline, "scheduler", None)
+        if scheduler is None or not hasattr(scheduler, "set_timesteps"):
+            return
+        if owner_of(scheduler) is not self:
+            for old in self.schedulers:
+                untap(old)
+            tap_scheduler(scheduler, self)
+            self.schedulers = [scheduler]
+
+    def detach(self) -> None:
+        """Leave everything as it was found; detaching twice does nothing."""
+        self.reset()
+        for engine in self.engines:
+            unlisten(engine.model)
+            engine.detach()
+        self.engines = []
+        for scheduler in self.schedulers:
+            untap(scheduler)
+        self.schedulers = []
+        target = self.target()
+        if target is not None and owner_of(target) is self:
+            untap(target)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.detach()
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CacheWarning, stacklevel=5)

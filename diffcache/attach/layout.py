@@ -1,0 +1,238 @@
+"""Which blocks a method skips in one kind of call: spans, duties and the taps that carry them out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from diffcache.attach.span import ComputeTap, Duty, EstimateTap, HollowTap, OpenTap, PassTap
+from diffcache.attach.trace import BlockCall, Wiring
+from diffcache.errors import AttachError
+from diffcache.features.combine import Combine
+from diffcache.step import Site
+
+
+@dataclass
+class Layout:
+    """What to hand out for every list of blocks, on computed and on skipped steps.
+
+    Attributes:
+        compute: List -> its modules, with taps where features are taken.
+        skip: List -> stand-ins for the skipped blocks.
+        follow: As `skip`, for branches that need no probe and whose lead blocks may be skipped.
+        duties: What every called block has to do.
+        counts: Site -> (blocks that run, blocks that are skipped) on a skipped step.
+        totals: Site -> blocks that run on a computed step.
+        closes: Number of spans that a skipped step must close.
+        wirings: What was learned of each list.
+        lead_calls: The lead blocks.
+        first_arguments: List -> where its first block takes its first tensor.
+    """
+
+    compute: dict[str, list[Any]]
+    skip: dict[str, list[Any]]
+    follow: dict[str, list[Any]]
+    duties: dict[tuple[str, int], Duty]
+    counts: dict[str, tuple[int, int]]
+    follow_counts: dict[str, tuple[int, int]]
+    totals: dict[str, int]
+    closes: int
+    wirings: dict[str, Wiring]
+    lead_calls: list[tuple[str, int]]
+    first_arguments: dict[str, Any]
+
+
+def plan(
+    parts: Combine,
+    calls: list[BlockCall],
+    wirings: dict[str, Wiring],
+    blocks: dict[str, list[nn.Module]],
+    is_unet: bool,
+) -> Layout:
+    """Return the layout of a method over the traced calls.
+
+    Args:
+        parts: The method.
+        calls: The block calls of one forward, in order.
+        wirings: How each list is chained.
+        blocks: The blocks of each list.
+        is_unet: Whether blocks change shapes and hand tensors to later blocks on the side.
+
+    Raises:
+        AttachError: If nothing would be skipped.
+    """
+    order = [(call.list_key, call.index) for call in calls]
+    lead = order[: parts.lead]
+    tail = order[len(order) - parts.tail :] if parts.tail else []
+    duties = {(c.list_key, c.index): _duty(c, wirings[c.list_key], is_unet) for c in calls}
+    spans = _spans(parts, order, set(lead) | set(tail), is_unet)
+    if not any(spans) and parts.site is not Site.MODEL:
+        raise AttachError(
+            f"no block left to skip: {len(order)} blocks ran, lead={parts.lead}, "
+            f"tail={parts.tail}, blocks={parts.blocks!r}; lower lead and tail or name other blocks"
+        )
+    by_place = {(c.list_key, c.index): c for c in calls}
+    for number, span in enumerate(spans):
+        _assign(number, span, duties, by_place, parts, is_last=number == len(spans) - 1, unet=is_unet)
+    skipped = {place for span in spans for place in span}
+    if parts.site is Site.MODEL:
+        skipped = set(order)
+    if parts.feature == "output" and parts.site is Site.STACK:
+        skipped = set(order) - set(lead) - set(tail)
+    kinds = {(c.list_key, c.index): c.container for c in calls}
+    compute = _items(blocks, duties, lambda m, d, p: ComputeTap(m, d) if _has_duty(d, p, skipped) else m)
+    skip = _items(blocks, duties, lambda m, d, p: _skip_tap(m, d, kinds[p]) if p in skipped else m)
+    follow_skipped = skipped | set(lead) if parts.feature == "output" and lead else skipped
+    follow = skip
+    if follow_skipped is not skipped:
+        follow = _items(
+            blocks, duties, lambda m, d, p: _skip_tap(m, d, kinds[p]) if p in follow_skipped else m
+        )
+    return Layout(
+        compute, skip, follow, duties,
+        counts=_counts(order, skipped), follow_counts=_counts(order, follow_skipped),
+        totals={key: ran for key, (ran, _) in _counts(order, set()).items()},
+        closes=len({d.span for d in duties.values() if d.closes}),
+        wirings=wirings, lead_calls=lead,
+        first_arguments={c.list_key: next(iter(c.shapes_in), 0) for c in reversed(calls)},
+    )  # fmt: skip
+
+
+def _duty(call: BlockCall, wiring: Wiring, is_unet: bool) -> Duty:
+    """Return what a block passes on and what it hands out on the side."""
+    carry, sides = {}, []
+    for number, shape in enumerate(call.shapes_out):
+        key = wiring.carry.get(number)
+        if key is not None and (shape is None or call.shapes_in.get(key) == shape):
+            carry[number] = key
+        elif shape is not None or isinstance(call.outputs[number], (tuple, list)):
+            sides.append(number)
+    place = (call.list_key, call.index)
+    if is_unet:
+        return Duty(place, {}, is_hollow=True)
+    return Duty(place, carry, sides=tuple(sides))
+
+
+def _spans(
+    parts: Combine, order: list[tuple[str, int]], kept: set[tuple[str, int]], is_unet: bool
+) -> list[list[tuple[str, int]]]:
+    """Return the runs of blocks that are skipped together."""
+    if parts.site is Site.MODEL:
+        return []
+    if parts.site is Site.BLOCK:
+        return [[place] for place in order if place not in kept]
+    groups = _groups(order, is_unet)
+    if parts.site is Site.STACK:
+        spans = [[place for place in group if place not in kept] for group in groups]
+        return [span for span in spans if span]
+    wanted = named_blocks(parts.blocks, order)
+    spans = []
+    for group in groups:
+        run: list[tuple[str, int]] = []
+        for place in group:
+            if place in wanted and place not in kept:
+                run.append(place)
+            elif run:
+                spans.append(run)
+                run = []
+        spans += [run] if run else []
+    return spans
+
+
+def _groups(order: list[tuple[str, int]], is_unet: bool) -> list[list[tuple[str, int]]]:
+    """Return the calls of each list; lists whose calls alternate are one group, a UNet is one."""
+    if is_unet:
+        return [order]
+    groups: list[list[tuple[str, int]]] = []
+    reach = -1
+    last = {key: i for i, (key, _) in enumerate(order)}
+    for number, place in enumerate(order):
+        if number > reach:
+            groups.append([])
+        reach = max(reach, last[place[0]])
+        groups[-1].append(place)
+    return groups
+
+
+def named_blocks(names: tuple[str, ...], order: list[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Return the blocks that names such as `blocks.3` or `blocks.2-9` mean.
+
+    Raises:
+        AttachError: If a name means no block that ran.
+    """
+    wanted: set[tuple[str, int]] = set()
+    for name in names:
+        match = re.fullmatch(r"(.+)\.(\d+)(?:-(\d+))?", name)
+        first, last = (int(match[2]), int(match[3] or match[2])) if match else (0, -1)
+        found = {(key, i) for key, i in order if match and key == match[1] and first <= i <= last}
+        if not found:
+            lists = {key: sum(k == key for k, _ in order) for key, _ in order}
+            known = ", ".join(f"{key}.0-{count - 1}" for key, count in lists.items())
+            raise AttachError(f"blocks={name!r}: no such block ran; there are {known}")
+        wanted |= found
+    return wanted
+
+
+def _assign(
+    number: int,
+    span: list[tuple[str, int]],
+    duties: dict[tuple[str, int], Duty],
+    calls: dict[tuple[str, int], BlockCall],
+    parts: Combine,
+    is_last: bool,
+    unet: bool,
+) -> None:
+    """Give the first and last block of a span their duties."""
+    first, last = duties[span[0]], duties[span[-1]]
+    if parts.feature == "output" and parts.site is Site.STACK and not is_last:
+        return  # the last list's output stands for the whole stack
+    last.closes, last.span, last.is_hollow = True, number, False
+    if unet:
+        return
+    wants_residual = parts.feature == "residual" or parts.site is Site.BLOCK
+    shapes_first = [calls[span[0]].shapes_in.get(key) for key in first.carry.values()]
+    shapes_last = [calls[span[-1]].shapes_out[n] for n in last.carry]
+    matching = list(first.carry) == list(last.carry) and all(
+        there is None or here == there for here, there in zip(shapes_first, shapes_last, strict=True)
+    )
+    if wants_residual and first.carry and matching:
+        first.opens, first.span, last.residual = True, number, True
+        last.sides = tuple(n for n in last.sides if n not in last.carry)
+
+
+def _has_duty(duty: Duty, place: tuple[str, int], skipped: set[tuple[str, int]]) -> bool:
+    """Return whether a block that runs is of interest to the cache."""
+    return place in skipped and (duty.opens or duty.records)
+
+
+def _items(blocks: dict[str, list[nn.Module]], duties: Any, make: Any) -> dict[str, list[Any]]:
+    """Return, for every list, what `make` says of the blocks that were called."""
+    return {
+        key: [make(m, duties[key, i], (key, i)) if (key, i) in duties else m for i, m in enumerate(group)]
+        for key, group in blocks.items()
+    }  # fmt: skip
+
+
+def _skip_tap(module: nn.Module, duty: Duty, container: type) -> Any:
+    """Return what stands for a skipped block."""
+    if duty.is_hollow:
+        return HollowTap(module, duty)
+    if duty.closes or duty.sides or not duty.carry:
+        return EstimateTap(module, duty)
+    if duty.opens:
+        return OpenTap(module, duty, container)
+    return PassTap(module, duty, container)
+
+
+def _counts(
+    order: list[tuple[str, int]], skipped: set[tuple[str, int]]
+) -> dict[str, tuple[int, int]]:
+    """Return for every list how many of its calls run and are skipped."""
+    counts: dict[str, tuple[int, int]] = {}
+    for place in order:
+        ran, left_out = counts.get(place[0], (0, 0))
+        counts[place[0]] = (ran + (place not in skipped), left_out + (place in skipped))
+    return counts

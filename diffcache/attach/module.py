@@ -1,0 +1,64 @@
+"""Taps on attention and feed-forward modules inside the blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from diffcache.attach.span import OWN, Held, estimates, hold
+from diffcache.attach.tap import FRAME, Tap
+from diffcache.attach.tree import Template, leaves
+
+if TYPE_CHECKING:
+    from diffcache.attach.frame import Frame
+
+
+class ModuleTap(Tap):
+    """An attention or feed-forward module; its own output, before the gate, is the feature.
+
+    A module that is called more than once a forward keeps a feature for every call.
+    """
+
+    __slots__ = ("group", "name")
+
+    def __init__(self, module: nn.Module, name: str, group: str) -> None:
+        super().__init__(module)
+        self.name, self.group = name, group
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        visit = frame.visits.get(self, 0)
+        frame.visits[self] = visit + 1
+        key = (self.name, visit)
+        if frame.computes:
+            out = frame.counted(self.group, self.module, args, kwargs)
+            own = [leaf.detach().clone() for leaf in leaves(out)]
+            hold(frame, key, own, [OWN] * len(own), Template(out))
+            return out
+        held: Held = frame.branch.features[key]
+        return held.template.build(estimates(frame, held))
+
+
+class EmptyTap(Tap):
+    """A module of a fused block that a skipped step leaves out.
+
+    Its output only feeds the projection whose output is the feature; on a skipped step a tensor
+    without data stands for it, so that the operations in between cost nothing.
+    """
+
+    __slots__ = ("name",)
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__(module)
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        if not frame.computes:
+            return frame.branch.features[self.name, 0].hollow
+        out = self.module(*args, **kwargs)
+        empty = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in leaves(out)]
+        frame.branch.features[self.name, 0] = Held([], [], Template(None), Template(out).build(empty))
+        return out

@@ -1,0 +1,58 @@
+"""What happened in a run: plain numbers, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Call:
+    """One denoiser call.
+
+    Attributes:
+        denoiser: Name of the denoiser in its pipeline.
+        index: Step index, from 0.
+        timestep: Timestep in model units, None where reading it would make an accelerator wait.
+        branch: Guidance branch, from 0, or the name its pipeline gave it.
+        computed: Whether the sites were computed.
+        reason: Why: `schedule`, `first call`, `inputs changed`, `missed a step`, ...
+        seconds: Wall time of the call on the host.
+        counts: Per site, evaluations that ran and that were skipped.
+        flops: Floating-point operations of the sites that ran and that were skipped; None where
+            they could not be counted (compiled blocks).
+    """
+
+    denoiser: str
+    index: int
+    timestep: float | None
+    branch: int | str
+    computed: bool
+    reason: str
+    seconds: float = 0.0
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    flops: tuple[float, float] | None = None
+
+
+@dataclass
+class RunRecord:
+    """What one sampling run computed and skipped.
+
+    Attributes:
+        calls: The denoiser calls in order.
+        peak_bytes: Most bytes held at the end of any call.
+        finished: Whether the run ended without an exception.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    peak_bytes: int = 0
+    finished: bool = False
+
+    @property
+    def computed(self) -> int:
+        """Block or module evaluations that ran."""
+        return sum(ran for call in self.calls for ran, _ in call.counts.values())
+
+    @property
+    def skipped(self) -> int:
+        """Block or module evaluations that were skipped."""
+        return sum(skipped for call in self.calls for _, skipped in call.counts.values())

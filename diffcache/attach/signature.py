@@ -1,0 +1,48 @@
+"""What a denoiser call looks like: shapes and kinds of its arguments, without their values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any], timestep: str | None) -> Any:
+    """Return a hashable description of a call.
+
+    Tensors count with shape, dtype and device, None and strings and whole numbers inside lists
+    (skipped layers, image shapes) with their value, other numbers with their type. Features of a
+    call stand in for those of another only if both look alike.
+    """
+    parts: list[Any] = [_look(value) for value in args]
+    for name, value in kwargs.items():
+        if name != timestep:
+            parts.append((name, _look(value)))
+    return tuple(parts)
+
+
+def _look(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, float)):
+        return type(value)
+    if isinstance(value, (list, tuple)):
+        return tuple([_item(item) for item in value])
+    if isinstance(value, dict):
+        return tuple([(key, _look(item)) for key, item in value.items()])
+    return type(value)
+
+
+def _item(value: Any) -> Any:
+    return value if type(value) is int else _look(value)
+
+
+def conditions_of(args: tuple[Any, ...], kwargs: dict[str, Any], timestep: str | None) -> Any:
+    """Return the tensor arguments besides the sample and the timestep, by name or place."""
+    named: dict[Any, Tensor] = {i: a for i, a in enumerate(args) if i and isinstance(a, Tensor)}
+    for name, value in kwargs.items():
+        if name not in (timestep, "hidden_states", "sample") and isinstance(value, Tensor):
+            named[name] = value
+    return named

@@ -1,0 +1,102 @@
+"""Taps on a pipeline's call and on its scheduler: when runs and steps begin and end.
+
+Both keep their class's name and pickle as their class; a copy of a tapped object is untapped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from diffcache.attach.anchor import claim, owner_of, release, subclass
+from diffcache.attach.tap import FRAME
+
+if TYPE_CHECKING:
+    from diffcache.attach.handle import Handle
+
+_SUBCLASSES: dict[type, type] = {}
+
+
+def tap_pipeline(pipeline: Any, handle: Handle) -> None:
+    """Let every call of a pipeline be a run of `handle`."""
+    base = type(pipeline)
+    if base not in _SUBCLASSES:
+        _SUBCLASSES[base] = subclass(base, __call__=_call(base.__call__))
+    pipeline.__class__ = _SUBCLASSES[base]
+    claim(pipeline, handle)
+
+
+def tap_scheduler(scheduler: Any, handle: Handle) -> None:
+    """Tell `handle` of a scheduler's runs and steps."""
+    base = type(scheduler)
+    if base not in _SUBCLASSES:
+        members = {"set_timesteps": _set_timesteps(base.set_timesteps), "step": _step(base.step)}
+        if hasattr(base, "set_begin_index"):
+            members["set_begin_index"] = _set_begin_index(base.set_begin_index)
+        _SUBCLASSES[base] = subclass(base, **members)
+    scheduler.__class__ = _SUBCLASSES[base]
+    claim(scheduler, handle)
+
+
+def untap(tapped: Any) -> None:
+    """Give a pipeline or scheduler its own class back."""
+    if type(tapped) in _SUBCLASSES.values():
+        tapped.__class__ = type(tapped).__mro__[1]
+    release(tapped)
+
+
+def _call(base: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(base)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        handle: Handle | None = owner_of(self)
+        if handle is None:
+            return base(self, *args, **kwargs)
+        handle.follow(self)
+        run, token = handle.begin(in_pipeline=True)
+        frame_token = FRAME.set(None)
+        finished = False
+        try:
+            out = base(self, *args, **kwargs)
+            finished = not getattr(self, "_interrupt", False)
+            return out
+        finally:  # after an interrupt as well, which no module hook sees
+            FRAME.reset(frame_token)
+            handle.end(run, token, finished)
+
+    return __call__
+
+
+def _set_timesteps(base: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(base)
+    def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = base(self, *args, **kwargs)
+        handle: Handle | None = owner_of(self)
+        if handle is not None:
+            timesteps = getattr(self, "timesteps", None)
+            handle.restart(None if timesteps is None else len(timesteps))
+        return result
+
+    return set_timesteps
+
+
+def _set_begin_index(base: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(base)
+    def set_begin_index(self: Any, begin_index: int = 0) -> Any:
+        handle: Handle | None = owner_of(self)
+        if handle is not None:
+            handle.run().begin = int(begin_index)
+        return base(self, begin_index)
+
+    return set_begin_index
+
+
+def _step(base: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(base)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        handle: Handle | None = owner_of(self)
+        if handle is not None:
+            handle.run().ticks += 1
+        return base(self, *args, **kwargs)
+
+    return step

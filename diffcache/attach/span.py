@@ -1,0 +1,237 @@
+"""Spans of skipped blocks: what stands at their ends on a computed and on a skipped step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from diffcache.attach.tap import FRAME, Tap
+from diffcache.attach.trace import Key
+from diffcache.attach.tree import Template, hollow, leaves, outputs_of
+
+if TYPE_CHECKING:
+    from diffcache.attach.frame import Frame
+
+Kind = tuple[str, int]  # what an output is on a skipped step, and which base or input it needs
+OWN: Kind = ("own", 0)  # an estimate of the output itself
+
+
+@dataclass(eq=False)
+class Duty:
+    """What one block call has to do for the cache.
+
+    Attributes:
+        key: Where the features of this call are held in a branch.
+        carry: Output index -> argument, for the streams that this block passes on.
+        span: Number of the span, None outside.
+        opens: Whether the span's base is this block's input.
+        closes: Whether the span's features are this block's outputs.
+        residual: Whether those features are taken against the base.
+        sides: Indices of outputs that travel no further along the list; kept for themselves.
+        is_hollow: Whether nothing reads the outputs on a skipped step but skipped blocks.
+    """
+
+    key: tuple[str, int]
+    carry: dict[int, Key]
+    span: int | None = None
+    opens: bool = False
+    closes: bool = False
+    residual: bool = False
+    sides: tuple[int, ...] = ()
+    is_hollow: bool = False
+
+    @property
+    def records(self) -> bool:
+        """Whether features of this call are kept."""
+        return self.closes or bool(self.sides) or self.is_hollow
+
+    def kind(self, number: int) -> Kind:
+        """Return what output `number` is on a skipped step.
+
+        A `residual` on a stream of the span's base, `own` or, where the stream just passes, the
+        block's input.
+        """
+        if number not in self.carry or number in self.sides or (self.closes and not self.residual):
+            return OWN
+        return ("residual" if self.closes else "pass"), list(self.carry).index(number)
+
+
+@dataclass(eq=False)
+class Held:
+    """The features of one block call: a state for every kept tensor, and how they go together."""
+
+    states: list[Any]
+    kinds: list[Kind]
+    template: Template
+    hollow: Any = None
+    shapes: list[Any] = field(default_factory=list)
+
+
+def picker(keys: list[Key], container: type) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """Return a function that takes the arguments `keys` out of a call, in `container`.
+
+    A lone tensor is returned as itself for `container=Tensor`.
+    """
+    if all(isinstance(key, str) for key in keys):
+        named = itemgetter(*keys)
+        one = len(keys) == 1
+        if container is Tensor or (container is tuple and not one):
+            return lambda args, kwargs: named(kwargs)
+        return lambda args, kwargs: container((named(kwargs),) if one else named(kwargs))
+    if container is Tensor:
+        key = keys[0]
+        return lambda args, kwargs: args[key]
+    return lambda args, kwargs: container(
+        [kwargs[key] if isinstance(key, str) else args[key] for key in keys]
+    )
+
+
+class ComputeTap(Tap):
+    """A block that runs, and whose input or output the cache needs."""
+
+    __slots__ = ("base_of", "duty")
+
+    def __init__(self, module: nn.Module, duty: Duty) -> None:
+        super().__init__(module)
+        self.duty = duty
+        self.base_of = picker(list(duty.carry.values()), tuple) if duty.opens else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        if self.base_of is not None:
+            frame.bases[self.duty.span] = self.base_of(args, kwargs)
+        out = self.module(*args, **kwargs)
+        if self.duty.records:
+            record(frame, self.duty, out)
+        return out
+
+
+class PassTap(Tap):
+    """A block that is skipped and passes its streams through."""
+
+    __slots__ = ("duty", "streams_of")
+
+    def __init__(self, module: nn.Module, duty: Duty, container: type) -> None:
+        super().__init__(module)
+        self.duty = duty
+        self.streams_of = picker([duty.carry[n] for n in sorted(duty.carry)], container)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.streams_of(args, kwargs)
+
+
+class OpenTap(PassTap):
+    """The first skipped block of a span: it notes the base and passes its streams through."""
+
+    __slots__ = ("base_of",)
+
+    def __init__(self, module: nn.Module, duty: Duty, container: type) -> None:
+        super().__init__(module, duty, container)
+        self.base_of = picker(list(duty.carry.values()), tuple)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        frame.bases[self.duty.span] = self.base_of(args, kwargs)
+        return self.streams_of(args, kwargs)
+
+
+class EstimateTap(Tap):
+    """A skipped block whose outputs are estimates: the last of a span, or one with side outputs."""
+
+    __slots__ = ("duty", "input_of")
+
+    def __init__(self, module: nn.Module, duty: Duty) -> None:
+        super().__init__(module)
+        self.duty = duty
+        self.input_of = picker(list(duty.carry.values()), tuple) if duty.carry else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        duty = self.duty
+        given = self.input_of(args, kwargs) if self.input_of is not None else ()
+        if duty.opens:
+            frame.bases[duty.span] = given
+        return estimate(frame, duty, given)
+
+
+class HollowTap(Tap):
+    """A skipped block whose outputs nobody reads: zeros of their shapes."""
+
+    __slots__ = ("duty",)
+
+    def __init__(self, module: nn.Module, duty: Duty) -> None:
+        super().__init__(module)
+        self.duty = duty
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        return frame.branch.features[self.duty.key].hollow
+
+
+def record(frame: Frame, duty: Duty, out: Any) -> None:
+    """Keep the features of a block that just ran."""
+    features = frame.branch.features
+    if duty.is_hollow:
+        features[duty.key] = Held([], [], Template(None), hollow(out))
+        return
+    base = frame.bases.get(duty.span, ())
+    tensors: list[Tensor] = []
+    kinds: list[Kind] = []
+    for number, output in enumerate(outputs_of(out)):
+        kind = duty.kind(number)
+        if kind == OWN or not isinstance(output, Tensor):
+            own = [leaf.detach().clone() for leaf in leaves(output)]
+            tensors += own
+            kinds += [OWN] * len(own)
+            continue
+        kinds.append(kind)
+        if kind[0] == "residual":
+            tensors.append(torch.sub(output.detach(), base[kind[1]].detach()))
+    hold(frame, duty.key, tensors, kinds, Template(out))
+
+
+def hold(
+    frame: Frame, key: Any, tensors: list[Tensor], kinds: list[Kind], template: Template
+) -> None:
+    """Hand fresh features to the method's states, new ones where their shapes changed."""
+    instead = frame.engine.parts.instead
+    shapes = [(t.shape, t.dtype, t.device) for t in tensors]
+    held = frame.branch.features.get(key)
+    if held is None or held.shapes != shapes:
+        held = Held([instead.init() for _ in tensors], kinds, template, shapes=shapes)
+        frame.branch.features[key] = held
+    held.kinds, held.template = kinds, template
+    for state, tensor in zip(held.states, tensors, strict=True):
+        instead.record(state, frame.step, tensor)
+
+
+def estimate(frame: Frame, duty: Duty, given: tuple[Any, ...]) -> Any:
+    """Return the outputs of a skipped block from its features, its span's base and its input."""
+    held: Held = frame.branch.features[duty.key]
+    base = frame.bases.get(duty.span, ())
+    guesses = iter(estimates(frame, held))
+    outputs: list[Tensor] = []
+    for what, place in held.kinds:
+        if what == "residual":
+            outputs.append(base[place] + next(guesses))
+        else:
+            outputs.append(next(guesses) if what == "own" else given[place])
+    frame.closed += duty.closes
+    return held.template.build(outputs)
+
+
+def estimates(frame: Frame, held: Held) -> list[Tensor]:
+    """Return the estimates of a call's tensors; those that a model may write to are fresh."""
+    instead = frame.engine.parts.instead
+    guesses = instead.estimate_all(held.states, frame.step)
+    kinds = [kind for kind in held.kinds if kind[0] != "pass"]
+    for place, state in enumerate(held.states):
+        is_held = any(guesses[place] is tensor for tensor in instead.held(state))
+        if kinds[place] == OWN and is_held:
+            guesses[place] = guesses[place].clone()
+    return guesses

@@ -1,0 +1,146 @@
+"""Learning a model's wiring from one real forward: which output becomes which argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from diffcache.attach.flops import counted
+from diffcache.attach.tap import Tap
+from diffcache.attach.tree import outputs_of
+
+Key = int | str  # where a block takes an argument: a place or a name
+
+
+@dataclass(eq=False)
+class BlockCall:
+    """One call of a block in the traced forward; tensors are dropped once they are not needed."""
+
+    list_key: str
+    index: int
+    position: int
+    shapes_in: dict[Key, Any]
+    arguments: dict[Key, Tensor]
+    outputs: tuple[Any, ...]
+    container: type
+    shapes_out: tuple[Any, ...]
+    flops: float | None = None
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How the blocks of one list are chained.
+
+    Attributes:
+        carry: Index of an output -> where the next block takes it.
+        source: `identity` if the very tensors were seen to travel, `shape` if the loop transforms
+            them in between and the first argument of equal shape was taken.
+    """
+
+    carry: dict[int, Key]
+    source: str
+
+
+class Trace:
+    """Watches one forward and answers with the wiring of every list that was called.
+
+    Args:
+        keep_all: Whether the inputs and outputs of every block are kept to the end (BLOCK, RUN).
+        lead: Calls at the start of each list whose inputs and outputs are kept.
+    """
+
+    def __init__(self, keep_all: bool, lead: int) -> None:
+        self.keep_all = keep_all
+        self.lead = lead
+        self.calls: list[BlockCall] = []
+        self._last: dict[str, BlockCall] = {}
+        self._links: dict[str, list[dict[int, Key]]] = {}
+
+    def items(self, key: str, blocks: list[nn.Module]) -> list[Any]:
+        """Return a recording stand-in for every block."""
+        return [TraceTap(block, self, key, index) for index, block in enumerate(blocks)]
+
+    def call(self, tap: TraceTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block and record its call."""
+        given: dict[Key, Any] = dict(enumerate(args))
+        given.update(kwargs)
+        arguments = {key: value for key, value in given.items() if isinstance(value, Tensor)}
+        before = self._last.get(tap.key)
+        if before is not None:
+            self._link(before, arguments)
+        out, flops = counted(tap.module, args, kwargs)
+        outputs = outputs_of(out)
+        position = sum(1 for call in self.calls if call.list_key == tap.key)
+        call = BlockCall(
+            list_key=tap.key,
+            index=tap.index,
+            position=position,
+            shapes_in={key: value.shape for key, value in arguments.items()},
+            arguments=arguments if self.keep_all or position <= self.lead else {},
+            outputs=outputs,
+            container=type(out) if isinstance(out, (tuple, list)) else Tensor,
+            shapes_out=tuple(getattr(value, "shape", None) for value in outputs),
+            flops=flops,
+        )
+        self.calls.append(call)
+        self._last[tap.key] = call
+        return out
+
+    def _link(self, before: BlockCall, arguments: dict[Key, Tensor]) -> None:
+        """Note which outputs of the block before arrived unchanged."""
+        link: dict[int, Key] = {}
+        for number, output in enumerate(before.outputs):
+            if not isinstance(output, Tensor):
+                continue
+            for key, value in arguments.items():
+                if key not in link.values() and _same(output, value):
+                    link[number] = key
+                    break
+        self._links.setdefault(before.list_key, []).append(link)
+        if not self.keep_all and before.position >= self.lead:  # what travels on need not be kept
+            before.outputs = tuple(None if n in link else o for n, o in enumerate(before.outputs))
+
+    def wirings(self) -> dict[str, Wiring]:
+        """Return the wiring of every list that was called."""
+        return {key: self._wiring(key) for key in self._last}
+
+    def _wiring(self, key: str) -> Wiring:
+        calls = [call for call in self.calls if call.list_key == key]
+        links = self._links.get(key, [])
+        if links and links[0] and all(link == links[0] for link in links):
+            return Wiring(links[0], "identity")
+        # The loop transforms the streams between the blocks, or there is one block: the first
+        # arguments of the outputs' shapes are the streams.
+        first = calls[0]
+        carry: dict[int, Key] = {}
+        for number, shape in enumerate(first.shapes_out):
+            for name, given in first.shapes_in.items():
+                if shape is not None and given == shape and name not in carry.values():
+                    carry[number] = name
+                    break
+        return Wiring(carry, "shape")
+
+
+class TraceTap(Tap):
+    """A block whose call is recorded."""
+
+    __slots__ = ("index", "key", "trace")
+
+    def __init__(self, module: nn.Module, trace: Trace, key: str, index: int) -> None:
+        super().__init__(module)
+        self.trace, self.key, self.index = trace, key, index
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.trace.call(self, args, kwargs)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same memory seen the same way."""
+    return one is other or (
+        one.shape == other.shape
+        and one.data_ptr() == other.data_ptr()
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+    )

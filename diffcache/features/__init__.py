@@ -1,0 +1,1 @@
+"""Feature caches: one method, one file."""

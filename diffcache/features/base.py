@@ -1,0 +1,112 @@
+"""What a feature-cache method is made of: when to compute, what to use instead, and where."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from torch import Tensor
+
+from diffcache.step import Step
+
+if TYPE_CHECKING:
+    from diffcache.features.combine import Combine
+
+Probe = Literal["residual", "output"]
+
+
+class When(ABC):
+    """Decides which steps are computed. Immutable; the run's state is made by `init`.
+
+    The decision is taken once a step, by the first guidance branch, and shared by the others.
+    """
+
+    @property
+    def probe(self) -> Probe | None:
+        """What `should_compute` looks at.
+
+        The `residual` or the `output` of the lead blocks' main stream, `[B, T, D]`, or None when
+        the step alone decides. A `residual` falls back to the output where the lead block
+        changes the shape (UNets).
+        """
+        return None
+
+    @abstractmethod
+    def init(self) -> Any:
+        """Return the state of one run."""
+
+    @abstractmethod
+    def should_compute(self, state: Any, step: Step, probe: Tensor | None) -> bool:
+        """Return True to compute this step, False to skip it. Never changes `state`."""
+
+    def computed(self, state: Any, step: Step, probe: Tensor | None) -> None:
+        """Note that this step is computed, for whatever reason."""
+
+    def held(self, state: Any) -> list[Tensor]:
+        """Return the tensors the state keeps, for the account of memory."""
+        return []
+
+
+class Instead(ABC):
+    """Keeps computed features and stands in for skipped ones. Immutable; state is made by `init`.
+
+    One state belongs to one tensor of one site in one branch.
+    """
+
+    @abstractmethod
+    def init(self) -> Any:
+        """Return the state of one feature."""
+
+    @abstractmethod
+    def record(self, state: Any, step: Step, feature: Tensor) -> None:
+        """Keep a fresh feature; `feature` belongs to the state from now on."""
+
+    @abstractmethod
+    def estimate(self, state: Any, step: Step) -> Tensor:
+        """Return the stand-in for a skipped step; may be a held tensor, which must not be written to."""
+
+    def estimate_all(self, states: Sequence[Any], step: Step) -> list[Tensor]:
+        """Return `estimate` of many states; a method may do them in fewer kernel launches."""
+        return [self.estimate(state, step) for state in states]
+
+    @abstractmethod
+    def held(self, state: Any) -> list[Tensor]:
+        """Return the tensors the state keeps, for the account of memory."""
+
+
+class FeatureMethod(ABC):
+    """A feature-cache method: a frozen dataclass whose fields are its configuration.
+
+    A method says what it is made of in `parts`; nothing else is asked of it, and it never sees a
+    module. `repr(method)` is valid Python.
+
+    Attributes:
+        name: Name in the catalogue.
+        source: Where the method comes from.
+        bibtex: How to cite it.
+    """
+
+    name: ClassVar[str] = "unnamed"
+    source: ClassVar[str] = ""
+    bibtex: ClassVar[str] = ""
+
+    @abstractmethod
+    def parts(self) -> Combine:
+        """Return the schedule, the stand-in and the site that make up the method.
+
+        Raises:
+            ValueError: If a field is out of its range.
+        """
+
+
+def check_int(name: str, value: object, least: int, hint: str = "") -> None:
+    """Raise ValueError unless `value` is an int of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}{hint}")
+
+
+def check_threshold(value: object, hint: str = "") -> None:
+    """Raise ValueError unless `value` is a number of at least 0 (infinity is allowed, NaN is not)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ValueError(f"threshold={value!r}: must be a number of at least 0{hint}")

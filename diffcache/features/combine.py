@@ -1,0 +1,70 @@
+"""Any schedule with any forecast at any site: how a user writes a method in a line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from diffcache.features.base import FeatureMethod, Instead, When, check_int
+from diffcache.features.instead import Reuse
+from diffcache.step import Site
+
+
+@dataclass(frozen=True)
+class Combine(FeatureMethod):
+    """A method put together from its parts.
+
+    Args:
+        when: Which steps are computed, such as `Every(4)`, `Listed([0, 5, 9])` or `Gate(0.1)`.
+        instead: What replaces a skipped feature, such as `Reuse()`, `Taylor(1)` or `Newton(2)`.
+        site: Where features are taken, a `Site` or its name.
+        lead: Blocks at the start of the stack that always run; a gate needs at least 1.
+        tail: Blocks at the end of the stack that always run.
+        blocks: With `site="run"`, the blocks to cache: names such as `transformer_blocks.3` or
+            ranges, both ends included, such as `transformer_blocks.2-9`.
+        feature: At `stack` and `run`: keep the `residual` of every list or the `output` of the
+            last cached block (one tensor a stream, whatever the depth).
+
+    Raises:
+        ValueError: If a part does not fit the others.
+
+    Example:
+        >>> Combine(when=Every(4, warmup=2), instead=Newton(2), site="stack")  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "combine"
+
+    when: When
+    instead: Instead = field(default_factory=Reuse)
+    site: Site | str = Site.STACK
+    lead: int = 0
+    tail: int = 0
+    blocks: tuple[str, ...] = ()
+    feature: Literal["residual", "output"] = "residual"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.when, When):
+            raise ValueError(f"when={self.when!r}: must be a When, such as Every(4)")
+        if not isinstance(self.instead, Instead):
+            raise ValueError(f"instead={self.instead!r}: must be an Instead, such as Taylor(1)")
+        site = Site.of(self.site)
+        object.__setattr__(self, "site", site)
+        check_int("lead", self.lead, 0)
+        check_int("tail", self.tail, 0)
+        if self.feature not in ("residual", "output"):
+            raise ValueError(f"feature={self.feature!r}: must be 'residual' or 'output'")
+        if isinstance(self.blocks, str):
+            object.__setattr__(self, "blocks", (self.blocks,))
+        if (site is Site.RUN) != bool(self.blocks):
+            raise ValueError(
+                f"blocks={self.blocks!r} with site={site.value!r}: name the blocks of site 'run', "
+                "such as 'transformer_blocks.2-9', and of no other site"
+            )
+        if self.when.probe is not None and self.lead == 0:
+            raise ValueError(f"lead=0 with when={self.when!r}: a gate looks at lead blocks; set lead=1")
+        if site.is_module and (self.lead or self.tail):
+            raise ValueError(f"lead={self.lead}, tail={self.tail}: must be 0 at site {site.value!r}")
+
+    def parts(self) -> Combine:
+        """Return itself."""
+        return self

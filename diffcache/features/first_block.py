@@ -1,0 +1,54 @@
+"""Reuse the stack's residual while the first block's residual stands still (FBCache)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from diffcache.features.base import FeatureMethod
+from diffcache.features.combine import Combine
+from diffcache.features.instead import Reuse
+from diffcache.features.when import Gate
+
+
+@dataclass(frozen=True)
+class FirstBlock(FeatureMethod):
+    """Skip all but the first block while that block's residual hardly changed.
+
+    The first block always runs. While the relative L1 change of its residual since the last
+    computed step, `mean|new - old| / mean|old|`, stays below `threshold`, the residuals of the
+    other blocks are reused. Reference: First Block Cache of ParaAttention,
+    https://github.com/chengzeyi/ParaAttention. Differs: the first guidance branch decides for
+    all, the comparison is in float32, and each list of blocks keeps its own residual, so that
+    what a model adds between the lists stays exact.
+
+    Args:
+        threshold: Largest change still taken as none; 0 turns the cache off. Dimensionless; 0.05
+            to 0.2 is usual.
+        warmup: First steps that are always computed, at least 1.
+
+    Raises:
+        ValueError: If `threshold` is negative or NaN or `warmup` is below 1.
+
+    Example:
+        >>> pipe = diffcache.wrap(pipe, FirstBlock(threshold=0.1))  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "first-block"
+    source: ClassVar[str] = "First Block Cache (ParaAttention)"
+    bibtex: ClassVar[str] = """@misc{paraattention,
+  title={ParaAttention: Context parallel attention and first block cache},
+  author={Cheng, Zeyi},
+  howpublished={https://github.com/chengzeyi/ParaAttention},
+  year={2024}
+}"""
+
+    threshold: float = 0.1
+    warmup: int = 1
+
+    def __post_init__(self) -> None:
+        self.parts()
+
+    def parts(self) -> Combine:
+        """Return a gate on the first block's residual, and reuse behind it."""
+        return Combine(Gate(self.threshold, self.warmup), Reuse(), lead=1)

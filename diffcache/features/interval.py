@@ -1,0 +1,52 @@
+"""Compute one step in n and reuse it (FORA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from diffcache.features.base import FeatureMethod
+from diffcache.features.combine import Combine
+from diffcache.features.instead import Reuse
+from diffcache.features.when import Every
+from diffcache.step import Site
+
+
+@dataclass(frozen=True)
+class Interval(FeatureMethod):
+    """Reuse features for `every - 1` steps after each computed one.
+
+    Reference: FORA, arXiv 2407.01425, section 3 (its site is `module`; `stack` here by default,
+    which holds one tensor a stream instead of several a block).
+
+    Args:
+        every: Interval in steps; 1 turns the cache off.
+        warmup: First steps that are always computed, at least 1.
+        site: Where features are taken, a `Site` or its name.
+
+    Raises:
+        ValueError: If `every` or `warmup` is below 1 or the site is unknown or `run`.
+
+    Example:
+        >>> pipe = diffcache.wrap(pipe, Interval(every=3))  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "interval"
+    source: ClassVar[str] = "FORA: Fast-Forward Caching in Diffusion Transformer Acceleration"
+    bibtex: ClassVar[str] = """@article{selvaraju2024fora,
+  title={FORA: Fast-Forward Caching in Diffusion Transformer Acceleration},
+  author={Selvaraju, Pratheba and Ding, Tianyu and Chen, Tianyi and Zharkov, Ilya and Liang, Luming},
+  journal={arXiv preprint arXiv:2407.01425},
+  year={2024}
+}"""
+
+    every: int = 3
+    warmup: int = 1
+    site: Site | str = Site.STACK
+
+    def __post_init__(self) -> None:
+        self.parts()
+
+    def parts(self) -> Combine:
+        """Return one step in `every`, reused."""
+        return Combine(Every(self.every, self.warmup), Reuse(), self.site)

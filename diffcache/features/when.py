@@ -1,0 +1,177 @@
+"""When to compute: every n steps, listed steps, or a gate on a probe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcache.features.base import Instead, Probe, When, check_int, check_threshold
+from diffcache.features.instead import Reuse
+from diffcache.step import Step
+
+
+@dataclass
+class LastComputed:
+    """The index of the last computed step of a run."""
+
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class Every(When):
+    """Compute the first `warmup` steps, then one step in `every`.
+
+    After the warm-up `every - 1` steps are skipped between computed ones; the last step is not
+    forced (TaylorSeer, official schedule; FORA with `warmup=1`).
+
+    Args:
+        every: Interval in steps; 1 computes all.
+        warmup: First steps that are always computed, at least 1.
+
+    Raises:
+        ValueError: If `every` or `warmup` is below 1.
+    """
+
+    every: int
+    warmup: int = 1
+
+    def __post_init__(self) -> None:
+        check_int("every", self.every, 1, " (1 turns the cache off)")
+        check_int("warmup", self.warmup, 1, " (the first step has nothing to stand in for it)")
+
+    def init(self) -> LastComputed:
+        """Return an empty run."""
+        return LastComputed()
+
+    def should_compute(self, state: LastComputed, step: Step, probe: Tensor | None) -> bool:
+        """Return whether the step is warm-up or `every` steps after the last computed one."""
+        return (
+            state.index is None
+            or step.index < self.warmup
+            or step.index - state.index >= self.every
+        )
+
+    def computed(self, state: LastComputed, step: Step, probe: Tensor | None) -> None:
+        """Start the interval anew."""
+        state.index = step.index
+
+
+@dataclass(frozen=True)
+class Listed(When):
+    """Compute the listed steps; the first step is always computed.
+
+    Args:
+        steps: Step indices from 0.
+
+    Raises:
+        ValueError: If `steps` holds anything but whole numbers of at least 0.
+    """
+
+    steps: tuple[int, ...]
+
+    def __init__(self, steps: Iterable[int]) -> None:
+        listed = tuple(sorted(set(steps)))
+        for index in listed:
+            check_int("steps", index, 0)
+        object.__setattr__(self, "steps", listed)
+
+    def init(self) -> None:
+        """Return nothing: the list is all there is."""
+
+    def should_compute(self, state: None, step: Step, probe: Tensor | None) -> bool:
+        """Return whether the step is listed."""
+        return step.index == 0 or step.index in self.steps
+
+
+@dataclass
+class GateState:
+    """What a gate knows of a run: the state of its forecast and the last computed step."""
+
+    forecast: Any
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class Gate(When):
+    """Skip while a cheap probe is where a forecast says it should be.
+
+    The relative L1 error `mean|forecast - probe| / mean|reference|` is compared with the
+    threshold, in float32; the reference is the probe itself (`relative_to="probe"`) or the
+    forecast (`relative_to="forecast"`). Reading it makes an accelerator wait once a step.
+
+    Args:
+        threshold: Errors below it skip the step; dimensionless; 0 turns the cache off.
+        warmup: First steps that are always computed, at least 1.
+        of: Which probe: the lead blocks' `residual` or `output`.
+        forecast: What foretells the probe; plain reuse compares with the last computed step.
+        relative_to: What the error is divided by.
+        last: Whether the last step of the run is always computed.
+
+    Raises:
+        ValueError: If `threshold` is negative or NaN, or `warmup` is below 1.
+    """
+
+    threshold: float
+    warmup: int = 1
+    of: Probe = "residual"
+    forecast: Instead = field(default_factory=Reuse)
+    relative_to: str = "forecast"
+    last: bool = False
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold, " (0 turns the cache off)")
+        check_int("warmup", self.warmup, 1, " (the first step has nothing to stand in for it)")
+        if self.of not in ("residual", "output"):
+            raise ValueError(f"of={self.of!r}: must be 'residual' or 'output'")
+        if self.relative_to not in ("probe", "forecast"):
+            raise ValueError(f"relative_to={self.relative_to!r}: must be 'probe' or 'forecast'")
+
+    @property
+    def probe(self) -> Probe:
+        """What is compared."""
+        return self.of
+
+    def init(self) -> GateState:
+        """Return an empty run."""
+        return GateState(self.forecast.init())
+
+    def should_compute(self, state: GateState, step: Step, probe: Tensor | None) -> bool:
+        """Return whether the probe left its forecast by `threshold` or more."""
+        if state.index is None or step.index < self.warmup or (self.last and step.is_last):
+            return True
+        if probe is None:
+            raise ValueError("a gate needs a probe; give the method lead=1 or more")
+        guess = self.forecast.estimate(state.forecast, step)
+        return not relative_l1(guess, probe, self.relative_to) < self.threshold
+
+    def computed(self, state: GateState, step: Step, probe: Tensor | None) -> None:
+        """Let the forecast learn the probe of a computed step."""
+        state.index = step.index
+        if probe is not None:
+            self.forecast.record(state.forecast, step, probe.detach().clone())
+
+    def held(self, state: GateState) -> list[Tensor]:
+        """Return what the forecast keeps of the probe."""
+        return self.forecast.held(state.forecast)
+
+
+def relative_l1(guess: Tensor, probe: Tensor, relative_to: str = "probe") -> float:
+    """Return `mean|guess - probe| / mean|reference|` in float32; waits for the device.
+
+    Args:
+        guess: Any shape and float dtype.
+        probe: Same shape.
+        relative_to: `probe` or `forecast` (the guess).
+
+    Returns:
+        The error; 0 where both are zero, infinity where only the reference is.
+    """
+    guess, probe = guess.float(), probe.float()
+    error = (guess - probe).abs().mean()
+    scale = (guess if relative_to == "forecast" else probe).abs().mean()
+    value = float(torch.where(error == 0, error, error / scale))
+    return value

@@ -1,0 +1,72 @@
+"""Where a sampling run is (`Step`) and where in a model a feature is taken (`Site`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One denoiser call of a sampling run.
+
+    Attributes:
+        index: Position in the sampling loop of this denoiser, from 0.
+        timestep: What the scheduler hands the model, in model units; None where reading it would
+            make an accelerator wait.
+        total: Number of steps of the run, None when nobody said it.
+        branch: Guidance branch, from 0 in the order of the first calls.
+        chunk: Autoregressive chunk, from 0.
+    """
+
+    index: int
+    timestep: float | None = None
+    total: int | None = None
+    branch: int = 0
+    chunk: int = 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is known to be the last step of the run."""
+        return self.total is not None and self.index >= self.total - 1
+
+
+class Site(str, Enum):
+    """Where a feature is taken.
+
+    `MODEL` is the denoiser's output, `STACK` the residual over each list of blocks, `RUN` the
+    residual over runs of named blocks, `BLOCK` the residual of every block. `ATTENTION` and
+    `FEED_FORWARD` are the outputs of those modules inside the blocks, before their gates;
+    `MODULE` is both, with a fused single-stream block taken as one (the layout of the TaylorSeer
+    paper).
+    """
+
+    MODEL = "model"
+    STACK = "stack"
+    RUN = "run"
+    BLOCK = "block"
+    MODULE = "module"
+    ATTENTION = "attention"
+    FEED_FORWARD = "feed-forward"
+
+    def __repr__(self) -> str:
+        """Return the name as Python text, so that a method's `repr` can be evaluated."""
+        return repr(self.value)
+
+    @property
+    def is_module(self) -> bool:
+        """Whether the site is a module inside the blocks."""
+        return self in (Site.MODULE, Site.ATTENTION, Site.FEED_FORWARD)
+
+    @classmethod
+    def of(cls, value: str | Site) -> Site:
+        """Return the site named `value`.
+
+        Raises:
+            ValueError: If no site has that name.
+        """
+        try:
+            return cls(value)
+        except ValueError:
+            allowed = ", ".join(repr(site.value) for site in cls)
+            raise ValueError(f"site={value!r}: must be one of {allowed}") from None

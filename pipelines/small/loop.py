@@ -1,0 +1,122 @@
+"""What the training scripts of the small models share: batches, learning rate, average, log."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from diffcache.pipelines.small.scenes import Scene, render, sample_scene
+
+
+def draw(count: int, seed: int, *, held: bool | None = False) -> tuple[list[Scene], Tensor]:
+    """Draw scenes and their pictures.
+
+    Args:
+        count: how many.
+        seed: of the draw.
+        held: as in `sample_scene`.
+
+    Returns:
+        The scenes and their pictures, uint8 [B, 3, 64, 64].
+    """
+    rng = np.random.default_rng(seed)
+    scenes = [sample_scene(rng, held=held) for _ in range(count)]
+    pictures = np.stack([render(scene, rng) for scene in scenes])
+    return scenes, torch.from_numpy(pictures).permute(0, 3, 1, 2).contiguous()
+
+
+def to_unit(pictures: Tensor) -> Tensor:
+    """Map pictures from uint8 to float32 in [-1, 1]."""
+    return pictures.float() / 127.5 - 1
+
+
+def psnr(one: Tensor, other: Tensor) -> float:
+    """Return the mean peak signal-to-noise ratio in dB of pictures in [-1, 1], [B, 3, H, W]."""
+    error = (one.float() - other.float()).square().mean(dim=(1, 2, 3)).clamp_min(1e-10)
+    return float((10 * torch.log10(4 / error)).mean())
+
+
+def shuffled(count: int, batch: int, seed: int, start: int = 0) -> Iterator[Tensor]:
+    """Yield batches of indices without end, in an order that depends only on seed and start."""
+    step = start
+    per_epoch = count // batch
+    while True:
+        epoch, offset = divmod(step, per_epoch)
+        generator = torch.Generator().manual_seed(seed * 100_003 + epoch)
+        order = torch.randperm(count, generator=generator)
+        for index in range(offset, per_epoch):
+            yield order[index * batch : (index + 1) * batch]
+            step += 1
+
+
+def rate(progress: float, *, warmup: float = 0.03, floor: float = 0.02) -> float:
+    """Return the share of the peak learning rate at a share of the run: linear, then cosine."""
+    if progress < warmup:
+        return max(progress / warmup, 0.02)
+    rest = min((progress - warmup) / (1 - warmup), 1.0)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * rest))
+
+
+class Average:
+    """An exponential moving average of a module's weights."""
+
+    def __init__(self, module: nn.Module, decay: float = 0.999) -> None:
+        self.decay = decay
+        self.steps = 0
+        self.weights = {
+            name: value.detach().clone().float() for name, value in module.state_dict().items()
+        }
+
+    @torch.no_grad()
+    def update(self, module: nn.Module) -> None:
+        """Move the average towards the module's weights."""
+        self.steps += 1
+        decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
+        for name, value in module.state_dict().items():
+            if value.is_floating_point():
+                self.weights[name].lerp_(value.detach().float(), 1 - decay)
+            else:
+                self.weights[name] = value.detach().clone()
+
+    def copy_to(self, module: nn.Module) -> None:
+        """Load the average into a module of the same class."""
+        state = module.state_dict()
+        module.load_state_dict({k: v.to(state[k].dtype) for k, v in self.weights.items()})
+
+
+class Log:
+    """A JSON-lines training log: step, loss, learning rate, seconds since the start."""
+
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.before = 0.0
+        if resume and path.exists():
+            rows = self.rows()
+            self.before = rows[-1]["seconds"] if rows else 0.0
+        else:
+            path.write_text("", encoding="utf-8")
+        self.start = time.monotonic()
+
+    def seconds(self) -> float:
+        """Return the training time in seconds, earlier parts of a resumed run included."""
+        return self.before + time.monotonic() - self.start
+
+    def write(self, **values: Any) -> None:
+        """Append one row; floats are rounded to five significant digits."""
+        row = {k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in values.items()}
+        row["seconds"] = round(self.seconds(), 1)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return every row written so far."""
+        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]

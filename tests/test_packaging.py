@@ -1,0 +1,137 @@
+"""Table, links and tree agree; the wheel imports from anywhere; importing stays light."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+CODE_TOPS = ("eval", "kernels", "pipelines")
+TOPS = ("assets", *CODE_TOPS)
+TABLE = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def run(*command: object, cwd: Path | str = "/") -> str:
+    """Run a command and return what it printed; fail with its errors."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_folder_with_python_files_is_in_the_table() -> None:
+    found = {"diffcache.assets"}
+    for top in ("diffcache", *CODE_TOPS):
+        for file in (ROOT / top).rglob("*.py"):
+            names = file.parent.relative_to(ROOT).parts
+            names = names if top == "diffcache" else ("diffcache", *names)
+            found |= {".".join(names[:end]) for end in range(1, len(names) + 1)}
+    assert sorted(found) == TABLE["packages"]
+
+
+def test_package_dir_and_links_agree() -> None:
+    used = {name.split(".")[1] for name in TABLE["packages"] if "." in name} & set(TOPS)
+    assert TABLE["package-dir"] == {"diffcache": "diffcache"} | {f"diffcache.{n}": n for n in used}
+    links = {p.name: os.readlink(p) for p in (ROOT / "diffcache").iterdir() if p.is_symlink()}
+    assert links == {name: f"../{name}" for name in TOPS}
+
+
+@pytest.mark.parametrize("top", CODE_TOPS)
+def test_top_folders_have_no_init(top: str) -> None:
+    # Hugging Face ships a package called `kernels`; an __init__.py here would shadow it.
+    assert not list((ROOT / top).rglob("__init__.py"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the sdist, and the wheel from it, in a copy of the tree."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy2(ROOT / name, source)
+    for name in ("diffcache", *TOPS):
+        shutil.copytree(ROOT / name, source / name, symlinks=True)
+    run(sys.executable, "-m", "build", "--no-isolation", source)
+    (built,) = (source / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def fresh_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel into a new environment that borrows torch and the rest from this one."""
+    folder = tmp_path_factory.mktemp("fresh")
+    venv.create(folder, with_pip=False, symlinks=True)
+    run(sys.executable, "-m", "pip", "--python", folder, "install", "--no-deps", wheel)
+    (packages,) = (folder / "lib").glob("python*/site-packages")
+    (packages / "borrowed.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    return folder / "bin" / "python"
+
+
+def files(top: str, pattern: str) -> set[str]:
+    """Name the files the wheel should hold of one top folder, as they are called in the wheel."""
+    found = (p.relative_to(ROOT) for p in (ROOT / top).glob(pattern) if p.is_file())
+    shown = (p.as_posix() for p in found if not p.name.startswith("."))
+    return {name if top == "diffcache" else f"diffcache/{name}" for name in shown}
+
+
+ASSETS = files("assets", "models/**/*") | files("assets", "prompts/**/*")
+
+
+def test_wheel_holds_the_tree(wheel: Path) -> None:
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    code = {name for top in ("diffcache", *CODE_TOPS) for name in files(top, "**/*.py")}
+    assert held == code | ASSETS | {"diffcache/py.typed"}
+
+
+@pytest.mark.parametrize("cwd", ["/", str(ROOT)], ids=["elsewhere", "repository"])
+def test_wheel_imports(fresh_python: Path, cwd: str) -> None:
+    code = "import diffcache, diffcache.pipelines.small.scenes; print(diffcache.__file__)"
+    place = Path(run(fresh_python, "-c", code, cwd=cwd).strip()).resolve()
+    home = ROOT if cwd == str(ROOT) else fresh_python.parents[1]
+    assert place.is_relative_to(home.resolve())
+
+
+def test_wheel_finds_its_assets(fresh_python: Path) -> None:
+    code = """
+import diffcache, pathlib
+package = pathlib.Path(diffcache.__file__).parent
+files = (p for p in (package / "assets").rglob("*") if p.is_file())
+print(*(p.relative_to(package.parent).as_posix() for p in files), sep="\\n")
+"""
+    assert set(run(fresh_python, "-c", code).splitlines()) == ASSETS
+
+
+def test_import_is_light() -> None:
+    code = """
+import json, sys, time, torch
+start = time.perf_counter()
+import diffcache
+seconds = time.perf_counter() - start
+heavy = sorted({"diffusers", "transformers", "matplotlib", "typer"} & set(sys.modules))
+print(json.dumps([seconds, heavy]))
+"""
+    best = float("inf")
+    for _ in range(3):
+        seconds, heavy = json.loads(run(sys.executable, "-c", code))
+        assert heavy == []
+        best = min(best, seconds)
+        if best < 0.1:
+            return
+    pytest.fail(f"import diffcache takes {best:.3f} s on top of torch, at best")
+
+
+@pytest.mark.slow
+def test_hugging_face_imports_from_the_repository() -> None:
+    code = "import transformers; from diffusers import FluxTransformer2DModel"
+    run(sys.executable, "-c", code, cwd=ROOT)

@@ -1,0 +1,237 @@
+"""The shapes data set, its reader and the shipped FluxPipeline."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from diffcache.pipelines.small import scenes
+from diffcache.pipelines.small.classifier import features, prompt_accuracy, read
+from diffcache.pipelines.small.loop import Average, Log, draw, rate, shuffled
+from diffcache.pipelines.small.scenes import Figure, Scene, parse, prompt, render, sample_scene
+
+MEGABYTE = 1_000_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    from diffusers import FluxPipeline
+
+    from diffcache.pipelines.small.flux import DIRECTORY
+
+    loaded = FluxPipeline.from_pretrained(str(DIRECTORY), torch_dtype=torch.float32)
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
+
+
+class TestScenes:
+    @pytest.mark.parametrize("phrasing", [0, 1])
+    def test_prompt_and_parse_are_inverse(self, phrasing):
+        rng = np.random.default_rng(0)
+        for _ in range(200):
+            scene = sample_scene(rng, held=None)
+            assert parse(prompt(scene, phrasing)) == scene
+
+    def test_prompt_reads_as_english(self):
+        ring = Figure("ring", "red", "small", "left")
+        square = Figure("square", "blue", "large", "top right")
+        assert prompt(Scene("yellow", (ring, square))) == (
+            "a small red ring on the left and a large blue square at the top right, "
+            "on a yellow background"
+        )
+
+    def test_parse_ignores_case_and_full_stop(self):
+        text = prompt(Scene("white", (Figure("cross", "black", "large", "center"),)), 1)
+        assert parse(text.capitalize() + ".") == parse(text)
+
+    def test_parse_says_what_it_cannot_read(self):
+        with pytest.raises(
+            ValueError, match="cannot read 'a cat'; write it like 'a small red ring"
+        ):
+            parse("a cat")
+
+    def test_unknown_phrasing(self):
+        with pytest.raises(ValueError, match="unknown phrasing 7; use 0 or 1"):
+            prompt(Scene("white", ()), 7)
+
+    def test_render_is_determined_by_its_generator(self):
+        scene = sample_scene(np.random.default_rng(1))
+        one, same, other = (render(scene, np.random.default_rng(n)) for n in (5, 5, 6))
+        assert one.shape == (64, 64, 3) and one.dtype == np.uint8
+        assert np.array_equal(one, same)
+        assert not np.array_equal(one, other)
+
+    @pytest.mark.parametrize("shape", scenes.SHAPES)
+    def test_every_shape_fits_its_place(self, shape):
+        for position, (x, y) in scenes.POSITIONS.items():
+            picture = render(Scene("black", (Figure(shape, "white", "large", position),)))
+            rows, columns = np.nonzero(picture.sum(-1) > 400)
+            assert abs(columns.mean() + 0.5 - x) < 1
+            assert abs(rows.mean() + 0.5 - y) < 2.5
+
+    def test_objects_are_apart_and_never_of_the_background_colour(self):
+        rng = np.random.default_rng(2)
+        for _ in range(300):
+            scene = sample_scene(rng)
+            assert scene.background not in {figure.colour for figure in scene.figures}
+            if len(scene.figures) == 2:
+                (x, y), (u, v) = (scenes.POSITIONS[f.position] for f in scene.figures)
+                assert max(abs(x - u), abs(y - v)) == 32
+
+    def test_held_out_scenes_are_never_trained_on(self):
+        rng = np.random.default_rng(3)
+        trained = {sample_scene(rng).key() for _ in range(3000)}
+        held = {parse(text).key() for text in scenes.held_out_prompts(300)}
+        assert len(held) == 300
+        assert not trained & held
+
+    def test_order_of_objects_does_not_move_a_scene_between_the_splits(self):
+        rng = np.random.default_rng(4)
+        for _ in range(100):
+            scene = sample_scene(rng, held=None, figures=2)
+            turned = Scene(scene.background, scene.figures[::-1])
+            assert scenes.held_out(scene) == scenes.held_out(turned)
+
+    def test_shipped_prompts_are_held_out(self):
+        prompts = scenes.shipped_prompts()
+        assert len(set(prompts)) == 64
+        assert all(scenes.held_out(parse(text)) for text in prompts)
+
+
+class TestLoop:
+    def test_order_goes_on_where_it_stopped(self):
+        whole, late = shuffled(40, 8, 0), shuffled(40, 8, 0, start=7)
+        batches = [next(whole) for _ in range(9)]
+        assert torch.equal(next(late), batches[7])
+        assert torch.equal(torch.cat(batches[:5]).sort().values, torch.arange(40))
+
+    def test_rate_rises_and_falls(self):
+        assert rate(0.0) < rate(0.02) < rate(0.03) == pytest.approx(1.0)
+        assert rate(0.5) > rate(1.0) == pytest.approx(0.02)
+
+    def test_average_follows_the_weights(self):
+        layer = torch.nn.Linear(2, 2)
+        average = Average(layer)
+        with torch.no_grad():
+            layer.weight.add_(1.0)
+        wanted = layer.weight.detach().clone()
+        for _ in range(60):
+            average.update(layer)
+        average.copy_to(layer)
+        assert torch.allclose(layer.weight, wanted, atol=0.05)
+
+    def test_resumed_log_keeps_its_rows(self, tmp_path):
+        Log(tmp_path / "log.jsonl").write(step=1, loss=0.1234567)
+        log = Log(tmp_path / "log.jsonl", resume=True)
+        log.write(step=2, loss=1.0)
+        assert [row["step"] for row in log.rows()] == [1, 2]
+        assert log.rows()[0]["loss"] == 0.12346
+
+
+class TestReader:
+    def test_reads_rendered_scenes(self):
+        drawn, pictures = draw(300, 99, held=True)
+        overall, parts = prompt_accuracy(pictures, [prompt(scene) for scene in drawn])
+        assert overall >= 0.99
+        assert min(parts.values()) >= 0.98
+
+    def test_takes_pil_arrays_and_tensors_alike(self):
+        _, pictures = draw(3, 7)
+        arrays = list(pictures.movedim(1, -1).numpy())
+        found = read(pictures)
+        assert read(arrays) == found
+        assert read([Image.fromarray(array) for array in arrays]) == found
+        assert read(pictures.float() / 127.5 - 1) == found
+
+    def test_wrong_prompts_score_low(self):
+        drawn, pictures = draw(100, 8)
+        overall, parts = prompt_accuracy(pictures, [prompt(s) for s in drawn[1:] + drawn[:1]])
+        assert overall < 0.4
+        assert parts["exact"] == 0
+
+    def test_features_tell_pictures_apart(self):
+        _, pictures = draw(4, 9)
+        vectors = features(pictures)
+        assert vectors.shape == (4, 96)
+        assert torch.cdist(vectors, vectors)[~torch.eye(4, dtype=bool)].min() > 0.1
+
+    def test_wrong_shape(self):
+        with pytest.raises(ValueError, match=r"pass \[B, 3, 64, 64\]"):
+            read(torch.zeros(1, 3, 32, 32))
+
+    def test_wrong_number_of_prompts(self):
+        with pytest.raises(ValueError, match="2 pictures but 1 prompts"):
+            prompt_accuracy(draw(2, 0)[1], ["a small red ring on the left, on a white background"])
+
+
+class TestPipeline:
+    def test_is_small(self):
+        from diffcache.pipelines.small.flux import DIRECTORY
+
+        files = [path for path in DIRECTORY.rglob("*") if path.is_file()]
+        assert sum(path.stat().st_size for path in files) <= 10 * MEGABYTE
+
+    def test_is_a_plain_flux_pipeline(self, pipe):
+        assert type(pipe).__name__ == "FluxPipeline"
+        assert len(pipe.transformer.transformer_blocks) == 4
+        assert len(pipe.transformer.single_transformer_blocks) == 8
+        assert not pipe.transformer.config.guidance_embeds
+
+    def test_every_word_is_one_token(self, pipe):
+        for text in scenes.held_out_prompts(50):
+            count = len(text.replace(",", " ,").split())
+            assert len(pipe.tokenizer_2(text).input_ids) == count + 1 <= 24
+            assert len(pipe.tokenizer(text).input_ids) == count + 2
+            assert pipe.tokenizer_2.unk_token_id not in pipe.tokenizer_2(text).input_ids
+
+    def test_plain_attention_is_the_same_attention(self, pipe):
+        from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+
+        from diffcache.pipelines.small.flux import CALL
+        from diffcache.pipelines.small.plain_attention import PlainFluxAttention
+
+        def latents():
+            noise = torch.Generator().manual_seed(0)
+            call = {**CALL, "num_inference_steps": 2, "output_type": "latent"}
+            return pipe("a small red ring on the left", generator=noise, **call).images
+
+        wanted = latents()
+        pipe.transformer.set_attn_processor(PlainFluxAttention())
+        try:
+            assert torch.allclose(latents(), wanted, atol=1e-4)
+        finally:
+            pipe.transformer.set_attn_processor(FluxAttnProcessor())
+
+    def test_few_steps_give_finite_pictures(self, pipe):
+        from diffcache.pipelines.small.flux import CALL
+
+        call = {**CALL, "num_inference_steps": 2, "output_type": "np"}
+        pictures = pipe(scenes.shipped_prompts()[:2], **call).images
+        assert pictures.shape == (2, 64, 64, 3)
+        assert np.isfinite(pictures).all()
+
+    def test_same_noise_same_picture(self, pipe):
+        from diffcache.pipelines.small.measure import draw_pictures
+
+        one, same, other = (
+            np.asarray(draw_pictures(pipe, scenes.shipped_prompts()[:1], steps=3, seed=seed)[0])
+            for seed in (1, 1, 2)
+        )
+        assert np.array_equal(one, same)
+        assert not np.array_equal(one, other)
+
+    @pytest.mark.slow
+    def test_draws_what_held_out_prompts_say(self, pipe):
+        from diffcache.pipelines.small.measure import measure
+
+        record, pictures = measure(pipe, steps=28, samples=12, seed=1)
+        assert len(pictures) == 12
+        assert record["prompt_accuracy"] >= 0.9

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from diffcache.pipelines.zoo.case import Case, output_tensor, output_tensors
+from diffcache.pipelines.zoo.catalog import EXCLUDED, cases, exported_denoisers
+from diffcache.pipelines.zoo.pipes import pipes
+
+torch.set_num_threads(1)
+CASES = cases()
+PIPES = pipes()
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def block_list(model: nn.Module, path: str) -> nn.ModuleList:
+    found = model
+    for part in path.split("."):
+        found = found[part] if isinstance(found, nn.ModuleDict) else getattr(found, part)
+    return found
+
+
+def flat(out) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in output_tensors(out)])
+
+
+def far(left: torch.Tensor, right: torch.Tensor) -> float:
+    return (left - right).abs().max().item()
+
+
+def test_every_exported_denoiser_is_a_case_or_excluded():
+    have = {case.cls for case in CASES.values()}
+    names = exported_denoisers()
+    assert len(names) > 60
+    assert [name for name in names if name not in have and name not in EXCLUDED] == []
+    assert have & set(EXCLUDED) == set()
+    assert all(EXCLUDED.values())
+
+
+def test_names_follow_the_class():
+    for name, case in CASES.items():
+        assert name == case.name
+        assert re.fullmatch(rf"{case.cls}(-[a-z0-9-]+)?", name)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_case(name: str):
+    case = CASES[name]
+    model = case.build()
+    assert type(model).__name__ == case.cls and not model.training
+
+    out = flat(model(**case.kwargs(model, 0, 3)))
+    main = output_tensor(model(**case.kwargs(model, 0, 3)))
+    assert torch.equal(out, flat(model(**case.kwargs(model, 0, 3))))
+    assert torch.isfinite(out).all() and out.dtype == torch.float32
+    assert main.std() > 1e-2
+
+    later = case.kwargs(model, 0, 9)
+    changed = case.kwargs(model, 0, 3)
+    changed.update({latent: later[latent] for latent in case.latents})
+    assert far(output_tensor(model(**changed)), main) > 1e-3
+    if case.timestep:
+        changed = case.kwargs(model, 0, 3)
+        changed.update({time: later[time] for time in (case.timestep, *case.times)})
+        assert far(output_tensor(model(**changed)), main) > 1e-3
+    check_blocks(case, model, out)
+
+
+def check_blocks(case: Case, model: nn.Module, out: torch.Tensor) -> None:
+    """Every list is long enough, and the output depends on every block."""
+    for path in case.blocks:
+        blocks = block_list(model, path)
+        assert isinstance(blocks, nn.ModuleList)
+        assert len(blocks) >= 4 or case.short.get(path), f"{path} has {len(blocks)} blocks"
+        for index, block in enumerate(blocks):
+            weights = [p for p in block.parameters() if p.is_floating_point()]
+            saved = [p.clone() for p in weights]
+            for p in weights:
+                p.mul_(1.1)
+            moved = far(flat(model(**case.kwargs(model, 0, 3))), out)
+            for p, old in zip(weights, saved, strict=True):
+                p.copy_(old)
+            assert moved > 1e-4, f"the output does not depend on {path}[{index}]"
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"), [(name, extra) for name in sorted(CASES) for extra in CASES[name].extras]
+)
+def test_extras_change_the_output(name: str, extra: str):
+    case = CASES[name]
+    model = case.build()
+    plain = output_tensor(model(**case.kwargs(model, 0)))
+    more = case.extras[extra]
+    first = output_tensor(model(**case.kwargs(model, 0), **more(model, 0)))
+    assert far(first, plain) > 1e-2
+    assert torch.equal(first, output_tensor(model(**case.kwargs(model, 0), **more(model, 0))))
+
+
+def test_seeds_decide_weights_and_inputs():
+    case = CASES["FluxTransformer2DModel"]
+    state = torch.random.get_rng_state()
+    one, same, other = case.build(1), case.build(1), case.build(2)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), same.parameters(), strict=True))
+    assert not torch.equal(next(one.parameters()), next(other.parameters()))
+    a, b, c = (case.kwargs(one, seed)["hidden_states"] for seed in (1, 1, 2))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+    assert case.build(dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "ZImageTransformer2DModel"])
+def test_trajectory_is_smooth(name: str):
+    case = CASES[name]
+    model = case.build()
+    steps = [case.kwargs(model, 0, step, 12) for step in range(12)]
+    times = [step[case.timestep].max().item() for step in steps]
+    assert times == sorted(times, reverse=not case.rising) and len(set(times)) == 12
+    (latent,) = case.latents
+    flats = [torch.cat([t.flatten() for t in output_tensors(step[latent])]) for step in steps]
+    near, wide = far(flats[0], flats[1]), far(flats[0], flats[11])
+    assert 0 < near < wide / 5
+
+
+@pytest.mark.parametrize("name", sorted(PIPES))
+def test_pipe_runs_its_denoisers(name: str):
+    case = PIPES[name]
+    pipe = case.build(0)
+    batches: dict[str, list[int]] = {part: [] for part in case.denoisers}
+
+    def watch(part: str):
+        def hook(module, args, kwargs):
+            first = next(v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor | list))
+            batches[part].append(len(first))
+
+        return hook
+
+    hooks = [
+        getattr(pipe, part).register_forward_pre_hook(watch(part), with_kwargs=True)
+        for part in case.denoisers
+    ]
+    out = case.run(pipe, 0, 4)
+    for hook in hooks:
+        hook.remove()
+    assert torch.isfinite(out).all() and 1e-2 < out.float().std() < 20
+    calls = sum(map(len, batches.values()))
+    assert all(batches.values()), f"a denoiser never ran: {batches}"
+    assert calls >= 2 * case.branches
+    assert max(max(sizes) for sizes in batches.values()) == case.batched
+
+
+@pytest.mark.parametrize(
+    "name", ["FluxPipeline", "StableDiffusion3ControlNetPipeline", "WanPipeline-two"]
+)
+def test_pipe_repeats_and_follows_the_seed(name: str):
+    case = PIPES[name]
+    pipe = case.build(0)
+    first = case.run(pipe, 0, 12)
+    assert torch.equal(first, case.run(pipe, 0, 12))
+    assert torch.equal(first, case.run(case.build(0), 0, 12))
+    assert not torch.equal(first, case.run(pipe, 1, 12))
+    assert not torch.equal(first, case.run(case.build(1), 0, 12))
+    assert first.abs().max() < 50
