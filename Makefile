@@ -62,7 +62,7 @@ gpu-bench: $(READY) ## Measure on a CUDA device
 
 clean: ## Remove build products and caches; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
-	find assets diffcache eval kernels pipelines tests -name __pycache__ -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 # torch goes first and alone, so that a machine without a GPU gets the CPU build (180 MB, not 3 GB);
 # what torch itself depends on comes with the second install.

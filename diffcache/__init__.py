@@ -13,6 +13,7 @@ from diffcache.api import reset as reset
 from diffcache.api import unwrap as unwrap
 from diffcache.api import wrap as wrap
 from diffcache.catalog import methods as methods
+from diffcache.cite import cite as cite
 from diffcache.errors import AttachError as AttachError
 from diffcache.errors import CacheWarning as CacheWarning
 from diffcache.errors import DiffcacheError as DiffcacheError
@@ -28,6 +29,7 @@ from diffcache.features.taylorseer import TaylorSeer as TaylorSeer
 from diffcache.features.when import Every as Every
 from diffcache.features.when import Gate as Gate
 from diffcache.features.when import Listed as Listed
+from diffcache.report import Report as Report
 from diffcache.step import Site as Site
 from diffcache.step import Step as Step
 

@@ -1,18 +1,260 @@
-"""What a cache did in the last run."""
+"""What a cache did in the last run: counts, operations, seconds, bytes and a timeline."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from io import StringIO
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from diffcache.attach.handle import Handle
+from diffcache.attach.record import Call
+from diffcache.timeline import COMPUTED, SKIPPED, steps_of, timeline_image, timeline_text
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from rich.table import Table
+
+    from diffcache.features.base import FeatureMethod
+
+SCHEMA = 1
 
 
 class Report:
-    """placeholder"""
+    """What the last run of a wrapped pipeline or denoiser computed and skipped.
+
+    A snapshot: it holds no tensors and stays as it is when the pipeline runs again.
+
+    Attributes:
+        method: The method.
+        steps: The denoiser calls in order, each with `denoiser`, `index`, `timestep`, `branch`,
+            `computed`, `reason`, `seconds`, `counts` (site -> computed, skipped) and `flops`.
+        sites: Denoiser -> site -> (computed, skipped) evaluations of blocks or modules.
+        computed: Block or module evaluations that ran.
+        skipped: Block or module evaluations that were skipped.
+        steps_computed: Steps in which any branch was computed.
+        steps_skipped: Steps in which every branch was skipped.
+        flops_computed: Floating-point operations of the sites that ran (a multiply-add is two);
+            None where they could not be counted, as in compiled blocks.
+        flops_saved: The same of the sites that were skipped.
+        seconds: Time within the denoiser calls, on the host's clock: on an accelerator, work that
+            is still queued at the end of a call is not in it.
+        seconds_computed: Mean of the computed calls, None when there is none. First calls, which
+            may include learning the model, are left out where there are others.
+        seconds_skipped: Mean of the skipped calls, None when there is none.
+        held_bytes: Bytes that features hold now; 0 between runs of a pipeline.
+        peak_bytes: Most bytes held at the end of any call.
+        finished: Whether the run ended without an exception, so far as the pipeline shows it.
+    """
 
     def __init__(self, handle: Handle) -> None:
-        self.record = handle.last
+        record = handle.last
+        self.method: FeatureMethod = handle.method
+        self.steps = [replace(call, counts=dict(call.counts)) for call in record.calls]
+        self.sites = _sites(self.steps)
+        self.computed, self.skipped = record.computed, record.skipped
+        groups = steps_of(self.steps)
+        self.steps_computed = sum(any(call.computed for call in group) for group in groups)
+        self.steps_skipped = len(groups) - self.steps_computed
+        self.flops_computed, self.flops_saved = _flops(self.steps)
+        self.seconds = sum(call.seconds for call in self.steps)
+        computed = [call for call in self.steps if call.computed]
+        later = [call for call in computed if call.reason != "first call"]
+        self.seconds_computed = _mean(later or computed)
+        self.seconds_skipped = _mean([call for call in self.steps if not call.computed])
         self.held_bytes = handle.held_bytes()
-        self.computed = self.record.computed
-        self.skipped = self.record.skipped
+        self.peak_bytes = record.peak_bytes
+        self.finished = record.finished
+
+    # plain data ----------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data that JSON can hold; `schema` tells the layout."""
+        names = (
+            "computed", "skipped", "steps_computed", "steps_skipped", "flops_computed",
+            "flops_saved", "seconds", "seconds_computed", "seconds_skipped", "held_bytes",
+            "peak_bytes", "finished",
+        )  # fmt: skip
+        return {
+            "schema": SCHEMA,
+            "method": repr(self.method),
+            **{name: getattr(self, name) for name in names},
+            "sites": {
+                denoiser: {site: _pair(counts) for site, counts in sites.items()}
+                for denoiser, sites in self.sites.items()
+            },
+            "steps": [_step_dict(call) for call in self.steps],
+        }
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Return `to_dict()` as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    # pictures and text ---------------------------------------------------------------------
+
+    def timeline_image(self, width: int = 800, height: int = 200) -> Image:
+        """Draw which steps were computed, as an RGB `PIL.Image` of `width` x `height` pixels."""
+        return timeline_image(self.steps, width, height)
+
+    def to_text(self, width: int | None = None, ascii_only: bool = False) -> str:
+        """Return the report as plain text without colours.
+
+        Args:
+            width: Columns; those of the terminal by default, 100 without one.
+            ascii_only: Use ASCII characters only.
+        """
+        from rich.console import Console
+
+        width = width or shutil.get_terminal_size((100, 24)).columns
+        out = StringIO()
+        console = Console(file=out, width=width, force_terminal=False, color_system=None)
+        if self.sites:
+            console.print(self.table(ascii_only))
+        text = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        timeline = timeline_text(self.steps, width, ascii_only)
+        parts = [repr(self.method), text, "\n".join(self.summary()), timeline]
+        return "\n\n".join(part.strip("\n") for part in parts if part)
+
+    def __str__(self) -> str:
+        return self.to_text(ascii_only=not _prints(COMPUTED + SKIPPED))
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.method!r}: {self.computed} computed, {self.skipped} skipped>"
+
+    def table(self, ascii_only: bool = False) -> Table:
+        """Return the counts of every site as a `rich` table."""
+        from rich import box
+        from rich.table import Table
+
+        ran, skipped = self.computed, self.skipped
+        style = box.ASCII2 if ascii_only else box.SIMPLE
+        table = Table(box=style, show_footer=True, pad_edge=False)
+        table.add_column("denoiser", footer="total")
+        table.add_column("site", overflow="fold")
+        table.add_column("computed", f"{ran:,}", justify="right")
+        table.add_column("skipped", f"{skipped:,}", justify="right")
+        table.add_column("share skipped", share(skipped, ran), justify="right")
+        for denoiser, sites in self.sites.items():
+            for site, (ran, skipped) in sites.items():
+                table.add_row(denoiser, site, f"{ran:,}", f"{skipped:,}", share(skipped, ran))
+        return table
+
+    def summary(self) -> list[str]:
+        """Return the totals, a sentence each."""
+        if not self.steps:
+            return ["No denoiser call yet: run the pipeline, then ask again."]
+        total = self.steps_computed + self.steps_skipped
+        lines = [f"steps    {total}: {self.steps_computed} computed, {self.steps_skipped} skipped"]
+        if self.flops_computed is not None and self.flops_saved is not None:
+            saved = share(self.flops_saved, self.flops_computed)
+            lines.append(
+                f"FLOPs    {human(self.flops_computed)} computed, {human(self.flops_saved)} saved "
+                f"({saved}), of the sites above"
+            )
+        else:
+            lines.append("FLOPs    not counted: the sites are compiled")
+        per_call = [f"{self.seconds:.3f} s in the denoiser"]
+        for name, mean in (("computed", self.seconds_computed), ("skipped", self.seconds_skipped)):
+            per_call += [f"{1000 * mean:.2f} ms a {name} call"] if mean is not None else []
+        lines.append(f"seconds  {', '.join(per_call)} (host clock)")
+        lines.append(
+            f"bytes    {human(self.held_bytes)}B held now, {human(self.peak_bytes)}B at most"
+        )
+        return lines + self._remarks(total)
+
+    def _remarks(self, total: int) -> list[str]:
+        """Return what a user should know of a run that did not go as hoped."""
+        remarks = []
+        reasons = _forced(self.steps)
+        for reason in sorted(set(reasons)):
+            calls = "call was" if reasons.count(reason) == 1 else "calls were"
+            remarks.append(f"forced   {reasons.count(reason)} {calls} computed: {reason}")
+        if not self.skipped:
+            remarks.append(
+                f"Nothing was skipped: all {total} steps were computed, so nothing was gained. "
+                "Use more steps, a shorter warmup, or a larger interval or threshold."
+            )
+        return remarks
+
+
+def human(number: float) -> str:
+    """Return a number with three digits and a unit, such as `1.23 G`."""
+    for unit in ("", "k", "M", "G", "T"):
+        if abs(number) < 999.5:
+            digits = f"{number:.0f}" if not unit else f"{number:.3g}"
+            return f"{digits} {unit}"
+        number /= 1000
+    return f"{number:.3g} P"
+
+
+def share(part: float, rest: float) -> str:
+    """Return `part / (part + rest)` in percent."""
+    return f"{100 * part / (part + rest):.1f} %" if part + rest else "-"
+
+
+def _sites(calls: Sequence[Call]) -> dict[str, dict[str, tuple[int, int]]]:
+    """Return the sum of all calls' counts, by denoiser and site."""
+    sites: dict[str, dict[str, tuple[int, int]]] = {}
+    for call in calls:
+        own = sites.setdefault(call.denoiser, {})
+        for site, (ran, skipped) in call.counts.items():
+            before = own.get(site, (0, 0))
+            own[site] = (before[0] + ran, before[1] + skipped)
+    return sites
+
+
+def _flops(calls: Sequence[Call]) -> tuple[float | None, float | None]:
+    """Return the operations that ran and that were saved, None twice if a call has no count."""
+    counts = [call.flops for call in calls if call.flops is not None]
+    if not calls or len(counts) != len(calls):
+        return None, None
+    return sum(ran for ran, _ in counts), sum(saved for _, saved in counts)
+
+
+def _forced(calls: Sequence[Call]) -> list[str]:
+    """Return the reasons of calls that were computed whatever the method would have said."""
+    return [
+        call.reason
+        for step in steps_of(calls)
+        for call in step
+        if call.computed
+        and call.reason not in ("method", "first call")
+        and (call is step[0] or not step[0].computed)
+    ]
+
+
+def _mean(calls: Sequence[Call]) -> float | None:
+    return fmean(call.seconds for call in calls) if calls else None
+
+
+def _pair(counts: tuple[int, int]) -> dict[str, int]:
+    return {"computed": counts[0], "skipped": counts[1]}
+
+
+def _step_dict(call: Call) -> dict[str, Any]:
+    """Return one denoiser call as plain data."""
+    flops = None if call.flops is None else {"computed": call.flops[0], "saved": call.flops[1]}
+    return {
+        "denoiser": call.denoiser,
+        "index": call.index,
+        "timestep": call.timestep,
+        "branch": call.branch,
+        "computed": call.computed,
+        "reason": call.reason,
+        "seconds": call.seconds,
+        "counts": {site: _pair(counts) for site, counts in call.counts.items()},
+        "flops": flops,
+    }
+
+
+def _prints(text: str) -> bool:
+    """Return whether standard output can show these characters."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

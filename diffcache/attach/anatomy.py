@@ -12,9 +12,9 @@ from diffcache.errors import AttachError
 from diffcache.step import Site
 
 SHARE = 0.05  # a list with less of the blocks' parameters is left alone
-TIMESTEPS = ("timestep", "timesteps", "t", "time", "sigma", "sigmas", "decoder_noise_time")
-_ATTENTION = re.compile(r"(self_|cross_|temporal_|spatial_)?att(n|ention)(?!_?(norm|gate|scale))")
-_FEED_FORWARD = re.compile(r"(ff|ffn|mlp|feed_?forward|moe)(_|\d|$)|\w+_(ff|ffn|mlp)(_|\d|$)|conv_ff")
+TIMESTEPS = ("timestep", "timesteps", "t", "time", "sigma", "sigmas")
+_ATTENTION = re.compile(r"(\w+_)?att(n|ention)(?!_?(norm|gate|scale))")
+_FEED_FORWARD = re.compile(r"((img|txt|audio|video|image|text)_)?(ff|ffn|mlp|feed_?forward)(_|\d|$)|conv_ff")
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,9 @@ def anatomy_of(model: nn.Module) -> Anatomy:
         AttachError: If it has no list of blocks to cache.
     """
     found = _lists(model)
+    is_unet = {"down_blocks", "up_blocks"} <= {key for key, _, _ in found}
+    if is_unet:  # the middle is one block, whatever lists it has inside
+        found = [entry for entry in found if not entry[0].startswith("mid_block.")]
     total = sum(size for _, _, size in found)
     lists, excluded = [], []
     for key, blocks, size in found:
@@ -111,8 +114,6 @@ def anatomy_of(model: nn.Module) -> Anatomy:
             f"{type(model).__name__} has no list of blocks: a cache needs an nn.ModuleList of at "
             "least two blocks, at most one level below the model"
         )
-    keys = {entry.key for entry in lists}
-    is_unet = {"down_blocks", "up_blocks"} <= keys
     middle = getattr(model, "mid_block", None) if is_unet else None
     singles = ("mid_block",) if isinstance(middle, nn.Module) else ()
     modules = [
@@ -143,7 +144,9 @@ def _lists(model: nn.Module) -> list[tuple[str, nn.ModuleList, int]]:
 def _timestep(model: nn.Module) -> str | None:
     """Return the name of the argument that carries the timestep."""
     names = inspect.signature(type(model).forward).parameters
-    return next((name for name in TIMESTEPS if name in names), None)
+    exact = [name for name in TIMESTEPS if name in names]
+    close = [name for name in names if "timestep" in name or name.endswith("_time")]
+    return next(iter(exact + close), None)
 
 
 def _modules(parent: nn.Module, path: str, list_key: str) -> list[ModuleSite]:
@@ -168,10 +171,10 @@ def _kind(name: str, module: nn.Module) -> str | None:
     cls = type(module).__name__
     if isinstance(module, (nn.ModuleList, nn.Linear)) or "norm" in name or "Norm" in cls:
         return None
+    if _FEED_FORWARD.match(name) and any(True for _ in module.parameters()):
+        return "feed-forward"
     if re.search(r"Block|Transformer|Layer$", cls):
         return None
     if _ATTENTION.match(name) or re.search(r"Attention|Attn", cls):
         return "attention"
-    if _FEED_FORWARD.match(name) or re.search(r"FeedForward|FFN|M[lL][pP]|GLU|MoE", cls):
-        return "feed-forward"
-    return None
+    return "feed-forward" if re.search(r"FeedForward|FFN?$|MLP$|GLU|MoE", cls) else None

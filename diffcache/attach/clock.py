@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from diffcache.attach.record import RunRecord
+from diffcache.errors import AttachError
 from diffcache.step import Step
 
 MAX_BRANCHES = 8
@@ -124,6 +125,11 @@ class Timeline:
             mark = (run.epoch, "scheduler", run.ticks)
         else:
             value = timestep_value(timestep)
+            if value is None:
+                raise AttachError(
+                    "the call has no timestep to tell its steps by; wrap the pipeline, whose "
+                    "scheduler tells them, instead of the bare model"
+                )
             self._turn(value)
             mark = (run.epoch, "timestep", value)
         if mark == self.mark and self.calls < MAX_BRANCHES:
@@ -156,9 +162,9 @@ class Timeline:
             run.by_timestep = True
         return run.by_timestep
 
-    def _turn(self, value: float | None) -> None:
+    def _turn(self, value: float) -> None:
         """Start a new run where the timestep turns back."""
-        if value is None or self.timestep is None or value == self.timestep:
+        if self.timestep is None or value == self.timestep:
             return
         direction = 1 if value > self.timestep else -1
         if self.direction and direction != self.direction:

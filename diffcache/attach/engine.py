@@ -12,25 +12,27 @@ from torch import Tensor, nn
 
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.anchor import claim, owner_of, release
-from diffcache.attach.clock import Run
+from diffcache.attach.clock import Branch, Run
 from diffcache.attach.context import current_context
-from diffcache.attach.frame import Frame, gated_items
-from diffcache.attach.layout import Layout, plan
+from diffcache.attach.frame import Frame, gated_items, main_stream
+from diffcache.attach.layout import Layout, keep, plan
 from diffcache.attach.module import EmptyTap, ModuleTap
 from diffcache.attach.record import Call
 from diffcache.attach.signature import conditions_of, signature_of
-from diffcache.attach.span import OWN, ComputeTap, Held, estimates, hold, record
+from diffcache.attach.span import OWN, Held, estimates, hold
 from diffcache.attach.tap import FRAME, Tap, tap_children, tap_list, untap_children, untap_list
 from diffcache.attach.trace import Trace
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.base import FeatureMethod
+from diffcache.features.instead import Reuse
 from diffcache.step import Site
 
 if TYPE_CHECKING:
     from diffcache.attach.handle import Handle
 
 OUTPUT = ("output", 0)  # where the MODEL site keeps its feature
+_TOLERANCE = {8: 1e-9, 4: 1e-4, 2: 5e-2, 1: 2e-1}  # by bytes of a number, relative to the largest
 
 
 class SingleTap(Tap):
@@ -70,7 +72,9 @@ class Engine:
         self.layouts: dict[Any, Layout] = {}
         self.blocks: dict[str, list[nn.Module]] = {}
         self.flops: dict[Any, dict[str, float] | None] = {}
+        self.module_items: dict[str, list[Any]] = {}
         self._parents: list[nn.Module] = []
+        self._lists: list[nn.ModuleList] = []
         site = Site.of(self.parts.site)
         if not anatomy.supports(site):
             raise AttachError(
@@ -88,7 +92,7 @@ class Engine:
             blocks = self.model.get_submodule(entry.key)
             assert isinstance(blocks, nn.ModuleList)
             self.blocks[entry.key] = list(blocks)
-            tap_list(blocks, self, entry.key)
+            self._tap_list(blocks, entry.key)
         for key in self.anatomy.singles:
             module = self.model.get_submodule(key)
             self.blocks[key] = [module]
@@ -99,9 +103,20 @@ class Engine:
             parent = self.model.get_submodule(entry.parent)
             module = parent.get_submodule(entry.child)
             name = f"{entry.parent}.{entry.child}"
-            group = f"{entry.list_key}.{entry.child}"
+            inside_list = isinstance(parent, nn.ModuleList)
+            group = f"{entry.list_key}.{entry.kind if inside_list else entry.child}"
             tap: Tap = EmptyTap(module, name) if entry.kind == "empty" else ModuleTap(module, name, group)
-            self._tap_children(parent, {entry.child: tap})
+            if isinstance(parent, nn.ModuleList):
+                if entry.parent not in self.module_items:
+                    self.module_items[entry.parent] = list(parent)
+                    self._tap_list(parent, entry.parent)
+                self.module_items[entry.parent][int(entry.child)] = tap
+            else:
+                self._tap_children(parent, {entry.child: tap})
+
+    def _tap_list(self, blocks: nn.ModuleList, key: str) -> None:
+        self._lists.append(blocks)
+        tap_list(blocks, self, key)
 
     def _tap_children(self, parent: nn.Module, taps: dict[str, Tap]) -> None:
         if not any(parent is known for known in self._parents):
@@ -112,8 +127,8 @@ class Engine:
         """Leave the model as it was found."""
         for hook in self._hooks:
             hook.remove()
-        for entry in () if Site.of(self.parts.site).is_module else self.anatomy.lists:
-            untap_list(self.model.get_submodule(entry.key))  # type: ignore[arg-type]
+        for blocks in self._lists:
+            untap_list(blocks)
         for parent in self._parents:
             untap_children(parent)
         release(self.model)
@@ -175,9 +190,7 @@ class Engine:
             return "inputs changed"
         if branch.anchor < timeline.last_computed:
             return "missed a step"
-        if any("kv_cache" in name and value is not None for name, value in kwargs.items()):
-            return "writes a KV cache"
-        return ""
+        return "writes a KV cache" if _writes_cache(kwargs) else ""
 
     def _decide(self, frame: Frame, reason: str) -> None:
         """Decide now where the probe is not needed; a forced first branch decides for all."""
@@ -194,12 +207,13 @@ class Engine:
         """Choose what stands for the blocks in this call."""
         if Site.of(self.parts.site).is_module:
             frame.tally = None if signature in self.flops else {}
+            frame.items = self.module_items
             return
         layout = frame.layout = self.layouts.get(signature)
         if layout is None:
             frame.computes = True
             site = Site.of(self.parts.site)
-            keep_all = site in (Site.BLOCK, Site.RUN) or self.parts.tail > 0
+            keep_all = site in (Site.BLOCK, Site.RUN) or self.parts.tail > 0 or self.anatomy.is_unet
             frame.trace = Trace(keep_all, self.parts.lead)
             frame.items = {key: frame.trace.items(key, group) for key, group in self.blocks.items()}
         elif frame.decides and self.parts.when.probe is not None:
@@ -209,11 +223,13 @@ class Engine:
         else:
             frame.items = layout.skip if frame.decides else layout.follow
 
-    def close(self, frame: Frame, out: Any) -> Any:
+    def close(self, frame: Frame, args: Any, kwargs: Any, out: Any) -> Any:
         """Finish a denoiser call; return what it returns if the method replaces it."""
         layout, branch = frame.layout, frame.branch
         if frame.trace is not None:
-            layout = frame.layout = self._learn(frame, frame.trace)
+            layout = frame.layout = self._learn(frame, frame.trace, (args, kwargs))
+            if not _writes_cache(kwargs):
+                self._verify(frame, layout, (args, kwargs), out)
         replaced = None
         site = Site.of(self.parts.site)
         if site is Site.MODEL:
@@ -228,41 +244,62 @@ class Engine:
         self._account(frame, layout)
         return replaced
 
-    def _learn(self, frame: Frame, trace: Trace) -> Layout:
+    def _learn(self, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> Layout:
         """Lay out the method over what the traced call showed, and keep that call's features."""
         wirings = trace.wirings()
         if not wirings:
             raise AttachError(f"{self.anatomy.model}: no block of its lists ran; nothing to cache")
         layout = plan(self.parts, trace.calls, wirings, self.blocks, self.anatomy.is_unet)
+        if not keep(frame, layout, trace.calls):
+            self._again(frame, layout.compute, call)
+        if frame.decides and self.parts.when.probe is not None:
+            lead = trace.calls[: self.parts.lead]
+            argument, number = main_stream(layout, lead[0].list_key)
+            number = main_stream(layout, lead[-1].list_key)[1]
+            frame.decide(frame.probe_of(lead[0].arguments[argument], lead[-1].outputs[number]))
         self.layouts[frame.branch.signature] = layout
         tally: dict[str, list[float | None]] = {}
-        for call in trace.calls:
-            tally.setdefault(call.list_key, []).append(call.flops)
+        for traced in trace.calls:
+            tally.setdefault(traced.list_key, []).append(traced.flops)
         self.flops[frame.branch.signature] = _means(tally)
-        first = None
-        for number, call in enumerate(trace.calls):
-            place = (call.list_key, call.index)
-            item = layout.compute[place[0]][place[1]]
-            if number == 0 and frame.decides and self.parts.lead:
-                first = call
-            if isinstance(item, ComputeTap):
-                if item.base_of is not None:
-                    duty = item.duty
-                    frame.bases[duty.span] = tuple(call.arguments[k] for k in duty.carry.values())
-                if item.duty.records:
-                    record(frame, item.duty, _output(call))
-        if first is not None and self.parts.when.probe is not None:
-            self._learn_probe(frame, layout, trace, first)
         return layout
 
-    def _learn_probe(self, frame: Frame, layout: Layout, trace: Trace, first: Any) -> None:
-        """Show the traced call's probe to the gate."""
-        from diffcache.attach.frame import main_stream
+    def _again(self, frame: Frame, items: dict[str, list[Any]], call: tuple[Any, Any]) -> Any:
+        """Run the denoiser once more under a frame, with other items."""
+        frame.items = items
+        token = FRAME.set(frame)
+        try:
+            return self.model.forward(*call[0], **call[1])
+        finally:
+            FRAME.reset(token)
 
-        last = trace.calls[self.parts.lead - 1]
-        argument, _ = main_stream(layout, first.list_key)
-        _, number = main_stream(layout, last.list_key)
-        frame.decide(frame.probe_of(first.arguments[argument], last.outputs[number]))
+    def _verify(self, frame: Frame, layout: Layout, call: tuple[Any, Any], out: Any) -> None:
+        """Skip the blocks on the very inputs they just saw: the output must not change.
+
+        Done once for each kind of call, at the price of a skipped step. It finds models whose
+        loops use a block's output in ways that no argument of a later block shows.
+
+        Raises:
+            AttachError: If the output changes.
+        """
+        check = Frame(self, frame.timeline, Branch(-1, None, {}), frame.step)
+        check.instead, check.computes = Reuse(), True
+        check.layout = layout
+        if Site.of(self.parts.site) is Site.MODEL:
+            return  # the output is replaced whatever the blocks did
+        self._again(check, layout.compute, call)
+        check.computes = False
+        found = leaves(self._again(check, layout.skip, call))
+        for expected, value in zip(leaves(out), found, strict=True):
+            error = (value.float() - expected.float()).abs().max()
+            scale = expected.float().abs().max()
+            if not error <= _TOLERANCE[expected.dtype.itemsize] * scale:
+                raise AttachError(
+                    f"{self.anatomy.model} at site {self.parts.site!r}: skipping its blocks on inputs "
+                    f"they just saw changes the output by {float(error):.2g} of {float(scale):.2g}, "
+                    "so its forward uses their outputs in a way that cannot be seen; use "
+                    "site='block' or site='model'"
+                )
 
     def _at_output(self, frame: Frame, out: Any) -> Any:
         """Keep the denoiser's output, or replace it by its estimate."""
@@ -302,6 +339,18 @@ class Engine:
         self.handle.note(frame, call)
 
 
+def _writes_cache(kwargs: dict[str, Any]) -> bool:
+    """Return whether a call may write to a KV cache it was given; such blocks are never skipped."""
+    given = {n: v for n, v in kwargs.items() if "kv_cache" in n and v is not None}
+    modes = [value for value in given.values() if isinstance(value, str)]
+    flags = [flag for v in given.values() if isinstance(v, dict) for flag in v.values()]
+    if modes:
+        return any(mode not in ("cached", "read") for mode in modes)
+    if any(isinstance(flag, bool) for flag in flags):
+        return any(flag is True for flag in flags)
+    return bool(given)
+
+
 def _means(tally: dict[str, list[float | None]]) -> dict[str, float] | None:
     """Return the mean operations of one evaluation of every site, None if one was not counted."""
     means: dict[str, float] = {}
@@ -313,12 +362,7 @@ def _means(tally: dict[str, list[float | None]]) -> dict[str, float] | None:
     return means
 
 
-def _output(call: Any) -> Any:
-    """Return a traced call's output in its container."""
-    return call.outputs[0] if call.container is Tensor else call.container(call.outputs)
-
-
-@torch.compiler.disable
+@torch._disable_dynamo  # not torch.compiler.disable, which imports the compiler at once
 def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a wrapped denoiser; does nothing on a copy of one."""
     engine = owner_of(module)
@@ -329,7 +373,7 @@ def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     frame.token = FRAME.set(frame)
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # not torch.compiler.disable, which imports the compiler at once
 def close_frame(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
     """Forward hook of a wrapped denoiser, called after exceptions as well."""
     engine = owner_of(module)
@@ -340,7 +384,7 @@ def close_frame(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
     if out is None:  # an exception is on its way
         engine.handle.abandon()
         return None
-    return engine.close(frame, out)
+    return engine.close(frame, args, kwargs, out)
 
 
 def _orphan(module: nn.Module) -> None:

@@ -2,30 +2,60 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # not in the registry
 
 
-def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    """Return the operations of an attention kernel that torch's own counter leaves out."""
-    return int(sdpa_flop_count(query, key, value))
+class _Counter(TorchDispatchMode):
+    """Adds up the operations of every kernel; torch's own mode also tracks modules, by hooks."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
 
-_EXTRA = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet = func._overloadpacket
+        if packet is _CPU_ATTENTION:
+            self.total += sdpa_flop_count(*[tensor.shape for tensor in args[:3]])
+        elif packet not in flop_registry:
+            with self:  # under inference mode, operations made of others arrive whole
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        out = func(*args, **kwargs)
+        if packet in flop_registry:
+            self.total += flop_registry[packet](*args, **kwargs, out_val=out)
+        return out
 
 
 def counted(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, float | None]:
     """Call a module and count its operations (a multiply-add is two).
 
     Returns:
-        The module's output and the count; None for compiled modules, which are not counted.
+        The module's output and the count; None for compiled modules and for those whose kernels
+        run under no dispatch mode (flex attention).
     """
-    if module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule":
+    if _refuses_modes(module):
         return module(*args, **kwargs), None
-    mode = FlopCounterMode(display=False, custom_mapping=_EXTRA)
-    with mode:
-        out = module(*args, **kwargs)
-    return out, float(mode.get_total_flops())
+    with _Counter() as counter:
+        return module(*args, **kwargs), float(counter.total)
+
+
+def _refuses_modes(module: nn.Module) -> bool:
+    """Return whether a part is compiled or attends with flex attention, which compiles itself."""
+    for part in module.modules():
+        if part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule":
+            return True
+        backend = getattr(getattr(part, "processor", None), "_attention_backend", None)
+        source = vars(sys.modules.get(type(part).__module__, object))
+        if "flex" in str(backend) or "BlockMask" in source:
+            return True
+    return False

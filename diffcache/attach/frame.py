@@ -29,6 +29,7 @@ class Frame:
         timeline: Where the denoiser is in its run.
         branch: The guidance branch of this call, which holds the features.
         step: The current step, as methods see it.
+        instead: What keeps features and stands in for them.
         decides: Whether this call takes the decision of the step.
         computes: Whether the sites are computed; None until the probe was seen.
         layout: What to hand out; None in the traced call.
@@ -40,14 +41,15 @@ class Frame:
     """
 
     __slots__ = ("_probe_input", "bases", "branch", "call", "closed", "computes", "decides",
-                 "engine", "items", "layout", "started", "step", "tally", "timeline", "token",
-                 "trace", "visits")  # fmt: skip
+                 "engine", "instead", "items", "layout", "started", "step", "tally", "timeline",
+                 "token", "trace", "visits")  # fmt: skip
 
     def __init__(self, engine: Engine, timeline: Timeline, branch: Branch, step: Step) -> None:
         self.engine = engine
         self.timeline = timeline
         self.branch = branch
         self.step = step
+        self.instead = engine.parts.instead
         self.decides = False
         self.computes: bool | None = None
         self.layout: Layout | None = None

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from diffcache.attach.span import ComputeTap, Duty, EstimateTap, HollowTap, OpenTap, PassTap
+from diffcache.attach.span import ComputeTap, Duty, EstimateTap, HollowTap, OpenTap, PassTap, record
 from diffcache.attach.trace import BlockCall, Wiring
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
 from diffcache.step import Site
+
+if TYPE_CHECKING:
+    from diffcache.attach.frame import Frame
 
 
 @dataclass
@@ -99,6 +102,25 @@ def plan(
         wirings=wirings, lead_calls=lead,
         first_arguments={c.list_key: next(iter(c.shapes_in), 0) for c in reversed(calls)},
     )  # fmt: skip
+
+
+def keep(frame: Frame, layout: Layout, calls: list[BlockCall]) -> bool:
+    """Keep the features of the traced call; return False if a tensor for them was dropped."""
+    for call in calls:
+        item = layout.compute[call.list_key][call.index]
+        if not isinstance(item, ComputeTap):
+            continue
+        duty = item.duty
+        streams = list(duty.carry.values()) if duty.opens else []
+        dropped = [n for n, s in enumerate(call.shapes_out) if s and call.outputs[n] is None]
+        if any(key not in call.arguments for key in streams) or (duty.records and dropped):
+            return False
+        if duty.opens:
+            frame.bases[duty.span] = tuple(call.arguments[key] for key in streams)
+        if duty.records:
+            lone = call.container is Tensor
+            record(frame, duty, call.outputs[0] if lone else call.container(call.outputs))
+    return True
 
 
 def _duty(call: BlockCall, wiring: Wiring, is_unet: bool) -> Duty:

@@ -199,7 +199,7 @@ def hold(
     frame: Frame, key: Any, tensors: list[Tensor], kinds: list[Kind], template: Template
 ) -> None:
     """Hand fresh features to the method's states, new ones where their shapes changed."""
-    instead = frame.engine.parts.instead
+    instead = frame.instead
     shapes = [(t.shape, t.dtype, t.device) for t in tensors]
     held = frame.branch.features.get(key)
     if held is None or held.shapes != shapes:
@@ -227,7 +227,7 @@ def estimate(frame: Frame, duty: Duty, given: tuple[Any, ...]) -> Any:
 
 def estimates(frame: Frame, held: Held) -> list[Tensor]:
     """Return the estimates of a call's tensors; those that a model may write to are fresh."""
-    instead = frame.engine.parts.instead
+    instead = frame.instead
     guesses = instead.estimate_all(held.states, frame.step)
     kinds = [kind for kind in held.kinds if kind[0] != "pass"]
     for place, state in enumerate(held.states):

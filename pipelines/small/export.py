@@ -79,7 +79,7 @@ def record(out: Path, *, seed: int, command: str, path: Path = RECORD) -> dict[s
     """
     logs = {
         name: Log(out / f"{name}.jsonl", resume=True).rows()
-        for name in ("autoencoder", "decoder", "flux")
+        for name in ("autoencoder", "text", "flux", "decoder")
         if (out / f"{name}.jsonl").exists()
     }
     flux = logs["flux"]

@@ -16,12 +16,12 @@ import torch
 from diffusers import AutoencoderKL
 
 from diffcache.pipelines.small import measure as quality
-from diffcache.pipelines.small import train_autoencoder, train_classifier, train_flux
+from diffcache.pipelines.small import train_autoencoder, train_classifier, train_flux, train_text
 from diffcache.pipelines.small.classifier import DIRECTORY as CLASSIFIER
 from diffcache.pipelines.small.export import export, record
 
-STAGES = ("classifier", "autoencoder", "flux", "decoder", "export", "measure")
-SHARE = {"classifier": 0.03, "autoencoder": 0.11, "flux": 0.80, "decoder": 0.06}
+STAGES = ("classifier", "autoencoder", "text", "flux", "decoder", "export", "measure")
+SHARE = {"classifier": 0.03, "autoencoder": 0.11, "text": 0.03, "flux": 0.77, "decoder": 0.06}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _classifier(out, chosen.seed, minutes[stage])
         elif stage == "autoencoder":
             train_autoencoder.train(out, seed=chosen.seed, minutes=minutes[stage])
+        elif stage == "text":
+            train_text.train(out, seed=chosen.seed, minutes=minutes[stage])
         elif stage == "flux":
             plan = train_flux.Plan(chosen.seed, minutes[stage], chosen.resume, not chosen.eager)
             train_flux.train(out, AutoencoderKL.from_pretrained(out / "autoencoder"), plan)

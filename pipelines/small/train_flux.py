@@ -27,15 +27,19 @@ from diffcache.pipelines.small.scenes import Scene, prompt
 PICTURES = 60_000
 BATCH = 32
 RATE = 1e-3
+TEXT_FACTOR = 0.25
 PROMPT_DROPOUT = 0.05
+SINGLES_FIRST = 0.15
 SAVE_EVERY = 500
 
 
-def write_prompts(scenes: list[Scene], rng: np.random.Generator) -> list[str]:
+def write_prompts(
+    scenes: list[Scene], rng: np.random.Generator, dropout: float = PROMPT_DROPOUT
+) -> list[str]:
     """Write scenes as prompts, in a random phrasing and order; some are left empty."""
     texts = []
     for scene in scenes:
-        if rng.random() < PROMPT_DROPOUT:
+        if rng.random() < dropout:
             texts.append("")
             continue
         figures = scene.figures if rng.random() < 0.5 else scene.figures[::-1]
@@ -48,11 +52,17 @@ def write_prompts(scenes: list[Scene], rng: np.random.Generator) -> list[str]:
     return texts
 
 
-def draw_sigmas(count: int, generator: torch.Generator) -> Tensor:
-    """Draw noise levels in (0, 1): half of them uniform, half logit-normal; float32 [B]."""
+def draw_sigmas(count: int, generator: torch.Generator, progress: float = 1.0) -> Tensor:
+    """Draw noise levels in (0, 1): half of them uniform, half logit-normal; float32 [B].
+
+    Early in training they are shifted upwards, where only the prompt tells what to draw; the
+    shift falls from 4 to 1 (none) over the first seven tenths.
+    """
     uniform = torch.rand(count, generator=generator)
     peaked = torch.sigmoid(torch.randn(count, generator=generator))
-    return torch.where(torch.arange(count) % 2 == 0, uniform, peaked)
+    drawn = torch.where(torch.arange(count) % 2 == 0, uniform, peaked)
+    shift = max(1.0, 4.0 - 3.0 * progress / 0.7)
+    return shift * drawn / (1 + (shift - 1) * drawn)
 
 
 class Step(nn.Module):
@@ -129,7 +139,8 @@ def train(out: Path, autoencoder: AutoencoderKL, plan: Plan) -> FluxPipeline:
     """Train the denoiser and the text encoders; save a checkpoint every 500 steps.
 
     Args:
-        out: folder for `flux.safetensors` (averaged weights), `flux.state` and `flux.jsonl`.
+        out: folder with `text.safetensors`; gets `flux.safetensors` (averaged weights),
+            `flux.state` and `flux.jsonl`.
         autoencoder: trained, with its factors set.
         plan: how to train.
 
@@ -143,10 +154,10 @@ def train(out: Path, autoencoder: AutoencoderKL, plan: Plan) -> FluxPipeline:
     weights = nn.ModuleDict(
         {name: getattr(pipe, name) for name in ("transformer", "text_encoder", "text_encoder_2")}
     )
+    weights.load_state_dict(load_file(out / "text.safetensors"), strict=False)
     scenes, latents = _data(out, autoencoder, seed)
-    optimiser = torch.optim.AdamW(
-        weights.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True
-    )
+    singles = torch.tensor([i for i, scene in enumerate(scenes) if len(scene.figures) == 1])
+    optimiser = _optimiser(weights)
     average = Average(weights, 0.999)
     log = Log(out / "flux.jsonl", resume=resume)
     start = _restore(out, weights, optimiser, average) if resume else 0
@@ -157,10 +168,12 @@ def train(out: Path, autoencoder: AutoencoderKL, plan: Plan) -> FluxPipeline:
         if progress >= 1:
             break
         generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+        if progress < SINGLES_FIRST:
+            chosen[::2] = singles[chosen[::2] % len(singles)]
         texts = write_prompts([scenes[i] for i in chosen], np.random.default_rng([seed, index]))
         batch = latents[chosen].float()
         noise = torch.randn(batch.shape, generator=generator)
-        sigmas = draw_sigmas(len(batch), generator)
+        sigmas = draw_sigmas(len(batch), generator, progress)
         lr = RATE * rate(progress)
         losses.append(_update(step, weights, optimiser, (batch, noise, sigmas, texts), lr))
         average.update(weights)
@@ -176,6 +189,14 @@ def train(out: Path, autoencoder: AutoencoderKL, plan: Plan) -> FluxPipeline:
     return pipe
 
 
+def _optimiser(weights: nn.ModuleDict) -> torch.optim.Optimizer:
+    groups = [
+        {"params": module.parameters(), "factor": 1.0 if name == "transformer" else TEXT_FACTOR}
+        for name, module in weights.items()
+    ]
+    return torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+
+
 def _update(
     step: Step,
     weights: nn.Module,
@@ -183,7 +204,8 @@ def _update(
     batch: tuple[Tensor, Tensor, Tensor, list[str]],
     lr: float,
 ) -> float:
-    optimiser.param_groups[0]["lr"] = lr
+    for group in optimiser.param_groups:
+        group["lr"] = lr * group["factor"]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = step(*batch)
     optimiser.zero_grad(set_to_none=True)

@@ -65,7 +65,7 @@ class Case:
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = getattr(diffusers, self.cls)(**self.config)
+            model: nn.Module = getattr(diffusers, self.cls)(**self.config)
         randomize(model, seed)
         return model.to(dtype).eval()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from diffcache.pipelines.zoo.case import Case
 from diffcache.pipelines.zoo.draw import (
@@ -23,7 +22,7 @@ _TEXT = normal(2, 6, 24)
 _IMAGE_TOKENS, _TEXT_TOKENS = [2] * 16, [3] * 6
 
 
-def _z_image_control(model: nn.Module, seed: int) -> dict[str, Any]:
+def _z_image_control(model: Any, seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed + 1)
     width = model.config.dim
     return {

@@ -15,6 +15,9 @@ from diffcache.pipelines.zoo.catalog import cases
 
 TEXT_TOKENS, TEXT_DIM, POOLED_DIM = 6, 24, 12
 
+Build = Callable[[int], Any]
+Call = Callable[[Any, int, int], dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class PipeCase:
@@ -31,8 +34,8 @@ class PipeCase:
     """
 
     name: str
-    build: Callable[[int], Any]
-    call: Callable[[Any, int, int], dict[str, Any]]
+    build: Build
+    call: Call
     denoisers: tuple[str, ...] = ("transformer",)
     branches: int = 1
     batched: int = 1
@@ -82,6 +85,19 @@ def denoiser(name: str, seed: int, **config: Any) -> nn.Module:
     return replace(case, config={**case.config, **config}).build(seed)
 
 
+def settings(model: Any, *names: str) -> dict[str, Any]:
+    """Read some settings from a model's configuration.
+
+    Args:
+        model: Any diffusers model.
+        *names: Names of the settings.
+
+    Returns:
+        The settings by name.
+    """
+    return {name: model.config[name] for name in names}
+
+
 def component(cls: str, seed: int, *, module: str = "diffusers", **config: Any) -> nn.Module:
     """Build another model of diffusers with random weights, such as an autoencoder.
 
@@ -96,7 +112,7 @@ def component(cls: str, seed: int, *, module: str = "diffusers", **config: Any) 
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(import_module(module), cls)(**config)
+        model: nn.Module = getattr(import_module(module), cls)(**config)
     return randomize(model, seed).eval()
 
 
@@ -183,7 +199,9 @@ def common(seed: int, steps: int, size: int) -> dict[str, Any]:
     )
 
 
-def prompt(seed: int, *, negative: bool = False, pooled: bool = False, mask: str = "") -> dict:
+def prompt(
+    seed: int, *, negative: bool = False, pooled: bool = False, mask: str = ""
+) -> dict[str, Any]:
     """Make prompt embeddings in place of a prompt.
 
     Args:
@@ -195,7 +213,7 @@ def prompt(seed: int, *, negative: bool = False, pooled: bool = False, mask: str
     Returns:
         The arguments for the pipeline.
     """
-    made: dict[str, torch.Tensor] = {}
+    made: dict[str, Any] = {}
     for offset, prefix in enumerate(("", "negative_")[: 1 + negative]):
         draw = 1000 + 10 * seed + offset
         made[f"{prefix}prompt_embeds"] = noise(draw, 1, TEXT_TOKENS, TEXT_DIM)

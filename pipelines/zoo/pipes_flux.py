@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from diffcache.pipelines.zoo.pipe import (
+    Build,
+    Call,
     PipeCase,
     assemble,
     common,
@@ -15,20 +17,21 @@ from diffcache.pipelines.zoo.pipe import (
     flow_euler,
     noise,
     prompt,
+    settings,
     tiny_vae,
 )
 
 _CASE = "FluxTransformer2DModel"
 
 
-def _build(cls: str, *, vae: bool = False, control: bool = False):
+def _build(cls: str, *, vae: bool = False, control: bool = False) -> Build:
     def build(seed: int) -> Any:
         model = denoiser(_CASE, seed)
         parts: dict[str, Any] = {"transformer": model}
         if vae:
             parts["vae"] = tiny_vae(seed, 2)
         if control:
-            config = {key: model.config[key] for key in _CONTROL_KEYS}
+            config = settings(model, *_CONTROL_KEYS)
             parts["controlnet"] = component(
                 "FluxControlNetModel", seed + 1, **config, num_layers=2, num_single_layers=2
             )
@@ -52,7 +55,7 @@ def _image(seed: int) -> torch.Tensor:
     return noise(2000 + seed, 1, 3, 16, 16).sigmoid()
 
 
-def _call(size: int = 64, **more: Any):
+def _call(size: int = 64, **more: Any) -> Call:
     def call(pipe: Any, seed: int, steps: int) -> dict[str, Any]:
         made = {**common(seed, steps, size), **prompt(seed, pooled=True), "guidance_scale": 3.5}
         for name, value in more.items():

@@ -8,6 +8,8 @@ import torch
 
 from diffcache.pipelines.zoo.pipe import (
     TEXT_DIM,
+    Build,
+    Call,
     PipeCase,
     assemble,
     common,
@@ -16,6 +18,7 @@ from diffcache.pipelines.zoo.pipe import (
     flow_euler,
     noise,
     prompt,
+    settings,
     tiny_vae,
 )
 
@@ -37,14 +40,16 @@ def _image(seed: int) -> torch.Tensor:
     return noise(2000 + seed, 1, 3, 16, 16).sigmoid()
 
 
-def _sd3(cls: str = "StableDiffusion3Pipeline", scheduler: str = "", control: bool = False, **more):
+def _sd3(
+    cls: str = "StableDiffusion3Pipeline", scheduler: str = "", control: bool = False, **more: Any
+) -> Build:
     def build(seed: int) -> Any:
         import diffusers
 
         model = denoiser("SD3Transformer2DModel", seed)
         parts: dict[str, Any] = {"transformer": model, **more}
         if control:
-            config = {key: model.config[key] for key in _SD3_KEYS}
+            config = settings(model, *_SD3_KEYS)
             parts["controlnet"] = component("SD3ControlNetModel", seed + 1, **config, num_layers=2)
             parts["vae"] = tiny_vae(seed, 4)
         name = scheduler or "FlowMatchEulerDiscreteScheduler"
@@ -53,7 +58,7 @@ def _sd3(cls: str = "StableDiffusion3Pipeline", scheduler: str = "", control: bo
     return build
 
 
-def _sd3_call(size: int = 64, **more: Any):
+def _sd3_call(size: int = 64, **more: Any) -> Call:
     def call(pipe: Any, seed: int, steps: int) -> dict[str, Any]:
         made = {
             **common(seed, steps, size),
@@ -73,7 +78,7 @@ def _sd3_control_call(pipe: Any, seed: int, steps: int) -> dict[str, Any]:
     return _sd3_call(16, **more)(pipe, seed, steps)
 
 
-def _pixart(cls: str, **more: Any):
+def _pixart(cls: str, **more: Any) -> Build:
     def build(seed: int) -> Any:
         from diffusers import DPMSolverMultistepScheduler
 
@@ -120,12 +125,12 @@ def _dit_call(pipe: Any, seed: int, steps: int) -> dict[str, Any]:
     )
 
 
-def _qwen(cls: str, control: bool = False):
+def _qwen(cls: str, control: bool = False) -> Build:
     def build(seed: int) -> Any:
         model = denoiser("QwenImageTransformer2DModel", seed)
         parts: dict[str, Any] = {"transformer": model}
         if control:
-            config = {key: value for key, value in model.config.items() if key in _QWEN_KEYS}
+            config = settings(model, *_QWEN_KEYS)
             parts["controlnet"] = component(
                 "QwenImageControlNetModel", seed + 1, **config, num_layers=2
             )
@@ -156,7 +161,7 @@ _QWEN_KEYS = (
 )
 
 
-def _qwen_call(size: int = 64, **more: Any):
+def _qwen_call(size: int = 64, **more: Any) -> Call:
     def call(pipe: Any, seed: int, steps: int) -> dict[str, Any]:
         made = {
             **common(seed, steps, size),

@@ -7,6 +7,8 @@ from typing import Any
 
 from diffcache.pipelines.zoo.pipe import (
     TEXT_DIM,
+    Build,
+    Call,
     PipeCase,
     assemble,
     common,
@@ -18,17 +20,17 @@ from diffcache.pipelines.zoo.pipe import (
     tiny_vae,
 )
 
-Call = Callable[[Any, int, int], dict[str, Any]]
 
-
-def _simple(cls: str, case: str, scheduler: Callable[[], Any] = flow_euler, **config: Any):
+def _simple(cls: str, case: str, scheduler: Callable[[], Any] = flow_euler, **config: Any) -> Build:
     def build(seed: int) -> Any:
         return assemble(cls, scheduler(), transformer=denoiser(case, seed, **config))
 
     return build
 
 
-def _call(size: int = 64, *, negative: bool = True, pooled: bool = False, mask: str = "", **more):
+def _call(
+    size: int = 64, *, negative: bool = True, pooled: bool = False, mask: str = "", **more: Any
+) -> Call:
     def call(pipe: Any, seed: int, steps: int) -> dict[str, Any]:
         made = {
             **common(seed, steps, size),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from diffcache.pipelines.zoo.pipe import (
+    Build,
     PipeCase,
     assemble,
     common,
@@ -14,6 +15,7 @@ from diffcache.pipelines.zoo.pipe import (
     denoiser,
     noise,
     prompt,
+    settings,
     tiny_vae,
 )
 
@@ -42,12 +44,12 @@ def _scheduler(name: str) -> Any:
     return getattr(diffusers, name)(**config)
 
 
-def _sd(scheduler: str = "DDIMScheduler", cls: str = "StableDiffusionPipeline"):
+def _sd(scheduler: str = "DDIMScheduler", cls: str = "StableDiffusionPipeline") -> Build:
     def build(seed: int) -> Any:
         model = denoiser("UNet2DConditionModel", seed)
         parts: dict[str, Any] = {"unet": model}
         if "ControlNet" in cls:
-            config = {key: model.config[key] for key in _UNET_KEYS}
+            config = settings(model, *_UNET_KEYS)
             parts["controlnet"] = component(
                 "ControlNetModel",
                 seed + 1,

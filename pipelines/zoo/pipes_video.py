@@ -6,6 +6,7 @@ from typing import Any
 
 from diffcache.pipelines.zoo.case import randomize
 from diffcache.pipelines.zoo.pipe import (
+    Call,
     PipeCase,
     assemble,
     common,
@@ -92,7 +93,9 @@ def _wan_image_22(seed: int) -> Any:
     )
 
 
-def _call(size: int = 64, frames: int = 5, *, mask: str = "", pooled: bool = False, **more: Any):
+def _call(
+    size: int = 64, frames: int = 5, *, mask: str = "", pooled: bool = False, **more: Any
+) -> Call:
     def call(pipe: Any, seed: int, steps: int) -> dict[str, Any]:
         return {
             **common(seed, steps, size),

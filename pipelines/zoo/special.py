@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from diffcache.pipelines.zoo.case import Case
 from diffcache.pipelines.zoo.draw import (
@@ -23,7 +22,7 @@ _HEADS = dict(num_attention_heads=2, attention_head_dim=16)
 _TEXT = normal(2, 6, 24)
 
 
-def _refiner_inputs(model: nn.Module, seed: int) -> dict[str, Any]:
+def _refiner_inputs(model: Any, seed: int) -> dict[str, Any]:
     made = given(
         hidden_states=normal(2, 32, 4),
         encoder_hidden_states=_TEXT,
@@ -41,7 +40,7 @@ def _refiner_inputs(model: nn.Module, seed: int) -> dict[str, Any]:
     return made
 
 
-def _wan_animate_2_inputs(model: nn.Module, seed: int) -> dict[str, Any]:
+def _wan_animate_2_inputs(model: Any, seed: int) -> dict[str, Any]:
     from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 
     made = given(

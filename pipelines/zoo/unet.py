@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from diffcache.pipelines.zoo.case import Case, Inputs
 from diffcache.pipelines.zoo.draw import given, integers, long_time, normal, ones, tensor, time
@@ -19,7 +18,7 @@ def short(levels: int) -> dict[str, str]:
     return dict.fromkeys(UNET_BLOCKS, f"a UNet has one block a resolution, here {levels}")
 
 
-def _control(model: nn.Module, seed: int) -> dict[str, Any]:
+def _control(model: Any, seed: int) -> dict[str, Any]:
     """Make ControlNet residuals, one for each skip connection and one for the middle."""
     generator = torch.Generator().manual_seed(seed + 1)
     channels, config = model.config.block_out_channels, model.config
@@ -39,7 +38,7 @@ def _control(model: nn.Module, seed: int) -> dict[str, Any]:
     }
 
 
-def _adapter(model: nn.Module, seed: int) -> dict[str, Any]:
+def _adapter(model: Any, seed: int) -> dict[str, Any]:
     """Make the residuals of a T2I adapter, one for each down block."""
     generator = torch.Generator().manual_seed(seed + 1)
     channels, size, drawn = model.config.block_out_channels, _SIZE, []
@@ -87,7 +86,7 @@ SDXL = dict(
     addition_time_embed_dim=8,
     projection_class_embeddings_input_dim=12 + 6 * 8,
 )
-_COMMON = dict(latents=("sample",), blocks=UNET_BLOCKS)
+_COMMON: dict[str, Any] = dict(latents=("sample",), blocks=UNET_BLOCKS)
 
 CASES = [
     Case(

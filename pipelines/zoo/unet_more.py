@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from diffcache.pipelines.zoo.case import Case
 from diffcache.pipelines.zoo.draw import given, integers, long_time, normal, tensor, time
 from diffcache.pipelines.zoo.unet import UNET_BLOCKS, short
 
 _WIDTHS = (16, 16, 32, 32)
-_COMMON = dict(latents=("sample",), blocks=UNET_BLOCKS)
+_COMMON: dict[str, Any] = dict(latents=("sample",), blocks=UNET_BLOCKS)
 _TEXT = normal(2, 6, 24)
 
 

@@ -1,0 +1,175 @@
+"""Which step of which guidance branch was computed: as a line of text and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from diffcache.attach.record import Call
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+COMPUTED, SKIPPED = "█", "·"
+ASCII_COMPUTED, ASCII_SKIPPED = "#", "."
+_BLUE, _PALE, _INK, _GREY = (37, 99, 175), (214, 224, 236), (40, 44, 52), (125, 132, 142)
+_LONGEST_LABEL = 28
+
+
+@dataclass
+class Lane:
+    """One guidance branch of one denoiser over the steps of a run.
+
+    Attributes:
+        label: What it is called in print.
+        marks: For every step of the run: True where it was computed, False where it was skipped,
+            None where this branch did not run.
+    """
+
+    label: str
+    marks: list[bool | None] = field(default_factory=list)
+
+
+def steps_of(calls: Sequence[Call]) -> list[list[Call]]:
+    """Group denoiser calls into the steps they belong to, in order."""
+    steps: list[list[Call]] = []
+    place: tuple[str, int] | None = None
+    seen: set[int | str] = set()
+    for call in calls:
+        if (call.denoiser, call.index) != place or call.branch in seen:
+            steps.append([])
+            place, seen = (call.denoiser, call.index), set()
+        steps[-1].append(call)
+        seen.add(call.branch)
+    return steps
+
+
+def lanes_of(calls: Sequence[Call]) -> list[Lane]:
+    """Return one lane for every branch of every denoiser, in the order of their first calls."""
+    several = len({call.denoiser for call in calls}) > 1
+    steps = steps_of(calls)
+    lanes: dict[tuple[str, int | str], Lane] = {}
+    for number, step in enumerate(steps):
+        for call in step:
+            key = (call.denoiser, call.branch)
+            if key not in lanes:
+                branch = f"branch {call.branch}" if isinstance(call.branch, int) else call.branch
+                label = f"{call.denoiser} {branch}" if several else branch
+                lanes[key] = Lane(label, [None] * len(steps))
+            lanes[key].marks[number] = call.computed
+    return list(lanes.values())
+
+
+def timeline_text(calls: Sequence[Call], width: int = 100, ascii_only: bool = False) -> str:
+    """Draw the timeline in characters, one line a branch, wrapped at `width` columns.
+
+    Args:
+        calls: The denoiser calls of a run.
+        width: Columns of the terminal; at least 40 are used.
+        ascii_only: Draw with `#` and `.` where block characters cannot be printed.
+
+    Returns:
+        A ruler of step numbers, one line for each branch, and a legend; empty without calls.
+    """
+    lanes = lanes_of(calls)
+    if not lanes:
+        return ""
+    on, off = (ASCII_COMPUTED, ASCII_SKIPPED) if ascii_only else (COMPUTED, SKIPPED)
+    signs = {True: on, False: off, None: " "}
+    margin = min(max(len(lane.label) for lane in lanes), _LONGEST_LABEL)
+    room = max((max(width, 40) - margin - 4) // 10 * 10, 10)
+    total = len(lanes[0].marks)
+    lines = []
+    for start in range(0, total, room):
+        end = min(start + room, total)
+        ruler = "".join(f"{number:<10}" for number in range(start, end, 10))
+        lines.append(f"  {'step':<{margin}}  {ruler}".rstrip())
+        for lane in lanes:
+            row = "".join(signs[mark] for mark in lane.marks[start:end])
+            lines.append(f"  {lane.label[:margin]:<{margin}}  {row}".rstrip())
+    lines.append(f"  {'':<{margin}}  {on} computed  {off} skipped")
+    return "\n".join(lines)
+
+
+def timeline_image(calls: Sequence[Call], width: int = 800, height: int = 200) -> Image:
+    """Draw the timeline as a picture: steps to the right, branches downwards.
+
+    Args:
+        calls: The denoiser calls of a run.
+        width: Pixels; at least 160.
+        height: Pixels; at least 80.
+
+    Returns:
+        An RGB `PIL.Image`.
+
+    Raises:
+        ValueError: If the picture is too small to be read.
+    """
+    from PIL import Image, ImageDraw
+
+    if width < 160 or height < 80:
+        raise ValueError(
+            f"width={width}, height={height}: a timeline needs at least 160 x 80 pixels"
+        )
+    canvas: Image.Image = Image.new("RGB", (width, height), "white")
+    pen, lanes = ImageDraw.Draw(canvas), lanes_of(calls)
+    size = max(10, min(16, height // 12, width // 24))
+    if not lanes:
+        pen.text((size, size), "no denoiser call yet", fill=_GREY, font=_font(size))
+        return canvas
+    margin = max(pen.textlength(lane.label, font=_font(size)) for lane in lanes)
+    left, right = int(min(margin, width * 0.35)) + size + 6, width - size
+    top, bottom = size, height - round(4.4 * size)
+    columns = len(lanes[0].marks)
+    for row, lane in enumerate(lanes):
+        high = top + (bottom - top) * row / len(lanes)
+        low = top + (bottom - top) * (row + 1) / len(lanes)
+        pen.text((left - 6, (high + low) / 2), lane.label, fill=_INK, font=_font(size), anchor="rm")
+        _draw_lane(pen, lane, (left, high, right, low))
+    _draw_axis(pen, columns, (left, bottom, right), size)
+    _draw_legend(pen, (left, height - size - 2), size)
+    return canvas
+
+
+def _font(size: int) -> Any:
+    from PIL import ImageFont
+
+    return ImageFont.load_default(size=size)
+
+
+def _draw_lane(pen: Any, lane: Lane, box: tuple[float, float, float, float]) -> None:
+    """Fill one cell for every step; cells touch where there are more of them than pixels."""
+    left, high, right, low = box
+    pitch = (right - left) / len(lane.marks)
+    gap = 1 if pitch >= 4 else 0
+    inset = min(3.0, (low - high) / 6)
+    for number, mark in enumerate(lane.marks):
+        if mark is not None:
+            start, end = left + pitch * number, left + pitch * (number + 1) - gap
+            cell = (round(start), high + inset, max(round(end) - 1, round(start)), low - inset)
+            pen.rectangle(cell, fill=_BLUE if mark else _PALE)
+
+
+def _draw_axis(pen: Any, columns: int, place: tuple[float, float, float], size: int) -> None:
+    """Draw step numbers at round distances below the lanes."""
+    left, top, right = place
+    pitch = (right - left) / columns
+    label = pen.textlength("0000", font=_font(size))
+    every = next((n for n in (1, 2, 5, 10, 20, 50, 100, 200) if n * pitch >= label), 500)
+    for number in range(0, columns, every):
+        x = left + pitch * (number + 0.5)
+        pen.line((x, top, x, top + 3), fill=_GREY)
+        pen.text((x, top + 5), str(number), fill=_GREY, font=_font(size), anchor="ma")
+    pen.text(
+        ((left + right) / 2, top + 6 + size), "step", fill=_GREY, font=_font(size), anchor="ma"
+    )
+
+
+def _draw_legend(pen: Any, place: tuple[float, float], size: int) -> None:
+    """Draw a square and a word for each colour."""
+    x, y = place
+    for colour, word in ((_BLUE, "computed"), (_PALE, "skipped")):
+        pen.rectangle((x, y - size // 2, x + size, y + size // 2), fill=colour)
+        pen.text((x + size + 5, y), word, fill=_INK, font=_font(size), anchor="lm")
+        x += size + 5 + pen.textlength(word, font=_font(size)) + 2 * size
