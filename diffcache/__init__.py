@@ -6,7 +6,7 @@
 >>> diffcache.unwrap(pipe)  # doctest: +SKIP
 """
 
-from diffcache.api import attach as attach
+from diffcache.api import wrapped as wrapped
 from diffcache.api import inspect as inspect
 from diffcache.api import report as report
 from diffcache.api import reset as reset

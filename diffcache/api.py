@@ -53,18 +53,18 @@ def wrap(
     Example:
         >>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5, order=1))  # doctest: +SKIP
     """
-    attach(target, method, components=components, **settings)
+    wrapped(target, method, components=components, **settings)
     return target
 
 
-def attach(
+def wrapped(
     target: Any,
     method: str | FeatureMethod,
     *,
     components: Sequence[str] | None = None,
     **settings: Any,
 ) -> Handle:
-    """Do as `wrap` and return the handle, a context manager that unwraps at its end."""
+    """Do as `wrap` and return the handle: `with diffcache.wrapped(pipe, method) as handle: ...`."""
     chosen = make_method(method, **settings)
     denoisers = _denoisers(target, components)
     _check_free(target, denoisers, chosen)

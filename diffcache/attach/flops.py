@@ -54,8 +54,9 @@ def _refuses_modes(module: nn.Module) -> bool:
     for part in module.modules():
         if part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule":
             return True
-        backend = getattr(getattr(part, "processor", None), "_attention_backend", None)
         source = vars(sys.modules.get(type(part).__module__, object))
-        if "flex" in str(backend) or "BlockMask" in source:
+        if "flex" in str(getattr(getattr(part, "processor", None), "_attention_backend", None)):
+            return True
+        if "BlockMask" in source or "_CAN_USE_FLEX_ATTN" in source:
             return True
     return False

@@ -21,7 +21,10 @@ from diffcache.features.base import FeatureMethod
 from diffcache.pipelines.small import flux, scenes
 from diffcache.report import Report, human, share
 
-PROMPT = "a large red circle on the left and a small blue square at the top right, on a yellow background"
+PROMPT = (
+    "a large red circle on the left and a small blue square at the top right, "
+    "on a yellow background"
+)
 ROUNDS = 3
 WARMUP_STEPS = 4
 
@@ -160,7 +163,7 @@ def load(model: Path | None = None) -> Any:
     directory = model or flux.DIRECTORY
     if not (directory / "model_index.json").exists():
         raise FileNotFoundError(
-            f"no pipeline at {directory}: `make models` trains the shipped one, --model names another"
+            f"no pipeline at {directory}: `make models` trains the shipped one, or name another"
         )
     return flux.load(directory=directory)
 
@@ -231,9 +234,7 @@ def clock(model: nn.Module) -> Iterator[list[float]]:
     before = model.register_forward_pre_hook(
         lambda *_: starts.append(time.perf_counter()), prepend=True
     )
-    after = model.register_forward_hook(
-        lambda *_: ticks.append(time.perf_counter() - starts.pop())
-    )
+    after = model.register_forward_hook(lambda *_: ticks.append(time.perf_counter() - starts.pop()))
     try:
         yield ticks
     finally:

@@ -40,11 +40,11 @@ def figure(result: Comparison) -> Image.Image:
     report = result.report
     top = HEAD + rows * (SIDE + LABEL) + GAP
     pen.text((GAP, top), "decisions", fill=_INK, font=_font(16))
-    words = f"{report.steps_computed} of {task.steps} steps computed"
+    outcome = f"{report.steps_computed} of {task.steps} steps computed"
     if report.flops_saved and report.flops_computed is not None:
         saved = report.flops_saved / (report.flops_saved + report.flops_computed)
-        words += f", {saved:.0%} of the blocks' FLOPs saved"
-    pen.text((GAP + 88, top + 3), words, fill=_GREY, font=_font(13))
+        outcome += f", {saved:.0%} of the blocks' FLOPs saved"
+    pen.text((GAP + 88, top + 3), outcome, fill=_GREY, font=_font(13))
     canvas.paste(report.timeline_image(width - 2 * GAP, TIMELINE - 24), (GAP, top + 24))
     return canvas
 

@@ -1,0 +1,154 @@
+"""Run any saved diffusers pipeline once, and save the picture or the film it makes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+FRAME_MILLISECONDS = 100
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to ask of a pipeline; None leaves it to the pipeline.
+
+    Attributes:
+        prompt: What to draw; a class number for class-conditional pipelines.
+        steps: Sampling steps.
+        seed: Of the noise.
+        height: Pixels.
+        width: Pixels.
+    """
+
+    prompt: str
+    steps: int | None = None
+    seed: int = 0
+    height: int | None = None
+    width: int | None = None
+
+
+def locate(model: str) -> Path:
+    """Return the directory of a model: a path, or the name of a shipped model.
+
+    Raises:
+        FileNotFoundError: If there is no saved pipeline.
+    """
+    from diffcache.pipelines.small import flux
+
+    for path in (Path(model), flux.DIRECTORY.parent / model):
+        if (path / "model_index.json").exists():
+            return path
+    raise FileNotFoundError(
+        f"no pipeline at {model!r}: name a directory that holds a model_index.json, as "
+        "`save_pretrained` writes it, or shapes-flux"
+    )
+
+
+def load(model: str, dtype: str = "float32", device: str = "cpu") -> tuple[Any, dict[str, Any]]:
+    """Load a pipeline, and the defaults of its call.
+
+    Defaults stand in `diffcache.json` beside the pipeline, as `{"call": {"height": 64}}`; the
+    shipped model brings its own.
+
+    Args:
+        model: Directory, or name of a shipped model.
+        dtype: One of `DTYPES`.
+        device: As torch names it.
+
+    Raises:
+        FileNotFoundError: If there is no such directory.
+        ValueError: If `dtype` is unknown.
+    """
+    from diffusers import DiffusionPipeline
+
+    from diffcache.pipelines.small import flux
+
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
+    path = locate(model)
+    pipe = DiffusionPipeline.from_pretrained(str(path), torch_dtype=DTYPES[dtype]).to(device)
+    defaults = path / "diffcache.json"
+    if defaults.exists():
+        return pipe, dict(json.loads(defaults.read_text(encoding="utf-8")).get("call", {}))
+    is_shipped = path.resolve() == flux.DIRECTORY.resolve() or path.name == flux.DIRECTORY.name
+    return pipe, dict(flux.CALL) if is_shipped else {}
+
+
+def generate(pipe: Any, order: Order, defaults: dict[str, Any]) -> list[Image.Image]:
+    """Call a pipeline and return the pictures of its first result, several for a film.
+
+    Args:
+        pipe: A diffusers pipeline.
+        order: What to ask for.
+        defaults: Arguments of the call that `order` does not set.
+
+    Raises:
+        ValueError: If the pipeline does not take what was asked, or makes neither pictures nor
+            films.
+    """
+    taken = inspect.signature(type(pipe).__call__).parameters
+    asked = {"num_inference_steps": order.steps, "height": order.height, "width": order.width}
+    given = {name: value for name, value in asked.items() if value is not None}
+    unknown = sorted(set(given) - set(taken))
+    if unknown:
+        raise ValueError(f"{type(pipe).__name__} takes no {unknown[0]}")
+    call = {**{k: v for k, v in defaults.items() if k in taken}, **given}
+    if "prompt" in taken:
+        call["prompt"] = order.prompt
+    elif "class_labels" in taken:
+        if not order.prompt.isdecimal():
+            raise ValueError(f"prompt={order.prompt!r}: this pipeline takes a class number")
+        call["class_labels"] = [int(order.prompt)]
+    if "generator" in taken:
+        call["generator"] = torch.Generator("cpu").manual_seed(order.seed)
+    return pictures(pipe(**call))
+
+
+def pictures(output: Any) -> list[Image.Image]:
+    """Return the pictures of the first result in a pipeline's output.
+
+    Raises:
+        ValueError: If it has neither `images` nor `frames`.
+    """
+    if getattr(output, "frames", None) is not None:
+        return [_picture(frame) for frame in output.frames[0]]
+    if getattr(output, "images", None) is not None:
+        return [_picture(output.images[0])]
+    names = ", ".join(output.keys()) if hasattr(output, "keys") else type(output).__name__
+    raise ValueError(f"the pipeline makes neither images nor frames but {names}")
+
+
+def save(made: list[Image.Image], path: Path) -> Path:
+    """Save one picture under its name, several as an animated GIF; return the path.
+
+    A film whose path is not a GIF's gets the ending `.gif`.
+    """
+    if len(made) > 1 and path.suffix.lower() != ".gif":
+        path = path.with_suffix(".gif")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if len(made) > 1:
+        first, *rest = made
+        first.save(path, save_all=True, append_images=rest, duration=FRAME_MILLISECONDS, loop=0)
+    else:
+        made[0].save(path)
+    return path
+
+
+def _picture(value: Any) -> Image.Image:
+    """Return a PIL picture of a picture, or of an array or tensor in [0, 1], last axis colour."""
+    if isinstance(value, Image.Image):
+        return value
+    array = value.float().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if array.ndim == 3 and array.shape[0] in (1, 3) and array.shape[-1] not in (1, 3):
+        array = np.moveaxis(array, 0, -1)
+    if array.dtype != np.uint8:
+        array = (array.clip(0, 1) * 255).round().astype(np.uint8)
+    return Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)

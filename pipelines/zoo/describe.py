@@ -1,0 +1,160 @@
+"""Find the denoisers that a command line names, and describe their anatomy in tables."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import diffcache
+from diffcache.attach.anatomy import Anatomy
+from diffcache.attach.trace import Wiring
+from diffcache.pipelines.zoo.case import Case
+from diffcache.pipelines.zoo.catalog import EXCLUDED, cases
+from diffcache.pipelines.zoo.coverage import streams, trace
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def find(target: str) -> dict[str, tuple[Anatomy, dict[str, Wiring]]]:
+    """Return the anatomy of every denoiser that a name stands for, and its streams.
+
+    Streams are learned from one forward of the zoo's tiny model of the class; they are empty where
+    the zoo has none.
+
+    Args:
+        target: Directory of a saved pipeline or model (its configuration is enough, weights are
+            not read), or a class name of diffusers, or the name of a zoo case.
+
+    Raises:
+        ValueError: If it is none of these.
+        AttachError: If there is no denoiser with lists of blocks.
+    """
+    path = Path(target)
+    if (path / "model_index.json").exists():
+        parts = SimpleNamespace(components=dict(_components(path)))
+        anatomies = diffcache.inspect(parts)
+        if isinstance(anatomies, Anatomy):
+            raise TypeError("a pipeline has denoisers by name")
+        return {name: (found, _streams(found.model)) for name, found in anatomies.items()}
+    if (path / "config.json").exists():
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        anatomy = _anatomy(_skeleton(path, str(config.get("_class_name"))))
+        return {target: (anatomy, _streams(anatomy.model))}
+    case = case_of(target)
+    if case is None:
+        raise ValueError(_unknown(target))
+    model = case.build(0)
+    return {case.name: (_anatomy(model), _learned(case, model))}
+
+
+def case_of(name: str) -> Case | None:
+    """Return the zoo's case of that name, else the first of the class of that name."""
+    known = cases()
+    return known.get(name) or next((c for c in known.values() if c.cls == name), None)
+
+
+def describe(
+    name: str, anatomy: Anatomy, wirings: Mapping[str, Wiring]
+) -> Iterator[RenderableType]:
+    """Yield what to print of one denoiser, for `rich`.
+
+    Args:
+        name: What it was found as.
+        anatomy: What is known of it.
+        wirings: List -> how its blocks are chained; may be empty.
+    """
+    from rich import box
+    from rich.table import Table
+
+    title = anatomy.model if name == anatomy.model else f"{name}: {anatomy.model}"
+    yield f"[bold]{title}[/bold]"
+    yield f"timestep argument: {anatomy.timestep or 'none; the scheduler tells the steps'}"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("blocks", "depth", "share", "classes", "streams: output -> argument"):
+        table.add_column(column, overflow="fold")
+    for entry in anatomy.lists:
+        wiring = wirings.get(entry.key)
+        chain = f"{streams(wiring)} ({wiring.source})" if wiring else "not traced"
+        classes = ", ".join(entry.classes)
+        table.add_row(entry.key, str(entry.depth), f"{entry.share:.0%}", classes, chain)
+    for key in anatomy.singles:
+        table.add_row(key, "1", "", "", "a block of its own")
+    for entry in anatomy.excluded:
+        classes = ", ".join(entry.classes)
+        table.add_row(entry.key, str(entry.depth), f"{entry.share:.0%}", classes, "always runs")
+    yield table
+    counts = Counter((m.list_key, m.child, m.kind) for m in anatomy.modules)
+    if not counts:
+        yield "no attention or feed-forward modules inside the blocks"
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("modules in", "child", "kind", "count"):
+        table.add_column(column, overflow="fold")
+    for (key, child, kind), count in counts.items():
+        table.add_row(key, child, kind, str(count))
+    yield table
+
+
+def _components(path: Path) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the diffusers models of a saved pipeline, without their weights."""
+    index = json.loads((path / "model_index.json").read_text(encoding="utf-8"))
+    for name, entry in index.items():
+        if not (path / name / "config.json").exists():
+            continue
+        if isinstance(entry, list) and entry[0] == "diffusers":
+            yield name, _skeleton(path / name, entry[1])
+
+
+def _skeleton(path: Path, cls: str) -> nn.Module:
+    """Build a model from its configuration, without memory for weights where that works."""
+    import diffusers
+
+    found: Any = getattr(diffusers, cls, None)
+    if found is None:
+        raise ValueError(f"{path} holds a {cls}, which the installed diffusers does not have")
+    config = found.load_config(str(path))
+    try:
+        with torch.device("meta"):
+            model: nn.Module = found.from_config(config)
+    except (RuntimeError, NotImplementedError, TypeError):  # constructors that look at values
+        model = found.from_config(config)
+    return model
+
+
+def _anatomy(model: nn.Module) -> Anatomy:
+    found = diffcache.inspect(model)
+    if not isinstance(found, Anatomy):
+        raise TypeError(f"{type(model).__name__} is not a model")
+    return found
+
+
+def _streams(cls: str) -> dict[str, Wiring]:
+    """Return the streams of a class, learned from the zoo's tiny model if there is one."""
+    case = case_of(cls)
+    return {} if case is None else _learned(case, case.build(0))
+
+
+def _learned(case: Case, model: nn.Module) -> dict[str, Wiring]:
+    try:
+        return trace(case, model)
+    except diffcache.AttachError:
+        return {}
+
+
+def _unknown(target: str) -> str:
+    """Say what is wrong with a name that stands for nothing."""
+    if target in EXCLUDED:
+        return f"{target} is not cached: {EXCLUDED[target]}"
+    known = {case.cls for case in cases().values()}
+    close = difflib.get_close_matches(target, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"{target!r} is neither a directory of a pipeline or model nor a known class{hint}"
