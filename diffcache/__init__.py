@@ -6,12 +6,12 @@
 >>> diffcache.unwrap(pipe)  # doctest: +SKIP
 """
 
-from diffcache.api import wrapped as wrapped
 from diffcache.api import inspect as inspect
 from diffcache.api import report as report
 from diffcache.api import reset as reset
 from diffcache.api import unwrap as unwrap
 from diffcache.api import wrap as wrap
+from diffcache.api import wrapped as wrapped
 from diffcache.catalog import methods as methods
 from diffcache.cite import cite as cite
 from diffcache.errors import AttachError as AttachError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 from typing import Any
@@ -49,7 +50,7 @@ def make_method(method: str | FeatureMethod, **settings: Any) -> FeatureMethod:
             f"method={method!r}: must be a name such as 'taylorseer' or a method such as TaylorSeer()"
         )
     cls = method_class(method)
-    known = list(getattr(cls, "__dataclass_fields__", {}))
+    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise ValueError(f"{cls.__name__} has no setting {unknown[0]!r}; it has {', '.join(known)}")

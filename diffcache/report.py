@@ -162,7 +162,7 @@ class Report:
             per_call += [f"{1000 * mean:.2f} ms a {name} call"] if mean is not None else []
         lines.append(f"seconds  {', '.join(per_call)} (host clock)")
         lines.append(
-            f"bytes    {human(self.held_bytes)}B held now, {human(self.peak_bytes)}B at most"
+            f"bytes    {human(self.held_bytes, 'B')} held, {human(self.peak_bytes, 'B')} at most"
         )
         return lines + self._remarks(total)
 
@@ -181,14 +181,14 @@ class Report:
         return remarks
 
 
-def human(number: float) -> str:
-    """Return a number with three digits and a unit, such as `1.23 G`."""
-    for unit in ("", "k", "M", "G", "T"):
+def human(number: float, unit: str = "") -> str:
+    """Return a number with three digits and a unit, such as `1.23 GB`; kilo is 1000."""
+    for prefix in ("", "k", "M", "G", "T"):
         if abs(number) < 999.5:
-            digits = f"{number:.0f}" if not unit else f"{number:.3g}"
-            return f"{digits} {unit}"
+            digits = f"{number:.3g}" if prefix else f"{number:.0f}"
+            return f"{digits} {prefix}{unit}".rstrip()
         number /= 1000
-    return f"{number:.3g} P"
+    return f"{number:.3g} P{unit}"
 
 
 def share(part: float, rest: float) -> str:

@@ -80,7 +80,7 @@ class Anatomy:
         kinds = {
             Site.ATTENTION: {"attention"},
             Site.FEED_FORWARD: {"feed-forward"},
-            Site.MODULE: {"attention", "feed-forward", "fused"},
+            Site.MODULE: {"attention", "feed-forward", "fused", "empty"},
         }[site]
         return [
             m if m.parent not in fused or m.kind == "fused" else ModuleSite(m.parent, m.child, "empty", m.list_key)
@@ -90,7 +90,7 @@ class Anatomy:
 
     def supports(self, site: Site) -> bool:
         """Return whether the model has anything at a site."""
-        return bool(self.modules_at(site)) if site.is_module else bool(self.lists)
+        return any(m.kind != "empty" for m in self.modules_at(site)) if site.is_module else bool(self.lists)
 
 
 def anatomy_of(model: nn.Module) -> Anatomy:
@@ -162,6 +162,7 @@ def _modules(parent: nn.Module, path: str, list_key: str) -> list[ModuleSite]:
     attends = any(site.kind == "attention" and site.parent == path for site in sites)
     if attends and {"proj_mlp", "proj_out"} <= set(children):
         sites.append(ModuleSite(path, "proj_mlp", "feed-forward", list_key))
+        sites += [ModuleSite(path, name, "empty", list_key) for name in children if "act" in name]
         sites.append(ModuleSite(path, "proj_out", "fused", list_key))
     return sites
 

@@ -28,6 +28,7 @@ class Branch:
     name: str | None
     conditions: dict[Any, Tensor]
     signature: Any = None
+    layout: Any = None
     anchor: int | None = None
     seen_at: int = -1
     features: dict[Any, Any] = field(default_factory=dict)
@@ -95,7 +96,7 @@ class Timeline:
     A denoiser counts its own steps: of two that share a run, the second starts at 0.
     """
 
-    __slots__ = ("branches", "calls", "computes", "decided_at", "direction", "index",
+    __slots__ = ("at", "branches", "calls", "computes", "decided_at", "direction", "index",
                  "last_computed", "mark", "run", "started_at", "timestep", "when_state")  # fmt: skip
 
     def __init__(self, run: Run) -> None:
@@ -109,6 +110,7 @@ class Timeline:
         self.mark: Any = None
         self.calls = 0
         self.timestep: float | None = None
+        self.at: float | None = None
         self.direction = 0
         self.decided_at = -1
         self.computes = True
@@ -124,7 +126,7 @@ class Timeline:
         elif run.scheduled and not self._leaves_scheduler(timestep):
             mark = (run.epoch, "scheduler", run.ticks)
         else:
-            value = timestep_value(timestep)
+            value = clock_value(timestep)
             if value is None:
                 raise AttachError(
                     "the call has no timestep to tell its steps by; wrap the pipeline, whose "
@@ -142,7 +144,11 @@ class Timeline:
         self.mark = mark
         self.index += 1
         self.calls = 1
-        self.timestep = mark[2] if mark[1] == "timestep" else cheap_value(timestep)
+        if mark[1] == "timestep":
+            self.timestep, self.at = timestep_value(timestep), mark[2]
+        else:
+            self.timestep = cheap_value(timestep)
+            self.at = None if run.ticks else clock_value(timestep)
         return True
 
     def _leaves_scheduler(self, timestep: Any) -> bool:
@@ -156,17 +162,18 @@ class Timeline:
             return True
         if run.ticks or self.index < 0:
             return False
-        if self.timestep is None:
-            self.timestep = timestep_value(timestep)
-        if timestep_value(timestep) != self.timestep:
+        value = clock_value(timestep)
+        if self.at is None:
+            self.at = value
+        if value != self.at:
             run.by_timestep = True
         return run.by_timestep
 
     def _turn(self, value: float) -> None:
         """Start a new run where the timestep turns back."""
-        if self.timestep is None or value == self.timestep:
+        if self.at is None or value == self.at:
             return
-        direction = 1 if value > self.timestep else -1
+        direction = 1 if value > self.at else -1
         if self.direction and direction != self.direction:
             self.clear()
         else:
@@ -221,6 +228,19 @@ def timestep_value(timestep: Any) -> float | None:
         return float(timestep.max()) if timestep.numel() else None
     if isinstance(timestep, (list, tuple)):
         return timestep_value(timestep[0]) if timestep else None
+    return None if timestep is None else float(timestep)
+
+
+def clock_value(timestep: Any) -> float | None:
+    """Return a number that changes whenever a timestep does; waits for the device.
+
+    The mean of several: where every frame or token has its own, they need not all move.
+    """
+    if isinstance(timestep, Tensor):
+        return float(timestep.detach().cpu().double().mean()) if timestep.numel() else None
+    if isinstance(timestep, (list, tuple)):
+        values = [value for value in map(clock_value, timestep) if value is not None]
+        return sum(values) / len(values) if values else None
     return None if timestep is None else float(timestep)
 
 

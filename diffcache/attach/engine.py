@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 from collections.abc import Iterator
@@ -72,10 +73,11 @@ class Engine:
         self.layouts: dict[Any, Layout] = {}
         self.blocks: dict[str, list[nn.Module]] = {}
         self.flops: dict[Any, dict[str, float] | None] = {}
+        self._arguments = list(inspect.signature(type(model).forward).parameters)[1:]
         self.module_items: dict[str, list[Any]] = {}
         self._parents: list[nn.Module] = []
         self._lists: list[nn.ModuleList] = []
-        site = Site.of(self.parts.site)
+        site = self.site = Site.of(self.parts.site)
         if not anatomy.supports(site):
             raise AttachError(
                 f"{anatomy.model} has no {site.value} modules inside its blocks; "
@@ -168,18 +170,16 @@ class Engine:
         frame = Frame(self, timeline, branch, timeline.step(branch.number))
         reason = self._must_compute(timeline, branch, signature, kwargs)
         self._decide(frame, reason)
-        branch.signature = signature
-        self._hand_out(frame, signature)
+        if branch.signature != signature:
+            branch.signature, branch.layout = signature, self.layouts.get(signature)
+        self._hand_out(frame)
         label = branch.name or branch.number
         frame.call = Call(self.name, timeline.index, timeline.timestep, label, True, reason)
         return frame
 
     def _named(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """Return a call with its positional arguments named, and its timestep."""
-        import inspect
-
-        names = list(inspect.signature(type(self.model).forward).parameters)[1:]
-        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        kwargs = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
         return (), kwargs, kwargs.get(self.anatomy.timestep or "")
 
     def _must_compute(self, timeline: Any, branch: Any, signature: Any, kwargs: Any) -> str:
@@ -188,7 +188,7 @@ class Engine:
             return "first call"
         if branch.signature != signature:
             return "inputs changed"
-        if branch.anchor < timeline.last_computed:
+        if branch.anchor < timeline.last_computed < timeline.index:
             return "missed a step"
         return "writes a KV cache" if _writes_cache(kwargs) else ""
 
@@ -203,17 +203,17 @@ class Engine:
         if frame.decides and when.probe is None:
             frame.decide(None)
 
-    def _hand_out(self, frame: Frame, signature: Any) -> None:
+    def _hand_out(self, frame: Frame) -> None:
         """Choose what stands for the blocks in this call."""
-        if Site.of(self.parts.site).is_module:
-            frame.tally = None if signature in self.flops else {}
+        if self.site.is_module:
+            frame.tally = None if frame.branch.signature in self.flops else {}
             frame.items = self.module_items
             return
-        layout = frame.layout = self.layouts.get(signature)
+        layout = frame.layout = frame.branch.layout
         if layout is None:
             frame.computes = True
-            site = Site.of(self.parts.site)
-            keep_all = site in (Site.BLOCK, Site.RUN) or self.parts.tail > 0 or self.anatomy.is_unet
+            spread = self.site in (Site.BLOCK, Site.RUN)
+            keep_all = spread or self.parts.tail > 0 or self.anatomy.is_unet
             frame.trace = Trace(keep_all, self.parts.lead)
             frame.items = {key: frame.trace.items(key, group) for key, group in self.blocks.items()}
         elif frame.decides and self.parts.when.probe is not None:
@@ -231,8 +231,7 @@ class Engine:
             if not _writes_cache(kwargs):
                 self._verify(frame, layout, (args, kwargs), out)
         replaced = None
-        site = Site.of(self.parts.site)
-        if site is Site.MODEL:
+        if self.site is Site.MODEL:
             replaced = self._at_output(frame, out)
         elif not frame.computes and layout is not None and frame.closed != layout.closes:
             raise AttachError(
@@ -257,7 +256,7 @@ class Engine:
             argument, number = main_stream(layout, lead[0].list_key)
             number = main_stream(layout, lead[-1].list_key)[1]
             frame.decide(frame.probe_of(lead[0].arguments[argument], lead[-1].outputs[number]))
-        self.layouts[frame.branch.signature] = layout
+        self.layouts[frame.branch.signature] = frame.branch.layout = layout
         tally: dict[str, list[float | None]] = {}
         for traced in trace.calls:
             tally.setdefault(traced.list_key, []).append(traced.flops)
@@ -285,7 +284,7 @@ class Engine:
         check = Frame(self, frame.timeline, Branch(-1, None, {}), frame.step)
         check.instead, check.computes = Reuse(), True
         check.layout = layout
-        if Site.of(self.parts.site) is Site.MODEL:
+        if self.site is Site.MODEL:
             return  # the output is replaced whatever the blocks did
         self._again(check, layout.compute, call)
         check.computes = False
@@ -362,9 +361,10 @@ def _means(tally: dict[str, list[float | None]]) -> dict[str, float] | None:
     return means
 
 
-@torch._disable_dynamo  # not torch.compiler.disable, which imports the compiler at once
 def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a wrapped denoiser; does nothing on a copy of one."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()  # this runs outside of any graph
     engine = owner_of(module)
     if engine is None:
         _orphan(module)
@@ -373,9 +373,10 @@ def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     frame.token = FRAME.set(frame)
 
 
-@torch._disable_dynamo  # not torch.compiler.disable, which imports the compiler at once
 def close_frame(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
     """Forward hook of a wrapped denoiser, called after exceptions as well."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()
     engine = owner_of(module)
     frame = FRAME.get()
     if engine is None or frame is None or frame.engine is not engine:

@@ -36,13 +36,14 @@ class Frame:
         trace: The recorder of the traced call, else None.
         bases: Span -> the streams at its start.
         tally: Operations of the modules, counted in the first call of its kind.
+        foreseen: Estimates made at the start of the call, by block.
         visits: Module site -> how often it was called.
         closed: Number of spans whose estimates were used.
     """
 
     __slots__ = ("_probe_input", "bases", "branch", "call", "closed", "computes", "decides",
-                 "engine", "instead", "items", "layout", "started", "step", "tally", "timeline",
-                 "token", "trace", "visits")  # fmt: skip
+                 "engine", "foreseen", "instead", "items", "layout", "started", "step", "tally",
+                 "timeline", "token", "trace", "visits")  # fmt: skip
 
     def __init__(self, engine: Engine, timeline: Timeline, branch: Branch, step: Step) -> None:
         self.engine = engine
@@ -57,6 +58,7 @@ class Frame:
         self.items: dict[str, list[Any]] = {}
         self.bases: dict[Any, tuple[Any, ...]] = {}
         self.visits: dict[Any, int] = {}
+        self.foreseen: dict[Any, list[Tensor]] = {}
         self.closed = 0
         self.tally: dict[str, list[float | None]] | None = None
         self._probe_input: Tensor | None = None

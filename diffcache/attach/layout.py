@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from diffcache.attach.span import ComputeTap, Duty, EstimateTap, HollowTap, OpenTap, PassTap, record
+from diffcache.attach.span import (
+    AddTap,
+    ComputeTap,
+    Duty,
+    EstimateTap,
+    HollowTap,
+    OpenTap,
+    PassTap,
+    record,
+)
 from diffcache.attach.trace import BlockCall, Wiring
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
@@ -31,6 +40,7 @@ class Layout:
         totals: Site -> blocks that run on a computed step.
         closes: Number of spans that a skipped step must close.
         wirings: What was learned of each list.
+        foreseen: Blocks whose estimates are made at the start of a skipped step.
         lead_calls: The lead blocks.
         first_arguments: List -> where its first block takes its first tensor.
     """
@@ -44,6 +54,7 @@ class Layout:
     totals: dict[str, int]
     closes: int
     wirings: dict[str, Wiring]
+    foreseen: list[tuple[str, int]]
     lead_calls: list[tuple[str, int]]
     first_arguments: dict[str, Any]
 
@@ -100,6 +111,7 @@ def plan(
         totals={key: ran for key, (ran, _) in _counts(order, set()).items()},
         closes=len({d.span for d in duties.values() if d.closes}),
         wirings=wirings, lead_calls=lead,
+        foreseen=[p for p in order if p in skipped and _adds(duties[p])],
         first_arguments={c.list_key: next(iter(c.shapes_in), 0) for c in reversed(calls)},
     )  # fmt: skip
 
@@ -135,7 +147,7 @@ def _duty(call: BlockCall, wiring: Wiring, is_unet: bool) -> Duty:
     place = (call.list_key, call.index)
     if is_unet:
         return Duty(place, {}, is_hollow=True)
-    return Duty(place, carry, sides=tuple(sides))
+    return Duty(place, carry, sides=tuple(sides), bare=None in call.shapes_out)
 
 
 def _spans(
@@ -242,11 +254,18 @@ def _skip_tap(module: nn.Module, duty: Duty, container: type) -> Any:
     """Return what stands for a skipped block."""
     if duty.is_hollow:
         return HollowTap(module, duty)
+    if _adds(duty):
+        return AddTap(module, duty, container)
     if duty.closes or duty.sides or not duty.carry:
         return EstimateTap(module, duty)
     if duty.opens:
         return OpenTap(module, duty, container)
     return PassTap(module, duty, container)
+
+
+def _adds(duty: Duty) -> bool:
+    """Return whether a block is a span of its own whose outputs are all residuals."""
+    return duty.opens and duty.closes and duty.residual and not duty.sides and not duty.bare
 
 
 def _counts(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from diffcache.attach.span import OWN, Held, estimates, hold
 from diffcache.attach.tap import FRAME, Tap
-from diffcache.attach.tree import Template, leaves
+from diffcache.attach.tree import Template, hollow, leaves
 
 if TYPE_CHECKING:
     from diffcache.attach.frame import Frame
@@ -44,8 +43,8 @@ class ModuleTap(Tap):
 class EmptyTap(Tap):
     """A module of a fused block that a skipped step leaves out.
 
-    Its output only feeds the projection whose output is the feature; on a skipped step a tensor
-    without data stands for it, so that the operations in between cost nothing.
+    Its output only feeds the projection whose output is the feature; on a skipped step zeros that
+    take no memory stand for it.
     """
 
     __slots__ = ("name",)
@@ -59,6 +58,5 @@ class EmptyTap(Tap):
         if not frame.computes:
             return frame.branch.features[self.name, 0].hollow
         out = self.module(*args, **kwargs)
-        empty = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in leaves(out)]
-        frame.branch.features[self.name, 0] = Held([], [], Template(None), Template(out).build(empty))
+        frame.branch.features[self.name, 0] = Held([], [], Template(None), hollow(out))
         return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import add, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,7 @@ class Duty:
         closes: Whether the span's features are this block's outputs.
         residual: Whether those features are taken against the base.
         sides: Indices of outputs that travel no further along the list; kept for themselves.
+        bare: Whether an output is no tensor.
         is_hollow: Whether nothing reads the outputs on a skipped step but skipped blocks.
     """
 
@@ -44,6 +45,7 @@ class Duty:
     residual: bool = False
     sides: tuple[int, ...] = ()
     is_hollow: bool = False
+    bare: bool = False
 
     @property
     def records(self) -> bool:
@@ -159,6 +161,27 @@ class EstimateTap(Tap):
         return estimate(frame, duty, given)
 
 
+class AddTap(Tap):
+    """A skipped block of its own span: its streams plus the estimates of what it adds to them."""
+
+    __slots__ = ("container", "duty", "input_of")
+
+    def __init__(self, module: nn.Module, duty: Duty, container: type) -> None:
+        super().__init__(module)
+        self.duty = duty
+        self.container = container
+        self.input_of = picker(list(duty.carry.values()), tuple)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        frame.closed += 1
+        if not frame.foreseen:
+            foresee(frame)
+        guesses = frame.foreseen[self.duty.key]
+        streams = map(add, self.input_of(args, kwargs), guesses)
+        return next(streams) if self.container is Tensor else self.container(streams)
+
+
 class HollowTap(Tap):
     """A skipped block whose outputs nobody reads: zeros of their shapes."""
 
@@ -223,6 +246,17 @@ def estimate(frame: Frame, duty: Duty, given: tuple[Any, ...]) -> Any:
             outputs.append(next(guesses) if what == "own" else given[place])
     frame.closed += duty.closes
     return held.template.build(outputs)
+
+
+def foresee(frame: Frame) -> None:
+    """Make the estimates of all single blocks of this call in one go."""
+    assert frame.layout is not None
+    features = frame.branch.features
+    helds = [features[key] for key in frame.layout.foreseen]
+    states = [state for held in helds for state in held.states]
+    guesses = iter(frame.instead.estimate_all(states, frame.step))
+    for key, held in zip(frame.layout.foreseen, helds, strict=True):
+        frame.foreseen[key] = [next(guesses) for _ in held.states]
 
 
 def estimates(frame: Frame, held: Held) -> list[Tensor]:

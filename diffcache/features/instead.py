@@ -91,14 +91,12 @@ class Taylor(Instead):
 
     def estimate_all(self, states: Sequence[Differences], step: Step) -> list[Tensor]:
         """Return every state's estimate with one fused launch an order."""
-        depth = len(states[0].factors) if states else 0
-        anchor = states[0].anchor if states else 0
-        if any(len(s.factors) != depth or s.anchor != anchor for s in states):
+        if len({(len(state.factors), state.anchor) for state in states}) != 1:
             return [self.estimate(state, step) for state in states]
-        distance = step.index - anchor
-        totals = [state.factors[0] for state in states]
-        for power in range(1, depth):
-            terms = [state.factors[power] for state in states]
+        distance = step.index - states[0].anchor
+        levels = zip(*[state.factors for state in states], strict=True)
+        totals = list(next(levels))
+        for power, terms in enumerate(levels, start=1):
             alpha = distance**power / math.factorial(power)
             totals = list(torch._foreach_add(totals, terms, alpha=alpha))
         return totals

@@ -123,7 +123,7 @@ class Comparison:
             )
         closeness = ", ".join("identical" if np.isinf(v) else f"{v:.1f} dB" for v in self.psnr)
         rows.append(("PSNR to uncached (8 bit, peak 255)", "-", closeness))
-        rows.append(("bytes of features, at most", "0 B", f"{human(report.peak_bytes)}B"))
+        rows.append(("bytes of features, at most", "0 B", human(report.peak_bytes, "B")))
         for number, (one, other) in enumerate(zip(base.reads, cached.reads, strict=True)):
             rows.append((f"picture {number} shows", one, "the same" if one == other else other))
         if base.accuracy is not None and cached.accuracy is not None:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import dataclass
+import time
+import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+
+import diffcache
+from diffcache.features.base import FeatureMethod
+from diffcache.pipelines.demo.compare import psnr
+from diffcache.report import Report
 
 FRAME_MILLISECONDS = 100
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -33,6 +40,89 @@ class Order:
     seed: int = 0
     height: int | None = None
     width: int | None = None
+
+
+@dataclass
+class Done:
+    """What a run made, and what it took.
+
+    Attributes:
+        made: The pictures of the cached run.
+        report: What the cache did.
+        seconds: Of the cached run, the whole pipeline.
+        plain: The pictures of the uncached run, empty without one.
+        plain_seconds: Of the uncached run.
+    """
+
+    made: list[Image.Image]
+    report: Report
+    seconds: float
+    plain: list[Image.Image]
+    plain_seconds: float | None = None
+
+    @property
+    def psnr_db(self) -> float | None:
+        """Mean PSNR of the cached pictures to the uncached ones, in dB; None without those."""
+        pairs = zip(self.plain, self.made, strict=True) if self.plain else ()
+        values = [psnr(one, other) for one, other in pairs]
+        return float(np.mean(values)) if values else None
+
+    def lines(self) -> list[str]:
+        """Say how long it took, and how close it is to the uncached run."""
+        if self.plain_seconds is None or self.psnr_db is None:
+            return [f"the pipeline took {self.seconds:.2f} s"]
+        close = "identical" if np.isinf(self.psnr_db) else f"PSNR {self.psnr_db:.1f} dB (peak 255)"
+        ratio = self.plain_seconds / self.seconds
+        return [
+            f"seconds: uncached {self.plain_seconds:.2f}, cached {self.seconds:.2f}: {ratio:.2f}x",
+            f"closeness to the uncached: {close}",
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers as plain data; the PSNR of identical pictures becomes None."""
+        value = self.psnr_db
+        return {
+            "schema": 1,
+            "seconds": self.seconds,
+            "uncached_seconds": self.plain_seconds,
+            "psnr_db": None if value is None or np.isinf(value) else value,
+            "report": self.report.to_dict(),
+        }
+
+
+def run(
+    pipe: Any,
+    method: FeatureMethod,
+    order: Order,
+    defaults: dict[str, Any],
+    *,
+    compare: bool = False,
+) -> Done:
+    """Run a pipeline under a method, and with `compare` uncached too.
+
+    With `compare`, a run of two steps comes before each of the two that are timed.
+
+    Raises:
+        AttachError: If the pipeline cannot be cached with this method.
+        ValueError: If it does not take what was ordered.
+    """
+    short = replace(order, steps=2)
+    plain: list[Image.Image] = []
+    plain_seconds = None
+    if compare:
+        generate(pipe, short, defaults)
+        start = time.perf_counter()
+        plain = generate(pipe, order, defaults)
+        plain_seconds = time.perf_counter() - start
+    diffcache.wrap(pipe, method)
+    if compare:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", diffcache.CacheWarning)
+            generate(pipe, short, defaults)
+    start = time.perf_counter()
+    made = generate(pipe, order, defaults)
+    seconds = time.perf_counter() - start
+    return Done(made, diffcache.report(pipe), seconds, plain, plain_seconds)
 
 
 def locate(model: str) -> Path:

@@ -46,7 +46,7 @@ _WORDS = ("a", "on", "the", "at", "in", "with", "and", "background")
 
 
 def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) -> FluxPipeline:
-    """Load the shipped pipeline, with its progress bar off.
+    """Load the shipped pipeline, with its progress bar off and 64x64 as its default size.
 
     Args:
         dtype: of every model in it; the files hold bfloat16.
@@ -54,6 +54,7 @@ def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) 
     """
     pipe = FluxPipeline.from_pretrained(str(directory), torch_dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
+    pipe.default_sample_size = CALL["height"] // pipe.vae_scale_factor
     return pipe
 
 

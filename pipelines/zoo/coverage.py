@@ -73,7 +73,7 @@ def trace(case: Case, model: nn.Module) -> dict[str, Wiring]:
     Raises:
         AttachError: If the model cannot be cached at the site `stack`.
     """
-    with diffcache.attach(model, diffcache.Interval(EVERY)) as handle, torch.no_grad():
+    with diffcache.wrapped(model, diffcache.Interval(EVERY)) as handle, torch.no_grad():
         model(**case.kwargs(model, 0, step=0, steps=STEPS))
         (engine,) = handle.engines
         layouts = list(engine.layouts.values())
@@ -83,7 +83,7 @@ def trace(case: Case, model: nn.Module) -> dict[str, Wiring]:
 def run(case: Case, model: nn.Module, site: Site) -> Outcome:
     """Run a model over twelve steps with every third computed, and count."""
     try:
-        handle = diffcache.attach(model, diffcache.Interval(EVERY, site=site))
+        handle = diffcache.wrapped(model, diffcache.Interval(EVERY, site=site))
     except diffcache.AttachError as error:
         return Outcome(refusal=str(error))
     with handle, torch.no_grad(), warnings.catch_warnings():
@@ -98,7 +98,8 @@ def run(case: Case, model: nn.Module, site: Site) -> Outcome:
         except diffcache.AttachError as error:
             return Outcome(refusal=str(error))
         except Exception as error:  # a fault, to be seen in the table
-            return Outcome(refusal=f"FAULT, {type(error).__name__}: {str(error)[:200]}")
+            words = re.sub(r"0x[0-9a-f]+", "0x...", str(error))[:200]
+            return Outcome(refusal=f"FAULT, {type(error).__name__}: {words}")
     return Outcome(computed, skipped)
 
 

@@ -79,8 +79,10 @@ def describe(
     yield f"[bold]{title}[/bold]"
     yield f"timestep argument: {anatomy.timestep or 'none; the scheduler tells the steps'}"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("blocks", "depth", "share", "classes", "streams: output -> argument"):
-        table.add_column(column, overflow="fold")
+    for column in ("blocks", "depth", "share"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("classes", overflow="fold", min_width=28)
+    table.add_column("streams: output -> argument", overflow="fold")
     for entry in anatomy.lists:
         wiring = wirings.get(entry.key)
         chain = f"{streams(wiring)} ({wiring.source})" if wiring else "not traced"
@@ -154,7 +156,8 @@ def _unknown(target: str) -> str:
     """Say what is wrong with a name that stands for nothing."""
     if target in EXCLUDED:
         return f"{target} is not cached: {EXCLUDED[target]}"
-    known = {case.cls for case in cases().values()}
-    close = difflib.get_close_matches(target, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    known = sorted({case.cls for case in cases().values()})
+    close = [name for name in known if len(target) > 2 and target.lower() in name.lower()]
+    close = close or difflib.get_close_matches(target, known, n=1)
+    hint = f"; did you mean {' or '.join(close[:3])}?" if close else ""
     return f"{target!r} is neither a directory of a pipeline or model nor a known class{hint}"

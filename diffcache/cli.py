@@ -1,0 +1,300 @@
+"""The command line: demo, run, inspect, methods, cite."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+
+from diffcache import __version__
+from diffcache.catalog import make_method, method_class
+from diffcache.catalog import methods as method_names
+from diffcache.cite import cite as bibtex
+from diffcache.errors import DiffcacheError
+from diffcache.pipelines.demo.console import console, print_rows, progress, quiet
+
+Command = TypeVar("Command", bound=Callable[..., None])
+DEMO_SETTINGS = ["every=6", "site=stack"]
+NO_SETTINGS: list[str] = []
+EXPECTED = (DiffcacheError, ValueError, FileNotFoundError)
+_DEBUG: ContextVar[bool] = ContextVar("diffcache_debug", default=False)
+
+app = typer.Typer(
+    name="diffcache",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Method = Annotated[str, typer.Option(help="Name of the method; `diffcache methods` lists them.")]
+Settings = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting of the method; may be repeated."),
+]
+Steps = Annotated[int, typer.Option(min=1, help="Sampling steps.")]
+Seed = Annotated[int, typer.Option(help="Of the noise.")]
+
+
+def guarded(command: Command) -> Command:
+    """Turn the errors of a command into one line and an exit code.
+
+    What a user can put right ends with 2, a failed run with 1, Ctrl-C with 130. With --debug the
+    exception goes on its way.
+    """
+
+    @functools.wraps(command)
+    def inner(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except (typer.Exit, typer.Abort, typer.BadParameter):
+            raise
+        except KeyboardInterrupt:
+            _fail("interrupted", 130, "")
+        except Exception as error:
+            if _DEBUG.get():
+                raise
+            if isinstance(error, EXPECTED):
+                _fail(str(error), 2)
+            _fail(f"{type(error).__name__}: {error} (diffcache --debug shows where)", 1)
+
+    return inner  # type: ignore[return-value]
+
+
+def _fail(message: str, code: int, prefix: str = "error: ") -> NoReturn:
+    typer.echo(prefix + " ".join(message.split()), err=True)
+    raise typer.Exit(code)
+
+
+def _parse(settings: list[str]) -> dict[str, Any]:
+    """Read KEY=VALUE pairs; a value is Python where it can be read so, else text.
+
+    Raises:
+        ValueError: If a pair has no `=`.
+    """
+    parsed: dict[str, Any] = {}
+    for pair in settings:
+        key, sign, value = pair.partition("=")
+        if not sign or not key.isidentifier():
+            raise ValueError(f"--set {pair!r}: must be a setting and its value, such as every=4")
+        try:
+            parsed[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            parsed[key] = value
+    return parsed
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"diffcache {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Feature caches for diffusers pipelines: run fewer blocks, see what it costs.
+
+    Exit codes: 0 done, 1 a run failed, 2 something was asked that cannot be done, 130 interrupted.
+    """
+    _DEBUG.set(debug)
+
+
+@app.command()
+@guarded
+def demo(
+    method: Method = "taylorseer",
+    settings: Settings = DEMO_SETTINGS,
+    steps: Steps = 50,
+    prompt: Annotated[str, typer.Option(help="What to draw; the default is a good one.")] = "",
+    seed: Seed = 0,
+    samples: Annotated[int, typer.Option(min=1, max=4, help="Pictures to draw.")] = 1,
+    out: Annotated[Path, typer.Option(help="The figure; a .json stands beside it.")] = Path(
+        "out/demo.png"
+    ),
+    model: Annotated[
+        Path | None, typer.Option(help="Another directory of a pipeline like shapes-flux.")
+    ] = None,
+) -> None:
+    """Draw with the shipped model, uncached and cached, and measure both.
+
+    The two runs take turns, from the same noise. Naming settings replaces the default ones.
+
+    [bold]Try[/bold]
+
+        diffcache demo
+
+        diffcache demo --set every=4 --set site=module --steps 28
+
+        diffcache demo --method first-block --set threshold=0.1 --samples 4
+    """
+    quiet()
+    is_default = settings == DEMO_SETTINGS
+    chosen = make_method(
+        method, **_parse([] if is_default and method != "taylorseer" else settings)
+    )
+    from diffcache.pipelines.demo.compare import PROMPT, Task, compare
+    from diffcache.pipelines.demo.panels import figure
+
+    task = Task(prompt or PROMPT, steps, seed, samples)
+    with progress("drawing") as show:
+        result = compare(task, chosen, model, show)
+    typer.echo(f"“{task.prompt}”, {steps} steps, seed {seed}\n")
+    print_rows(("", "uncached", "cached"), result.rows())
+    typer.echo(f"\n{result.report}\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure(result).save(out, optimize=True)
+    record = out.with_suffix(".json")
+    record.write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
+    typer.echo(f"wrote {out} and {record}")
+
+
+@app.command()
+@guarded
+def run(
+    model: Annotated[str, typer.Argument(help="Directory of a saved pipeline, or shapes-flux.")],
+    prompt: Annotated[str, typer.Argument(help="What to draw, or a class number.")],
+    method: Method = "taylorseer",
+    settings: Settings = NO_SETTINGS,
+    steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps.")] = None,
+    seed: Seed = 0,
+    height: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, mps, ...")] = "cpu",
+    out: Annotated[Path, typer.Option(help="Picture to write; a film becomes a GIF.")] = Path(
+        "out/run.png"
+    ),
+    record: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run uncached too, and tell how close the two are.")
+    ] = False,
+) -> None:
+    """Run any saved diffusers pipeline under a cache, and report what it did.
+
+    [bold]Try[/bold]
+
+        diffcache run shapes-flux "a small red ring on the left, on a yellow background"
+
+        diffcache run ./my-flux "a lighthouse" --method first-block --set threshold=0.08 --compare
+    """
+    quiet()
+    chosen = make_method(method, **_parse(settings))
+    from diffcache.pipelines.demo import generate
+
+    pipe, defaults = generate.load(model, dtype, device)
+    order = generate.Order(prompt, steps, seed, height, width)
+    done = generate.run(pipe, chosen, order, defaults, compare=compare)
+    typer.echo(str(done.report))
+    typer.echo("")
+    for line in done.lines():
+        typer.echo(line)
+    typer.echo(f"wrote {generate.save(done.made, out)}")
+    if done.plain:
+        beside = out.with_name(f"{out.stem}-uncached{out.suffix}")
+        typer.echo(f"wrote {generate.save(done.plain, beside)}")
+    if record is not None:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps(done.to_dict(), indent=1) + "\n", encoding="utf-8")
+        typer.echo(f"wrote {record}")
+
+
+@app.command()
+@guarded
+def inspect(
+    model: Annotated[
+        str | None, typer.Argument(help="Directory of a pipeline or model, or a diffusers class.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every class; writes the table.")] = False,
+    out: Annotated[Path, typer.Option(help="The table that --all writes.")] = Path(
+        "docs/coverage.md"
+    ),
+    check: Annotated[
+        bool, typer.Option("--check", help="With --all: write nothing, exit 1 if it would change.")
+    ] = False,
+) -> None:
+    """Show what a cache finds in a model: block lists, streams, attention and feed-forward.
+
+    Weights are not read. With --all, every denoiser of diffusers is run at a tiny size.
+
+    [bold]Try[/bold]
+
+        diffcache inspect FluxTransformer2DModel
+
+        diffcache inspect ./my-pipeline
+
+        diffcache inspect --all
+    """
+    quiet()
+    if every == (model is not None):
+        raise ValueError("name one model, or pass --all")
+    if model is not None:
+        from diffcache.pipelines.zoo.describe import describe, find
+
+        screen = console()
+        for name, (anatomy, wirings) in find(model).items():
+            for part in describe(name, anatomy, wirings):
+                screen.print(part, highlight=False)
+        return
+    from diffcache.pipelines.zoo.coverage import coverage
+
+    with progress("models") as show:
+        text = coverage(show)
+    if check:
+        if not out.exists() or out.read_text(encoding="utf-8") != text:
+            _fail(f"{out} is not what `diffcache inspect --all` would write", 1)
+        typer.echo(f"{out} is up to date")
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    typer.echo(text.split("**")[1])
+    typer.echo(f"wrote {out}")
+
+
+@app.command()
+@guarded
+def methods() -> None:
+    """List the methods with their settings and defaults.
+
+    [bold]Try[/bold]
+
+        diffcache methods
+    """
+    from dataclasses import MISSING, fields
+
+    rows = []
+    for name, sentence in method_names().items():
+        own = [
+            field.name if field.default is MISSING else f"{field.name}={field.default!r}"
+            for field in fields(method_class(name))  # type: ignore[arg-type]
+        ]
+        rows.append((name, sentence, ", ".join(own)))
+    print_rows(("method", "what it does", "settings and defaults"), rows)
+
+
+@app.command()
+@guarded
+def cite(name: Annotated[str, typer.Argument(help="Name of a method.")]) -> None:
+    """Print the BibTeX entry of a method's paper.
+
+    [bold]Try[/bold]
+
+        diffcache cite taylorseer
+    """
+    typer.echo(bibtex(name))
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

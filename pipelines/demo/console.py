@@ -1,0 +1,74 @@
+"""What the command line prints with: tables, one progress bar, and silence for libraries."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+Progress = Callable[..., None]
+
+
+def console() -> Any:
+    """Return a console on standard output; without a terminal it is 100 columns wide."""
+    import shutil
+
+    from rich.console import Console
+
+    return Console(width=shutil.get_terminal_size((100, 24)).columns)
+
+
+def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows as a table, without colours unless to a terminal."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, title in enumerate(titles):
+        table.add_column(title, overflow="fold", no_wrap=number == 0)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console().print(table, highlight=False)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Progress]:
+    """Show a bar on standard error; call what is yielded with (done, total[, what is next]).
+
+    The bar is drawn when it is told something and never in between, so that it takes no time
+    from what is being measured.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
+        task = bar.add_task(label, total=None)
+
+        def show(done: int, total: int, following: str = "") -> None:
+            words = f"{label} {following}".strip()
+            bar.update(task, completed=done, total=total, description=words, refresh=True)
+
+        yield show
+
+
+def quiet() -> None:
+    """Keep diffusers and transformers from printing while they load; show warnings as a line."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=r"(?s).*flex_attention called without torch.compile")

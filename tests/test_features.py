@@ -1,0 +1,237 @@
+"""Schedules and forecasts against closed forms; no network involved."""
+
+import math
+
+import pytest
+import torch
+
+import diffcache
+from diffcache import (
+    Combine,
+    ConfidenceGatedTaylor,
+    Every,
+    FirstBlock,
+    Gate,
+    Interval,
+    Listed,
+    Newton,
+    Reuse,
+    Site,
+    Step,
+    Taylor,
+    TaylorSeer,
+)
+from diffcache.catalog import METHODS, make_method, method_class
+from diffcache.features.when import relative_l1
+
+
+def computed_steps(when, total, probes=None):
+    state, steps = when.init(), []
+    for index in range(total):
+        step = Step(index, total=total)
+        probe = None if probes is None else probes[index]
+        if when.should_compute(state, step, probe):
+            when.computed(state, step, probe)
+            steps.append(index)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("total", "warmup", "every", "steps"),
+    [
+        (50, 3, 6, [0, 1, 2, 8, 14, 20, 26, 32, 38, 44]),
+        (50, 1, 5, list(range(0, 50, 5))),
+        (50, 2, 4, [0, *range(1, 50, 4)]),
+        (50, 3, 3, [0, 1, *range(2, 50, 3)]),
+        (28, 3, 5, [0, 1, 2, 7, 12, 17, 22, 27]),
+        (6, 9, 5, list(range(6))),
+        (7, 1, 1, list(range(7))),
+    ],
+)
+def test_golden_schedules_of_the_official_code(total, warmup, every, steps):
+    assert computed_steps(Every(every, warmup), total) == steps
+    assert computed_steps(TaylorSeer(every=every, warmup=warmup).parts().when, total) == steps
+
+
+def test_listed_steps_always_start_with_the_first():
+    assert computed_steps(Listed([7, 3]), 10) == [0, 3, 7]
+
+
+def forecasts(instead, steps, total, feature):
+    """Return {skipped step: (estimate, truth)} in float64."""
+    state, found = instead.init(), {}
+    for index in range(total):
+        truth = torch.tensor([feature(index)], dtype=torch.float64)
+        if index in steps:
+            instead.record(state, Step(index), truth.clone())
+        else:
+            found[index] = (instead.estimate(state, Step(index)).item(), truth.item())
+    return found
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+@pytest.mark.parametrize("steps", [[0, 4, 8, 12, 16], [0, 1, 2, 8, 14], [0, 1, 5, 6, 13]])
+def test_newton_is_exact_on_polynomials_at_any_spacing(order, steps):
+    found = forecasts(Newton(order), steps, 24, lambda s: (0.3 * s - 1) ** order + s)
+    for index, (estimate, truth) in found.items():
+        if sum(s < index for s in steps) > order:
+            assert estimate == pytest.approx(truth, rel=1e-9)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_taylor_is_exact_on_affine_features_and_no_further(order):
+    steps = [0, 4, 8, 12]
+    for index, (estimate, truth) in forecasts(Taylor(order), steps, 24, lambda s: 3 - 2 * s).items():
+        if index > steps[1]:
+            assert estimate == pytest.approx(truth, abs=1e-9)
+
+
+def test_taylor_of_order_two_misses_a_quadratic_by_the_known_amount():
+    slope, spacing = 0.7, 4
+    for index, (estimate, truth) in forecasts(
+        Taylor(2), [0, 4, 8], 12, lambda s: slope * s * s
+    ).items():
+        if index > 8:
+            assert estimate - truth == pytest.approx(-slope * spacing * (index - 8), rel=1e-9)
+
+
+def test_differences_start_one_step_before_the_warmup_ends():
+    instead = TaylorSeer(every=6, order=2, warmup=3).parts().instead
+    state, depths = instead.init(), []
+    for index in [0, 1, 2, 8, 14]:
+        instead.record(state, Step(index), torch.zeros(1))
+        depths.append(len(state.factors))
+    assert depths == [1, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("instead", [Reuse(), Taylor(0), Newton(0)])
+def test_order_zero_is_reuse(instead):
+    found = forecasts(instead, [0, 3, 6], 9, math.sin)
+    assert {i: e for i, (e, _) in found.items()} == {
+        i: pytest.approx(math.sin(i - i % 3)) for i in found
+    }
+
+
+def test_a_forecast_is_linear_in_its_features():
+    for instead in (Taylor(2), Newton(2)):
+        one = forecasts(instead, [0, 1, 5, 9], 14, lambda s: math.cos(s))
+        many = forecasts(instead, [0, 1, 5, 9], 14, lambda s: 5 * math.cos(s))
+        for index, (estimate, _) in one.items():
+            assert many[index][0] == pytest.approx(5 * estimate)
+
+
+def test_batched_estimates_equal_single_ones():
+    torch.manual_seed(1)
+    instead, step = Taylor(2), Step(9)
+    states = [instead.init() for _ in range(3)]
+    for index in (0, 1, 4):
+        for state in states:
+            instead.record(state, Step(index), torch.randn(2, 3))
+    for one, many in zip(
+        [instead.estimate(s, step) for s in states], instead.estimate_all(states, step), strict=True
+    ):
+        assert torch.equal(one, many)
+
+
+def test_gate_follows_an_independent_trace():
+    """First-block feature u(s) in closed form; the computed steps by a loop written here."""
+    u = [torch.tensor([math.sin(0.2 * s) + 2.0]) for s in range(40)]
+    threshold, warmup = 0.02, 4
+    expected, anchors = [], []
+    for s in range(40):
+        if len(anchors) >= 2:
+            a, b = anchors[-1], anchors[-2]
+            guess = u[a] + (u[a] - u[b]) / (a - b) * (s - a)
+        else:
+            guess = u[anchors[-1]] if anchors else torch.zeros(1)
+        error = ((guess - u[s]).abs().mean() / u[s].abs().mean()).item()
+        if s < warmup or s == 39 or not error < threshold:
+            expected.append(s)
+            anchors.append(s)
+    when = ConfidenceGatedTaylor(threshold, warmup=warmup, start=0).parts().when
+    assert computed_steps(when, 40, u) == expected
+    assert warmup < len(expected) < 40
+
+
+def test_gate_limits():
+    probes = [torch.full((2,), float(s + 1)) for s in range(10)]
+    gated = ConfidenceGatedTaylor(threshold=math.inf, warmup=3)
+    assert computed_steps(gated.parts().when, 10, probes) == [0, 1, 2, 9]
+    assert computed_steps(ConfidenceGatedTaylor(threshold=0).parts().when, 10, probes) == [*range(10)]
+    assert computed_steps(FirstBlock(threshold=math.inf).parts().when, 10, probes) == [0]
+    assert computed_steps(FirstBlock(threshold=0).parts().when, 10, probes) == [*range(10)]
+    affine = ConfidenceGatedTaylor(threshold=1e-5, warmup=4, start=1).parts().when
+    assert computed_steps(affine, 10, probes) == [0, 1, 2, 3, 9]
+
+
+def test_first_block_compares_with_the_last_computed_step():
+    probes = [torch.tensor([1.0 + 0.04 * s]) for s in range(8)]
+    # against the last computed step the change grows until it passes 0.1, then the gate resets
+    assert computed_steps(FirstBlock(threshold=0.1).parts().when, 8, probes) == [0, 3, 6]
+
+
+def test_relative_l1_of_zeros_and_nan():
+    zero, one, nan = torch.zeros(2), torch.ones(2), torch.full((2,), math.nan)
+    assert relative_l1(zero, zero) == 0
+    assert relative_l1(one, zero) == math.inf
+    assert relative_l1(one, one * 2, "forecast") == 1
+    assert relative_l1(one, one * 2, "probe") == 0.5
+    state = (when := Gate(0.5)).init()
+    when.computed(state, Step(0), one)
+    assert when.should_compute(state, Step(1), nan)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_repr_is_python(name):
+    method = make_method(name)
+    assert eval(repr(method), vars(diffcache)) == method
+    assert method_class(name).name == name
+    assert method.bibtex.startswith("@")
+
+
+def test_repr_of_a_combination_is_python():
+    method = Combine(Gate(0.1, forecast=Taylor(1)), Newton(2), site="run", lead=1, blocks="blocks.1-2")
+    assert eval(repr(method), vars(diffcache)) == method
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Interval(every=0), r"every=0: must be a whole number of at least 1 \(1 turns"),
+        (lambda: Interval(every=2.5), "every=2.5"),
+        (lambda: Interval(warmup=0), "warmup=0"),
+        (lambda: Interval(site="layer"), "site='layer': must be one of 'model', 'stack'"),
+        (lambda: Interval(site="run"), "name the blocks of site 'run'"),
+        (lambda: TaylorSeer(order=5), "order=5: must be a whole number from 0"),
+        (lambda: TaylorSeer(order=True), "order=True"),
+        (lambda: TaylorSeer(form="lagrange"), "form='lagrange': must be 'taylor' or 'newton'"),
+        (lambda: FirstBlock(threshold=-0.1), "threshold=-0.1"),
+        (lambda: FirstBlock(threshold=math.nan), "threshold=nan"),
+        (lambda: ConfidenceGatedTaylor(probe_order=9), "probe_order=9"),
+        (lambda: ConfidenceGatedTaylor(start=-1), "start=-1"),
+        (lambda: Listed([1, -2]), "steps=-2"),
+        (lambda: Combine(when=Gate(0.1)), "a gate looks at lead blocks; set lead=1"),
+        (lambda: Combine(when="every"), "when='every': must be a When"),
+        (lambda: Combine(when=Every(2), instead=3), "instead=3: must be an Instead"),
+        (lambda: Combine(when=Every(2), site="attention", lead=1), "must be 0 at site 'attention'"),
+        (lambda: Combine(when=Every(2), feature="delta"), "feature='delta'"),
+    ],
+)
+def test_bad_settings_name_the_value_and_the_way_out(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_catalogue_errors():
+    with pytest.raises(diffcache.UnknownMethodError, match="did you mean 'taylorseer'"):
+        make_method("taylorser")
+    with pytest.raises(diffcache.UnknownMethodError, match="known: interval"):
+        make_method("xyz")
+    with pytest.raises(ValueError, match="TaylorSeer has no setting 'intervall'; it has every"):
+        make_method("taylorseer", intervall=3)
+    with pytest.raises(ValueError, match="go with a method's name"):
+        make_method(Interval(), every=3)
+    with pytest.raises(TypeError, match="method=3"):
+        make_method(3)
+    assert set(diffcache.methods()) == set(METHODS)
+    assert Site.of("stack") is Site.STACK

@@ -1,0 +1,230 @@
+"""Every tiny pipeline of the zoo: off is exact, on skips what the formula says, unwrap leaves no trace."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import diffcache
+from diffcache.api import handle_of
+from diffcache.pipelines.zoo.pipe import PipeCase
+from diffcache.pipelines.zoo.pipes import pipes
+
+PIPES = pipes()
+STEPS, EVERY = 6, 3
+
+# How many times each denoiser is called in a run of `STEPS` steps, where it is not once a step and
+# branch: a list of steps for each denoiser, each step the labels of its branches.
+CALLS: dict[str, Any] = {
+    # strength 0.6 and 0.8 start late
+    "FluxImg2ImgPipeline": [[0]] * int(STEPS * 0.6 + 0.5),
+    "FluxInpaintPipeline": [[0]] * int(STEPS * 0.8 + 0.5),
+    # second-order solvers evaluate twice in all steps but the last
+    "StableDiffusion3Pipeline-heun": [[0]] * (2 * STEPS - 1),
+    "StableDiffusionPipeline-heun": [[0]] * (2 * STEPS - 1),
+    # 4 evaluations in each of 3 Runge-Kutta steps, then one a step
+    "StableDiffusionPipeline-pndm": [[0]] * (12 + STEPS - 3),
+    # the skip-layer call comes in the steps with 0.1 < step / STEPS < 0.7
+    "StableDiffusion3Pipeline-slg": [[0, 1] if 0.1 < s / STEPS < 0.7 else [0] for s in range(STEPS)],
+    # guidance up to half of the steps
+    "Lumina2Pipeline-truncated": [[0, 1] if s + 1 <= STEPS / 2 else [0] for s in range(STEPS)],
+    # three frames enter one after the other, two steps apart
+    "SkyReelsV2DiffusionForcingPipeline": [[0, 1]] * (STEPS + 2 * 2),
+    "LTX2Pipeline": [[0, 1, 2]] * STEPS,
+}
+# The blocks of the denoisers whose evaluations are counted with hooks of our own.
+BLOCKS = {
+    "FluxPipeline": ("transformer_blocks", "single_transformer_blocks"),
+    "FluxControlNetPipeline": ("transformer_blocks", "single_transformer_blocks"),
+    "StableDiffusion3Pipeline": ("transformer_blocks",),
+    "StableDiffusion3Pipeline-heun": ("transformer_blocks",),
+    "PixArtAlphaPipeline": ("transformer_blocks",),
+    "DiTPipeline": ("transformer_blocks",),
+    "QwenImagePipeline": ("transformer_blocks",),
+    "WanPipeline": ("blocks",),
+    "WanPipeline-two": ("blocks",),
+    "HunyuanVideoPipeline": ("transformer_blocks", "single_transformer_blocks"),
+    "LTXPipeline": ("transformer_blocks",),
+    "CogVideoXPipeline": ("transformer_blocks",),
+    "SanaPipeline": ("transformer_blocks",),
+    "StableDiffusionPipeline": ("down_blocks", "up_blocks"),
+    "StableDiffusionXLPipeline": ("down_blocks", "up_blocks"),
+}
+
+
+@cache
+def plain(name: str) -> tuple[Any, torch.Tensor]:
+    """Build a pipeline and run it uncached."""
+    pipe = PIPES[name].build(0)
+    return pipe, PIPES[name].run(pipe, 0, STEPS)
+
+
+@pytest.fixture(params=sorted(PIPES), scope="module")
+def case(request):
+    yield PIPES[request.param]
+    plain.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", diffcache.CacheWarning)
+        yield
+
+
+def denoisers(case: PipeCase, pipe: Any) -> dict[str, nn.Module]:
+    return {name: getattr(pipe, name) for name in case.denoisers}
+
+
+def schedule(case: PipeCase, pipe: Any) -> dict[str, list[list[int]]]:
+    """The branches of every step of every denoiser, from the number of steps and the guidance."""
+    if case.name in CALLS:
+        return {case.denoisers[0]: CALLS[case.name]}
+    steps = [list(range(case.branches))] * STEPS
+    if len(case.denoisers) == 1:
+        return {case.denoisers[0]: steps}
+    late = sum(t < 0.5 * 1000 for t in pipe.scheduler.timesteps.tolist())
+    return dict(zip(case.denoisers, (steps[late:], steps[:late]), strict=True))
+
+
+def expected(steps: list[list[int]], every: int) -> list[bool]:
+    """Whether each denoiser call is computed: step 0, every, 2 every, and a branch's first."""
+    seen: set[int] = set()
+    made: list[bool] = []
+    last = 0
+    anchors: dict[int, int] = {}
+    for index, branches in enumerate(steps):
+        due = index == 0 or index - last >= every
+        for branch in branches:
+            late = branch in seen and anchors[branch] < last
+            computes = due or branch not in seen or late
+            if computes:
+                anchors[branch] = index
+            seen.add(branch)
+            made.append(computes)
+            if due:
+                last = index
+    return made
+
+
+def traces(pipe: Any) -> dict[str, Any]:
+    """All that attaching may leave behind, in every module, the scheduler and the pipeline."""
+    found: dict[str, Any] = {"": (type(pipe), sorted(pipe.__dict__))}
+    for name, part in pipe.components.items():
+        found[name] = type(part), sorted(getattr(part, "__dict__", {}))
+        for path, module in part.named_modules() if isinstance(part, nn.Module) else ():
+            registry = getattr(module, "_diffusers_hook", None)
+            found[f"{name}.{path}"] = (
+                type(module),
+                sorted(module.__dict__),
+                type(module.__dict__["_modules"]),
+                {key: len(value) for key, value in module.__dict__.items() if "_hooks" in key},
+                list(registry.hooks) if registry is not None else None,
+            )
+    return found
+
+
+def count_blocks(case: PipeCase, pipe: Any) -> tuple[Counter, list]:
+    """Hook every block and count its evaluations by denoiser."""
+    counts: Counter = Counter()
+    hooks = []
+    for name, model in denoisers(case, pipe).items():
+        blocks = [block for key in BLOCKS[case.name] for block in getattr(model, key)]
+        blocks += [model.mid_block] if hasattr(model, "mid_block") else []
+        for block in blocks:
+            hooks.append(block.register_forward_hook(lambda *_, name=name: counts.update([name])))
+    return counts, hooks
+
+
+def test_every_1_changes_nothing(case: PipeCase):
+    pipe, out = plain(case.name)
+    with diffcache.wrapped(pipe, diffcache.Interval(every=1)) as handle:
+        assert torch.equal(case.run(pipe, 0, STEPS), out)
+        assert handle.last.skipped == 0 < handle.last.computed
+
+
+def test_every_3_skips_by_the_formula_and_repeats(case: PipeCase):
+    pipe, out = plain(case.name)
+    with diffcache.wrapped(pipe, diffcache.Interval(every=EVERY)) as handle:
+        first = case.run(pipe, 0, STEPS)
+        for name, steps in schedule(case, pipe).items():
+            calls = [call for call in handle.last.calls if call.denoiser == name]
+            indices = [index for index, branches in enumerate(steps) for _ in branches]
+            assert [call.index for call in calls] == indices
+            assert [call.computed for call in calls] == expected(steps, EVERY)
+            for call in calls:
+                place = 1 if call.computed else 0
+                assert all(both[place] == 0 < sum(both) for both in call.counts.values()), call
+        assert handle.last.finished
+        assert handle.held_bytes() == 0
+        assert torch.equal(case.run(pipe, 0, STEPS), first)
+        assert torch.isfinite(first).all() and not torch.equal(first, out)
+
+
+def test_unwrap_restores_the_output_and_leaves_no_trace(case: PipeCase):
+    pipe, out = plain(case.name)
+    before = traces(pipe)
+    for site in ("stack", "model"):
+        diffcache.wrap(pipe, diffcache.Interval(every=EVERY, site=site))
+        case.run(pipe, 0, 2)
+        assert traces(pipe) != before
+        diffcache.unwrap(pipe)
+        assert traces(pipe) == before
+    assert torch.equal(case.run(pipe, 0, STEPS), out)
+    with pytest.raises(diffcache.AttachError, match="not wrapped"):
+        handle_of(pipe)
+
+
+@pytest.mark.parametrize("name", sorted(BLOCKS))
+def test_hooks_count_what_the_formula_says(name: str):
+    case = PIPES[name]
+    pipe = case.build(0)
+    counts, hooks = count_blocks(case, pipe)
+    depth = {part: len(hooks) // len(case.denoisers) for part in case.denoisers}
+    case.run(pipe, 0, STEPS)
+    steps = schedule(case, pipe)
+    assert counts == {part: depth[part] * sum(map(len, steps[part])) for part in steps}
+
+    with diffcache.wrapped(pipe, diffcache.Interval(every=EVERY)) as handle:
+        case.run(pipe, 0, STEPS)  # learns the wiring, at the price of more evaluations
+        counts.clear()
+        case.run(pipe, 0, STEPS)
+    computed = {part: depth[part] * sum(expected(steps[part], EVERY)) for part in steps}
+    assert counts == computed
+    assert handle.last.computed == sum(computed.values())
+    total = sum(depth[part] * sum(map(len, steps[part])) for part in steps)
+    assert handle.last.skipped == total - sum(computed.values())
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("name", ["FluxPipeline", "WanPipeline", "StableDiffusionPipeline"])
+def test_learning_costs_two_forwards_for_each_kind_of_call(name: str):
+    case = PIPES[name]
+    pipe = case.build(0)
+    counts, hooks = count_blocks(case, pipe)
+    with diffcache.wrapped(pipe, diffcache.Interval(every=EVERY)):
+        case.run(pipe, 0, STEPS)
+        first = counts.total()
+        counts.clear()
+        case.run(pipe, 0, STEPS)
+    assert counts.total() <= first <= counts.total() + 2 * len(hooks)
+
+
+def test_a_run_that_skips_nothing_says_so():
+    case = PIPES["FluxPipeline"]
+    pipe = case.build(0)
+    with diffcache.wrapped(pipe, diffcache.Interval(every=3)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            case.run(pipe, 0, 4)
+        with pytest.warns(diffcache.CacheWarning, match="skipped nothing in a run of 4 steps"):
+            diffcache.unwrap(pipe)
+            diffcache.wrap(pipe, diffcache.Interval(every=9, warmup=9))
+            case.run(pipe, 0, 4)
