@@ -146,7 +146,9 @@ def _denoisers(target: Any, names: Sequence[str] | None) -> dict[str, nn.Module]
     else:
         missing = [name for name in names if name not in modules]
         if missing:
-            raise AttachError(f"components: no {missing[0]!r}; the pipeline has {', '.join(modules)}")
+            raise AttachError(
+                f"components: no {missing[0]!r}; the pipeline has {', '.join(modules)}"
+            )
         found = {name: modules[name] for name in names}
     if not found:
         raise AttachError(

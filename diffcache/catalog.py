@@ -43,11 +43,14 @@ def make_method(method: str | FeatureMethod, **settings: Any) -> FeatureMethod:
     """
     if isinstance(method, FeatureMethod):
         if settings:
-            raise ValueError(f"settings {sorted(settings)} go with a method's name, not with {method!r}")
+            raise ValueError(
+                f"settings {sorted(settings)} go with a method's name, not with {method!r}"
+            )
         return method
     if not isinstance(method, str):
         raise TypeError(
-            f"method={method!r}: must be a name such as 'taylorseer' or a method such as TaylorSeer()"
+            f"method={method!r}: must be a name, such as 'taylorseer', or a method, such as "
+            "TaylorSeer()"
         )
     cls = method_class(method)
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]

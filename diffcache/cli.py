@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -150,7 +151,7 @@ def demo(
     task = Task(prompt or PROMPT, steps, seed, samples)
     with progress("drawing") as show:
         result = compare(task, chosen, model, show)
-    typer.echo(f"“{task.prompt}”, {steps} steps, seed {seed}\n")
+    typer.echo(f"{task.prompt!r}, {steps} steps, seed {seed}\n")
     print_rows(("", "uncached", "cached"), result.rows())
     typer.echo(f"\n{result.report}\n")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -296,5 +297,6 @@ def cite(name: Annotated[str, typer.Argument(help="Name of a method.")]) -> None
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line; warnings are shown as one line each."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     app()

@@ -14,4 +14,4 @@ class UnknownMethodError(DiffcacheError, LookupError):
 
 
 class CacheWarning(UserWarning):
-    """Something ran as asked but not as hoped: nothing was skipped, a branch had to be recomputed."""
+    """Something ran as asked but not as hoped: nothing was skipped, or a copy runs uncached."""

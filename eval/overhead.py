@@ -2,8 +2,9 @@
 
 The floor of a method that skips every block is the same model without blocks (embedders and head);
 of one that runs the first block, the model with that one block; of a method at module sites, the
-model whose modules are replaced by ones that return a ready tensor. CPU time of the thread, the
-10th percentile over interleaved rounds: what the machine's other work adds is left out.
+model whose modules are replaced by ones that return a ready tensor. The 10th percentile over
+interleaved rounds is compared: what the machine's other work adds is left out. Calls are made
+inside a `cache_context` that is open already, whose own cost stands in a column of its own.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
+from rich.table import Table
 from torch import nn
 
 import diffcache
+from diffcache.eval.loop import Loop
 from diffcache.eval.record import Setting, stats
-from diffcache.eval.tiny import Loop, Shape, build, hollow_out, inputs
+from diffcache.eval.stamps import Stamps
+from diffcache.eval.tiny import Shape, build, hollow_out, inputs
 from diffcache.features.base import FeatureMethod
 from diffcache.features.confidence_gated import ConfidenceGatedTaylor
 from diffcache.features.first_block import FirstBlock
@@ -30,7 +34,9 @@ from diffcache.features.taylorseer import TaylorSeer
 from diffcache.step import Site
 
 NEVER = 10**9  # an interval that no run reaches the end of
-TARGETS = {"stack": 130.0, "block": 300.0, "module": 15.0}  # microseconds; the last is per site
+TARGETS = {"TaylorSeer stack": 130.0, "TaylorSeer block": 300.0}  # microseconds above the floor
+SITE_TARGET = 15.0  # microseconds a module site
+_SITES = ("attention", "feed-forward", "module")
 _WARMUP = 8  # calls until every variant skips
 
 
@@ -41,34 +47,32 @@ class Variant:
     Attributes:
         name: Name in the table.
         floor: Name of the variant that it is compared with, empty for floors themselves.
-        step: Makes one denoiser call.
-        tick: What happens between calls; not timed.
         model: The model.
-        handle_of: The wrapped pipeline, for variants of diffcache.
+        tick: What happens between calls; not timed.
         sites: Module sites that a skipped step estimates, 0 where the floor is a model's.
+        calls: Timed calls a round.
         samples: Seconds of the timed calls.
+        contexts: Seconds of opening and closing a `cache_context`.
     """
 
     name: str
     floor: str
-    step: Callable[[], Any]
     model: nn.Module
     tick: Callable[[], None] = lambda: None
-    loop: Loop | None = None
     sites: int = 0
     calls: int = 5
     samples: list[float] = field(default_factory=list)
+    contexts: list[float] = field(default_factory=list)
 
 
 def methods() -> dict[str, tuple[FeatureMethod, str]]:
     """Return the methods of diffcache to time, with their floors."""
-    taylor = {
+    taylor: dict[str, tuple[FeatureMethod, str]] = {
         f"TaylorSeer {site}": (
-            TaylorSeer(NEVER, 1, site=site),
-            f"{site} rest" if Site.of(site).is_module else "0 blocks",
+            TaylorSeer(NEVER, 1, site=site), f"{site} rest" if site in _SITES else "0 blocks"
         )
-        for site in ("stack", "block", "attention", "feed-forward", "module")
-    }
+        for site in ("stack", "block", *_SITES)
+    }  # fmt: skip
     return {
         **taylor,
         "Interval stack": (Interval(NEVER), "0 blocks"),
@@ -79,14 +83,16 @@ def methods() -> dict[str, tuple[FeatureMethod, str]]:
 
 def peers(steps: int) -> dict[str, tuple[Any, str]]:
     """Return the configurations of diffusers to time, with their floors."""
-    lite = TaylorSeerCacheConfig(
-        cache_interval=NEVER, use_lite_mode=True, taylor_factors_dtype=torch.float32
+    lite, attention = (
+        TaylorSeerCacheConfig(
+            cache_interval=NEVER, use_lite_mode=lite, taylor_factors_dtype=torch.float32
+        )
+        for lite in (True, False)
     )
     mag = MagCacheConfig(
         threshold=1e9, max_skip_steps=NEVER, retention_ratio=0.0, num_inference_steps=steps,
         mag_ratios=[1.0] * steps,
     )  # fmt: skip
-    attention = TaylorSeerCacheConfig(cache_interval=NEVER, taylor_factors_dtype=torch.float32)
     return {
         "diffusers MagCache": (mag, "0 blocks"),
         "diffusers TaylorSeer lite": (lite, "0 blocks"),
@@ -95,101 +101,97 @@ def peers(steps: int) -> dict[str, tuple[Any, str]]:
     }
 
 
-def module_paths(model: nn.Module, site: str) -> list[str]:
-    """Return the modules that a module site replaces, with those a fused block leaves out."""
-    entries = diffcache.inspect(model).modules_at(Site.of(site))
-    return [f"{entry.parent}.{entry.child}" for entry in entries]
-
-
-class Overhead:
-    """Variants side by side, on models of the same weights.
+class Bench:
+    """Variants side by side, on models of the same weights; a context manager.
 
     Args:
-        setting: Device, dtype and thread count.
+        setting: Device and dtype.
         shape: Sizes of the model.
-        steps: Steps that will be taken at most.
+        rounds: Rounds that will be timed.
     """
 
-    def __init__(self, setting: Setting, shape: Shape, steps: int) -> None:
-        self.setting, self.shape, self.steps = setting, shape, steps
+    def __init__(self, setting: Setting, shape: Shape, rounds: int) -> None:
+        self.setting, self.shape, self.rounds = setting, shape, rounds
         self.call = inputs(shape, setting.device, setting.dtype)
         self.variants: dict[str, Variant] = {}
         self._stack = ExitStack()
 
-    def __enter__(self) -> Overhead:
+    def __enter__(self) -> Bench:
         self._stack.enter_context(torch.no_grad())
         self._stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         self._floors()
         for name, (method, floor) in methods().items():
             self._ours(name, method, floor)
-        for name, (config, floor) in peers(self.steps).items():
-            self._peer(name, config, floor)
+        for name, (config, floor) in peers(_WARMUP + 6 * self.rounds).items():
+            model = self._model()
+            model.enable_cache(config)
+            sites = self.shape.double + self.shape.single if floor.endswith("rest") else 0
+            self._add(name, floor, model, sites=sites)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
     def _model(self, **changes: int) -> nn.Module:
-        sizes = {**vars(self.shape), **changes}
-        return build(Shape(**sizes), self.setting.device, self.setting.dtype)
+        return build(replace(self.shape, **changes), self.setting.device, self.setting.dtype)
 
     def _add(self, name: str, floor: str, model: nn.Module, **more: Any) -> Variant:
-        variant = Variant(name, floor, lambda: model(**self.call), model, **more)
-        self.variants[name] = variant
+        variant = self.variants[name] = Variant(name, floor, model, **more)
+        if name == "full step" or "rest" in name + floor:
+            variant.calls = 2
+        with model.cache_context("cond"):
+            for _ in range(_WARMUP):
+                model(**self.call)
+                variant.tick()
         return variant
 
     def _floors(self) -> None:
         self._add("full step", "", self._model())
         self._add("0 blocks", "", self._model(double=0, single=0))
         self._add("1 block", "", self._model(double=1, single=0))
-        for site in ("attention", "feed-forward", "module"):
+        for site in _SITES:
             model = self._model()
-            hollow_out(model, module_paths(model, site), self.call)
+            entries = diffcache.inspect(model).modules_at(Site.of(site))
+            hollow_out(model, [f"{entry.parent}.{entry.child}" for entry in entries], self.call)
             self._add(f"{site} rest", "", model)
 
     def _ours(self, name: str, method: FeatureMethod, floor: str) -> None:
         model = self._model()
-        loop = diffcache.wrap(Loop(model), method)
-        self._stack.callback(diffcache.unwrap, loop)
-        variant = self._add(name, floor, model, tick=lambda: loop.scheduler.step(), loop=loop)
-        self._stack.enter_context(model.cache_context("cond"))
-        loop.scheduler.set_timesteps(self.steps)
-        for _ in range(_WARMUP):
-            variant.step()
-            variant.tick()
+        loop = self._stack.enter_context(Loop(model, method, self.call))
+        variant = self._add(name, floor, model, tick=loop.tick)
         counts = diffcache.report(loop).steps[-1].counts
-        if not sum(skipped for _, skipped in counts.values()):
+        skipped = sum(left_out for _, left_out in counts.values())
+        if not skipped:
             raise RuntimeError(f"{method!r} skips nothing; the benchmark would time full steps")
-        if Site.of(method.parts().site).is_module:
-            variant.sites = sum(skipped for _, skipped in counts.values())
+        variant.sites = skipped if floor.endswith("rest") else 0
 
-    def _peer(self, name: str, config: Any, floor: str) -> None:
-        model = self._model()
-        model.enable_cache(config)
-        sites = self.shape.double + self.shape.single if floor.endswith("rest") else 0
-        variant = self._add(name, floor, model, sites=sites)
-        self._stack.enter_context(model.cache_context("cond"))
-        for _ in range(_WARMUP):
-            variant.step()
-
-    def rounds(self, count: int) -> Iterator[int]:
-        """Time every variant in turn, `count` times over.
+    def run(self) -> Iterator[int]:
+        """Time every variant in turn, round after round.
 
         In its turn a variant makes one call that is not timed and finds the processor's caches
         cold, and then a few that are: skipped steps come in rows.
         """
-        for number in range(count):
+        for number in range(self.rounds):
             for variant in self.variants.values():
-                for call in range(1 + variant.calls):
-                    started = time.thread_time()
-                    variant.step()
-                    seconds = time.thread_time() - started
-                    self.setting.wait()
-                    variant.tick()
-                    if call:
-                        variant.samples.append(seconds)
+                self._turn(variant)
             yield number
+
+    def _turn(self, variant: Variant) -> None:
+        model, call = variant.model, self.call
+        started = time.thread_time()
+        with model.cache_context("cond"):
+            pass
+        variant.contexts.append(time.thread_time() - started)
+        with model.cache_context("cond"):
+            for number in range(1 + variant.calls):
+                started = time.thread_time()
+                model(**call)
+                seconds = time.thread_time() - started
+                self.setting.wait()
+                variant.tick()
+                if number:
+                    variant.samples.append(seconds)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return what was measured, in microseconds."""
@@ -197,9 +199,82 @@ class Overhead:
         rows = []
         for name, variant in self.variants.items():
             above = cheap[name] - cheap[variant.floor] if variant.floor else None
+            sites = variant.sites or None
             rows.append({
-                "name": name, "floor": variant.floor or None, "microseconds": stats(variant.samples, 1e6),
-                "above_floor_us": above, "sites": variant.sites or None,
-                "per_site_us": above / variant.sites if above is not None and variant.sites else None,
+                "name": name,
+                "step_us": stats(variant.samples, 1e6),
+                "floor": variant.floor or None,
+                "above_floor_us": above,
+                "sites": sites,
+                "above_floor_us_a_site": above / sites if above is not None and sites else None,
+                "cache_context_us": stats(variant.contexts, 1e6)["p10"],
+                "target_us": TARGETS.get(name),
+                "target_us_a_site": SITE_TARGET if sites and not name.startswith("diffusers") else None,
             })  # fmt: skip
         return rows
+
+    def anatomy(self, calls: int) -> list[dict[str, Any]]:
+        """Return where the time of a skipped step goes, in microseconds (10th percentiles)."""
+        names = ["0 blocks", "1 block", *(f"{site} rest" for site in _SITES), *methods()]
+        stamps = {name: Stamps(self.variants[name].model) for name in names}
+        for _ in range(calls):
+            for name, stamp in stamps.items():
+                variant = self.variants[name]
+                with variant.model.cache_context("cond"):
+                    for number in range(3):
+                        stamp.call(self.call, keep=number > 0)
+                        self.setting.wait()
+                        variant.tick()
+        rows = []
+        for name, stamp in stamps.items():
+            floor = self.variants[name].floor
+            reference = stamps[floor].parts()["body"] if floor else None
+            stamp.remove()
+            rows.append({"name": name, **stamp.parts(), "floor_body": reference})
+        return rows
+
+
+def measure(setting: Setting, *, rounds: int = 60, shape: Shape | None = None) -> dict[str, Any]:
+    """Measure the host time of skipped steps.
+
+    Args:
+        setting: Device and dtype.
+        rounds: Rounds of a few calls of every variant.
+        shape: Sizes of the model; those of FLUX.1 in depth by default.
+    """
+    shape = shape or Shape()
+    started = time.monotonic()
+    with Bench(setting, shape, rounds) as bench:
+        for _ in bench.run():
+            pass
+        rows, anatomy = bench.rows(), bench.anatomy(rounds)
+    return {
+        "shapes": {"device": setting.device.type, "model": "tiny FLUX, random weights", **asdict(shape)},
+        "rounds": rounds,
+        "clock": "CPU time of the calling thread, 10th percentile",
+        "seconds": round(time.monotonic() - started, 1),
+        "rows": rows,
+        "anatomy": anatomy,
+    }
+
+
+def tables(record: dict[str, Any]) -> list[Table]:
+    """Return the record as tables."""
+    shape = record["shapes"]
+    title = f"host time of a skipped step, {shape['double']} + {shape['single']} blocks, µs"
+    first = Table("", "step", "above floor", "floor", "a site", "target", "context", title=title)
+    for row in record["rows"]:
+        target = row["target_us"] or row["target_us_a_site"]
+        per_site = row["above_floor_us_a_site"]
+        first.add_row(
+            row["name"], f"{row['step_us']['p10']:,.0f}",
+            "" if row["floor"] is None else f"{row['above_floor_us']:+,.0f}", row["floor"] or "",
+            "" if per_site is None else f"{per_site:.1f} x {row['sites']}",
+            "" if target is None else f"{target:.0f}", f"{row['cache_context_us']:.0f}",
+        )  # fmt: skip
+    second = Table("", "before hooks", "open", "body", "body of floor", "close", "after hooks",
+                   title="where it goes, µs")  # fmt: skip
+    for row in record["anatomy"]:
+        numbers = [row[key] for key in ("enter", "open", "body", "floor_body", "close", "leave")]
+        second.add_row(row["name"], *["" if n is None else f"{n:,.1f}" for n in numbers])
+    return [first, second]

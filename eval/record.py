@@ -6,20 +6,25 @@ import datetime
 import importlib.metadata
 import json
 import platform
-import statistics
 import subprocess
-import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import diffcache
+
 SCHEMA = 1
-REQUIRED = ("schema", "benchmark", "versions", "device", "threads", "dtype", "shapes", "command",
-            "date", "commit", "rounds", "rows")  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "assets" / "bench"
+_FIELDS: dict[str, Any] = {
+    "schema": int, "benchmark": str, "versions": dict, "device": str, "threads": int, "dtype": str,
+    "shapes": dict, "rounds": int, "command": str, "date": str, "commit": (str, type(None)),
+    "seconds": (int, float), "rows": list,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,12 +34,10 @@ class Setting:
     Attributes:
         device: Torch device.
         dtype: Of the models.
-        quick: Whether to measure as little as shows that it works.
     """
 
     device: torch.device
     dtype: torch.dtype = torch.float32
-    quick: bool = False
 
     def wait(self) -> None:
         """Let an accelerator finish."""
@@ -48,17 +51,81 @@ class Setting:
             return torch.cuda.get_device_name(self.device)
         return _processor()
 
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The clock for short pieces of work, in seconds.
+
+        CPU time of the thread where all the work is done in it, which other work on the machine
+        does not lengthen; else wall time.
+        """
+        alone = self.device.type == "cpu" and torch.get_num_threads() == 1
+        return time.thread_time if alone else time.perf_counter
+
 
 def stats(samples: Sequence[float], scale: float = 1.0) -> dict[str, float]:
     """Return median, quartiles, 10th percentile and number of samples, times `scale`."""
     ordered = sorted(value * scale for value in samples)
+    places = {"median": 0.5, "q1": 0.25, "q3": 0.75, "p10": 0.1}
+    return {name: _quantile(ordered, at) for name, at in places.items()} | {"n": len(ordered)}
+
+
+def envelope(benchmark: str, setting: Setting, command: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return a record: what a benchmark returned, with what it was measured on.
+
+    Args:
+        benchmark: Name of the benchmark.
+        setting: Device and dtype.
+        command: That measures it again.
+        body: At least `shapes`, `rounds`, `seconds` and `rows`.
+    """
     return {
-        "median": _quantile(ordered, 0.5),
-        "q1": _quantile(ordered, 0.25),
-        "q3": _quantile(ordered, 0.75),
-        "p10": _quantile(ordered, 0.1),
-        "n": len(ordered),
+        "schema": SCHEMA,
+        "benchmark": benchmark,
+        "command": command,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "diffusers": importlib.metadata.version("diffusers"),
+            "diffcache": diffcache.__version__,
+        },
+        "device": setting.device_name,
+        "threads": torch.get_num_threads(),
+        "dtype": str(setting.dtype).removeprefix("torch."),
+        **body,
     }
+
+
+def check(record: dict[str, Any]) -> None:
+    """Check that a record is whole and can be written as JSON.
+
+    Raises:
+        ValueError: If a field is missing or of another type than it should be, or a number is
+            not finite.
+    """
+    for name, kind in _FIELDS.items():
+        if name not in record:
+            raise ValueError(f"the record has no {name!r}")
+        if not isinstance(record[name], kind):
+            raise ValueError(f"{name}={record[name]!r}: must be of type {kind}")
+    if not record["rows"] or not all("name" in row for row in record["rows"]):
+        raise ValueError("rows: there must be some, each with a name")
+    json.dumps(record, allow_nan=False)
+
+
+def write(record: dict[str, Any], folder: Path) -> Path:
+    """Check a record and write it; one of an accelerator does not replace that of a CPU.
+
+    Returns:
+        The file.
+    """
+    check(record)
+    on_cpu = record["shapes"].get("device", "cpu") == "cpu"
+    file = folder / f"{record['benchmark']}{'' if on_cpu else '-cuda'}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return file
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
@@ -66,3 +133,26 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout, with a plus sign where the code was changed since."""
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(ROOT), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "diffcache", "kernels")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{commit}+" if changed else commit

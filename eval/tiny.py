@@ -79,34 +79,6 @@ def inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, 
     }
 
 
-class Ticker:
-    """The least that counts as a scheduler: it says how many steps there are, and when one ends."""
-
-    def __init__(self) -> None:
-        self.timesteps: range = range(0)
-
-    def set_timesteps(self, steps: int) -> None:
-        """Start a run."""
-        self.timesteps = range(steps)
-
-    def step(self) -> None:
-        """End a step."""
-
-
-class Loop:
-    """The least that counts as a pipeline: a transformer and a `Ticker`.
-
-    Its steps are taken one by one from outside, so that single steps can be timed.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.scheduler = model, Ticker()
-        self.components = {"transformer": model, "scheduler": self.scheduler}
-
-    def __call__(self) -> None:
-        """Do nothing; a pipeline can be called."""
-
-
 class Constant(nn.Module):
     """A module that returns what another one returned."""
 

@@ -128,7 +128,7 @@ def test_taylorseer_equals_an_independent_loop(made, every, order, warmup):
     assert not torch.equal(out, case.run(pipe, 0, STEPS))
 
 
-def reference_gated(case, pipe, threshold, order, probe_order, warmup, start):
+def reference_gated(case, pipe, threshold, order, probe_order, warmup, start):  # noqa: C901
     """Card 2: list A on the first block's image stream, list B on the last block's output."""
     model = pipe.transformer
     blocks = [*model.transformer_blocks, *getattr(model, "single_transformer_blocks", [])]

@@ -27,7 +27,7 @@ def pipe():
 
     from diffcache.pipelines.small.flux import DIRECTORY
 
-    loaded = FluxPipeline.from_pretrained(str(DIRECTORY), torch_dtype=torch.float32)
+    loaded = FluxPipeline.from_pretrained(str(DIRECTORY))
     loaded.set_progress_bar_config(disable=True)
     return loaded
 
@@ -217,6 +217,17 @@ class TestPipeline:
         pictures = pipe(scenes.shipped_prompts()[:2], **call).images
         assert pictures.shape == (2, 64, 64, 3)
         assert np.isfinite(pictures).all()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_load_gives_one_dtype_and_the_right_size(self, dtype):
+        from diffcache.pipelines.small.flux import TEXT_TOKENS, load
+
+        small = load(dtype)
+        parts = (small.transformer, small.text_encoder, small.text_encoder_2, small.vae)
+        assert {weight.dtype for part in parts for weight in part.parameters()} == {dtype}
+        text = scenes.shipped_prompts()[0]
+        call = {"num_inference_steps": 1, "max_sequence_length": TEXT_TOKENS}
+        assert small(text, **call).images[0].size == (64, 64)
 
     def test_same_noise_same_picture(self, pipe):
         from diffcache.pipelines.small.measure import draw_pictures

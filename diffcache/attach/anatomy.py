@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -14,7 +14,9 @@ from diffcache.step import Site
 SHARE = 0.05  # a list with less of the blocks' parameters is left alone
 TIMESTEPS = ("timestep", "timesteps", "t", "time", "sigma", "sigmas")
 _ATTENTION = re.compile(r"(\w+_)?att(n|ention)(?!_?(norm|gate|scale))")
-_FEED_FORWARD = re.compile(r"((img|txt|audio|video|image|text)_)?(ff|ffn|mlp|feed_?forward)(_|\d|$)|conv_ff")
+_FEED_FORWARD = re.compile(
+    r"((img|txt|audio|video|image|text)_)?(ff|ffn|mlp|feed_?forward)(_|\d|$)|conv_ff"
+)
 
 
 @dataclass(frozen=True)
@@ -76,21 +78,27 @@ class Anatomy:
 
     def modules_at(self, site: Site) -> list[ModuleSite]:
         """Return the modules that a module site covers, with those a fused block leaves out."""
-        fused = {m.parent for m in self.modules if m.kind == "fused"} if site is Site.MODULE else set()
+        fused = (
+            {m.parent for m in self.modules if m.kind == "fused"} if site is Site.MODULE else set()
+        )
         kinds = {
             Site.ATTENTION: {"attention"},
             Site.FEED_FORWARD: {"feed-forward"},
             Site.MODULE: {"attention", "feed-forward", "fused", "empty"},
         }[site]
         return [
-            m if m.parent not in fused or m.kind == "fused" else ModuleSite(m.parent, m.child, "empty", m.list_key)
+            replace(m, kind="empty") if m.parent in fused and m.kind != "fused" else m
             for m in self.modules
             if m.kind in kinds
         ]  # fmt: skip
 
     def supports(self, site: Site) -> bool:
         """Return whether the model has anything at a site."""
-        return any(m.kind != "empty" for m in self.modules_at(site)) if site.is_module else bool(self.lists)
+        return (
+            any(m.kind != "empty" for m in self.modules_at(site))
+            if site.is_module
+            else bool(self.lists)
+        )
 
 
 def anatomy_of(model: nn.Module) -> Anatomy:
@@ -104,7 +112,8 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     if is_unet:  # the middle is one block, whatever lists it has inside
         found = [entry for entry in found if not entry[0].startswith("mid_block.")]
     total = sum(size for _, _, size in found)
-    lists, excluded = [], []
+    lists: list[BlockList] = []
+    excluded: list[BlockList] = []
     for key, blocks, size in found:
         classes = tuple(dict.fromkeys(type(block).__name__ for block in blocks))
         share = size / total if total else 0.0

@@ -49,7 +49,7 @@ def release(of: Any) -> None:
     of.__dict__.pop(ATTRIBUTE, None)
 
 
-def _rebuild(base: type) -> Any:
+def _rebuild(base: Any) -> Any:
     return base.__new__(base)
 
 
@@ -68,5 +68,3 @@ def subclass(base: type, **members: Any) -> type:
         **members,
     }
     return type(base)(base.__name__, (base,), namespace)
-
-

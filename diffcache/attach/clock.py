@@ -97,7 +97,8 @@ class Timeline:
     """
 
     __slots__ = ("at", "branches", "calls", "computes", "decided_at", "direction", "index",
-                 "last_computed", "mark", "run", "started_at", "timestep", "when_state")  # fmt: skip
+                 "last_computed", "mark", "run", "started_at", "timestep",
+                 "when_state")  # fmt: skip
 
     def __init__(self, run: Run) -> None:
         self.run = run

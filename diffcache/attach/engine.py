@@ -13,42 +13,26 @@ from torch import Tensor, nn
 
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.anchor import claim, owner_of, release
-from diffcache.attach.clock import Branch, Run
+from diffcache.attach.clock import Run
 from diffcache.attach.context import current_context
-from diffcache.attach.frame import Frame, gated_items, main_stream
-from diffcache.attach.layout import Layout, keep, plan
-from diffcache.attach.module import EmptyTap, ModuleTap
+from diffcache.attach.frame import Frame, gated_items
+from diffcache.attach.install import Taps
+from diffcache.attach.layout import Layout
+from diffcache.attach.learn import learn, means, verify
 from diffcache.attach.record import Call
 from diffcache.attach.signature import conditions_of, signature_of
 from diffcache.attach.span import OWN, Held, estimates, hold
-from diffcache.attach.tap import FRAME, Tap, tap_children, tap_list, untap_children, untap_list
+from diffcache.attach.tap import FRAME
 from diffcache.attach.trace import Trace
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.base import FeatureMethod
-from diffcache.features.instead import Reuse
 from diffcache.step import Site
 
 if TYPE_CHECKING:
     from diffcache.attach.handle import Handle
 
 OUTPUT = ("output", 0)  # where the MODEL site keeps its feature
-_TOLERANCE = {8: 1e-9, 4: 1e-4, 2: 5e-2, 1: 2e-1}  # by bytes of a number, relative to the largest
-
-
-class SingleTap(Tap):
-    """A block that is no member of a list, such as a UNet's middle."""
-
-    __slots__ = ("key",)
-
-    def __init__(self, module: nn.Module, key: str) -> None:
-        super().__init__(module)
-        self.key = key
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
-        items = frame.items.get(self.key)
-        return (self.module if items is None else items[0])(*args, **kwargs)
 
 
 class Engine:
@@ -70,69 +54,26 @@ class Engine:
     ) -> None:
         self.handle, self.name, self.model = handle, name, model
         self.method, self.parts, self.anatomy = method, method.parts(), anatomy
+        self.site = Site.of(self.parts.site)
         self.layouts: dict[Any, Layout] = {}
-        self.blocks: dict[str, list[nn.Module]] = {}
         self.flops: dict[Any, dict[str, float] | None] = {}
         self._arguments = list(inspect.signature(type(model).forward).parameters)[1:]
-        self.module_items: dict[str, list[Any]] = {}
-        self._parents: list[nn.Module] = []
-        self._lists: list[nn.ModuleList] = []
-        site = self.site = Site.of(self.parts.site)
-        if not anatomy.supports(site):
+        if not anatomy.supports(self.site):
             raise AttachError(
-                f"{anatomy.model} has no {site.value} modules inside its blocks; "
+                f"{anatomy.model} has no {self.site.value} modules inside its blocks; "
                 "use site='stack' or site='block'"
             )
-        self._tap_modules(site) if site.is_module else self._tap_lists()
+        self.taps = Taps(self, model, anatomy, self.site)
         pre = model.register_forward_pre_hook(open_frame, prepend=True, with_kwargs=True)
         post = model.register_forward_hook(close_frame, with_kwargs=True, always_call=True)
         self._hooks = (pre, post)
         claim(model, self)
 
-    def _tap_lists(self) -> None:
-        for entry in self.anatomy.lists:
-            blocks = self.model.get_submodule(entry.key)
-            assert isinstance(blocks, nn.ModuleList)
-            self.blocks[entry.key] = list(blocks)
-            self._tap_list(blocks, entry.key)
-        for key in self.anatomy.singles:
-            module = self.model.get_submodule(key)
-            self.blocks[key] = [module]
-            self._tap_children(self.model, {key: SingleTap(module, key)})
-
-    def _tap_modules(self, site: Site) -> None:
-        for entry in self.anatomy.modules_at(site):
-            parent = self.model.get_submodule(entry.parent)
-            module = parent.get_submodule(entry.child)
-            name = f"{entry.parent}.{entry.child}"
-            inside_list = isinstance(parent, nn.ModuleList)
-            group = f"{entry.list_key}.{entry.kind if inside_list else entry.child}"
-            tap: Tap = EmptyTap(module, name) if entry.kind == "empty" else ModuleTap(module, name, group)
-            if isinstance(parent, nn.ModuleList):
-                if entry.parent not in self.module_items:
-                    self.module_items[entry.parent] = list(parent)
-                    self._tap_list(parent, entry.parent)
-                self.module_items[entry.parent][int(entry.child)] = tap
-            else:
-                self._tap_children(parent, {entry.child: tap})
-
-    def _tap_list(self, blocks: nn.ModuleList, key: str) -> None:
-        self._lists.append(blocks)
-        tap_list(blocks, self, key)
-
-    def _tap_children(self, parent: nn.Module, taps: dict[str, Tap]) -> None:
-        if not any(parent is known for known in self._parents):
-            self._parents.append(parent)
-        tap_children(parent, self, taps)
-
     def detach(self) -> None:
         """Leave the model as it was found."""
         for hook in self._hooks:
             hook.remove()
-        for blocks in self._lists:
-            untap_list(blocks)
-        for parent in self._parents:
-            untap_children(parent)
+        self.taps.remove()
         release(self.model)
 
     def tensors(self, run: Run) -> Iterator[Tensor]:
@@ -163,6 +104,8 @@ class Engine:
             timeline.when_state = self.parts.when.init()
             if not run.in_pipeline:
                 self.handle.new_record(run)
+            if self.taps.refresh():
+                self.layouts.clear()
         signature = signature_of(args, kwargs, anatomy.timestep)
         branch = timeline.branch_of(
             context, signature, lambda: conditions_of(args, kwargs, anatomy.timestep)
@@ -207,7 +150,7 @@ class Engine:
         """Choose what stands for the blocks in this call."""
         if self.site.is_module:
             frame.tally = None if frame.branch.signature in self.flops else {}
-            frame.items = self.module_items
+            frame.items = self.taps.module_items
             return
         layout = frame.layout = frame.branch.layout
         if layout is None:
@@ -215,9 +158,11 @@ class Engine:
             spread = self.site in (Site.BLOCK, Site.RUN)
             keep_all = spread or self.parts.tail > 0 or self.anatomy.is_unet
             frame.trace = Trace(keep_all, self.parts.lead)
-            frame.items = {key: frame.trace.items(key, group) for key, group in self.blocks.items()}
+            frame.items = {
+                key: frame.trace.items(key, group) for key, group in self.taps.blocks.items()
+            }
         elif frame.decides and self.parts.when.probe is not None:
-            frame.items = gated_items(layout, self.blocks)
+            frame.items = gated_items(layout, self.taps.blocks)
         elif frame.computes:
             frame.items = layout.compute
         else:
@@ -227,9 +172,11 @@ class Engine:
         """Finish a denoiser call; return what it returns if the method replaces it."""
         layout, branch = frame.layout, frame.branch
         if frame.trace is not None:
-            layout = frame.layout = self._learn(frame, frame.trace, (args, kwargs))
+            layout = branch.layout = learn(self, frame, frame.trace, (args, kwargs))
             if not _writes_cache(kwargs):
-                self._verify(frame, layout, (args, kwargs), out)
+                verify(self, frame, (args, kwargs), out)
+            self.layouts[branch.signature] = layout
+            self.flops[branch.signature] = layout.flops
         replaced = None
         if self.site is Site.MODEL:
             replaced = self._at_output(frame, out)
@@ -242,63 +189,6 @@ class Engine:
             branch.anchor = frame.step.index
         self._account(frame, layout)
         return replaced
-
-    def _learn(self, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> Layout:
-        """Lay out the method over what the traced call showed, and keep that call's features."""
-        wirings = trace.wirings()
-        if not wirings:
-            raise AttachError(f"{self.anatomy.model}: no block of its lists ran; nothing to cache")
-        layout = plan(self.parts, trace.calls, wirings, self.blocks, self.anatomy.is_unet)
-        if not keep(frame, layout, trace.calls):
-            self._again(frame, layout.compute, call)
-        if frame.decides and self.parts.when.probe is not None:
-            lead = trace.calls[: self.parts.lead]
-            argument, number = main_stream(layout, lead[0].list_key)
-            number = main_stream(layout, lead[-1].list_key)[1]
-            frame.decide(frame.probe_of(lead[0].arguments[argument], lead[-1].outputs[number]))
-        self.layouts[frame.branch.signature] = frame.branch.layout = layout
-        tally: dict[str, list[float | None]] = {}
-        for traced in trace.calls:
-            tally.setdefault(traced.list_key, []).append(traced.flops)
-        self.flops[frame.branch.signature] = _means(tally)
-        return layout
-
-    def _again(self, frame: Frame, items: dict[str, list[Any]], call: tuple[Any, Any]) -> Any:
-        """Run the denoiser once more under a frame, with other items."""
-        frame.items = items
-        token = FRAME.set(frame)
-        try:
-            return self.model.forward(*call[0], **call[1])
-        finally:
-            FRAME.reset(token)
-
-    def _verify(self, frame: Frame, layout: Layout, call: tuple[Any, Any], out: Any) -> None:
-        """Skip the blocks on the very inputs they just saw: the output must not change.
-
-        Done once for each kind of call, at the price of a skipped step. It finds models whose
-        loops use a block's output in ways that no argument of a later block shows.
-
-        Raises:
-            AttachError: If the output changes.
-        """
-        check = Frame(self, frame.timeline, Branch(-1, None, {}), frame.step)
-        check.instead, check.computes = Reuse(), True
-        check.layout = layout
-        if self.site is Site.MODEL:
-            return  # the output is replaced whatever the blocks did
-        self._again(check, layout.compute, call)
-        check.computes = False
-        found = leaves(self._again(check, layout.skip, call))
-        for expected, value in zip(leaves(out), found, strict=True):
-            error = (value.float() - expected.float()).abs().max()
-            scale = expected.float().abs().max()
-            if not error <= _TOLERANCE[expected.dtype.itemsize] * scale:
-                raise AttachError(
-                    f"{self.anatomy.model} at site {self.parts.site!r}: skipping its blocks on inputs "
-                    f"they just saw changes the output by {float(error):.2g} of {float(scale):.2g}, "
-                    "so its forward uses their outputs in a way that cannot be seen; use "
-                    "site='block' or site='model'"
-                )
 
     def _at_output(self, frame: Frame, out: Any) -> Any:
         """Keep the denoiser's output, or replace it by its estimate."""
@@ -322,7 +212,7 @@ class Engine:
                 ran[0 if frame.computes else 1] += visits
             call.counts = {key: (ran, skipped) for key, (ran, skipped) in counts.items()}
             if frame.tally is not None:
-                self.flops[frame.branch.signature] = _means(frame.tally)
+                self.flops[frame.branch.signature] = means(frame.tally)
         elif frame.computes:
             call.counts = {key: (ran, 0) for key, ran in layout.totals.items()}
         else:
@@ -348,17 +238,6 @@ def _writes_cache(kwargs: dict[str, Any]) -> bool:
     if any(isinstance(flag, bool) for flag in flags):
         return any(flag is True for flag in flags)
     return bool(given)
-
-
-def _means(tally: dict[str, list[float | None]]) -> dict[str, float] | None:
-    """Return the mean operations of one evaluation of every site, None if one was not counted."""
-    means: dict[str, float] = {}
-    for key, values in tally.items():
-        counts = [value for value in values if value is not None]
-        if len(counts) != len(values):
-            return None
-        means[key] = sum(counts) / len(counts)
-    return means
 
 
 def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -390,7 +269,10 @@ def close_frame(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
 
 def _orphan(module: nn.Module) -> None:
     """Take the hooks off a copy of a wrapped model and say that it runs uncached."""
-    for hooks, hook in ((module._forward_pre_hooks, open_frame), (module._forward_hooks, close_frame)):
+    for hooks, hook in (
+        (module._forward_pre_hooks, open_frame),
+        (module._forward_hooks, close_frame),
+    ):
         for key in [key for key, value in hooks.items() if value is hook]:
             del hooks[key]
     warnings.warn(
@@ -398,5 +280,3 @@ def _orphan(module: nn.Module) -> None:
         CacheWarning,
         stacklevel=4,
     )
-
-

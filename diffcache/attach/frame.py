@@ -108,6 +108,7 @@ class LeadTap(Tap):
         self.first, self.last = first, last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the block."""
         frame: Frame = FRAME.get()  # type: ignore[assignment]
         if self.first:
             key = self.argument
@@ -129,6 +130,7 @@ class LateTap(Tap):
         self.key, self.index = key, index
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the block."""
         frame: Frame = FRAME.get()  # type: ignore[assignment]
         layout = frame.layout
         assert layout is not None

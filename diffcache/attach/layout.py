@@ -1,4 +1,4 @@
-"""Which blocks a method skips in one kind of call: spans, duties and the taps that carry them out."""
+"""Which blocks a method skips in one kind of call: spans, duties, and the taps for them."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class Layout:
         wirings: What was learned of each list.
         foreseen: Blocks whose estimates are made at the start of a skipped step.
         lead_calls: The lead blocks.
+        flops: List -> mean operations of one block, None where they were not counted.
         first_arguments: List -> where its first block takes its first tensor.
     """
 
@@ -57,6 +58,7 @@ class Layout:
     foreseen: list[tuple[str, int]]
     lead_calls: list[tuple[str, int]]
     first_arguments: dict[str, Any]
+    flops: dict[str, float] | None = None
 
 
 def plan(
@@ -90,14 +92,18 @@ def plan(
         )
     by_place = {(c.list_key, c.index): c for c in calls}
     for number, span in enumerate(spans):
-        _assign(number, span, duties, by_place, parts, is_last=number == len(spans) - 1, unet=is_unet)
+        _assign(
+            number, span, duties, by_place, parts, is_last=number == len(spans) - 1, unet=is_unet
+        )
     skipped = {place for span in spans for place in span}
     if parts.site is Site.MODEL:
         skipped = set(order)
     if parts.feature == "output" and parts.site is Site.STACK:
         skipped = set(order) - set(lead) - set(tail)
     kinds = {(c.list_key, c.index): c.container for c in calls}
-    compute = _items(blocks, duties, lambda m, d, p: ComputeTap(m, d) if _has_duty(d, p, skipped) else m)
+    compute = _items(
+        blocks, duties, lambda m, d, p: ComputeTap(m, d) if _has_duty(d, p, skipped) else m
+    )
     skip = _items(blocks, duties, lambda m, d, p: _skip_tap(m, d, kinds[p]) if p in skipped else m)
     follow_skipped = skipped | set(lead) if parts.feature == "output" and lead else skipped
     follow = skip
@@ -162,7 +168,7 @@ def _spans(
     if parts.site is Site.STACK:
         spans = [[place for place in group if place not in kept] for group in groups]
         return [span for span in spans if span]
-    wanted = named_blocks(parts.blocks, order)
+    wanted = named_blocks(tuple(parts.blocks), order)
     spans = []
     for group in groups:
         run: list[tuple[str, int]] = []
@@ -230,7 +236,8 @@ def _assign(
     shapes_first = [calls[span[0]].shapes_in.get(key) for key in first.carry.values()]
     shapes_last = [calls[span[-1]].shapes_out[n] for n in last.carry]
     matching = list(first.carry) == list(last.carry) and all(
-        there is None or here == there for here, there in zip(shapes_first, shapes_last, strict=True)
+        there is None or here == there
+        for here, there in zip(shapes_first, shapes_last, strict=True)
     )
     if wants_residual and first.carry and matching:
         first.opens, first.span, last.residual = True, number, True
@@ -244,10 +251,14 @@ def _has_duty(duty: Duty, place: tuple[str, int], skipped: set[tuple[str, int]])
 
 def _items(blocks: dict[str, list[nn.Module]], duties: Any, make: Any) -> dict[str, list[Any]]:
     """Return, for every list, what `make` says of the blocks that were called."""
-    return {
-        key: [make(m, duties[key, i], (key, i)) if (key, i) in duties else m for i, m in enumerate(group)]
-        for key, group in blocks.items()
-    }  # fmt: skip
+    items: dict[str, list[Any]] = {}
+    for key, group in blocks.items():
+        places = [(key, index) for index in range(len(group))]
+        items[key] = [
+            make(module, duties[place], place) if place in duties else module
+            for place, module in zip(places, group, strict=True)
+        ]
+    return items
 
 
 def _skip_tap(module: nn.Module, duty: Duty, container: type) -> Any:

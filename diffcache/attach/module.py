@@ -27,6 +27,7 @@ class ModuleTap(Tap):
         self.name, self.group = name, group
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the block's call of the module."""
         frame: Frame = FRAME.get()  # type: ignore[assignment]
         visit = frame.visits.get(self, 0)
         frame.visits[self] = visit + 1
@@ -54,6 +55,7 @@ class EmptyTap(Tap):
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the block's call of the module."""
         frame: Frame = FRAME.get()  # type: ignore[assignment]
         if not frame.computes:
             return frame.branch.features[self.name, 0].hollow

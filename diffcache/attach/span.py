@@ -86,8 +86,8 @@ def picker(keys: list[Key], container: type) -> Callable[[tuple[Any, ...], dict[
             return lambda args, kwargs: named(kwargs)
         return lambda args, kwargs: container((named(kwargs),) if one else named(kwargs))
     if container is Tensor:
-        key = keys[0]
-        return lambda args, kwargs: args[key]
+        place = int(keys[0])
+        return lambda args, kwargs: args[place]
     return lambda args, kwargs: container(
         [kwargs[key] if isinstance(key, str) else args[key] for key in keys]
     )
@@ -104,6 +104,7 @@ class ComputeTap(Tap):
         self.base_of = picker(list(duty.carry.values()), tuple) if duty.opens else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the block."""
         frame: Frame = FRAME.get()  # type: ignore[assignment]
         if self.base_of is not None:
             frame.bases[self.duty.span] = self.base_of(args, kwargs)
@@ -124,6 +125,7 @@ class PassTap(Tap):
         self.streams_of = picker([duty.carry[n] for n in sorted(duty.carry)], container)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the block."""
         return self.streams_of(args, kwargs)
 
 
@@ -137,6 +139,7 @@ class OpenTap(PassTap):
         self.base_of = picker(list(duty.carry.values()), tuple)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the block."""
         frame: Frame = FRAME.get()  # type: ignore[assignment]
         frame.bases[self.duty.span] = self.base_of(args, kwargs)
         return self.streams_of(args, kwargs)
@@ -153,6 +156,7 @@ class EstimateTap(Tap):
         self.input_of = picker(list(duty.carry.values()), tuple) if duty.carry else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the block."""
         frame: Frame = FRAME.get()  # type: ignore[assignment]
         duty = self.duty
         given = self.input_of(args, kwargs) if self.input_of is not None else ()
@@ -173,6 +177,7 @@ class AddTap(Tap):
         self.input_of = picker(list(duty.carry.values()), tuple)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the block."""
         frame: Frame = FRAME.get()  # type: ignore[assignment]
         frame.closed += 1
         if not frame.foreseen:
@@ -192,6 +197,7 @@ class HollowTap(Tap):
         self.duty = duty
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the block."""
         frame: Frame = FRAME.get()  # type: ignore[assignment]
         return frame.branch.features[self.duty.key].hollow
 

@@ -133,6 +133,7 @@ class TraceTap(Tap):
         self.trace, self.key, self.index = trace, key, index
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the block."""
         return self.trace.call(self, args, kwargs)
 
 

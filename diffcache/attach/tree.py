@@ -49,7 +49,9 @@ class Template:
 
 def hollow(value: Any) -> Any:
     """Return `value` with every tensor replaced by zeros of its shape that take no memory."""
-    tensors = [torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape) for t in leaves(value)]
+    tensors = [
+        torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape) for t in leaves(value)
+    ]
     return Template(value).build(tensors)
 
 

@@ -40,7 +40,7 @@ class When(ABC):
     def should_compute(self, state: Any, step: Step, probe: Tensor | None) -> bool:
         """Return True to compute this step, False to skip it. Never changes `state`."""
 
-    def computed(self, state: Any, step: Step, probe: Tensor | None) -> None:
+    def computed(self, state: Any, step: Step, probe: Tensor | None) -> None:  # noqa: B027
         """Note that this step is computed, for whatever reason."""
 
     def held(self, state: Any) -> list[Tensor]:
@@ -64,7 +64,11 @@ class Instead(ABC):
 
     @abstractmethod
     def estimate(self, state: Any, step: Step) -> Tensor:
-        """Return the stand-in for a skipped step; may be a held tensor, which must not be written to."""
+        """Return the stand-in for a skipped step.
+
+        It may be a held tensor, which the caller does not write to. At the step that was just
+        recorded it is the feature itself.
+        """
 
     def estimate_all(self, states: Sequence[Any], step: Step) -> list[Tensor]:
         """Return `estimate` of many states; a method may do them in fewer kernel launches."""
@@ -107,6 +111,6 @@ def check_int(name: str, value: object, least: int, hint: str = "") -> None:
 
 
 def check_threshold(value: object, hint: str = "") -> None:
-    """Raise ValueError unless `value` is a number of at least 0 (infinity is allowed, NaN is not)."""
+    """Raise ValueError unless `value` is a number of at least 0; infinity is one, NaN is not."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
         raise ValueError(f"threshold={value!r}: must be a number of at least 0{hint}")

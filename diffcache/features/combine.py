@@ -39,7 +39,7 @@ class Combine(FeatureMethod):
     site: Site | str = Site.STACK
     lead: int = 0
     tail: int = 0
-    blocks: tuple[str, ...] = ()
+    blocks: tuple[str, ...] | str = ()
     feature: Literal["residual", "output"] = "residual"
 
     def __post_init__(self) -> None:
@@ -61,9 +61,13 @@ class Combine(FeatureMethod):
                 "such as 'transformer_blocks.2-9', and of no other site"
             )
         if self.when.probe is not None and self.lead == 0:
-            raise ValueError(f"lead=0 with when={self.when!r}: a gate looks at lead blocks; set lead=1")
+            raise ValueError(
+                f"lead=0 with when={self.when!r}: a gate looks at lead blocks; set lead=1"
+            )
         if site.is_module and (self.lead or self.tail):
-            raise ValueError(f"lead={self.lead}, tail={self.tail}: must be 0 at site {site.value!r}")
+            raise ValueError(
+                f"lead={self.lead}, tail={self.tail}: must be 0 at site {site.value!r}"
+            )
 
     def parts(self) -> Combine:
         """Return itself."""

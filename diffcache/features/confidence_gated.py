@@ -59,7 +59,7 @@ class ConfidenceGatedTaylor(FeatureMethod):
         self.parts()
 
     def parts(self) -> Combine:
-        """Return a gate on the forecast of the first block's output, and a forecast of the last's."""
+        """Return a gate on the first block's forecast, and a forecast of the last block."""
         gate = Gate(
             self.threshold,
             self.warmup,

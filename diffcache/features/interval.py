@@ -35,7 +35,8 @@ class Interval(FeatureMethod):
     source: ClassVar[str] = "FORA: Fast-Forward Caching in Diffusion Transformer Acceleration"
     bibtex: ClassVar[str] = """@article{selvaraju2024fora,
   title={FORA: Fast-Forward Caching in Diffusion Transformer Acceleration},
-  author={Selvaraju, Pratheba and Ding, Tianyu and Chen, Tianyi and Zharkov, Ilya and Liang, Luming},
+  author={Selvaraju, Pratheba and Ding, Tianyu and Chen, Tianyi and Zharkov, Ilya and
+          Liang, Luming},
   journal={arXiv preprint arXiv:2407.01425},
   year={2024}
 }"""

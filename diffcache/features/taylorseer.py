@@ -35,11 +35,13 @@ class TaylorSeer(FeatureMethod):
         ValueError: If a value is out of its range.
 
     Example:
-        >>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5, order=1, site="stack"))  # doctest: +SKIP
+        >>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5, site="stack"))  # doctest: +SKIP
     """
 
     name: ClassVar[str] = "taylorseer"
-    source: ClassVar[str] = "From Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers"
+    source: ClassVar[str] = (
+        "From Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers"
+    )
     bibtex: ClassVar[str] = """@inproceedings{liu2025taylorseer,
   title={From Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers},
   author={Liu, Jiacheng and Zou, Chang and Lyu, Yuanhuiyi and Chen, Junjie and Zhang, Linfeng},

@@ -173,5 +173,4 @@ def relative_l1(guess: Tensor, probe: Tensor, relative_to: str = "probe") -> flo
     guess, probe = guess.float(), probe.float()
     error = (guess - probe).abs().mean()
     scale = (guess if relative_to == "forecast" else probe).abs().mean()
-    value = float(torch.where(error == 0, error, error / scale))
-    return value
+    return float(torch.where(error == 0, error, error / scale))

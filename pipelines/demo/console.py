@@ -61,7 +61,7 @@ def progress(label: str) -> Iterator[Progress]:
 
 
 def quiet() -> None:
-    """Keep diffusers and transformers from printing while they load; show warnings as a line."""
+    """Keep diffusers and transformers from printing bars and notices while they load."""
     import diffusers
     import transformers
 
@@ -69,6 +69,5 @@ def quiet() -> None:
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message=r"(?s).*flex_attention called without torch.compile")

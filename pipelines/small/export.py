@@ -57,12 +57,23 @@ def export(out: Path, directory: Path = DIRECTORY, *, shift: float = 1.0) -> int
     part = directory.with_name(f".{directory.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     assemble(out, shift).to(torch.bfloat16).save_pretrained(part)
+    for name in ("text_encoder", "text_encoder_2"):
+        _load_as_float32(part / name / "config.json")
     for file in sorted(path for path in part.rglob("*") if path.is_file()):
         target = directory / file.relative_to(part)
         target.parent.mkdir(parents=True, exist_ok=True)
+        file.chmod(0o644)
         file.replace(target)
     shutil.rmtree(part)
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def _load_as_float32(config: Path) -> None:
+    # transformers 5 loads in the dtype of the file, diffusers in float32; a plain
+    # `from_pretrained` would mix the two.
+    values = json.loads(config.read_text(encoding="utf-8"))
+    values = {k: "float32" if k in ("dtype", "torch_dtype") else v for k, v in values.items()}
+    config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def record(out: Path, *, seed: int, command: str, path: Path = RECORD) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,6 +81,18 @@ def trace(case: Case, model: nn.Module) -> dict[str, Wiring]:
         return dict(layouts[0].wirings) if layouts else {}
 
 
+def inputs(case: Case, model: nn.Module, timestep: str | None, step: int) -> dict[str, Any]:
+    """Make a case's arguments at a step.
+
+    Where the blocks do not use the timestep, the case leaves it as it is; it is what tells the
+    steps of a bare model, so it is made to fall here as well.
+    """
+    made = case.kwargs(model, 0, step=step, steps=STEPS)
+    if not case.timestep and timestep in made:
+        made[timestep] = torch.full_like(made[timestep], STEPS - step)
+    return made
+
+
 def run(case: Case, model: nn.Module, site: Site) -> Outcome:
     """Run a model over twelve steps with every third computed, and count."""
     try:
@@ -91,7 +104,7 @@ def run(case: Case, model: nn.Module, site: Site) -> Outcome:
         computed = skipped = 0
         try:
             for step in range(STEPS):
-                model(**case.kwargs(model, 0, step=step, steps=STEPS))
+                model(**inputs(case, model, handle.engines[0].anatomy.timestep, step))
                 call = handle.last.calls[-1]
                 computed += sum(ran for ran, _ in call.counts.values())
                 skipped += sum(left for _, left in call.counts.values())

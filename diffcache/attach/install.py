@@ -1,0 +1,105 @@
+"""Where one engine taps its model: lists of blocks, single blocks, modules inside the blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from diffcache.attach.anatomy import Anatomy
+from diffcache.attach.module import EmptyTap, ModuleTap
+from diffcache.attach.tap import FRAME, Tap, tap_children, tap_list, untap_children, untap_list
+from diffcache.step import Site
+
+if TYPE_CHECKING:
+    from diffcache.attach.frame import Frame
+
+
+class SingleTap(Tap):
+    """A block that is no member of a list, such as a UNet's middle."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, module: nn.Module, key: str) -> None:
+        super().__init__(module)
+        self.key = key
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the block."""
+        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        items = frame.items.get(self.key)
+        return (self.module if items is None else items[0])(*args, **kwargs)
+
+
+class Taps:
+    """The taps of one engine on its model.
+
+    Attributes:
+        blocks: List of blocks, or single block, by key -> its modules.
+        module_items: For lists that hold attention modules: what stands for their members.
+    """
+
+    def __init__(self, owner: Any, model: nn.Module, anatomy: Anatomy, site: Site) -> None:
+        self.owner, self.model = owner, model
+        self.blocks: dict[str, list[nn.Module]] = {}
+        self.module_items: dict[str, list[Any]] = {}
+        self._parents: list[nn.Module] = []
+        self._lists: dict[str, nn.ModuleList] = {}
+        if site.is_module:
+            self._tap_modules(anatomy, site)
+        else:
+            self._tap_lists(anatomy)
+
+    def _tap_lists(self, anatomy: Anatomy) -> None:
+        for entry in anatomy.lists:
+            blocks = self.model.get_submodule(entry.key)
+            assert isinstance(blocks, nn.ModuleList)
+            self.blocks[entry.key] = list(blocks)
+            self._tap_list(blocks, entry.key)
+        for key in anatomy.singles:
+            module = self.model.get_submodule(key)
+            self.blocks[key] = [module]
+            self._tap_children(self.model, {key: SingleTap(module, key)})
+
+    def _tap_modules(self, anatomy: Anatomy, site: Site) -> None:
+        for entry in anatomy.modules_at(site):
+            parent = self.model.get_submodule(entry.parent)
+            module = parent.get_submodule(entry.child)
+            name = f"{entry.parent}.{entry.child}"
+            in_list = isinstance(parent, nn.ModuleList)
+            group = f"{entry.list_key}.{entry.kind if in_list else entry.child}"
+            empty = entry.kind == "empty"
+            tap: Tap = EmptyTap(module, name) if empty else ModuleTap(module, name, group)
+            if isinstance(parent, nn.ModuleList):
+                if entry.parent not in self.module_items:
+                    self.module_items[entry.parent] = list(parent)
+                    self._tap_list(parent, entry.parent)
+                self.module_items[entry.parent][int(entry.child)] = tap
+            else:
+                self._tap_children(parent, {entry.child: tap})
+
+    def _tap_list(self, blocks: nn.ModuleList, key: str) -> None:
+        self._lists[key] = blocks
+        tap_list(blocks, self.owner, key)
+
+    def _tap_children(self, parent: nn.Module, taps: dict[str, Tap]) -> None:
+        if not any(parent is known for known in self._parents):
+            self._parents.append(parent)
+        tap_children(parent, self.owner, taps)
+
+    def refresh(self) -> bool:
+        """Look at the lists again; return whether a block was replaced since."""
+        stale = False
+        for key, known in self.blocks.items():
+            blocks = self._lists.get(key)
+            now = [self.model.get_submodule(key)] if blocks is None else [*blocks._modules.values()]
+            if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
+                self.blocks[key], stale = now, True
+        return stale
+
+    def remove(self) -> None:
+        """Leave the model as it was found."""
+        for blocks in self._lists.values():
+            untap_list(blocks)
+        for parent in self._parents:
+            untap_children(parent)

@@ -1,0 +1,237 @@
+"""The report: its counts against closed forms, its text, its JSON and its timeline."""
+
+import json
+import math
+import warnings
+
+import pytest
+import torch
+
+import diffcache
+from diffcache import CacheWarning, Combine, Every, Interval, Listed, TaylorSeer
+from diffcache.attach.record import Call
+from diffcache.pipelines.zoo.catalog import cases
+from diffcache.pipelines.zoo.pipes import pipes
+from diffcache.report import Report, human, share
+from diffcache.timeline import lanes_of, steps_of, timeline_image, timeline_text
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def flux():
+    case = cases()["FluxTransformer2DModel"]
+    return case, case.build(0)
+
+
+def run(flux, method, steps=STEPS, after=None):
+    """Run a bare FLUX under a method and return its report, taken before it is unwrapped."""
+    case, model = flux
+    with diffcache.wrapped(model, method), torch.no_grad():
+        for step in range(steps):
+            model(**case.kwargs(model, 0, step=step, steps=steps))
+        if after is not None:
+            after(model)
+        return diffcache.report(model)
+
+
+def call(index, branch=0, computed=True, denoiser="transformer", **more):
+    counts = {"blocks": (4, 0) if computed else (0, 4)}
+    return Call(denoiser, index, 1.0 - index, branch, computed, "method", 0.5, counts, **more)
+
+
+class Record:
+    """Stands for a handle: only what a report reads."""
+
+    def __init__(self, calls, peak_bytes=0):
+        self.calls, self.peak_bytes, self.finished = calls, peak_bytes, True
+        self.computed = sum(c.counts["blocks"][0] for c in calls)
+        self.skipped = sum(c.counts["blocks"][1] for c in calls)
+        self.last, self.method = self, Interval()
+
+    def held_bytes(self):
+        return 0
+
+
+class TestCounts:
+    @pytest.mark.parametrize(("every", "warmup"), [(2, 1), (3, 1), (5, 3), (4, 2)])
+    def test_equal_the_closed_form(self, flux, every, warmup):
+        report = run(flux, TaylorSeer(every=every, warmup=warmup, site="stack"))
+        computed = warmup + (STEPS - warmup) // every
+        assert report.steps_computed == computed
+        assert report.steps_skipped == STEPS - computed
+        counts = (4 * computed, 4 * (STEPS - computed))
+        lists = dict.fromkeys(("transformer_blocks", "single_transformer_blocks"), counts)
+        assert report.sites == {"model": lists}
+        assert report.computed == 8 * computed
+        assert report.skipped == 8 * (STEPS - computed)
+
+    def test_flops_follow_the_counts(self, flux):
+        report = run(flux, Interval(every=3))
+        assert report.flops_saved == pytest.approx(2 * report.flops_computed)
+
+    def test_operations_of_one_skipped_block(self, flux):
+        method = Combine(Listed(range(0, STEPS, 3)), site="run", blocks="transformer_blocks.1")
+        report = run(flux, method)
+        (first, *_) = report.steps
+        assert report.skipped == STEPS - 4
+        assert 0.1 < report.flops_saved / (STEPS - 4) / sum(first.flops) < 0.2
+
+    def test_unknown_operations_are_none(self):
+        report = Report(Record([call(0, flops=(8.0, 0.0)), call(1, computed=False)]))
+        assert report.flops_computed is None and report.flops_saved is None
+        assert "not counted" in str(report)
+
+    def test_means_leave_the_first_call_out(self):
+        calls = [call(0), call(1), call(2, computed=False)]
+        calls[0].reason, calls[0].seconds, calls[2].seconds = "first call", 9.0, 0.1
+        report = Report(Record(calls))
+        assert report.seconds == pytest.approx(9.6)
+        assert report.seconds_computed == 0.5 and report.seconds_skipped == 0.1
+
+    def test_bytes(self, flux):
+        seen = []
+        held = run(flux, Interval(), after=lambda m: seen.append(diffcache.report(m).held_bytes))
+        assert seen == [held.held_bytes] and 0 < held.held_bytes <= held.peak_bytes
+        report = run(flux, Interval(), after=diffcache.reset)
+        assert report.held_bytes == 0 < report.peak_bytes
+
+    def test_snapshot_stays_as_it_is(self, flux):
+        case, model = flux
+        with diffcache.wrapped(model, Interval()), torch.no_grad():
+            model(**case.kwargs(model, 0))
+            before = diffcache.report(model)
+            text = before.to_json()
+            model(**case.kwargs(model, 0, step=1))
+            assert before.to_json() == text != diffcache.report(model).to_json()
+
+    def test_branches_of_a_pipeline(self):
+        case = pipes()["WanPipeline"]
+        pipe = diffcache.wrap(case.build(0), Interval(every=2))
+        case.run(pipe, steps=6)
+        report = diffcache.report(pipe)
+        assert [c.branch for c in report.steps[:2]] == ["cond", "uncond"]
+        assert report.steps_computed == report.steps_skipped == 3
+        assert [lane.marks for lane in lanes_of(report.steps)] == [[True, False] * 3] * 2
+        assert report.held_bytes == 0 < report.peak_bytes
+        assert "forced" not in str(report)
+
+
+class TestPlainData:
+    def test_json_round_trip(self, flux):
+        report = run(flux, Interval(every=4))
+        data = json.loads(report.to_json())
+        assert data == report.to_dict()
+        assert data["schema"] == 1
+        assert eval(data["method"], {"Interval": Interval}) == Interval(every=4)
+        assert len(data["steps"]) == STEPS
+        assert sum(step["computed"] for step in data["steps"]) == 3
+        assert data["sites"]["model"]["transformer_blocks"] == {"computed": 12, "skipped": 36}
+
+    def test_empty_report(self, flux):
+        report = run(flux, Interval(), steps=0)
+        assert json.loads(report.to_json())["steps"] == []
+        assert report.flops_computed is None and report.seconds_computed is None
+        assert "No denoiser call yet" in str(report)
+
+
+class TestText:
+    def test_holds_the_numbers(self, flux):
+        report = run(flux, Interval(every=3))
+        text = report.to_text(width=100)
+        assert text.startswith("Interval(every=3, warmup=1, site='stack')")
+        rows = {
+            line.split()[1]: line.split()[2:4] for line in text.splitlines() if "blocks " in line
+        }
+        assert rows["transformer_blocks"] == ["16", "32"]
+        assert "12: 4 computed, 8 skipped" in text
+        assert "66.7 %" in text
+        assert human(report.flops_saved) in text
+        assert human(report.peak_bytes, "B") in text
+        assert "█··█··█··█··" in text
+
+    def test_has_no_colour_codes_and_fits(self, flux):
+        text = run(flux, Interval(every=3)).to_text(width=70)
+        assert "\x1b" not in text
+        assert max(map(len, text.splitlines())) <= 100
+
+    def test_says_so_when_nothing_was_skipped(self, flux):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CacheWarning)
+            text = str(run(flux, Combine(Every(1))))
+        assert "Nothing was skipped: all 12 steps were computed" in text
+
+    def test_ascii(self, flux):
+        text = run(flux, Interval(every=3)).to_text(ascii_only=True)
+        assert text.isascii()
+        assert "#..#..#..#.." in text
+
+    def test_forced_calls_are_named(self):
+        calls = [call(0), call(1, computed=False), call(2)]
+        calls[2].reason = "inputs changed"
+        assert "forced   1 call was computed: inputs changed" in str(Report(Record(calls)))
+
+    @pytest.mark.parametrize(
+        ("number", "unit", "text"),
+        [(0, "B", "0 B"), (999, "", "999"), (1234, "", "1.23 k"), (2.5e9, "B", "2.5 GB"),
+         (999_600, "", "1 M"), (1.5e15, "", "1.5 P")],
+    )  # fmt: skip
+    def test_human(self, number, unit, text):
+        assert human(number, unit) == text
+
+    def test_share(self):
+        assert (share(1, 3), share(0, 0)) == ("25.0 %", "-")
+
+
+class TestTimeline:
+    def test_steps_by_index_and_by_repeated_branch(self):
+        calls = [call(0, "a"), call(0, "b"), call(1, "a"), call(0, "a"), call(0, "a")]
+        assert [len(step) for step in steps_of(calls)] == [2, 1, 1, 1]
+
+    def test_lanes_of_two_denoisers_stand_side_by_side(self):
+        calls = [call(0), call(1, computed=False), call(0, denoiser="transformer_2")]
+        lanes = {lane.label: lane.marks for lane in lanes_of(calls)}
+        assert lanes == {
+            "transformer branch 0": [True, False, None],
+            "transformer_2 branch 0": [None, None, True],
+        }
+
+    def test_text_wraps_at_the_width(self):
+        text = timeline_text([call(i, "cond", i % 5 == 0) for i in range(125)], width=60)
+        rows = [line for line in text.splitlines() if line.strip().startswith("cond")]
+        assert len(rows) == math.ceil(125 / 50)
+        assert max(map(len, text.splitlines())) <= 60
+        assert "".join(row.split()[1] for row in rows).count("█") == 25
+
+    @pytest.mark.parametrize("steps", [0, 1, 50, 2000])
+    def test_image(self, steps):
+        image = timeline_image([call(i, "cond", i % 2 == 0) for i in range(steps)], 400, 120)
+        assert image.size == (400, 120) and image.mode == "RGB"
+        assert len(image.getcolors(100_000)) > 1
+
+    def test_image_too_small(self):
+        with pytest.raises(ValueError, match="width=10, height=120: a timeline needs at least"):
+            timeline_image([call(0)], 10, 120)
+
+
+class TestCite:
+    def test_names_methods_classes_and_wrapped_models(self, flux):
+        _, model = flux
+        expected = TaylorSeer.bibtex
+        with diffcache.wrapped(model, TaylorSeer()):
+            for target in ("taylorseer", TaylorSeer, TaylorSeer(every=2), model):
+                assert diffcache.cite(target) == expected
+
+    def test_every_catalogue_method_has_an_entry(self):
+        for name in diffcache.methods():
+            assert diffcache.cite(name).startswith("@")
+
+    def test_own_combination(self):
+        with pytest.raises(ValueError, match="has no paper of its own"):
+            diffcache.cite(Combine(Every(3)))
+
+    def test_unknown(self, flux):
+        with pytest.raises(diffcache.UnknownMethodError, match="did you mean 'taylorseer'"):
+            diffcache.cite("taylorser")
+        with pytest.raises(diffcache.AttachError, match="is not wrapped"):
+            diffcache.cite(flux[1])
