@@ -108,7 +108,11 @@ def measure(setting: Setting, *, shape: Shape | None = None) -> dict[str, Any]:
                 expected = _outputs(subject)
             rows.append({"name": name, **_compiled(setting, shape, call, start, expected)})
     return {
-        "shapes": {"device": setting.device.type, "model": "tiny FLUX, random weights", **asdict(shape)},
+        "shapes": {
+            "device": setting.device.type,
+            "model": "tiny FLUX, random weights",
+            **asdict(shape),
+        },
         "rounds": 1,
         "steps": _STEPS,
         "seconds": round(time.monotonic() - started, 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -43,20 +43,43 @@ def elements(site: str, shape: Shape) -> tuple[str, int]:
     }[site]
 
 
-def cases(shape: Shape) -> list[tuple[FeatureMethod, str, int]]:
-    """Return methods with the formula of what they hold, and its value in numbers."""
-    found: list[tuple[FeatureMethod, str, int]] = []
+@dataclass(frozen=True)
+class Case:
+    """One method and what it should hold.
+
+    Attributes:
+        name: Name in the table.
+        method: The method.
+        formula: Numbers held for a batch of one; `b` is the number of guidance branches.
+        a_branch: Numbers that every branch holds, counted.
+        shared: Numbers that are held once: the probe of a gate, of the branch that decides.
+    """
+
+    name: str
+    method: FeatureMethod
+    formula: str
+    a_branch: int
+    shared: int = 0
+
+
+def cases(shape: Shape) -> list[Case]:
+    """Return every method at every site."""
+    found: list[Case] = []
     for site in SITES:
         formula, count = elements(site, shape)
-        found.append((Interval(2, site=site), formula, count))
+        found.append(Case(f"Interval {site}", Interval(2, site=site), f"b {formula}", count))
         for order in (1, 2):
             method = TaylorSeer(2, order, warmup=3, site=site)
-            found.append((method, f"{order + 1} x {formula}", (order + 1) * count))
+            name, factors = f"TaylorSeer order {order} {site}", order + 1
+            found.append(Case(name, method, f"{factors} b {formula}", factors * count))
     probe = shape.image_tokens * shape.width
     stream = (shape.image_tokens + shape.text_tokens) * shape.width
-    found.append((FirstBlock(1e-9), "2 T D + T_image D", 2 * stream + probe))
     gated = ConfidenceGatedTaylor(1e-9, order=1, probe_order=2)
-    found.append((gated, "2 x T D + 3 x T_image D", 2 * stream + 3 * probe))
+    formula = "2 b T D + 3 T_image D"
+    found += [
+        Case("FirstBlock", FirstBlock(1e-9), "b 2 T D + T_image D", 2 * stream, probe),
+        Case("ConfidenceGatedTaylor order 1, 2", gated, formula, 2 * stream, 3 * probe),
+    ]
     return found
 
 
@@ -74,36 +97,30 @@ def measure(setting: Setting, *, shape: Shape | None = None) -> dict[str, Any]:
     rows = []
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for method, formula, count in cases(shape):
+        for case in cases(shape):
             for branches in (("cond",), ("cond", "uncond")):
-                with Loop(model, method, call) as loop:
+                with Loop(model, case.method, call) as loop:
                     loop.take(_STEPS, branches)
                     held = diffcache.report(loop).held_bytes
                     diffcache.reset(loop)
                     after = diffcache.report(loop).held_bytes
-                size = setting.dtype.itemsize
-                expected = _expected(method, count, shape, len(branches)) * size
+                numbers = shape.batch * (len(branches) * case.a_branch + case.shared)
+                expected = numbers * setting.dtype.itemsize
                 rows.append({
-                    "name": repr(method), "branches": len(branches), "formula": formula,
-                    "expected_bytes": expected, "held_bytes": held, "after_reset_bytes": after,
-                    "equal": held == expected and after == 0,
+                    "name": case.name, "method": repr(case.method), "branches": len(branches),
+                    "formula": case.formula, "expected_bytes": expected, "held_bytes": held,
+                    "after_reset_bytes": after, "equal": held == expected and after == 0,
                 })  # fmt: skip
     return {
-        "shapes": {"device": setting.device.type, "model": "tiny FLUX, random weights", **asdict(shape)},
+        "shapes": {
+            "device": setting.device.type,
+            "model": "tiny FLUX, random weights",
+            **asdict(shape),
+        },
         "rounds": 1,
         "seconds": round(time.monotonic() - started, 1),
         "rows": rows,
     }
-
-
-def _expected(method: FeatureMethod, count: int, shape: Shape, branches: int) -> int:
-    """Return the numbers that all branches hold; a gate's probe is of the deciding branch alone."""
-    probe = 0
-    if isinstance(method, FirstBlock):
-        probe = shape.image_tokens * shape.width
-    elif isinstance(method, ConfidenceGatedTaylor):
-        probe = (method.probe_order + 1) * shape.image_tokens * shape.width
-    return shape.batch * (branches * (count - probe) + probe)
 
 
 def tables(record: dict[str, Any]) -> list[Table]:
@@ -113,7 +130,9 @@ def tables(record: dict[str, Any]) -> list[Table]:
         f"bytes held: FLUX of n={shape['double']}, m={shape['single']} blocks, D={16 * shape['heads']}, "
         f"T={shape['image_tokens']}+{shape['text_tokens']}, batch {shape['batch']}"
     )
-    table = Table("method", "branches", "formula", "expected", "held", "after reset", "", title=title)
+    table = Table(
+        "method", "branches", "formula", "expected", "held", "after reset", "", title=title
+    )
     for row in record["rows"]:
         table.add_row(
             row["name"], str(row["branches"]), row["formula"], f"{row['expected_bytes']:,}",

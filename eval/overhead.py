@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
+from rich.progress import track
 from rich.table import Table
 from torch import nn
 
@@ -234,22 +235,29 @@ class Bench:
         return rows
 
 
-def measure(setting: Setting, *, rounds: int = 60, shape: Shape | None = None) -> dict[str, Any]:
+def measure(
+    setting: Setting, *, rounds: int = 60, shape: Shape | None = None, bar: bool = False
+) -> dict[str, Any]:
     """Measure the host time of skipped steps.
 
     Args:
         setting: Device and dtype.
         rounds: Rounds of a few calls of every variant.
         shape: Sizes of the model; those of FLUX.1 in depth by default.
+        bar: Whether to show a progress bar.
     """
     shape = shape or Shape()
     started = time.monotonic()
     with Bench(setting, shape, rounds) as bench:
-        for _ in bench.run():
+        for _ in track(bench.run(), "overhead", rounds, disable=not bar, transient=True):
             pass
         rows, anatomy = bench.rows(), bench.anatomy(rounds)
     return {
-        "shapes": {"device": setting.device.type, "model": "tiny FLUX, random weights", **asdict(shape)},
+        "shapes": {
+            "device": setting.device.type,
+            "model": "tiny FLUX, random weights",
+            **asdict(shape),
+        },
         "rounds": rounds,
         "clock": "CPU time of the calling thread, 10th percentile",
         "seconds": round(time.monotonic() - started, 1),

@@ -19,7 +19,9 @@ def taylor_schedule(interval: int, before: int, steps: int) -> list[int]:
     return [s for s in range(steps) if s < before or (s - before - 1) % interval == 0]
 
 
-def taylor_config(computed: int, steps: int, lite: bool, dtype: torch.dtype) -> TaylorSeerCacheConfig:
+def taylor_config(
+    computed: int, steps: int, lite: bool, dtype: torch.dtype
+) -> TaylorSeerCacheConfig:
     """Return a TaylorSeer of diffusers that computes about as many steps as wanted.
 
     Args:
@@ -29,7 +31,9 @@ def taylor_config(computed: int, steps: int, lite: bool, dtype: torch.dtype) -> 
         dtype: Of the kept tensors.
     """
     before = min(3, computed)
-    distance = {n: abs(len(taylor_schedule(n, before, steps)) - computed) for n in range(1, steps + 1)}
+    distance = {
+        n: abs(len(taylor_schedule(n, before, steps)) - computed) for n in range(1, steps + 1)
+    }
     interval = min(distance, key=lambda n: (distance[n], n))
     return TaylorSeerCacheConfig(
         cache_interval=interval, disable_cache_before_step=before, max_order=1,
@@ -62,7 +66,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def threshold_for(
-    computed: int, count: Callable[[float], int], low: float = 1e-3, high: float = 2.0, tries: int = 8
+    computed: int,
+    count: Callable[[float], int],
+    low: float = 1e-3,
+    high: float = 2.0,
+    tries: int = 8,
 ) -> float:
     """Return the threshold at which a gate computes about as many steps as wanted.
 

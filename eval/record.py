@@ -69,7 +69,9 @@ def stats(samples: Sequence[float], scale: float = 1.0) -> dict[str, float]:
     return {name: _quantile(ordered, at) for name, at in places.items()} | {"n": len(ordered)}
 
 
-def envelope(benchmark: str, setting: Setting, command: str, body: dict[str, Any]) -> dict[str, Any]:
+def envelope(
+    benchmark: str, setting: Setting, command: str, body: dict[str, Any]
+) -> dict[str, Any]:
     """Return a record: what a benchmark returned, with what it was measured on.
 
     Args:
@@ -146,6 +148,7 @@ def _processor() -> str:
 
 def _commit() -> str | None:
     """Return the commit of the checkout, with a plus sign where the code was changed since."""
+
     def git(*words: str) -> str:
         command = ["git", "-C", str(ROOT), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -109,13 +109,20 @@ def hollow_out(model: nn.Module, paths: list[str], call: dict[str, Any]) -> None
 
 
 @contextmanager
-def emptied(model: nn.Module) -> Iterator[None]:
-    """Take the blocks out of a FLUX transformer: what is left is what a skipped step must do."""
+def emptied(model: nn.Module, keep: int = 0) -> Iterator[None]:
+    """Take the blocks out of a FLUX transformer for a while.
+
+    Without any, what is left is what every skipped step must do.
+
+    Args:
+        model: The transformer.
+        keep: First double blocks to keep.
+    """
     names = ("transformer_blocks", "single_transformer_blocks")
     kept = {name: getattr(model, name) for name in names}
     try:
-        for name in names:
-            setattr(model, name, nn.ModuleList())
+        for name, left in zip(names, (keep, 0), strict=True):
+            setattr(model, name, nn.ModuleList(list(kept[name])[:left]))
         yield
     finally:
         for name, blocks in kept.items():

@@ -226,7 +226,9 @@ def _shared(held: dict[Any, Tensor], given: dict[Any, Tensor]) -> int:
 def timestep_value(timestep: Any) -> float | None:
     """Return a timestep as a number; waits for the device; the largest of several."""
     if isinstance(timestep, Tensor):
-        return float(timestep.max()) if timestep.numel() else None
+        if timestep.numel() > 1:
+            timestep = timestep.max()
+        return float(timestep.item()) if timestep.numel() else None
     if isinstance(timestep, (list, tuple)):
         return timestep_value(timestep[0]) if timestep else None
     return None if timestep is None else float(timestep)

@@ -24,7 +24,7 @@ from diffcache.attach.signature import conditions_of, signature_of
 from diffcache.attach.span import OWN, Held, estimates, hold
 from diffcache.attach.tap import FRAME
 from diffcache.attach.trace import Trace
-from diffcache.attach.tree import Template, leaves
+from diffcache.attach.tree import Template, leaves, unshared
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.base import FeatureMethod
 from diffcache.step import Site
@@ -58,6 +58,7 @@ class Engine:
         self.layouts: dict[Any, Layout] = {}
         self.flops: dict[Any, dict[str, float] | None] = {}
         self._arguments = list(inspect.signature(type(model).forward).parameters)[1:]
+        self._has_cache = any("kv_cache" in name for name in self._arguments)
         if not anatomy.supports(self.site):
             raise AttachError(
                 f"{anatomy.model} has no {self.site.value} modules inside its blocks; "
@@ -116,6 +117,8 @@ class Engine:
         if branch.signature != signature:
             branch.signature, branch.layout = signature, self.layouts.get(signature)
         self._hand_out(frame)
+        if frame.trace is not None:
+            frame.given = unshared((args, kwargs))
         label = branch.name or branch.number
         frame.call = Call(self.name, timeline.index, timeline.timestep, label, True, reason)
         return frame
@@ -133,7 +136,7 @@ class Engine:
             return "inputs changed"
         if branch.anchor < timeline.last_computed < timeline.index:
             return "missed a step"
-        return "writes a KV cache" if _writes_cache(kwargs) else ""
+        return "writes a KV cache" if self._has_cache and _writes_cache(kwargs) else ""
 
     def _decide(self, frame: Frame, reason: str) -> None:
         """Decide now where the probe is not needed; a forced first branch decides for all."""
@@ -172,11 +175,10 @@ class Engine:
         """Finish a denoiser call; return what it returns if the method replaces it."""
         layout, branch = frame.layout, frame.branch
         if frame.trace is not None:
-            layout = branch.layout = learn(self, frame, frame.trace, (args, kwargs))
+            layout = branch.layout = learn(self, frame, frame.trace, frame.given)
             if not _writes_cache(kwargs):
-                verify(self, frame, (args, kwargs), out)
+                verify(self, frame, frame.given, out)
             self.layouts[branch.signature] = layout
-            self.flops[branch.signature] = layout.flops
         replaced = None
         if self.site is Site.MODEL:
             replaced = self._at_output(frame, out)
@@ -218,12 +220,10 @@ class Engine:
         else:
             follows = not frame.decides
             call.counts = layout.follow_counts if follows else layout.counts
-        flops = self.flops.get(frame.branch.signature)
-        if flops is not None:
-            call.flops = (
-                sum(flops[key] * ran for key, (ran, _) in call.counts.items()),
-                sum(flops[key] * skipped for key, (_, skipped) in call.counts.items()),
-            )
+        if layout is not None:
+            call.flops_each = layout.flops
+        else:
+            call.flops_each = self.flops.get(frame.branch.signature)
         call.seconds = time.perf_counter() - frame.started
         self.handle.note(frame, call)
 

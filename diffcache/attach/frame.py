@@ -12,6 +12,7 @@ from diffcache.attach.clock import Branch, Timeline
 from diffcache.attach.flops import counted
 from diffcache.attach.layout import Layout
 from diffcache.attach.record import Call
+from diffcache.attach.span import ComputeTap
 from diffcache.attach.tap import FRAME, Tap
 from diffcache.attach.trace import Trace
 from diffcache.attach.tree import outputs_of
@@ -35,6 +36,7 @@ class Frame:
         layout: What to hand out; None in the traced call.
         trace: The recorder of the traced call, else None.
         bases: Span -> the streams at its start.
+        given: In the traced call its arguments, with the lists that a model may empty.
         tally: Operations of the modules, counted in the first call of its kind.
         foreseen: Estimates made at the start of the call, by block.
         visits: Module site -> how often it was called.
@@ -42,7 +44,7 @@ class Frame:
     """
 
     __slots__ = ("_probe_input", "bases", "branch", "call", "closed", "computes", "decides",
-                 "engine", "foreseen", "instead", "items", "layout", "started", "step", "tally",
+                 "engine", "foreseen", "given", "instead", "items", "layout", "started", "step", "tally",
                  "timeline", "token", "trace", "visits")  # fmt: skip
 
     def __init__(self, engine: Engine, timeline: Timeline, branch: Branch, step: Step) -> None:
@@ -55,10 +57,11 @@ class Frame:
         self.computes: bool | None = None
         self.layout: Layout | None = None
         self.trace: Trace | None = None
+        self.given: tuple[Any, Any] = ((), {})
         self.items: dict[str, list[Any]] = {}
         self.bases: dict[Any, tuple[Any, ...]] = {}
         self.visits: dict[Any, int] = {}
-        self.foreseen: dict[Any, list[Tensor]] = {}
+        self.foreseen: list[list[Tensor]] = []
         self.closed = 0
         self.tally: dict[str, list[float | None]] | None = None
         self._probe_input: Tensor | None = None
@@ -100,10 +103,11 @@ class Frame:
 class LeadTap(Tap):
     """A lead block: it always runs; behind the last one the decision falls."""
 
-    __slots__ = ("argument", "first", "last", "number")
+    __slots__ = ("argument", "first", "item", "last", "number")
 
-    def __init__(self, module: nn.Module, place: tuple[Any, int], first: bool, last: bool) -> None:
-        super().__init__(module)
+    def __init__(self, item: Any, place: tuple[Any, int], first: bool, last: bool) -> None:
+        super().__init__(item.module if isinstance(item, ComputeTap) else item)
+        self.item = item  # what runs: the block, or a tap that keeps features of it
         self.argument, self.number = place
         self.first, self.last = first, last
 
@@ -113,7 +117,7 @@ class LeadTap(Tap):
         if self.first:
             key = self.argument
             frame._probe_input = kwargs[key] if isinstance(key, str) else args[key]
-        out = self.module(*args, **kwargs)
+        out = self.item(*args, **kwargs)
         if self.last and frame._probe_input is not None:
             frame.decide(frame.probe_of(frame._probe_input, outputs_of(out)[self.number]))
             frame._probe_input = None
@@ -147,7 +151,7 @@ def gated_items(layout: Layout, blocks: dict[str, list[nn.Module]]) -> dict[str,
     for key, index in lead:
         place = main_stream(layout, key)
         items[key][index] = LeadTap(
-            blocks[key][index], place, (key, index) == lead[0], (key, index) == lead[-1]
+            layout.compute[key][index], place, (key, index) == lead[0], (key, index) == lead[-1]
         )
     return items
 

@@ -16,6 +16,7 @@ from diffcache.attach.span import (
     HollowTap,
     OpenTap,
     PassTap,
+    copied,
     record,
 )
 from diffcache.attach.trace import BlockCall, Wiring
@@ -60,6 +61,16 @@ class Layout:
     first_arguments: dict[str, Any]
     flops: dict[str, float] | None = None
 
+    def protect(self) -> None:
+        """Copy what the taps hold or hand out: the model's loop writes to its streams in place."""
+        follow = [] if self.follow is self.skip else [self.follow]
+        for items in (self.compute, self.skip, *follow):
+            for tap in (tap for group in items.values() for tap in group):
+                if isinstance(tap, (ComputeTap, OpenTap)) and tap.base_of is not None:
+                    tap.base_of = copied(tap.base_of)
+                if isinstance(tap, HollowTap):
+                    tap.real = True
+
 
 def plan(
     parts: Combine,
@@ -101,23 +112,27 @@ def plan(
     if parts.feature == "output" and parts.site is Site.STACK:
         skipped = set(order) - set(lead) - set(tail)
     kinds = {(c.list_key, c.index): c.container for c in calls}
+    # A branch that follows another's decision needs no lead blocks if nothing adds to their output.
+    follow_skipped = skipped | set(lead) if parts.feature == "output" else skipped
     compute = _items(
-        blocks, duties, lambda m, d, p: ComputeTap(m, d) if _has_duty(d, p, skipped) else m
+        blocks, duties, lambda m, d, p: ComputeTap(m, d) if _has_duty(d, p, follow_skipped) else m
     )
     skip = _items(blocks, duties, lambda m, d, p: _skip_tap(m, d, kinds[p]) if p in skipped else m)
-    follow_skipped = skipped | set(lead) if parts.feature == "output" and lead else skipped
     follow = skip
-    if follow_skipped is not skipped:
+    if follow_skipped != skipped:
         follow = _items(
             blocks, duties, lambda m, d, p: _skip_tap(m, d, kinds[p]) if p in follow_skipped else m
         )
+    foreseen = [place for place in order if place in skipped and _adds(duties[place])]
+    for number, (key, index) in enumerate(foreseen):
+        skip[key][index].number = number
     return Layout(
         compute, skip, follow, duties,
         counts=_counts(order, skipped), follow_counts=_counts(order, follow_skipped),
         totals={key: ran for key, (ran, _) in _counts(order, set()).items()},
         closes=len({d.span for d in duties.values() if d.closes}),
         wirings=wirings, lead_calls=lead,
-        foreseen=[p for p in order if p in skipped and _adds(duties[p])],
+        foreseen=foreseen,
         first_arguments={c.list_key: next(iter(c.shapes_in), 0) for c in reversed(calls)},
     )  # fmt: skip
 

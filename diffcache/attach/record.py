@@ -18,8 +18,7 @@ class Call:
         reason: Why: `schedule`, `first call`, `inputs changed`, `missed a step`, ...
         seconds: Wall time of the call on the host.
         counts: Per site, evaluations that ran and that were skipped.
-        flops: Floating-point operations of the sites that ran and that were skipped; None where
-            they could not be counted (compiled blocks).
+        flops_each: Per site, mean floating-point operations of one evaluation.
     """
 
     denoiser: str
@@ -30,7 +29,19 @@ class Call:
     reason: str
     seconds: float = 0.0
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    flops: tuple[float, float] | None = None
+    flops_each: dict[str, float] | None = None
+
+    @property
+    def flops(self) -> tuple[float, float] | None:
+        """Floating-point operations of the sites that ran and of those that were skipped.
+
+        None where they could not be counted (compiled blocks, flex attention).
+        """
+        if self.flops_each is None:
+            return None
+        ran = sum(self.flops_each[key] * count for key, (count, _) in self.counts.items())
+        skipped = sum(self.flops_each[key] * count for key, (_, count) in self.counts.items())
+        return ran, skipped
 
 
 @dataclass

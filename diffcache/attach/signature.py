@@ -16,8 +16,12 @@ def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any], timestep: str | 
     """
     parts: list[Any] = [_look(value) for value in args]
     for name, value in kwargs.items():
-        if name != timestep:
-            parts.append((name, _look(value)))
+        if name == timestep:
+            continue
+        if type(value) is Tensor:
+            parts += (name, value.shape, value.dtype, value.device)
+        else:
+            parts += (name, value if value is None else _look(value))
     return tuple(parts)
 
 

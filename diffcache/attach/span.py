@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import add, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from diffcache.attach.frame import Frame
 
 Kind = tuple[str, int]  # what an output is on a skipped step, and which base or input it needs
+Picker = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 OWN: Kind = ("own", 0)  # an estimate of the output itself
 
 
@@ -74,7 +76,7 @@ class Held:
     shapes: list[Any] = field(default_factory=list)
 
 
-def picker(keys: list[Key], container: type) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+def picker(keys: list[Key], container: type) -> Picker:
     """Return a function that takes the arguments `keys` out of a call, in `container`.
 
     A lone tensor is returned as itself for `container=Tensor`.
@@ -91,6 +93,11 @@ def picker(keys: list[Key], container: type) -> Callable[[tuple[Any, ...], dict[
     return lambda args, kwargs: container(
         [kwargs[key] if isinstance(key, str) else args[key] for key in keys]
     )
+
+
+def copied(pick: Picker) -> Picker:
+    """Return a function that takes copies of what `pick` takes."""
+    return lambda args, kwargs: tuple([tensor.clone() for tensor in pick(args, kwargs)])
 
 
 class ComputeTap(Tap):
@@ -168,11 +175,12 @@ class EstimateTap(Tap):
 class AddTap(Tap):
     """A skipped block of its own span: its streams plus the estimates of what it adds to them."""
 
-    __slots__ = ("container", "duty", "input_of")
+    __slots__ = ("container", "duty", "input_of", "number")
 
     def __init__(self, module: nn.Module, duty: Duty, container: type) -> None:
         super().__init__(module)
         self.duty = duty
+        self.number = -1  # place among the blocks that are foreseen
         self.container = container
         self.input_of = picker(list(duty.carry.values()), tuple)
 
@@ -182,24 +190,28 @@ class AddTap(Tap):
         frame.closed += 1
         if not frame.foreseen:
             foresee(frame)
-        guesses = frame.foreseen[self.duty.key]
-        streams = map(add, self.input_of(args, kwargs), guesses)
+        streams = map(add, self.input_of(args, kwargs), frame.foreseen[self.number])
         return next(streams) if self.container is Tensor else self.container(streams)
 
 
 class HollowTap(Tap):
-    """A skipped block whose outputs nobody reads: zeros of their shapes."""
+    """A skipped block whose outputs nobody reads: zeros of their shapes, which take no memory.
 
-    __slots__ = ("duty",)
+    Where the model's loop writes to them in place they have to be `real`.
+    """
+
+    __slots__ = ("duty", "real")
 
     def __init__(self, module: nn.Module, duty: Duty) -> None:
         super().__init__(module)
         self.duty = duty
+        self.real = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
         frame: Frame = FRAME.get()  # type: ignore[assignment]
-        return frame.branch.features[self.duty.key].hollow
+        out = frame.branch.features[self.duty.key].hollow
+        return Template(out).build([zeros.clone() for zeros in leaves(out)]) if self.real else out
 
 
 def record(frame: Frame, duty: Duty, out: Any) -> None:
@@ -258,20 +270,23 @@ def foresee(frame: Frame) -> None:
     """Make the estimates of all single blocks of this call in one go."""
     assert frame.layout is not None
     features = frame.branch.features
-    helds = [features[key] for key in frame.layout.foreseen]
-    states = [state for held in helds for state in held.states]
-    guesses = iter(frame.instead.estimate_all(states, frame.step))
-    for key, held in zip(frame.layout.foreseen, helds, strict=True):
-        frame.foreseen[key] = [next(guesses) for _ in held.states]
+    states, ends = [], [0]
+    for key in frame.layout.foreseen:
+        states += features[key].states
+        ends.append(len(states))
+    guesses = frame.instead.estimate_all(states, frame.step)
+    frame.foreseen = [guesses[start:end] for start, end in pairwise(ends)]
 
 
 def estimates(frame: Frame, held: Held) -> list[Tensor]:
     """Return the estimates of a call's tensors; those that a model may write to are fresh."""
-    instead = frame.instead
-    guesses = instead.estimate_all(held.states, frame.step)
+    instead, states = frame.instead, held.states
+    if len(states) == 1:
+        guesses = [instead.estimate(states[0], frame.step)]
+    else:
+        guesses = instead.estimate_all(states, frame.step) if states else []
     kinds = [kind for kind in held.kinds if kind[0] != "pass"]
-    for place, state in enumerate(held.states):
-        is_held = any(guesses[place] is tensor for tensor in instead.held(state))
-        if kinds[place] == OWN and is_held:
+    for place, state in enumerate(states):
+        if kinds[place] is OWN and instead.is_held(state):
             guesses[place] = guesses[place].clone()
     return guesses

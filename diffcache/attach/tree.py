@@ -47,6 +47,15 @@ class Template:
         return _build(self.root, iter(tensors))
 
 
+def unshared(value: Any) -> Any:
+    """Return `value` with its lists and dicts copied, which a model may empty; tensors are shared."""
+    if type(value) in (list, tuple):
+        return type(value)([unshared(item) for item in value])
+    if type(value) is dict:
+        return {key: unshared(item) for key, item in value.items()}
+    return value
+
+
 def hollow(value: Any) -> Any:
     """Return `value` with every tensor replaced by zeros of its shape that take no memory."""
     tensors = [

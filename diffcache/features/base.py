@@ -78,6 +78,10 @@ class Instead(ABC):
     def held(self, state: Any) -> list[Tensor]:
         """Return the tensors the state keeps, for the account of memory."""
 
+    def is_held(self, state: Any) -> bool:
+        """Return whether `estimate` returns a held tensor, which must be copied for a model."""
+        return True
+
 
 class FeatureMethod(ABC):
     """A feature-cache method: a frozen dataclass whose fields are its configuration.

@@ -91,9 +91,10 @@ class Taylor(Instead):
 
     def estimate_all(self, states: Sequence[Differences], step: Step) -> list[Tensor]:
         """Return every state's estimate with one fused launch an order."""
-        if len({(len(state.factors), state.anchor) for state in states}) != 1:
+        depth, anchor = len(states[0].factors), states[0].anchor
+        if any(s.anchor != anchor or len(s.factors) != depth for s in states):
             return [self.estimate(state, step) for state in states]
-        distance = step.index - states[0].anchor
+        distance = step.index - anchor
         levels = zip(*[state.factors for state in states], strict=True)
         totals = list(next(levels))
         for power, terms in enumerate(levels, start=1):
@@ -104,6 +105,10 @@ class Taylor(Instead):
     def held(self, state: Differences) -> list[Tensor]:
         """Return the factors."""
         return state.factors
+
+    def is_held(self, state: Differences) -> bool:
+        """Return whether there is nothing to add to the last feature."""
+        return len(state.factors) == 1
 
 
 @dataclass
@@ -164,6 +169,10 @@ class Newton(Instead):
     def held(self, state: DividedDifferences) -> list[Tensor]:
         """Return the table."""
         return state.factors
+
+    def is_held(self, state: DividedDifferences) -> bool:
+        """Return whether there is nothing to add to the last feature."""
+        return len(state.factors) == 1
 
 
 def check_order(name: str, value: object) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 import diffcache
 from diffcache.features.base import FeatureMethod
 from diffcache.pipelines.small import flux, scenes
+from diffcache.pipelines.small.export import versions
 from diffcache.report import Report, human, share
 
 PROMPT = (
@@ -138,7 +139,7 @@ class Comparison:
             "method": repr(self.method),
             "device": "cpu",
             "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
+            "versions": versions(),
             "speedup": round(self.speedup, 3),
             "psnr_db": [None if np.isinf(v) else round(v, 3) for v in self.psnr],
             "baseline": self.baseline.to_dict(),

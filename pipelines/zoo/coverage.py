@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,7 +79,19 @@ def trace(case: Case, model: nn.Module) -> dict[str, Wiring]:
         model(**case.kwargs(model, 0, step=0, steps=STEPS))
         (engine,) = handle.engines
         layouts = list(engine.layouts.values())
-        return dict(layouts[0].wirings) if layouts else {}
+        wirings = layouts[0].wirings if layouts else {}
+        return {key: _named(wiring, model.get_submodule(key)) for key, wiring in wirings.items()}
+
+
+def _named(wiring: Wiring, blocks: nn.Module) -> Wiring:
+    """Return a wiring that gives positional arguments by their names in the blocks' forward."""
+    block = next(iter(blocks)) if isinstance(blocks, nn.ModuleList) else blocks
+    names = list(inspect.signature(type(block).forward).parameters)[1:]
+    carry = {
+        number: names[key] if isinstance(key, int) and key < len(names) else key
+        for number, key in wiring.carry.items()
+    }
+    return replace(wiring, carry=carry)
 
 
 def inputs(case: Case, model: nn.Module, timestep: str | None, step: int) -> dict[str, Any]:
@@ -135,9 +148,11 @@ def coverage(progress: Callable[[int, int, str], None] = lambda done, total, nam
     """
     chosen = sorted(cases().values(), key=lambda case: case.name)
     rows = []
-    for number, case in enumerate(chosen):
-        progress(number, len(chosen), case.name)
-        rows.append(look(case))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, case in enumerate(chosen):
+            progress(number, len(chosen), case.name)
+            rows.append(look(case))
     progress(len(chosen), len(chosen), "")
     return markdown(rows)
 
@@ -204,10 +219,7 @@ def _lists(anatomy: Anatomy) -> str:
 
 
 def _carry(wiring: Wiring) -> str:
-    pairs = [
-        f"{number} → {key if isinstance(key, int) else f'`{key}`'}"
-        for number, key in wiring.carry.items()
-    ]
+    pairs = [f"{number} → `{key}`" for number, key in wiring.carry.items()]
     return ", ".join(pairs) or "nothing"
 
 

@@ -1,0 +1,307 @@
+"""What every method of the catalogue promises, on small models of every kind."""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+import diffcache
+from diffcache.catalog import METHODS, make_method
+from diffcache.pipelines.zoo.catalog import cases
+
+STEPS = 8
+MODELS = [
+    "FluxTransformer2DModel",
+    "WanTransformer3DModel",
+    "SD3Transformer2DModel",
+    "DiTTransformer2DModel",
+    "UNet2DConditionModel",
+]
+OFF = {
+    "interval": {"every": 1},
+    "first-block": {"threshold": 0.0},
+    "taylorseer": {"every": 1},
+    "confidence-gated-taylor": {"threshold": 0.0},
+}
+ON = {
+    "interval": {"every": 3},
+    "first-block": {"threshold": math.inf},
+    "taylorseer": {"every": 3, "warmup": 2},
+    "confidence-gated-taylor": {"threshold": math.inf, "warmup": 3},
+}
+COMPUTED = {  # steps of 8 that are computed with the settings above, without a scheduler
+    "interval": [0, 3, 6],
+    "first-block": [0],
+    "taylorseer": [0, 1, 4, 7],
+    "confidence-gated-taylor": [0, 1, 2],
+}
+TENSORS = {  # kept tensors a feature and, for gates, a probe
+    "interval": (1, 0),
+    "first-block": (1, 1),
+    "taylorseer": (2, 0),
+    "confidence-gated-taylor": (2, 2),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def made(request):
+    case = cases()[request.param]
+    return case, case.build()
+
+
+@pytest.fixture(params=METHODS)
+def name(request):
+    return request.param
+
+
+def sample(case, model, seed=0, steps=range(STEPS)):
+    outs = []
+    with torch.no_grad():
+        for step in steps:
+            out = model(**case.kwargs(model, seed, step=step, steps=STEPS), return_dict=False)[0]
+            outs.append(out.clone())
+    return torch.stack(outs)
+
+
+def state_of(model):
+    """Everything a cache could leave behind."""
+    return {
+        path: (type(module), sorted(module.__dict__), type(module._modules), len(module._forward_hooks))
+        for path, module in model.named_modules()
+    }
+
+
+def test_every_method_has_its_settings_here():
+    assert set(OFF) == set(ON) == set(COMPUTED) == set(TENSORS) == set(METHODS)
+
+
+@pytest.mark.filterwarnings("ignore::diffcache.CacheWarning")
+def test_off_is_bit_exact_and_detaching_leaves_no_trace(made, name):
+    case, model = made
+    before, plain = state_of(model), sample(case, model)
+    assert plain.std() > 1e-3
+    with diffcache.wrapped(model, name, **OFF[name]) as handle:
+        assert torch.equal(sample(case, model), plain)
+        assert handle.last.skipped == 0
+        handle.reset()  # starts a new run, which closes the record
+    assert state_of(model) == before
+    assert torch.equal(sample(case, model), plain)
+
+
+def test_on_skips_what_the_schedule_says_and_repeats(made, name):
+    case, model = made
+    plain = sample(case, model)
+    with diffcache.wrapped(model, name, **ON[name]) as handle:
+        first = sample(case, model)
+        calls = handle.last.calls
+        assert [call.index for call in calls if call.computed] == COMPUTED[name]
+        assert [call.index for call in calls] == list(range(STEPS))
+        assert torch.equal(first[COMPUTED[name]], plain[COMPUTED[name]])
+        assert not torch.equal(first, plain)
+        assert handle.last.skipped > 0
+        other = sample(case, model, seed=1)
+        assert not torch.equal(other, first)
+        assert torch.equal(sample(case, model), first)
+    assert torch.equal(sample(case, model), plain)
+
+
+def test_two_branches_keep_two_features(made, name):
+    case, model = made
+    alone = []
+    for seed in (0, 1):
+        with diffcache.wrapped(model, name, **ON[name]):
+            alone.append(sample(case, model, seed))
+    with diffcache.wrapped(model, name, **ON[name]) as handle, torch.no_grad():
+        both = [[], []]
+        for step in range(STEPS):
+            for seed in (0, 1):
+                kwargs = case.kwargs(model, seed, step=step, steps=STEPS)
+                both[seed].append(model(**kwargs, return_dict=False)[0].clone())
+        assert {call.branch for call in handle.last.calls} == {0, 1}
+    for seed in (0, 1):
+        assert torch.equal(torch.stack(both[seed]), alone[seed])
+
+
+def test_an_aborted_run_leaves_nothing(made, name):
+    case, model = made
+    with diffcache.wrapped(model, name, **ON[name]) as handle:
+        fresh = sample(case, model)
+        handle.reset()
+        assert handle.held_bytes() == 0
+        sample(case, model, seed=1, steps=range(4))
+        assert handle.held_bytes() > 0
+        block = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
+
+        def fail(*_):
+            raise RuntimeError("in the middle")
+
+        hook = block.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            sample(case, model, seed=1, steps=range(4, 5))
+        hook.remove()
+        assert handle.held_bytes() == 0
+        assert torch.equal(sample(case, model), fresh)
+
+
+def test_held_bytes_equal_the_formula(made, name):
+    """Tensors a feature times the outputs of the site, plus the gate's probe; none has a graph."""
+    case, model = made
+    if case.cls.startswith("UNet"):
+        pytest.skip("a UNet's sites are counted in test_memory_of_a_unet")
+    with diffcache.wrapped(model, name, **ON[name]) as handle:
+        sample(case, model)
+        each, probes = TENSORS[name]
+        method = make_method(name, **ON[name])
+        features = site_bytes(case, model, method)
+        probe = probe_bytes(case, model)
+        assert handle.held_bytes() == each * features + probes * probe
+        tensors = list(handle._tensors())
+        assert all(t.grad_fn is None and not t.requires_grad for t in tensors)
+        assert handle.last.peak_bytes == handle.held_bytes()
+        diffcache.reset(model)
+        assert handle.held_bytes() == 0
+
+
+def site_bytes(case, model, method):
+    """Bytes of one copy of the site's tensors, seen by hooks on an uncached forward."""
+    parts = method.parts()
+    sizes, hooks = {}, []
+    lists = [model.get_submodule(e.key) for e in diffcache.inspect(model).lists]
+    if parts.site == "module":
+        wanted = [m for n, m in model.named_modules() if is_module_site(n)]
+    elif parts.feature == "output":
+        wanted = [lists[-1][-1]]
+    else:
+        wanted = [blocks[-1] for blocks in lists]
+    with diffcache_off(model):
+        for module in wanted:
+            hooks.append(
+                module.register_forward_hook(
+                    lambda m, a, out: sizes.__setitem__(m, sum(t.nbytes for t in flat(out)))
+                )
+            )
+        with torch.no_grad():
+            model(**case.kwargs(model, 0, step=0, steps=STEPS))
+        for hook in hooks:
+            hook.remove()
+    assert len(sizes) == len(wanted)
+    return sum(sizes.values())
+
+
+def is_module_site(name):
+    last = name.rpartition(".")[2]
+    if "single_transformer_blocks" in name:
+        return last == "proj_out"
+    return "blocks." in name and last in ("attn", "attn1", "attn2", "ff", "ffn", "ff_context")
+
+
+def probe_bytes(case, model):
+    """Bytes of the first block's image stream: the input of the second block."""
+    shapes, first = [], next(iter(diffcache.inspect(model).lists)).key
+    block = dict.__getitem__(model.get_submodule(first)._modules, "0")
+
+    def keep(module, args, kwargs):
+        shapes.append(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+    hook = block.register_forward_pre_hook(keep, with_kwargs=True)
+    with diffcache_off(model), torch.no_grad():
+        model(**case.kwargs(model, 0, step=0, steps=STEPS))
+    hook.remove()
+    return shapes[0].nbytes
+
+
+def flat(out):
+    return [t for t in (out if isinstance(out, (tuple, list)) else [out]) if t is not None]
+
+
+class diffcache_off:  # noqa: N801  (reads as a statement)
+    """Run the model uncached for a while: the taps stand aside without an engine."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __enter__(self):
+        self.anchor = self.model.__dict__.get("_diffcache")
+        hooks = (self.model._forward_pre_hooks, self.model._forward_hooks)
+        self.saved = [dict(hook) for hook in hooks]
+        for hook in hooks:
+            hook.clear()
+
+    def __exit__(self, *_):
+        for hook, saved in zip(
+            (self.model._forward_pre_hooks, self.model._forward_hooks), self.saved, strict=True
+        ):
+            hook.update(saved)
+
+
+def test_memory_of_a_unet():
+    """At `stack` a UNet keeps the last block's output alone, at `block` every output."""
+    case = cases()["UNet2DConditionModel"]
+    model = case.build()
+    last, every = [], []
+    blocks = [*model.down_blocks, model.mid_block, *model.up_blocks]
+    hooks = [
+        block.register_forward_hook(lambda m, a, out: every.append(all_bytes(out))) for block in blocks
+    ]
+    hooks.append(
+        model.up_blocks[-1].register_forward_hook(lambda m, a, out: last.append(all_bytes(out)))
+    )
+    with torch.no_grad():
+        model(**case.kwargs(model, 0, step=0, steps=STEPS))
+    for hook in hooks:
+        hook.remove()
+    for site, expected in (("stack", sum(last)), ("block", sum(every))):
+        with diffcache.wrapped(model, "interval", every=3, site=site) as handle:
+            sample(case, model)
+            assert handle.held_bytes() == expected
+
+
+def all_bytes(out):
+    if isinstance(out, torch.Tensor):
+        return out.nbytes
+    return sum(all_bytes(part) for part in out)
+
+
+def test_a_run_that_skips_nothing_says_so(made):
+    case, model = made
+    with diffcache.wrapped(model, "interval", every=1) as handle:
+        sample(case, model)
+        with pytest.warns(diffcache.CacheWarning, match="skipped nothing in a run of 8 steps"):
+            sample(case, model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            diffcache.reset(model)
+        assert handle.last.skipped == 0
+
+
+def test_wrapping_twice_and_wrong_targets():
+    case = cases()["FluxTransformer2DModel"]
+    model = case.build()
+    diffcache.wrap(model, "interval")
+    with pytest.raises(diffcache.AttachError, match=r"already runs under Interval\(every=3"):
+        diffcache.wrap(model, "taylorseer")
+    diffcache.unwrap(model)
+    with pytest.raises(diffcache.AttachError, match="is not wrapped; call diffcache.wrap first"):
+        diffcache.unwrap(model)
+    with pytest.raises(diffcache.AttachError, match="cannot wrap a dict"):
+        diffcache.wrap({}, "interval")
+    with pytest.raises(diffcache.AttachError, match="Linear has no list of blocks"):
+        diffcache.wrap(torch.nn.Linear(2, 2), "interval")
+    with pytest.raises(diffcache.AttachError, match="a bare model has none"):
+        diffcache.wrap(model, "interval", components=["transformer"])
+    combined = diffcache.Combine(
+        diffcache.Every(2), diffcache.Reuse(), site="run", blocks="transformer_blocks.9"
+    )
+    with (
+        diffcache.wrapped(model, combined),
+        pytest.raises(diffcache.AttachError, match=r"no such block ran; .* transformer_blocks.0-3"),
+    ):
+        sample(case, model)
+    model.eval()
+    with pytest.raises(diffcache.AttachError, match="lower lead and tail"):
+        with diffcache.wrapped(model, diffcache.Combine(diffcache.Every(2), lead=8)):
+            sample(case, model)
+    unet = cases()["UNet1DModel"].build()
+    with pytest.raises(diffcache.AttachError, match="has no attention modules inside its blocks"):
+        diffcache.wrap(unet, "interval", site="attention")

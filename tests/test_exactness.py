@@ -1,0 +1,236 @@
+"""Skipping on inputs a model just saw changes nothing: every class of the zoo, and awkward loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import diffcache
+from diffcache import AttachError, Interval
+from diffcache.attach.handle import Handle
+from diffcache.pipelines.zoo.case import Case, output_tensors, randomize
+from diffcache.pipelines.zoo.catalog import cases
+from diffcache.pipelines.zoo.pipes import pipes
+
+CASES = cases()
+VARIANTS = [(name, extra) for name in sorted(CASES) for extra in ("", *CASES[name].extras)]
+REFUSED = {("UniDiffuserModel", "stack"), ("UNet1DModel", "module")}
+TOLERANCE = 1e-6  # relative to the largest value of the output
+
+
+@pytest.fixture(autouse=True)
+def eager():
+    """No gradients; models that compile a part of their own run it uncompiled."""
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@cache
+def built(name: str) -> nn.Module:
+    built.cache_clear()  # keep one
+    return CASES[name].build(0)
+
+
+def inputs(case: Case, model: nn.Module, extra: str = "", step: int = 4, seed: int = 0) -> dict[str, Any]:
+    made = case.kwargs(model, seed, step)
+    return {**made, **case.extras[extra](model, seed)} if extra else made
+
+
+def steps(handle: Handle, count: int) -> Iterator[int]:
+    """Walk through the steps of a run that a scheduler would announce."""
+    handle.restart(count)
+    for index in range(count):
+        yield index
+        handle.run().ticks += 1
+
+
+def gap(out: Any, expected: list[Tensor]) -> float:
+    """Largest difference, relative to the largest expected value."""
+    scale = max(float(tensor.float().abs().max()) for tensor in expected)
+    assert scale > 1e-2
+    found = output_tensors(out)
+    assert [t.shape for t in found] == [t.shape for t in expected]
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) / scale
+
+
+def check_exact(model: nn.Module, make: Callable[[], dict[str, Any]], site: str) -> None:
+    """Computed and skipped steps on the same inputs return what the uncached model returns.
+
+    The second step relies on what the traced call left, the fourth on what the taps record.
+    """
+    expected = output_tensors(model(**make()))
+    with diffcache.wrapped(model, Interval(every=2, site=site)) as handle:
+        for index in steps(handle, 4):
+            assert gap(model(**make()), expected) <= TOLERANCE, f"step {index}"
+        assert [call.computed for call in handle.last.calls] == [True, False] * 2
+        for call in handle.last.calls[1::2]:
+            assert all(ran == 0 < skipped for ran, skipped in call.counts.values())
+    assert gap(model(**make()), expected) == 0
+
+
+@pytest.mark.parametrize("site", ["stack", "block", "module"])
+@pytest.mark.parametrize(("name", "extra"), VARIANTS)
+def test_skipping_on_the_same_inputs_changes_nothing(name: str, extra: str, site: str):
+    case, model = CASES[name], built(name)
+    if (name, site) in REFUSED:
+        with pytest.raises(AttachError, match="use site="):
+            check_exact(model, lambda: inputs(case, model, extra), site)
+        return
+    check_exact(model, lambda: inputs(case, model, extra), site)
+
+
+@pytest.mark.parametrize("name", ["UniDiffuserModel", "FluxTransformer2DModel", "UNet2DConditionModel"])
+def test_the_model_site_needs_no_wiring(name: str):
+    case, model = CASES[name], built(name)
+    check_exact(model, lambda: inputs(case, model), "model")
+
+
+def test_a_wiring_that_is_not_exact_is_refused_and_leaves_the_model_usable():
+    case = CASES["UniDiffuserModel"]
+    model = case.build(0)
+    expected = output_tensors(model(**inputs(case, model)))
+    diffcache.wrap(model, Interval(every=2, site="stack"))
+    for _ in range(2):  # every time, not only the first
+        with pytest.raises(AttachError, match="changes the output by .* use site='block' or site='model'"):
+            model(**inputs(case, model))
+    diffcache.unwrap(model)
+    assert gap(model(**inputs(case, model)), expected) == 0
+
+
+def test_a_model_without_a_timestep_needs_a_scheduler():
+    case = CASES["UVit2DModel"]
+    model = case.build(0)
+    diffcache.wrap(model, Interval(every=2))
+    with pytest.raises(AttachError, match="no timestep to tell its steps by; wrap the pipeline"):
+        model(**inputs(case, model))
+
+
+# what changes in the middle of a run --------------------------------------------------------
+
+
+@pytest.mark.parametrize("site", ["stack", "block", "module"])
+@pytest.mark.parametrize(
+    ("name", "extra"), [v for v in VARIANTS if v[1] in ("controlnet", "adapter", "skip_layers")]
+)
+def test_control_that_starts_and_stops_is_computed_anew(name: str, extra: str, site: str):
+    case, model = CASES[name], built(name)
+    plan = [extra, extra, "", "", extra, extra]
+    expected = {which: output_tensors(model(**inputs(case, model, which))) for which in {"", extra}}
+    with diffcache.wrapped(model, Interval(every=9, site=site)) as handle:
+        for index in steps(handle, len(plan)):
+            out = model(**inputs(case, model, plan[index]))
+            assert gap(out, expected[plan[index]]) <= TOLERANCE, f"step {index}"
+        calls = handle.last.calls
+    assert [call.computed for call in calls] == [True, False] * 3
+    assert [call.reason for call in calls[::2]] == ["first call", "inputs changed", "inputs changed"]
+
+
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "SD3Transformer2DModel", "UNet2DConditionModel"])
+def test_control_is_added_live_between_skipped_blocks(name: str):
+    case, model = CASES[name], built(name)
+    with diffcache.wrapped(model, Interval(every=9, site="block")) as handle:
+        for index in steps(handle, 3):
+            given = inputs(case, model, "controlnet")
+            if index == 2:  # control whose scale falls to zero keeps its tensors
+                more = case.extras["controlnet"](model, 0)
+                given.update({key: _zeros(value) for key, value in more.items()})
+            out = output_tensors(model(**given))
+            if index == 1:
+                before = out
+        assert not handle.last.calls[-1].computed
+    if name.startswith("UNet"):
+        return  # blocks of a UNet keep their own outputs
+    assert max(float((a - b).abs().max()) for a, b in zip(out, before, strict=True)) > 1e-2
+
+
+def _zeros(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.zeros_like(value)
+    return type(value)(map(_zeros, value))
+
+
+@pytest.mark.parametrize("site", ["stack", "block", "module"])
+def test_skip_layer_guidance_is_a_branch_of_its_own(site: str):
+    case = CASES["SD3Transformer2DModel"]
+    model = case.build(0)
+    both = [inputs(case, model), inputs(case, model, "skip_layers")]
+    expected = [output_tensors(model(**given)) for given in both]
+    with diffcache.wrapped(model, Interval(every=3, site=site)) as handle:
+        for index in steps(handle, 7):
+            for branch in (0, 1) if index in (1, 2, 3, 4) else (0,):
+                assert gap(model(**both[branch]), expected[branch]) <= TOLERANCE
+        marks = ["".join("sC"[call.computed] for call in handle.last.calls if call.branch == b) for b in (0, 1)]
+    assert marks == ["CssCssC", "CsCs"]
+
+
+# adapters ------------------------------------------------------------------------------------
+
+
+def _unet_with_ip_adapter() -> tuple[nn.Module, dict[str, Any]]:
+    case = CASES["UNet2DConditionModel"]
+    model = case.build(0)
+    width, tokens, embed = model.config.cross_attention_dim, 4, 10
+    weights: dict[str, Any] = {}
+    number = 1
+    for name, processor in model.attn_processors.items():
+        if name.endswith("attn2.processor"):
+            inner = model.get_submodule(name.removesuffix(".processor")).to_k.out_features
+            weights[f"{number}.to_k_ip.weight"] = torch.randn(inner, width) / width**0.5
+            weights[f"{number}.to_v_ip.weight"] = torch.randn(inner, width) / width**0.5
+            number += 2
+        del processor
+    proj = {
+        "proj.weight": torch.randn(tokens * width, embed) / embed**0.5,
+        "proj.bias": torch.zeros(tokens * width),
+        "norm.weight": torch.ones(width),
+        "norm.bias": torch.zeros(width),
+    }
+    model._load_ip_adapter_weights([{"image_proj": proj, "ip_adapter": weights}])
+    given = inputs(case, model)
+    given["added_cond_kwargs"] = {"image_embeds": [torch.randn(2, 1, embed)]}
+    return model, given
+
+
+def _flux_with_ip_adapter() -> tuple[nn.Module, dict[str, Any]]:
+    case = CASES["FluxTransformer2DModel"]
+    model = case.build(0)
+    width, tokens, embed = model.config.joint_attention_dim, 4, 10
+    inner = model.config.num_attention_heads * model.config.attention_head_dim
+    weights = {
+        f"{block}.{name}.{part}": torch.randn(inner, width) / width**0.5
+        if part == "weight"
+        else torch.zeros(inner)
+        for block in range(model.config.num_layers)
+        for name in ("to_k_ip", "to_v_ip")
+        for part in ("weight", "bias")
+    }
+    proj = {
+        "proj.weight": torch.randn(tokens * width, embed) / embed**0.5,
+        "proj.bias": torch.zeros(tokens * width),
+        "norm.weight": torch.ones(width),
+        "norm.bias": torch.zeros(width),
+    }
+    model._load_ip_adapter_weights([{"image_proj": proj, "ip_adapter": weights}])
+    given = inputs(case, model)
+    given["joint_attention_kwargs"] = {"ip_adapter_image_embeds": [torch.randn(2, 1, embed)]}
+    return model, given
+
+
+@pytest.mark.parametrize("site", ["stack", "block", "module"])
+@pytest.mark.parametrize("make", [_unet_with_ip_adapter, _flux_with_ip_adapter])
+def test_ip_adapter(make: Callable[[], tuple[nn.Module, dict[str, Any]]], site: str):
+    model, given = make()
+    key = next(k for k in ("added_cond_kwargs", "joint_attention_kwargs") if k in given)
+    (name, embeds), *_ = given[key].items()
+    other = {**given, key: {name: [2 * embeds[0]]}}
+    assert gap(model(**other), output_tensors(model(**given))) > 1e-4
+    check_exact(model, lambda: {**given, key: {name: list(embeds)}}, site)
+
+
+def test_pag_and_controlnet_pipelines_are_covered():
+    assert {"StableDiffusion3PAGPipeline", "FluxControlNetPipeline-half"} <= set(pipes())
