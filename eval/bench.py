@@ -16,7 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 from rich.console import Console
 
 from diffcache.eval import compiled, memory, overhead, speed
@@ -72,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if values is not None and min(values if isinstance(values, list) else [values]) < 1:
             parser().error(f"--{name} {values}: must be at least 1")
     torch.set_num_threads(options.threads)
+    for library in (diffusers, transformers):  # no bars and notes of theirs between the tables
+        library.utils.logging.disable_progress_bar()
+        library.utils.logging.set_verbosity_error()
     setting = Setting(torch.device(options.device), DTYPES[options.dtype])
     folder = options.out or (QUICK if options.quick else FOLDER)
     console = Console(width=None if sys.stdout.isatty() else 160)

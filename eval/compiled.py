@@ -32,6 +32,7 @@ class Counter:
         self.graphs = 0
 
     def __call__(self, graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., Any]:
+        """Count a graph."""
         self.graphs += 1
         return graph.forward
 

@@ -10,6 +10,7 @@ of all blocks' operations, steps / (computed + share * skipped steps); `own_frac
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -70,7 +71,7 @@ class Bench:
         }
 
     def gated(self) -> dict[str, Any]:
-        """Return the caches that decide by a threshold, which is searched on the warm-up prompts."""
+        """Return the caches that decide by a threshold, searched on the warm-up prompts."""
         makers: dict[str, Callable[[float], Any]] = {
             "ConfidenceGatedTaylor": lambda threshold: ConfidenceGatedTaylor(threshold),
             "FirstBlock": lambda threshold: FirstBlock(threshold),
@@ -213,31 +214,48 @@ def tables(record: dict[str, Any]) -> list[Table]:
     """Return the record as tables."""
     found = []
     for batch in record["shapes"]["batches"]:
+        rows = [row for row in record["rows"] if row["batch"] == batch]
         title = f"{record['steps']} steps, batch {batch}, median of {record['rounds']} rounds"
-        columns = ("", "denoiser s", "quartiles", "call s", "ratio", "allowed", "reached", "by CPU time",
-                   "of own allowed", "by CPU time", "target", "computed", "PSNR dB", "prompt", "held")  # fmt: skip
-        table = Table(*columns, title=title)
-        for row in record["rows"]:
-            if row["batch"] == batch:
-                table.add_row(*_cells(row))
-        found.append(table)
+        found += [_times(rows, f"{title} (in brackets: by CPU time)"), _costs(rows, title)]
     return found + [table for part in record["split"] for table in split.tables(part)]
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    seconds, target = row["denoiser_seconds"], row["fraction_target"]
-    fractions = ("fraction", "fraction_cpu", "own_fraction", "own_fraction_cpu")
-    return [
-        row["name"],
-        f"{seconds['median']:.3f}",
-        f"{seconds['q1']:.3f}-{seconds['q3']:.3f}",
-        f"{row['call_seconds']['median']:.3f}",
-        f"{row['ratio']['median']:.2f}",
-        f"{row['allowed_ratio']['median']:.2f}",
-        *[f"{row[key]['median']:.0%}" for key in fractions],
-        "" if target is None else f"{target:.0%}",
-        f"{fmean(row['computed_steps']):g}",
-        "" if row["psnr_db"] is None else f"{row['psnr_db']['median']:.1f}",
-        f"{row['prompt_accuracy']:.1%}",
-        f"{row['held_bytes'] / 1000:,.0f} kB",
-    ]
+def _times(rows: list[dict[str, Any]], title: str) -> Table:
+    table = Table(
+        "", "denoiser s", "quartiles", "call s", "computed", "ratio", "allowed", "reached",
+        "own allowed", "reached", "target", title=title,
+    )  # fmt: skip
+    for row in rows:
+        seconds, target = row["denoiser_seconds"], row["fraction_target"]
+        ratio, allowed, own = (
+            f"{row[key]['median']:.2f}" for key in ("ratio", "allowed_ratio", "own_allowed_ratio")
+        )
+        reached, of_own = (
+            f"{row[key]['median']:.0%} ({row[f'{key}_cpu']['median']:.0%})"
+            for key in ("fraction", "own_fraction")
+        )
+        table.add_row(
+            row["name"], f"{seconds['median']:.3f}", f"{seconds['q1']:.3f}-{seconds['q3']:.3f}",
+            f"{row['call_seconds']['median']:.3f}", f"{fmean(row['computed_steps']):g}", ratio,
+            allowed, reached, own, of_own, "" if target is None else f"{target:.0%}",
+        )  # fmt: skip
+    return table
+
+
+def _costs(rows: list[dict[str, Any]], title: str) -> Table:
+    table = Table("", "settings", "PSNR dB", "quartiles", "prompt accuracy", "exact pictures",
+                  "bytes held", title=title)  # fmt: skip
+    for row in rows:
+        db = row["psnr_db"]
+        table.add_row(
+            row["name"], _short(row["settings"]), "" if db is None else f"{db['median']:.1f}",
+            "" if db is None else f"{db['q1']:.1f}-{db['q3']:.1f}", f"{row['prompt_accuracy']:.1%}",
+            f"{row['exact_pictures']:.1%}", f"{row['held_bytes']:,}",
+        )  # fmt: skip
+    return table
+
+
+def _short(settings: str | None) -> str:
+    """Return the one number that was chosen to match the computed steps."""
+    match = re.search(r"(every|cache_interval|threshold)=[^,)]+", settings or "")
+    return match[0] if match else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -38,7 +39,7 @@ class Stamps:
         ended = time.thread_time()
         if keep:
             marks = [started, *self.taken, ended]
-            self.samples.append([b - a for a, b in zip(marks, marks[1:], strict=False)])
+            self.samples.append([b - a for a, b in pairwise(marks)])
 
     def parts(self) -> dict[str, float]:
         """Return the 10th percentile of every part, in microseconds.

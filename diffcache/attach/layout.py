@@ -14,6 +14,7 @@ from diffcache.attach.span import (
     Duty,
     EstimateTap,
     HollowTap,
+    NamedPassTap,
     OpenTap,
     PassTap,
     copied,
@@ -39,7 +40,7 @@ class Layout:
         duties: What every called block has to do.
         counts: Site -> (blocks that run, blocks that are skipped) on a skipped step.
         totals: Site -> blocks that run on a computed step.
-        closes: Number of spans that a skipped step must close.
+        closes: Number of spans of several blocks that a skipped step must close.
         wirings: What was learned of each list.
         foreseen: Blocks whose estimates are made at the start of a skipped step.
         lead_calls: The lead blocks.
@@ -130,7 +131,7 @@ def plan(
         compute, skip, follow, duties,
         counts=_counts(order, skipped), follow_counts=_counts(order, follow_skipped),
         totals={key: ran for key, (ran, _) in _counts(order, set()).items()},
-        closes=len({d.span for d in duties.values() if d.closes}),
+        closes=len({d.span for d in duties.values() if d.closes and not _adds(d)}),
         wirings=wirings, lead_calls=lead,
         foreseen=foreseen,
         first_arguments={c.list_key: next(iter(c.shapes_in), 0) for c in reversed(calls)},
@@ -286,6 +287,9 @@ def _skip_tap(module: nn.Module, duty: Duty, container: type) -> Any:
         return EstimateTap(module, duty)
     if duty.opens:
         return OpenTap(module, duty, container)
+    named = all(isinstance(key, str) for key in duty.carry.values())
+    if named and container is (tuple if len(duty.carry) > 1 else Tensor):
+        return NamedPassTap(module, duty)
     return PassTap(module, duty, container)
 
 

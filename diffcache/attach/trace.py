@@ -57,6 +57,8 @@ class Trace:
         self.calls: list[BlockCall] = []
         self._last: dict[str, BlockCall] = {}
         self._links: dict[str, list[dict[int, Key]]] = {}
+        self._given: dict[str, dict[Key, Tensor]] = {}
+        self._moving: dict[str, set[Key]] = {}
 
     def items(self, key: str, blocks: list[nn.Module]) -> list[Any]:
         """Return a recording stand-in for every block."""
@@ -70,6 +72,10 @@ class Trace:
         before = self._last.get(tap.key)
         if before is not None:
             self._link(before, arguments)
+            last = self._given[tap.key]
+            moved = {k for k, v in arguments.items() if k in last and not _same(last[k], v)}
+            self._moving[tap.key] = self._moving.get(tap.key, set()) | moved
+        self._given[tap.key] = arguments
         out, flops = counted(tap.module, args, kwargs)
         outputs = outputs_of(out)
         position = sum(1 for call in self.calls if call.list_key == tap.key)
@@ -109,18 +115,25 @@ class Trace:
     def _wiring(self, key: str) -> Wiring:
         calls = [call for call in self.calls if call.list_key == key]
         links = self._links.get(key, [])
-        if links and links[0] and all(link == links[0] for link in links):
-            return Wiring(links[0], "identity")
-        # The loop transforms the streams between the blocks, or there is one block: the first
-        # arguments of the outputs' shapes are the streams.
+        seen = {number: name for link in reversed(links) for number, name in link.items()}
+        if any(seen[number] != name for link in links for number, name in link.items()):
+            seen = {}
+        # The loop transforms streams between the blocks, or there is one block: the first
+        # arguments of the outputs' shapes are the streams; beside streams that were seen to
+        # travel, those that change from block to block.
         first = calls[0]
-        carry: dict[int, Key] = {}
+        moving = self._moving.get(key, set())
+        carry = dict(seen)
         for number, shape in enumerate(first.shapes_out):
             for name, given in first.shapes_in.items():
+                if number in carry or (seen and name not in moving):
+                    continue
                 if shape is not None and given == shape and name not in carry.values():
                     carry[number] = name
                     break
-        return Wiring(carry, "shape")
+        carry = dict(sorted(carry.items()))
+        is_whole = bool(seen) and all(link == carry for link in links)
+        return Wiring(carry, "identity" if is_whole else "shape")
 
 
 class TraceTap(Tap):

@@ -91,11 +91,12 @@ class Taylor(Instead):
 
     def estimate_all(self, states: Sequence[Differences], step: Step) -> list[Tensor]:
         """Return every state's estimate with one fused launch an order."""
-        depth, anchor = len(states[0].factors), states[0].anchor
-        if any(s.anchor != anchor or len(s.factors) != depth for s in states):
+        factors = [state.factors for state in states]
+        anchor = states[0].anchor
+        if len(set(map(len, factors))) > 1 or any(state.anchor != anchor for state in states):
             return [self.estimate(state, step) for state in states]
         distance = step.index - anchor
-        levels = zip(*[state.factors for state in states], strict=True)
+        levels = zip(*factors, strict=True)
         totals = list(next(levels))
         for power, terms in enumerate(levels, start=1):
             alpha = distance**power / math.factorial(power)
