@@ -16,6 +16,7 @@ from diffcache.attach.span import ComputeTap
 from diffcache.attach.tap import FRAME, Tap
 from diffcache.attach.trace import Trace
 from diffcache.attach.tree import outputs_of
+from diffcache.features.when import RANKS
 from diffcache.step import Step
 
 if TYPE_CHECKING:
@@ -78,7 +79,11 @@ class Frame:
         """Take the decision of this step, for all its branches."""
         when, timeline = self.engine.parts.when, self.timeline
         if self.computes is None:
-            self.computes = when.should_compute(timeline.when_state, self.step, probe)
+            token = RANKS.set(ranks_of(self.engine.model))
+            try:
+                self.computes = when.should_compute(timeline.when_state, self.step, probe)
+            finally:
+                RANKS.reset(token)
         if self.computes:
             when.computed(timeline.when_state, self.step, probe)
             timeline.last_computed = self.step.index
@@ -98,6 +103,17 @@ class Frame:
         if self.engine.parts.when.probe == "residual" and before.shape == after.shape:
             return after - before
         return after
+
+
+def ranks_of(model: nn.Module) -> Any:
+    """Return the process group over which diffusers splits each sample, None when it does not."""
+    config = getattr(model, "_parallel_config", None)
+    for name in ("context_parallel_config", "tensor_parallel_config"):
+        part = getattr(config, name, None)
+        mesh = getattr(part, "_flattened_mesh", None) or getattr(part, "_mesh", None)
+        if mesh is not None:
+            return mesh.get_group()
+    return None
 
 
 class LeadTap(Tap):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,12 @@ from torch import Tensor
 from diffcache.features.base import Instead, Probe, When, check_int, check_threshold
 from diffcache.features.instead import Reuse
 from diffcache.step import Step
+
+
+# The process group that shares one sample, set around a decision. Ranks of a context-parallel
+# model each see a part of the tokens and must decide alike; ranks that draw different samples must
+# not hear of each other.
+RANKS: ContextVar[Any] = ContextVar("diffcache_ranks", default=None)
 
 
 @dataclass
@@ -168,9 +175,15 @@ def relative_l1(guess: Tensor, probe: Tensor, relative_to: str = "probe") -> flo
         relative_to: `probe` or `forecast` (the guess).
 
     Returns:
-        The error; 0 where both are zero, infinity where only the reference is.
+        The error over all ranks that share the sample; 0 where both are zero, infinity where only
+        the reference is.
     """
     guess, probe = guess.float(), probe.float()
     error = (guess - probe).abs().mean()
     scale = (guess if relative_to == "forecast" else probe).abs().mean()
+    ranks = RANKS.get()
+    if ranks is not None:
+        both = torch.stack((error, scale)) * probe.numel()
+        torch.distributed.all_reduce(both, group=ranks)
+        error, scale = both
     return float(torch.where(error == 0, error, error / scale))
