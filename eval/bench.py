@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--device", default="cpu", help="torch device (default: cpu)")
     found.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: float32)")
     found.add_argument("--threads", type=int, default=1, help="CPU threads of torch (default: 1)")
-    found.add_argument("--rounds", type=int, help="timed rounds (default: speed 5, overhead 60)")
+    found.add_argument("--rounds", type=int, help="timed rounds (default: speed 5, overhead 50)")
     found.add_argument("--steps", type=int, help="sampling steps of speed (default: 50)")
     found.add_argument("--batches", type=int, nargs="+", help="prompts in a call (default: 4 1)")
     found.add_argument("--model", type=Path, default=DIRECTORY, help="pipeline that speed runs")
@@ -100,7 +100,7 @@ def _sizes(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return how much a benchmark is to measure."""
     quick = options.quick
     given = {
-        "overhead": {"rounds": 5 if quick else 60},
+        "overhead": {"rounds": 5 if quick else 50},
         "speed": {
             "rounds": 1 if quick else 5, "steps": 14 if quick else 50,
             "batches": [2] if quick else [4, 1],

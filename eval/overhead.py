@@ -25,7 +25,7 @@ from torch import nn
 import diffcache
 from diffcache.eval.loop import Loop
 from diffcache.eval.record import Setting, stats
-from diffcache.eval.stamps import Stamps
+from diffcache.eval.stamps import Stamps, arithmetic
 from diffcache.eval.tiny import Shape, build, hollow_out, inputs
 from diffcache.features.base import FeatureMethod
 from diffcache.features.confidence_gated import ConfidenceGatedTaylor
@@ -219,7 +219,7 @@ class Bench:
         """Return where the time of a skipped step goes, in microseconds (10th percentiles)."""
         names = ["0 blocks", "1 block", *(f"{site} rest" for site in _SITES), *methods()]
         stamps = {name: Stamps(self.variants[name].model) for name in names}
-        for _ in range(calls):
+        for _ in range(max(calls // 2, 1)):
             for name, stamp in stamps.items():
                 variant = self.variants[name]
                 with variant.model.cache_context("cond"):
@@ -228,16 +228,23 @@ class Bench:
                         self.setting.wait()
                         variant.tick()
         rows = []
+        depth = self.shape.double + self.shape.single
         for name, stamp in stamps.items():
             floor = self.variants[name].floor
             reference = stamps[floor].parts()["body"] if floor else None
             stamp.remove()
-            rows.append({"name": name, **stamp.parts(), "floor_body": reference})
+            spans = {"TaylorSeer stack": 2, "TaylorSeer block": depth}.get(name)
+            sums = spans and arithmetic(
+                self.shape, spans, self.setting.device, self.setting.dtype, 20 * calls
+            )
+            rows.append({
+                "name": name, **stamp.parts(), "floor_body": reference, "arithmetic": sums,
+            })  # fmt: skip
         return rows
 
 
 def measure(
-    setting: Setting, *, rounds: int = 60, shape: Shape | None = None, bar: bool = False
+    setting: Setting, *, rounds: int = 50, shape: Shape | None = None, bar: bool = False
 ) -> dict[str, Any]:
     """Measure the host time of skipped steps.
 
@@ -281,9 +288,11 @@ def tables(record: dict[str, Any]) -> list[Table]:
             "" if per_site is None else f"{per_site:.1f} x {row['sites']}",
             "" if target is None else f"{target:.0f}", f"{row['cache_context_us']:.0f}",
         )  # fmt: skip
-    second = Table("", "before hooks", "open", "body", "body of floor", "close", "after hooks",
+    second = Table("", "before hooks", "open", "body", "of floor", "forecasts alone", "close",
+                   "after hooks",
                    title="where it goes, µs")  # fmt: skip
     for row in record["anatomy"]:
-        numbers = [row[key] for key in ("enter", "open", "body", "floor_body", "close", "leave")]
+        keys = ("enter", "open", "body", "floor_body", "arithmetic", "close", "leave")
+        numbers = [row[key] for key in keys]
         second.add_row(row["name"], *["" if n is None else f"{n:,.1f}" for n in numbers])
     return [first, second]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from diffcache.eval.loop import Loop
 from diffcache.eval.record import Setting, stats
 from diffcache.eval.tiny import emptied
+from diffcache.features.base import FeatureMethod
 from diffcache.features.confidence_gated import ConfidenceGatedTaylor
 from diffcache.features.taylorseer import TaylorSeer
 from diffcache.pipelines.small.flux import CALL
@@ -40,31 +43,18 @@ def measure(
     """
     prompts = held_out_prompts(batch, seed=3)
     call, latents, timestep = _inputs(pipe, prompts)
-    model = pipe.transformer
-    samples: dict[str, list[float]] = {}
-    with torch.no_grad(), warnings.catch_warnings():
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         parts = _parts(pipe, prompts, call, latents, timestep)
-        for name, part in parts.items():
-            part()
-            samples[name] = []
-        for _ in range(calls):
+        parts |= _floors(stack, pipe.transformer, call) | _skipped(stack, pipe.transformer, call)
+        samples: dict[str, list[float]] = {name: [] for name in parts}
+        for number in range(2 + calls):
             for name, part in parts.items():
-                samples[name].append(_timed(setting, part))
-        for keep, name in enumerate(("embedders and head", "embedders, first block and head")):
-            with emptied(model, keep):
-                samples[name] = [_timed(setting, parts["computed step"]) for _ in range(calls)]
-        for name, method in {
-            "skipped step, stack": TaylorSeer(_NEVER, 1, site="stack"),
-            "skipped step, module": TaylorSeer(_NEVER, 1, site="module"),
-            "skipped step, gated": ConfidenceGatedTaylor(float("inf")),
-        }.items():
-            with Loop(model, method, call) as loop:
-                loop.take(_WARMUP)
-                samples[name] = []
-                for _ in range(calls):
-                    samples[name].append(_timed(setting, loop.call))
-                    loop.tick()
+                seconds = _timed(setting, part)
+                if number > 1:
+                    samples[name].append(seconds)
     milliseconds = {name: stats(values, 1e3) for name, values in samples.items()}
     medians = {name: values["median"] for name, values in milliseconds.items()}
     return {
@@ -151,6 +141,35 @@ def _reachable(ms: dict[str, float], steps: int) -> dict[str, float]:
         "first block runs": whole
         / (whole + (steps - computed) * ms["embedders, first block and head"]),
     }
+
+
+def _floors(
+    stack: ExitStack, model: nn.Module, call: dict[str, Any]
+) -> dict[str, Callable[[], Any]]:
+    """Return calls of copies of the model without blocks, and with the first one only."""
+    found: dict[str, Callable[[], Any]] = {}
+    for keep, name in enumerate(("embedders and head", "embedders, first block and head")):
+        copied = copy.deepcopy(model)
+        stack.enter_context(emptied(copied, keep))
+        found[name] = lambda copied=copied: copied(**call)  # type: ignore[misc]
+    return found
+
+
+def _skipped(
+    stack: ExitStack, model: nn.Module, call: dict[str, Any]
+) -> dict[str, Callable[[], Any]]:
+    """Return skipped steps of wrapped copies of the model; the end of a step is within them."""
+    methods: dict[str, FeatureMethod] = {
+        "skipped step, stack": TaylorSeer(_NEVER, 1, site="stack"),
+        "skipped step, module": TaylorSeer(_NEVER, 1, site="module"),
+        "skipped step, gated": ConfidenceGatedTaylor(float("inf")),
+    }
+    found: dict[str, Callable[[], Any]] = {}
+    for name, method in methods.items():
+        loop = stack.enter_context(Loop(copy.deepcopy(model), method, call))
+        loop.take(_WARMUP)
+        found[name] = lambda loop=loop: loop.take(1)  # type: ignore[misc]
+    return found
 
 
 def _account(ms: dict[str, float], steps: int) -> dict[str, float]:

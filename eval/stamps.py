@@ -6,9 +6,11 @@ import time
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 
 from diffcache.eval.record import stats
+from diffcache.eval.tiny import Shape
 
 PARTS = ("enter", "open", "body", "close", "leave")
 
@@ -56,3 +58,27 @@ class Stamps:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
+
+
+def arithmetic(
+    shape: Shape, spans: int, device: torch.device, dtype: torch.dtype, calls: int
+) -> float:
+    """Return the microseconds of a first-order forecast of residuals and nothing else.
+
+    Args:
+        shape: Sizes of the model.
+        spans: Runs of skipped blocks, each with a text and a picture stream.
+        device: Where.
+        dtype: Of the streams.
+        calls: Timed calls.
+    """
+    tokens = (shape.text_tokens, shape.image_tokens) * spans
+    streams = [torch.ones(shape.batch, n, shape.width, device=device, dtype=dtype) for n in tokens]
+    samples = []
+    for _ in range(calls):
+        started = time.thread_time()
+        guesses = torch._foreach_add(streams, streams, alpha=3.0)
+        for stream, guess in zip(streams, guesses, strict=True):
+            torch.add(stream, guess)
+        samples.append(time.thread_time() - started)
+    return stats(samples, 1e6)["p10"]

@@ -303,5 +303,5 @@ def test_wrapping_twice_and_wrong_targets():
         with diffcache.wrapped(model, diffcache.Combine(diffcache.Every(2), lead=8)):
             sample(case, model)
     unet = cases()["UNet1DModel"].build()
-    with pytest.raises(diffcache.AttachError, match="has no attention modules inside its blocks"):
+    with pytest.raises(diffcache.AttachError, match="has nothing at site 'attention'"):
         diffcache.wrap(unet, "interval", site="attention")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 import diffcache
-from diffcache import AttachError, Combine, Every, Gate, Interval, Listed, Newton, Reuse, Taylor
+from diffcache import Combine, Every, Interval, Taylor
 from diffcache.api import handle_of
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.pipelines.zoo.pipe import noise
@@ -158,7 +157,7 @@ def _heun(pipe: Any) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("method", [EVERY, SEER, diffcache.FirstBlock(threshold=0.5)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("method", [EVERY, SEER, diffcache.FirstBlock(threshold=5.0)], ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_run_equals_that_of_a_fresh_wrap(change: str, method: Any):
     name = "StableDiffusion3Pipeline" if change == "scheduler" else "FluxPipeline"
@@ -206,7 +205,7 @@ def test_a_run_after_one_that_was_cut_short_equals_a_fresh_one(name: str, how: s
         place = model.norm_out if how == "hook" else blocks[2]
 
         def fail(*_: Any) -> None:
-            if len(handle.last.calls) > 3:
+            if len(handle.last.calls) >= 3 * PIPES[name].branches:
                 raise RuntimeError("stop here")
 
         hook = place.register_forward_pre_hook(fail)

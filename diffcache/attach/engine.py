@@ -61,7 +61,7 @@ class Engine:
         self._has_cache = any("kv_cache" in name for name in self._arguments)
         if not anatomy.supports(self.site):
             raise AttachError(
-                f"{anatomy.model} has no {self.site.value} modules inside its blocks; "
+                f"{anatomy.model} has nothing at site {self.site!r} inside its blocks; "
                 "use site='stack' or site='block'"
             )
         self.taps = Taps(self, model, anatomy, self.site)

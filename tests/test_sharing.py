@@ -1,0 +1,284 @@
+"""Several runs at once, adapters, other caches, memory: what a cache shares and what it does not."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import diffcache
+from diffcache import AttachError, Combine, Every, Interval, Newton, Reuse, Taylor
+from diffcache.api import handle_of
+from diffcache.pipelines.zoo.catalog import cases
+from diffcache.pipelines.zoo.pipes import pipes
+
+CASES, PIPES = cases(), pipes()
+EVERY = Interval(every=3)
+SEER = Combine(Every(3), Taylor(2), site="block")
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", diffcache.CacheWarning)
+        yield
+
+
+def run(pipe: Any, name: str, seed: int = 0, steps: int = STEPS, **more: Any) -> Tensor:
+    return pipe(**{**PIPES[name].call(pipe, seed, steps), **more})[0]
+
+
+def marks(target: Any) -> str:
+    return "".join("sC"[call.computed] for call in handle_of(target).last.calls)
+
+
+# several at once -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [("FluxPipeline", "FluxPipeline"), ("FluxPipeline", "WanPipeline")])
+def test_pipelines_interleaved(names: tuple[str, str]):
+    alone = [run(diffcache.wrap(PIPES[n].build(s), SEER), n, seed=s) for s, n in enumerate(names)]
+    one, two = (diffcache.wrap(PIPES[n].build(s), SEER) for s, n in enumerate(names))
+    inner = []
+
+    def between(pipe: Any, step: int, t: Any, kwargs: Any) -> Any:
+        if step in (1, 4):
+            inner.append(run(two, names[1], seed=1))
+        return kwargs
+
+    outer = run(one, names[0], callback_on_step_end=between)
+    assert torch.equal(outer, alone[0])
+    assert len(inner) == 2 and all(torch.equal(out, alone[1]) for out in inner)
+    assert marks(one) == "CssCss"
+
+
+def test_the_same_pipeline_called_from_its_own_callback():
+    pipe = diffcache.wrap(PIPES["FluxPipeline"].build(0), SEER)
+    alone = [run(pipe, "FluxPipeline", seed=s) for s in (0, 1)]
+    inner = []
+
+    def between(pipe: Any, step: int, t: Any, kwargs: Any) -> Any:
+        if step == 3 and not inner:
+            scheduler, pipe.scheduler = pipe.scheduler, type(pipe.scheduler).from_config(pipe.scheduler.config)
+            saved = {k: v for k, v in vars(pipe).items() if k.startswith("_") and k != "_diffcache"}
+            inner.append(run(pipe, "FluxPipeline", seed=1))
+            vars(pipe).update(saved)
+            pipe.scheduler = scheduler
+        return kwargs
+
+    outer = run(pipe, "FluxPipeline", callback_on_step_end=between)
+    assert torch.equal(inner[0], alone[1])
+    assert torch.equal(outer, alone[0])
+
+
+def in_threads(*jobs: Any) -> list[Any]:
+    """Run every job in a thread of its own, all at once."""
+    results: list[Any] = [None] * len(jobs)
+    gate = threading.Barrier(len(jobs))
+
+    def work(place: int) -> None:
+        gate.wait()
+        with torch.no_grad():
+            try:
+                results[place] = jobs[place]()
+            except BaseException as error:
+                results[place] = error
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def test_two_pipelines_in_two_threads():
+    both = [diffcache.wrap(PIPES[n].build(0), SEER) for n in ("FluxPipeline", "HunyuanVideoPipeline")]
+    names = ("FluxPipeline", "HunyuanVideoPipeline")
+    alone = [run(pipe, name) for pipe, name in zip(both, names, strict=True)]
+    outs = in_threads(*(lambda p=p, n=n: run(p, n) for p, n in zip(both, names, strict=True)))
+    assert all(torch.equal(a, b) for a, b in zip(alone, outs, strict=True))
+
+
+def trajectory(model: Any, case: Any, seed: int, pause: threading.Barrier | None = None) -> Tensor:
+    total = torch.zeros(())
+    for step in range(STEPS):
+        if pause is not None:
+            pause.wait(30)
+        total = total + (step + 1) * model(**case.kwargs(model, seed, step, STEPS)).sample
+    return total
+
+
+def test_threads_that_share_a_bare_denoiser():
+    case = CASES["FluxTransformer2DModel"]
+    model = diffcache.wrap(case.build(0), SEER)
+    alone = [trajectory(model, case, seed) for seed in range(3)]
+    pause = threading.Barrier(3)
+    outs = in_threads(*(lambda s=s: trajectory(model, case, s, pause) for s in range(3)))
+    assert all(torch.equal(a, b) for a, b in zip(alone, outs, strict=True))
+    handle_of(model).detach()
+
+
+# bare denoisers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "ZImageTransformer2DModel"])
+def test_a_bare_denoiser_starts_a_run_where_the_timestep_turns_back(name: str):
+    case = CASES[name]
+    model = diffcache.wrap(case.build(0), EVERY)
+    first = [model(**case.kwargs(model, 0, s, STEPS)) for s in range(STEPS - 1)]
+    assert marks(model) == "CssCs"
+    again = [model(**case.kwargs(model, 0, s, STEPS)) for s in range(STEPS - 1)]
+    assert marks(model) == "CssCs"
+    for one, two in zip(first, again, strict=True):
+        assert torch.equal(torch.cat([t.flatten() for t in one.sample]), torch.cat([t.flatten() for t in two.sample]))
+
+
+def test_reset_starts_a_run():
+    case = CASES["FluxTransformer2DModel"]
+    model = diffcache.wrap(case.build(0), EVERY)
+    for step in (0, 1):
+        model(**case.kwargs(model, 0, step, STEPS))
+    assert handle_of(model).held_bytes() > 0
+    diffcache.reset(model)
+    assert handle_of(model).held_bytes() == 0
+    model(**case.kwargs(model, 0, 2, STEPS))
+    last = handle_of(model).last.calls[-1]
+    assert last.computed and last.index == 0 and last.reason == "first call"
+
+
+def test_the_same_timestep_over_and_over_is_never_taken_for_guidance():
+    """A one-step model is called with one timestep only: after eight calls a run starts."""
+    case = CASES["FluxTransformer2DModel"]
+    model = diffcache.wrap(case.build(0), EVERY)
+    exact = case.build(0)
+    for seed in range(20):
+        out = model(**case.kwargs(model, seed)).sample
+        assert torch.equal(out, exact(**case.kwargs(exact, seed)).sample)
+        assert len(next(iter(handle_of(model)._live)).timelines[handle_of(model).engines[0]].branches) <= 8
+
+
+# other things that touch a model ------------------------------------------------------------------------
+
+
+def lora(pipe: Any, scale: float = 1.0) -> None:
+    from peft import LoraConfig
+
+    torch.manual_seed(5)
+    targets = ["to_q", "to_v", "proj_mlp", "to_out.0"]
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+
+
+@pytest.mark.parametrize("method", [EVERY, diffcache.TaylorSeer(every=3, warmup=1, site="module")], ids=["stack", "module"])
+def test_lora_loaded_and_unloaded_while_wrapped(method: Any):
+    name = "FluxPipeline"
+    pipe = PIPES[name].build(0)
+    plain = run(pipe, name)
+    tuned = PIPES[name].build(0)
+    lora(tuned)
+    diffcache.wrap(tuned, method)
+    expected = run(tuned, name)
+
+    diffcache.wrap(pipe, method)
+    cached = run(pipe, name)
+    lora(pipe)
+    out = run(pipe, name)
+    assert torch.equal(out, expected) and not torch.allclose(out, cached, atol=1e-3)
+    assert "s" in marks(pipe)
+    pipe.transformer.delete_adapters("default")
+    pipe.unload_lora_weights()
+    assert torch.equal(run(pipe, name), cached)
+    diffcache.unwrap(pipe)
+    assert torch.equal(run(pipe, name), plain)
+
+
+def test_lora_from_a_file(tmp_path: Any):
+    from peft.utils import get_peft_model_state_dict
+
+    name = "FluxPipeline"
+    pipe = PIPES[name].build(0)
+    plain = run(pipe, name)
+    lora(pipe)
+    state = get_peft_model_state_dict(pipe.transformer)
+    type(pipe).save_lora_weights(tmp_path, transformer_lora_layers=state)
+    expected = run(diffcache.wrap(pipe, EVERY), name)
+
+    other = diffcache.wrap(PIPES[name].build(0), EVERY)
+    other.load_lora_weights(tmp_path)
+    assert torch.allclose(run(other, name), expected, atol=1e-6)
+    assert marks(other) == "CssCss"
+    other.unload_lora_weights()
+    diffcache.unwrap(other)
+    assert torch.equal(run(other, name), plain)
+
+
+def test_wrapping_twice_is_an_error():
+    pipe = diffcache.wrap(PIPES["FluxPipeline"].build(0), EVERY)
+    for target in (pipe, pipe.transformer):
+        with pytest.raises(AttachError, match=r"already runs under Interval\(every=3.*unwrap it first"):
+            diffcache.wrap(target, SEER)
+    assert "s" not in (run(diffcache.unwrap(pipe), "FluxPipeline"), "")[1]
+    diffcache.unwrap(diffcache.wrap(pipe, SEER))
+    with pytest.raises(AttachError, match="is not wrapped"):
+        diffcache.unwrap(pipe)
+
+
+def test_other_caches_are_an_error():
+    from diffusers import FirstBlockCacheConfig
+
+    pipe = PIPES["FluxPipeline"].build(0)
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    with pytest.raises(AttachError, match=r"already runs under diffusers' .*disable_cache\(\) first"):
+        diffcache.wrap(pipe, EVERY)
+    pipe.transformer.disable_cache()
+    diffcache.wrap(pipe, EVERY)
+    run(pipe, "FluxPipeline")
+    assert marks(pipe) == "CssCss"
+
+
+# memory -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "tensors"),
+    [
+        (Interval(every=3), lambda b, d, s: d + s),
+        (Combine(Every(3), Taylor(2)), lambda b, d, s: 3 * (d + s)),
+        (Combine(Every(3), Newton(1)), lambda b, d, s: 2 * (d + s)),
+        (Combine(Every(3), Reuse(), site="block"), lambda b, d, s: b * (d + s)),
+        (Combine(Every(3), Reuse(), feature="output"), lambda b, d, s: s),
+    ],
+    ids=["reuse", "taylor2", "newton1", "block", "output"],
+)
+def test_held_bytes_follow_the_formula(method: Any, tensors: Any):
+    """Lists of 4 double and 4 single blocks; 16 image and 6 text tokens of 32 channels, batch 2."""
+    case = CASES["FluxTransformer2DModel"]
+    model = case.build(0)
+    depth, joint = len(model.transformer_blocks), 2 * (16 + 6) * 32 * 4
+    assert depth == len(model.single_transformer_blocks) == 4
+    with diffcache.wrapped(model, method) as handle:
+        for step in range(9):  # three computed steps fill the differences
+            model(**case.kwargs(model, 0, step, 9))
+        assert handle.held_bytes() == tensors(depth, joint, joint)
+        assert handle.last.peak_bytes == handle.held_bytes()
+    assert handle.held_bytes() == 0
+
+
+@pytest.mark.parametrize("site", ["stack", "block", "module", "model"])
+def test_no_gradient_graph_is_kept(site: str):
+    case = CASES["FluxTransformer2DModel"]
+    model = case.build(0)
+    with torch.enable_grad(), diffcache.wrapped(model, Combine(Every(3), Taylor(1), site=site)) as handle:
+        for step in range(5):
+            out = model(**case.kwargs(model, 0, step, 9)).sample
+            held = list(handle._tensors())
+            assert held and not any(t.requires_grad or t.grad_fn for t in held)
+        assert out.requires_grad or site == "model"
