@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from torch import nn
 
@@ -99,6 +99,10 @@ def reset(target: Any) -> None:
     handle_of(target).reset()
 
 
+@overload
+def inspect(target: nn.Module) -> Anatomy: ...
+@overload
+def inspect(target: Any) -> Any: ...
 def inspect(target: Any) -> Anatomy | dict[str, Anatomy]:
     """Return the anatomy of a denoiser, or of every denoiser of a pipeline by its name.
 

@@ -67,7 +67,12 @@ def sample(case, model, seed=0, steps=range(STEPS)):
 def state_of(model):
     """Everything a cache could leave behind."""
     return {
-        path: (type(module), sorted(module.__dict__), type(module._modules), len(module._forward_hooks))
+        path: (
+            type(module),
+            sorted(module.__dict__),
+            type(module._modules),
+            len(module._forward_hooks),
+        )
         for path, module in model.named_modules()
     }
 
@@ -242,7 +247,8 @@ def test_memory_of_a_unet():
     last, every = [], []
     blocks = [*model.down_blocks, model.mid_block, *model.up_blocks]
     hooks = [
-        block.register_forward_hook(lambda m, a, out: every.append(all_bytes(out))) for block in blocks
+        block.register_forward_hook(lambda m, a, out: every.append(all_bytes(out)))
+        for block in blocks
     ]
     hooks.append(
         model.up_blocks[-1].register_forward_hook(lambda m, a, out: last.append(all_bytes(out)))
@@ -299,9 +305,11 @@ def test_wrapping_twice_and_wrong_targets():
     ):
         sample(case, model)
     model.eval()
-    with pytest.raises(diffcache.AttachError, match="lower lead and tail"):
-        with diffcache.wrapped(model, diffcache.Combine(diffcache.Every(2), lead=8)):
-            sample(case, model)
+    with (
+        diffcache.wrapped(model, diffcache.Combine(diffcache.Every(2), lead=8)),
+        pytest.raises(diffcache.AttachError, match="lower lead and tail"),
+    ):
+        sample(case, model)
     unet = cases()["UNet1DModel"].build()
     with pytest.raises(diffcache.AttachError, match="has nothing at site 'attention'"):
         diffcache.wrap(unet, "interval", site="attention")

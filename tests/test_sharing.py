@@ -57,25 +57,6 @@ def test_pipelines_interleaved(names: tuple[str, str]):
     assert marks(one) == "CssCss"
 
 
-def test_the_same_pipeline_called_from_its_own_callback():
-    pipe = diffcache.wrap(PIPES["FluxPipeline"].build(0), SEER)
-    alone = [run(pipe, "FluxPipeline", seed=s) for s in (0, 1)]
-    inner = []
-
-    def between(pipe: Any, step: int, t: Any, kwargs: Any) -> Any:
-        if step == 3 and not inner:
-            scheduler, pipe.scheduler = pipe.scheduler, type(pipe.scheduler).from_config(pipe.scheduler.config)
-            saved = {k: v for k, v in vars(pipe).items() if k.startswith("_") and k != "_diffcache"}
-            inner.append(run(pipe, "FluxPipeline", seed=1))
-            vars(pipe).update(saved)
-            pipe.scheduler = scheduler
-        return kwargs
-
-    outer = run(pipe, "FluxPipeline", callback_on_step_end=between)
-    assert torch.equal(inner[0], alone[1])
-    assert torch.equal(outer, alone[0])
-
-
 def in_threads(*jobs: Any) -> list[Any]:
     """Run every job in a thread of its own, all at once."""
     results: list[Any] = [None] * len(jobs)
@@ -169,12 +150,12 @@ def test_the_same_timestep_over_and_over_is_never_taken_for_guidance():
 # other things that touch a model ------------------------------------------------------------------------
 
 
-def lora(pipe: Any, scale: float = 1.0) -> None:
+def lora(pipe: Any) -> None:
     from peft import LoraConfig
 
     torch.manual_seed(5)
     targets = ["to_q", "to_v", "proj_mlp", "to_out.0"]
-    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    pipe.transformer.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=targets, init_lora_weights=False))
 
 
 @pytest.mark.parametrize("method", [EVERY, diffcache.TaylorSeer(every=3, warmup=1, site="module")], ids=["stack", "module"])
@@ -225,8 +206,7 @@ def test_wrapping_twice_is_an_error():
     for target in (pipe, pipe.transformer):
         with pytest.raises(AttachError, match=r"already runs under Interval\(every=3.*unwrap it first"):
             diffcache.wrap(target, SEER)
-    assert "s" not in (run(diffcache.unwrap(pipe), "FluxPipeline"), "")[1]
-    diffcache.unwrap(diffcache.wrap(pipe, SEER))
+    diffcache.unwrap(diffcache.wrap(diffcache.unwrap(pipe), SEER))
     with pytest.raises(AttachError, match="is not wrapped"):
         diffcache.unwrap(pipe)
 

@@ -45,8 +45,8 @@ class Frame:
     """
 
     __slots__ = ("_probe_input", "bases", "branch", "call", "closed", "computes", "decides",
-                 "engine", "foreseen", "given", "instead", "items", "layout", "started", "step", "tally",
-                 "timeline", "token", "trace", "visits")  # fmt: skip
+                 "engine", "foreseen", "given", "instead", "items", "layout", "started", "step",
+                 "tally", "timeline", "token", "trace", "visits")  # fmt: skip
 
     def __init__(self, engine: Engine, timeline: Timeline, branch: Branch, step: Step) -> None:
         self.engine = engine

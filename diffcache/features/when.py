@@ -14,7 +14,6 @@ from diffcache.features.base import Instead, Probe, When, check_int, check_thres
 from diffcache.features.instead import Reuse
 from diffcache.step import Step
 
-
 # The process group that shares one sample, set around a decision. Ranks of a context-parallel
 # model each see a part of the tokens and must decide alike; ranks that draw different samples must
 # not hear of each other.

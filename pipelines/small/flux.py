@@ -10,8 +10,8 @@ Two defaults are written into the source of `FluxPipeline` for large models (lat
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from diffusers import (
     FluxPipeline,
     FluxTransformer2DModel,
 )
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
     CLIPTextConfig,
@@ -70,33 +69,38 @@ def build_tokenizers() -> tuple[CLIPTokenizer, T5TokenizerFast]:
 
 
 def _clip_tokenizer() -> CLIPTokenizer:
-    begin, end = "<|startoftext|>", "<|endoftext|>"
-    trained = Tokenizer(models.BPE(unk_token=end, end_of_word_suffix="</w>"))
-    trained.normalizer = normalizers.Lowercase()
-    trained.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=1000,
-        min_frequency=1,
-        special_tokens=[begin, end],
-        end_of_word_suffix="</w>",
-        show_progress=False,
-    )
-    trained.train_from_iterator(_corpus(), trainer)
-    state = _model_state(trained)
-    merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in state["merges"]]
-    return CLIPTokenizer(vocab=state["vocab"], merges=merges, model_max_length=_CLIP_TOKENS)
+    merges = _merges([*words(), ",", "."])
+    letters = sorted({letter for word in words() for letter in word})
+    symbols = [*letters, ",", "."]
+    vocabulary = ["<|startoftext|>", "<|endoftext|>", *symbols, *(f"{s}</w>" for s in symbols)]
+    vocabulary += dict.fromkeys(one + other for one, other in merges)
+    numbers = {token: index for index, token in enumerate(vocabulary)}
+    return CLIPTokenizer(vocab=numbers, merges=merges, model_max_length=_CLIP_TOKENS)
 
 
-def _corpus() -> Iterator[str]:
-    for word in words():
-        yield f"{word} , ."
+def _merges(whole: list[str]) -> list[tuple[str, str]]:
+    """Return byte-pair merges that make every word one token; the same on every run.
+
+    The trainer of the `tokenizers` library numbers tokens in an order that changes from process to
+    process, which would part the weights from their words.
+    """
+    split = [[*word[:-1], f"{word[-1]}</w>"] for word in whole]
+    merges = []
+    while pairs := Counter(pair for word in split for pair in pairwise(word)):
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        merges.append(best)
+        split = [_merged(word, best) for word in split]
+    return merges
 
 
-def _model_state(tokenizer: Tokenizer) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
-    return state
+def _merged(word: list[str], pair: tuple[str, str]) -> list[str]:
+    made: list[str] = []
+    for symbol in word:
+        if made and (made[-1], symbol) == pair:
+            made[-1] += symbol
+        else:
+            made.append(symbol)
+    return made
 
 
 def _t5_tokenizer() -> T5TokenizerFast:

@@ -1,0 +1,327 @@
+"""What breaks other caches: copies, pickles, offload hooks, shared parts, odd schedulers."""
+
+from __future__ import annotations
+
+import copy
+import filecmp
+import io
+import os
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import diffcache
+from diffcache import AttachError, CacheWarning, Interval
+from diffcache.api import handle_of
+from diffcache.attach.anchor import owner_of
+from diffcache.pipelines.zoo.catalog import cases
+from diffcache.pipelines.zoo.pipes import pipes
+
+CASES, PIPES = cases(), pipes()
+EVERY = Interval(every=3)
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", CacheWarning)
+        yield
+
+
+def run(pipe: Any, name: str = "FluxPipeline", seed: int = 0, **more: Any) -> Tensor:
+    return pipe(**{**PIPES[name].call(pipe, seed, STEPS), **more})[0]
+
+
+def marks(target: Any) -> str:
+    return "".join("sC"[call.computed] for call in handle_of(target).last.calls)
+
+
+def flux() -> Any:
+    return PIPES["FluxPipeline"].build(0)
+
+
+# 1, 5: copies and pickles --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("site", ["stack", "block", "module", "model"])
+def test_a_deep_copy_of_a_model_runs_its_own_weights_and_says_that_it_is_uncached(site: str):
+    case = CASES["FluxTransformer2DModel"]
+    model = diffcache.wrap(case.build(0), Interval(every=3, site=site))
+    model(**case.kwargs(model, 0))
+    twin = copy.deepcopy(model)
+    for parameter in twin.parameters():
+        parameter.mul_(1.1)
+    changed = case.build(0)
+    for parameter in changed.parameters():
+        parameter.mul_(1.1)
+    expected = changed(**case.kwargs(changed, 0)).sample
+    with pytest.warns(CacheWarning, match="a copy of a wrapped one and runs uncached; wrap it too"):
+        out = twin(**case.kwargs(twin, 0)).sample
+    assert torch.equal(out, expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        for step in range(4):
+            made = case.kwargs(twin, 0, step)
+            assert torch.equal(twin(**made).sample, changed(**case.kwargs(changed, 0, step)).sample)
+    assert len(handle_of(model).last.calls) == 1  # the original heard nothing
+    with pytest.raises(AttachError, match="is not wrapped"):
+        handle_of(twin)
+    diffcache.wrap(twin, EVERY)
+    twin(**case.kwargs(twin, 0))
+
+
+def test_a_deep_copy_of_a_pipeline_is_a_plain_pipeline():
+    pipe = flux()
+    plain = run(pipe)
+    diffcache.wrap(pipe, EVERY)
+    cached = run(pipe)
+    twin = copy.deepcopy(pipe)
+    with pytest.warns(CacheWarning, match="runs uncached"):
+        assert torch.equal(run(twin), plain)
+    assert torch.equal(run(pipe), cached)
+    diffcache.unwrap(pipe)
+    assert torch.equal(run(twin), plain)
+
+
+@pytest.mark.parametrize("site", ["stack", "module"])
+@pytest.mark.parametrize("how", ["pickle", "torch"])
+def test_a_pickled_model_comes_back_plain(how: str, site: str):
+    case = CASES["FluxTransformer2DModel"]
+    model = case.build(0)
+    expected = model(**case.kwargs(model, 0)).sample
+    diffcache.wrap(model, Interval(every=3, site=site))
+    model(**case.kwargs(model, 0))
+    if how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        twin = torch.load(buffer, weights_only=False)
+    assert type(twin) is type(model)
+    assert all(type(module.__dict__["_modules"]) is dict for module in twin.modules())
+    assert all(type(m) is not type(model.transformer_blocks) for m in twin.modules() if site == "stack")
+    assert torch.equal(twin(**case.kwargs(twin, 0)).sample, expected)
+    assert handle_of(model).last.calls[-1].index == 0
+
+
+def test_a_tapped_scheduler_pickles_and_copies_as_its_class():
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    pipe = diffcache.wrap(flux(), EVERY)
+    for twin in (pickle.loads(pickle.dumps(pipe.scheduler)), copy.deepcopy(pipe.scheduler)):
+        assert type(twin) is FlowMatchEulerDiscreteScheduler
+        assert owner_of(twin) is None
+        assert twin.config == pipe.scheduler.config
+    assert type(pipe.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
+    assert isinstance(pipe.scheduler, FlowMatchEulerDiscreteScheduler)
+
+
+def test_a_state_dict_knows_nothing_of_the_cache():
+    model = CASES["FluxTransformer2DModel"].build(0)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    diffcache.wrap(model, Interval(every=3, site="module"))
+    after = model.state_dict()
+    assert list(before) == list(after)
+    model.load_state_dict(before)
+    model.to(torch.bfloat16).to(torch.float32)
+    assert [name for name, _ in model.named_parameters()] == list(before)
+
+
+# 1: accelerate's hooks ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["hook first", "cache first"])
+def test_accelerate_hooks_come_and_go(order: str):
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    pipe = flux()
+    plain = run(pipe)
+    cached = run(diffcache.wrap(pipe, EVERY))
+    diffcache.unwrap(pipe)
+    if order == "hook first":
+        add_hook_to_module(pipe.transformer, ModelHook())
+        diffcache.wrap(pipe, EVERY)
+    else:
+        diffcache.wrap(pipe, EVERY)
+        add_hook_to_module(pipe.transformer, ModelHook())
+    assert torch.equal(run(pipe), cached) and marks(pipe) == "CssCss"
+    remove_hook_from_module(pipe.transformer, recurse=True)
+    assert torch.equal(run(pipe), cached) and marks(pipe) == "CssCss"
+    diffcache.unwrap(pipe)
+    assert torch.equal(run(pipe), plain)
+
+
+# 2: pipelines that share parts ----------------------------------------------------------------------
+
+
+def test_from_pipe_shares_the_wrapped_denoiser():
+    from diffusers import FluxImg2ImgPipeline
+
+    source = PIPES["FluxImg2ImgPipeline"].build(0)
+    name = "FluxImg2ImgPipeline"
+    expected = run(diffcache.wrap(source, EVERY), name, strength=1.0)
+    diffcache.unwrap(source)
+    pipe = PIPES["FluxPipeline"].build(0)
+    diffcache.wrap(pipe, EVERY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        other = FluxImg2ImgPipeline.from_pipe(pipe, vae=source.vae)
+    other.set_progress_bar_config(disable=True)
+    assert other.transformer is pipe.transformer
+    out = run(other, name, strength=1.0)
+    assert marks(other) == "CssCss"
+    assert torch.equal(out, expected)
+    assert torch.equal(run(other, name, strength=1.0), expected)
+
+
+def test_auto_pipeline_keeps_the_wrapped_denoiser():
+    from diffusers import AutoPipelineForImage2Image, FluxImg2ImgPipeline
+
+    pipe = diffcache.wrap(flux(), EVERY)
+    other = AutoPipelineForImage2Image.from_pipe(pipe)
+    assert type(other) is FluxImg2ImgPipeline
+    assert other.transformer is pipe.transformer
+    assert handle_of(other) is handle_of(pipe)
+
+
+# 3, 4, 7: schedulers ------------------------------------------------------------------------------------
+
+
+def test_a_copied_scheduler_does_not_drive_the_clock():
+    pipe = diffcache.wrap(flux(), EVERY)
+
+    def meddle(pipe: Any, step: int, t: Any, kwargs: Any) -> Any:
+        twin = copy.deepcopy(pipe.scheduler)
+        twin.set_timesteps(7, mu=1.0)
+        twin.step(torch.zeros(1), twin.timesteps[0], torch.zeros(1))
+        return kwargs
+
+    expected = run(pipe)
+    assert torch.equal(run(pipe, callback_on_step_end=meddle), expected)
+    assert marks(pipe) == "CssCss"
+
+
+def test_ltx2_steps_by_its_video_scheduler():
+    name = "LTX2Pipeline-guided"
+    pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
+    run(pipe, name)
+    assert [call.index for call in handle_of(pipe).last.calls] == [s for s in range(STEPS) for _ in range(3)]
+    assert marks(pipe) == ("CCC" + 6 * "s") * 2
+
+
+@pytest.mark.parametrize("kind", ["FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"])
+def test_a_scheduler_replaced_after_wrapping(kind: str):
+    import diffusers
+
+    name = "StableDiffusion3Pipeline"
+    scheduler = getattr(diffusers, kind).from_config({"shift": 2.0})
+    fresh = PIPES[name].build(0)
+    fresh.scheduler = copy.deepcopy(scheduler)
+    expected = run(diffcache.wrap(fresh, EVERY), name)
+    pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
+    run(pipe, name)
+    old = pipe.scheduler
+    pipe.scheduler = type(scheduler).from_config(scheduler.config)
+    assert torch.equal(run(pipe, name), expected)
+    evaluations = STEPS if "Euler" in kind else 2 * STEPS - 1
+    assert marks(pipe) == ("Css" * 4)[:evaluations]
+    assert owner_of(old) is None and owner_of(pipe.scheduler) is handle_of(pipe)
+    assert handle_of(pipe).run().total is None
+    diffcache.unwrap(pipe)
+    assert type(pipe.scheduler) is type(scheduler) and "_diffcache" not in vars(pipe.scheduler)
+    assert type(old).__mro__[1].__name__ == "SchedulerMixin" or "_diffcache" not in vars(old)
+
+
+def totals(pipe: Any, name: str, **more: Any) -> list[int | None]:
+    """The step count that the method sees at the end of every step."""
+    seen: list[int | None] = []
+    handle = handle_of(pipe)
+    engine = handle.engines[0]
+
+    def look(*_: Any) -> None:
+        seen.append(handle.run().timelines[engine].total)
+
+    hook = engine.model.register_forward_hook(look)
+    run(pipe, name, **more)
+    hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "total"),
+    [
+        ("FluxPipeline", {}, 6),
+        ("FluxPipeline", {"sigmas": [1.0, 0.7, 0.4, 0.2], "num_inference_steps": 4}, 4),
+        ("FluxImg2ImgPipeline", {"strength": 0.5}, 3),
+        ("FluxInpaintPipeline", {"strength": 0.9}, 5),
+        ("StableDiffusion3Pipeline-heun", {}, 11),
+        ("StableDiffusionPipeline-heun", {}, 11),
+        ("StableDiffusionPipeline-pndm", {}, 15),
+    ],
+)
+def test_the_step_count_is_that_of_the_solver(name: str, more: dict[str, Any], total: int):
+    pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
+    assert totals(pipe, name, **more) == [total] * total
+
+
+def test_the_last_step_is_known_to_a_gate():
+    pipe = diffcache.wrap(flux(), diffcache.ConfidenceGatedTaylor(threshold=float("inf"), warmup=2))
+    run(pipe)
+    assert marks(pipe) == "CCsssC"
+
+
+# 5: inference mode -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("site", ["stack", "block", "module", "model"])
+def test_inference_mode(site: str):
+    case = CASES["FluxTransformer2DModel"]
+    model = diffcache.wrap(case.build(0), Interval(every=2, site=site))
+    expected = [model(**case.kwargs(model, 0, s)).sample for s in range(4)]
+    diffcache.reset(model)
+    with torch.inference_mode():
+        outs = [model(**case.kwargs(model, 0, s)).sample for s in range(4)]
+    assert marks(model) == "CsCs"
+    assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+    diffcache.reset(model)  # and back: no inference tensor is left in the way
+    with torch.enable_grad():
+        model(**case.kwargs(model, 0, 0))
+        model(**case.kwargs(model, 0, 1)).sample.sum().backward()
+
+
+# 8: one solver for every frame -------------------------------------------------------------------------------
+
+
+def test_diffusion_forcing_steps_where_any_frame_moves():
+    name = "SkyReelsV2DiffusionForcingPipeline"
+    pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
+    run(pipe, name)
+    calls = handle_of(pipe).last.calls
+    assert [call.index for call in calls] == [s for s in range(STEPS + 4) for _ in range(2)]
+    assert {call.branch for call in calls} == {"cond", "uncond"}
+    assert marks(pipe) == ("CC" + "ssss") * 3 + "CC"
+
+
+# saving -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("site", ["stack", "module"])
+def test_saving_while_wrapped_writes_the_same_files(tmp_path: Path, site: str):
+    pipe = flux()
+    pipe.save_pretrained(tmp_path / "plain")
+    diffcache.wrap(pipe, Interval(every=3, site=site))
+    run(pipe)
+    pipe.save_pretrained(tmp_path / "wrapped")
+    names = sorted(str(f.relative_to(tmp_path / "plain")) for f in (tmp_path / "plain").rglob("*") if f.is_file())
+    others = sorted(str(f.relative_to(tmp_path / "wrapped")) for f in (tmp_path / "wrapped").rglob("*") if f.is_file())
+    assert names == others and any(name.endswith(".safetensors") for name in names)
+    same, different, _ = filecmp.cmpfiles(tmp_path / "plain", tmp_path / "wrapped", names, shallow=False)
+    assert (sorted(same), different) == (names, [])
+    assert isinstance(pipe.transformer, nn.Module) and os.listdir(tmp_path)
