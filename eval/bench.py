@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         values = getattr(options, name)
         if values is not None and min(values if isinstance(values, list) else [values]) < 1:
             parser().error(f"--{name} {values}: must be at least 1")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser().error(f"--device {options.device}: torch sees no CUDA device here")
     torch.set_num_threads(options.threads)
     for library in (diffusers, transformers):  # no bars and notes of theirs between the tables
         library.utils.logging.disable_progress_bar()
@@ -99,14 +101,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _sizes(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return how much a benchmark is to measure."""
     quick = options.quick
-    given = {
+    sizes: dict[str, dict[str, Any]] = {
         "overhead": {"rounds": 5 if quick else 50},
         "speed": {
             "rounds": 1 if quick else 5, "steps": 14 if quick else 50,
             "batches": [2] if quick else [4, 1],
         },
-    }.get(name, {})  # fmt: skip
-    return {key: getattr(options, key) or value for key, value in given.items()}
+    }  # fmt: skip
+    return {key: getattr(options, key) or value for key, value in sizes.get(name, {}).items()}
 
 
 def _runnable(

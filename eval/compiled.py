@@ -14,7 +14,7 @@ from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
 from rich.table import Table
 from torch import Tensor, nn
 
-from diffcache.eval.loop import Loop
+from diffcache.eval.loop import Loop, Plain
 from diffcache.eval.record import Setting
 from diffcache.eval.tiny import Shape, build, inputs
 from diffcache.features.base import FeatureMethod
@@ -35,21 +35,6 @@ class Counter:
         """Count a graph."""
         self.graphs += 1
         return graph.forward
-
-
-class Plain:
-    """A denoiser without a cache, driven as a `Loop` is."""
-
-    def __init__(self, model: nn.Module, call: dict[str, Any]) -> None:
-        self.model, self.arguments = model, call
-
-    def call(self) -> Any:
-        """Make one denoiser call."""
-        with self.model.cache_context("cond"):
-            return self.model(**self.arguments)
-
-    def tick(self) -> None:
-        """End the step, which nobody follows."""
 
 
 Start = Callable[[nn.Module, dict[str, Any]], AbstractContextManager[Any]]

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import FluxPipeline
-from torch import nn
 
 import diffcache
 from diffcache.eval import peers
@@ -102,11 +101,11 @@ class Meter:
     within. An accelerator is waited for on both sides of every call.
     """
 
-    def __init__(self, model: nn.Module, setting: Setting) -> None:
+    def __init__(self, model: Any, setting: Setting) -> None:
         self.setting = setting
         self.seconds = self.cpu_seconds = 0.0
         self.computed = 0
-        last = list(model.single_transformer_blocks)[-1].attn.to_q  # type: ignore[arg-type, union-attr]
+        last = list(model.single_transformer_blocks)[-1].attn.to_q
         self._hooks = [
             model.register_forward_pre_hook(self._start, prepend=True),
             model.register_forward_hook(self._stop),
@@ -163,7 +162,7 @@ class Drawing:
         noise = [torch.Generator("cpu").manual_seed(seed + n) for n in range(len(prompts))]
         more: dict[str, Any] = {}
         if each_step is not None:
-            more["callback_on_step_end"] = lambda *given: each_step() or {}
+            more["callback_on_step_end"] = _callback(each_step)
         with Meter(contender.pipe.transformer, self.setting) as meter:
             self.setting.wait()
             started = time.perf_counter()
@@ -185,6 +184,16 @@ class Drawing:
 
         draw = self(contender, prompts, seed, watch)
         contender.first_seconds, contender.held_bytes = draw.denoiser_seconds, most
+
+
+def _callback(each_step: Callable[[], None]) -> Callable[..., dict[str, Any]]:
+    """Return a function that diffusers' pipelines can call behind every step."""
+
+    def call(*given: Any) -> dict[str, Any]:
+        each_step()
+        return {}
+
+    return call
 
 
 def psnr(pictures: np.ndarray[Any, Any], others: np.ndarray[Any, Any]) -> list[float | None]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
-from torch import nn
-
 import diffcache
 from diffcache.features.base import FeatureMethod
 
@@ -36,7 +34,7 @@ class Loop:
     """
 
     def __init__(
-        self, model: nn.Module, method: FeatureMethod, call: dict[str, Any], steps: int = 10**6
+        self, model: Any, method: FeatureMethod, call: dict[str, Any], steps: int = 10**6
     ) -> None:
         self.model, self.method, self.steps, self.arguments = model, method, steps, call
         self.scheduler = Ticker()
@@ -77,3 +75,18 @@ class Loop:
             for branch in branches:
                 self.call(branch)
             self.tick()
+
+
+class Plain:
+    """A denoiser without a cache, driven as a `Loop` is."""
+
+    def __init__(self, model: Any, call: dict[str, Any]) -> None:
+        self.model, self.arguments = model, call
+
+    def call(self) -> Any:
+        """Make one denoiser call."""
+        with self.model.cache_context("cond"):
+            return self.model(**self.arguments)
+
+    def tick(self) -> None:
+        """End the step, which nobody follows."""

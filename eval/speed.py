@@ -65,6 +65,7 @@ class Bench:
             "uncached": None,
             "TaylorSeer stack": taylor,
             "TaylorSeer module": TaylorSeer(EVERY, 1, site="module"),
+            "TaylorSeer model": TaylorSeer(EVERY, 1, site="model"),
             "Interval stack": Interval(interval),
             "diffusers TaylorSeer": taylor_config(computed, self.steps, False, self.dtype),
             "diffusers TaylorSeer lite": taylor_config(computed, self.steps, True, self.dtype),

@@ -13,7 +13,7 @@ from diffusers import FluxPipeline
 from rich.table import Table
 from torch import Tensor, nn
 
-from diffcache.eval.loop import Loop
+from diffcache.eval.loop import Loop, Plain
 from diffcache.eval.record import Setting, stats
 from diffcache.eval.tiny import emptied
 from diffcache.features.base import FeatureMethod
@@ -24,6 +24,7 @@ from diffcache.pipelines.small.scenes import held_out_prompts
 
 _NEVER = 10**9
 _WARMUP = 8
+_ROW = 5  # skipped steps between two computed ones
 
 
 def measure(
@@ -48,12 +49,14 @@ def measure(
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         parts = _parts(pipe, prompts, call, latents, timestep)
-        parts |= _floors(stack, pipe.transformer, call) | _skipped(stack, pipe.transformer, call)
-        samples: dict[str, list[float]] = {name: [] for name in parts}
-        for number in range(2 + calls):
-            for name, part in parts.items():
-                seconds = _timed(setting, part)
-                if number > 1:
+        rows = _floors(stack, pipe.transformer, call) | _skipped(stack, pipe.transformer, call)
+        samples: dict[str, list[float]] = {name: [] for name in parts | rows}
+        for number in range(1 + calls):
+            for name, part in (parts | rows).items():
+                if name in rows:  # as in a run: a computed step, then a row of skipped ones
+                    parts["computed step"]()
+                seconds = _timed(setting, part, _ROW if name in rows else 1)
+                if number:
                     samples[name].append(seconds)
     milliseconds = {name: stats(values, 1e3) for name, values in samples.items()}
     medians = {name: values["median"] for name, values in milliseconds.items()}
@@ -66,12 +69,14 @@ def measure(
     }
 
 
-def _timed(setting: Setting, part: Callable[[], Any]) -> float:
+def _timed(setting: Setting, part: Callable[[], Any], times: int) -> float:
+    """Return the mean time of some calls in a row."""
     setting.wait()
     started = setting.clock()
-    part()
+    for _ in range(times):
+        part()
     setting.wait()
-    return setting.clock() - started
+    return (setting.clock() - started) / times
 
 
 def _inputs(pipe: FluxPipeline, prompts: list[str]) -> tuple[dict[str, Any], Tensor, Tensor]:
@@ -103,7 +108,7 @@ def _parts(
                 torch.add(stream, torch.add(stream, stream, alpha=3.0))
 
     def step() -> None:
-        scheduler._step_index = None
+        scheduler._step_index = 0
         scheduler.step(latents, timestep, latents, return_dict=False)
 
     def decode() -> None:
@@ -149,9 +154,9 @@ def _floors(
     """Return calls of copies of the model without blocks, and with the first one only."""
     found: dict[str, Callable[[], Any]] = {}
     for keep, name in enumerate(("embedders and head", "embedders, first block and head")):
-        copied = copy.deepcopy(model)
-        stack.enter_context(emptied(copied, keep))
-        found[name] = lambda copied=copied: copied(**call)  # type: ignore[misc]
+        floor = Plain(copy.deepcopy(model), call)
+        stack.enter_context(emptied(floor.model, keep))
+        found[name] = floor.call
     return found
 
 

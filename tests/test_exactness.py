@@ -35,7 +35,9 @@ def built(name: str) -> nn.Module:
     return CASES[name].build(0)
 
 
-def inputs(case: Case, model: nn.Module, extra: str = "", step: int = 4, seed: int = 0) -> dict[str, Any]:
+def inputs(
+    case: Case, model: nn.Module, extra: str = "", step: int = 4, seed: int = 0
+) -> dict[str, Any]:
     made = case.kwargs(model, seed, step)
     return {**made, **case.extras[extra](model, seed)} if extra else made
 
@@ -83,7 +85,9 @@ def test_skipping_on_the_same_inputs_changes_nothing(name: str, extra: str, site
     check_exact(model, lambda: inputs(case, model, extra), site)
 
 
-@pytest.mark.parametrize("name", ["UniDiffuserModel", "FluxTransformer2DModel", "UNet2DConditionModel"])
+@pytest.mark.parametrize(
+    "name", ["UniDiffuserModel", "FluxTransformer2DModel", "UNet2DConditionModel"]
+)
 def test_the_model_site_needs_no_wiring(name: str):
     case, model = CASES[name], built(name)
     check_exact(model, lambda: inputs(case, model), "model")
@@ -95,7 +99,9 @@ def test_a_wiring_that_is_not_exact_is_refused_and_leaves_the_model_usable():
     expected = output_tensors(model(**inputs(case, model)))
     diffcache.wrap(model, Interval(every=2, site="stack"))
     for _ in range(2):  # every time, not only the first
-        with pytest.raises(AttachError, match="changes the output by .* use site='block' or site='model'"):
+        with pytest.raises(
+            AttachError, match="changes the output by .* use site='block' or site='model'"
+        ):
             model(**inputs(case, model))
     diffcache.unwrap(model)
     assert gap(model(**inputs(case, model)), expected) == 0
@@ -126,10 +132,16 @@ def test_control_that_starts_and_stops_is_computed_anew(name: str, extra: str, s
             assert gap(out, expected[plan[index]]) <= TOLERANCE, f"step {index}"
         calls = handle.last.calls
     assert [call.computed for call in calls] == [True, False] * 3
-    assert [call.reason for call in calls[::2]] == ["first call", "inputs changed", "inputs changed"]
+    assert [call.reason for call in calls[::2]] == [
+        "first call",
+        "inputs changed",
+        "inputs changed",
+    ]
 
 
-@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "SD3Transformer2DModel", "UNet2DConditionModel"])
+@pytest.mark.parametrize(
+    "name", ["FluxTransformer2DModel", "SD3Transformer2DModel", "UNet2DConditionModel"]
+)
 def test_control_is_added_live_between_skipped_blocks(name: str):
     case, model = CASES[name], built(name)
     with diffcache.wrapped(model, Interval(every=9, site="block")) as handle:
@@ -163,7 +175,10 @@ def test_skip_layer_guidance_is_a_branch_of_its_own(site: str):
         for index in steps(handle, 7):
             for branch in (0, 1) if index in (1, 2, 3, 4) else (0,):
                 assert gap(model(**both[branch]), expected[branch]) <= TOLERANCE
-        marks = ["".join("sC"[call.computed] for call in handle.last.calls if call.branch == b) for b in (0, 1)]
+        marks = [
+            "".join("sC"[call.computed] for call in handle.last.calls if call.branch == b)
+            for b in (0, 1)
+        ]
     assert marks == ["CssCssC", "CsCs"]
 
 

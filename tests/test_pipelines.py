@@ -31,7 +31,9 @@ CALLS: dict[str, Any] = {
     # 4 evaluations in each of 3 Runge-Kutta steps, then one a step
     "StableDiffusionPipeline-pndm": [[0]] * (12 + STEPS - 3),
     # the skip-layer call comes in the steps with 0.1 < step / STEPS < 0.7
-    "StableDiffusion3Pipeline-slg": [[0, 1] if 0.1 < s / STEPS < 0.7 else [0] for s in range(STEPS)],
+    "StableDiffusion3Pipeline-slg": [
+        [0, 1] if 0.1 < s / STEPS < 0.7 else [0] for s in range(STEPS)
+    ],
     # guidance up to half of the steps
     "Lumina2Pipeline-truncated": [[0, 1] if s + 1 <= STEPS / 2 else [0] for s in range(STEPS)],
     # three frames enter one after the other, two steps apart

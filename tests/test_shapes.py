@@ -136,6 +136,33 @@ class TestLoop:
         assert log.rows()[0]["loss"] == 0.12346
 
 
+class TestTraining:
+    def test_noise_levels_move_down_as_training_goes_on(self):
+        from diffcache.pipelines.small.train_flux import draw_sigmas
+
+        early, late = (draw_sigmas(4000, torch.Generator().manual_seed(0), p) for p in (0.0, 1.0))
+        assert early.min() > 0 and early.max() < 1
+        assert early.mean() > 0.65 > late.mean() == pytest.approx(0.5, abs=0.02)
+
+    def test_written_prompts_say_the_scene_in_any_order(self):
+        from diffcache.pipelines.small.train_flux import write_prompts
+
+        drawn, _ = draw(64, 3)
+        texts = write_prompts(drawn, np.random.default_rng(0), dropout=0.0)
+        assert [parse(text).key() for text in texts] == [scene.key() for scene in drawn]
+        assert len({text[0] for text in texts}) == 2
+
+    def test_tokens_are_told_which_object_they_belong_to(self):
+        from diffcache.pipelines.small.flux import build_tokenizers
+        from diffcache.pipelines.small.train_text import token_targets
+
+        scene = parse("a small red ring on the left, on a white background")
+        found = token_targets([scene], [prompt(scene)], build_tokenizers()[1])[0]
+        assert found.shape == (24, 5)
+        assert found[:, 1].tolist() == [scenes.SHAPES.index("ring")] * 7 + [-1] * 17
+        assert set(found[:, 0].tolist()) == {list(scenes.COLOURS).index("white")}
+
+
 class TestReader:
     def test_reads_rendered_scenes(self):
         drawn, pictures = draw(300, 99, held=True)
@@ -191,6 +218,15 @@ class TestPipeline:
             assert len(pipe.tokenizer_2(text).input_ids) == count + 1 <= 24
             assert len(pipe.tokenizer(text).input_ids) == count + 2
             assert pipe.tokenizer_2.unk_token_id not in pipe.tokenizer_2(text).input_ids
+
+    def test_tokenizers_are_those_that_are_built(self, pipe):
+        from diffcache.pipelines.small.flux import build_tokenizers
+
+        clip, t5 = build_tokenizers()
+        assert clip.get_vocab() == pipe.tokenizer.get_vocab()
+        assert t5.get_vocab() == pipe.tokenizer_2.get_vocab()
+        assert len(clip) == pipe.text_encoder.config.vocab_size
+        assert clip("ring").input_ids[1] == clip.get_vocab()["ring</w>"]
 
     def test_plain_attention_is_the_same_attention(self, pipe):
         from diffusers.models.transformers.transformer_flux import FluxAttnProcessor

@@ -40,7 +40,9 @@ def marks(target: Any) -> str:
 # several at once -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", [("FluxPipeline", "FluxPipeline"), ("FluxPipeline", "WanPipeline")])
+@pytest.mark.parametrize(
+    "names", [("FluxPipeline", "FluxPipeline"), ("FluxPipeline", "WanPipeline")]
+)
 def test_pipelines_interleaved(names: tuple[str, str]):
     alone = [run(diffcache.wrap(PIPES[n].build(s), SEER), n, seed=s) for s, n in enumerate(names)]
     one, two = (diffcache.wrap(PIPES[n].build(s), SEER) for s, n in enumerate(names))
@@ -82,7 +84,9 @@ def in_threads(*jobs: Any) -> list[Any]:
 
 
 def test_two_pipelines_in_two_threads():
-    both = [diffcache.wrap(PIPES[n].build(0), SEER) for n in ("FluxPipeline", "HunyuanVideoPipeline")]
+    both = [
+        diffcache.wrap(PIPES[n].build(0), SEER) for n in ("FluxPipeline", "HunyuanVideoPipeline")
+    ]
     names = ("FluxPipeline", "HunyuanVideoPipeline")
     alone = [run(pipe, name) for pipe, name in zip(both, names, strict=True)]
     outs = in_threads(*(lambda p=p, n=n: run(p, n) for p, n in zip(both, names, strict=True)))
@@ -120,7 +124,10 @@ def test_a_bare_denoiser_starts_a_run_where_the_timestep_turns_back(name: str):
     again = [model(**case.kwargs(model, 0, s, STEPS)) for s in range(STEPS - 1)]
     assert marks(model) == "CssCs"
     for one, two in zip(first, again, strict=True):
-        assert torch.equal(torch.cat([t.flatten() for t in one.sample]), torch.cat([t.flatten() for t in two.sample]))
+        assert torch.equal(
+            torch.cat([t.flatten() for t in one.sample]),
+            torch.cat([t.flatten() for t in two.sample]),
+        )
 
 
 def test_reset_starts_a_run():
@@ -144,7 +151,10 @@ def test_the_same_timestep_over_and_over_is_never_taken_for_guidance():
     for seed in range(20):
         out = model(**case.kwargs(model, seed)).sample
         assert torch.equal(out, exact(**case.kwargs(exact, seed)).sample)
-        assert len(next(iter(handle_of(model)._live)).timelines[handle_of(model).engines[0]].branches) <= 8
+        assert (
+            len(next(iter(handle_of(model)._live)).timelines[handle_of(model).engines[0]].branches)
+            <= 8
+        )
 
 
 # other things that touch a model ------------------------------------------------------------------------
@@ -155,10 +165,16 @@ def lora(pipe: Any) -> None:
 
     torch.manual_seed(5)
     targets = ["to_q", "to_v", "proj_mlp", "to_out.0"]
-    pipe.transformer.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=targets, init_lora_weights=False))
+    pipe.transformer.add_adapter(
+        LoraConfig(r=2, lora_alpha=2, target_modules=targets, init_lora_weights=False)
+    )
 
 
-@pytest.mark.parametrize("method", [EVERY, diffcache.TaylorSeer(every=3, warmup=1, site="module")], ids=["stack", "module"])
+@pytest.mark.parametrize(
+    "method",
+    [EVERY, diffcache.TaylorSeer(every=3, warmup=1, site="module")],
+    ids=["stack", "module"],
+)
 def test_lora_loaded_and_unloaded_while_wrapped(method: Any):
     name = "FluxPipeline"
     pipe = PIPES[name].build(0)
@@ -204,7 +220,9 @@ def test_lora_from_a_file(tmp_path: Any):
 def test_wrapping_twice_is_an_error():
     pipe = diffcache.wrap(PIPES["FluxPipeline"].build(0), EVERY)
     for target in (pipe, pipe.transformer):
-        with pytest.raises(AttachError, match=r"already runs under Interval\(every=3.*unwrap it first"):
+        with pytest.raises(
+            AttachError, match=r"already runs under Interval\(every=3.*unwrap it first"
+        ):
             diffcache.wrap(target, SEER)
     diffcache.unwrap(diffcache.wrap(diffcache.unwrap(pipe), SEER))
     with pytest.raises(AttachError, match="is not wrapped"):
@@ -216,7 +234,9 @@ def test_other_caches_are_an_error():
 
     pipe = PIPES["FluxPipeline"].build(0)
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    with pytest.raises(AttachError, match=r"already runs under diffusers' .*disable_cache\(\) first"):
+    with pytest.raises(
+        AttachError, match=r"already runs under diffusers' .*disable_cache\(\) first"
+    ):
         diffcache.wrap(pipe, EVERY)
     pipe.transformer.disable_cache()
     diffcache.wrap(pipe, EVERY)
@@ -256,9 +276,31 @@ def test_held_bytes_follow_the_formula(method: Any, tensors: Any):
 def test_no_gradient_graph_is_kept(site: str):
     case = CASES["FluxTransformer2DModel"]
     model = case.build(0)
-    with torch.enable_grad(), diffcache.wrapped(model, Combine(Every(3), Taylor(1), site=site)) as handle:
+    with (
+        torch.enable_grad(),
+        diffcache.wrapped(model, Combine(Every(3), Taylor(1), site=site)) as handle,
+    ):
         for step in range(5):
             out = model(**case.kwargs(model, 0, step, 9)).sample
             held = list(handle._tensors())
             assert held and not any(t.requires_grad or t.grad_fn for t in held)
         assert out.requires_grad or site == "model"
+
+
+def test_an_exception_inside_a_bare_denoiser_forgets_the_run():
+    case = CASES["FluxTransformer2DModel"]
+    model = diffcache.wrap(case.build(0), EVERY)
+    for step in (0, 1):
+        model(**case.kwargs(model, 0, step, STEPS))
+    assert handle_of(model).held_bytes() > 0
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("stop here")
+
+    hook = model.norm_out.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="stop here"):
+        model(**case.kwargs(model, 0, 2, STEPS))
+    hook.remove()
+    assert handle_of(model).held_bytes() == 0
+    model(**case.kwargs(model, 0, 3, STEPS))
+    assert handle_of(model).last.calls[-1].computed

@@ -46,7 +46,9 @@ def marks(target: Any, branch: int | str | None = None) -> str:
 # branches --------------------------------------------------------------------------------------
 
 
-def drive(model: Any, batches: list[list[dict[str, Any]]], method: Any = EVERY) -> list[list[Tensor]]:
+def drive(
+    model: Any, batches: list[list[dict[str, Any]]], method: Any = EVERY
+) -> list[list[Tensor]]:
     """Call a wrapped model with the calls of every step; return their outputs."""
     with diffcache.wrapped(model, method) as handle:
         outs = [[model(**call).sample.clone() for call in calls] for calls in batches]
@@ -61,7 +63,11 @@ def flux():
     case = CASES["FluxTransformer2DModel"]
     model = case.build(0)
     conditions = [
-        {k: v for k, v in case.kwargs(model, seed).items() if k in ("encoder_hidden_states", "pooled_projections")}
+        {
+            k: v
+            for k, v in case.kwargs(model, seed).items()
+            if k in ("encoder_hidden_states", "pooled_projections")
+        }
         for seed in (0, 1)
     ]
 
@@ -116,7 +122,9 @@ def test_guidance_switched_off_and_on_within_a_run(flux: Any):
         # the second branch returns at step 5, after step 3 was computed without it
         assert marks(model, 0) == "CssCssCs"
         assert marks(model, 1) == "CsCCs"
-        assert [c.reason for c in handle_of(model).last.calls if c.branch == 1][2] == "missed a step"
+        assert [c.reason for c in handle_of(model).last.calls if c.branch == 1][
+            2
+        ] == "missed a step"
     exact = model(**calls(5, 1)[0]).sample
     assert torch.equal(outs[5][1], exact)
 
@@ -157,7 +165,9 @@ def _heun(pipe: Any) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("method", [EVERY, SEER, diffcache.FirstBlock(threshold=5.0)], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "method", [EVERY, SEER, diffcache.FirstBlock(threshold=5.0)], ids=lambda m: type(m).__name__
+)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_run_equals_that_of_a_fresh_wrap(change: str, method: Any):
     name = "StableDiffusion3Pipeline" if change == "scheduler" else "FluxPipeline"

@@ -28,12 +28,15 @@ def listen(model: nn.Module) -> bool:
     if not hasattr(model, "cache_context"):
         return False
     from diffusers.hooks import HookRegistry
-    from diffusers.hooks.hooks import StateManager
+    from diffusers.hooks.hooks import HookFunctionReference, StateManager
 
     had = hasattr(model, "_diffusers_hook")
     registry = HookRegistry.check_if_exists_or_initialize(model)
+    if _NAME in registry.hooks:  # the deaf one of a copy
+        _take_out(registry)
     registry.hooks[_NAME] = _listener(StateManager, model, had)
-    registry._hook_order.append(_NAME)
+    registry._hook_order.insert(0, _NAME)  # below all others, whose chain of forwards stays whole
+    registry._fn_refs.insert(0, HookFunctionReference())
     return True
 
 
@@ -42,20 +45,33 @@ def unlisten(model: nn.Module) -> None:
     registry = getattr(model, "_diffusers_hook", None)
     if registry is None or _NAME not in registry.hooks:
         return
-    listener = registry.hooks.pop(_NAME)
-    registry._hook_order.remove(_NAME)
+    listener = _take_out(registry)
     if not listener.had_registry and not registry.hooks:
         del model._diffusers_hook
 
 
+def _take_out(registry: Any) -> Any:
+    """Remove the listener from a registry and return it."""
+    place = registry._hook_order.index(_NAME)
+    registry._hook_order.pop(place)
+    registry._fn_refs.pop(place)
+    return registry.hooks.pop(_NAME)
+
+
 class Listener:
-    """A stateful hook in the eyes of diffusers, which does nothing but listen."""
+    """A stateful hook in the eyes of diffusers, which does nothing but listen.
+
+    Copies and pickles are deaf.
+    """
 
     _is_stateful = True
 
     def __init__(self, manager: Any, had_registry: bool) -> None:
         self.manager = manager
         self.had_registry = had_registry
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Listener, (None, True)
 
     def reset_state(self, module: nn.Module) -> nn.Module:
         """Keep nothing; the state is the engine's."""

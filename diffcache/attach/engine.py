@@ -243,7 +243,8 @@ def _writes_cache(kwargs: dict[str, Any]) -> bool:
 def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a wrapped denoiser; does nothing on a copy of one."""
     if torch.compiler.is_compiling():
-        torch._dynamo.graph_break()  # this runs outside of any graph
+        _refuse_compiled(module)
+        return
     engine = owner_of(module)
     if engine is None:
         _orphan(module)
@@ -255,7 +256,7 @@ def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 def close_frame(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
     """Forward hook of a wrapped denoiser, called after exceptions as well."""
     if torch.compiler.is_compiling():
-        torch._dynamo.graph_break()
+        return None
     engine = owner_of(module)
     frame = FRAME.get()
     if engine is None or frame is None or frame.engine is not engine:
@@ -265,6 +266,17 @@ def close_frame(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         engine.handle.abandon()
         return None
     return engine.close(frame, args, kwargs, out)
+
+
+@torch._disable_dynamo  # not torch.compiler.disable, which imports the compiler at once
+def _refuse_compiled(module: nn.Module) -> None:
+    """Raise for a wrapped model that is being compiled as a whole; a copy of one may be."""
+    if owner_of(module) is not None:
+        raise AttachError(
+            f"{type(module).__name__} is compiled as a whole, which fixes what runs; compile its "
+            "blocks instead: model.compile_repeated_blocks(fullgraph=True)"
+        )
+    _orphan(module)
 
 
 def _orphan(module: nn.Module) -> None:

@@ -160,6 +160,8 @@ class LateTap(Tap):
 
 def gated_items(layout: Layout, blocks: dict[str, list[nn.Module]]) -> dict[str, list[Any]]:
     """Return what to hand out while the decision waits for the probe."""
+    if layout.gated is not None:
+        return layout.gated
     lead = layout.lead_calls
     items: dict[str, list[Any]] = {}
     for key, group in blocks.items():
@@ -169,6 +171,7 @@ def gated_items(layout: Layout, blocks: dict[str, list[nn.Module]]) -> dict[str,
         items[key][index] = LeadTap(
             layout.compute[key][index], place, (key, index) == lead[0], (key, index) == lead[-1]
         )
+    layout.gated = items
     return items
 
 

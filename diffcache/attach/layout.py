@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from diffcache.attach.span import (
     AddTap,
+    CloseTap,
     ComputeTap,
     Duty,
     EstimateTap,
@@ -44,6 +45,7 @@ class Layout:
         wirings: What was learned of each list.
         foreseen: Blocks whose estimates are made at the start of a skipped step.
         lead_calls: The lead blocks.
+        gated: What to hand out while a decision waits for its probe, once it was needed.
         flops: List -> mean operations of one block, None where they were not counted.
         first_arguments: List -> where its first block takes its first tensor.
     """
@@ -61,6 +63,7 @@ class Layout:
     lead_calls: list[tuple[str, int]]
     first_arguments: dict[str, Any]
     flops: dict[str, float] | None = None
+    gated: dict[str, list[Any]] | None = None
 
     def protect(self) -> None:
         """Copy what the taps hold or hand out: the model's loop writes to its streams in place."""
@@ -283,6 +286,8 @@ def _skip_tap(module: nn.Module, duty: Duty, container: type) -> Any:
         return HollowTap(module, duty)
     if _adds(duty):
         return AddTap(module, duty, container)
+    if duty.closes and duty.residual and not duty.opens and not duty.sides and not duty.bare:
+        return CloseTap(module, duty, container)
     if duty.closes or duty.sides or not duty.carry:
         return EstimateTap(module, duty)
     if duty.opens:

@@ -136,6 +136,27 @@ class PassTap(Tap):
         return self.streams_of(args, kwargs)
 
 
+class CloseTap(Tap):
+    """The last skipped block of a span: the span's base plus the estimates of all it adds."""
+
+    __slots__ = ("container", "duty")
+
+    def __init__(self, module: nn.Module, duty: Duty, container: type) -> None:
+        super().__init__(module)
+        self.duty, self.container = duty, container
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the block."""
+        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        frame.closed += 1
+        held: Held = frame.branch.features[self.duty.key]
+        guesses = frame.instead.estimate_all(held.states, frame.step)
+        base = frame.bases[self.duty.span]
+        if self.container is Tensor:
+            return base[0] + guesses[0]
+        return self.container(map(add, base, guesses))
+
+
 class NamedPassTap(Tap):
     """A `PassTap` whose streams are passed by name in a tuple or alone: the fastest way through."""
 
@@ -299,8 +320,7 @@ def estimates(frame: Frame, held: Held) -> list[Tensor]:
         guesses = [instead.estimate(states[0], frame.step)]
     else:
         guesses = instead.estimate_all(states, frame.step) if states else []
-    kinds = [kind for kind in held.kinds if kind[0] != "pass"]
-    for place, state in enumerate(states):
-        if kinds[place] is OWN and instead.is_held(state):
-            guesses[place] = guesses[place].clone()
+    if states and instead.is_held(states[0]):  # all of a call have the same age
+        kinds = [kind for kind in held.kinds if kind[0] != "pass"]
+        guesses = [g.clone() if k is OWN else g for g, k in zip(guesses, kinds, strict=True)]
     return guesses

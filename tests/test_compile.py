@@ -1,0 +1,142 @@
+"""Compiled blocks: as many graphs as without a cache, no breaks, the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import diffcache
+from diffcache import AttachError, Combine, Every, FirstBlock, Interval, Taylor
+from diffcache.api import handle_of
+from diffcache.pipelines.zoo.catalog import cases
+
+CASES = cases()
+STEPS = 6
+METHODS = [Interval(every=3), Combine(Every(3), Taylor(2), site="block"), FirstBlock(threshold=5.0),
+           Interval(every=3, site="model")]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+def counting() -> tuple[list[Any], Callable[..., Any]]:
+    """Return a list of the graphs that were compiled, and a backend that runs them as they are."""
+    graphs: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    return graphs, backend
+
+
+def trajectory(model: nn.Module, name: str, steps: int = STEPS) -> list[Tensor]:
+    case = CASES[name]
+    return [model(**case.kwargs(model, 0, s, steps)).sample.clone() for s in range(steps)]
+
+
+def graphs_of(name: str) -> int:
+    """Number of graphs of the uncached model with compiled blocks."""
+    model = CASES[name].build(0)
+    graphs, backend = counting()
+    model.compile_repeated_blocks(fullgraph=True, backend=backend)
+    trajectory(model, name, 2)
+    torch._dynamo.reset()
+    return len(graphs)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["interval", "taylor", "first-block", "model"])
+@pytest.mark.parametrize("order", ["compile first", "cache first"])
+def test_compiled_blocks_have_the_same_graphs_and_numbers(method: Any, order: str):
+    name = "FluxTransformer2DModel"
+    expected_graphs = graphs_of(name)
+    assert expected_graphs >= 2
+    eager = diffcache.wrap(CASES[name].build(0), method)
+    expected = trajectory(eager, name)
+
+    model = CASES[name].build(0)
+    graphs, backend = counting()
+    if order == "cache first":
+        diffcache.wrap(model, method)
+    model.compile_repeated_blocks(fullgraph=True, backend=backend)
+    if order == "compile first":
+        diffcache.wrap(model, method)
+    torch._dynamo.utils.counters.clear()
+    outs = trajectory(model, name)
+    assert len(graphs) == expected_graphs
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+    calls = handle_of(model).last.calls
+    assert [c.computed for c in calls] == [c.computed for c in handle_of(eager).last.calls]
+    assert not all(call.computed for call in calls)
+    assert all(call.flops is None for call in calls)  # not counted inside compiled blocks
+    trajectory(model, name)
+    assert len(graphs) == expected_graphs
+
+
+@pytest.mark.parametrize("name", ["WanTransformer3DModel", "QwenImageTransformer2DModel"])
+def test_other_models_with_compiled_blocks(name: str):
+    model = CASES[name].build(0)
+    expected_graphs = graphs_of(name)
+    graphs, backend = counting()
+    model.compile_repeated_blocks(fullgraph=True, backend=backend)
+    plain = trajectory(model, name)
+    diffcache.wrap(model, Interval(every=1))
+    assert all(torch.equal(a, b) for a, b in zip(trajectory(model, name), plain, strict=True))
+    diffcache.unwrap(model)
+    diffcache.wrap(model, Interval(every=3))
+    trajectory(model, name)
+    assert len(graphs) == expected_graphs
+    diffcache.unwrap(model)
+    assert all(torch.equal(a, b) for a, b in zip(trajectory(model, name), plain, strict=True))
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])
+def test_a_model_compiled_as_a_whole_is_refused(how: str):
+    model = CASES["FluxTransformer2DModel"].build(0)
+    if how == "torch.compile":
+        model = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    with pytest.raises(
+        AttachError, match=r"compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)"
+    ):
+        diffcache.wrap(model, Interval(every=3))
+
+
+@pytest.mark.parametrize("site", ["module", "attention", "feed-forward"])
+def test_modules_inside_compiled_blocks_are_refused(site: str):
+    model = CASES["FluxTransformer2DModel"].build(0)
+    model.compile_repeated_blocks(fullgraph=True, backend="eager")
+    with pytest.raises(
+        AttachError, match="transformer_blocks.0 is compiled.*use site='stack' or site='block'"
+    ):
+        diffcache.wrap(model, Interval(every=3, site=site))
+
+
+def test_a_model_compiled_as_a_whole_after_wrapping_is_refused_when_it_runs():
+    name = "FluxTransformer2DModel"
+    model = CASES[name].build(0)
+    plain = trajectory(model, name)
+    diffcache.wrap(model, Interval(every=3))
+    cached = trajectory(model, name)
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(
+        AttachError, match=r"compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)"
+    ):
+        compiled(**CASES[name].kwargs(model, 0))
+    torch._dynamo.reset()
+    diffcache.reset(model)
+    assert all(torch.equal(a, b) for a, b in zip(trajectory(model, name), cached, strict=True))
+    diffcache.unwrap(model)
+    out = compiled(**CASES[name].kwargs(model, 0, 0, STEPS)).sample
+    assert torch.allclose(out, plain[0], atol=1e-5)
