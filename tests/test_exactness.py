@@ -140,23 +140,32 @@ def test_control_that_starts_and_stops_is_computed_anew(name: str, extra: str, s
 
 
 @pytest.mark.parametrize(
-    "name", ["FluxTransformer2DModel", "SD3Transformer2DModel", "UNet2DConditionModel"]
+    ("name", "site"),
+    [
+        ("FluxTransformer2DModel", "block"),
+        ("SD3Transformer2DModel", "block"),
+        pytest.param(
+            "SD3Transformer2DModel",
+            "stack",
+            marks=pytest.mark.xfail(
+                reason="a stack's residual holds what was added between its blocks", strict=True
+            ),
+        ),
+    ],
 )
-def test_control_is_added_live_between_skipped_blocks(name: str):
+def test_control_is_added_live_between_skipped_blocks(name: str, site: str):
+    """Control that ends keeps its tensors in most pipelines; their scale falls to zero."""
     case, model = CASES[name], built(name)
-    with diffcache.wrapped(model, Interval(every=9, site="block")) as handle:
+    outs = []
+    with diffcache.wrapped(model, Interval(every=9, site=site)) as handle:
         for index in steps(handle, 3):
             given = inputs(case, model, "controlnet")
-            if index == 2:  # control whose scale falls to zero keeps its tensors
+            if index == 2:
                 more = case.extras["controlnet"](model, 0)
                 given.update({key: _zeros(value) for key, value in more.items()})
-            out = output_tensors(model(**given))
-            if index == 1:
-                before = out
-        assert not handle.last.calls[-1].computed
-    if name.startswith("UNet"):
-        return  # blocks of a UNet keep their own outputs
-    assert max(float((a - b).abs().max()) for a, b in zip(out, before, strict=True)) > 1e-2
+            outs.append(output_tensors(model(**given)))
+        assert [call.computed for call in handle.last.calls] == [True, False, False]
+    assert max(float((a - b).abs().max()) for a, b in zip(*outs[1:], strict=True)) > 1e-2
 
 
 def _zeros(value: Any) -> Any:

@@ -81,7 +81,9 @@ def test_newton_is_exact_on_polynomials_at_any_spacing(order, steps):
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_taylor_is_exact_on_affine_features_and_no_further(order):
     steps = [0, 4, 8, 12]
-    for index, (estimate, truth) in forecasts(Taylor(order), steps, 24, lambda s: 3 - 2 * s).items():
+    for index, (estimate, truth) in forecasts(
+        Taylor(order), steps, 24, lambda s: 3 - 2 * s
+    ).items():
         if index > steps[1]:
             assert estimate == pytest.approx(truth, abs=1e-9)
 
@@ -157,7 +159,9 @@ def test_gate_limits():
     probes = [torch.full((2,), float(s + 1)) for s in range(10)]
     gated = ConfidenceGatedTaylor(threshold=math.inf, warmup=3)
     assert computed_steps(gated.parts().when, 10, probes) == [0, 1, 2, 9]
-    assert computed_steps(ConfidenceGatedTaylor(threshold=0).parts().when, 10, probes) == [*range(10)]
+    assert computed_steps(ConfidenceGatedTaylor(threshold=0).parts().when, 10, probes) == [
+        *range(10)
+    ]
     assert computed_steps(FirstBlock(threshold=math.inf).parts().when, 10, probes) == [0]
     assert computed_steps(FirstBlock(threshold=0).parts().when, 10, probes) == [*range(10)]
     affine = ConfidenceGatedTaylor(threshold=1e-5, warmup=4, start=1).parts().when
@@ -190,7 +194,9 @@ def test_repr_is_python(name):
 
 
 def test_repr_of_a_combination_is_python():
-    method = Combine(Gate(0.1, forecast=Taylor(1)), Newton(2), site="run", lead=1, blocks="blocks.1-2")
+    method = Combine(
+        Gate(0.1, forecast=Taylor(1)), Newton(2), site="run", lead=1, blocks="blocks.1-2"
+    )
     assert eval(repr(method), vars(diffcache)) == method
 
 

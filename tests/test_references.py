@@ -183,7 +183,13 @@ def reference_gated(case, pipe, threshold, order, probe_order, warmup, start):  
 
 @pytest.mark.parametrize(
     ("threshold", "order", "probe_order", "warmup", "start"),
-    [(0.05, 1, 1, 3, 1), (0.2, 1, 2, 3, 0), (0.5, 2, 3, 4, 2), (0.5, 0, 1, 5, 2), (1e9, 1, 1, 3, 2)],
+    [
+        (0.05, 1, 1, 3, 1),
+        (0.2, 1, 2, 3, 0),
+        (0.5, 2, 3, 4, 2),
+        (0.5, 0, 1, 5, 2),
+        (1e9, 1, 1, 3, 2),
+    ],
 )
 def test_confidence_gating_equals_an_independent_loop(
     made, threshold, order, probe_order, warmup, start

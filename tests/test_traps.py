@@ -89,6 +89,18 @@ def test_a_deep_copy_of_a_pipeline_is_a_plain_pipeline():
     assert torch.equal(run(twin), plain)
 
 
+def test_a_shallow_copy_leaves_the_original_cached():
+    case = CASES["FluxTransformer2DModel"]
+    model = diffcache.wrap(case.build(0), EVERY)
+    twin = copy.copy(model)
+    exact = case.build(0)
+    for step in range(4):
+        model(**case.kwargs(model, 0, step))
+        out = twin(**case.kwargs(twin, 0, step)).sample
+        assert torch.equal(out, exact(**case.kwargs(exact, 0, step)).sample)
+    assert marks(model) == "CssC"
+
+
 @pytest.mark.parametrize("site", ["stack", "module"])
 @pytest.mark.parametrize("how", ["pickle", "torch"])
 def test_a_pickled_model_comes_back_plain(how: str, site: str):
@@ -205,96 +217,6 @@ def test_auto_pipeline_keeps_the_wrapped_denoiser():
     assert handle_of(other) is handle_of(pipe)
 
 
-# 3, 4, 7: schedulers ------------------------------------------------------------------------------------
-
-
-def test_a_copied_scheduler_does_not_drive_the_clock():
-    pipe = diffcache.wrap(flux(), EVERY)
-
-    def meddle(pipe: Any, step: int, t: Any, kwargs: Any) -> Any:
-        twin = copy.deepcopy(pipe.scheduler)
-        twin.set_timesteps(7, mu=1.0)
-        twin.step(torch.zeros(1), twin.timesteps[0], torch.zeros(1))
-        return kwargs
-
-    expected = run(pipe)
-    assert torch.equal(run(pipe, callback_on_step_end=meddle), expected)
-    assert marks(pipe) == "CssCss"
-
-
-def test_ltx2_steps_by_its_video_scheduler():
-    name = "LTX2Pipeline-guided"
-    pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
-    run(pipe, name)
-    assert [call.index for call in handle_of(pipe).last.calls] == [
-        s for s in range(STEPS) for _ in range(3)
-    ]
-    assert marks(pipe) == ("CCC" + 6 * "s") * 2
-
-
-@pytest.mark.parametrize(
-    "kind", ["FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"]
-)
-def test_a_scheduler_replaced_after_wrapping(kind: str):
-    import diffusers
-
-    name = "StableDiffusion3Pipeline"
-    scheduler = getattr(diffusers, kind).from_config({"shift": 2.0})
-    fresh = PIPES[name].build(0)
-    fresh.scheduler = copy.deepcopy(scheduler)
-    expected = run(diffcache.wrap(fresh, EVERY), name)
-    pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
-    run(pipe, name)
-    old = pipe.scheduler
-    pipe.scheduler = type(scheduler).from_config(scheduler.config)
-    assert torch.equal(run(pipe, name), expected)
-    evaluations = STEPS if "Euler" in kind else 2 * STEPS - 1
-    assert marks(pipe) == ("Css" * 4)[:evaluations]
-    assert owner_of(old) is None and owner_of(pipe.scheduler) is handle_of(pipe)
-    assert handle_of(pipe).run().total is None
-    diffcache.unwrap(pipe)
-    assert type(pipe.scheduler) is type(scheduler) and "_diffcache" not in vars(pipe.scheduler)
-    assert type(old).__mro__[1].__name__ == "SchedulerMixin" or "_diffcache" not in vars(old)
-
-
-def totals(pipe: Any, name: str, **more: Any) -> list[int | None]:
-    """The step count that the method sees at the end of every step."""
-    seen: list[int | None] = []
-    handle = handle_of(pipe)
-    engine = handle.engines[0]
-
-    def look(*_: Any) -> None:
-        seen.append(handle.run().timelines[engine].total)
-
-    hook = engine.model.register_forward_hook(look)
-    run(pipe, name, **more)
-    hook.remove()
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "total"),
-    [
-        ("FluxPipeline", {}, 6),
-        ("FluxPipeline", {"sigmas": [1.0, 0.7, 0.4, 0.2], "num_inference_steps": 4}, 4),
-        ("FluxImg2ImgPipeline", {"strength": 0.5}, 3),
-        ("FluxInpaintPipeline", {"strength": 0.8}, 5),
-        ("StableDiffusion3Pipeline-heun", {}, 11),
-        ("StableDiffusionPipeline-heun", {}, 11),
-        ("StableDiffusionPipeline-pndm", {}, 15),
-    ],
-)
-def test_the_step_count_is_that_of_the_solver(name: str, more: dict[str, Any], total: int):
-    pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
-    assert totals(pipe, name, **more) == [total] * total
-
-
-def test_the_last_step_is_known_to_a_gate():
-    pipe = diffcache.wrap(flux(), diffcache.ConfidenceGatedTaylor(threshold=float("inf"), warmup=2))
-    run(pipe)
-    assert marks(pipe) == "CCsssC"
-
-
 # 5: inference mode -----------------------------------------------------------------------------------------
 
 
@@ -314,19 +236,6 @@ def test_inference_mode(site: str):
         out = model(**case.kwargs(model, 0, 1)).sample
         if site != "model":  # whose estimate is all there is
             out.sum().backward()
-
-
-# 8: one solver for every frame -------------------------------------------------------------------------------
-
-
-def test_diffusion_forcing_steps_where_any_frame_moves():
-    name = "SkyReelsV2DiffusionForcingPipeline"
-    pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
-    run(pipe, name)
-    calls = handle_of(pipe).last.calls
-    assert [call.index for call in calls] == [s for s in range(STEPS + 4) for _ in range(2)]
-    assert {call.branch for call in calls} == {"cond", "uncond"}
-    assert marks(pipe) == ("CC" + "ssss") * 3 + "CC"
 
 
 # saving -----------------------------------------------------------------------------------------------------

@@ -268,7 +268,8 @@ def close_frame(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
     return engine.close(frame, args, kwargs, out)
 
 
-@torch._disable_dynamo  # not torch.compiler.disable, which imports the compiler at once
+# not torch.compiler.disable, which imports the compiler at once
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _refuse_compiled(module: nn.Module) -> None:
     """Raise for a wrapped model that is being compiled as a whole; a copy of one may be."""
     if owner_of(module) is not None:
@@ -281,12 +282,10 @@ def _refuse_compiled(module: nn.Module) -> None:
 
 def _orphan(module: nn.Module) -> None:
     """Take the hooks off a copy of a wrapped model and say that it runs uncached."""
-    for hooks, hook in (
-        (module._forward_pre_hooks, open_frame),
-        (module._forward_hooks, close_frame),
-    ):
-        for key in [key for key, value in hooks.items() if value is hook]:
-            del hooks[key]
+    for name, hook in (("_forward_pre_hooks", open_frame), ("_forward_hooks", close_frame)):
+        hooks = getattr(module, name)  # which a shallow copy shares with the original
+        kept = {key: value for key, value in hooks.items() if value is not hook}
+        setattr(module, name, type(hooks)(kept))
     warnings.warn(
         f"this {type(module).__name__} is a copy of a wrapped one and runs uncached; wrap it too",
         CacheWarning,

@@ -48,7 +48,7 @@ class Template:
 
 
 def unshared(value: Any) -> Any:
-    """Return `value` with copies of its lists and dicts, which a model may empty, not of tensors."""
+    """Return `value` with its lists and dicts copied, which a model may empty; tensors are not."""
     if type(value) in (list, tuple):
         return type(value)([unshared(item) for item in value])
     if type(value) is dict:

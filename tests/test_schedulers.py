@@ -1,0 +1,137 @@
+"""Schedulers that other caches lose count with: copied, replaced, second-order, late, one a frame."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import diffcache
+from diffcache import CacheWarning, Interval
+from diffcache.api import handle_of
+from diffcache.attach.anchor import owner_of
+from diffcache.pipelines.zoo.pipes import pipes
+
+PIPES = pipes()
+EVERY = Interval(every=3)
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", CacheWarning)
+        yield
+
+
+def run(pipe: Any, name: str = "FluxPipeline", seed: int = 0, **more: Any) -> Tensor:
+    return pipe(**{**PIPES[name].call(pipe, seed, STEPS), **more})[0]
+
+
+def marks(target: Any) -> str:
+    return "".join("sC"[call.computed] for call in handle_of(target).last.calls)
+
+
+def flux() -> Any:
+    return PIPES["FluxPipeline"].build(0)
+
+
+def test_a_copied_scheduler_does_not_drive_the_clock():
+    pipe = diffcache.wrap(flux(), EVERY)
+
+    def meddle(pipe: Any, step: int, t: Any, kwargs: Any) -> Any:
+        twin = copy.deepcopy(pipe.scheduler)
+        twin.set_timesteps(7, mu=1.0)
+        twin.step(torch.zeros(1), twin.timesteps[0], torch.zeros(1))
+        return kwargs
+
+    expected = run(pipe)
+    assert torch.equal(run(pipe, callback_on_step_end=meddle), expected)
+    assert marks(pipe) == "CssCss"
+
+
+def test_ltx2_steps_by_its_video_scheduler():
+    name = "LTX2Pipeline-guided"
+    pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
+    run(pipe, name)
+    assert [call.index for call in handle_of(pipe).last.calls] == [
+        s for s in range(STEPS) for _ in range(3)
+    ]
+    assert marks(pipe) == ("CCC" + 6 * "s") * 2
+
+
+@pytest.mark.parametrize(
+    "kind", ["FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"]
+)
+def test_a_scheduler_replaced_after_wrapping(kind: str):
+    import diffusers
+
+    name = "StableDiffusion3Pipeline"
+    scheduler = getattr(diffusers, kind).from_config({"shift": 2.0})
+    fresh = PIPES[name].build(0)
+    fresh.scheduler = copy.deepcopy(scheduler)
+    expected = run(diffcache.wrap(fresh, EVERY), name)
+    pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
+    run(pipe, name)
+    old = pipe.scheduler
+    pipe.scheduler = type(scheduler).from_config(scheduler.config)
+    assert torch.equal(run(pipe, name), expected)
+    evaluations = STEPS if "Euler" in kind else 2 * STEPS - 1
+    assert marks(pipe) == ("Css" * 4)[:evaluations]
+    assert owner_of(old) is None and owner_of(pipe.scheduler) is handle_of(pipe)
+    assert handle_of(pipe).run().total is None
+    diffcache.unwrap(pipe)
+    assert type(pipe.scheduler) is type(scheduler) and "_diffcache" not in vars(pipe.scheduler)
+    assert type(old).__mro__[1].__name__ == "SchedulerMixin" or "_diffcache" not in vars(old)
+
+
+def totals(pipe: Any, name: str, **more: Any) -> list[int | None]:
+    """The step count that the method sees at the end of every step."""
+    seen: list[int | None] = []
+    handle = handle_of(pipe)
+    engine = handle.engines[0]
+
+    def look(*_: Any) -> None:
+        seen.append(handle.run().timelines[engine].total)
+
+    hook = engine.model.register_forward_hook(look)
+    run(pipe, name, **more)
+    hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "total"),
+    [
+        ("FluxPipeline", {}, 6),
+        ("FluxPipeline", {"sigmas": [1.0, 0.7, 0.4, 0.2], "num_inference_steps": 4}, 4),
+        ("FluxImg2ImgPipeline", {"strength": 0.5}, 3),
+        ("FluxInpaintPipeline", {"strength": 0.8}, 5),
+        ("StableDiffusion3Pipeline-heun", {}, 11),
+        ("StableDiffusionPipeline-heun", {}, 11),
+        ("StableDiffusionPipeline-pndm", {}, 15),
+    ],
+)
+def test_the_step_count_is_that_of_the_solver(name: str, more: dict[str, Any], total: int):
+    pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
+    assert totals(pipe, name, **more) == [total] * total
+
+
+def test_the_last_step_is_known_to_a_gate():
+    pipe = diffcache.wrap(flux(), diffcache.ConfidenceGatedTaylor(threshold=float("inf"), warmup=2))
+    run(pipe)
+    assert marks(pipe) == "CCsssC"
+
+
+def test_diffusion_forcing_steps_where_any_frame_moves():
+    name = "SkyReelsV2DiffusionForcingPipeline"
+    pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
+    run(pipe, name)
+    calls = handle_of(pipe).last.calls
+    assert [call.index for call in calls] == [s for s in range(STEPS + 4) for _ in range(2)]
+    assert {call.branch for call in calls} == {"cond", "uncond"}
+    assert marks(pipe) == ("CC" + "ssss") * 3 + "CC"
