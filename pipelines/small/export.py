@@ -57,8 +57,8 @@ def export(out: Path, directory: Path = DIRECTORY, *, shift: float = 1.0) -> int
     part = directory.with_name(f".{directory.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     assemble(out, shift).to(torch.bfloat16).save_pretrained(part)
-    for name in ("text_encoder", "text_encoder_2"):
-        _load_as_float32(part / name / "config.json")
+    for config in part.glob("*/config.json"):
+        _tidy(config)
     for file in sorted(path for path in part.rglob("*") if path.is_file()):
         target = directory / file.relative_to(part)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -68,10 +68,11 @@ def export(out: Path, directory: Path = DIRECTORY, *, shift: float = 1.0) -> int
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def _load_as_float32(config: Path) -> None:
+def _tidy(config: Path) -> None:
     # transformers 5 loads in the dtype of the file, diffusers in float32; a plain
-    # `from_pretrained` would mix the two.
+    # `from_pretrained` would mix the two. The folder a part was loaded from is nobody's business.
     values = json.loads(config.read_text(encoding="utf-8"))
+    values.pop("_name_or_path", None)
     values = {k: "float32" if k in ("dtype", "torch_dtype") else v for k, v in values.items()}
     config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
