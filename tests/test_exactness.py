@@ -144,13 +144,10 @@ def test_control_that_starts_and_stops_is_computed_anew(name: str, extra: str, s
     [
         ("FluxTransformer2DModel", "block"),
         ("SD3Transformer2DModel", "block"),
-        pytest.param(
-            "SD3Transformer2DModel",
-            "stack",
-            marks=pytest.mark.xfail(
-                reason="a stack's residual holds what was added between its blocks", strict=True
-            ),
-        ),
+        ("FluxTransformer2DModel", "stack"),
+        ("SD3Transformer2DModel", "stack"),
+        ("QwenImageTransformer2DModel", "stack"),
+        ("ChromaTransformer2DModel", "stack"),
     ],
 )
 def test_control_is_added_live_between_skipped_blocks(name: str, site: str):

@@ -175,10 +175,12 @@ class Engine:
         """Finish a denoiser call; return what it returns if the method replaces it."""
         layout, branch = frame.layout, frame.branch
         if frame.trace is not None:
-            layout = branch.layout = learn(self, frame, frame.trace, frame.given)
+            learn(self, frame, frame.trace, frame.given)
             if not _writes_cache(kwargs):
-                verify(self, frame, frame.given, out)
-            self.layouts[branch.signature] = layout
+                verify(self, frame, frame.trace, frame.given, out)
+            layout = frame.layout
+            assert layout is not None
+            self.layouts[branch.signature] = branch.layout = layout
         replaced = None
         if self.site is Site.MODEL:
             replaced = self._at_output(frame, out)

@@ -12,7 +12,7 @@ from diffcache.attach.clock import Branch, Timeline
 from diffcache.attach.flops import counted
 from diffcache.attach.layout import Layout
 from diffcache.attach.record import Call
-from diffcache.attach.span import ComputeTap
+from diffcache.attach.stand_in import ComputeTap, LiveTap
 from diffcache.attach.tap import FRAME, Tap
 from diffcache.attach.trace import Trace
 from diffcache.attach.tree import outputs_of
@@ -40,13 +40,14 @@ class Frame:
         given: In the traced call its arguments, with the lists that a model may empty.
         tally: Operations of the modules, counted in the first call of its kind.
         foreseen: Estimates made at the start of the call, by block.
+        lasts: Span -> what its last computed block returned.
         visits: Module site -> how often it was called.
         closed: Number of spans whose estimates were used.
     """
 
     __slots__ = ("_probe_input", "bases", "branch", "call", "closed", "computes", "decides",
-                 "engine", "foreseen", "given", "instead", "items", "layout", "started", "step",
-                 "tally", "timeline", "token", "trace", "visits")  # fmt: skip
+                 "engine", "foreseen", "given", "instead", "items", "lasts", "layout", "started",
+                 "step", "tally", "timeline", "token", "trace", "visits")  # fmt: skip
 
     def __init__(self, engine: Engine, timeline: Timeline, branch: Branch, step: Step) -> None:
         self.engine = engine
@@ -61,6 +62,7 @@ class Frame:
         self.given: tuple[Any, Any] = ((), {})
         self.items: dict[str, list[Any]] = {}
         self.bases: dict[Any, tuple[Any, ...]] = {}
+        self.lasts: dict[Any, list[Any]] = {}
         self.visits: dict[Any, int] = {}
         self.foreseen: list[list[Tensor]] = []
         self.closed = 0
@@ -122,7 +124,7 @@ class LeadTap(Tap):
     __slots__ = ("argument", "first", "item", "last", "number")
 
     def __init__(self, item: Any, place: tuple[Any, int], first: bool, last: bool) -> None:
-        super().__init__(item.module if isinstance(item, ComputeTap) else item)
+        super().__init__(item.module if isinstance(item, (ComputeTap, LiveTap)) else item)
         self.item = item  # what runs: the block, or a tap that keeps features of it
         self.argument, self.number = place
         self.first, self.last = first, last

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from diffcache.attach.span import (
+from diffcache.attach.grouping import Place, spans_of
+from diffcache.attach.span import Duty, record
+from diffcache.attach.stand_in import (
     AddTap,
     CloseTap,
     ComputeTap,
-    Duty,
     EstimateTap,
     HollowTap,
+    LiveTap,
     NamedPassTap,
     OpenTap,
     PassTap,
-    copied,
-    record,
+    protect,
 )
 from diffcache.attach.trace import BlockCall, Wiring
 from diffcache.errors import AttachError
@@ -70,10 +70,7 @@ class Layout:
         follow = [] if self.follow is self.skip else [self.follow]
         for items in (self.compute, self.skip, *follow):
             for tap in (tap for group in items.values() for tap in group):
-                if isinstance(tap, (ComputeTap, OpenTap)) and tap.base_of is not None:
-                    tap.base_of = copied(tap.base_of)
-                if isinstance(tap, HollowTap):
-                    tap.real = True
+                protect(tap)
 
 
 def plan(
@@ -82,6 +79,7 @@ def plan(
     wirings: dict[str, Wiring],
     blocks: dict[str, list[nn.Module]],
     is_unet: bool,
+    live: str = "mixed",
 ) -> Layout:
     """Return the layout of a method over the traced calls.
 
@@ -91,6 +89,8 @@ def plan(
         wirings: How each list is chained.
         blocks: The blocks of each list.
         is_unet: Whether blocks change shapes and hand tensors to later blocks on the side.
+        live: Which spans leave what the loop adds between their blocks out of their features:
+            `all`, `none`, or those whose loop was seen to change a stream, `mixed`.
 
     Raises:
         AttachError: If nothing would be skipped.
@@ -99,7 +99,7 @@ def plan(
     lead = order[: parts.lead]
     tail = order[len(order) - parts.tail :] if parts.tail else []
     duties = {(c.list_key, c.index): _duty(c, wirings[c.list_key], is_unet) for c in calls}
-    spans = _spans(parts, order, set(lead) | set(tail), is_unet)
+    spans = spans_of(parts, order, set(lead) | set(tail), is_unet)
     if not any(spans) and parts.site is not Site.MODEL:
         raise AttachError(
             f"no block left to skip: {len(order)} blocks ran, lead={parts.lead}, "
@@ -110,6 +110,8 @@ def plan(
         _assign(
             number, span, duties, by_place, parts, is_last=number == len(spans) - 1, unet=is_unet
         )
+        if live == "all" or (live == "mixed" and wirings[span[0][0]].source != "identity"):
+            _enliven(number, span, duties)
     skipped = {place for span in spans for place in span}
     if parts.site is Site.MODEL:
         skipped = set(order)
@@ -119,7 +121,7 @@ def plan(
     # A branch that follows another's decision needs no lead blocks if nothing adds to their output.
     follow_skipped = skipped | set(lead) if parts.feature == "output" else skipped
     compute = _items(
-        blocks, duties, lambda m, d, p: ComputeTap(m, d) if _has_duty(d, p, follow_skipped) else m
+        blocks, duties, lambda m, d, p: _compute_tap(m, d) if p in follow_skipped else m
     )
     skip = _items(blocks, duties, lambda m, d, p: _skip_tap(m, d, kinds[p]) if p in skipped else m)
     follow = skip
@@ -145,6 +147,8 @@ def keep(frame: Frame, layout: Layout, calls: list[BlockCall]) -> bool:
     """Keep the features of the traced call; return False if a tensor for them was dropped."""
     for call in calls:
         item = layout.compute[call.list_key][call.index]
+        if isinstance(item, LiveTap):
+            return False
         if not isinstance(item, ComputeTap):
             continue
         duty = item.duty
@@ -175,66 +179,6 @@ def _duty(call: BlockCall, wiring: Wiring, is_unet: bool) -> Duty:
     return Duty(place, carry, sides=tuple(sides), bare=None in call.shapes_out)
 
 
-def _spans(
-    parts: Combine, order: list[tuple[str, int]], kept: set[tuple[str, int]], is_unet: bool
-) -> list[list[tuple[str, int]]]:
-    """Return the runs of blocks that are skipped together."""
-    if parts.site is Site.MODEL:
-        return []
-    if parts.site is Site.BLOCK:
-        return [[place] for place in order if place not in kept]
-    groups = _groups(order, is_unet)
-    if parts.site is Site.STACK:
-        spans = [[place for place in group if place not in kept] for group in groups]
-        return [span for span in spans if span]
-    wanted = named_blocks(tuple(parts.blocks), order)
-    spans = []
-    for group in groups:
-        run: list[tuple[str, int]] = []
-        for place in group:
-            if place in wanted and place not in kept:
-                run.append(place)
-            elif run:
-                spans.append(run)
-                run = []
-        spans += [run] if run else []
-    return spans
-
-
-def _groups(order: list[tuple[str, int]], is_unet: bool) -> list[list[tuple[str, int]]]:
-    """Return the calls of each list; lists whose calls alternate are one group, a UNet is one."""
-    if is_unet:
-        return [order]
-    groups: list[list[tuple[str, int]]] = []
-    reach = -1
-    last = {key: i for i, (key, _) in enumerate(order)}
-    for number, place in enumerate(order):
-        if number > reach:
-            groups.append([])
-        reach = max(reach, last[place[0]])
-        groups[-1].append(place)
-    return groups
-
-
-def named_blocks(names: tuple[str, ...], order: list[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Return the blocks that names such as `blocks.3` or `blocks.2-9` mean.
-
-    Raises:
-        AttachError: If a name means no block that ran.
-    """
-    wanted: set[tuple[str, int]] = set()
-    for name in names:
-        match = re.fullmatch(r"(.+)\.(\d+)(?:-(\d+))?", name)
-        first, last = (int(match[2]), int(match[3] or match[2])) if match else (0, -1)
-        found = {(key, i) for key, i in order if match and key == match[1] and first <= i <= last}
-        if not found:
-            lists = {key: sum(k == key for k, _ in order) for key, _ in order}
-            known = ", ".join(f"{key}.0-{count - 1}" for key, count in lists.items())
-            raise AttachError(f"blocks={name!r}: no such block ran; there are {known}")
-        wanted |= found
-    return wanted
-
-
 def _assign(
     number: int,
     span: list[tuple[str, int]],
@@ -263,9 +207,21 @@ def _assign(
         last.sides = tuple(n for n in last.sides if n not in last.carry)
 
 
-def _has_duty(duty: Duty, place: tuple[str, int], skipped: set[tuple[str, int]]) -> bool:
-    """Return whether a block that runs is of interest to the cache."""
-    return place in skipped and (duty.opens or duty.records)
+def _enliven(number: int, span: list[Place], duties: dict[Place, Duty]) -> None:
+    """Let a span of one list leave what the loop adds between its blocks out of its features."""
+    first, last = duties[span[0]], duties[span[-1]]
+    blocks = [duties[place] for place in span]
+    whole = all(list(block.carry) == list(first.carry) for block in blocks)
+    if len(span) > 1 and last.residual and whole and len({key for key, _ in span}) == 1:
+        for block in blocks:
+            block.live, block.span = True, number
+
+
+def _compute_tap(module: nn.Module, duty: Duty) -> Any:
+    """Return what stands for a block that runs: a tap if it is of interest to the cache."""
+    if duty.live:
+        return LiveTap(module, duty)
+    return ComputeTap(module, duty) if duty.opens or duty.records else module
 
 
 def _items(blocks: dict[str, list[nn.Module]], duties: Any, make: Any) -> dict[str, list[Any]]:
@@ -290,9 +246,9 @@ def _skip_tap(module: nn.Module, duty: Duty, container: type) -> Any:
         return CloseTap(module, duty, container)
     if duty.closes or duty.sides or not duty.carry:
         return EstimateTap(module, duty)
-    if duty.opens:
+    if duty.opens and not duty.live:
         return OpenTap(module, duty, container)
-    named = all(isinstance(key, str) for key in duty.carry.values())
+    named = not duty.opens and all(isinstance(key, str) for key in duty.carry.values())
     if named and container is (tuple if len(duty.carry) > 1 else Tensor):
         return NamedPassTap(module, duty)
     return PassTap(module, duty, container)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _TOLERANCE = {8: 1e-9, 4: 1e-4, 2: 5e-2, 1: 2e-1}  # by bytes of a number, relative to the largest
 
 
-def learn(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> Layout:
+def learn(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
     """Lay out the method over what the traced call showed, and keep that call's features.
 
     Args:
@@ -30,10 +30,9 @@ def learn(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> 
     Raises:
         AttachError: If no block ran or none would be skipped.
     """
-    wirings = trace.wirings()
-    if not wirings:
+    if not trace.calls:
         raise AttachError(f"{engine.anatomy.model}: no block of its lists ran; nothing to cache")
-    layout = plan(engine.parts, trace.calls, wirings, engine.taps.blocks, engine.anatomy.is_unet)
+    layout = lay_out(engine, trace)
     frame.layout = layout
     if not keep(frame, layout, trace.calls):
         _again(engine, frame, layout.compute, call)
@@ -46,10 +45,9 @@ def learn(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> 
     for traced in trace.calls:
         tally.setdefault(traced.list_key, []).append(traced.flops)
     layout.flops = means(tally)
-    return layout
 
 
-def verify(engine: Engine, frame: Frame, call: tuple[Any, Any], out: Any) -> None:
+def verify(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any], out: Any) -> None:
     """Skip the blocks on the very inputs they just saw: the output must not change.
 
     Done once for each kind of call, at the price of a skipped step. It finds models whose loops
@@ -59,13 +57,29 @@ def verify(engine: Engine, frame: Frame, call: tuple[Any, Any], out: Any) -> Non
     Raises:
         AttachError: If the output changes, or the model cannot run with its blocks skipped.
     """
-    assert frame.layout is not None
-    try:
-        _check(engine, frame, call, out)
-    except AttachError:  # the loop may write to its streams in place
-        frame.layout.protect()
-        _again(engine, frame, frame.layout.compute, call)
-        _check(engine, frame, call, out)
+    # As laid out; then for loops that write to their streams in place, their additions live; then
+    # for loops that do more to the streams than add to them, with what they did in the features.
+    attempts = [("all", True), ("none", False), ("none", True)]
+    while True:
+        try:
+            return _check(engine, frame, call, out)
+        except AttachError:
+            if not attempts:
+                raise
+        live, protected = attempts.pop(0)
+        layout = lay_out(engine, trace, live)
+        if protected:
+            layout.protect()
+        assert frame.layout is not None
+        layout.flops, frame.layout = frame.layout.flops, layout
+        _again(engine, frame, layout.compute, call)
+
+
+def lay_out(engine: Engine, trace: Trace, live: str = "mixed") -> Layout:
+    """Return the layout of the engine's method over a traced call."""
+    return plan(
+        engine.parts, trace.calls, trace.wirings(), engine.taps.blocks, engine.anatomy.is_unet, live
+    )
 
 
 def _check(engine: Engine, frame: Frame, call: tuple[Any, Any], out: Any) -> None:
@@ -84,7 +98,8 @@ def _check(engine: Engine, frame: Frame, call: tuple[Any, Any], out: Any) -> Non
     if engine.site is Site.MODEL:
         return  # the output is replaced whatever the blocks did
     for expected, value in zip(leaves(out), found, strict=True):
-        error = float((value.float() - expected.float()).abs().max())
+        value, expected = value.detach().float(), expected.detach()
+        error = float((value - expected.float()).abs().max())
         scale = float(expected.float().abs().max())
         if not error <= _TOLERANCE[expected.dtype.itemsize] * scale:
             raise AttachError(

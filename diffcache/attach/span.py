@@ -1,17 +1,16 @@
-"""Spans of skipped blocks: what stands at their ends on a computed and on a skipped step."""
+"""Spans of skipped blocks: what their blocks have to do, keeping and estimating their features."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import add, itemgetter
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from diffcache.attach.tap import FRAME, Tap
 from diffcache.attach.trace import Key
 from diffcache.attach.tree import Template, hollow, leaves, outputs_of
 
@@ -36,6 +35,8 @@ class Duty:
         residual: Whether those features are taken against the base.
         sides: Indices of outputs that travel no further along the list; kept for themselves.
         bare: Whether an output is no tensor.
+        live: Whether what the loop adds between the blocks of the span stays out of its features,
+            so that a skipped step adds its own.
         is_hollow: Whether nothing reads the outputs on a skipped step but skipped blocks.
     """
 
@@ -48,6 +49,7 @@ class Duty:
     sides: tuple[int, ...] = ()
     is_hollow: bool = False
     bare: bool = False
+    live: bool = False
 
     @property
     def records(self) -> bool:
@@ -97,155 +99,14 @@ def picker(keys: list[Key], container: type) -> Picker:
 
 def copied(pick: Picker) -> Picker:
     """Return a function that takes copies of what `pick` takes."""
-    return lambda args, kwargs: tuple([tensor.clone() for tensor in pick(args, kwargs)])
 
+    def copies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        taken = pick(args, kwargs)
+        if isinstance(taken, Tensor):
+            return taken.clone()
+        return type(taken)([tensor.clone() for tensor in taken])
 
-class ComputeTap(Tap):
-    """A block that runs, and whose input or output the cache needs."""
-
-    __slots__ = ("base_of", "duty")
-
-    def __init__(self, module: nn.Module, duty: Duty) -> None:
-        super().__init__(module)
-        self.duty = duty
-        self.base_of = picker(list(duty.carry.values()), tuple) if duty.opens else None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
-        if self.base_of is not None:
-            frame.bases[self.duty.span] = self.base_of(args, kwargs)
-        out = self.module(*args, **kwargs)
-        if self.duty.records:
-            record(frame, self.duty, out)
-        return out
-
-
-class PassTap(Tap):
-    """A block that is skipped and passes its streams through."""
-
-    __slots__ = ("duty", "streams_of")
-
-    def __init__(self, module: nn.Module, duty: Duty, container: type) -> None:
-        super().__init__(module)
-        self.duty = duty
-        self.streams_of = picker([duty.carry[n] for n in sorted(duty.carry)], container)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        return self.streams_of(args, kwargs)
-
-
-class CloseTap(Tap):
-    """The last skipped block of a span: the span's base plus the estimates of all it adds."""
-
-    __slots__ = ("container", "duty")
-
-    def __init__(self, module: nn.Module, duty: Duty, container: type) -> None:
-        super().__init__(module)
-        self.duty, self.container = duty, container
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
-        frame.closed += 1
-        held: Held = frame.branch.features[self.duty.key]
-        guesses = frame.instead.estimate_all(held.states, frame.step)
-        base = frame.bases[self.duty.span]
-        if self.container is Tensor:
-            return base[0] + guesses[0]
-        return self.container(map(add, base, guesses))
-
-
-class NamedPassTap(Tap):
-    """A `PassTap` whose streams are passed by name in a tuple or alone: the fastest way through."""
-
-    __slots__ = ("take",)
-
-    def __init__(self, module: nn.Module, duty: Duty) -> None:
-        super().__init__(module)
-        self.take = itemgetter(*[duty.carry[number] for number in sorted(duty.carry)])
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        return self.take(kwargs)
-
-
-class OpenTap(PassTap):
-    """The first skipped block of a span: it notes the base and passes its streams through."""
-
-    __slots__ = ("base_of",)
-
-    def __init__(self, module: nn.Module, duty: Duty, container: type) -> None:
-        super().__init__(module, duty, container)
-        self.base_of = picker(list(duty.carry.values()), tuple)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
-        frame.bases[self.duty.span] = self.base_of(args, kwargs)
-        return self.streams_of(args, kwargs)
-
-
-class EstimateTap(Tap):
-    """A skipped block whose outputs are estimates: the last of a span, or one with side outputs."""
-
-    __slots__ = ("duty", "input_of")
-
-    def __init__(self, module: nn.Module, duty: Duty) -> None:
-        super().__init__(module)
-        self.duty = duty
-        self.input_of = picker(list(duty.carry.values()), tuple) if duty.carry else None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
-        duty = self.duty
-        given = self.input_of(args, kwargs) if self.input_of is not None else ()
-        if duty.opens:
-            frame.bases[duty.span] = given
-        return estimate(frame, duty, given)
-
-
-class AddTap(Tap):
-    """A skipped block of its own span: its streams plus the estimates of what it adds to them."""
-
-    __slots__ = ("container", "duty", "input_of", "number")
-
-    def __init__(self, module: nn.Module, duty: Duty, container: type) -> None:
-        super().__init__(module)
-        self.duty = duty
-        self.number = -1  # place among the blocks that are foreseen
-        self.container = container
-        self.input_of = picker(list(duty.carry.values()), tuple)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
-        guesses = (frame.foreseen or foresee(frame))[self.number]
-        if self.container is Tensor:
-            return self.input_of(args, kwargs)[0] + guesses[0]
-        return self.container(map(add, self.input_of(args, kwargs), guesses))
-
-
-class HollowTap(Tap):
-    """A skipped block whose outputs nobody reads: zeros of their shapes, which take no memory.
-
-    Where the model's loop writes to them in place they have to be `real`.
-    """
-
-    __slots__ = ("duty", "real")
-
-    def __init__(self, module: nn.Module, duty: Duty) -> None:
-        super().__init__(module)
-        self.duty = duty
-        self.real = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
-        out = frame.branch.features[self.duty.key].hollow
-        return Template(out).build([zeros.clone() for zeros in leaves(out)]) if self.real else out
+    return copies
 
 
 def record(frame: Frame, duty: Duty, out: Any) -> None:
@@ -288,7 +149,7 @@ def hold(
 def estimate(frame: Frame, duty: Duty, given: tuple[Any, ...]) -> Any:
     """Return the outputs of a skipped block from its features, its span's base and its input."""
     held: Held = frame.branch.features[duty.key]
-    base = frame.bases.get(duty.span, ())
+    base = given if duty.live else frame.bases.get(duty.span, ())
     guesses = iter(estimates(frame, held))
     outputs: list[Tensor] = []
     for what, place in held.kinds:
