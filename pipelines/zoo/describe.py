@@ -81,19 +81,21 @@ def describe(
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("blocks", "depth", "share"):
         table.add_column(column, no_wrap=True)
-    table.add_column("classes", overflow="fold", min_width=28)
-    table.add_column("streams: output -> argument", overflow="fold")
+    table.add_column("classes", overflow="fold")
     for entry in anatomy.lists:
-        wiring = wirings.get(entry.key)
-        chain = f"{streams(wiring)} ({wiring.source})" if wiring else "not traced"
-        classes = ", ".join(entry.classes)
-        table.add_row(entry.key, str(entry.depth), f"{entry.share:.0%}", classes, chain)
+        table.add_row(entry.key, str(entry.depth), f"{entry.share:.0%}", ", ".join(entry.classes))
     for key in anatomy.singles:
-        table.add_row(key, "1", "", "", "a block of its own")
+        table.add_row(key, "1", "", "a block of its own")
     for entry in anatomy.excluded:
         classes = ", ".join(entry.classes)
-        table.add_row(entry.key, str(entry.depth), f"{entry.share:.0%}", classes, "always runs")
+        always = f"{classes} (small: always runs)"
+        table.add_row(entry.key, str(entry.depth), f"{entry.share:.0%}", always)
     yield table
+    yield "streams, output -> argument of the next block:"
+    for entry in anatomy.lists:
+        wiring = wirings.get(entry.key)
+        chain = f"{streams(wiring)} (by {wiring.source})" if wiring else "not traced"
+        yield f"  {entry.key}: {chain}"
     counts = Counter((m.list_key, m.child, m.kind) for m in anatomy.modules)
     if not counts:
         yield "no attention or feed-forward modules inside the blocks"
