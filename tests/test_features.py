@@ -125,7 +125,7 @@ def test_a_forecast_is_linear_in_its_features():
 def test_batched_estimates_equal_single_ones():
     torch.manual_seed(1)
     instead, step = Taylor(2), Step(9)
-    states = [instead.init() for _ in range(3)]
+    states = [instead.init() for _ in range(5)]
     for index in (0, 1, 4):
         for state in states:
             instead.record(state, Step(index), torch.randn(2, 3))

@@ -80,7 +80,9 @@ class Frame:
     def decide(self, probe: Tensor | None) -> None:
         """Take the decision of this step, for all its branches."""
         when, timeline = self.engine.parts.when, self.timeline
-        if self.computes is None:
+        if self.computes is None and probe is None:
+            self.computes = when.should_compute(timeline.when_state, self.step, None)
+        elif self.computes is None:
             token = RANKS.set(ranks_of(self.engine.model))
             try:
                 self.computes = when.should_compute(timeline.when_state, self.step, probe)

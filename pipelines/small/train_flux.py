@@ -130,7 +130,7 @@ class Plan:
     """
 
     seed: int = 0
-    minutes: float = 84.0
+    minutes: float = 66.0
     resume: bool = False
     compiled: bool = True
 
@@ -155,7 +155,7 @@ def train(out: Path, autoencoder: AutoencoderKL, plan: Plan) -> FluxPipeline:
         {name: getattr(pipe, name) for name in ("transformer", "text_encoder", "text_encoder_2")}
     )
     weights.load_state_dict(load_file(out / "text.safetensors"), strict=False)
-    scenes, latents = _data(out, autoencoder, seed)
+    scenes, latents = _data(out, autoencoder, plan)
     singles = torch.tensor([i for i, scene in enumerate(scenes) if len(scene.figures) == 1])
     optimiser = _optimiser(weights)
     average = Average(weights, 0.999)
@@ -183,6 +183,8 @@ def train(out: Path, autoencoder: AutoencoderKL, plan: Plan) -> FluxPipeline:
             losses = []
         if index > start and index % SAVE_EVERY == 0:
             _save(out, index + 1, weights, optimiser, average)
+    if losses:
+        log.write(step=index, loss=float(np.mean(losses)), lr=lr)
     _save(out, index, weights, optimiser, average)
     average.copy_to(weights)
     pipe.transformer.set_attn_processor(FluxAttnProcessor())
@@ -215,10 +217,10 @@ def _update(
     return float(loss.detach())
 
 
-def _data(out: Path, autoencoder: AutoencoderKL, seed: int) -> tuple[list[Scene], Tensor]:
-    scenes, pictures = draw(PICTURES, seed + 10)
-    path = out / f"latents-{seed}.safetensors"
-    if not path.exists():
+def _data(out: Path, autoencoder: AutoencoderKL, plan: Plan) -> tuple[list[Scene], Tensor]:
+    scenes, pictures = draw(PICTURES, plan.seed + 10)
+    path = out / "latents.safetensors"
+    if not (plan.resume and path.exists()):
         save_file({"latents": encode_pictures(autoencoder, pictures)}, path)
     return scenes, load_file(path)["latents"]
 
