@@ -51,7 +51,10 @@ def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) 
         dtype: of every model in it; the files hold bfloat16.
         directory: where it was saved.
     """
-    pipe: FluxPipeline = FluxPipeline.from_pretrained(str(directory)).to(dtype)
+    pipe: FluxPipeline = FluxPipeline.from_pretrained(str(directory))
+    for part in pipe.components.values():
+        if isinstance(part, nn.Module):
+            nn.Module.to(part, dtype)
     pipe.set_progress_bar_config(disable=True)
     pipe.default_sample_size = CALL["height"] // pipe.vae_scale_factor
     return pipe
