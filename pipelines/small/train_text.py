@@ -2,8 +2,10 @@
 
 Large pipelines start from text encoders that know language; here they learn it in minutes from the
 prompts themselves. The pooled vector has to tell everything about the scene, and every token of an
-object's phrase everything about that object, so that the denoiser only has to look it up. Without
-this stage the denoiser learned colours but, after 1,700 steps, nothing about positions.
+object's phrase everything about that object, so that the denoiser only has to look it up. A run
+without this stage, without the early shift of the noise levels and without more single objects at
+first knew colours but nothing about positions after 1,500 steps; with all three, positions were
+there after 500. Which of the three did it was not measured.
 """
 
 from __future__ import annotations
