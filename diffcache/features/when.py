@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -178,11 +179,13 @@ def relative_l1(guess: Tensor, probe: Tensor, relative_to: str = "probe") -> flo
         the reference is.
     """
     guess, probe = guess.float(), probe.float()
-    error = (guess - probe).abs().mean()
-    scale = (guess if relative_to == "forecast" else probe).abs().mean()
+    reference = guess if relative_to == "forecast" else probe
+    # sums instead of means: both are over the same numbers
+    both = torch.stack((torch.dist(guess, probe, 1), torch.linalg.vector_norm(reference, 1)))
     ranks = RANKS.get()
     if ranks is not None:
-        both = torch.stack((error, scale)) * probe.numel()
         torch.distributed.all_reduce(both, group=ranks)
-        error, scale = both
-    return float(torch.where(error == 0, error, error / scale))
+    error, scale = both.tolist()
+    if error == 0:
+        return 0.0
+    return float(error / scale) if scale else math.inf
