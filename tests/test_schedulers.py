@@ -14,6 +14,7 @@ import diffcache
 from diffcache import CacheWarning, Interval
 from diffcache.api import handle_of
 from diffcache.attach.anchor import owner_of
+from diffcache.pipelines.zoo.catalog import cases
 from diffcache.pipelines.zoo.pipes import pipes
 
 PIPES = pipes()
@@ -135,3 +136,45 @@ def test_diffusion_forcing_steps_where_any_frame_moves():
     assert [call.index for call in calls] == [s for s in range(STEPS + 4) for _ in range(2)]
     assert {call.branch for call in calls} == {"cond", "uncond"}
     assert marks(pipe) == ("CC" + "ssss") * 3 + "CC"
+
+
+def test_pipelines_that_share_a_scheduler_take_turns():
+    """Each call claims the scheduler; its class does not grow, and unwrapping one spares the other."""
+    case = pipes()["WanPipeline"]
+    one, other = case.build(0), case.build(1)
+    other.scheduler = one.scheduler
+    base = type(one.scheduler)
+    expected = []
+    for pipe in (one, other):
+        with diffcache.wrapped(pipe, Interval(every=3)):
+            expected.append(case.run(pipe, 0, 6))
+    diffcache.wrap(one, Interval(every=3))
+    diffcache.wrap(other, Interval(every=3))
+    for _ in range(2):
+        for pipe, wanted in zip((one, other), expected, strict=True):
+            assert torch.equal(case.run(pipe, 0, 6), wanted)
+            calls = diffcache.report(pipe).steps
+            assert [c.index for c in calls if c.computed and c.branch == calls[0].branch] == [0, 3]
+    assert type(one.scheduler).__mro__[1] is base
+    diffcache.unwrap(one)
+    assert torch.equal(case.run(other, 0, 6), expected[1])
+    assert diffcache.report(other).skipped > 0
+    diffcache.unwrap(other)
+    assert type(one.scheduler) is base
+
+
+def test_many_views_a_step_are_branches():
+    """Panoramas call the denoiser once a view; the scheduler tells the steps all the same."""
+    case = cases()["FluxTransformer2DModel"]
+    model, views = case.build(0), 11
+    with diffcache.wrapped(model, Interval(every=2)) as handle, torch.no_grad():
+        handle.restart(4)
+        for step in range(4):
+            handle.run().ticks = step
+            for view in range(views):
+                model(**case.kwargs(model, view, step=step, steps=4))
+        calls = handle.last.calls
+        assert [call.index for call in calls] == [step for step in range(4) for _ in range(views)]
+        assert [call.computed for call in calls] == [
+            step % 2 == 0 for step in range(4) for _ in range(views)
+        ]

@@ -135,7 +135,7 @@ class Timeline:
                 )
             self._turn(value)
             mark = (run.epoch, "timestep", value)
-        if mark == self.mark and self.calls < MAX_BRANCHES:
+        if mark == self.mark and (mark[1] != "timestep" or self.calls < MAX_BRANCHES):
             self.calls += 1
             return False
         if mark == self.mark:  # nobody guides with so many passes: these are runs of one step

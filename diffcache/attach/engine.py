@@ -83,8 +83,8 @@ class Engine:
         if timeline is None:
             return
         instead = self.parts.instead
-        for branch in timeline.branches:
-            for held in branch.features.values():
+        for branch in list(timeline.branches):  # other threads go on while they are counted
+            for held in list(branch.features.values()):
                 for state in held.states:
                     yield from instead.held(state)
         if timeline.when_state is not None:

@@ -112,11 +112,11 @@ class Handle:
 
     def note(self, frame: Frame, call: Call) -> None:
         """Add a call to the record of its run."""
-        record = frame.timeline.run.record
-        record.calls.append(call)
+        run = frame.timeline.run
+        run.record.calls.append(call)
         if frame.computes:
-            held = sum(tensor.nbytes for tensor in self._tensors())
-            record.peak_bytes = max(record.peak_bytes, held)
+            held = sum(tensor.nbytes for tensor in self._tensors([run]))
+            run.record.peak_bytes = max(run.record.peak_bytes, held)
 
     def _speak_up(self, record: RunRecord) -> None:
         """Warn if a run of more than one step skipped nothing."""
@@ -133,15 +133,15 @@ class Handle:
             "computed; use more steps, a shorter warmup or a larger interval or threshold"
         )
 
-    def _tensors(self) -> Iterator[Tensor]:
-        for run in list(self._live):
+    def _tensors(self, runs: list[Run]) -> Iterator[Tensor]:
+        for run in runs:
             for engine in self.engines:
                 yield from engine.tensors(run)
 
     def held_bytes(self) -> int:
         """Return the bytes of all features held now, each storage once."""
         storages: dict[int, int] = {}
-        for tensor in self._tensors():
+        for tensor in self._tensors(list(self._live)):
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
         return sum(storages.values())
@@ -155,7 +155,7 @@ class Handle:
             return
         if owner_of(scheduler) is not self:
             for old in self.schedulers:
-                untap(old)
+                untap(old, self)
             tap_scheduler(scheduler, self)
             self.schedulers = [scheduler]
 
@@ -167,11 +167,11 @@ class Handle:
             engine.detach()
         self.engines = []
         for scheduler in self.schedulers:
-            untap(scheduler)
+            untap(scheduler, self)
         self.schedulers = []
         target = self.target()
-        if target is not None and owner_of(target) is self:
-            untap(target)
+        if target is not None:
+            untap(target, self)
 
     def __enter__(self) -> Handle:
         return self

@@ -30,6 +30,9 @@ def tap_pipeline(pipeline: Any, handle: Handle) -> None:
 def tap_scheduler(scheduler: Any, handle: Handle) -> None:
     """Tell `handle` of a scheduler's runs and steps."""
     base = type(scheduler)
+    if base in _SUBCLASSES.values():  # tapped for another pipeline that shares it
+        claim(scheduler, handle)
+        return
     if base not in _SUBCLASSES:
         members = {"set_timesteps": _set_timesteps(base.set_timesteps), "step": _step(base.step)}
         if hasattr(base, "set_begin_index"):
@@ -39,8 +42,10 @@ def tap_scheduler(scheduler: Any, handle: Handle) -> None:
     claim(scheduler, handle)
 
 
-def untap(tapped: Any) -> None:
-    """Give a pipeline or scheduler its own class back."""
+def untap(tapped: Any, handle: Handle) -> None:
+    """Give a pipeline or scheduler its own class back, unless another handle took it over."""
+    if owner_of(tapped) is not handle:
+        return
     if type(tapped) in _SUBCLASSES.values():
         tapped.__class__ = type(tapped).__mro__[1]
     release(tapped)
