@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.anchor import claim, owner_of, release
-from diffcache.attach.clock import Run
+from diffcache.attach.clock import Branch, Run, Timeline
 from diffcache.attach.context import current_context
 from diffcache.attach.frame import Frame, gated_items
 from diffcache.attach.install import Taps
@@ -128,7 +128,9 @@ class Engine:
         kwargs = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
         return (), kwargs, kwargs.get(self.anatomy.timestep or "")
 
-    def _must_compute(self, timeline: Any, branch: Any, signature: Any, kwargs: Any) -> str:
+    def _must_compute(
+        self, timeline: Timeline, branch: Branch, signature: Any, kwargs: dict[str, Any]
+    ) -> str:
         """Return why this branch cannot be skipped, an empty string if it can."""
         if branch.anchor is None:
             return "first call"
@@ -171,8 +173,13 @@ class Engine:
         else:
             frame.items = layout.skip if frame.decides else layout.follow
 
-    def close(self, frame: Frame, args: Any, kwargs: Any, out: Any) -> Any:
-        """Finish a denoiser call; return what it returns if the method replaces it."""
+    def close(self, frame: Frame, kwargs: dict[str, Any], out: Any) -> Any:
+        """Finish a denoiser call; return what it returns instead, None if that stays.
+
+        Raises:
+            AttachError: If the model cannot be cached as asked (found at the first call of a
+                kind), or left out blocks that it ran when it was learned.
+        """
         layout, branch = frame.layout, frame.branch
         if frame.trace is not None:
             learn(self, frame, frame.trace, frame.given)
@@ -267,7 +274,7 @@ def close_frame(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
     if out is None:  # an exception is on its way
         engine.handle.abandon()
         return None
-    return engine.close(frame, args, kwargs, out)
+    return engine.close(frame, kwargs, out)
 
 
 # not torch.compiler.disable, which imports the compiler at once

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from diffcache.attach.anatomy import Anatomy, anatomy_of
+from diffcache.attach.anatomy import anatomy_of
 from diffcache.attach.anchor import owner_of
 from diffcache.attach.clock import Run
 from diffcache.attach.context import listen, unlisten
@@ -47,18 +47,14 @@ class Handle:
         anatomies = {name: anatomy_of(model) for name, model in denoisers.items()}
         try:
             for name, model in denoisers.items():
-                self._attach(name, model, anatomies[name])
-            self.is_pipeline = not isinstance(target, nn.Module)
-            if self.is_pipeline:
+                self.engines.append(Engine(self, name, model, method, anatomies[name]))
+                listen(model)
+            if not isinstance(target, nn.Module):
                 tap_pipeline(target, self)
                 self.follow(target)
         except BaseException:
             self.detach()
             raise
-
-    def _attach(self, name: str, model: nn.Module, anatomy: Anatomy) -> None:
-        self.engines.append(Engine(self, name, model, self.method, anatomy))
-        listen(model)
 
     # runs ----------------------------------------------------------------------------------
 

@@ -38,7 +38,6 @@ class Layout:
         compute: List -> its modules, with taps where features are taken.
         skip: List -> stand-ins for the skipped blocks.
         follow: As `skip`, for branches that need no probe and whose lead blocks may be skipped.
-        duties: What every called block has to do.
         counts: Site -> (blocks that run, blocks that are skipped) on a skipped step.
         totals: Site -> blocks that run on a computed step.
         closes: Number of spans of several blocks that a skipped step must close.
@@ -53,7 +52,6 @@ class Layout:
     compute: dict[str, list[Any]]
     skip: dict[str, list[Any]]
     follow: dict[str, list[Any]]
-    duties: dict[tuple[str, int], Duty]
     counts: dict[str, tuple[int, int]]
     follow_counts: dict[str, tuple[int, int]]
     totals: dict[str, int]
@@ -133,7 +131,7 @@ def plan(
     for number, (key, index) in enumerate(foreseen):
         skip[key][index].number = number
     return Layout(
-        compute, skip, follow, duties,
+        compute, skip, follow,
         counts=_counts(order, skipped), follow_counts=_counts(order, follow_skipped),
         totals={key: ran for key, (ran, _) in _counts(order, set()).items()},
         closes=len({d.span for d in duties.values() if d.closes and not _adds(d)}),
