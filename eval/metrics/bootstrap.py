@@ -1,0 +1,298 @@
+"""Bootstrap intervals: how far a metric would move with other samples.
+
+Samples are drawn with replacement and the statistic is taken again (Efron 1979). Intervals are
+centred: the spread of the resampled values is laid around the point value, because a resampled
+Fréchet distance is larger on average than the point value, and a plain percentile interval would
+miss it. The interval is for the expected value at this sample count; it says nothing about the bias
+that a small count has. Near the floor, with few samples a feature, it is wider than needed (about
+twice at N = 4 D). Changes are paired: both sides are resampled with the same sample ids.
+
+Density, coverage, precision and recall are not to be recomputed on a resampling, whose repeated
+samples are neighbours at distance 0; take `mean_interval` of their values per sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from diffcache.eval.metrics.frechet import (
+    Moments,
+    check_features,
+    check_same_size,
+    frechet,
+    matrix_root,
+    moments,
+)
+
+RESAMPLES = 1000
+LEVEL = 0.95
+DRAWN_AT_ONCE = 2**22  # sample ids, 32 MiB
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A point value, low <= value <= high, with its bootstrap interval and its n samples."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    def to_dict(self) -> dict[str, float | int]:
+        """Return the fields as a dict for JSON."""
+        return asdict(self)
+
+    def excludes(self, value: float = 0.0) -> bool:
+        """Say whether `value` lies outside: for a change and 0, whether the change is clear."""
+        return not self.low <= value <= self.high
+
+
+def interval(
+    statistic: Callable[[Tensor], float],
+    n: int,
+    resamples: int = RESAMPLES,
+    level: float = LEVEL,
+    seed: int = 0,
+) -> Interval:
+    """Return the centred bootstrap interval of any statistic of n samples.
+
+    Args:
+        statistic: Takes sample ids, int64 [n] on the CPU, and returns a finite number.
+        n: Samples, at least 2.
+        resamples: Resamplings.
+        level: Share of resamplings inside, in 0..1.
+        seed: Of the resampling.
+
+    Raises:
+        ValueError: If a number is out of range or the statistic is not finite.
+    """
+    _check_settings(n, resamples, level)
+    value = statistic(torch.arange(n))
+    drawn = [statistic(ids) for block in _resampled_ids(n, resamples, seed) for ids in block]
+    return _centred(value, drawn, n, level)
+
+
+def mean_interval(
+    values: Tensor, resamples: int = RESAMPLES, level: float = LEVEL, seed: int = 0
+) -> Interval:
+    """Return the mean of one value a sample with its interval.
+
+    Args:
+        values: [N], N at least 2, any dtype.
+        resamples: Resamplings.
+        level: Share of resamplings inside, in 0..1.
+        seed: Of the resampling.
+
+    Raises:
+        ValueError: If the shape is different or a value is not finite.
+    """
+    table = _column(values, "values")
+    _check_settings(len(table), resamples, level)
+    blocks = _resampled_ids(len(table), resamples, seed)
+    means = [mean for ids in blocks for mean in table[ids].mean(dim=1).tolist()]
+    return _centred(float(table.mean()), means, len(table), level)
+
+
+def paired_change(
+    values_a: Tensor,
+    values_b: Tensor,
+    resamples: int = RESAMPLES,
+    level: float = LEVEL,
+    seed: int = 0,
+) -> Interval:
+    """Return mean(b) - mean(a) with its interval, both resampled with the same ids.
+
+    Args:
+        values_a: One value a sample, [N]: the baseline.
+        values_b: The same samples, [N].
+        resamples: Resamplings.
+        level: Share of resamplings inside, in 0..1.
+        seed: Of the resampling.
+
+    Raises:
+        ValueError: If shapes differ or a value is not finite.
+    """
+    a, b = _column(values_a, "values_a"), _column(values_b, "values_b")
+    if len(a) != len(b):
+        raise ValueError(
+            f"{len(a)} values against {len(b)}; a paired change needs the same samples"
+        )
+    return mean_interval(b - a, resamples, level, seed)
+
+
+def frechet_interval(
+    fake_features: Tensor,
+    reference: Moments,
+    resamples: int = RESAMPLES,
+    level: float = LEVEL,
+    seed: int = 0,
+) -> Interval:
+    """Return the Fréchet distance to a fixed reference with its interval.
+
+    With D = 64 and 1,000 resamplings about 0.3 s on one core for 256 samples and 1 s for 2,000. It
+    grows with D^3: with 2,048 features each takes seconds, so lower `resamples` or use a GPU.
+
+    Args:
+        fake_features: [N, D], any float dtype.
+        reference: Moments of the real features, taken as exact.
+        resamples: Resamplings.
+        level: Share of resamplings inside, in 0..1.
+        seed: Of the resampling.
+
+    Raises:
+        ValueError: If shapes do not fit or a number is out of range.
+    """
+    distance = _Resampled(fake_features, reference)
+    weights = _weights(fake_features, resamples, level, seed)
+    drawn = [distance(w) for w in weights]
+    return _centred(frechet(moments(fake_features), reference), drawn, len(fake_features), level)
+
+
+def frechet_change(
+    a_features: Tensor,
+    b_features: Tensor,
+    reference: Moments,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Return the Fréchet distance of b minus that of a, with a paired 95 % interval.
+
+    Row i of both must be the same prompt and seed: most of the noise of the two distances is then
+    the same and cancels, so that far smaller changes are seen than by comparing two intervals.
+
+    Args:
+        a_features: The baseline, [N, D], any float dtype.
+        b_features: The same samples made otherwise, [N, D].
+        reference: Moments of the real features, taken as exact.
+        resamples: Resamplings.
+        seed: Of the resampling.
+
+    Raises:
+        ValueError: If shapes do not fit or a number is out of range.
+    """
+    _check_pairs(a_features, b_features)
+    of_a, of_b = _Resampled(a_features, reference), _Resampled(b_features, reference)
+    drawn = [of_b(w) - of_a(w) for w in _weights(a_features, resamples, LEVEL, seed)]
+    point = frechet(moments(b_features), reference) - frechet(moments(a_features), reference)
+    return _centred(point, drawn, len(a_features), LEVEL)
+
+
+def frechet_between(
+    a_features: Tensor, b_features: Tensor, resamples: int = RESAMPLES, seed: int = 0
+) -> Interval:
+    """Return the Fréchet distance of two paired sets to each other, with a paired 95 % interval.
+
+    Exactly 0 for equal features, and far below the floor of unpaired sets for similar ones.
+
+    Args:
+        a_features: [N, D], any float dtype.
+        b_features: The same samples made otherwise, [N, D].
+        resamples: Resamplings.
+        seed: Of the resampling.
+
+    Raises:
+        ValueError: If shapes do not fit or a number is out of range.
+    """
+    _check_pairs(a_features, b_features)
+    centre = a_features.to(torch.float64).mean(dim=0)
+    a, b = (x.to(torch.float64) - centre for x in (a_features, b_features))
+    weights = _weights(a, resamples, LEVEL, seed)
+    drawn = [frechet(_weighted_moments(a, w), _weighted_moments(b, w)) for w in weights]
+    return _centred(frechet(moments(a), moments(b)), drawn, len(a), LEVEL)
+
+
+class _Resampled:
+    """The Fréchet distance of weighted features to a reference, prepared for many weights.
+
+    With R the root of the reference's covariance, R S R is the covariance of the features times R.
+    """
+
+    def __init__(self, features: Tensor, reference: Moments) -> None:
+        check_features(features, "features")
+        check_same_size(features[0], reference.mean)
+        # Around the reference's mean the squares that are subtracted below stay small.
+        self.offset = features.to(torch.float64) - reference.mean
+        self.turned = self.offset @ matrix_root(reference.cov)
+        self.squares = self.offset.square().sum(dim=1)
+        self.trace = reference.cov.trace()
+
+    def __call__(self, weights: Tensor) -> float:
+        n = len(weights)
+        shift = (weights @ self.offset / n).square().sum()
+        trace = (weights @ self.squares - n * shift) / (n - 1)
+        product = torch.linalg.eigvalsh(_weighted_moments(self.turned, weights).cov)
+        overlap = product.clamp(min=0).sqrt().sum()
+        return max(0.0, float(shift + trace + self.trace - 2 * overlap))
+
+
+def _weighted_moments(features: Tensor, weights: Tensor) -> Moments:
+    """Return the moments of features where row i occurs weights[i] times."""
+    n = len(weights)
+    mean = weights @ features / n
+    spread = features.T @ (features * weights[:, None]) - n * torch.outer(mean, mean)
+    return Moments(mean, spread / (n - 1), n)
+
+
+def _resampled_ids(n: int, resamples: int, seed: int) -> Iterator[Tensor]:
+    """Yield blocks of sample ids, int64 [some resamples, n], drawn with replacement."""
+    generator = torch.Generator().manual_seed(seed)
+    step = max(1, DRAWN_AT_ONCE // n)
+    for start in range(0, resamples, step):
+        yield torch.randint(n, (min(step, resamples - start), n), generator=generator)
+
+
+def _weights(features: Tensor, resamples: int, level: float, seed: int) -> Iterator[Tensor]:
+    """Yield how often each sample was drawn, float64 [n], one resampling at a time."""
+    n = len(features)
+    _check_settings(n, resamples, level)
+    for block in _resampled_ids(n, resamples, seed):
+        for ids in block:
+            yield torch.bincount(ids, minlength=n).to(features.device, torch.float64)
+
+
+def _centred(value: float, drawn: list[float], n: int, level: float) -> Interval:
+    """Lay the spread of the resampled values around the point value."""
+    found = torch.tensor(drawn, dtype=torch.float64)
+    if not (math.isfinite(value) and bool(found.isfinite().all())):
+        raise ValueError(
+            "the statistic is NaN or infinite for these samples or a resampling of them"
+        )
+    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    low, high = (torch.quantile(found, tails) - found.mean()).tolist()
+    # The mean of a very skewed sample can lie outside its quantiles.
+    return Interval(value, value + min(0.0, low), value + max(0.0, high), n)
+
+
+def _column(values: Tensor, name: str) -> Tensor:
+    """Return values as float64 [N] on the CPU, checked."""
+    if values.ndim != 1:
+        raise ValueError(f"{name} must hold one value a sample, [N], got {list(values.shape)}")
+    table = values.detach().to("cpu", torch.float64)
+    bad = int((~table.isfinite()).sum())
+    if bad:
+        raise ValueError(f"{name} hold NaN or infinity in {bad} of {len(table)} samples")
+    return table
+
+
+def _check_pairs(a: Tensor, b: Tensor) -> None:
+    check_features(a, "a_features")
+    check_features(b, "b_features")
+    check_same_size(a[0], b[0])
+    if len(a) != len(b):
+        raise ValueError(
+            f"{len(a)} samples against {len(b)}; paired sets need the same prompts and seeds"
+        )
+
+
+def _check_settings(n: int, resamples: int, level: float) -> None:
+    if n < 2:
+        raise ValueError(f"an interval needs two samples or more, got {n}")
+    if resamples < 2:
+        raise ValueError(f"resamples={resamples} must be at least 2")
+    if not 0 < level < 1:
+        raise ValueError(f"level={level} must be between 0 and 1")

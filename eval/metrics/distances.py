@@ -1,0 +1,243 @@
+"""KID, Inception Score, precision and recall, density and coverage, from features.
+
+The formulas are those of the papers; which extractor made the features decides the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from diffcache.eval.metrics.frechet import check_features, check_same_size
+
+DISTANCES_AT_ONCE = 2**22  # float64 values, 32 MiB
+# Squared distances come from one matrix product, many times faster than differences for 2,048
+# features. Its rounding is below SAME of the squared lengths, and TIE decides equal distances.
+SAME, TIE = 1e-12, 1e-9
+
+
+def kid(
+    real: Tensor, fake: Tensor, subsets: int = 50, subset_size: int | None = None, seed: int = 0
+) -> tuple[float, float]:
+    """Return mean and standard deviation over subsets of the kernel distance (KID).
+
+    The unbiased squared maximum mean discrepancy with the kernel (x.y / D + 1)^3: Bińkowski et al.
+    2018, arXiv 1801.01401, section 4. Unbiased means that equal distributions give 0 on average, so
+    single values can be negative. The kernel depends on the scale of the features. As in
+    torchmetrics, the standard deviation is the population one, over subsets that overlap: it is no
+    interval for the mean.
+
+    Args:
+        real: [N, D], any float dtype.
+        fake: [M, D].
+        subsets: Random subsets, drawn without replacement from each set.
+        subset_size: Samples in each; the smaller of 1,000 and half the smaller set by default.
+        seed: Of the subsets.
+
+    Raises:
+        ValueError: If shapes do not fit or subset_size is not in 2..min(N, M).
+    """
+    _check_sets(real, fake)
+    smaller = min(len(real), len(fake))
+    size = min(1000, smaller // 2) if subset_size is None else subset_size
+    if not 2 <= size <= smaller:
+        raise ValueError(
+            f"subset_size={size} must be in 2..{smaller} for {len(real)} real and {len(fake)} fake "
+            "samples; use more samples or a smaller subset_size"
+        )
+    if subsets < 1:
+        raise ValueError(f"subsets={subsets} must be at least 1")
+    generator = torch.Generator().manual_seed(seed)
+    values = []
+    for _ in range(subsets):
+        chosen = [_draw(features, size, generator) for features in (real, fake)]
+        values.append(squared_mmd(*chosen))
+    found = torch.tensor(values, dtype=torch.float64)
+    return float(found.mean()), float(found.std(correction=0))
+
+
+def squared_mmd(real: Tensor, fake: Tensor) -> float:
+    """Return the unbiased squared maximum mean discrepancy with the kernel (x.y / D + 1)^3.
+
+    Args:
+        real: [N, D], N at least 2.
+        fake: [M, D], M at least 2.
+
+    Raises:
+        ValueError: If shapes do not fit.
+    """
+    _check_sets(real, fake)
+    x, y = real.to(torch.float64), fake.to(torch.float64)
+
+    def kernel(left: Tensor, right: Tensor) -> Tensor:
+        return (left @ right.T / left.shape[1] + 1) ** 3
+
+    def mean_of_pairs(features: Tensor) -> Tensor:
+        values = kernel(features, features)
+        return (values.sum() - values.trace()) / (len(features) * (len(features) - 1))
+
+    return float(mean_of_pairs(x) + mean_of_pairs(y) - 2 * kernel(x, y).mean())
+
+
+def inception_score(probabilities: Tensor, splits: int = 10, seed: int = 0) -> tuple[float, float]:
+    """Return mean and standard deviation over splits of exp(E KL(p(y|x) || p(y))).
+
+    Salimans et al. 2016, arXiv 1606.03498, section 4. Between 1 (all samples alike, or the
+    classifier undecided) and C. Low for small splits: below about 500 samples in a split p(y)
+    follows its own samples, so compare scores of one N and one `splits` only. Samples are shuffled
+    first, as in torchmetrics; split sizes differ by at most one.
+
+    Args:
+        probabilities: p(y|x), [N, C], rows summing to 1.
+        splits: Parts that are scored on their own, 1..N.
+        seed: Of the shuffling.
+
+    Returns:
+        Mean and sample standard deviation, dimensionless; the latter is 0 for one split.
+
+    Raises:
+        ValueError: If rows are no probabilities or splits is out of range.
+    """
+    check_features(probabilities, "probabilities")
+    table = probabilities.to(torch.float64)
+    if bool((table < 0).any()) or bool(((table.sum(dim=1) - 1).abs() > 1e-3).any()):
+        raise ValueError("probabilities must be >= 0 with rows summing to 1; apply softmax first")
+    if not 1 <= splits <= len(table):
+        raise ValueError(f"splits={splits} must be in 1..{len(table)}, the number of samples")
+    order = torch.randperm(len(table), generator=torch.Generator().manual_seed(seed))
+    scores = torch.stack(
+        [_split_score(part) for part in table[order.to(table.device)].tensor_split(splits)]
+    )
+    return float(scores.mean()), float(scores.std()) if splits > 1 else 0.0
+
+
+def precision_recall(real: Tensor, fake: Tensor, k: int = 3) -> tuple[float, float]:
+    """Return improved precision and recall: Kynkäänniemi et al. 2019, arXiv 1904.06991, section 2.
+
+    Precision is the share of fake samples inside the manifold of the real ones (in the ball to the
+    k-th neighbour of any), recall the share of real samples inside that of the fake ones.
+
+    Args:
+        real: [N, D], any float dtype.
+        fake: [M, D]. Values for different N or M are not comparable.
+        k: Neighbour that sets the radius, not counting the sample itself.
+
+    Raises:
+        ValueError: If shapes do not fit or a set has no more than k samples.
+    """
+    inside_real, inside_fake = precision_recall_values(real, fake, k)
+    return float(inside_real.mean()), float(inside_fake.mean())
+
+
+def precision_recall_values(real: Tensor, fake: Tensor, k: int = 3) -> tuple[Tensor, Tensor]:
+    """Return what precision and recall are the means of, 0 or 1 a sample, for intervals.
+
+    Args:
+        real: [N, D], any float dtype.
+        fake: [M, D].
+        k: Neighbour that sets the radius, not counting the sample itself.
+
+    Returns:
+        Whether each fake sample is in the real manifold, float64 [M], and whether each real sample
+        is in the fake one, float64 [N].
+
+    Raises:
+        ValueError: If shapes do not fit or a set has no more than k samples.
+    """
+    _check_sets(real, fake)
+    return _covered(fake, real, k), _covered(real, fake, k)
+
+
+def density_coverage(real: Tensor, fake: Tensor, k: int = 5) -> tuple[float, float]:
+    """Return density and coverage: Naeem et al. 2020, arXiv 2002.09797, section 3.
+
+    Density is how many real balls (to the k-th real neighbour) hold a fake sample on average,
+    divided by k; it can be above 1. Coverage is the share of real balls that hold a fake sample.
+    Balls are open, as in the official code: with closed ones equal sets would have (k + 1) / k.
+
+    Args:
+        real: [N, D], any float dtype.
+        fake: [M, D]. Values for different N or M are not comparable.
+        k: Neighbour that sets the radius, not counting the sample itself.
+
+    Raises:
+        ValueError: If shapes do not fit or `real` has no more than k samples.
+    """
+    density, coverage = density_coverage_values(real, fake, k)
+    return float(density.mean()), float(coverage.mean())
+
+
+def density_coverage_values(real: Tensor, fake: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
+    """Return what density and coverage are the means of, for intervals.
+
+    Args:
+        real: [N, D], any float dtype.
+        fake: [M, D].
+        k: Neighbour that sets the radius, not counting the sample itself.
+
+    Returns:
+        Real balls around each fake sample divided by k, float64 [M], and whether each real ball
+        holds a fake sample, float64 [N].
+
+    Raises:
+        ValueError: If shapes do not fit or `real` has no more than k samples.
+    """
+    _check_sets(real, fake)
+    radii = _radii(real, k)
+    balls = torch.zeros(len(fake), dtype=torch.float64, device=fake.device)
+    held = []
+    for start, distances in _distances(real, fake):
+        inside = distances < radii[start : start + len(distances), None] * (1 - TIE)
+        balls += inside.sum(dim=0)
+        held.append(inside.any(dim=1))
+    return balls / k, torch.cat(held).to(torch.float64)
+
+
+def _covered(points: Tensor, centres: Tensor, k: int) -> Tensor:
+    """Say which points lie in the closed ball of any centre, 0 or 1, float64 [points]."""
+    radii = _radii(centres, k) * (1 + TIE)
+    parts = [(distances <= radii).any(dim=1) for _, distances in _distances(points, centres)]
+    return torch.cat(parts).to(torch.float64)
+
+
+def _radii(features: Tensor, k: int) -> Tensor:
+    """Return every sample's squared distance to its k-th neighbour, float64 [N]."""
+    if not 1 <= k < len(features):
+        raise ValueError(
+            f"k={k} must be in 1..{len(features) - 1}: there are {len(features)} samples"
+        )
+    # The sample itself is its own nearest, at exactly 0.
+    parts = [rows.kthvalue(k + 1, dim=1).values for _, rows in _distances(features, features)]
+    return torch.cat(parts)
+
+
+def _distances(rows: Tensor, columns: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first row, squared distances [some rows, columns]) in flat memory."""
+    centre = columns.to(torch.float64).mean(dim=0)
+    left, right = rows.to(torch.float64) - centre, columns.to(torch.float64) - centre
+    lengths = right.square().sum(dim=1)
+    step = max(1, DISTANCES_AT_ONCE // len(columns))
+    for start in range(0, len(left), step):
+        part = left[start : start + step]
+        sizes = part.square().sum(dim=1, keepdim=True) + lengths
+        squared = sizes - 2 * part @ right.T
+        yield start, squared.where(squared > SAME * sizes, 0)
+
+
+def _split_score(table: Tensor) -> Tensor:
+    marginal = table.mean(dim=0)
+    divergence = (torch.xlogy(table, table) - torch.xlogy(table, marginal)).sum(dim=1)
+    return divergence.mean().exp()
+
+
+def _draw(features: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    order = torch.randperm(len(features), generator=generator)[:size]
+    return features[order.to(features.device)]
+
+
+def _check_sets(real: Tensor, fake: Tensor) -> None:
+    check_features(real, "real features")
+    check_features(fake, "fake features")
+    check_same_size(real[0], fake[0])

@@ -1,0 +1,148 @@
+"""Bootstrap intervals: coverage on known distributions, twins by gathering, and pairing."""
+
+import json
+
+import pytest
+import torch
+from torch import Tensor
+
+from diffcache.eval.metrics.bootstrap import (
+    Interval,
+    frechet_between,
+    frechet_change,
+    frechet_interval,
+    interval,
+    mean_interval,
+    paired_change,
+)
+from diffcache.eval.metrics.frechet import Moments, frechet, moments
+
+DIM = 6
+REFERENCE = Moments(torch.zeros(DIM).double(), torch.eye(DIM).double(), 10**9)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_mean_intervals_hold_the_true_mean_19_times_in_20() -> None:
+    found = [mean_interval(noise(60, seed=s) + 3, resamples=300, seed=s) for s in range(400)]
+    hits = sum(not i.excludes(3) for i in found)
+    assert 0.91 <= hits / 400 <= 0.97
+    assert all(i.low < i.value < i.high and i.n == 60 for i in found)
+
+
+def test_frechet_intervals_hold_the_expected_distance_19_times_in_20() -> None:
+    def sample(seed: int) -> Tensor:
+        return noise(200, DIM, seed=seed) * 1.3 + 0.4
+
+    expected = torch.tensor([frechet(moments(sample(s)), REFERENCE) for s in range(600)]).mean()
+    found = [frechet_interval(sample(s), REFERENCE, 100, seed=s) for s in range(5000, 5100)]
+    hits = sum(not i.excludes(float(expected)) for i in found)
+    assert 0.89 <= hits / 100 <= 0.99
+
+
+def test_the_width_is_that_of_the_normal_law() -> None:
+    found = mean_interval(noise(2000), resamples=4000)
+    assert (found.high - found.low) / 2 == pytest.approx(1.96 / 2000**0.5, rel=0.08)
+    narrow = mean_interval(noise(2000), resamples=4000, level=0.5)
+    ratio = (found.high - found.low) / (narrow.high - narrow.low)
+    assert ratio == pytest.approx(1.96 / 0.674, rel=0.08)
+
+
+def test_fast_frechet_intervals_are_the_plain_bootstrap() -> None:
+    a, b = noise(80, DIM) * 1.2 + 0.3, noise(80, DIM) * 1.3 + 0.3 + 0.1 * noise(80, DIM, seed=1)
+
+    def to(features: Tensor, ids: Tensor) -> float:
+        return frechet(moments(features[ids]), REFERENCE)
+
+    close = {"rel": 1e-8, "abs": 1e-10}
+    expected = interval(lambda ids: to(a, ids), 80, 60).to_dict()
+    assert frechet_interval(a, REFERENCE, 60).to_dict() == pytest.approx(expected, **close)
+    expected = interval(lambda ids: to(b, ids) - to(a, ids), 80, 60).to_dict()
+    assert frechet_change(a, b, REFERENCE, 60).to_dict() == pytest.approx(expected, **close)
+    expected = interval(lambda ids: frechet(moments(a[ids]), moments(b[ids])), 80, 60).to_dict()
+    assert frechet_between(a, b, 60).to_dict() == pytest.approx(expected, **close)
+    expected = interval(lambda ids: float(a[ids, 0].mean()), 80, 60).to_dict()
+    assert mean_interval(a[:, 0], 60).to_dict() == pytest.approx(expected, **close)
+
+
+def test_the_point_value_lies_inside_where_a_percentile_interval_would_miss_it() -> None:
+    features = noise(100, DIM, seed=2)  # at the floor: resampling doubles the distance
+    point = frechet(moments(features), REFERENCE)
+    drawn = []
+    interval(lambda ids: drawn.append(frechet(moments(features[ids]), REFERENCE)) or 0.0, 100, 200)
+    assert torch.tensor(drawn[1:]).quantile(0.025) > point
+    found = frechet_interval(features, REFERENCE, 200)
+    assert found.value == pytest.approx(point, rel=1e-12) and found.low < point < found.high
+
+
+def test_the_point_value_lies_inside_however_skewed() -> None:
+    skewed = torch.zeros(1000)
+    skewed[0] = 1e6
+    for level in (0.05, 0.5, 0.95):
+        found = mean_interval(skewed, level=level)
+        assert found.low <= found.value <= found.high
+    flat = mean_interval(torch.full((50,), 0.1))
+    assert flat.low <= flat.value <= flat.high and flat.high - flat.low < 1e-12
+
+
+def test_a_planted_shift_is_found_and_an_equal_distribution_is_not() -> None:
+    a = noise(300, DIM)
+    small = frechet_change(a, a + 0.1 + 0.02 * noise(300, DIM, seed=1), REFERENCE, 300)
+    assert small.low > 0
+    back = frechet_change(a + 0.1, a, REFERENCE, 300)
+    assert back.high < 0
+    fresh = noise(300, DIM, seed=3)
+    assert not frechet_change(a, fresh, REFERENCE, 300).excludes(0)
+    # The same shift drowns in the intervals of the two distances on their own.
+    alone = [frechet_interval(x, REFERENCE, 300) for x in (a, a + 0.1)]
+    assert alone[0].high > alone[1].low
+
+
+def test_changes_of_means_are_paired() -> None:
+    a = 10 * noise(200)
+    found = paired_change(a, a + 0.1 + 0.1 * noise(200, seed=1))
+    assert found.low > 0 and found.value == pytest.approx(0.1, abs=0.03)
+    assert paired_change(a, a) == Interval(0.0, 0.0, 0.0, 200)
+    assert mean_interval(a).low < mean_interval(a + 0.1).value < mean_interval(a).high
+
+
+def test_equal_features_do_not_differ_at_all() -> None:
+    features = noise(40, 64)  # rank below the size
+    zero = Interval(0.0, 0.0, 0.0, 40)
+    assert frechet_between(features, features.clone(), 20) == zero
+    reference = moments(noise(500, 64, seed=1))
+    assert frechet_change(features, features.clone(), reference, 20) == zero
+
+
+def test_the_seed_decides_and_blocks_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = noise(50)
+    first = mean_interval(values, 100)
+    assert first == mean_interval(values, 100) != mean_interval(values, 100, seed=1)
+    assert json.loads(json.dumps(first.to_dict())) == {
+        "value": first.value, "low": first.low, "high": first.high, "n": 50,
+    }  # fmt: skip
+    monkeypatch.setattr("diffcache.eval.metrics.bootstrap.DRAWN_AT_ONCE", 170)
+    assert mean_interval(values, 100).to_dict() == pytest.approx(first.to_dict(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: mean_interval(torch.ones(1)), "two samples or more, got 1"),
+        (lambda: mean_interval(torch.ones(4, 2)), r"one value a sample, \[N\], got \[4, 2\]"),
+        (lambda: mean_interval(torch.tensor([1, torch.nan])), "NaN or infinity in 1 of 2"),
+        (lambda: mean_interval(torch.ones(4), resamples=1), "resamples=1"),
+        (lambda: mean_interval(torch.ones(4), level=95), "level=95 must be between 0 and 1"),
+        (lambda: paired_change(torch.ones(4), torch.ones(5)), "4 values against 5"),
+        (lambda: interval(lambda ids: float("nan"), 4), "statistic is NaN or infinite"),
+        (lambda: frechet_interval(noise(9, 5), REFERENCE), "features of 5 and 6 values"),
+        (lambda: frechet_interval(noise(9, 6), REFERENCE, level=0), "level=0"),
+        (lambda: frechet_change(noise(9, 6), noise(8, 6), REFERENCE), "9 samples against 8"),
+        (lambda: frechet_between(noise(9, 6), noise(9, 5)), "features of 6 and 5 values"),
+    ],
+)
+def test_bad_input_has_a_clear_error(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

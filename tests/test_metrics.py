@@ -1,0 +1,220 @@
+"""Metrics of features against torchmetrics, closed forms, limits and few-line twins."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diffcache.eval.metrics.distances import (
+    density_coverage,
+    density_coverage_values,
+    inception_score,
+    kid,
+    precision_recall,
+    precision_recall_values,
+    squared_mmd,
+)
+from diffcache.eval.metrics.frechet import Moments, at_infinity, frechet, moments, self_distance
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class PassThrough(nn.Module):
+    """A feature extractor that hands on its input."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features
+
+
+# Fréchet
+
+
+def gaussian(mean: Tensor, cov: Tensor) -> Moments:
+    return Moments(mean, cov, 1000)
+
+
+def test_frechet_of_known_gaussians_is_the_closed_form() -> None:
+    dim = 12
+    rotation = torch.linalg.qr(noise(dim, dim)).Q
+    s, t = noise(dim, seed=1).abs() + 0.1, noise(dim, seed=2).abs() + 0.1  # standard deviations
+    m, n = noise(dim, seed=3), noise(dim, seed=4)
+    expected = float(((m - n) ** 2).sum() + ((s - t) ** 2).sum())
+    diagonal = frechet(gaussian(m, torch.diag(s**2)), gaussian(n, torch.diag(t**2)))
+    assert diagonal == pytest.approx(expected, rel=1e-6)
+    covs = [rotation @ torch.diag(v**2) @ rotation.T for v in (s, t)]
+    turned = frechet(gaussian(rotation @ m, covs[0]), gaussian(rotation @ n, covs[1]))
+    assert turned == pytest.approx(expected, rel=1e-6)
+    assert frechet(gaussian(m, covs[0]), gaussian(n, covs[0])) == pytest.approx(
+        float(((m - n) ** 2).sum()), rel=1e-6
+    )
+
+
+def test_frechet_of_covariances_that_do_not_commute() -> None:
+    a = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
+    b = torch.tensor([[1.0, -0.3], [-0.3, 3.0]], dtype=torch.float64)
+    # The root of a 2 x 2 has the trace sqrt(tr + 2 sqrt(det)).
+    overlap = math.sqrt(float((a @ b).trace()) + 2 * math.sqrt(float(a.det() * b.det())))
+    zero = torch.zeros(2, dtype=torch.float64)
+    found = frechet(gaussian(zero, a), gaussian(zero, b))
+    assert found == pytest.approx(7 - 2 * overlap, rel=1e-9)
+    assert found == pytest.approx(frechet(gaussian(zero, b), gaussian(zero, a)), rel=1e-9)
+
+
+def test_frechet_of_equal_sets_is_nothing_and_the_floor_falls_with_the_count() -> None:
+    features = noise(800, 16)
+    few = moments(features[:9])  # rank below 16
+    assert frechet(moments(features), moments(features)) == 0 and frechet(few, few) == 0
+    shuffled = features[torch.randperm(800)]
+    assert frechet(moments(features), moments(shuffled)) < 1e-9
+    floors = [self_distance(features, count) for count in (50, 200, 400)]
+    assert floors[0] > 2 * floors[1] > 2 * floors[2] > 0
+    assert self_distance(features, 50) == floors[0] != self_distance(features, 50, seed=1)
+
+
+def test_frechet_is_torchmetrics() -> None:
+    fid = pytest.importorskip("torchmetrics.image.fid")
+    real, fake = noise(300, 24) @ noise(24, 24, seed=1), 1.1 * noise(200, 24, seed=2) + 0.2
+    theirs = fid.FrechetInceptionDistance(feature=PassThrough(24))
+    theirs.update(real, real=True)
+    theirs.update(fake, real=False)
+    ours = frechet(moments(real), moments(fake))
+    assert ours == pytest.approx(float(theirs.compute()), rel=1e-4)
+
+
+def test_the_limit_for_many_samples_is_nearer_the_truth() -> None:
+    reference = Moments(torch.zeros(8).double(), torch.eye(8).double(), 10**9)
+    for truth, shift in ((0.0, 0.0), (0.08, 0.1)):
+        features = noise(600, 8, seed=5) + shift
+        plain, limit = frechet(moments(features), reference), at_infinity(features, reference)
+        assert abs(limit - truth) < 0.5 * abs(plain - truth)
+        assert limit == at_infinity(features, reference, seed=0)
+    with pytest.raises(ValueError, match="10 samples of 8 features are too few.*need 18"):
+        at_infinity(features[:10], reference)
+
+
+# KID, Inception Score
+
+
+def test_kid_is_torchmetrics_on_the_same_subsets() -> None:
+    theirs = pytest.importorskip("torchmetrics.image.kid")
+    real, fake = noise(120, 10), noise(90, 10, seed=1) * 1.2 + 0.3
+    assert squared_mmd(real, fake[:90]) == pytest.approx(naive_mmd(real, fake), rel=1e-9)
+    same = squared_mmd(real[:40], fake[:40])
+    assert same == pytest.approx(float(theirs.poly_mmd(real[:40], fake[:40])), rel=1e-4)
+    metric = theirs.KernelInceptionDistance(feature=PassThrough(10), subsets=7, subset_size=45)
+    metric.update(real, real=True)
+    metric.update(fake, real=False)
+    torch.manual_seed(3)  # torchmetrics draws from the global generator
+    mean, deviation = metric.compute()
+    ours = kid(real, fake, subsets=7, subset_size=45, seed=3)
+    assert ours == (
+        pytest.approx(float(mean), rel=1e-4),
+        pytest.approx(float(deviation), rel=1e-4),
+    )
+    assert kid(real, fake, subsets=7, seed=3) == ours  # half of the smaller set by default
+
+
+def naive_mmd(x: Tensor, y: Tensor) -> float:
+    """Return the unbiased squared discrepancy pair by pair."""
+
+    def kernel(a: Tensor, b: Tensor) -> float:
+        return (float(a @ b) / len(a) + 1) ** 3
+
+    def inner(s: Tensor) -> float:
+        pairs = [kernel(a, b) for i, a in enumerate(s) for j, b in enumerate(s) if i != j]
+        return sum(pairs) / len(pairs)
+
+    cross = [kernel(a, b) for a in x for b in y]
+    return inner(x) + inner(y) - 2 * sum(cross) / len(cross)
+
+
+def test_kid_of_equal_distributions_is_about_nothing_and_a_shift_shows() -> None:
+    real, fake = noise(400, 8), noise(400, 8, seed=1)
+    near, far = kid(real, fake)[0], kid(real, fake + 0.5)[0]
+    assert abs(near) < 0.02 < far
+
+
+def test_inception_score_is_torchmetrics_and_has_its_limits() -> None:
+    theirs = pytest.importorskip("torchmetrics.image.inception")
+    logits = 3 * noise(200, 6)
+    metric = theirs.InceptionScore(feature=PassThrough(6), splits=5)
+    metric.update(logits)
+    torch.manual_seed(4)
+    expected = [float(value) for value in metric.compute()]
+    ours = inception_score(logits.softmax(dim=1), splits=5, seed=4)
+    assert ours == pytest.approx(expected, rel=1e-4)
+    uniform = torch.full((50, 6), 1 / 6)
+    balanced = torch.eye(6).repeat(25, 1)
+    assert inception_score(uniform) == pytest.approx((1, 0), abs=1e-5)
+    assert inception_score(balanced, splits=1) == pytest.approx((6, 0), rel=1e-6)
+    assert inception_score(balanced[:1].repeat(30, 1))[0] == pytest.approx(1, abs=1e-9)
+
+
+# Precision, recall, density, coverage
+
+
+def test_manifolds_of_equal_and_of_disjoint_sets() -> None:
+    offset = noise(90, 512) + 50
+    assert precision_recall(offset, offset) == (1, 1)
+    assert density_coverage(offset, offset) == pytest.approx((1, 1), rel=1e-12)
+    real = noise(150, 6)
+    assert precision_recall(real, real) == (1, 1) and density_coverage(real, real) == (1, 1)
+    far = real + 100
+    assert precision_recall(real, far) == (0, 0) and density_coverage(real, far) == (0, 0)
+
+
+def test_manifolds_see_duplicates_and_dropped_modes() -> None:
+    real = torch.cat([noise(150, 6), noise(150, 6, seed=1) + 8])
+    fake = torch.cat([noise(150, 6, seed=2), noise(150, 6, seed=3) + 8])
+    copies = fake[:30].repeat(10, 1)
+    assert precision_recall(real, copies)[1] < 0.5 * precision_recall(real, fake)[1]
+    one_mode = torch.cat([fake[:150], noise(150, 6, seed=4)])
+    precision, recall = precision_recall(real, one_mode)
+    assert precision > 0.8 and recall < 0.55
+    assert density_coverage(real, one_mode)[1] < 0.6 < 0.8 < density_coverage(real, fake)[1]
+
+
+def test_manifolds_are_their_definition_in_any_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, fake = noise(40, 3), noise(30, 3, seed=1) * 1.5
+    monkeypatch.setattr("diffcache.eval.metrics.distances.DISTANCES_AT_ONCE", 100)
+    radius = [sorted(float((a - b).norm()) for b in real)[4] for a in real]
+    inside = torch.tensor(
+        [[float((a - f).norm()) < r for f in fake] for a, r in zip(real, radius, strict=True)]
+    )
+    density, coverage = density_coverage_values(real, fake, k=4)
+    assert density.tolist() == (inside.sum(dim=0) / 4).tolist()
+    assert coverage.bool().tolist() == inside.any(dim=1).tolist()
+    assert precision_recall_values(real, fake, k=4)[0].bool().tolist() == inside.any(0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda f: moments(f[0]), r"features must be a float tensor \[N, D\]"),
+        (lambda f: moments(f.long()), "got torch.int64"),
+        (lambda f: moments(f[:1]), "two samples or more"),
+        (lambda f: moments(f / 0), "NaN or infinity in 20 of 20 rows"),
+        (lambda f: frechet(moments(f), moments(f[:, :3])), "features of 4 and 3 values"),
+        (lambda f: self_distance(f, 11), "count=11: .* 2 <= count <= 10"),
+        (lambda f: Moments(f[0], f[:3], 5), "do not fit"),
+        (lambda f: Moments(f[0].float(), f[:4].float(), 5), "must be float64"),
+        (lambda f: kid(f, f, subset_size=21), r"subset_size=21 must be in 2\.\.20"),
+        (lambda f: kid(f, f[:3]), r"subset_size=1 must be in 2\.\.3"),
+        (lambda f: kid(f, f, subsets=0), "subsets=0"),
+        (lambda f: precision_recall(f, f[:, :3]), "features of 4 and 3 values"),
+        (lambda f: precision_recall(f, f[:3]), r"k=3 must be in 1\.\.2"),
+        (lambda f: density_coverage(f, f, k=20), r"k=20 must be in 1\.\.19"),
+        (lambda f: inception_score(f), "summing to 1; apply softmax"),
+        (lambda f: inception_score(f.softmax(1), splits=21), r"splits=21 must be in 1\.\.20"),
+    ],
+)
+def test_bad_features_have_a_clear_error(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(noise(20, 4))
