@@ -1,0 +1,298 @@
+"""Say which metrics run here, with what, and what the others lack.
+
+    python -m diffcache.eval.doctor [--json] [--selftest]
+
+Every package is really imported and every weight file really hashed, so that a torchvision built
+for another torch shows as broken and a wrong file as wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import diffcache
+from diffcache.eval import weights
+from diffcache.eval.metrics import clip, reward
+from diffcache.eval.metrics.catalog import METRICS, SHIPPED, Metric
+from diffcache.eval.metrics.inception import MissingPackageError, load_package
+from diffcache.eval.metrics.lpips import heads_file
+
+Backend = Literal["exact", "real", "lite", "none"]
+Kind = Literal["package", "weights", "interpreter", "shipped"]
+VBENCH_VARIABLE = "VBENCH_PYTHON"
+EXTRAS = {
+    "torch_fidelity": "fid", "torchvision": "fid", "cleanfid": "fid", "torchmetrics": "eval",
+    "cv2": "eval", "scipy": "eval", "matplotlib": "eval", "av": "video", "lm_eval": "llm",
+    "pynvml": "", "transformers": "",
+}  # fmt: skip
+SELFTEST_PICTURES = 2000
+CLEAN_AT_MOST = 2.0  # FID-lite of that many held-out pictures, twice what it is
+GHOST_AT_LEAST = 10.0  # of the same with 10 % of another picture mixed in, a fifth of what it is
+_SELFTEST_SEED = 77
+_COLOURS = {"exact": "green", "real": "green", "lite": "yellow", "none": "red"}
+_INTERPRETER_SECONDS = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One thing that a metric needs: where it is, or what is wrong with it.
+
+    `summary` says the latter in fewer words where `note` is long.
+    """
+
+    name: str
+    kind: Kind
+    found: bool
+    note: str
+    summary: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What would compute a metric here.
+
+    Attributes:
+        key: Of the metric; `title` and `group` likewise.
+        backend: `exact` without weights, `real` with the published weights, `lite` with the
+            shipped stand-in, `none` not at all.
+        computed: Key that a record would hold, empty for `none`.
+        parts: What it needs.
+    """
+
+    key: str
+    title: str
+    group: str
+    backend: Backend
+    computed: str
+    parts: tuple[Part, ...]
+
+
+def rows() -> list[Row]:
+    """Return one row for every metric; nothing raises, whatever is broken here."""
+    probed: dict[str, Part] = {}
+    found: dict[str, Row] = {}
+    for metric in sorted(METRICS.values(), key=lambda metric: bool(metric.stand_in)):
+        parts = tuple(_part(name, kind, probed) for name, kind in _needs(metric))
+        found[metric.key] = _row(metric, parts, found)
+    return [found[key] for key in METRICS]
+
+
+def packages() -> list[Part]:
+    """Return every optional package, whether it imports, and its version."""
+    return [probe(name, "package") for name in sorted(EXTRAS)]
+
+
+def probe(name: str, kind: Kind) -> Part:
+    """Look for one thing; what is wrong with it is in the note.
+
+    Args:
+        name: Package, key of `WEIGHTS`, shipped model or environment variable.
+        kind: Which of these.
+    """
+    look = {"weights": _weights, "interpreter": _interpreter, "shipped": _shipped}
+    weight = weights.WEIGHTS[name] if kind == "weights" else None
+    shown = weight.file if weight else name
+    try:
+        return Part(shown, kind, True, look.get(kind, _package)(name))
+    except weights.MissingWeightsError as error:
+        digest = f"sha256 {weight.sha256}" if weight and weight.sha256 else "no published hash"
+        summary = f"from {weight.url} ({digest})" if weight else ""
+        return Part(shown, kind, False, " ".join(str(error).split()), summary)
+    except Exception as error:  # whatever a broken install raises is what this is here to show
+        is_broken = kind == "package" and importlib.util.find_spec(name) is not None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return Part(shown, kind, False, f"broken: {reason}" if is_broken else reason)
+
+
+def table(found: Sequence[Row]) -> Any:
+    """Return a rich table of rows; metrics of a group that need the same share one."""
+    from rich.table import Table
+
+    alike: dict[tuple[str, Backend, tuple[Part, ...]], list[Row]] = {}
+    for row in found:
+        alike.setdefault((row.group, row.backend, row.parts), []).append(row)
+    shown = Table("metrics", "here", show_lines=True)
+    shown.add_column("needs", overflow="fold")
+    for (_, backend, parts), same in alike.items():
+        needs = "\n".join(f"{'✓' if part.found else '✗'} {part.name}" for part in parts)
+        titles = ", ".join(row.title for row in same)
+        shown.add_row(titles, f"[{_COLOURS[backend]}]{backend}", needs)
+    return shown
+
+
+def missing(found: Sequence[Row]) -> list[str]:
+    """Return a line for everything that some metric lacks, each once."""
+    lacking = dict.fromkeys(part for row in found for part in row.parts if not part.found)
+    return [f"{part.name}: {part.summary or part.note}" for part in lacking]
+
+
+def selftest() -> dict[str, Any]:
+    """Measure FID-lite of held-out pictures, clean and with 10 % of another picture mixed in.
+
+    Returns:
+        `clean` and `ghost` (dimensionless), `passed`, `pictures` and `seconds`.
+    """
+    started = time.perf_counter()
+    clean, ghost = _distances()
+    passed = clean <= CLEAN_AT_MOST and ghost >= GHOST_AT_LEAST
+    return {
+        "pictures": SELFTEST_PICTURES, "clean": clean, "ghost": ghost, "passed": passed,
+        "seconds": time.perf_counter() - started,
+    }  # fmt: skip
+
+
+def _distances() -> tuple[float, float]:
+    from diffcache.eval.metrics import lite
+    from diffcache.eval.metrics.frechet import frechet, moments
+    from diffcache.pipelines.small.corruptions import corrupt
+    from diffcache.pipelines.small.loop import draw
+
+    _, pictures = draw(SELFTEST_PICTURES, _SELFTEST_SEED, held=True)
+    ghosts = corrupt(pictures, "ghost", 0.1, seed=_SELFTEST_SEED)
+    real = lite.reference().moments
+    clean, ghost = (frechet(real, moments(lite.embed(these))) for these in (pictures, ghosts))
+    return clean, ghost
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; return 0, or 1 where the self-test fails."""
+    parser = argparse.ArgumentParser(
+        prog="diffcache eval doctor",
+        description="Say which metrics run here, with which weights, and what is missing.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--selftest", action="store_true", help="also measure FID-lite of 2,000 pictures"
+    )
+    given = parser.parse_args(arguments)
+    found, installed = rows(), packages()
+    test: dict[str, Any] | None = None
+    if given.selftest:
+        try:
+            test = selftest()
+        except (ImportError, OSError, ValueError) as error:
+            print(f"error: the self-test cannot run: {error}", file=sys.stderr)
+            return 1
+    if given.json:
+        metrics = [dataclasses.asdict(row) for row in found]
+        listed = [dataclasses.asdict(part) for part in installed]
+        print(json.dumps({"metrics": metrics, "packages": listed, "selftest": test}, indent=1))
+    else:
+        _show(found, installed, test)
+    return 0 if test is None or test["passed"] else 1
+
+
+def _show(found: Sequence[Row], installed: Sequence[Part], test: dict[str, Any] | None) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table(found), soft_wrap=False)
+    marks = (f"{part.name} {part.note if part.found else '✗'}" for part in installed)
+    console.print(f"packages: {', '.join(marks)}", markup=False)
+    lacking = missing(found)
+    if lacking:
+        console.print(
+            f"missing (files go into ${weights.VARIABLE}, or stay in the cache of the library that "
+            "downloads them; nothing is downloaded here):"
+        )
+        console.print(*(f"- {line}" for line in lacking), sep="\n", markup=False)
+    if test:
+        word = "passed" if test["passed"] else "FAILED"
+        console.print(
+            f"self-test {word}: FID-lite of {test['pictures']} clean pictures {test['clean']:.3f}"
+            f" (at most {CLEAN_AT_MOST}), with 10 % ghosts {test['ghost']:.3f} (at least "
+            f"{GHOST_AT_LEAST}), {test['seconds']:.1f} s"
+        )
+
+
+def _needs(metric: Metric) -> list[tuple[str, Kind]]:
+    found: list[tuple[str, Kind]] = []
+    for name in metric.packages:
+        found.append((name, "shipped" if name in SHIPPED else "package"))
+    if metric.key.startswith("vbench_") or metric.key == "image_reward":
+        variable = reward.VARIABLE if metric.key == "image_reward" else VBENCH_VARIABLE
+        found.append((variable, "interpreter"))
+    return [*found, *((name, "weights") for name in metric.weights)]
+
+
+def _part(name: str, kind: Kind, probed: dict[str, Part]) -> Part:
+    if name not in probed:
+        probed[name] = probe(name, kind)
+    return probed[name]
+
+
+def _row(metric: Metric, parts: tuple[Part, ...], others: dict[str, Row]) -> Row:
+    backend: Backend = "none"
+    computed = ""
+    if all(part.found for part in parts):
+        is_real = any(part.kind in ("weights", "interpreter") for part in parts)
+        backend = "lite" if metric.is_lite else "real" if is_real else "exact"
+        computed = metric.key
+    elif metric.stand_in and others[metric.stand_in].backend != "none":
+        backend, computed = "lite", metric.stand_in
+    return Row(metric.key, metric.title, metric.group, backend, computed, parts)
+
+
+def _package(name: str) -> str:
+    if name == "torchmetrics":  # only its file is used; it need not import
+        heads_file()
+    elif name == "transformers":
+        clip.classes()
+    else:
+        load_package(name, EXTRAS[name])
+    known = _distributions().get(name)
+    return importlib.metadata.version(known[0]) if known else "installed"
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()
+
+
+def _weights(name: str) -> str:
+    return str(weights.find(name))
+
+
+def _shipped(name: str) -> str:
+    folder = Path(diffcache.__file__).parent / "assets" / "models" / name
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{folder}: the shipped model is not there; install diffcache again"
+        )
+    return str(folder)
+
+
+def _interpreter(variable: str) -> str:
+    """Return the interpreter that a variable names, if it has the package."""
+    package = "ImageReward" if variable == reward.VARIABLE else "vbench"
+    named = os.environ.get(variable)
+    if not named and package == "vbench" and importlib.util.find_spec(package):
+        named = sys.executable
+    if not named:
+        raise MissingPackageError(f"not set: the Python of an environment that has {package}")
+    program = Path(named).expanduser()
+    if not program.is_file():
+        raise FileNotFoundError(f"{program}: there is no such interpreter")
+    asked = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
+    done = subprocess.run(
+        [str(program), "-c", asked], capture_output=True, timeout=_INTERPRETER_SECONDS
+    )
+    if done.returncode:
+        raise MissingPackageError(f"{program} has no package {package}")
+    return str(program)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
