@@ -1,0 +1,196 @@
+"""`python -m diffcache.eval.vbench DIR`: measure a folder of films."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from diffcache.errors import DiffcacheError
+
+DONE, FAILED, WRONG, NO_WEIGHTS, INTERRUPTED = 0, 1, 2, 3, 130
+_INSTALLED = "(installed)"
+_EPILOG = """\
+own: weights-free dimensions; every key but temporal_flickering starts with lite_, since none is
+VBench's. official: runs the package vbench in $VBENCH_PYTHON (default: this interpreter), finished
+dimensions are kept; with --info as VBench's standard suite, else on films of any prompts.
+exit codes: 0 done, 1 VBench failed, 2 a wrong request, 3 weight files are missing
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, or score existing results; print a table or JSON.
+
+    Args:
+        arguments: Command line; None for the one of the process.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        options = _parser().parse_args(arguments)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    from diffcache.eval.vbench.driver import VBenchError
+    from diffcache.eval.vbench.layout import find_info
+    from diffcache.eval.weights import MissingWeightsError
+
+    try:
+        _check(options)
+        if options.info:
+            options.info = find_info(None if options.info == _INSTALLED else options.info)
+        report, text = _run(options)
+        _write(options.json, report, text)
+    except MissingWeightsError as error:
+        return _fail(str(error), NO_WEIGHTS)
+    except VBenchError as error:
+        return _fail(str(error), FAILED)
+    except (ValueError, OSError, DiffcacheError) as error:
+        return _fail(str(error), WRONG)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    return DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m diffcache.eval.vbench",
+        description="Measure a folder of films: own dimensions, or VBench where it is installed.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("folder", nargs="?", type=Path, metavar="DIR", help="folder of films")
+    add("--backend", choices=("own", "official"), default="own", help="default: own")
+    add("--dimensions", nargs="+", metavar="NAME", help="default: all that apply")
+    add("--json", metavar="FILE|-", help="write JSON to a file, or - for nothing but JSON")
+    add("--info", nargs="?", const=_INSTALLED, metavar="FILE", help="VBench_full_info.json: "
+        "the standard suite; without FILE that of the installed package")  # fmt: skip
+    add("--fps", type=float, help="frames per second of films that do not say (own)")
+    add("--out", type=Path, metavar="DIR", help="results (official; default: DIR-vbench)")
+    add("--prompts", type=Path, metavar="FILE", help="{file: prompt} of any films (official)")
+    add("--filtered", type=Path, metavar="DIR", help="from VBench's static filter (official)")
+    add("--device", help="torch device (official; default: cuda)")
+    add("--score", type=Path, metavar="DIR", help="only normalise the results in this folder")
+    return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options that would do nothing."""
+    if (options.folder is None) == (options.score is None):
+        raise ValueError("give a folder of films, or --score and a folder of results: one of them")
+    official = ("out", "prompts", "filtered", "device")
+    useless = {
+        "own": official,
+        "official": ("fps",),
+        "score": (*official, "fps", "info", "dimensions"),
+    }["score" if options.score else options.backend]
+    given = [f"--{name}" for name in useless if getattr(options, name) is not None]
+    if given:
+        mode = "--score" if options.score else f"--backend {options.backend}"
+        raise ValueError(f"{', '.join(given)} has no effect with {mode}: leave out")
+    if options.prompts and options.info:
+        raise ValueError("--prompts is for films of any prompts, --info for the suite: give one")
+
+
+def _run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Do what was asked; return the JSON and the table."""
+    from diffcache.eval.vbench import scores
+
+    if options.score is not None:
+        found = scores.summarise(scores.read_results(options.score))
+        return {"backend": "official", **found.to_dict()}, _scores_text(found)
+    if options.backend == "official":
+        return _official(options)
+    return _own(options)
+
+
+def _own(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    if importlib.util.find_spec("cv2") is None or importlib.util.find_spec("av") is None:
+        raise ValueError("OpenCV or PyAV is missing: pip install 'diffcache[eval]'")
+    from diffcache.eval.vbench import layout, summary
+
+    films, others = summary.find_films(options.folder)
+    report = summary.measure_films(films, options.dimensions, options.fps, _progress)
+    warnings = report["warnings"]
+    warnings += [f"not films, left out: {', '.join(others)}"] if others else []
+    if options.info:
+        lacking = layout.missing(options.folder, layout.read_info(options.info))
+        counts = ", ".join(f"{name} {len(names)}" for name, names in lacking.items())
+        warnings += [f"films missing from VBench's suite: {counts}"] if counts else []
+    lines = [f"{'':28} {'mean':>10}   95 % interval   better"]
+    for key, row in report["summary"].items():
+        ends = "" if row["low"] is None else f"{row['low']:.4f} .. {row['high']:.4f}"
+        lines.append(f"{key:28} {row['value']:10.4f}   {ends:20} {row['direction']}")
+    lines.append(f"{report['count']} films; none of the lite_ values is VBench's")
+    return report, "\n".join(lines + [f"note: {text}" for text in warnings])
+
+
+def _official(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from diffcache.eval.vbench import driver, scores
+
+    folder: Path = options.folder
+    job = driver.Job(
+        films=folder,
+        out=options.out or folder.resolve().parent / f"{folder.resolve().name}-vbench",
+        info=options.info,
+        prompts=_read_prompts(options.prompts) if options.prompts else None,
+        filtered=options.filtered,
+        device=options.device or "cuda",
+    )
+    found = scores.summarise(driver.run(job, options.dimensions))
+    report: dict[str, Any] = {"backend": "official", "mode": job.mode, **found.to_dict()}
+    text = _scores_text(found)
+    if job.info is None:
+        # The three scores are defined on the prompts of the suite.
+        report.update(quality=None, semantic=None, total=None)
+        text = "\n".join(f"{name:24} {value:.4f}" for name, value in found.raw.items())
+    return report, text
+
+
+def _read_prompts(path: Path) -> dict[str, str]:
+    try:
+        prompts = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
+        raise ValueError(f"{path} must be JSON of the form {{file: prompt}}")
+    return prompts
+
+
+def _scores_text(found: Any) -> str:
+    text = str(found.markdown())
+    if found.missing:
+        text += f"\n\nno total score, missing: {', '.join(found.missing)}"
+    return text
+
+
+def _write(target: str | None, report: dict[str, Any], text: str) -> None:
+    """Print the table or JSON, or write JSON to a file."""
+    from diffcache.eval.vbench.layout import write_json
+
+    if target == "-":
+        print(json.dumps(report, indent=1, allow_nan=False))
+        return
+    print(text)
+    if target:
+        write_json(target, report)
+        print(f"wrote {target}")
+
+
+def _progress(done: int, count: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{done}/{count} films", end="\n" if done == count else "", file=sys.stderr)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
