@@ -223,7 +223,8 @@ class Engine:
                 ran[0 if frame.computes else 1] += visits
             call.counts = {key: (ran, skipped) for key, (ran, skipped) in counts.items()}
             if frame.tally is not None:
-                self.flops[frame.branch.signature] = means(frame.tally)
+                evaluations = {key: number for key, (number, _) in call.counts.items()}
+                self.flops[frame.branch.signature] = means(frame.tally, evaluations)
         elif frame.computes:
             call.counts = {key: (ran, 0) for key, ran in layout.totals.items()}
         else:

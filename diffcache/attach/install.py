@@ -62,14 +62,19 @@ class Taps:
             self._tap_children(self.model, {key: SingleTap(module, key)})
 
     def _tap_modules(self, anatomy: Anatomy, site: Site) -> None:
-        for entry in anatomy.modules_at(site):
+        sites = anatomy.modules_at(site)
+        fused = {entry.parent: entry.child for entry in sites if entry.kind == "fused"}
+        for entry in sites:
             parent = self.model.get_submodule(entry.parent)
             module = parent.get_submodule(entry.child)
             name = f"{entry.parent}.{entry.child}"
             in_list = isinstance(parent, nn.ModuleList)
             group = f"{entry.list_key}.{entry.kind if in_list else entry.child}"
-            empty = entry.kind == "empty"
-            tap: Tap = EmptyTap(module, name) if empty else ModuleTap(module, name, group)
+            if entry.kind == "empty":  # its work counts as that of the projection it feeds
+                group = f"{entry.list_key}.{fused[entry.parent]}"
+                tap: Tap = EmptyTap(module, name, group)
+            else:
+                tap = ModuleTap(module, name, group)
             if isinstance(parent, nn.ModuleList):
                 if entry.parent not in self.module_items:
                     self.module_items[entry.parent] = list(parent)

@@ -120,12 +120,19 @@ def _again(engine: Engine, frame: Frame, items: dict[str, list[Any]], call: Any)
         FRAME.reset(token)
 
 
-def means(tally: dict[str, list[float | None]]) -> dict[str, float] | None:
-    """Return the mean operations of one evaluation of every site, None if one was not counted."""
+def means(
+    tally: dict[str, list[float | None]], evaluations: dict[str, int] | None = None
+) -> dict[str, float] | None:
+    """Return the mean operations of one evaluation of every site, None if one was not counted.
+
+    Args:
+        tally: Site -> operations of the modules that ran for it.
+        evaluations: Site -> evaluations; None where each module is one.
+    """
     means: dict[str, float] = {}
     for key, values in tally.items():
         counts = [value for value in values if value is not None]
         if len(counts) != len(values):
             return None
-        means[key] = sum(counts) / len(counts)
+        means[key] = sum(counts) / (len(counts) if evaluations is None else evaluations[key])
     return means

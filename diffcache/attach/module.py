@@ -48,17 +48,17 @@ class EmptyTap(Tap):
     take no memory stand for it.
     """
 
-    __slots__ = ("name",)
+    __slots__ = ("group", "name")
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str, group: str) -> None:
         super().__init__(module)
-        self.name = name
+        self.name, self.group = name, group
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the block's call of the module."""
         frame: Frame = FRAME.get()  # type: ignore[assignment]
         if not frame.computes:
             return frame.branch.features[self.name, 0].hollow
-        out = self.module(*args, **kwargs)
+        out = frame.counted(self.group, self.module, args, kwargs)
         frame.branch.features[self.name, 0] = Held([], [], Template(None), hollow(out))
         return out
