@@ -1,0 +1,241 @@
+"""Floating-point operations of a run: counted in a real call, and reduced by what a cache saved.
+
+A multiply-add is two operations. Matrix products, convolutions and attention are counted, as
+`torch.utils.flop_counter` does, with the attention kernel of the CPU that it leaves out;
+element-wise work and kernels of other libraries are not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import diffcache
+from diffcache.attach.anchor import owner_of
+from diffcache.attach.flops import counted
+from diffcache.report import Report
+from diffcache.timeline import steps_of
+
+
+@dataclass
+class Tally:
+    """What the modules under `counting` did.
+
+    Attributes:
+        calls: Name and operations of every call in order; None where they could not be counted.
+    """
+
+    calls: list[tuple[str, float | None]] = field(default_factory=list)
+
+    @property
+    def total(self) -> float | None:
+        """Operations of all calls; None if there were none, or one could not be counted."""
+        return _sum(self.calls)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The denoiser's operations in one uncached run.
+
+    Attributes:
+        calls: Denoiser and operations of every call in order; None where they could not be counted.
+        steps: Sampling steps, each with as many calls as there are guidance branches.
+        reason: Why there is no count; empty where there is one.
+    """
+
+    calls: tuple[tuple[str, float | None], ...]
+    steps: int
+    reason: str = ""
+
+    @property
+    def total(self) -> float | None:
+        """Operations of the whole run, embedders and heads included."""
+        return _sum(self.calls)
+
+    @property
+    def per_call(self) -> float | None:
+        """Mean operations of one denoiser call."""
+        return None if self.total is None else self.total / len(self.calls)
+
+    @property
+    def per_step(self) -> float | None:
+        """Mean operations of one step, all guidance branches together."""
+        return None if self.total is None else self.total / self.steps
+
+
+class _Whole(nn.Module):
+    """A module by its unchanged forward, so that hooks on the module itself run once."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self.original = module, forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs)
+
+
+def _sum(calls: Sequence[tuple[str, float | None]]) -> float | None:
+    known = [flops for _, flops in calls if flops is not None]
+    return sum(known) if known and len(known) == len(calls) else None
+
+
+@contextmanager
+def counting(modules: Mapping[str, nn.Module]) -> Iterator[Tally]:
+    """Count the operations of every call of some modules; one may lie inside another.
+
+    Args:
+        modules: By the name that the tally gives them.
+    """
+    tally = Tally()
+    before = {name: module.__dict__.get("forward") for name, module in modules.items()}
+    try:
+        for name, module in modules.items():
+            module.forward = _counting_forward(tally, name, module)
+        yield tally
+    finally:
+        for name, module in modules.items():
+            old = before[name]
+            if old is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = old
+
+
+def _counting_forward(tally: Tally, name: str, module: nn.Module) -> Callable[..., Any]:
+    original = module.forward
+    whole = _Whole(module, original)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out, flops = counted(whole, args, kwargs)
+        tally.calls.append((name, flops))
+        return out
+
+    return forward
+
+
+def count(target: Any, call: Mapping[str, Any]) -> Counted:
+    """Call a pipeline or a denoiser uncached, and count the operations of its denoiser calls.
+
+    Args:
+        target: A diffusers pipeline, or a denoiser.
+        call: Arguments of the call; two sampling steps are enough.
+
+    Raises:
+        AttachError: If the target has no denoiser.
+        ValueError: If it runs under a cache, or the call reached no denoiser.
+    """
+    modules = denoisers(target)
+    cached = next((name for name, module in modules.items() if owner_of(module)), None)
+    if cached is not None:
+        raise ValueError(f"{cached} runs under a cache; count it uncached: diffcache.unwrap first")
+    with torch.no_grad(), counting(modules) as tally, _steps(target) as steps:
+        target(**call)
+    if not tally.calls:
+        raise ValueError(
+            f"the call of {type(target).__name__} reached none of {', '.join(modules)}"
+        )
+    unknown = next((name for name, flops in tally.calls if flops is None), None)
+    reason = ""
+    if unknown is not None:
+        reason = f"{unknown} is compiled or may use flex attention: its FLOPs cannot be counted"
+    number = len(steps) or int(call.get("num_inference_steps") or len(tally.calls))
+    return Counted(tuple(tally.calls), number, reason)
+
+
+def denoiser_flops(target: Any, call: Mapping[str, Any]) -> float | None:
+    """Return the operations of one full sampling step, counted in a real uncached call.
+
+    Embedders and head are in it, and all guidance branches: where a step calls the denoiser once
+    for each, their sum. Of pipelines with two denoisers it is the mean over the steps.
+
+    Args:
+        target: A diffusers pipeline, or a denoiser.
+        call: Arguments of the call; two sampling steps are enough.
+
+    Returns:
+        The operations; None where they cannot be counted (`count` gives the reason).
+
+    Raises:
+        AttachError: If the target has no denoiser.
+        ValueError: If it runs under a cache, or the call reached no denoiser.
+    """
+    return count(target, call).per_step
+
+
+def run_flops(report: Report, full_call_flops: float, calls: int | None = None) -> float | None:
+    """Return the operations of a cached run: those of as many full calls, less what was saved.
+
+    Args:
+        report: Of the run.
+        full_call_flops: Mean operations of one full denoiser call (`Counted.per_call`).
+        calls: Denoiser calls of the run; those of the report by default.
+
+    Returns:
+        The operations; None where the report could not count.
+    """
+    if report.flops_saved is None:
+        return None
+    return (len(report.steps) if calls is None else calls) * full_call_flops - report.flops_saved
+
+
+def evaluations(report: Report, full_step_flops: float) -> float | None:
+    """Return how many full denoiser steps cost as much as a cached run did.
+
+    Args:
+        report: Of the run.
+        full_step_flops: Operations of one full step, all branches (`denoiser_flops`).
+
+    Returns:
+        Full steps, dimensionless; None where the report could not count.
+
+    Raises:
+        ValueError: If `full_step_flops` is not above 0.
+    """
+    if not full_step_flops > 0:
+        raise ValueError(f"full_step_flops={full_step_flops}: must be above 0")
+    if report.flops_saved is None:
+        return None
+    return len(steps_of(report.steps)) - report.flops_saved / full_step_flops
+
+
+def denoisers(target: Any) -> dict[str, nn.Module]:
+    """Return the denoisers of a pipeline by name; a bare one is called `model`.
+
+    Raises:
+        AttachError: If there are none.
+    """
+    if isinstance(target, nn.Module):
+        return {"model": target}
+    return {name: target.components[name] for name in diffcache.inspect(target)}
+
+
+@contextmanager
+def _steps(target: Any) -> Iterator[list[None]]:
+    """Collect one entry for every step of a pipeline's scheduler."""
+    taken: list[None] = []
+    scheduler = getattr(target, "scheduler", None)
+    original = getattr(scheduler, "step", None)
+    if scheduler is None or original is None:
+        yield taken
+        return
+
+    @functools.wraps(original)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        taken.append(None)
+        return original(*args, **kwargs)
+
+    before = vars(scheduler).get("step")
+    scheduler.step = step
+    try:
+        yield taken
+    finally:
+        del scheduler.step
+        if before is not None:
+            scheduler.step = before

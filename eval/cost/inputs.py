@@ -1,0 +1,293 @@
+"""What denoisers of diffusers are called with at a given picture or film size, shapes only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CLIP_TOKENS = 257  # a picture in CLIP ViT-H: 16 x 16 patches and the class token
+
+
+@dataclass(frozen=True)
+class Size:
+    """What one denoiser call makes.
+
+    Attributes:
+        height: Pixels.
+        width: Pixels.
+        frames: Of a film, 1 for a picture.
+        text_tokens: Length of the prompt as the denoiser sees it, padding included.
+        batch: Samples in the call; guidance in one batch doubles it.
+    """
+
+    height: int
+    width: int
+    frames: int = 1
+    text_tokens: int = 512
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("height", "width", "frames", "text_tokens", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class Latents:
+    """The latents of one call: their sizes, and the tensors that go with them.
+
+    Attributes:
+        config: Configuration of the denoiser.
+        frames: Of the latents.
+        rows: Of the latents.
+        columns: Of the latents.
+        text: Tokens of the prompt.
+        batch: Samples.
+        device: Where tensors are made; `meta` has shapes only.
+    """
+
+    config: Mapping[str, Any]
+    frames: int
+    rows: int
+    columns: int
+    text: int
+    batch: int
+    device: torch.device
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return zeros, one for each sample first."""
+        return torch.zeros(self.batch, *shape, dtype=dtype, device=self.device)
+
+    @property
+    def picture(self) -> Tensor:
+        """Latents of a picture, [B, C, rows, columns]."""
+        return self.zeros(self.config["in_channels"], self.rows, self.columns)
+
+    @property
+    def film(self) -> Tensor:
+        """Latents of a film, [B, C, frames, rows, columns]."""
+        return self.zeros(self.config["in_channels"], self.frames, self.rows, self.columns)
+
+    @property
+    def packed(self) -> Tensor:
+        """Latents as tokens of two by two, [B, T, C]."""
+        return self.zeros(self.rows // 2 * (self.columns // 2), self.config["in_channels"])
+
+    def prompt(self, width: str) -> Tensor:
+        """Return text features, [B, text, width]; `width` is their name in the configuration."""
+        return self.zeros(self.text, self.config[width])
+
+
+Make = Callable[[Latents], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How a class is called.
+
+    Attributes:
+        make: Forward arguments from latents.
+        spatial: Pixels of a latent row in the class's usual autoencoder.
+        temporal: Frames of a latent frame.
+        patch: Latent rows of a token, a number or its name in the configuration.
+    """
+
+    make: Make
+    spatial: int = 8
+    temporal: int = 1
+    patch: int | str = 2
+
+
+def _flux2(at: Latents, axes: int = 4) -> dict[str, Any]:
+    made = {
+        "hidden_states": at.packed,
+        "encoder_hidden_states": at.prompt("joint_attention_dim"),
+        "timestep": at.zeros(),
+        "img_ids": torch.zeros(at.packed.shape[1], axes, device=at.device),
+        "txt_ids": torch.zeros(at.text, axes, device=at.device),
+    }
+    return made | ({"guidance": at.zeros()} if at.config["guidance_embeds"] else {})
+
+
+def _flux(at: Latents) -> dict[str, Any]:
+    pooled = at.zeros(at.config["pooled_projection_dim"])
+    return {**_flux2(at, axes=3), "pooled_projections": pooled}
+
+
+def _sd3(at: Latents) -> dict[str, Any]:
+    return {
+        "hidden_states": at.picture,
+        "encoder_hidden_states": at.prompt("joint_attention_dim"),
+        "pooled_projections": at.zeros(at.config["pooled_projection_dim"]),
+        "timestep": at.zeros(),
+    }
+
+
+def _auraflow(at: Latents) -> dict[str, Any]:
+    prompt = at.prompt("joint_attention_dim")
+    return {"hidden_states": at.picture, "encoder_hidden_states": prompt, "timestep": at.zeros()}
+
+
+def _dit(at: Latents) -> dict[str, Any]:
+    whole = at.zeros(dtype=torch.long)
+    return {"hidden_states": at.picture, "timestep": whole, "class_labels": whole}
+
+
+def _pixart(at: Latents) -> dict[str, Any]:
+    width = "caption_channels" if at.config["caption_channels"] else "cross_attention_dim"
+    return {
+        "hidden_states": at.picture,
+        "encoder_hidden_states": at.prompt(width),
+        "timestep": at.zeros(dtype=torch.long),
+        "encoder_attention_mask": at.zeros(at.text),
+        "added_cond_kwargs": {"resolution": at.zeros(2), "aspect_ratio": at.zeros(1)},
+    }
+
+
+def _sana(at: Latents) -> dict[str, Any]:
+    made = {
+        "hidden_states": at.picture,
+        "encoder_hidden_states": at.prompt("caption_channels"),
+        "timestep": at.zeros(),
+        "encoder_attention_mask": at.zeros(at.text),
+    }
+    return made | ({"guidance": at.zeros()} if at.config["guidance_embeds"] else {})
+
+
+def _qwen(at: Latents) -> dict[str, Any]:
+    return {
+        "hidden_states": at.packed,
+        "encoder_hidden_states": at.prompt("joint_attention_dim"),
+        "encoder_hidden_states_mask": at.zeros(at.text, dtype=torch.bool),
+        "timestep": at.zeros(),
+        "img_shapes": [[(1, at.rows // 2, at.columns // 2)]] * at.batch,
+    }
+
+
+def _wan(at: Latents) -> dict[str, Any]:
+    made = {
+        "hidden_states": at.film,
+        "timestep": at.zeros(dtype=torch.long),
+        "encoder_hidden_states": at.prompt("text_dim"),
+    }
+    if at.config["image_dim"] is None:
+        return made
+    return made | {"encoder_hidden_states_image": at.zeros(_CLIP_TOKENS, at.config["image_dim"])}
+
+
+def _hunyuan_video(at: Latents) -> dict[str, Any]:
+    made = {
+        "hidden_states": at.film,
+        "timestep": at.zeros(dtype=torch.long),
+        "encoder_hidden_states": at.prompt("text_embed_dim"),
+        "encoder_attention_mask": at.zeros(at.text),
+        "pooled_projections": at.zeros(at.config["pooled_projection_dim"]),
+    }
+    return made | ({"guidance": at.zeros()} if at.config["guidance_embeds"] else {})
+
+
+def _cogvideox(at: Latents) -> dict[str, Any]:
+    most = at.config["max_text_seq_length"]
+    if not at.config["use_rotary_positional_embeddings"] and at.text != most:
+        raise ValueError(f"text_tokens={at.text}: this model's prompts have {most} tokens")
+    step = at.config["patch_size_t"] or 1
+    frames = -(-at.frames // step) * step  # the pipeline adds frames up to a whole patch
+    made = {
+        "hidden_states": at.zeros(frames, at.config["in_channels"], at.rows, at.columns),
+        "encoder_hidden_states": at.prompt("text_embed_dim"),
+        "timestep": at.zeros(dtype=torch.long),
+    }
+    if at.config["ofs_embed_dim"] is None:
+        return made
+    return made | {"ofs": torch.zeros(1, device=at.device)}
+
+
+def _ltx(at: Latents) -> dict[str, Any]:
+    return {
+        "hidden_states": at.zeros(at.frames * at.rows * at.columns, at.config["in_channels"]),
+        "encoder_hidden_states": at.prompt("caption_channels"),
+        "timestep": at.zeros(),
+        "encoder_attention_mask": at.zeros(at.text),
+        "num_frames": at.frames,
+        "height": at.rows,
+        "width": at.columns,
+    }
+
+
+def _unet(at: Latents) -> dict[str, Any]:
+    width = at.config["cross_attention_dim"]
+    width = width if isinstance(width, int) else width[0]
+    made: dict[str, Any] = {
+        "sample": at.picture,
+        "timestep": at.zeros(dtype=torch.long),
+        "encoder_hidden_states": at.zeros(at.text, width),
+    }
+    if at.config["addition_embed_type"] != "text_time":
+        return made
+    pooled = at.config["projection_class_embeddings_input_dim"]
+    pooled -= 6 * at.config["addition_time_embed_dim"]
+    return made | {"added_cond_kwargs": {"text_embeds": at.zeros(pooled), "time_ids": at.zeros(6)}}
+
+
+INPUTS: dict[str, Inputs] = {
+    "AuraFlowTransformer2DModel": Inputs(_auraflow, patch="patch_size"),
+    "CogVideoXTransformer3DModel": Inputs(_cogvideox, 8, 4, "patch_size"),
+    "DiTTransformer2DModel": Inputs(_dit, patch="patch_size"),
+    "Flux2Transformer2DModel": Inputs(_flux2),
+    "FluxTransformer2DModel": Inputs(_flux),
+    "HunyuanVideoTransformer3DModel": Inputs(_hunyuan_video, 8, 4, "patch_size"),
+    "LTXVideoTransformer3DModel": Inputs(_ltx, 32, 8, 1),
+    "PixArtTransformer2DModel": Inputs(_pixart, patch="patch_size"),
+    "QwenImageTransformer2DModel": Inputs(_qwen),
+    "SD3Transformer2DModel": Inputs(_sd3, patch="patch_size"),
+    "SanaTransformer2DModel": Inputs(_sana, 32, patch="patch_size"),
+    "UNet2DConditionModel": Inputs(_unet, patch=1),
+    "WanTransformer3DModel": Inputs(_wan, 8, 4, 2),
+}
+
+
+def inputs_of(
+    cls: str,
+    config: Mapping[str, Any],
+    size: Size,
+    compression: tuple[int, int] | None = None,
+    device: torch.device | str = "meta",
+) -> dict[str, Any]:
+    """Return the forward arguments of a denoiser class, all zeros.
+
+    Args:
+        cls: Class name in diffusers.
+        config: Its configuration, complete.
+        size: What the call makes.
+        compression: Pixels of a latent row and frames of a latent frame; None is what the class's
+            usual autoencoder has.
+        device: Where they are made.
+
+    Raises:
+        ValueError: If the class is not known here, or the size does not fit the model.
+    """
+    if cls not in INPUTS:
+        raise ValueError(
+            f"{cls}: no inputs are known; known are {', '.join(INPUTS)}. Pass inputs of your own "
+            "to diffcache.eval.cost.formula.count_on_meta"
+        )
+    known = INPUTS[cls]
+    spatial, temporal = compression or (known.spatial, known.temporal)
+    patch = config[known.patch] if isinstance(known.patch, str) else known.patch
+    for name in ("height", "width"):
+        if getattr(size, name) % (spatial * patch):
+            raise ValueError(
+                f"{name}={getattr(size, name)}: must be a multiple of {spatial * patch} for {cls}"
+            )
+    if temporal == 1 and size.frames > 1:
+        raise ValueError(f"frames={size.frames}: {cls} makes pictures; use frames=1")
+    if (size.frames - 1) % temporal:
+        raise ValueError(f"frames={size.frames}: must be a multiple of {temporal}, plus 1")
+    frames = (size.frames - 1) // temporal + 1
+    rows, columns = size.height // spatial, size.width // spatial
+    where = torch.device(device)
+    return known.make(Latents(config, frames, rows, columns, size.text_tokens, size.batch, where))

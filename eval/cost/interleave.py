@@ -1,0 +1,204 @@
+"""Time several contenders in turn, so that what slows the machine down slows all of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from diffcache.eval.record import Setting, stats
+
+Progress = Callable[[int, int, str], None]
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A contender that needs something untimed around its turn.
+
+    Attributes:
+        call: What is timed.
+        within: Makes the context of a turn, such as a cache put in and taken out again.
+        prepare: Called untimed in that context before every timed call.
+        readings: Called untimed behind every timed call; further numbers about it, by name.
+    """
+
+    call: Call
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    prepare: Call | None = None
+    readings: Callable[[], Mapping[str, float | None]] | None = None
+
+
+@dataclass
+class Timings:
+    """What was timed, one number for every round; the first contender is the yardstick.
+
+    Attributes:
+        seconds: Contender -> wall time of its call.
+        cpu_seconds: Contender -> CPU time of the process in it, all threads.
+        readings: Contender -> name -> what its turns said besides.
+        warmup: Untimed rounds before.
+        load: Highest load average (one minute) seen, None where the system has none.
+        cores: Processor cores of this process.
+    """
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    cpu_seconds: dict[str, list[float]] = field(default_factory=dict)
+    readings: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    warmup: int = 0
+    load: float | None = None
+    cores: int = 1
+
+    def ratios(self, reading: str | None = None) -> dict[str, list[float]]:
+        """Return the first contender's seconds over each one's own, round by round.
+
+        Args:
+            reading: A reading to take in place of the seconds.
+
+        Returns:
+            Contender -> ratios, dimensionless; above 1 is faster than the first.
+
+        Raises:
+            ValueError: If a contender has no such reading in every round.
+        """
+        taken = self.seconds
+        if reading is not None:
+            taken = {name: found.get(reading, []) for name, found in self.readings.items()}
+        first = next(iter(taken.values()))
+        if not first or any(len(values) != len(first) for values in taken.values()):
+            raise ValueError(f"reading={reading!r}: not every contender has it in every round")
+        return {
+            name: [one / own for one, own in zip(first, values, strict=True)]
+            for name, values in taken.items()
+        }
+
+    @property
+    def warning(self) -> str | None:
+        """What to mind when reading the times; None where there is nothing."""
+        if self.load is None or self.load <= self.cores:
+            return None
+        return (
+            f"the load average reached {self.load:.1f} on {self.cores} "
+            f"core{'s' * (self.cores > 1)}: other work lengthens wall times; ratios and CPU "
+            "seconds hold better"
+        )
+
+    def rows(self, samples_per_call: int = 1) -> dict[str, dict[str, Any]]:
+        """Return median and quartiles of everything as plain data.
+
+        Args:
+            samples_per_call: Pictures or films that one call makes.
+
+        Returns:
+            Contender -> `seconds`, `cpu_seconds`, `ratio` (dimensionless), each with median, q1,
+            q3 and n, `throughput` in samples a second, and the readings.
+
+        Raises:
+            ValueError: If `samples_per_call` is below 1.
+        """
+        if samples_per_call < 1:
+            raise ValueError(f"samples_per_call={samples_per_call}: must be at least 1")
+        ratios = self.ratios()
+        return {
+            name: {
+                "seconds": summary(seconds),
+                "cpu_seconds": summary(self.cpu_seconds[name]),
+                "ratio": summary(ratios[name]),
+                "throughput": samples_per_call / summary(seconds)["median"],
+                **{key: summary(values) for key, values in self.readings[name].items()},
+            }
+            for name, seconds in self.seconds.items()
+        }
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Return median, quartiles and number of some values."""
+    found = stats(values)
+    return {key: found[key] for key in ("median", "q1", "q3", "n")}
+
+
+def measure(
+    contenders: Mapping[str, Call | Turn],
+    rounds: int,
+    warmup: int,
+    setting: Setting,
+    progress: Progress | None = None,
+) -> Timings:
+    """Time contenders in turn; in every round each is called once, another one first.
+
+    An accelerator is waited for on both sides of a call. Each call is divided into the first
+    contender's of the same round, so that a slow spell of the machine falls out of the ratios.
+
+    Args:
+        contenders: Name -> what to call; the first is what the others are compared with.
+        rounds: Timed calls of each; five or more give quartiles a meaning.
+        warmup: Untimed rounds before.
+        setting: The device that is waited for.
+        progress: Told (calls done, calls in all, name of the next).
+
+    Raises:
+        ValueError: If there are no contenders, or `rounds` or `warmup` is out of range.
+    """
+    if not contenders:
+        raise ValueError("contenders: there must be at least one")
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds}: must be at least 1")
+    if warmup < 0:
+        raise ValueError(f"warmup={warmup}: must be 0 or more")
+    turns = {n: c if isinstance(c, Turn) else Turn(c) for n, c in contenders.items()}
+    names = list(turns)
+    timings = Timings(warmup=warmup, load=_load(), cores=_cores())
+    for name in names:
+        timings.seconds[name], timings.cpu_seconds[name] = [], []
+        timings.readings[name] = {}
+    total = len(names) * (rounds + warmup)
+    for number in range(rounds + warmup):
+        first = number % len(names)
+        for place, name in enumerate(names[first:] + names[:first]):
+            if progress is not None:
+                progress(number * len(names) + place, total, name)
+            _take(timings, name, turns[name], setting, number >= warmup)
+        timings.load = _higher(timings.load, _load())
+    if progress is not None:
+        progress(total, total, "")
+    return timings
+
+
+def _take(timings: Timings, name: str, turn: Turn, setting: Setting, counts: bool) -> None:
+    """Give a contender its turn, and note what it took if the round counts."""
+    with turn.within():
+        if turn.prepare is not None:
+            turn.prepare()
+        setting.wait()
+        cpu, wall = time.process_time(), time.perf_counter()
+        turn.call()
+        setting.wait()
+        seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
+        more = {} if turn.readings is None else turn.readings()
+    if not counts:
+        return
+    timings.seconds[name].append(seconds)
+    timings.cpu_seconds[name].append(cpu_seconds)
+    for key, value in more.items():
+        if value is not None:
+            timings.readings[name].setdefault(key, []).append(value)
+
+
+def _load() -> float | None:
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):  # not on every system
+        return None
+
+
+def _higher(one: float | None, other: float | None) -> float | None:
+    return max((value for value in (one, other) if value is not None), default=None)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

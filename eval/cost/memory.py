@@ -1,0 +1,236 @@
+"""Peak memory of a pipeline's call, uncached or under a method, in a process of its own.
+
+The resident memory of a process starts with what earlier work left behind, so that a fresh process
+loads the pipeline and makes one call. `ru_maxrss` will not do: on Linux a new process inherits the
+value of the one that started it. The kernel's `VmHWM` is used, which is reset once the pipeline is
+loaded; on other systems the resident memory is sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import diffcache
+from diffcache.errors import DiffcacheError
+
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_SAMPLE_SECONDS = 0.002
+
+
+class MeasureError(DiffcacheError):
+    """The process that was to be measured failed."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Memory of one call, in bytes.
+
+    Attributes:
+        peak_bytes: Most memory in use during the call: allocated by torch on an accelerator,
+            resident memory of the process on the CPU.
+        loaded_bytes: The same with the pipeline loaded, before the call.
+        held_bytes: Most bytes held by a cache at the end of a denoiser call; 0 without one.
+        reserved_bytes: Most memory that torch took from the accelerator; None on the CPU.
+        source: How it was measured.
+    """
+
+    peak_bytes: int
+    loaded_bytes: int
+    held_bytes: int = 0
+    reserved_bytes: int | None = None
+    source: str = "VmHWM"
+
+    @property
+    def call_bytes(self) -> int:
+        """What the call took beyond the loaded pipeline."""
+        return self.peak_bytes - self.loaded_bytes
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a measured process runs.
+
+    Attributes:
+        device: As torch names it.
+        dtype: Of the models: `float32`, `float16` or `bfloat16`.
+        threads: CPU threads of torch.
+    """
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+
+
+def peak_bytes(
+    model: str | Path,
+    method: str | None,
+    call: Mapping[str, Any],
+    place: Place | None = None,
+    timeout: float | None = None,
+) -> Peak:
+    """Measure the peak memory of one call in a fresh process.
+
+    Args:
+        model: Directory of a saved pipeline, or the name of a shipped one.
+        method: Such as `taylorseer:every=4` (`diffcache.eval.methods`); None is uncached.
+        call: Arguments of the call, plain data; `seed` sets the noise.
+        place: Device, dtype and threads.
+        timeout: Seconds after which the process is stopped; None waits.
+
+    Raises:
+        FileNotFoundError: If there is no such pipeline.
+        UnknownMethodError: If the catalogue has no such method.
+        ValueError: If a setting of the method is wrong, or the call is no plain data.
+        MeasureError: If the process fails.
+    """
+    from diffcache.eval.methods import parse_method
+    from diffcache.pipelines.demo.generate import DTYPES, locate
+
+    place = place or Place()
+    directory = locate(str(model))
+    if method is not None:
+        parse_method(method)
+    if place.dtype not in DTYPES:
+        raise ValueError(f"dtype={place.dtype!r}: must be one of {', '.join(DTYPES)}")
+    order = {"model": str(directory), "method": method, "call": dict(call), **asdict(place)}
+    try:
+        text = json.dumps(order)
+    except TypeError as error:
+        raise ValueError(f"call={dict(call)!r}: must be plain data ({error})") from error
+    command = [sys.executable, "-m", "diffcache.eval.cost.memory"]
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        raise MeasureError(f"measuring {directory.name} took more than {timeout} s") from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise MeasureError(f"measuring {directory.name} failed: {last}")
+    return Peak(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def peak(call: Callable[[], object], device: torch.device | str) -> Peak:
+    """Measure the peak memory of a call on an accelerator, in this process.
+
+    Args:
+        call: What to measure.
+        device: A CUDA device.
+
+    Raises:
+        ValueError: If it is no CUDA device: a CPU needs a fresh process (`peak_bytes`).
+    """
+    place = torch.device(device)
+    if place.type != "cuda":
+        raise ValueError(f"device={str(device)!r}: memory of a CPU is measured by peak_bytes")
+    torch.cuda.synchronize(place)
+    torch.cuda.reset_peak_memory_stats(place)
+    loaded = torch.cuda.memory_allocated(place)
+    call()
+    torch.cuda.synchronize(place)
+    most, reserved = torch.cuda.max_memory_allocated(place), torch.cuda.max_memory_reserved(place)
+    return Peak(most, loaded, 0, reserved, "torch.cuda.max_memory_allocated")
+
+
+def measure(order: Mapping[str, Any]) -> Peak:
+    """Load a pipeline and measure one call in this process; `peak_bytes` gives it a fresh one.
+
+    Args:
+        order: `model`, `method`, `call`, `device`, `dtype` and `threads`.
+    """
+    from diffcache.eval.methods import parse_method
+    from diffcache.pipelines.demo import generate
+
+    torch.set_num_threads(order["threads"])
+    pipe, defaults = generate.load(order["model"], order["dtype"], order["device"])
+    pipe.set_progress_bar_config(disable=True)
+    call = {**defaults, **order["call"]}
+    if "seed" in call:
+        call["generator"] = torch.Generator("cpu").manual_seed(call.pop("seed"))
+    if order["method"] is not None:
+        diffcache.wrap(pipe, parse_method(order["method"]))
+    device = torch.device(order["device"])
+
+    def draw() -> None:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", diffcache.CacheWarning)
+            pipe(**call)
+
+    if device.type == "cuda":
+        found = peak(draw, device)
+    else:
+        with _resident() as most:
+            loaded = most()
+            draw()
+            found = Peak(most(), loaded, source="VmHWM" if _can_reset() else "sampled RSS")
+    held = 0 if order["method"] is None else diffcache.report(pipe).peak_bytes
+    return Peak(**{**asdict(found), "held_bytes": held})
+
+
+@contextmanager
+def _resident() -> Iterator[Callable[[], int]]:
+    """Watch the resident memory; what is yielded returns the most seen so far, in bytes."""
+    if _can_reset():
+        _RESET.write_text("5", encoding="ascii")  # 5: the high-water mark becomes what is in use
+        yield _high_water
+        return
+    stop, seen = threading.Event(), [_now()]
+
+    def watch() -> None:
+        while not stop.wait(_SAMPLE_SECONDS):
+            seen[0] = max(seen[0], _now())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield lambda: max(seen[0], _now())
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _can_reset() -> bool:
+    return os.access(_RESET, os.W_OK) and "VmHWM" in _STATUS.read_text(encoding="ascii")
+
+
+def _high_water() -> int:
+    lines = _STATUS.read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def _now() -> int:
+    try:
+        import psutil
+    except ImportError as error:
+        raise ValueError(
+            "psutil is missing, which measures memory here: pip install 'diffcache[eval]'"
+        ) from error
+    return int(psutil.Process().memory_info().rss)
+
+
+def main() -> int:
+    """Measure what standard input orders, as JSON, and print it."""
+    from diffcache.pipelines.demo.console import quiet
+
+    quiet()
+    try:
+        found = measure(json.load(sys.stdin))
+    except (DiffcacheError, ValueError, TypeError, OSError, RuntimeError) as error:
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    print(json.dumps(asdict(found)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

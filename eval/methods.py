@@ -1,0 +1,75 @@
+"""Read a method with its settings from one word of a command line."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from diffcache.catalog import make_method
+from diffcache.errors import UnknownMethodError
+from diffcache.features.base import FeatureMethod
+
+_OPEN, _CLOSE, _QUOTES = "([{", ")]}", "'\""
+
+
+def parse_method(text: str) -> FeatureMethod:
+    """Return the method that `name` or `name:key=value,key=value` stands for.
+
+    A value is Python where it can be read so, else text: `taylorseer:every=4,site=module`.
+
+    Args:
+        text: The catalogue name, and settings that differ from the defaults.
+
+    Raises:
+        UnknownMethodError: If the catalogue has no such name.
+        ValueError: If a setting cannot be read, is unknown, given twice, missing, or out of its
+            range.
+    """
+    name, colon, rest = (part.strip() for part in text.partition(":"))
+    if not name:
+        raise ValueError(f"method {text!r}: a name is missing; `diffcache methods` lists them")
+    if colon and not rest:
+        raise ValueError(f"method {text!r}: settings are missing behind the colon")
+    settings: dict[str, Any] = {}
+    for pair in _split(text, rest):
+        key, value = _setting(text, pair)
+        if key in settings:
+            raise ValueError(f"method {text!r}: {key} is given twice")
+        settings[key] = value
+    try:
+        return make_method(name, **settings)
+    except UnknownMethodError as error:
+        raise UnknownMethodError(f"method {text!r}: {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:  # also values of a wrong type
+        raise ValueError(f"method {text!r}: {error}") from error
+
+
+def _setting(text: str, pair: str) -> tuple[str, Any]:
+    key, sign, value = (part.strip() for part in pair.partition("="))
+    if not sign or not key.isidentifier() or not value:
+        raise ValueError(
+            f"method {text!r}: {pair.strip()!r} must be a setting and its value, such as every=4"
+        )
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
+def _split(text: str, rest: str) -> list[str]:
+    """Split at the commas that stand outside of brackets and quotes."""
+    parts, depth, quote = [""], 0, ""
+    for sign in rest:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in _QUOTES:
+            quote = sign
+        else:
+            depth += (sign in _OPEN) - (sign in _CLOSE)
+        if sign == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    if quote or depth:
+        raise ValueError(f"method {text!r}: {rest!r} has an open quote or bracket")
+    return [part for part in parts if part or len(parts) > 1]
