@@ -1,0 +1,246 @@
+"""The columns of a table: which a record holds, in what order, and how a number is printed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from diffcache.eval.report.records import (
+    Record,
+    Value,
+    matches_of,
+    metric_of,
+    number,
+    speed_of,
+    timing_of,
+    value,
+)
+
+ARROWS = {"up": "↑", "down": "↓"}
+CHANGE, TO_UNCACHED = "_change", "_to_uncached"
+# Metrics are printed in this order, real and -lite alike; others follow in the record's order.
+_ORDER = (
+    "fid", "fvd", "psnr_db", "ssim", "ms_ssim", "lpips", "clip_score", "prompt_accuracy",
+    "image_reward", "kid", "is", "precision", "recall", "density", "coverage",
+)  # fmt: skip
+_NAMES = {"db": "dB"}
+_EXTRAS = ("p5", "p95", "pooled", "spread")
+_MINUS = "\N{MINUS SIGN}"
+
+Group = Literal["cost", "fidelity", "quality"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of numbers.
+
+    Attributes:
+        key: Its name in the CSV file.
+        title: Its name in print.
+        group: What it tells about.
+        direction: "up" where more is better, "down" where less is, None where neither is.
+        brackets: What stands behind the number: "interval", "quartiles" or nothing.
+        form: How a number is printed: as a number, signed, or as bytes.
+        read: Returns the number of a row, or None.
+        unit: Behind the title, or empty.
+        lite: Whether an offline stand-in measured it.
+    """
+
+    key: str
+    title: str
+    group: Group
+    direction: str | None
+    brackets: Literal["interval", "quartiles", ""]
+    form: Literal["number", "change", "bytes"]
+    read: Callable[[dict[str, Any]], Value | None]
+    unit: str = ""
+    lite: bool = False
+
+    @property
+    def name(self) -> str:
+        """Title, unit and arrow."""
+        unit = f"({self.unit})" if self.unit else ""
+        parts = (self.title, unit, ARROWS.get(self.direction or "", ""))
+        return " ".join(part for part in parts if part)
+
+    @property
+    def spread(self) -> str:
+        """What the brackets behind its numbers hold; empty for none."""
+        return {"interval": "[95 %]", "quartiles": "(quartiles)", "": ""}[self.brackets]
+
+    @property
+    def heading(self) -> str:
+        """Name and brackets."""
+        return f"{self.name} {self.spread}".strip()
+
+
+def describe(record: Record, key: str) -> dict[str, Any]:
+    """Return title, unit, direction and back end of a metric, also of one made from another.
+
+    Args:
+        record: The record that holds it.
+        key: As in the rows: a metric, its `_change`, or its distance `_to_uncached`.
+    """
+    known = record["metrics"].get(key)
+    if known:
+        return {"unit": "", "direction": None, "backend": ""} | dict(known)
+    for ending, words in ((CHANGE, "change (paired)"), (TO_UNCACHED, "to uncached")):
+        if key.endswith(ending):
+            base = describe(record, key.removesuffix(ending))
+            # A distance to the uncached set is better small whatever the metric's own direction.
+            way = base["direction"] if ending == CHANGE else "down"
+            return base | {"title": f"{base['title']} {words}", "direction": way}
+    title = " ".join(_NAMES.get(word, word) for word in key.split("_"))
+    return {"title": title, "unit": "", "direction": None, "backend": ""}
+
+
+def metric_keys(record: Record) -> list[str]:
+    """Return the metrics that some row holds, in the order of the table."""
+    held: dict[str, None] = {}
+    for row in record["rows"]:
+        for part in ("fidelity", "quality"):
+            held |= {key: None for key in row.get(part) or {} if metric_of(row, key)}
+    listed = [*record["metrics"], *held]
+
+    def place(key: str) -> tuple[int, int, str, int]:
+        base = key.removesuffix(CHANGE).removesuffix(TO_UNCACHED)
+        stem = base.removesuffix("_lite")
+        ending = 2 * key.endswith(TO_UNCACHED) + key.endswith(CHANGE)
+        rank = _ORDER.index(stem) if stem in _ORDER else len(_ORDER)
+        return rank, listed.index(base) if base in listed else len(listed), base, ending
+
+    return sorted(held, key=place)
+
+
+def columns_of(record: Record) -> list[Column]:
+    """Return the columns for which some row has a number: cost first, then the metrics."""
+    columns = [*_cost(record), *(_metric(record, key) for key in metric_keys(record))]
+    return [c for c in columns if any(c.read(row) is not None for row in record["rows"])]
+
+
+def is_fidelity(record: Record, key: str) -> bool:
+    """Say whether a metric compares with the uncached samples one by one."""
+    return any(key in (row.get("fidelity") or {}) for row in record["rows"])
+
+
+def _cost(record: Record) -> list[Column]:
+    def plain(key: str, row: dict[str, Any]) -> Value | None:
+        found = number(row.get(key))
+        return None if found is None else Value(found)
+
+    def timed(key: str, row: dict[str, Any]) -> Value | None:
+        return speed_of(record, row, key)
+
+    def used(key: str, row: dict[str, Any]) -> Value | None:
+        found = number(timing_of(record, row["name"]).get(key))
+        return None if found is None else Value(found)
+
+    seconds, ratio = partial(timed, "seconds"), partial(timed, "ratio")
+    peak, joules = partial(used, "peak_bytes"), partial(used, "joules")
+    held, calls = partial(plain, "held_bytes"), partial(plain, "evaluations")
+    flops = partial(plain, "flops_ratio")
+    return [
+        Column("evaluations", "Evaluations", "cost", None, "", "number", calls),
+        Column("flops_ratio", "FLOPs ratio", "cost", "up", "", "number", flops),
+        Column("seconds", "Seconds", "cost", "down", "quartiles", "number", seconds),
+        Column("ratio", "Speed ratio", "cost", "up", "quartiles", "number", ratio),
+        Column("joules", "Energy", "cost", "down", "", "number", joules, "J"),
+        Column("peak_bytes", "Peak", "cost", "down", "", "bytes", peak),
+        Column("held_bytes", "Held", "cost", None, "", "bytes", held),
+    ]  # fmt: skip
+
+
+def _metric(record: Record, key: str) -> Column:
+    known = describe(record, key)
+    change = key.endswith(CHANGE)
+    group: Group = "fidelity" if is_fidelity(record, key) else "quality"
+    spread = any((v := metric_of(row, key)) and v.low is not None for row in record["rows"])
+    return Column(
+        key=key,
+        title=str(known["title"]),
+        group=group,
+        # The change goes the way of its metric; an arrow and a best of its own would say it twice.
+        direction=None if change else known["direction"],
+        brackets="interval" if spread else "",
+        form="change" if change else "number",
+        read=partial(_read_metric, key),
+        unit=str(known["unit"] or ""),
+        lite=known["backend"] == "lite",
+    )
+
+
+def _read_metric(key: str, row: dict[str, Any]) -> Value | None:
+    return metric_of(row, key)
+
+
+def decimals(values: Sequence[Value]) -> int:
+    """Return how many decimals a column needs: three digits, and one of the typical interval."""
+    largest = max((abs(v.middle) for v in values), default=0.0)
+    digits = 2 - math.floor(math.log10(largest)) if largest > 0 else 2
+    halves = sorted(
+        (v.high - v.low) / 2 for v in values if v.low is not None and v.high is not None
+    )
+    halves = [half for half in halves if half > 0]
+    if halves:
+        digits = max(digits, -math.floor(math.log10(halves[len(halves) // 2])))
+    return min(max(digits, 0), 5)
+
+
+def shown(found: Value, column: Column, places: int) -> str:
+    """Print a number of a column with its interval or quartiles.
+
+    Args:
+        found: The number.
+        column: Where it stands.
+        places: Decimals.
+    """
+    if column.form == "bytes":
+        return bytes_text(found.middle)
+    sign = "+" if column.form == "change" else ""
+
+    def text(one: float) -> str:
+        # A rounded -0.00 would look like a change for the better.
+        return f"{round(one, places) + 0.0:{sign}.{places}f}".replace("-", _MINUS)
+
+    if found.low is None or found.high is None or not column.brackets:
+        return text(found.middle)
+    both = f"{text(found.low)}, {text(found.high)}"
+    return f"{text(found.middle)} " + (
+        f"[{both}]" if column.brackets == "interval" else f"({both})"
+    )
+
+
+def bytes_text(count: float) -> str:
+    """Print a number of bytes in the unit that keeps it readable."""
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if size >= 100 or size == int(size) else f"{size:.1f} {unit}"
+
+
+def flat(record: Record, row: dict[str, Any]) -> dict[str, Any]:
+    """Return every number of a row under its own name, in full precision, for a CSV file."""
+    cells: dict[str, Any] = {
+        key: row.get(key)
+        for key in ("name", "kind", "method", "steps", "matches", "hash", "evaluations",
+                    "computed_steps", "flops", "flops_ratio", "held_bytes")
+    }  # fmt: skip
+    cells["matches"] = "; ".join(matches_of(row))
+    timed = timing_of(record, row["name"])
+    for key in ("seconds", "ratio"):
+        found = timed.get(key) or {}
+        cells |= {f"{key}.{part}": found.get(part) for part in ("median", "q1", "q3", "n")}
+    cells |= {key: timed.get(key) for key in ("throughput", "peak_bytes", "joules")}
+    for key in metric_keys(record):
+        found = (row.get("fidelity") or {}).get(key) or (row.get("quality") or {}).get(key)
+        whole = value(found)
+        cells[key] = None if whole is None else whole.middle
+        parts = found if isinstance(found, dict) else {}
+        cells |= {f"{key}.{part}": parts.get(part) for part in ("low", "high", "n")}
+        cells |= {f"{key}.{part}": parts[part] for part in _EXTRAS if part in parts}
+    return cells

@@ -1,0 +1,218 @@
+"""Which plots a record has: its numbers brought into the form that the plot functions take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diffcache.eval.report import heat, lines, pareto
+from diffcache.eval.report.columns import CHANGE, describe, metric_keys
+from diffcache.eval.report.palette import family, short, styles
+from diffcache.eval.report.records import Record, Value, metric_of, number, ordered, speed_of
+
+# Each plot is of one metric; more than these would hide what matters.
+_HEADLINES = ("fid", "fvd", "lpips", "psnr_db", "clip_score", "prompt_accuracy")
+_BYTES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+_FLOPS = ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"), (1, "FLOPs"))
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot of a report.
+
+    Attributes:
+        stem: Of its files.
+        title: Above it.
+        caption: What it shows, for readers who cannot see it too.
+        figure: A matplotlib figure.
+    """
+
+    stem: str
+    title: str
+    caption: str
+    figure: Any
+
+
+def draw(record: Record) -> tuple[list[Plot], list[str]]:
+    """Draw every plot for which the record has numbers.
+
+    Returns:
+        The plots, and one sentence for every plot that was left out.
+    """
+    found: list[Plot] = []
+    left_out: list[str] = []
+    for plots, missing in (draw_pareto(record), _timeline(record), _growth(record),
+                           _errors(record), _cost(record)):  # fmt: skip
+        found += plots
+        left_out += missing
+    return found, left_out
+
+
+def draw_pareto(record: Record) -> tuple[list[Plot], list[str]]:
+    """Draw every headline metric against what was saved."""
+    found = []
+    for key in _headlines(record):
+        known = describe(record, key)
+        sides = [("FLOPs ratio", "flops_ratio"), ("measured speed ratio", "ratio")]
+        panels = [pareto.Panel(title, _points(record, key, side)) for title, side in sides]
+        panels = [p for p in panels if any(point.kind == "method" for point in p.points)]
+        if not panels:
+            continue
+        title = f"{known['title']} ({known['unit']})" if known["unit"] else str(known["title"])
+        paired = ", paired with uncached" if key.endswith(CHANGE) else ""
+        caption = (
+            f"{known['title']} of every row against its FLOPs ratio"
+            f"{' and its measured speed ratio' if len(panels) > 1 else ''}. Error bars: 95 % "
+            f"intervals upwards{paired}, quartiles sideways. A cache is worth having where it "
+            "lies beyond the grey crosses, which are uncached at fewer steps."
+        )
+        figure = pareto.plot(panels, title, known["direction"])
+        found.append(Plot(f"pareto-{key}", f"{known['title']} against speed", caption, figure))
+    missing = "Quality against speed: no method row holds both a metric and a ratio."
+    return found, [] if found else [missing]
+
+
+def _headlines(record: Record) -> list[str]:
+    """Return the metrics to plot; the paired change of one where there is one.
+
+    The interval of a paired change shows what that of the metric itself, far wider, would hide.
+    """
+    held = metric_keys(record)
+    keys = [key for stem in _HEADLINES for key in (stem, f"{stem}_lite") if key in held]
+    keys = keys or [key for key in held if describe(record, key)["direction"]][:3]
+    return [key + CHANGE if key + CHANGE in held else key for key in keys]
+
+
+def _points(record: Record, key: str, side: str) -> list[pareto.Point]:
+    looks = styles(record)
+    rows = ordered(record)
+    names = settings([row for row in rows if row["kind"] == "method"])
+    points = []
+    for row in rows:
+        y = metric_of(row, key)
+        x = speed_of(record, row, side) if side == "ratio" else _plain(row, side)
+        if row["kind"] == "uncached":
+            x = x or Value(1.0)
+            y = Value(0.0) if key.endswith(CHANGE) else y
+        if x is None or y is None or x.middle <= 0:
+            continue
+        label = _steps(row) if row["kind"] == "fewer steps" else names.get(row["name"], "")
+        points.append(
+            pareto.Point(row["name"], row["kind"], x, y, looks[row["name"]], family(row), label)
+        )
+    return points
+
+
+def _steps(row: dict[str, Any]) -> str:
+    return "1 step" if row["steps"] == 1 else f"{row['steps']} steps"
+
+
+def settings(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return what tells the settings of a method apart; nothing for a method with one.
+
+    Args:
+        rows: Of methods.
+
+    Returns:
+        The words of a row's name that not all rows of its method have.
+    """
+    kin: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        kin.setdefault(family(row), []).append(row)
+    found = {}
+    for members in kin.values():
+        if len(members) > 1:
+            words = {row["name"]: re.split(r"[\s,:()]+", row["name"]) for row in members}
+            shared = set.intersection(*map(set, words.values()))
+            for name, mine in words.items():
+                found[name] = short(" ".join(w for w in mine if w not in shared), 24)
+    return found
+
+
+def _plain(row: dict[str, Any], key: str) -> Value | None:
+    found = number(row.get(key))
+    return None if found is None else Value(found)
+
+
+def _methods(record: Record) -> list[dict[str, Any]]:
+    return [row for row in ordered(record) if row["kind"] == "method"]
+
+
+def _timeline(record: Record) -> tuple[list[Plot], list[str]]:
+    lanes = []
+    for row in _methods(record):
+        steps = row.get("timeline") or []
+        shares = [number(step.get("computed")) or 0.0 for step in steps]
+        lanes.append(heat.Lane(row["name"], shares, [number(s.get("timestep")) for s in steps]))
+    figure = heat.plot_timeline(lanes)
+    if figure is None:
+        return [], ["Decisions: no row holds a timeline."]
+    caption = "The share of runs in which each step was computed; the other runs skipped it."
+    return [Plot("timeline", "Decisions", caption, figure)], []
+
+
+def _growth(record: Record) -> tuple[list[Plot], list[str]]:
+    looks = styles(record)
+    curves = [
+        lines.Line(row["name"], [number(v) for v in row["latent_error"]], looks[row["name"]])
+        for row in _methods(record)
+        if row.get("latent_error")
+    ]
+    figure = lines.plot_growth(curves)
+    if figure is None:
+        return [], ["Error of the latents: no row holds one above 0."]
+    caption = "Mean relative L2 distance of the latents to the uncached ones behind every step."
+    return [Plot("latent-error", "Error of the latents", caption, figure)], []
+
+
+def _errors(record: Record) -> tuple[list[Plot], list[str]]:
+    found, missing = [], []
+    for place, row in enumerate(_methods(record)):
+        errors = row.get("site_error")
+        figure = errors and heat.plot_errors(
+            errors["values"], errors["sites"], errors["steps"], row["name"]
+        )
+        if not figure:
+            missing.append(row["name"])
+            continue
+        caption = (
+            f"{row['name']}: how far each stand-in is from what the site would have computed, by "
+            "site and step, along the uncached trajectory. Hatched: computed."
+        )
+        title = f"Errors of the stand-ins, {row['name']}"
+        found.append(Plot(f"site-error-{place + 1}", title, caption, figure))
+    words = f"Errors by site: no skipped step was measured for {', '.join(missing)}."
+    return found, [words] if missing else []
+
+
+def _cost(record: Record) -> tuple[list[Plot], list[str]]:
+    rows = ordered(record)
+    looks = styles(record)
+    flops, held = ([_plain(row, key) for row in rows] for key in ("flops", "held_bytes"))
+    seconds = [speed_of(record, row, "seconds") for row in rows]
+    flops_scale, flops_unit = _scale(flops, _FLOPS)
+    held_scale, held_unit = _scale(held, _BYTES)
+    groups = [
+        lines.Bars("seconds a call (less is better)", seconds),
+        lines.Bars(f"{flops_unit} a sample (less is better)", _divided(flops, flops_scale)),
+        lines.Bars(f"held by the cache, {held_unit}", _divided(held, held_scale)),
+    ]
+    names = [row["name"] for row in rows]
+    figure = lines.plot_cost(names, [looks[name] for name in names], groups)
+    empty = [g.title.split(",")[0] for g in groups if not any(v and v.middle for v in g.values)]
+    missing = [f"Cost: no row holds a number for: {'; '.join(empty)}."] if empty else []
+    if figure is None:
+        return [], missing
+    caption = "What every row costs; whiskers are quartiles."
+    return [Plot("cost", "Cost", caption, figure)], missing
+
+
+def _scale(values: Iterable[Value | None], units: Any) -> tuple[float, str]:
+    largest = max((v.middle for v in values if v is not None), default=0.0)
+    return next(((size, unit) for size, unit in units if largest >= size), units[-1])
+
+
+def _divided(values: Iterable[Value | None], scale: float) -> list[Value | None]:
+    return [None if v is None else Value(v.middle / scale) for v in values]

@@ -1,0 +1,216 @@
+"""Records of runs: read, checked, put in the order of the table, and joined where one may."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SCHEMA = "diffcache.eval/1"
+FILE = "record.json"
+KINDS = ("uncached", "method", "fewer steps")
+# What changes the samples or the uncached run. The batch size only changes how they are made.
+_TASK = (
+    "model", "model_sha256", "pipeline", "kind", "prompts", "samples", "seed", "steps", "call",
+    "dtype",
+    "reference",
+)  # fmt: skip
+_MACHINE = ("device", "threads", "processes", "torch")
+
+Record = dict[str, Any]
+
+
+class Value(NamedTuple):
+    """A number and, where known, the ends of its interval or its quartiles.
+
+    Attributes:
+        middle: The number.
+        low: Lower end, or None.
+        high: Upper end, or None.
+    """
+
+    middle: float
+    low: float | None = None
+    high: float | None = None
+
+
+def load(path: Path) -> Record:
+    """Read a record and check it.
+
+    Args:
+        path: A record, or the folder of a run that holds `record.json`.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is not a record of this schema.
+    """
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such record; give a run's folder or its {FILE}")
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: not a JSON file ({error})") from error
+    return checked(record, str(file))
+
+
+def checked(record: Any, name: str = "record") -> Record:
+    """Return a record that has what a report reads.
+
+    Args:
+        record: What `record.json` holds.
+        name: What to call it in an error.
+
+    Raises:
+        ValueError: If it has another schema, lacks a field, or its rows cannot be told apart.
+    """
+    schema = record.get("schema") if isinstance(record, dict) else None
+    if schema != SCHEMA:
+        raise ValueError(f"{name}: schema={schema!r}: must be {SCHEMA!r}; run `diffcache eval`")
+    for field, kind in (("task", dict), ("metrics", dict), ("rows", list)):
+        if not isinstance(record.get(field), kind):
+            raise ValueError(f"{name}: {field!r} is missing or not a {kind.__name__}")
+    rows = record["rows"]
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{name}: every row must be an object with a name and a kind")
+    names = [row.get("name") for row in rows]
+    if None in names or len(set(names)) < len(names):
+        raise ValueError(f"{name}: rows must have names that differ, got {names}")
+    strange = sorted({str(row.get("kind")) for row in rows} - set(KINDS))
+    if strange:
+        raise ValueError(f"{name}: rows of kind {', '.join(strange)}: must be of {KINDS}")
+    if [row["kind"] for row in rows].count("uncached") != 1:
+        raise ValueError(f"{name}: exactly one row must be of kind 'uncached'")
+    return dict(record)
+
+
+def ordered(record: Record) -> list[dict[str, Any]]:
+    """Return the rows in the order of the table.
+
+    Uncached first, then every method with its fewer-steps rows right under it, then fewer-steps
+    rows that match none. A row that matches several methods stands under the last of them.
+    """
+    rows = record["rows"]
+    methods = [row for row in rows if row["kind"] == "method"]
+    under: dict[str, list[dict[str, Any]]] = {row["name"]: [] for row in methods}
+    alone: list[dict[str, Any]] = []
+    for row in rows:
+        if row["kind"] == "fewer steps":
+            matched = [name for name in under if name in matches_of(row)]
+            (under[matched[-1]] if matched else alone).append(row)
+    found = [row for row in rows if row["kind"] == "uncached"]
+    for method in methods:
+        found += [method, *under[method["name"]]]
+    return found + alone
+
+
+def matches_of(row: dict[str, Any]) -> list[str]:
+    """Return the names of the methods whose cost a row of fewer steps has."""
+    given = row.get("matches") or []
+    return [given] if isinstance(given, str) else [str(name) for name in given]
+
+
+def timing_of(record: Record, name: str) -> dict[str, Any]:
+    """Return what was timed of a row; empty where nothing was."""
+    rows = (record.get("timing") or {}).get("rows") or {}
+    return dict(rows.get(name) or {})
+
+
+def number(found: Any) -> float | None:
+    """Return a finite number as a float, anything else as None."""
+    right = isinstance(found, (int, float)) and not isinstance(found, bool)
+    return float(found) if right and math.isfinite(found) else None
+
+
+def value(found: Any, keys: tuple[str, str, str] = ("value", "low", "high")) -> Value | None:
+    """Read a number with its ends from a record; None where there is none."""
+    if not isinstance(found, dict):
+        plain = number(found)
+        return None if plain is None else Value(plain)
+    middle, low, high = (number(found.get(key)) for key in keys)
+    return None if middle is None else Value(middle, low, high)
+
+
+def metric_of(row: dict[str, Any], key: str) -> Value | None:
+    """Return a metric of a row, from its fidelity or its quality."""
+    found = (row.get("fidelity") or {}).get(key)
+    return value((row.get("quality") or {}).get(key) if found is None else found)
+
+
+def speed_of(record: Record, row: dict[str, Any], key: str) -> Value | None:
+    """Return the median and quartiles of `seconds` or `ratio` of a row."""
+    return value(timing_of(record, row["name"]).get(key), ("median", "q1", "q3"))
+
+
+def differing(records: Sequence[Record]) -> list[str]:
+    """Name the fields of the task in which records differ; empty for records of one task."""
+    tasks = [record["task"] for record in records]
+    return [
+        field for field in _TASK if any(task.get(field) != tasks[0].get(field) for task in tasks)
+    ]
+
+
+def join(records: Sequence[Record]) -> Record:
+    """Return one record with the rows of several runs of the same task.
+
+    A row that several runs have (the same hash) is taken once. Times are left out, with a warning,
+    where the runs were on different machines.
+
+    Raises:
+        ValueError: If the records are of different models or tasks, or their uncached runs differ.
+    """
+    if not records:
+        raise ValueError("records=[]: there must be at least one")
+    fields = differing(records)
+    if fields:
+        given = "; ".join(f"{f}: {[r['task'].get(f) for r in records]}" for f in fields)
+        raise ValueError(
+            f"records of different tasks cannot stand in one table ({given}); "
+            "give them as separate tables"
+        )
+    first = records[0]
+    if len({_uncached(record).get("hash") for record in records}) > 1:
+        raise ValueError("the uncached rows differ in their hash; make the runs again together")
+    rows: list[dict[str, Any]] = []
+    timed: dict[str, Any] = {}
+    for place, record in enumerate(records):
+        names = _take(rows, record, place)
+        timed |= {
+            new: timing_of(record, old) for old, new in names.items() if timing_of(record, old)
+        }
+    warnings = [text for record in records for text in record.get("warnings") or []]
+    machines = [[(r.get("env") or {}).get(key) for key in _MACHINE] for r in records]
+    if any(machine != machines[0] for machine in machines):
+        timed = {}
+        warnings.append("the runs were on different machines: their times are left out")
+    return first | {
+        "rows": rows,
+        "metrics": {key: m for record in reversed(records) for key, m in record["metrics"].items()},
+        "command": "; ".join(dict.fromkeys(str(r.get("command", "")) for r in records)),
+        "finished": all(record.get("finished", True) for record in records),
+        "warnings": list(dict.fromkeys(warnings)),
+        "timing": (first.get("timing") or {}) | {"rows": timed},
+    }
+
+
+def _take(rows: list[dict[str, Any]], record: Record, place: int) -> dict[str, str]:
+    """Add a record's new rows under names that differ; return the new name of every row taken."""
+    hashes = {row.get("hash"): row["name"] for row in rows}
+    taken = {row["name"] for row in rows}
+    renamed: dict[str, str] = {}
+    for row in record["rows"]:
+        if row.get("hash") is None or row["hash"] not in hashes:
+            clash = row["name"] in taken
+            renamed[row["name"]] = f"{row['name']} ({place + 1})" if clash else row["name"]
+    known = {row["name"]: hashes.get(row.get("hash")) for row in record["rows"]}
+    for row in record["rows"]:
+        if row["name"] in renamed:
+            matched = [renamed.get(m) or known.get(m) or m for m in matches_of(row)]
+            rows.append(row | {"name": renamed[row["name"]], "matches": matched})
+    return renamed
+
+
+def _uncached(record: Record) -> dict[str, Any]:
+    return next(row for row in record["rows"] if row["kind"] == "uncached")

@@ -1,0 +1,244 @@
+"""Sheets of samples: uncached, every method and five times the difference; frames of films."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from diffcache.eval.report.records import Record, ordered
+from diffcache.eval.report.samples import Samples
+
+AMPLIFY = 5
+GROUPS = ("worst", "median", "best")
+_SIDE, _FRAME = 192, 128
+_GAP, _PAD, _SMALL, _LARGE = 12, 16, 13, 15
+_BLOCKS, _METHODS, _FRAMES = 4, 6, 8
+_INK, _GREY, _LINE = (28, 32, 40), (105, 112, 122), (208, 212, 218)
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One picture of samples.
+
+    Attributes:
+        stem: Of its file.
+        title: Above it.
+        image: RGB.
+        lines: What it shows, as text.
+        films: Whether it shows frames of films.
+    """
+
+    stem: str
+    title: str
+    image: Image.Image
+    lines: tuple[str, ...]
+    films: bool = False
+
+
+def draw(record: Record, folders: Sequence[Path]) -> tuple[list[Sheet], list[str]]:
+    """Draw one sheet for each group of samples: worst, median and best by LPIPS.
+
+    Args:
+        record: A checked record.
+        folders: Of the runs whose samples it is about.
+
+    Returns:
+        The sheets, and one sentence for everything that was left out.
+    """
+    samples = Samples(folders)
+    rows = ordered(record)
+    uncached, methods = rows[0], [row for row in rows if row["kind"] == "method"]
+    sheets, missing = [], 0
+    left_out = []
+    if len(methods) > _METHODS:
+        left_out.append(f"Pictures: {_METHODS} of {len(methods)} methods are shown, the first.")
+        methods = methods[:_METHODS]
+    films = record["task"].get("kind") == "films"
+    block = _film_block if films else _picture_block
+    for group in GROUPS:
+        named = picks(methods, group, _BLOCKS)
+        chosen = [(number, f"{group} of {name}") for number, name in named]
+        made = [(c, block(samples, uncached, methods, c)) for c in chosen]
+        drawn = [(c, image) for c, image in made if image is not None]
+        missing += len(made) - len(drawn)
+        if drawn:
+            image = _stack([one for _, one in drawn])
+            lines = tuple(_caption(samples, number, of) for (number, of), _ in drawn)
+            title = f"{group.capitalize()} samples by distance to uncached"
+            sheets.append(Sheet(f"samples-{group}", title, image, lines, films))
+    if missing:
+        left_out.append(f"Pictures: the files of {missing} samples are not in the run's folder.")
+    elif not sheets:
+        left_out.append("Pictures: the record names no samples to show.")
+    return sheets, left_out
+
+
+def picks(methods: Sequence[dict[str, Any]], group: str, most: int) -> list[tuple[int, str]]:
+    """Choose samples, the methods taking turns.
+
+    Args:
+        methods: Rows.
+        group: A field of `samples`.
+        most: How many.
+
+    Returns:
+        Numbers of samples that differ, each with the method it was chosen for.
+    """
+    queues = [(row["name"], list((row.get("samples") or {}).get(group) or [])) for row in methods]
+    found: dict[int, str] = {}
+    for place in range(max((len(queue) for _, queue in queues), default=0)):
+        for name, queue in queues:
+            if place < len(queue) and len(found) < most:
+                found.setdefault(int(queue[place]), name)
+    return list(found.items())
+
+
+def _caption(samples: Samples, number: int, of: str) -> str:
+    prompt = samples.prompts.get(number)
+    return f"sample {number}, {of}" + (f": {prompt}" if prompt else "")
+
+
+def _picture_block(
+    samples: Samples, uncached: dict[str, Any], methods: Sequence[dict[str, Any]],
+    chosen: tuple[int, str],
+) -> Image.Image | None:  # fmt: skip
+    """Draw one sample: uncached and methods above, prompt and differences below."""
+    number, of = chosen
+    base = samples.picture(uncached, number)
+    if base is None:
+        return None
+    panel = _enlarged(base)
+    wide, high = panel.size
+    width = (len(methods) + 1) * (wide + _GAP) - _GAP
+    canvas = Image.new("RGB", (width, 22 + 2 * high + 3 * 22), "white")
+    pen = ImageDraw.Draw(canvas)
+    _write(pen, (0, 0), f"sample {number}, {of}", (width, _SMALL, _GREY))
+    _place(canvas, panel, (0, 22), ("uncached", ""))
+    prompt = samples.prompts.get(number, "")
+    words = "\n".join(_wrapped(prompt, wide, high // 18))
+    pen.multiline_text((0, 22 + high + 26), words, fill=_GREY, font=_font(_SMALL), spacing=4)
+    for place, row in enumerate(methods, 1):
+        left = place * (wide + _GAP)
+        theirs = samples.picture(row, number)
+        if theirs is None or theirs.shape != base.shape:
+            _write(pen, (left, 22), f"{row['name']}: no file", (wide, _SMALL, _GREY))
+            continue
+        _place(canvas, _enlarged(theirs), (left, 22), (row["name"], ""))
+        strong = np.minimum(np.abs(theirs.astype(np.int32) - base) * AMPLIFY, 255)
+        apart = (f"{AMPLIFY}x difference", closeness(base, theirs))
+        _place(canvas, _enlarged(strong.astype(np.uint8)), (left, 22 + high + 26), apart)
+    return canvas
+
+
+def _film_block(
+    samples: Samples, uncached: dict[str, Any], methods: Sequence[dict[str, Any]],
+    chosen: tuple[int, str],
+) -> Image.Image | None:  # fmt: skip
+    """Draw one film: a row of frames for uncached and for every method."""
+    number, of = chosen
+    base = samples.film(uncached, number)
+    if base is None:
+        return None
+    films = [(row, samples.film(row, number)) for row in methods]
+    shown = np.unique(np.linspace(0, len(base) - 1, min(_FRAMES, len(base))).round().astype(int))
+    high = _enlarged(base[0], _FRAME).height
+    label, pitch = 150, _enlarged(base[0], _FRAME).width + 4
+    rows = [(uncached, base), *films]
+    width = label + pitch * len(shown) - 4
+    canvas = Image.new("RGB", (width, 44 + (high + 8) * len(rows)), "white")
+    pen = ImageDraw.Draw(canvas)
+    caption = _caption(samples, number, of)
+    _write(pen, (0, 0), caption, (width, _SMALL, _GREY))
+    for column, frame in enumerate(shown):
+        _write(pen, (label + column * pitch, 22), f"frame {frame}", (pitch, 11, _GREY))
+    for line, (row, film) in enumerate(rows):
+        top = 42 + line * (high + 8)
+        _write(pen, (0, top), str(row["name"]), (label - 8, _LARGE, _INK))
+        fits = film is not None and film.shape == base.shape
+        words = "no file" if not fits else "" if row is uncached else closeness(base, film)
+        _write(pen, (0, top + 22), words, (label - 8, _SMALL, _GREY))
+        for column, frame in enumerate(shown if fits else []):
+            canvas.paste(_enlarged(film[frame], _FRAME), (label + column * pitch, top))
+    return canvas
+
+
+def closeness(one: Any, other: Any) -> str:
+    """Return the PSNR of two pictures or films in words.
+
+    Args:
+        one: uint8 [..., H, W, 3].
+        other: Same shape.
+    """
+    error = float(np.mean((one.astype(np.float64) - other) ** 2))
+    return "identical" if error == 0 else f"PSNR {10 * math.log10(255**2 / error):.1f} dB"
+
+
+def _enlarged(pixels: Any, side: int = _SIDE) -> Image.Image:
+    """Bring a picture to a readable size: small ones keep their pixels, large ones are reduced."""
+    image = Image.fromarray(pixels)
+    longest = max(image.size)
+    if longest <= side:
+        times = side // longest
+        size = (image.width * times, image.height * times)
+        return image.resize(size, Image.Resampling.NEAREST)
+    size = (max(image.width * side // longest, 1), max(image.height * side // longest, 1))
+    return image.resize(size, Image.Resampling.LANCZOS)
+
+
+def _place(
+    canvas: Image.Image, panel: Image.Image, at: tuple[int, int], words: tuple[str, str]
+) -> None:
+    """Paste a panel with a hairline and two short texts under it, the second to the right."""
+    pen = ImageDraw.Draw(canvas)
+    canvas.paste(panel, at)
+    right, bottom = at[0] + panel.width, at[1] + panel.height
+    pen.rectangle((at[0], at[1], right - 1, bottom - 1), outline=_LINE)
+    taken = _font(_SMALL).getlength(words[1]) + 6 if words[1] else 0
+    _write(pen, (at[0], bottom + 3), words[0], (int(panel.width - taken), _SMALL, _INK))
+    pen.text((right, bottom + 3), words[1], fill=_GREY, font=_font(_SMALL), anchor="ra")
+
+
+def _write(pen: Any, at: tuple[int, int], text: str, how: tuple[int, int, Any]) -> None:
+    """Write one line in a width, size and colour; what does not fit is cut off with an ellipsis."""
+    width, size, colour = how
+    font = _font(size)
+    if font.getlength(text) > width:
+        while text and font.getlength(text + "…") > width:
+            text = text[:-1]
+        text += "…"
+    pen.text(at, text, fill=colour, font=font)
+
+
+def _wrapped(text: str, width: int, most: int) -> list[str]:
+    """Break text into lines that fit a width, at most so many."""
+    font = _font(_SMALL)
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if font.getlength(longer) <= width or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines if len(lines) <= most else [*lines[: most - 1], lines[most - 1] + " …"]
+
+
+def _stack(blocks: Sequence[Image.Image]) -> Image.Image:
+    """Paste blocks below each other on one sheet."""
+    width = max(block.width for block in blocks) + 2 * _PAD
+    height = sum(block.height for block in blocks) + (len(blocks) - 1) * _PAD + 2 * _PAD
+    sheet = Image.new("RGB", (width, height), "white")
+    top = _PAD
+    for block in blocks:
+        sheet.paste(block, (_PAD, top))
+        top += block.height + _PAD
+    return sheet
+
+
+def _font(size: int) -> Any:
+    return ImageFont.load_default(size=size)

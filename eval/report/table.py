@@ -1,0 +1,291 @@
+"""The table of a record: as Markdown, as CSV and for the terminal."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from diffcache.eval.report.columns import (
+    CHANGE,
+    Column,
+    columns_of,
+    decimals,
+    describe,
+    flat,
+    metric_keys,
+    shown,
+)
+from diffcache.eval.report.records import Record, Value, matches_of, ordered
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+NONE, NOT_MEASURED, DAGGER, UNDER = "—", "n/a", "†", "↳ "
+_WARNING = "Warning: "
+_MOST_NAME = 30
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell.
+
+    Attributes:
+        text: As printed, without signs of emphasis.
+        bold: Whether it is the best of its column but for the uncached row.
+        dagger: Whether the interval of a change holds 0.
+        number: To sort by, or None.
+    """
+
+    text: str
+    bold: bool = False
+    dagger: bool = False
+    number: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    Attributes:
+        name: Of the case.
+        kind: "uncached", "method" or "fewer steps".
+        label: The name as printed.
+        cells: One for each column.
+    """
+
+    name: str
+    kind: str
+    label: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A record's table.
+
+    Attributes:
+        columns: All but the first, which names the row.
+        rows: In the order of the table.
+        notes: What the signs mean, which back ends measured, and the record's warnings.
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+
+def table_of(record: Record, only: Sequence[str] | None = None) -> Table:
+    """Build the table of a record.
+
+    Args:
+        record: A checked record.
+        only: Keys of the columns to show, in this order; all of them by default.
+
+    Raises:
+        ValueError: If a key in `only` is no column of the record.
+    """
+    columns = columns_of(record)
+    if only is not None:
+        known = {column.key: column for column in columns}
+        wrong = [key for key in only if key not in known]
+        if wrong:
+            raise ValueError(f"columns={wrong}: the record has {', '.join(known)}")
+        columns = [known[key] for key in only]
+    rows = ordered(record)
+    ranks = [_cells(column, rows) for column in columns]
+    named = tuple(
+        Row(row["name"], row["kind"], _label(row), tuple(cells[place] for cells in ranks))
+        for place, row in enumerate(rows)
+    )
+    return Table(tuple(columns), named, tuple(notes_of(record, columns)))
+
+
+def _label(row: dict[str, Any]) -> str:
+    """Return a row's name; one of fewer steps is set off, and names its methods if several."""
+    if row["kind"] != "fewer steps":
+        return str(row["name"])
+    several = f" (for {', '.join(matches_of(row))})" if len(matches_of(row)) > 1 else ""
+    return f"{UNDER}{row['name']}{several}"
+
+
+def _cells(column: Column, rows: Sequence[dict[str, Any]]) -> list[Cell]:
+    values = [column.read(row) for row in rows]
+    found = [v for v in values if v is not None]
+    places = decimals(found)
+    best = _best(column, rows, values)
+    cells = []
+    for row, one in zip(rows, values, strict=True):
+        if one is None:
+            reference = row["kind"] == "uncached" and column.group != "cost"
+            cells.append(Cell(NONE if reference else NOT_MEASURED))
+            continue
+        unsure = column.form == "change" and _holds_zero(one)
+        cells.append(
+            Cell(shown(one, column, places), best is not None and one.middle == best
+                 and row["kind"] != "uncached", unsure, one.middle)
+        )  # fmt: skip
+    return cells
+
+
+def _best(
+    column: Column, rows: Sequence[dict[str, Any]], values: Sequence[Value | None]
+) -> float | None:
+    """Return the best number but the uncached one; None where there is nothing to choose."""
+    pairs = zip(rows, values, strict=True)
+    rivals = [v.middle for row, v in pairs if v is not None and row["kind"] != "uncached"]
+    if column.direction not in ("up", "down") or len(set(rivals)) < 2:
+        return None
+    return max(rivals) if column.direction == "up" else min(rivals)
+
+
+def _holds_zero(change: Value) -> bool:
+    return change.low is not None and change.high is not None and change.low <= 0 <= change.high
+
+
+def notes_of(record: Record, columns: Sequence[Column]) -> list[str]:
+    """Return the footnotes of a table: signs, back ends, warnings."""
+    shown_keys = {column.key for column in columns}
+    notes = ["↑ more is better, ↓ less is better; bold: the best but for uncached."]
+    if any(column.brackets == "interval" for column in columns):
+        notes.append("[95 %]: bootstrap interval over the samples.")
+    if any(column.form == "change" for column in columns):
+        notes.append(
+            "change (paired): to uncached, the same samples drawn for both; "
+            f"{DAGGER}: its interval holds 0, so no change is shown at this number of samples."
+        )
+    if "evaluations" in shown_keys:
+        notes.append("Evaluations: denoiser calls of a full run that cost the same FLOPs.")
+    if any(row["kind"] == "fewer steps" for row in record["rows"]):
+        notes.append(
+            f"{UNDER.strip()} uncached at fewer steps, at about the cost of the method above it."
+        )
+    notes += _back_ends(record, shown_keys)
+    if not record.get("finished", True):
+        notes.append(f"{_WARNING}the run is not finished; these numbers will change.")
+    return notes + [f"{_WARNING}{text}" for text in record.get("warnings") or []]
+
+
+def _back_ends(record: Record, shown_keys: set[str]) -> list[str]:
+    """Say for every back end which metrics it measured."""
+    held: dict[tuple[str, str, str], list[str]] = {}
+    for key in metric_keys(record):
+        if key not in shown_keys or key.endswith(CHANGE):
+            continue
+        known = describe(record, key)
+        which = (known["backend"], known.get("extractor") or "", known.get("sha256") or "")
+        held.setdefault(which, []).append(str(known["title"]))
+    notes = []
+    for (backend, extractor, sha256), titles in held.items():
+        words = f"{extractor} {sha256[:12]}".strip()
+        detail = f"{backend or 'not named'}{f' ({words})' if words else ''}"
+        warning = "; stand-ins, not comparable with published figures" if backend == "lite" else ""
+        notes.append(f"Back end of {', '.join(titles)}: {detail}{warning}.")
+    return notes
+
+
+def markdown(table: Table) -> str:
+    """Return the table and its footnotes as Markdown."""
+    heads = ["Config", *(column.heading for column in table.columns)]
+    lines = [_line(map(escape_markdown, heads)), "|---|" + "---:|" * len(table.columns)]
+    for row in table.rows:
+        lines.append(_line([escape_markdown(row.label), *map(_marked, row.cells)]))
+    lines += ["", *(f"- {escape_markdown(note)}" for note in table.notes)]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Any) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _marked(cell: Cell) -> str:
+    text = escape_markdown(cell.text) + (DAGGER if cell.dagger else "")
+    return f"**{text}**" if cell.bold else text
+
+
+def escape_markdown(text: str) -> str:
+    """Return text that Markdown prints as it is, on one line."""
+    plain = " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;")
+    return "".join(f"\\{sign}" if sign in "\\`*_|~#" else sign for sign in plain)
+
+
+def to_csv(record: Record) -> str:
+    """Return every number of a record in full precision, one line for each row."""
+    rows = [flat(record, row) for row in ordered(record)]
+    heads = list(dict.fromkeys(key for row in rows for key in row))
+    # A method that lacks `p5` and one that has it share a header: keep a metric's parts together.
+    order = {key.partition(".")[0]: place for place, key in reversed(list(enumerate(heads)))}
+    heads.sort(key=lambda key: order[key.partition(".")[0]])
+    target = io.StringIO()
+    writer = csv.DictWriter(target, heads, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return target.getvalue()
+
+
+class TerminalTable:
+    """The table for a terminal: cost, fidelity and quality, each cut where the width ends.
+
+    Args:
+        table: To print; the record's warnings are left out.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield parts that fit, then the footnotes."""
+        from rich.text import Text
+
+        for group in ("cost", "fidelity", "quality"):
+            for places in self._cut(group, options.max_width):
+                yield self._part(group, places)
+        notes = [note for note in self._table.notes if not note.startswith(_WARNING)]
+        yield Text("\n".join(notes), style="dim")
+
+    def _cut(self, group: str, width: int) -> list[list[int]]:
+        """Return the columns of a group in runs that fit the width."""
+        rows = self._table.rows
+        name = min(max((len(row.label) for row in rows), default=0), _MOST_NAME) + 4
+        runs: list[list[int]] = []
+        room = 0
+        for place, column in enumerate(self._table.columns):
+            if column.group != group:
+                continue
+            texts = [*_head(column).split("\n"), *(row.cells[place].text + " " for row in rows)]
+            needed = max(map(len, texts)) + 2
+            if not runs or needed > room:
+                runs.append([])
+                room = width - name
+            runs[-1].append(place)
+            room -= needed
+        return runs
+
+    def _part(self, group: str, places: Sequence[int]) -> Any:
+        from rich import box
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        part = RichTable(title=group, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+        part.add_column("config", overflow="fold", max_width=_MOST_NAME)
+        for place in places:
+            part.add_column(Text(_head(self._table.columns[place])), justify="right", no_wrap=True)
+        for row in self._table.rows:
+            line = [Text(row.label)]
+            for cell in (row.cells[place] for place in places):
+                text = cell.text + (DAGGER if cell.dagger else "")
+                line.append(Text(text, style="bold" if cell.bold else ""))
+            part.add_row(*line, style="dim" if row.kind == "fewer steps" else None)
+        return part
+
+
+def terminal_table(record: Record) -> TerminalTable:
+    """Return the table of a record for `rich` to print."""
+    return TerminalTable(table_of(record))
+
+
+def _head(column: Column) -> str:
+    """Return a heading on two lines: the name, and what stands in brackets."""
+    return f"{column.name}\n{column.spread}".strip()

@@ -1,0 +1,163 @@
+"""What a report says in sentences: the outcome, and how it was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from diffcache.eval.report.columns import CHANGE, columns_of, decimals, describe, metric_keys, shown
+from diffcache.eval.report.records import (
+    Record,
+    Value,
+    matches_of,
+    metric_of,
+    number,
+    ordered,
+    speed_of,
+)
+
+LITE = (
+    "“Lite” metrics are measured with a small network that is trained and shipped with diffcache. "
+    "They tell rows of one table apart without a download; they are not comparable with published "
+    "figures of the metric they are named after."
+)
+_LEADING = (
+    "psnr_db", "lpips", "lpips_lite", "fid", "fid_lite", "fvd", "fvd_lite", "prompt_accuracy",
+)  # fmt: skip
+
+
+def summary(record: Record) -> list[str]:
+    """Return the outcome: a sentence on the task, then on every method."""
+    task = record["task"]
+    count = f"{task.get('samples', '?')} {task.get('kind', 'samples')}"
+    sentences = [f"{count} of {task.get('model', '?')} at {task.get('steps', '?')} steps."]
+    rows = ordered(record)
+    for row in rows:
+        if row["kind"] == "method":
+            sentences.append(_outcome(record, row))
+            fewer = [r for r in rows if row["name"] in matches_of(r)]
+            sentences += [_against(record, row, other) for other in fewer]
+    return sentences
+
+
+def _outcome(record: Record, row: dict[str, Any]) -> str:
+    """Say what a method saved and what it cost."""
+    uncached = ordered(record)[0]
+    parts = []
+    calls, ratio = number(row.get("evaluations")), number(row.get("flops_ratio"))
+    if calls is not None:
+        parts.append(f"{calls:.4g} evaluations a sample")
+    if ratio is not None:
+        parts.append(f"FLOPs ratio {ratio:.3g}")
+    speed = speed_of(record, row, "ratio")
+    if speed is not None:
+        parts.append(f"{speed.middle:.3g} times as fast")
+    for column in columns_of(record):
+        found = column.read(row)
+        if column.key in _LEADING and found is not None:
+            base = column.read(uncached)
+            known = [v for v in (found, base) if v is not None]
+            places = decimals(known)
+            unit = f" {column.unit}" if column.unit else ""
+            text = f"{column.title} {shown(found, column, places)}{unit}"
+            if base is not None:
+                text += f" ({shown(Value(base.middle), column, places)} uncached)"
+            parts.append(text)
+    return f"{row['name']}: {', '.join(parts) or 'nothing was measured'}."
+
+
+def _against(record: Record, row: dict[str, Any], fewer: dict[str, Any]) -> str:
+    """Say in which metrics a method beats uncached at fewer steps."""
+    titles: dict[int, list[str]] = {1: [], -1: [], 0: []}
+    for key in metric_keys(record):
+        known = describe(record, key)
+        outcome = compare(metric_of(row, key), metric_of(fewer, key), known["direction"])
+        if outcome is not None and not key.endswith(CHANGE):
+            titles[outcome].append(str(known["title"]))
+    heads = {1: "better in", -1: "worse in", 0: "intervals overlap in"}
+    said = [f"{heads[way]} {', '.join(found)}" for way, found in titles.items() if found]
+    text = "; ".join(said) or "no metric with an interval is held by both"
+    return f"{row['name']} against {fewer['name']}: {text}."
+
+
+def compare(one: Value | None, other: Value | None, direction: str | None) -> int | None:
+    """Say whether a number is better than another, by their intervals.
+
+    Returns:
+        1 or -1 where it is better or worse and the intervals do not overlap, 0 where they do,
+        None where a number, an interval or a direction is missing.
+    """
+    if one is None or other is None or direction not in ("up", "down"):
+        return None
+    if one.low is None or one.high is None or other.low is None or other.high is None:
+        return None
+    above = 1 if one.low > other.high else -1 if one.high < other.low else 0
+    return above if direction == "up" else -above
+
+
+def conditions(record: Record) -> str:
+    """Return what a table was measured with and on, in one line."""
+    task, env = record["task"], record.get("env") or {}
+    libraries = [f"{key} {env[key]}" for key in ("diffcache", "torch", "diffusers") if env.get(key)]
+    threads = f"{env['threads']} threads" if env.get("threads") else ""
+    steps = f"{task.get('steps', '?')} steps"
+    what = _joined(f"{task.get('samples', '?')} {task.get('kind', 'samples')}", steps)
+    on = _joined(task.get("dtype"), env.get("device"), threads, *libraries)
+    command = f"; {record['command']}" if record.get("command") else ""
+    return f"{task.get('model', 'model')}: {what}, {on}{command}."
+
+
+def facts(record: Record) -> list[tuple[str, str]]:
+    """Return how it was measured, as names and values."""
+    task, env = record["task"], record.get("env") or {}
+    timing = record.get("timing") or {}
+    prompts = task.get("prompts") or {}
+    names = {"model", "model_sha256", "prompts", "versions", "kind", "samples"}
+    found = [
+        ("command", record.get("command")),
+        ("model", _joined(task.get("model"), _digest(task.get("model_sha256")))),
+        ("samples", _joined(task.get("samples"), task.get("kind"))),
+        (
+            "prompts",
+            _joined(prompts.get("source"), _count(prompts), _digest(prompts.get("sha256"))),
+        ),
+        *((key, value) for key, value in task.items() if key not in names),
+        *((f"environment: {key}", value) for key, value in env.items()),
+        ("measured", timing.get("created")),
+        *((f"seconds of {k}", v) for k, v in (timing.get("parts_seconds") or {}).items()),
+    ]
+    return [(name, _plain(value)) for name, value in found if value not in (None, "", {}, [])]
+
+
+def methods(record: Record) -> list[tuple[str, str]]:
+    """Return every row's settings: its method, or its steps."""
+    rows = []
+    for row in ordered(record):
+        words = row.get("method") or f"uncached, {row.get('steps', '?')} steps"
+        rows.append((str(row["name"]), f"{words}{_hash(row)}"))
+    return rows
+
+
+def _hash(row: dict[str, Any]) -> str:
+    return f" · {row['hash']}" if row.get("hash") else ""
+
+
+def _digest(sha256: Any) -> str:
+    return f"SHA-256 {str(sha256)[:16]}" if sha256 else ""
+
+
+def _count(prompts: dict[str, Any]) -> str:
+    return f"{prompts['count']} texts" if prompts.get("count") else ""
+
+
+def _joined(*parts: Any) -> str:
+    return ", ".join(str(part) for part in parts if part not in (None, ""))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(one)}" for key, one in value.items()) or "—"
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return json.dumps(value)
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
