@@ -1,15 +1,11 @@
-"""The command line: demo, run, inspect, methods, cite."""
+"""The command line: demo, run, inspect, methods, cite, eval."""
 
 from __future__ import annotations
 
-import ast
-import functools
 import json
 import warnings
-from collections.abc import Callable
-from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated
 
 import typer
 
@@ -17,14 +13,12 @@ from diffcache import __version__
 from diffcache.catalog import make_method, method_class
 from diffcache.catalog import methods as method_names
 from diffcache.cite import cite as bibtex
-from diffcache.errors import DiffcacheError
+from diffcache.command import DEBUG, fail, guarded, parse_settings
+from diffcache.eval.cli import app as eval_app
 from diffcache.pipelines.demo.console import console, print_rows, progress, quiet
 
-Command = TypeVar("Command", bound=Callable[..., None])
 DEMO_SETTINGS = ["every=6", "site=stack"]
 NO_SETTINGS: list[str] = []
-EXPECTED = (DiffcacheError, ValueError, FileNotFoundError)
-_DEBUG: ContextVar[bool] = ContextVar("diffcache_debug", default=False)
 
 app = typer.Typer(
     name="diffcache",
@@ -35,6 +29,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.add_typer(eval_app, name="eval")
+
 Method = Annotated[str, typer.Option(help="Name of the method; `diffcache methods` lists them.")]
 Settings = Annotated[
     list[str],
@@ -42,54 +38,6 @@ Settings = Annotated[
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Sampling steps.")]
 Seed = Annotated[int, typer.Option(help="Of the noise.")]
-
-
-def guarded(command: Command) -> Command:
-    """Turn the errors of a command into one line and an exit code.
-
-    What a user can put right ends with 2, a failed run with 1, Ctrl-C with 130. With --debug the
-    exception goes on its way.
-    """
-
-    @functools.wraps(command)
-    def inner(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except (typer.Exit, typer.Abort, typer.BadParameter):
-            raise
-        except KeyboardInterrupt:
-            _fail("interrupted", 130, "")
-        except Exception as error:
-            if _DEBUG.get():
-                raise
-            if isinstance(error, EXPECTED):
-                _fail(str(error), 2)
-            _fail(f"{type(error).__name__}: {error} (diffcache --debug shows where)", 1)
-
-    return inner  # type: ignore[return-value]
-
-
-def _fail(message: str, code: int, prefix: str = "error: ") -> NoReturn:
-    typer.echo(prefix + " ".join(message.split()), err=True)
-    raise typer.Exit(code)
-
-
-def _parse(settings: list[str]) -> dict[str, Any]:
-    """Read KEY=VALUE pairs; a value is Python where it can be read so, else text.
-
-    Raises:
-        ValueError: If a pair has no `=`.
-    """
-    parsed: dict[str, Any] = {}
-    for pair in settings:
-        key, sign, value = pair.partition("=")
-        if not sign or not key.isidentifier():
-            raise ValueError(f"--set {pair!r}: must be a setting and its value, such as every=4")
-        try:
-            parsed[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            parsed[key] = value
-    return parsed
 
 
 def _version(wanted: bool) -> None:
@@ -109,7 +57,7 @@ def options(
 
     Exit codes: 0 done, 1 a run failed, 2 something was asked that cannot be done, 130 interrupted.
     """
-    _DEBUG.set(debug)
+    DEBUG.set(debug)
 
 
 @app.command()
@@ -143,7 +91,7 @@ def demo(
     quiet()
     is_default = settings == DEMO_SETTINGS
     chosen = make_method(
-        method, **_parse([] if is_default and method != "taylorseer" else settings)
+        method, **parse_settings([] if is_default and method != "taylorseer" else settings)
     )
     from diffcache.pipelines.demo.compare import PROMPT, Task, compare
     from diffcache.pipelines.demo.panels import figure
@@ -191,7 +139,7 @@ def run(
         diffcache run ./my-flux "a lighthouse" --method first-block --set threshold=0.08 --compare
     """
     quiet()
-    chosen = make_method(method, **_parse(settings))
+    chosen = make_method(method, **parse_settings(settings))
     from diffcache.pipelines.demo import generate
 
     pipe, defaults = generate.load(model, dtype, device)
@@ -254,7 +202,7 @@ def inspect(
         text = coverage(show)
     if check:
         if not out.exists() or out.read_text(encoding="utf-8") != text:
-            _fail(f"{out} is not what `diffcache inspect --all` would write", 1)
+            fail(f"{out} is not what `diffcache inspect --all` would write", 1)
         typer.echo(f"{out} is up to date")
         return
     out.parent.mkdir(parents=True, exist_ok=True)

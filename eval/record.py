@@ -85,7 +85,7 @@ def envelope(
         "benchmark": benchmark,
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit(),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -146,7 +146,7 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Return the commit of the checkout, with a plus sign where the code was changed since."""
 
     def git(*words: str) -> str:

@@ -8,7 +8,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import diffcache
-from diffcache import cli
+from diffcache import cli, command
 from diffcache.pipelines.demo import compare, generate
 from diffcache.pipelines.demo.panels import figure
 from diffcache.pipelines.small import flux
@@ -116,7 +116,7 @@ class TestSettings:
          ("a=None", None), ("a=b=c", "b=c"), ("a=", "")],
     )  # fmt: skip
     def test_values(self, pair, value):
-        assert cli._parse([pair]) == {"a": value}
+        assert command.parse_settings([pair]) == {"a": value}
 
 
 class TestInspect:

@@ -16,7 +16,7 @@ LAYERS = [
     {"kv"},
     {"features", "quant", "video", "dllm"},
     {"attach"},
-    {"__init__", "api", "catalog", "cite", "report", "timeline", "testing"},
+    {"__init__", "api", "catalog", "cite", "command", "report", "timeline", "testing"},
     {"pipelines"},
     {"eval"},
     {"cli", "__main__"},

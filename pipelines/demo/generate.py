@@ -159,17 +159,22 @@ def load(model: str, dtype: str = "float32", device: str = "cpu") -> tuple[Any, 
     """
     from diffusers import DiffusionPipeline
 
-    from diffcache.pipelines.small import flux
-
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
     path = locate(model)
     pipe = DiffusionPipeline.from_pretrained(str(path), torch_dtype=DTYPES[dtype]).to(device)
-    defaults = path / "diffcache.json"
-    if defaults.exists():
-        return pipe, dict(json.loads(defaults.read_text(encoding="utf-8")).get("call", {}))
+    return pipe, call_defaults(path)
+
+
+def call_defaults(path: Path) -> dict[str, Any]:
+    """Return the default arguments of the call of a saved pipeline: see `load`."""
+    from diffcache.pipelines.small import flux
+
+    file = path / "diffcache.json"
+    if file.exists():
+        return dict(json.loads(file.read_text(encoding="utf-8")).get("call", {}))
     is_shipped = path.resolve() == flux.DIRECTORY.resolve() or path.name == flux.DIRECTORY.name
-    return pipe, dict(flux.CALL) if is_shipped else {}
+    return dict(flux.CALL) if is_shipped else {}
 
 
 def generate(pipe: Any, order: Order, defaults: dict[str, Any]) -> list[Image.Image]:
@@ -209,9 +214,9 @@ def pictures(output: Any) -> list[Image.Image]:
         ValueError: If it has neither `images` nor `frames`.
     """
     if getattr(output, "frames", None) is not None:
-        return [_picture(frame) for frame in output.frames[0]]
+        return [picture(frame) for frame in output.frames[0]]
     if getattr(output, "images", None) is not None:
-        return [_picture(output.images[0])]
+        return [picture(output.images[0])]
     names = ", ".join(output.keys()) if hasattr(output, "keys") else type(output).__name__
     raise ValueError(f"the pipeline makes neither images nor frames but {names}")
 
@@ -232,7 +237,7 @@ def save(made: list[Image.Image], path: Path) -> Path:
     return path
 
 
-def _picture(value: Any) -> Image.Image:
+def picture(value: Any) -> Image.Image:
     """Return a PIL picture of a picture, or of an array or tensor in [0, 1], last axis colour."""
     if isinstance(value, Image.Image):
         return value

@@ -1,0 +1,253 @@
+"""`diffcache eval`: what a cache costs and what it saves."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diffcache.command import fail, guarded, parse_settings
+
+if TYPE_CHECKING:
+    from diffcache.eval.runs.evaluate import Plan
+
+EMPTY: list[str] = []
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+SCRIPTS = {
+    "doctor": "Say which metrics run here, with which weights, and what is missing.",
+    "fid": "Compare two folders of pictures as sets: FID, KID, precision and recall.",
+    "fidelity": "Compare two folders file by file: PSNR, SSIM, MS-SSIM, LPIPS.",
+    "latency": "Time a pipeline with and without methods, in turn.",
+    "vbench": "Measure a folder of films: own dimensions, or VBench where it is installed.",
+    "report": "Write tables, plots and a page from records.",
+    "metrics.catalog": "",
+}
+
+app = typer.Typer(
+    invoke_without_command=True,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[
+    str, typer.Option(help="Directory of a pipeline, a shipped name, or a name on the hub.")
+]
+Out = Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/MODEL-HASH).")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+
+
+@app.callback()
+@guarded
+def evaluate(
+    context: typer.Context,
+    model: Model = "",
+    methods: Annotated[
+        list[str],
+        typer.Option("--method", metavar="NAME[:KEY=VALUE,...]", help="May be repeated."),
+    ] = EMPTY,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of every case.")] = 256,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Sampling steps (default: the pipeline's).")
+    ] = None,
+    prompts: Annotated[
+        str, typer.Option(help="shapes, shapes-held-out, pictures, films, or a file of prompts.")
+    ] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Of sample 0; sample i has seed + i.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts a call.")] = 8,
+    call: Annotated[
+        list[str],
+        typer.Option("--call", metavar="KEY=VALUE", help="An argument of the pipeline's call."),
+    ] = EMPTY,
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of torch.")] = 1,
+    reference: Annotated[
+        Path | None, typer.Option(help="Folder or npz of real pictures, for FID and the like.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=0, help="Timed rounds; 0 times nothing.")] = 5,
+    site_errors: Annotated[
+        bool, typer.Option(help="Measure the error of every stand-in on the first batch.")
+    ] = True,
+    reward: Annotated[
+        str, typer.Option(metavar="MODULE:FUNCTION", help="Scores pictures for prompts.")
+    ] = "",
+    out: Out = None,
+    machine: Annotated[
+        str, typer.Option("--json", metavar="FILE|-", help="Write the record here too.")
+    ] = "",
+    quiet: Quiet = False,
+) -> None:
+    """Evaluate methods on a model: fidelity, quality, speed; with a report.
+
+    Uncached runs of fewer steps stand beside every method, at its number of evaluations. What is
+    drawn once is never drawn again: the same command goes on after an interrupt, and more samples
+    or methods add to what is there. Under [bold]accelerate launch -m diffcache eval ...[/bold]
+    samples are shared out; the result is the same.
+
+    [bold]Try[/bold]
+
+        diffcache eval --model shapes-flux --method taylorseer --method first-block --samples 256
+
+        diffcache eval --model ./my-flux --method taylorseer:every=4 --method taylorseer:every=6
+        --prompts drawbench.csv --samples 200 --dtype bfloat16 --call height=1024
+
+        diffcache eval sweep sweep.toml
+    """
+    if context.invoked_subcommand is not None:
+        if model or methods:
+            raise ValueError(f"options before {context.invoked_subcommand!r}: put them behind it")
+        return
+    if not model:
+        raise ValueError("--model is missing: name a directory, or shapes-flux")
+    from diffcache.eval.methods import parse_method
+    from diffcache.eval.runs.evaluate import Plan
+    from diffcache.eval.runs.task import Task
+
+    task = Task(
+        model=model, prompts=prompts, samples=samples, seed=seed, batch_size=batch_size,
+        steps=steps, call=parse_settings(call, "--call"), dtype=dtype, device=device,
+        threads=threads,
+    )  # fmt: skip
+    doubles = [name for name in methods if methods.count(name) > 1]
+    if doubles:
+        raise ValueError(f"--method {doubles[0]}: given twice")
+    plan = Plan(
+        task, {name: parse_method(name) for name in methods}, out, reference, rounds,
+        site_errors, reward, shlex.join(["diffcache", *sys.argv[1:]]),
+    )  # fmt: skip
+    show(plan, machine, quiet)
+
+
+def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, Any] | None:
+    """Evaluate a plan and print its table; return the record in the first process."""
+    need("torchmetrics", "matplotlib", "cv2", "av")
+    from diffcache.eval.report.table import terminal_table
+    from diffcache.eval.runs.folder import write_json
+    from diffcache.eval.runs.measure import evaluate as run
+    from diffcache.eval.runs.progress import shown
+    from diffcache.pipelines.demo.console import console, quiet
+
+    quiet()
+    try:
+        with shown(quiet_bar) as progress:
+            record = run(plan, progress)
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt("interrupted; the same command goes on from here") from stop
+    if record is None:
+        return None
+    files = record.pop("files")
+    folder = record.pop("folder")
+    if machine == "-":
+        typer.echo(json.dumps(record, indent=1))
+        return record
+    if machine:
+        write_json(Path(machine), record)
+    screen = console()
+    screen.print(terminal_table(record))
+    for text in record["warnings"]:
+        screen.print(f"note: {text}", highlight=False, markup=False)
+    page = next((file for file in files if file.endswith(".html")), folder)
+    screen.print(f"wrote {folder}/record.json and {page}", highlight=False, soft_wrap=True)
+    return record
+
+
+def need(*packages: str) -> None:
+    """Check that optional packages are there.
+
+    Raises:
+        ValueError: If one is missing; the message says how to install it.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} missing: evaluation needs pip install 'diffcache[eval]'"
+        )
+
+
+@app.command()
+@guarded
+def sweep(
+    file: Annotated[Path, typer.Argument(help="TOML or YAML; docs/evaluation.md shows one.")],
+    out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs"),
+    quiet: Quiet = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Only list the cases.")] = False,
+) -> None:
+    """Evaluate many settings: every list in the file is swept.
+
+    Interrupted, the same command goes on. One run and report for each task; settings of methods
+    become rows of one table.
+
+    [bold]Try[/bold]
+
+        diffcache eval sweep sweep.toml --dry-run
+    """
+    from diffcache.eval.runs.sweep import read_sweep
+
+    plans = read_sweep(file, out)
+    if dry:
+        for plan in plans:
+            typer.echo(f"{plan.out}: {plan.task.samples} samples, uncached and")
+            for name in plan.methods:
+                typer.echo(f"  {name}")
+        return
+    for number, plan in enumerate(plans):
+        if not quiet:
+            typer.echo(f"run {number + 1} of {len(plans)}: {plan.out}", err=True)
+        show(plan, quiet_bar=quiet)
+
+
+@app.command()
+@guarded
+def compare(
+    first: Annotated[Path, typer.Argument(help="Folder of a run, or its record.json.")],
+    second: Annotated[Path, typer.Argument(help="Another, of the same task.")],
+    limits: Annotated[
+        list[str],
+        typer.Option("--fail-on", metavar="METRIC<CHANGE", help="Such as 'psnr_db<-0.5'."),
+    ] = EMPTY,
+) -> None:
+    """Compare two records row by row; exit 1 if a --fail-on limit is crossed.
+
+    [bold]Try[/bold]
+
+        diffcache eval compare runs/before runs/after --fail-on 'fid_lite>+0.5'
+    """
+    from diffcache.eval.runs.compare import changes, crossed, read_limit
+    from diffcache.eval.runs.record import load
+    from diffcache.pipelines.demo.console import print_rows
+
+    wanted = [read_limit(text) for text in limits]
+    found = changes(load(first), load(second))
+    rows = [[c.row, c.metric, f"{c.before:.4g}", f"{c.after:.4g}", c.words] for c in found]
+    print_rows(("row", "metric", "first", "second", "change"), rows)
+    broken = crossed(found, wanted)
+    if broken:
+        fail("; ".join(broken), 1, "limit crossed: ")
+
+
+def _script(name: str, summary: str) -> None:
+    """Add `diffcache eval NAME`, the same as `python -m diffcache.eval.NAME`."""
+
+    @app.command(name, context_settings=PASS_ON, help=summary)
+    def call(context: typer.Context) -> None:
+        module = "report.__main__" if name == "report" else name
+        module = "vbench.__main__" if name == "vbench" else module
+        main = importlib.import_module(f"diffcache.eval.{module}").main
+        raise typer.Exit(_run(main, context.args))
+
+
+def _run(main: Any, arguments: Sequence[str]) -> int:
+    return int(main(list(arguments)))
+
+
+for _name, _summary in SCRIPTS.items():
+    if _summary:
+        _script(_name, _summary)

@@ -1,0 +1,279 @@
+"""Draw the samples of a case: load the pipeline when it is needed, call it a batch at a time."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from torch import Tensor
+
+import diffcache
+from diffcache.eval.prompts import Prompts, load_prompts
+from diffcache.eval.runs.folder import Batch
+from diffcache.eval.runs.ranks import Ranks
+from diffcache.eval.runs.task import Case, Task, device_of, directory_sha256, versions
+from diffcache.pipelines.demo import generate
+from diffcache.timeline import steps_of
+
+_CLASSES = 1000
+
+
+@dataclass
+class Drawn:
+    """One call of a pipeline.
+
+    Attributes:
+        samples: Pictures uint8 [3, H, W] or films uint8 [F, 3, H, W].
+        about: For the manifest: seconds and what the cache did.
+        latents: Behind every step, float32 [S, B, ...]; None where the pipeline does not show
+            them or nobody asked.
+    """
+
+    samples: list[Tensor]
+    about: dict[str, Any] = field(default_factory=dict)
+    latents: Tensor | None = None
+
+
+class Drawer:
+    """A pipeline that draws batches, uncached or under a method.
+
+    Args:
+        task: What to draw.
+        ranks: This process among those of the run.
+
+    Raises:
+        FileNotFoundError: If there is no such model.
+        ValueError: If the pipeline does not take an argument of the task's call.
+    """
+
+    def __init__(self, task: Task, ranks: Ranks | None = None) -> None:
+        self.task, self.ranks = task, ranks or Ranks()
+        self.directory = find_model(task.model)
+        index = json.loads((self.directory / "model_index.json").read_text(encoding="utf-8"))
+        self.pipeline = str(index["_class_name"])
+        # What a class passes on to its parents' call is in their signatures only.
+        self.parameters = inspect.signature(getattr(diffusers, self.pipeline).__call__).parameters
+        self.call = {**generate.call_defaults(self.directory), **task.call}
+        self.call = {name: value for name, value in self.call.items() if self._takes(name)}
+        self.device = device_of(task.device)
+        if self.device == torch.device("cuda") and self.ranks.count > 1:
+            self.device = torch.device("cuda", self.ranks.local)
+
+    def _takes(self, name: str) -> bool:
+        if name not in self.parameters and name in self.task.call:
+            raise ValueError(f"call {name}={self.task.call[name]!r}: {self.pipeline} takes none")
+        return name in self.parameters
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.directory.name if Path(self.task.model).exists() else self.task.model
+
+    @property
+    def steps(self) -> int:
+        """Sampling steps of the uncached case.
+
+        Raises:
+            ValueError: If the pipeline has no default.
+        """
+        found = self.task.steps
+        if found is None and "num_inference_steps" in self.parameters:
+            found = self.parameters["num_inference_steps"].default
+        if not isinstance(found, int):
+            raise ValueError(f"steps: {self.pipeline} has no default; pass --steps")
+        return found
+
+    @cached_property
+    def prompts(self) -> Prompts:
+        """The prompts: those of the task, or what suits the model.
+
+        Raises:
+            ValueError: If the pipeline takes neither prompts nor class numbers but the task has
+                prompts, or a class number is none.
+        """
+        by_class = "class_labels" in self.parameters and "prompt" not in self.parameters
+        source = self.task.prompts
+        if not source and by_class:
+            texts = [str(number) for number in range(self._class_count())]
+            return Prompts("class numbers", texts, "")
+        if not source:
+            is_film = "num_frames" in self.parameters
+            shapes = self.name.startswith("shapes-")
+            source = "shapes-held-out" if shapes else "films" if is_film else "pictures"
+        found = load_prompts(source, self.task.samples)
+        if by_class and not all(text.isdecimal() for text in found.texts):
+            raise ValueError(f"prompts={source!r}: {self.pipeline} takes class numbers")
+        return found
+
+    def _class_count(self) -> int:
+        config = self.directory / "transformer" / "config.json"
+        found = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+        return int(found.get("num_embeds_ada_norm") or _CLASSES)
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """What all cases share and what changes their samples; goes into their hashes."""
+        task = self.task
+        built_in = not Path(task.prompts).exists() if task.prompts else True
+        return {
+            "model": directory_sha256(self.directory), "pipeline": self.pipeline,
+            "call": self.call, "dtype": task.dtype, "device": self.device.type,
+            "threads": task.threads, "batch_size": task.batch_size, "seed": task.seed,
+            "prompts": self.prompts.source if built_in else self.prompts.sha256,
+            "versions": versions(),
+        }  # fmt: skip
+
+    @cached_property
+    def pipe(self) -> Any:
+        """The pipeline, loaded when it is first asked for."""
+        torch.set_num_threads(self.task.threads)
+        pipe, _ = generate.load(str(self.directory), self.task.dtype, str(self.device))
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def arguments(self, batch: Batch, steps: int) -> dict[str, Any]:
+        """Return the arguments of the call that draws a batch."""
+        given: dict[str, Any] = {**self.call, "num_inference_steps": steps}
+        if "prompt" in self.parameters:
+            given["prompt"] = list(batch.prompts)
+        elif "class_labels" in self.parameters:
+            given["class_labels"] = [int(text) for text in batch.prompts]
+        elif "batch_size" in self.parameters:
+            given["batch_size"] = len(batch.ids)
+        # Noise from the host: the same on every device, and each sample's own.
+        given["generator"] = [torch.Generator("cpu").manual_seed(seed) for seed in batch.seeds]
+        return given
+
+    def wrapped(self, case: Case) -> Any:
+        """Return a context in which the pipeline runs under the case's method, if it has one."""
+        if case.method is None:
+            return nullcontext()
+        return diffcache.wrapped(self.pipe, case.method)
+
+    def draw(self, case: Case, batch: Batch, keep_latents: bool = False) -> Drawn:
+        """Draw a batch; within `wrapped(case)`.
+
+        Args:
+            case: What to draw.
+            batch: Which samples.
+            keep_latents: Keep the latents of every step, where the pipeline shows them.
+        """
+        given = self.arguments(batch, case.steps)
+        kept: list[Tensor] = []
+        if keep_latents and "callback_on_step_end" in self.parameters:
+            given["callback_on_step_end"] = _keeper(kept)
+        started = time.perf_counter()
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", diffcache.CacheWarning)  # the record tells it
+            output = self.pipe(**given)
+        samples = samples_of(output)  # on the host: an accelerator has ended here
+        about: dict[str, Any] = {"seconds": round(time.perf_counter() - started, 4)}
+        if case.method is not None:
+            about["cache"] = summary(self.pipe)
+        return Drawn(samples, about, torch.stack(kept) if kept else None)
+
+
+def _keeper(kept: list[Tensor]) -> Any:
+    def keep(pipe: Any, step: int, timestep: Any, inner: dict[str, Any]) -> dict[str, Any]:
+        kept.append(inner["latents"].detach().float().cpu())
+        return {}
+
+    return keep
+
+
+def summary(pipe: Any) -> dict[str, Any]:
+    """Return what the manifest keeps of the last run's report: no times."""
+    report = diffcache.report(pipe)
+    steps = []
+    for calls in steps_of(report.steps):
+        steps.append([calls[0].timestep, int(any(call.computed for call in calls))])
+    return {
+        "steps": steps, "computed": report.computed, "skipped": report.skipped,
+        "flops_computed": report.flops_computed, "flops_saved": report.flops_saved,
+        "held_bytes": report.peak_bytes,
+    }  # fmt: skip
+
+
+def samples_of(output: Any) -> list[Tensor]:
+    """Return the samples of a pipeline's output as 8-bit tensors.
+
+    Returns:
+        Pictures uint8 [3, H, W], or films uint8 [F, 3, H, W].
+
+    Raises:
+        ValueError: If the output holds neither pictures nor films.
+    """
+    if getattr(output, "frames", None) is not None:
+        return [torch.stack([_tensor(frame) for frame in film]) for film in output.frames]
+    if getattr(output, "images", None) is not None:
+        return [_tensor(image) for image in output.images]
+    raise ValueError(f"a {type(output).__name__} holds neither pictures nor films")
+
+
+def _tensor(image: Any) -> Tensor:
+    array = np.array(generate.picture(image).convert("RGB"))
+    return torch.from_numpy(array).movedim(-1, 0)
+
+
+def find_model(model: str) -> Path:
+    """Return the directory of a pipeline: a path, a shipped name, or a hub name.
+
+    A hub name is looked up in the local hub cache, and downloaded unless `HF_HUB_OFFLINE` is set.
+
+    Raises:
+        FileNotFoundError: If there is no such pipeline.
+    """
+    try:
+        return generate.locate(model)
+    except FileNotFoundError:
+        if model.count("/") != 1 or model.startswith((".", "/")):
+            raise
+    try:
+        return Path(diffusers.DiffusionPipeline.download(model))
+    except Exception as error:
+        reason = str(error).split("\n", 1)[0]
+        raise FileNotFoundError(
+            f"no pipeline at {model!r}, and the hub did not give one: {reason}"
+        ) from error
+
+
+def relative_errors(latents: Tensor, others: Tensor) -> list[list[float]]:
+    """Return the relative L2 error of every sample's latents behind every step.
+
+    Args:
+        latents: Of the uncached run, [S, B, ...].
+        others: Same shape.
+    """
+    apart = (others - latents).flatten(2).double().norm(dim=2)
+    errors = apart / latents.flatten(2).double().norm(dim=2).clamp_min(1e-12)
+    return [list(row) for row in errors.tolist()]
+
+
+def shares(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return for every step the share of samples that computed it, None without a cache.
+
+    Args:
+        lines: Of a case's manifest.
+    """
+    runs = [(line["cache"]["steps"], len(line["ids"])) for line in lines if "cache" in line]
+    if not runs:
+        return None
+    length = max(len(steps) for steps, _ in runs)
+    made = []
+    for step in range(length):
+        here = [(steps[step], count) for steps, count in runs if step < len(steps)]
+        total = sum(count for _, count in here)
+        computed = sum(mark[1] * count for mark, count in here) / total
+        made.append({"step": step, "timestep": here[0][0][0], "computed": computed})
+    return made

@@ -1,0 +1,258 @@
+"""Evaluate methods on a model: draw, measure, and put everything into one record."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from diffcache.errors import DiffcacheError
+from diffcache.eval.cost.flops import denoiser_flops
+from diffcache.eval.runs.draw import Drawer, relative_errors
+from diffcache.eval.runs.folder import Batch, CaseFolder, batches, read_json, write_json
+from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.ranks import Ranks, join
+from diffcache.eval.runs.task import Case, Task, digest
+from diffcache.features.base import FeatureMethod
+
+FOLDER = Path("runs")
+LATENT_SAMPLES = 16  # the first ones, whose latents are compared step by step
+_LATENT_BYTES = 1 << 28  # of a batch; larger ones are not kept
+_ROUNDING = 1e-6
+
+
+class RunError(DiffcacheError):
+    """A run's folder holds a run of other settings."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to evaluate.
+
+    Attributes:
+        task: What is drawn.
+        methods: Name in the table -> method.
+        out: Folder of the run; None is `runs/<model>-<hash of the task>`.
+        reference: Folder or npz of real pictures; None is the shapes generator where prompts are
+            in its words.
+        rounds: Timed rounds of every case, 0 for none.
+        site_errors: Measure the error of every stand-in on the first batch.
+        reward: `module:function` that scores pictures for prompts, "" for none.
+        command: That repeats the run, for the record.
+    """
+
+    task: Task
+    methods: Mapping[str, FeatureMethod]
+    out: Path | None = None
+    reference: Path | None = None
+    rounds: int = 5
+    site_errors: bool = True
+    reward: str = ""
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        if self.rounds < 0:
+            raise ValueError(f"rounds={self.rounds}: must be 0 (nothing is timed) or more")
+        if "uncached" in self.methods:
+            raise ValueError("methods: 'uncached' is the name of the first row; use another")
+
+
+@dataclass
+class Run:
+    """A run under way: what is shared by its parts.
+
+    Attributes:
+        plan: What to evaluate.
+        drawer: Of the samples.
+        ranks: This process among those of the run.
+        progress: What is shown meanwhile.
+        parts_seconds: Wall time of every part.
+    """
+
+    plan: Plan
+    drawer: Drawer
+    ranks: Ranks
+    progress: Progress
+    parts_seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        if self.plan.out is not None:
+            return self.plan.out
+        name = self.drawer.name.replace("/", "--")
+        return FOLDER / f"{name}-{self.identity[:8]}"
+
+    @property
+    def identity(self) -> str:
+        """Sixteen hexadecimal digits of everything but methods and number of samples."""
+        return digest({**self.drawer.about, "steps": self.drawer.steps})
+
+    @property
+    def batches(self) -> list[Batch]:
+        """All batches of a case."""
+        task = self.plan.task
+        return batches(self.drawer.prompts.texts, task.samples, task.batch_size, task.seed)
+
+    def case_folder(self, case: Case) -> CaseFolder:
+        """Return the folder of a case."""
+        path = self.folder / "cases" / case.folder(self.drawer.about)
+        return CaseFolder(path, self.ranks.index)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Note the wall time of a part."""
+        self.progress.say(part)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self.parts_seconds[part] = round(self.parts_seconds.get(part, 0.0) + seconds, 3)
+
+
+def start(plan: Plan, progress: Progress) -> Run:
+    """Join the other processes, look at the model, and claim the run's folder.
+
+    Raises:
+        FileNotFoundError: If there is no such model.
+        RunError: If the folder holds a run of other settings.
+    """
+    ranks = join(plan.task.device)
+    run = Run(plan, Drawer(plan.task, ranks), ranks, progress)
+    marker = run.folder / "run.json"
+    found = read_json(marker)
+    mine = {"identity": run.identity, **run.drawer.about, "steps": run.drawer.steps}
+    if found is not None and found["identity"] != run.identity:
+        other = [k for k, v in mine.items() if k != "identity" and found.get(k) != v]
+        raise RunError(
+            f"{run.folder} holds a run with another {other[0] if other else 'task'} "
+            f"({found.get(other[0])!r}, now {mine[other[0]]!r}); name another folder with --out"
+        )
+    run.ranks.wait()
+    if found is None and ranks.is_first:
+        write_json(marker, mine)
+    return run
+
+
+def draw_all(run: Run) -> list[Case]:
+    """Draw every case that is not drawn yet; uncached runs of fewer steps come last.
+
+    Returns:
+        The cases in the order of the table: uncached, methods, fewer steps.
+    """
+    steps, count = run.drawer.steps, run.plan.task.samples
+    uncached = Case("uncached", "uncached", steps)
+    cases = [Case(name, "method", steps, method) for name, method in run.plan.methods.items()]
+    run.progress.expect(count * (1 + 2 * len(cases)))
+    draw(run, uncached)
+    run.ranks.wait()  # the others compare their latents with these
+    for case in cases:
+        draw(run, case, uncached)
+    run.ranks.wait()
+    fewer = fewer_steps(run, cases)
+    run.progress.expect(count * (1 + len(cases) + len(fewer)))
+    for case in fewer:
+        draw(run, case)
+    run.ranks.wait()
+    return [uncached, *cases, *fewer]
+
+
+def draw(run: Run, case: Case, uncached: Case | None = None) -> None:
+    """Draw the batches of a case that fall to this process and are not drawn yet."""
+    folder = run.case_folder(case)
+    mine = [b for b in run.batches if b.number % run.ranks.count == run.ranks.index]
+    done = folder.done(mine)
+    run.progress.advance(sum(len(line["ids"]) for line in done.values()), case.name, drawn=False)
+    todo = [batch for batch in mine if batch.number not in done]
+    if not todo:
+        return
+    with run.timed(f"{case.name}: draw"), run.drawer.wrapped(case):
+        for batch in todo:
+            wanted = case.kind != "fewer steps" and batch.ids[-1] < LATENT_SAMPLES
+            drawn = run.drawer.draw(case, batch, keep_latents=wanted)
+            if drawn.latents is not None:
+                drawn.about |= _latents(run, folder, batch, drawn.latents, uncached)
+            folder.write(batch, drawn.samples, drawn.about)
+            run.progress.advance(len(batch.ids), case.name)
+
+
+def _latents(
+    run: Run, folder: CaseFolder, batch: Batch, latents: Tensor, uncached: Case | None
+) -> dict[str, Any]:
+    """Keep the latents of the uncached case; compare those of a method with them."""
+    name = f"latents/{batch.number:05d}.safetensors"
+    if uncached is None:
+        if latents.nbytes <= _LATENT_BYTES:
+            (folder.path / "latents").mkdir(parents=True, exist_ok=True)
+            save_file({"latents": latents.contiguous()}, folder.path / name)
+        return {}
+    kept = run.case_folder(uncached).path / name
+    if not kept.exists():
+        return {}
+    theirs = load_file(kept)["latents"]
+    if theirs.shape != latents.shape:
+        return {}
+    return {"latent_error": relative_errors(theirs, latents)}
+
+
+def fewer_steps(run: Run, cases: Sequence[Case]) -> list[Case]:
+    """Return uncached cases with as many evaluations as each method took, rounded up."""
+    full = step_flops(run)
+    found: dict[int, list[str]] = {}
+    for case in cases:
+        lines = run.case_folder(case).done(run.batches)
+        steps = math.ceil(evaluations(list(lines.values()), case.steps, full) - _ROUNDING)
+        if steps < run.drawer.steps:
+            found.setdefault(max(steps, 1), []).append(case.name)
+    return [
+        Case(f"uncached, {steps} step{'s' * (steps > 1)}", "fewer steps", steps, None, tuple(names))
+        for steps, names in found.items()
+    ]
+
+
+def step_flops(run: Run) -> float | None:
+    """Return the FLOPs of one uncached step and sample, all branches; None if uncounted."""
+    place = run.folder / "flops.json"
+    found = read_json(place)
+    if found is None:
+        batch = run.batches[0]
+        with run.timed("count FLOPs"):
+            counted = denoiser_flops(run.drawer.pipe, run.drawer.arguments(batch, 2))
+        per_sample = None if counted is None else counted / len(batch.ids)
+        found = {"flops_per_step_and_sample": per_sample}
+        write_json(place, found)
+    value: float | None = found["flops_per_step_and_sample"]
+    return value
+
+
+def evaluations(lines: Sequence[Mapping[str, Any]], steps: int, full: float | None) -> float:
+    """Return how many full steps cost as much as a run, as a mean over samples.
+
+    Counted in FLOPs of the whole denoiser; where they are unknown, computed steps are counted.
+
+    Args:
+        lines: Of the case's manifest.
+        steps: Sampling steps.
+        full: FLOPs of one uncached step and sample.
+    """
+    total = weight = 0.0
+    for line in lines:
+        count, cache = len(line["ids"]), line.get("cache")
+        if cache is None:
+            here = float(steps)
+        elif full is None or cache["flops_saved"] is None:
+            here = steps * fmean(computed for _, computed in cache["steps"])
+        else:  # solvers of higher order call the denoiser more often than there are steps
+            calls = len(cache["steps"])
+            here = steps * (1 - cache["flops_saved"] / (full * count * calls))
+        total, weight = total + here * count, weight + count
+    return total / weight

@@ -1,0 +1,158 @@
+"""What reads samples: the shipped extractor always, real networks where their weights are.
+
+An extractor turns samples into columns, one number or vector a sample. A key that ends in `_lite`
+comes from the shipped one; the same key without the ending from a real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcache.eval.metrics import clip, i3d, inception, lite, lpips, reward
+from diffcache.eval.metrics.inception import MissingPackageError
+from diffcache.eval.weights import MissingWeightsError
+from diffcache.pipelines.small import classifier, scenes
+
+Columns = dict[str, Tensor]
+_LITE = {"backend": "lite", "extractor": lite.EXTRACTOR.name, "sha256": lite.EXTRACTOR.sha256}
+_REAL_SETS = ("fid", "kid", "is", "precision", "recall", "density", "coverage")
+
+
+@dataclass(frozen=True)
+class Extractors:
+    """The networks that are at hand.
+
+    Attributes:
+        inception: Features of pictures, for FID and the like.
+        lpips: Distances of pairs.
+        clip: Scores of pictures for prompts.
+        i3d: Features of films, for FVD.
+        reward: Scores of pictures for prompts, by a function of the user's.
+        reward_name: `module:function` of that.
+    """
+
+    inception: inception.Inception | None = None
+    lpips: lpips.LPIPS | None = None
+    clip: clip.ClipScore | None = None
+    i3d: i3d.I3D | None = None
+    reward: reward.Reward | None = None
+    reward_name: str = ""
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def describe(self, key: str) -> dict[str, Any]:
+        """Return the back end of a metric, for the record."""
+        if "_lite" in key:
+            return _LITE
+        base = key.removesuffix("_change").removesuffix("_to_uncached")
+        return self.entries.get(base, {"backend": "exact"})
+
+    @property
+    def identity(self) -> list[Any]:
+        """What the values of samples depend on."""
+        return [_LITE, self.entries, self.reward_name]
+
+    def of_pictures(self, pictures: Tensor, prompts: Sequence[str]) -> Columns:
+        """Return everything that is known of pictures by themselves.
+
+        Args:
+            pictures: uint8 [N, 3, H, W].
+            prompts: One for each.
+
+        Returns:
+            `features_lite` [N, D], `probabilities_lite` [N, C]; where prompts are in the words of
+            the shapes generator `clip_score_lite` [N] and `prompt_accuracy` [N]; and of the real
+            networks `features`, `probabilities`, `clip_score`, `image_reward`.
+        """
+        found: Columns = {
+            "features_lite": lite.embed(pictures),
+            "probabilities_lite": lite.class_probabilities(pictures),
+        }
+        if all(map(is_scene, prompts)):
+            found["clip_score_lite"] = lite.clip_score_lite(pictures, prompts)
+            if pictures.shape[2:] == (scenes.SIZE, scenes.SIZE):
+                found["prompt_accuracy"] = accuracy(pictures, prompts)
+        if self.inception is not None:
+            seen = self.inception(pictures)
+            found["features"] = seen.pool
+            if seen.logits is not None:
+                found["probabilities"] = seen.probabilities()
+        if self.clip is not None:
+            found["clip_score"] = self.clip(pictures, prompts)
+        if self.reward is not None:
+            found["image_reward"] = reward.score(self.reward, pictures, prompts)
+        return found
+
+    def of_films(self, films: Sequence[Tensor]) -> Columns:
+        """Return `features_lite` [N, D] and, with I3D, `features` [N, 400] of films."""
+        found: Columns = {"features_lite": lite.clip_features(films)}
+        if self.i3d is not None:
+            found["features"] = self.i3d.features(films)
+        return found
+
+    def of_pairs(self, theirs: Tensor, mine: Tensor) -> Columns:
+        """Return `lpips_lite` [N] and, with AlexNet, `lpips` [N] of pairs uint8 [N, 3, H, W]."""
+        found: Columns = {"lpips_lite": lite.lpips_lite(theirs, mine)}
+        if self.lpips is not None:
+            found["lpips"] = self.lpips.distances(theirs, mine)
+        return found
+
+
+def at_hand(device: str, films: bool, reward_name: str = "") -> Extractors:
+    """Return the networks whose weights are found here; a wrong weight file is an error.
+
+    Args:
+        device: Where real networks run.
+        films: Whether the samples are films.
+        reward_name: `module:function`, or "" for none.
+
+    Raises:
+        WrongWeightsError: If a weight file is another one than it should be.
+        ValueError: If `reward_name` names nothing that can be called.
+    """
+
+    def loaded(load: Callable[[], Any]) -> Any:
+        try:
+            return load()
+        except (MissingWeightsError, MissingPackageError):
+            return None
+
+    found: dict[str, Any] = {"lpips": loaded(lambda: lpips.load(device=device))}
+    if films:
+        found["i3d"] = loaded(lambda: i3d.I3D(device=device))
+    else:
+        found["inception"] = loaded(lambda: inception.load(device=device))
+        found["clip"] = loaded(lambda: clip.ClipScore(device=device))
+        found["reward"] = reward.load(reward_name) if reward_name else None
+    keys = {"lpips": ("lpips",), "i3d": ("fvd",), "inception": _REAL_SETS, "clip": ("clip_score",)}
+    entries = {
+        key: found[name].entry()
+        for name, metrics in keys.items()
+        if found.get(name) is not None
+        for key in metrics
+    }
+    if reward_name and not films:
+        entries["image_reward"] = {"backend": "real", "extractor": reward_name}
+    return Extractors(**found, reward_name=reward_name, entries=entries)
+
+
+def is_scene(text: str) -> bool:
+    """Return whether a prompt is in the words of the shapes generator."""
+    try:
+        scenes.parse(text)
+    except ValueError:
+        return False
+    return True
+
+
+def accuracy(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Return the share of stated attributes that each picture shows, float64 [N]."""
+    found = []
+    for scene, text in zip(classifier.read(pictures), prompts, strict=True):
+        marks = [m for row in classifier.compare(scene, scenes.parse(text)).values() for m in row]
+        found.append(sum(marks) / len(marks))
+    return torch.tensor(found, dtype=torch.float64)

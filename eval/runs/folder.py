@@ -1,0 +1,227 @@
+"""A case's folder: samples that are complete, and the manifest that says so.
+
+A batch is drawn, its files are written, then one line is appended to the manifest and flushed to
+the disk. What has no line was not drawn, so a run can be killed at any time and goes on where it
+was; what is half written is never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from diffcache.errors import DiffcacheError
+
+FPS = 8  # of films on disk; pipelines do not say theirs, and no metric here depends on it
+PICTURE, FILM = "samples/{:05d}.png", "clips/{:05d}.mp4"
+
+
+class ManifestError(DiffcacheError):
+    """A manifest does not fit the samples it is about."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples that are drawn in one call.
+
+    Attributes:
+        number: From 0.
+        ids: Of the samples.
+        prompts: One for each.
+        seeds: One for each.
+    """
+
+    number: int
+    ids: tuple[int, ...]
+    prompts: tuple[str, ...]
+    seeds: tuple[int, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits of ids, prompts and seeds."""
+        text = json.dumps([self.ids, self.prompts, self.seeds])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def batches(texts: Sequence[str], samples: int, size: int, seed: int) -> list[Batch]:
+    """Cut samples into batches; the same whoever draws them.
+
+    Args:
+        texts: Prompts; sample `i` has prompt `i`, from the start again where they end.
+        samples: How many.
+        size: Samples a batch; the last may be smaller.
+        seed: Of sample 0; sample `i` has `seed + i`.
+    """
+    made = []
+    for number, start in enumerate(range(0, samples, size)):
+        ids = tuple(range(start, min(start + size, samples)))
+        prompts = tuple(texts[i % len(texts)] for i in ids)
+        made.append(Batch(number, ids, prompts, tuple(seed + i for i in ids)))
+    return made
+
+
+class CaseFolder:
+    """The samples of one case.
+
+    Args:
+        path: The folder; made when the first batch is written.
+        rank: Of this process, which writes a manifest of its own.
+    """
+
+    def __init__(self, path: Path, rank: int = 0) -> None:
+        self.path = path
+        self.manifest = path / f"manifest.{rank}.jsonl"
+
+    def lines(self) -> dict[int, dict[str, Any]]:
+        """Return the manifest's lines by the number of their batch, of all processes.
+
+        A last line that was cut off is left out. Where a batch was drawn again (a longer last
+        batch, or by another process), the line with more samples counts.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for file in sorted(self.path.glob("manifest.*.jsonl")):
+            for text in file.read_text(encoding="utf-8").split("\n")[:-1]:
+                line = json.loads(text)
+                before = found.get(line["batch"])
+                if before is None or len(before["ids"]) <= len(line["ids"]):
+                    found[line["batch"]] = line
+        return found
+
+    def done(self, wanted: Iterable[Batch]) -> dict[int, dict[str, Any]]:
+        """Return the lines of the wanted batches that are complete, by number.
+
+        A batch whose files are missing or of another size counts as not drawn.
+
+        Raises:
+            ManifestError: If a line is about other prompts or seeds than the wanted ones.
+        """
+        lines = self.lines()
+        complete = {}
+        for batch in wanted:
+            line = lines.get(batch.number)
+            if line is None or len(line["ids"]) != len(batch.ids):
+                continue
+            if line["digest"] != batch.digest:
+                raise ManifestError(
+                    f"batch {batch.number} of {self.path} was drawn from other prompts or seeds; "
+                    "name another folder with --out"
+                )
+            if all(self._is_whole(file) for file in line["files"]):
+                complete[batch.number] = line
+        return complete
+
+    def _is_whole(self, file: Mapping[str, Any]) -> bool:
+        try:
+            return bool((self.path / file["name"]).stat().st_size == file["bytes"])
+        except OSError:
+            return False
+
+    def write(self, batch: Batch, samples: Sequence[Tensor], about: Mapping[str, Any]) -> None:
+        """Write the samples of a batch, then its line.
+
+        Args:
+            batch: What was drawn.
+            samples: Pictures uint8 [3, H, W], or films uint8 [F, 3, H, W].
+            about: More of the line: what the cache did and how long it took.
+        """
+        files = [self._save(i, sample) for i, sample in zip(batch.ids, samples, strict=True)]
+        line = {
+            "batch": batch.number, "ids": batch.ids, "prompts": batch.prompts,
+            "digest": batch.digest, "files": files,
+        }  # fmt: skip
+        text = json.dumps({**line, **about}, allow_nan=False) + "\n"
+        self._drop_cut_line()
+        with self.manifest.open("ab") as manifest:
+            manifest.write(text.encode())
+            manifest.flush()
+            os.fsync(manifest.fileno())
+
+    def _drop_cut_line(self) -> None:
+        """Take a line that was cut off by a kill out of this process's manifest."""
+        if not self.manifest.exists():
+            return
+        data = self.manifest.read_bytes()
+        if data and not data.endswith(b"\n"):
+            write_file(self.manifest, data[: data.rfind(b"\n") + 1])
+
+    def _save(self, number: int, sample: Tensor) -> dict[str, Any]:
+        name = (PICTURE if sample.ndim == 3 else FILM).format(number)
+        file = self.path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if sample.ndim == 3:
+            buffer = io.BytesIO()
+            array = sample.movedim(0, -1).contiguous().numpy()
+            Image.fromarray(array).save(buffer, "png")
+            write_file(file, buffer.getvalue())
+        else:
+            from diffcache.eval.clips import write_clip
+
+            write_clip(file, sample, FPS)
+        data = file.read_bytes()
+        return {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+    def read(self, ids: Sequence[int]) -> list[Tensor]:
+        """Read samples back: pictures uint8 [3, H, W] or films uint8 [F, 3, H, W].
+
+        Raises:
+            ManifestError: If a file is missing or damaged; it is named.
+        """
+        return [self._load(i) for i in ids]
+
+    def _load(self, number: int) -> Tensor:
+        picture, film = self.path / PICTURE.format(number), self.path / FILM.format(number)
+        if film.exists():
+            from diffcache.eval.clips import read_clip
+
+            return read_clip(film)
+        try:
+            with Image.open(picture) as opened:
+                array = np.array(opened.convert("RGB"))
+        except (OSError, SyntaxError) as error:
+            raise ManifestError(
+                f"cannot read {picture}: {error}; delete the file and run the command again"
+            ) from error
+        return torch.from_numpy(array).movedim(-1, 0)
+
+
+def write_file(path: Path, data: bytes | str) -> None:
+    """Write a file so that a crash leaves the old one or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    beside.write_bytes(data.encode() if isinstance(data, str) else data)
+    os.replace(beside, path)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write plain data as JSON, in one piece."""
+    write_file(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read what `write_json` wrote; None where there is no file or not a whole one."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def remember(path: Path, key: str, compute: Callable[[], Any]) -> Any:
+    """Return the plain data that a file keeps under this key, else compute and keep it."""
+    found = read_json(path)
+    if found is not None and found.get("key") == key:
+        return found["value"]
+    value = compute()
+    write_json(path, {"key": key, "value": value})
+    return value

@@ -1,0 +1,218 @@
+"""From drawn samples to a record: scores, errors of stand-ins, time, and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcache.eval.clips import read_clip, read_fps, write_preview
+from diffcache.eval.cost.interleave import Turn
+from diffcache.eval.cost.interleave import measure as measure_in_turn
+from diffcache.eval.folders import batches, common_size, open_films, open_pictures
+from diffcache.eval.metrics import lite
+from diffcache.eval.metrics.frechet import moments
+from diffcache.eval.oracle import observe
+from diffcache.eval.record import Setting
+from diffcache.eval.report.write import write_report
+from diffcache.eval.runs import record as records
+from diffcache.eval.runs import score
+from diffcache.eval.runs.evaluate import Plan, Run, draw_all, start
+from diffcache.eval.runs.extractors import Columns, Extractors, at_hand
+from diffcache.eval.runs.folder import FILM, FPS, remember, write_json
+from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.task import Case, digest
+from diffcache.pipelines.demo.generate import DTYPES
+
+_WARM_UP = 1
+_PREVIEWS = 3  # films of every case that a report plays
+_NEIGHBOURS = 2000  # real samples that KID, precision and the like look at
+
+
+def evaluate(plan: Plan, progress: Progress) -> dict[str, Any] | None:
+    """Draw, measure, and write record and report; whatever is done already is kept.
+
+    Every process draws; the first one measures.
+
+    Args:
+        plan: What to evaluate.
+        progress: What is shown meanwhile.
+
+    Returns:
+        The record, with the run's folder under `folder`; None in all processes but the first.
+
+    Raises:
+        FileNotFoundError: If there is no such model, or no such reference.
+        RunError: If the run's folder holds a run of other settings.
+        ManifestError: If samples in it cannot be read.
+    """
+    run = start(plan, progress)
+    try:
+        cases = draw_all(run)
+    finally:
+        run.ranks.close()
+    if not run.ranks.is_first:
+        return None
+    return write(run, cases)
+
+
+def write(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
+    """Measure the drawn cases; write record and report."""
+    found = {case.name: samples(run, case) for case in cases}
+    uncached = found["uncached"]
+    is_film = next(iter(uncached))[1][0].ndim == 4
+    with run.timed("score"):
+        extractors = at_hand(str(run.drawer.device), is_film, run.plan.reward)
+        against = reference(run, extractors, is_film)
+        rows = []
+        for case in cases:
+            run.progress.say(f"score {case.name}")
+            rows.append(records.row(run, case, _scores(found, case, extractors, against, is_film)))
+    with run.timed("errors of stand-ins"):
+        for case, this in zip(cases, rows, strict=True):
+            this["site_error"] = site_error(run, case)
+    with run.timed("time"):
+        timing = times(run, cases)
+    if is_film:
+        previews(run, cases, rows)
+    record = records.assemble(run, rows, timing, extractors, is_film)
+    write_json(run.folder / "record.json", record)
+    with run.timed("report"):
+        files = write_report(record, run.folder)
+    return {**record, "folder": str(run.folder), "files": [str(file) for file in files]}
+
+
+def samples(run: Run, case: Case) -> score.Samples:
+    """Return the samples of a case, all of which are drawn."""
+    done = run.case_folder(case).done(run.batches)
+    content = digest([f["sha256"] for number in sorted(done) for f in done[number]["files"]])
+    ids = tuple(i for batch in run.batches for i in batch.ids)
+    prompts = tuple(text for batch in run.batches for text in batch.prompts)
+    return score.Samples(run.case_folder(case), ids, prompts, content)
+
+
+def _scores(
+    found: Mapping[str, score.Samples],
+    case: Case,
+    extractors: Extractors,
+    against: score.Reference | None,
+    is_film: bool,
+) -> dict[str, Any]:
+    """Return fidelity and quality of a case; what takes time is kept."""
+    mine, uncached = found[case.name], found["uncached"]
+    base = score.quality_values(uncached, extractors)
+    values = base if mine is uncached else score.quality_values(mine, extractors)
+    parts = [mine.content, uncached.content, extractors.identity]
+    key = digest([score.DEFINITION, *parts, None if against is None else against.identity])
+    quality = remember(
+        mine.folder.path / "quality.json", key,
+        lambda: score.quality(values, base, against, is_film),
+    )  # fmt: skip
+    if mine is uncached:
+        return {"fidelity": {}, "quality": quality, "samples": {"count": len(mine.ids)}}
+    pairs = score.fidelity_values(mine, uncached, extractors)
+    fidelity, ranking = score.fidelity(pairs, mine.ids)
+    return {"fidelity": fidelity, "quality": quality, "samples": ranking}
+
+
+def reference(run: Run, extractors: Extractors, is_film: bool) -> score.Reference | None:
+    """Return the real samples to compare with, None where there are none.
+
+    Raises:
+        FileNotFoundError: If the folder of the plan is not there.
+        ValueError: If it holds nothing that can be read, or a damaged file.
+    """
+    name = records.reference_name(run)
+    if name is None:
+        return None
+    if run.plan.reference is None:
+        shipped = lite.reference()
+        if is_film:
+            return score.Reference(name, {"_lite": (shipped.films, None)})
+        return score.Reference(name, {"_lite": (shipped.moments, shipped.features)})
+    parts: dict[str, list[Tensor]] = {}
+    for columns in _of_reference(run.plan.reference, extractors, is_film):
+        for key, column in columns.items():
+            if key.startswith("features"):
+                parts.setdefault(key.removeprefix("features"), []).append(column)
+    sets = {}
+    for ending, found in parts.items():
+        features = torch.cat(found).double()
+        sets[ending] = (moments(features), features[:_NEIGHBOURS])
+    return score.Reference(name, sets)
+
+
+def _of_reference(path: Path, extractors: Extractors, is_film: bool) -> Iterator[Columns]:
+    """Yield what the extractors say of the real samples in a folder."""
+    if is_film:
+        for file in open_films(path).files:
+            yield extractors.of_films([read_clip(file)])
+        return
+    folder = open_pictures(path)
+    common_size(folder)
+    for pictures in batches(folder):
+        yield extractors.of_pictures(pictures, [""])
+
+
+def site_error(run: Run, case: Case) -> dict[str, Any] | None:
+    """Return the error of every stand-in, by site and step, on the first batch; kept."""
+    method = case.method
+    if method is None or not run.plan.site_errors:
+        return None
+    batch = run.batches[0]
+    key = digest([case.digest(run.drawer.about), batch.digest])
+
+    def compute() -> dict[str, Any]:
+        pipe = run.drawer.pipe
+        found = observe(pipe, method, lambda: pipe(**run.drawer.arguments(batch, case.steps)))
+        return {"sites": found.sites, "steps": found.steps, "values": found.values}
+
+    kept: dict[str, Any] = remember(run.case_folder(case).path / "site-error.json", key, compute)
+    return kept
+
+
+def times(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
+    """Return seconds of every case, measured in turn; kept until settings or device change."""
+    if not run.plan.rounds:
+        return {}
+    drawer, batch = run.drawer, run.batches[0]
+    setting = Setting(drawer.device, DTYPES[run.plan.task.dtype])
+    digests = [case.digest(drawer.about) for case in cases]
+    key = digest([digests, run.plan.rounds, setting.device_name])
+
+    def compute() -> dict[str, Any]:
+        turns = {case.name: _turn(run, case) for case in cases}
+        timings = measure_in_turn(
+            turns, run.plan.rounds, _WARM_UP, setting,
+            lambda done, total, name: run.progress.say(f"time {name}, {done} of {total}"),
+        )  # fmt: skip
+        return {"rows": timings.rows(len(batch.ids)), "warning": timings.warning}
+
+    kept: dict[str, Any] = remember(run.folder / "times.json", key, compute)
+    return kept
+
+
+def previews(run: Run, cases: Sequence[Case], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Encode the films that a report shows for viewing, beside the lossless ones."""
+    wanted = {i for row in rows for i in row["samples"].get("worst", [])[:_PREVIEWS]}
+    for case in cases:
+        folder = run.case_folder(case)
+        for number in sorted(wanted):
+            place = folder.path / FILM.format(number)
+            beside = place.with_suffix(".preview.mp4")
+            if not beside.exists():
+                write_preview(beside, read_clip(place), read_fps(place) or FPS)
+
+
+def _turn(run: Run, case: Case) -> Turn:
+    """Return a case's turn: the cache goes in, two untimed steps let it learn, then one batch."""
+    drawer, batch = run.drawer, run.batches[0]
+    first = Case(case.name, case.kind, min(2, case.steps), case.method)
+    return Turn(
+        call=lambda: drawer.draw(case, batch),
+        within=lambda: drawer.wrapped(case),
+        prepare=None if case.method is None else lambda: drawer.draw(first, batch),
+    )

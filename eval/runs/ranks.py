@@ -1,0 +1,62 @@
+"""The processes of a run under `accelerate launch`; without it, one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+_PATIENCE = timedelta(days=7)  # ranks wait for the slowest, whatever a batch takes
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the run.
+
+    Attributes:
+        index: From 0; the first one scores and reports.
+        count: How many.
+        local: Place on its machine.
+    """
+
+    index: int = 0
+    count: int = 1
+    local: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process scores and reports."""
+        return self.index == 0
+
+    def wait(self) -> None:
+        """Wait until every process is here."""
+        if self.count > 1:
+            from accelerate import PartialState
+
+            PartialState().wait_for_everyone()
+
+    def close(self) -> None:
+        """Leave the group of processes."""
+        if self.count > 1:
+            from accelerate import PartialState
+
+            PartialState().destroy_process_group()
+
+
+def join(device: str) -> Ranks:
+    """Join the processes that a launcher started, or be alone.
+
+    Batches are dealt out by their number, so that every number of processes draws the same
+    samples; the run's folder must be one that all hosts see.
+
+    Args:
+        device: Of the task; on `cpu` the processes meet over gloo.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Ranks()
+    import torch
+    from accelerate import PartialState
+
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    state = PartialState(cpu=on_cpu, timeout=_PATIENCE)
+    return Ranks(state.process_index, state.num_processes, state.local_process_index)

@@ -1,0 +1,240 @@
+"""The record of a run: one JSON file with everything that was measured and how to repeat it."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+import diffcache
+from diffcache.errors import DiffcacheError
+from diffcache.eval.metrics.catalog import METRICS
+from diffcache.eval.record import Setting, commit
+from diffcache.eval.runs.draw import shares
+from diffcache.eval.runs.evaluate import Run, evaluations, step_flops
+from diffcache.eval.runs.extractors import Extractors
+from diffcache.eval.runs.task import Case, code_sha256, device_of, versions
+from diffcache.pipelines.demo.generate import DTYPES
+
+SCHEMA = "diffcache.eval/1"
+_ENOUGH = 2000
+_TIME_KEYS = ("timing", "env", "command")
+
+
+class RecordError(DiffcacheError):
+    """A record cannot be read."""
+
+
+def row(run: Run, case: Case, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a case's row: what it cost by count, how close it is, how good it is.
+
+    Args:
+        run: The run.
+        case: Drawn completely.
+        measured: `fidelity`, `quality`, `samples` and `site_error` of the case.
+    """
+    full = step_flops(run)
+    lines = _lines(run, case)
+    caches = [line["cache"] for line in lines if "cache" in line]
+    took = evaluations(lines, case.steps, full)
+    timeline = shares(lines)
+    uncached_flops = None if full is None else full * run.drawer.steps
+    return {
+        "name": case.name,
+        "kind": case.kind,
+        "method": None if case.method is None else repr(case.method),
+        "matches": list(case.matches),
+        "steps": case.steps,
+        "hash": case.digest(run.drawer.about),
+        "folder": run.case_folder(case).path.relative_to(run.folder).as_posix(),
+        "evaluations": took,
+        "computed_steps": sum(s["computed"] for s in timeline) if timeline else float(case.steps),
+        "flops": None if full is None else full * took,
+        "flops_ratio": None if uncached_flops is None or not took else run.drawer.steps / took,
+        "held_bytes": max((cache["held_bytes"] for cache in caches), default=0),
+        "timeline": timeline,
+        "latent_error": _latent_error(lines),
+        **measured,
+    }
+
+
+def _lines(run: Run, case: Case) -> list[dict[str, Any]]:
+    done = run.case_folder(case).done(run.batches)
+    return [done[number] for number in sorted(done)]
+
+
+def _latent_error(lines: Sequence[Mapping[str, Any]]) -> list[float] | None:
+    """Return the mean over the kept samples for every step."""
+    parts = [line["latent_error"] for line in lines if line.get("latent_error")]
+    if not parts:
+        return None
+    return [fmean(value for part in parts for value in part[s]) for s in range(len(parts[0]))]
+
+
+def assemble(
+    run: Run,
+    rows: Sequence[Mapping[str, Any]],
+    timing: Mapping[str, Any],
+    extractors: Extractors,
+    is_film: bool,
+) -> dict[str, Any]:
+    """Return the record.
+
+    What depends on the time or the machine stands under `timing` and `env`, so that the rest can
+    be compared between runs (`without_timing`).
+
+    Args:
+        run: The run.
+        rows: Of `row`, the uncached one first.
+        timing: `rows` (row name -> seconds, ratio, throughput) and `warning`; empty if untimed.
+        extractors: What read the samples.
+        is_film: Whether they are films.
+    """
+    task, drawer = run.plan.task, run.drawer
+    drawn = {
+        f"{case}: draw": round(seconds, 3)
+        for case, seconds in ((r["name"], _drawing_seconds(run, r)) for r in rows)
+    }
+    record = {
+        "schema": SCHEMA,
+        "command": run.plan.command,
+        "finished": True,
+        "task": {
+            "model": drawer.name, "model_sha256": drawer.about["model"],
+            "pipeline": drawer.pipeline, "kind": "films" if is_film else "pictures",
+            "prompts": {
+                "source": drawer.prompts.source, "sha256": drawer.prompts.sha256,
+                "count": len(drawer.prompts.texts),
+            },
+            "samples": task.samples, "seed": task.seed, "batch_size": task.batch_size,
+            "steps": drawer.steps, "call": drawer.call, "dtype": task.dtype,
+            "device": drawer.device.type, "threads": task.threads,
+            "reference": reference_name(run),
+            "code_sha256": code_sha256(), "versions": versions(),
+        },
+        "metrics": describe(rows, extractors),
+        "rows": list(rows),
+        "warnings": warnings(run, rows),
+        "timing": {
+            "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "parts_seconds": {**drawn, **run.parts_seconds}, "rows": timing.get("rows", {}),
+            "warning": timing.get("warning"),
+        },
+        "env": environment(run),
+    }  # fmt: skip
+    check(record)
+    return record
+
+
+def reference_name(run: Run) -> str | None:
+    """Return what FID-lite compares with: the real pictures' folder, or the shapes generator."""
+    if run.plan.reference is not None:
+        return run.plan.reference.name
+    shapes = run.drawer.prompts.source.startswith("shapes")
+    return "held-out scenes of the shapes generator" if shapes else None
+
+
+def _drawing_seconds(run: Run, found: Mapping[str, Any]) -> float:
+    """Return the sum of the seconds in a case's manifest, of all processes and earlier starts."""
+    from diffcache.eval.runs.folder import CaseFolder
+
+    done = CaseFolder(run.folder / found["folder"]).done(run.batches)
+    return float(sum(line["seconds"] for line in done.values()))
+
+
+def describe(rows: Sequence[Mapping[str, Any]], extractors: Extractors) -> dict[str, Any]:
+    """Return title, unit, direction and back end of every metric that the rows hold."""
+    keys = dict.fromkeys(k for r in rows for part in ("fidelity", "quality") for k in r[part])
+    found = {}
+    for key in keys:
+        base = key.removesuffix("_change")
+        metric = METRICS[base]
+        found[key] = {
+            "title": metric.title + (", change" if key != base else ""),
+            "unit": metric.unit,
+            "direction": metric.direction,
+            **extractors.describe(key),
+        }
+    return found
+
+
+def warnings(run: Run, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what a reader should know before believing the numbers."""
+    found = []
+    count = run.plan.task.samples
+    floors = [r["quality"].get(key, {}).get("floor") for r in rows for key in ("fid_lite", "fid")]
+    floors = [floor for floor in floors if floor is not None]
+    if floors and count < _ENOUGH:
+        found.append(
+            f"{count} samples: as many real ones would have an FID-lite of about {floors[0]:.2g}; "
+            f"compare rows by their paired change, or draw {_ENOUGH:,}"
+        )
+    for this in rows:
+        if this["kind"] == "method" and this["evaluations"] >= this["steps"]:
+            found.append(f"{this['name']} skipped nothing: its settings need more steps than these")
+    return found
+
+
+def environment(run: Run) -> dict[str, Any]:
+    """Return versions, device and processes."""
+    setting = Setting(device_of(run.plan.task.device), DTYPES[run.plan.task.dtype])
+    return {
+        "diffcache": diffcache.__version__,
+        "python": platform.python_version(),
+        **versions(),
+        "device": setting.device_name,
+        "threads": torch.get_num_threads(),
+        "processes": run.ranks.count,
+        "load": [round(value, 2) for value in os.getloadavg()],
+        "commit": commit(),
+    }
+
+
+def check(record: Mapping[str, Any]) -> None:
+    """Check that a record is whole and holds finite numbers.
+
+    Raises:
+        RecordError: If not; the field is named.
+    """
+    if record.get("schema") != SCHEMA:
+        raise RecordError(f"schema={record.get('schema')!r}: this version reads {SCHEMA!r}")
+    for name in ("task", "metrics", "rows", "warnings", "timing", "env"):
+        if name not in record:
+            raise RecordError(f"the record has no {name!r}; it was cut off or is not a record")
+    if not record["rows"] or record["rows"][0]["kind"] != "uncached":
+        raise RecordError("rows: the first must be the uncached one")
+    try:
+        json.dumps(record, allow_nan=False)
+    except ValueError as error:
+        raise RecordError(f"a number in the record is not finite: {error}") from error
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a record from its file, or from the folder of its run.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        RecordError: If it cannot be read.
+    """
+    file = path / "record.json" if path.is_dir() else path
+    if not file.exists():
+        raise FileNotFoundError(f"no record at {file}; `diffcache eval` writes one")
+    try:
+        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RecordError(f"{file} is not JSON: {error}") from error
+    check(record)
+    return record
+
+
+def without_timing(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy without what depends on the time or the machine."""
+    return {k: copy.deepcopy(v) for k, v in record.items() if k not in _TIME_KEYS}

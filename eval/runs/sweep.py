@@ -1,0 +1,139 @@
+"""A sweep: many evaluations written down in one TOML or YAML file.
+
+    model = "shapes-flux"
+    samples = 1000
+    steps = [28, 50]              # a list: one run for each value
+
+    [[method]]
+    name = "taylorseer"
+    every = [3, 4, 5]             # a list: one row for each combination
+    order = [1, 2]
+
+A value that is itself a list is written in a list of one: `computed = [[0, 4, 9]]`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from diffcache.catalog import make_method
+from diffcache.errors import DiffcacheError
+from diffcache.eval.runs.evaluate import Plan
+from diffcache.eval.runs.task import Task, digest
+from diffcache.features.base import FeatureMethod
+
+_TASK = {item.name for item in fields(Task)}
+_PLAN = {"rounds", "site_errors", "reference"}
+_TOP = _TASK | _PLAN | {"method"}
+
+
+def read_sweep(file: Path, out: Path) -> list[Plan]:
+    """Read a sweep.
+
+    Args:
+        file: TOML or YAML.
+        out: Folder of the runs; each gets a folder of its own in it.
+
+    Returns:
+        One plan for each combination of the task's lists.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it cannot be read, or a key or a value in it is wrong.
+    """
+    found = _parse(file)
+    unknown = sorted(set(found) - _TOP)
+    if unknown:
+        raise ValueError(f"{file}: unknown key {unknown[0]!r}; use {', '.join(sorted(_TOP))}")
+    if "model" not in found:
+        raise ValueError(f"{file}: 'model' is missing")
+    methods = dict(_methods(file, found.pop("method", [])))
+    settings = {name: found.pop(name) for name in _PLAN & set(found)}
+    if settings.get("reference"):
+        settings["reference"] = file.parent / settings["reference"]
+    plans = []
+    for values in _combinations(found, sweeps=lambda name: name != "call"):
+        try:
+            task = Task(**values)
+            command = shlex.join(["diffcache", *sys.argv[1:]])
+            folder = out / _folder(file, found, values)
+            plans.append(Plan(task, methods, folder, command=command, **settings))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{file}: {error}") from error
+    return plans
+
+
+def _parse(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        raise FileNotFoundError(f"no sweep at {file}")
+    text = file.read_text(encoding="utf-8")
+    try:
+        if file.suffix == ".toml":
+            found = _toml(text)
+        elif file.suffix in (".yaml", ".yml"):
+            import yaml
+
+            found = yaml.safe_load(text)
+        else:
+            raise ValueError("a sweep is a .toml or a .yaml file")
+    except Exception as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"cannot read {file}: it must hold keys and values, such as model")
+    return found
+
+
+def _toml(text: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    found: dict[str, Any] = tomllib.loads(text)
+    return found
+
+
+def _methods(file: Path, tables: Sequence[Any]) -> Iterator[tuple[str, FeatureMethod]]:
+    """Yield name in the table and method, for every combination of the lists of every table."""
+    seen = set()
+    for table in tables:
+        table = {"name": table} if isinstance(table, str) else table
+        if not isinstance(table, Mapping) or "name" not in table:
+            raise ValueError(f"{file}: a [[method]] needs a name; got {table!r}")
+        settings = {key: value for key, value in table.items() if key != "name"}
+        for values in _combinations(settings):
+            said = ",".join(f"{key}={value}" for key, value in values.items())
+            name = f"{table['name']}:{said}" if said else str(table["name"])
+            if name in seen:
+                raise ValueError(f"{file}: {name} stands there twice")
+            seen.add(name)
+            try:
+                yield name, make_method(str(table["name"]), **values)
+            except (DiffcacheError, ValueError) as error:
+                raise ValueError(f"{file}: {name}: {error}") from error
+
+
+def _combinations(
+    values: Mapping[str, Any], sweeps: Any = lambda name: True
+) -> Iterator[dict[str, Any]]:
+    """Yield every combination of the values that are lists."""
+    columns = [
+        value if isinstance(value, list) and sweeps(name) else [value]
+        for name, value in values.items()
+    ]
+    for chosen in itertools.product(*columns):
+        yield dict(zip(values, chosen, strict=True))
+
+
+def _folder(file: Path, given: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    """Return the name of a run's folder: of the file, and of what is swept."""
+    swept = [name for name, value in given.items() if isinstance(value, list)]
+    said = "-".join(f"{name}-{Path(str(values[name])).name}" for name in swept)
+    # Two sweeps of one name must not meet in one folder.
+    rest = {k: v for k, v in values.items() if k != "samples"}
+    return "-".join(part for part in (file.stem, said, digest(rest)[:6]) if part)

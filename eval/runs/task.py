@@ -1,0 +1,162 @@
+"""What a run draws: one task, several cases, and the hashes that keep them apart."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import diffcache
+from diffcache.features.base import FeatureMethod
+from diffcache.pipelines.demo.generate import DTYPES
+
+Kind = Literal["uncached", "method", "fewer steps"]
+_PACKAGE = Path(diffcache.__file__).parent
+_CODE = ("step.py", "features", "attach", "kernels", "quant")
+_SMALL_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every case of a run draws.
+
+    Attributes:
+        model: Directory of a saved pipeline, name of a shipped model, or a hub name.
+        prompts: A built-in list or a file (`diffcache.eval.prompts`); "" is the model's own.
+        samples: How many; sample `i` is drawn from prompt `i` (the list is repeated) and from
+            noise with seed `seed + i`.
+        seed: Of the first sample.
+        batch_size: Prompts a call. Part of what is drawn: a batch is one computation, and a method
+            may decide by its mean.
+        steps: Sampling steps; None is the pipeline's default.
+        call: More arguments of the pipeline's call.
+        dtype: Of the model.
+        device: `auto`, or as torch names it.
+        threads: CPU threads of torch; they change the order of sums.
+    """
+
+    model: str
+    prompts: str = ""
+    samples: int = 256
+    seed: int = 0
+    batch_size: int = 8
+    steps: int | None = None
+    call: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    device: str = "auto"
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples", 1), ("batch_size", 1), ("threads", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps={self.steps}: must be at least 1")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: the task under a method, uncached, or uncached with fewer steps.
+
+    Attributes:
+        name: In tables; unique in a run.
+        kind: Which of the three.
+        steps: Sampling steps.
+        method: The cache, None for the other two.
+        matches: Names of the methods whose evaluations a case of fewer steps has.
+    """
+
+    name: str
+    kind: Kind
+    steps: int
+    method: FeatureMethod | None = None
+    matches: tuple[str, ...] = ()
+
+    def digest(self, about: Mapping[str, Any]) -> str:
+        """Return 16 hexadecimal digits that change with anything that changes the samples.
+
+        Args:
+            about: What all cases of the run share (`Drawer.about`).
+        """
+        mine = {**about, "steps": self.steps, "method": None}
+        if self.method is not None:
+            mine |= {"method": repr(self.method), "code": code_sha256()}
+        return digest(mine)
+
+    def folder(self, about: Mapping[str, Any]) -> str:
+        """Return the name of its folder."""
+        slug = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+        return f"{slug[:48]}-{self.digest(about)[:8]}"
+
+
+def digest(data: Any) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of plain data."""
+    text = json.dumps(data, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that draw."""
+    names = ("torch", "diffusers", "transformers")
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+@lru_cache(maxsize=1)
+def code_sha256() -> str:
+    """Return the SHA-256 of the code that caches, so that a changed method is drawn again."""
+    found = hashlib.sha256()
+    for name in _CODE:
+        place = _PACKAGE / name
+        files = [place] if place.is_file() else sorted(place.rglob("*.py"))
+        for file in files:
+            found.update(file.relative_to(_PACKAGE).as_posix().encode() + file.read_bytes())
+    return found.hexdigest()
+
+
+def directory_sha256(directory: Path) -> str:
+    """Return a SHA-256 that tells saved pipelines apart.
+
+    Of files above 1 MiB the size and the first and last MiB are read, so that tens of gigabytes
+    of weights take no time; text such as a model card does not count.
+    """
+    found = hashlib.sha256()
+    for file in sorted(directory.rglob("*")):
+        if not file.is_file() or file.suffix in (".md", ".jsonl", ".png", ".lock"):
+            continue
+        if any(part.startswith(".") for part in file.relative_to(directory).parts):
+            continue
+        size = file.stat().st_size
+        found.update(f"{file.relative_to(directory).as_posix()}:{size}\n".encode())
+        with file.open("rb") as data:
+            found.update(data.read(_SMALL_BYTES))
+            if size > _SMALL_BYTES:
+                data.seek(max(size - _SMALL_BYTES, _SMALL_BYTES))
+                found.update(data.read())
+    return found.hexdigest()
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device a task names; `auto` is the accelerator where there is one.
+
+    Raises:
+        ValueError: If torch does not know the device, or sees none of its kind here.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device={name!r}: use auto, cpu, cuda or cuda:0") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name!r}: torch sees no CUDA device here; use cpu")
+    return device
