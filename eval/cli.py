@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from diffcache.eval.runs.evaluate import Plan
 
 EMPTY: list[str] = []
+NEEDED = ("torchmetrics", "matplotlib", "cv2", "av")
+SHOWN = (
+    "evaluations", "flops_ratio", "ratio", "held_bytes", "psnr_db", "lpips", "lpips_lite",
+    "temporal_error", "fid", "fid_lite", "fid_lite_change", "fvd_lite", "fvd_lite_change",
+    "clip_score", "prompt_accuracy", "image_reward",
+)  # fmt: skip
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 SCRIPTS = {
     "doctor": "Say which metrics run here, with which weights, and what is missing.",
@@ -107,6 +113,7 @@ def evaluate(
         return
     if not model:
         raise ValueError("--model is missing: name a directory, or shapes-flux")
+    _prepare()
     from diffcache.eval.methods import parse_method
     from diffcache.eval.runs.evaluate import Plan
     from diffcache.eval.runs.task import Task
@@ -128,14 +135,12 @@ def evaluate(
 
 def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, Any] | None:
     """Evaluate a plan and print its table; return the record in the first process."""
-    need("torchmetrics", "matplotlib", "cv2", "av")
     from diffcache.eval.report.table import terminal_table
     from diffcache.eval.runs.folder import write_json
     from diffcache.eval.runs.measure import evaluate as run
     from diffcache.eval.runs.progress import shown
-    from diffcache.pipelines.demo.console import console, quiet
+    from diffcache.pipelines.demo.console import console
 
-    quiet()
     try:
         with shown(quiet_bar) as progress:
             record = run(plan, progress)
@@ -151,7 +156,7 @@ def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, An
     if machine:
         write_json(Path(machine), record)
     screen = console()
-    screen.print(terminal_table(record))
+    screen.print(terminal_table(record, SHOWN))
     for text in record["warnings"]:
         screen.print(f"note: {text}", highlight=False, markup=False)
     page = next((file for file in files if file.endswith(".html")), folder)
@@ -159,17 +164,18 @@ def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, An
     return record
 
 
-def need(*packages: str) -> None:
-    """Check that optional packages are there.
+def _prepare() -> None:
+    """Check that the extra is installed, and keep libraries from printing while they load.
 
     Raises:
-        ValueError: If one is missing; the message says how to install it.
+        ValueError: If a package is missing; the message says how to install it.
     """
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(
-            f"{', '.join(missing)} missing: evaluation needs pip install 'diffcache[eval]'"
-        )
+        raise ValueError(f"{', '.join(missing)} missing: pip install 'diffcache[eval]'")
+    from diffcache.pipelines.demo.console import quiet
+
+    quiet()
 
 
 @app.command()
@@ -189,6 +195,7 @@ def sweep(
 
         diffcache eval sweep sweep.toml --dry-run
     """
+    _prepare()
     from diffcache.eval.runs.sweep import read_sweep
 
     plans = read_sweep(file, out)

@@ -281,9 +281,15 @@ class TerminalTable:
         return part
 
 
-def terminal_table(record: Record) -> TerminalTable:
-    """Return the table of a record for `rich` to print."""
-    return TerminalTable(table_of(record))
+def terminal_table(record: Record, only: Sequence[str] | None = None) -> TerminalTable:
+    """Return the table of a record for `rich` to print.
+
+    Args:
+        record: A checked record.
+        only: Keys of columns; those that the record does not hold are passed over. All by default.
+    """
+    held = {column.key for column in columns_of(record)}
+    return TerminalTable(table_of(record, only and [key for key in only if key in held]))
 
 
 def _head(column: Column) -> str:
