@@ -1,0 +1,297 @@
+"""Read folders of pictures and films that others made; pair two of them by file name.
+
+Only a few pictures are in memory at a time. `diffcache.eval.pictures` says how each is read.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from diffcache.eval import npz
+from diffcache.eval.clips import FILM_ENDINGS, read_clip
+from diffcache.eval.pictures import (
+    PICTURE_ENDINGS,
+    is_picture,
+    read_picture,
+    read_size,
+    resized,
+)
+
+Size = tuple[int, int]
+_NAMED = 3  # files that a message names
+
+
+class FolderWarning(UserWarning):
+    """A folder holds files that were left out."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Samples on disk, each under a name; what they are is read when it is asked for.
+
+    Attributes:
+        path: Folder, file, or `.npz`.
+        names: Path inside the folder without the ending, in natural order (2 before 10); in an
+            `.npz` file the index.
+        files: File of each, empty for an `.npz` file.
+        notes: What was left out.
+        stored: The pictures of an `.npz` file.
+    """
+
+    path: Path
+    names: tuple[str, ...]
+    files: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+    stored: npz.StoredPictures | None = None
+
+    def __len__(self) -> int:
+        """Return how many samples there are."""
+        return len(self.names)
+
+    def place(self, index: int) -> str:
+        """Name a sample in messages."""
+        return str(self.files[index]) if self.files else f"{self.path} picture {index}"
+
+    def sizes(self) -> Iterator[Size]:
+        """Yield height and width of every picture, from headers (errors: `read_size`)."""
+        if self.stored is not None:
+            yield from (self.stored.size for _ in range(self.stored.count))
+        yield from map(read_size, self.files)
+
+    def pictures(self, indices: Sequence[int] | None = None) -> Iterator[Tensor]:
+        """Yield pictures, uint8 [3, H, W] (errors: `read_picture`).
+
+        Args:
+            indices: Which, increasing; all by default.
+        """
+        chosen = range(len(self)) if indices is None else indices
+        if self.stored is None:
+            yield from (read_picture(self.files[index]) for index in chosen)
+            return
+        wanted = frozenset(chosen)
+        for index, picture in enumerate(self.stored):
+            if index in wanted:
+                yield picture
+
+
+def open_pictures(path: str | Path, recursive: bool = False) -> Folder:
+    """Find the pictures of a folder, an `.npz` file (`arr_0`), or one picture.
+
+    Args:
+        path: Folder or file.
+        recursive: Look into folders inside, too.
+
+    Raises:
+        FileNotFoundError: If nothing is there.
+        ValueError: If there are no pictures, or two have one name.
+    """
+    path = Path(path).expanduser()
+    if path.suffix.lower() == ".npz" and not path.is_dir():
+        stored = npz.open_pictures(path)
+        return Folder(path, tuple(map(str, range(stored.count))), stored=stored)
+    if not path.exists():
+        raise FileNotFoundError(f"no folder or file {path}")
+    if path.is_file():
+        if not is_picture(path):
+            raise ValueError(f"{path} is no picture ({', '.join(PICTURE_ENDINGS)}) and no .npz")
+        return Folder(path, (path.stem,), (path,))
+    files = [f for f in (path.rglob("*") if recursive else path.iterdir()) if f.is_file()]
+    found = [file for file in files if is_picture(file)]
+    inside = [] if recursive else _folders_of_pictures(path)
+    if not found:
+        hint = "; the folders inside do: use --recursive" if inside else ""
+        hint = hint or ("; it holds films" if any(map(is_film, files)) else "")
+        raise ValueError(f"folder {path} holds no picture ({', '.join(PICTURE_ENDINGS)}){hint}")
+    notes = _left_out(path, set(files) - set(found), "files that are no pictures")
+    notes += _left_out(path, inside, "folders of pictures (--recursive reads them)")
+    return _named(path, found, notes)
+
+
+def open_films(path: str | Path) -> Folder:
+    """Find the films of a folder: film files, and folders inside with one picture a frame.
+
+    Args:
+        path: That folder, one film, or one folder of frames.
+
+    Raises:
+        FileNotFoundError: If nothing is there.
+        ValueError: If there are no films, frames lie beside films, or two have one name.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise FileNotFoundError(f"no folder or file {path}")
+    if path.is_file():
+        if not is_film(path):
+            raise ValueError(f"{path} is no film ({', '.join(FILM_ENDINGS)})")
+        return Folder(path, (path.stem,), (path,))
+    files = [file for file in path.iterdir() if file.is_file()]
+    found = [file for file in files if is_film(file)] + _folders_of_pictures(path)
+    frames = [file for file in files if is_picture(file)]
+    if frames and not found:
+        return Folder(path, (path.resolve().name,), (path,))
+    if frames:
+        raise ValueError(f"{path} holds films and pictures, such as {frames[0].name}: part them")
+    if not found:
+        raise ValueError(
+            f"folder {path} holds no film ({', '.join(FILM_ENDINGS)}, or folders of frames)"
+        )
+    return _named(path, found, _left_out(path, set(files) - set(found), "files that are no films"))
+
+
+def holds_films(path: str | Path) -> bool:
+    """Say whether a path is a film or a folder with films; both kinds are a ValueError."""
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        return is_film(path)
+    files = [file for file in path.iterdir() if file.is_file()]
+    films, pictures = (list(filter(kind, files)) for kind in (is_film, is_picture))
+    if films and pictures:
+        raise ValueError(
+            f"{path} holds films ({films[0].name}) and pictures ({pictures[0].name}): part them"
+        )
+    return bool(films)
+
+
+def is_film(file: Path) -> bool:
+    """Say whether a file has a film's ending (hidden ones do not count)."""
+    return file.suffix.lower() in FILM_ENDINGS and not file.name.startswith(".")
+
+
+def pair(a: Folder, b: Folder) -> list[tuple[int, int]]:
+    """Return which sample of `b` belongs to which of `a`: the one of the same name.
+
+    Single files are a pair whatever their names.
+
+    Raises:
+        ValueError: If a sample has no counterpart; names those.
+    """
+    if len(a) == len(b) == 1 and a.path.is_file() and b.path.is_file():
+        return [(0, 0)]
+    if (a.stored is None) != (b.stored is None):
+        raise ValueError(f"{a.path} and {b.path}: an .npz has no file names; pair it with an .npz")
+    places = {name: place for place, name in enumerate(b.names)}
+    lacking = [_missing(b.path, [name for name in a.names if name not in places], a.path)]
+    lacking += [_missing(a.path, sorted(places.keys() - set(a.names), key=natural), b.path)]
+    if any(lacking):
+        raise ValueError("; ".join(filter(None, lacking)))
+    return [(place, places[name]) for place, name in enumerate(a.names)]
+
+
+def common_size(
+    folder: Folder, progress: Callable[[Iterable[Size]], Iterable[Size]] = iter
+) -> Size:
+    """Return the height and width that all pictures have.
+
+    Args:
+        folder: Pictures.
+        progress: Shows how far it is.
+
+    Raises:
+        ValueError: If one has another; names it.
+    """
+    first: Size | None = None
+    for index, size in enumerate(progress(folder.sizes())):
+        first = first or size
+        if size != first:
+            raise ValueError(
+                f"{folder.place(index)} is {size[0]} x {size[1]} and {folder.place(0)} "
+                f"{first[0]} x {first[1]}: --resize SIDE makes them equal"
+            )
+    if first is None:
+        raise ValueError(f"{folder.path} holds no picture")
+    return first
+
+
+def batches(
+    folder: Folder,
+    size: int = 64,
+    indices: Sequence[int] | None = None,
+    side: int | None = None,
+) -> Iterator[Tensor]:
+    """Yield pictures in batches, uint8 [at most size, 3, H, W].
+
+    Args:
+        folder: Pictures of one size (`common_size`), unless `side` is given.
+        size: Pictures in a batch.
+        indices: Which, increasing; all by default.
+        side: Resize them (`resized`), pixels.
+    """
+    held: list[Tensor] = []
+    for picture in folder.pictures(indices):
+        held.append(picture if side is None else resized(picture, side))
+        if len(held) == size:
+            yield torch.stack(held)
+            held = []
+    if held:
+        yield torch.stack(held)
+
+
+def open_samples(
+    path: str | Path, is_film: bool, batch_size: int = 64
+) -> Iterator[Tensor | list[Tensor]]:
+    """Yield all samples of a folder, pictures or films, in batches.
+
+    Args:
+        path: As `open_pictures` or `open_films` take it.
+        is_film: Whether films are wanted.
+        batch_size: Pictures in a batch; films come one by one.
+
+    Yields:
+        Pictures uint8 [N, 3, H, W], all of one size; or a list of one film uint8 [F, 3, H, W].
+
+    Raises:
+        FileNotFoundError: If nothing is there.
+        ValueError: If it holds none, they differ in size (pictures), or one cannot be read.
+    """
+    folder = open_films(path) if is_film else open_pictures(path)
+    for note in folder.notes:
+        warnings.warn(note, FolderWarning, stacklevel=2)
+    if is_film:
+        yield from ([read_clip(file)] for file in folder.files)
+        return
+    common_size(folder)
+    yield from batches(folder, batch_size)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a sort key in which numbers inside a name count as numbers."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if place % 2 else (-1, part) for place, part in enumerate(parts)]
+
+
+def _named(path: Path, found: Collection[Path], notes: tuple[str, ...]) -> Folder:
+    """Return files in natural order of their names, which must differ."""
+    names: dict[str, Path] = {}
+    for file in found:
+        inside = file.relative_to(path)
+        name = (inside if file.is_dir() else inside.with_suffix("")).as_posix()
+        if name in names:
+            both = sorted((file.name, names[name].name))
+            raise ValueError(f"{path} holds {' and '.join(both)}: two files of one name; part them")
+        names[name] = file
+    order = sorted(names, key=natural)
+    return Folder(path, tuple(order), tuple(names[name] for name in order), notes)
+
+
+def _left_out(path: Path, files: Collection[Path], what: str) -> tuple[str, ...]:
+    if not files:
+        return ()
+    return (f"{path}: left out {len(files)} {what}, such as {min(files).name}",)
+
+
+def _folders_of_pictures(path: Path) -> list[Path]:
+    return [p for p in path.iterdir() if p.is_dir() and any(map(is_picture, p.iterdir()))]
+
+
+def _missing(path: Path, names: Sequence[str], other: Path) -> str:
+    if not names:
+        return ""
+    dots = ", ..." if len(names) > _NAMED else ""
+    return f"{path} lacks {len(names)} of {other}: {', '.join(names[:_NAMED])}{dots}"

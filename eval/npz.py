@@ -1,0 +1,200 @@
+"""Pictures and statistics in `.npz` files, as the evaluator of guided-diffusion (ADM) has them.
+
+Pictures are `arr_0`, uint8 [N, H, W, 3]; statistics are `mu` [D] and `sigma` [D, D]. A file may
+hold both. Pictures are read and written one after another, so that 50,000 need no memory.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import torch
+from numpy.lib import format as npy
+from torch import Tensor
+
+PICTURES = "arr_0"
+_BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, LookupError, ValueError)
+
+
+@dataclass(frozen=True)
+class StoredPictures:
+    """The pictures of an `.npz` file.
+
+    Attributes:
+        path: The file.
+        count: How many.
+        size: Height and width, pixels.
+    """
+
+    path: Path
+    count: int
+    size: tuple[int, int]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield each picture, uint8 [3, H, W].
+
+        Raises:
+            ValueError: If the file is damaged.
+        """
+        shape = (*self.size, 3)
+        with _reading(self.path), _member(self.path) as (stream, _, _):
+            for _ in range(self.count):
+                data = stream.read(shape[0] * shape[1] * 3)
+                if len(data) < shape[0] * shape[1] * 3:
+                    raise EOFError("it ends too early")
+                picture = np.frombuffer(data, np.uint8).reshape(shape)
+                yield torch.from_numpy(picture.transpose(2, 0, 1).copy())
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Mean and covariance of features, as stored.
+
+    Attributes:
+        mean: float64 [D].
+        cov: float64 [D, D].
+        count: Samples they are of, None where the file does not say.
+    """
+
+    mean: Tensor
+    cov: Tensor
+    count: int | None
+
+
+def keys(path: Path) -> tuple[str, ...]:
+    """Return the names of the arrays of a file.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it is not a whole `.npz` file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    with _reading(path), zipfile.ZipFile(path) as archive:
+        return tuple(name.removesuffix(".npy") for name in archive.namelist())
+
+
+def open_pictures(path: Path) -> StoredPictures:
+    """Look at the pictures of a file without reading them.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is damaged or holds no pictures.
+    """
+    found = keys(path)
+    if PICTURES not in found:
+        raise ValueError(
+            f"{path} holds no {PICTURES!r} (uint8 [N, H, W, 3]) but {', '.join(found) or 'nothing'}"
+        )
+    with _reading(path), _member(path) as (_, shape, dtype):
+        pass
+    if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or 0 in shape:
+        raise ValueError(
+            f"{path}: {PICTURES} must be pictures, uint8 [N, H, W, 3], not {dtype} {list(shape)}"
+        )
+    return StoredPictures(path, shape[0], (shape[1], shape[2]))
+
+
+def read_statistics(path: Path) -> Statistics | None:
+    """Return the statistics in a file, None where it has none.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is damaged, or what it holds is no mean and covariance.
+    """
+    if not {"mu", "sigma"} <= set(keys(path)):
+        return None
+    with _reading(path), np.load(path, allow_pickle=False) as data:
+        mean, cov = (torch.from_numpy(np.asarray(data[k], np.float64)) for k in ("mu", "sigma"))
+        count = int(data["count"]) if "count" in data else None
+    if mean.ndim != 1 or cov.shape != (len(mean), len(mean)) or len(mean) == 0:
+        raise ValueError(
+            f"{path}: mu {list(mean.shape)} and sigma {list(cov.shape)} must be [D] and [D, D]"
+        )
+    if not (bool(mean.isfinite().all()) and bool(cov.isfinite().all())):
+        raise ValueError(f"{path}: mu or sigma holds NaN or infinity")
+    if not torch.allclose(cov, cov.T, rtol=1e-4, atol=1e-6 * float(cov.abs().max())):
+        raise ValueError(f"{path}: sigma must be symmetric")
+    return Statistics(mean, (cov + cov.T) / 2, count)
+
+
+def write_npz(path: str | Path, pictures: Iterable[Tensor], count: int) -> Path:
+    """Write pictures for the ADM evaluator; nothing is left behind if that fails.
+
+    Args:
+        path: Ends in `.npz`.
+        pictures: `count` pictures, uint8 [3, H, W], all of one size.
+        count: How many there are.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: If the ending, a picture or the number of pictures is not as above.
+    """
+    path = Path(path)
+    if path.suffix != ".npz":
+        raise ValueError(f"{path}: pictures are written as .npz")
+    draft = path.with_name(path.name + ".tmp")
+    try:
+        with (
+            zipfile.ZipFile(draft, "w", zipfile.ZIP_STORED) as archive,
+            archive.open(zipfile.ZipInfo(f"{PICTURES}.npy"), "w", force_zip64=True) as stream,
+        ):
+            _write_array(stream, path, pictures, count)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return path
+
+
+def _write_array(stream: IO[bytes], path: Path, pictures: Iterable[Tensor], count: int) -> None:
+    size: torch.Size | None = None
+    written = 0
+    for picture in pictures:
+        if picture.dtype != torch.uint8 or picture.ndim != 3 or len(picture) != 3:
+            raise ValueError(
+                f"{path}: picture {written} is {picture.dtype} {list(picture.shape)}; "
+                "expected uint8 [3, H, W]"
+            )
+        if size is None:
+            size = picture.shape
+            header = {"descr": "|u1", "fortran_order": False, "shape": (count, *size[1:], 3)}
+            npy.write_array_header_1_0(stream, header)
+        if picture.shape != size:
+            raise ValueError(
+                f"{path}: picture {written} is {list(picture.shape)}, those before {list(size)}"
+            )
+        stream.write(picture.permute(1, 2, 0).contiguous().numpy().tobytes())
+        written += 1
+    if written != count or not written:
+        raise ValueError(f"{path}: {written} pictures, not {count}")
+
+
+@contextmanager
+def _member(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype[np.generic]]]:
+    """Open `arr_0` behind its header; yields it with shape and dtype."""
+    with zipfile.ZipFile(path) as archive, archive.open(f"{PICTURES}.npy") as stream:
+        version = npy.read_magic(stream)
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, is_fortran, dtype = read(stream)
+        if is_fortran and len(shape) > 1:
+            raise ValueError(f"{PICTURES} is stored column by column; save it in C order")
+        yield stream, shape, dtype
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Name the file in the errors of reading it."""
+    try:
+        yield
+    except _BROKEN as error:
+        raise ValueError(f"{path} cannot be read as .npz, write it again: {error}") from error

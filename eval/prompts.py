@@ -1,0 +1,218 @@
+"""Lists of prompts: built in, or from the files that benchmarks ship them in.
+
+    load_prompts("pictures"); load_prompts("DrawBench.csv", limit=200)
+
+Sample `i` is drawn from prompt `i` of the list, from its start again where it ends.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffcache.pipelines.small.scenes import held_out_prompts
+
+SHIPPED = {
+    "shapes": "64 held-out scenes of the shapes generator",
+    "pictures": "100 prompts for pictures",
+    "films": "50 prompts for films",
+}
+HELD_OUT = "shapes-held-out"
+HELD_OUT_COUNT = 1000
+# DrawBench names its column Prompts, PartiPrompts Prompt.
+COLUMNS = ("prompts", "prompt", "caption")
+# VBench names its field prompt_en, COCO caption.
+FIELDS = ("prompt", "prompt_en", "caption")
+_FOLDER = Path(__file__).resolve().parents[1] / "assets" / "prompts"
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A list of prompts.
+
+    Attributes:
+        source: Name of a built-in list, or the path of the file.
+        texts: The prompts, none empty.
+        sha256: Of the whole list as UTF-8, one prompt a line, before any limit; the same for the
+            same prompts in another kind of file.
+    """
+
+    source: str
+    texts: Sequence[str]
+    sha256: str
+
+    def __getitem__(self, sample: int) -> str:
+        """Return the prompt of a sample; the list repeats."""
+        return self.texts[sample % len(self.texts)]
+
+
+def load_prompts(
+    source: str | Path, limit: int | None = None, column: str | None = None
+) -> Prompts:
+    """Load a list of prompts.
+
+    Args:
+        source: `shapes`, `pictures`, `films`, `shapes-held-out` (as many as `limit` says, 1,000
+            without one); or a file: `.txt` (one a line; blank lines and those that begin with #
+            are left out), `.csv` and `.tsv` with a header, `.json` (COCO captions, VBench's full
+            info, a list of texts or of objects), `.jsonl`. `FILE:COLUMN` names a column.
+        limit: Only so many, from the start.
+        column: Of a table, or field of the objects of a JSON file, if not one of the usual names.
+
+    Raises:
+        FileNotFoundError: If there is neither such a list nor such a file.
+        ValueError: If the file cannot be read, lacks the column, or holds no prompt.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit={limit}: must be at least 1 prompt")
+    name = str(source)
+    if name in (*SHIPPED, HELD_OUT):
+        if column is not None:
+            raise ValueError(f"column={column!r}: the built-in list {name!r} has no columns")
+        return _built_in(name, limit)
+    file, column = _locate(source, column)
+    texts = _read(file, column)
+    if not texts:
+        raise ValueError(f"{file} holds no prompt")
+    return Prompts(str(file), tuple(texts[:limit]), _sha256(texts))
+
+
+def _built_in(name: str, limit: int | None) -> Prompts:
+    if name == HELD_OUT:
+        texts = held_out_prompts(limit or HELD_OUT_COUNT)
+        return Prompts(name, tuple(texts), _sha256(texts))
+    texts = _read(_FOLDER / f"{name}.txt", None)
+    return Prompts(name, tuple(texts[:limit]), _sha256(texts))
+
+
+def _locate(source: str | Path, column: str | None) -> tuple[Path, str | None]:
+    """Return the file and the column; a source FILE:COLUMN is taken apart."""
+    file = Path(source).expanduser()
+    if not file.exists() and column is None and isinstance(source, str):
+        front, sign, back = source.rpartition(":")
+        if sign and back and Path(front).expanduser().is_file():
+            return Path(front).expanduser(), back
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder; give a file of prompts")
+    if file.is_file():
+        return file, column
+    known = (*SHIPPED, HELD_OUT)
+    close = difflib.get_close_matches(str(source), known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise FileNotFoundError(
+        f"no prompts {str(source)!r}: neither a file nor one of {', '.join(known)}{hint}"
+    )
+
+
+def _read(file: Path, column: str | None) -> list[str]:
+    """Return the prompts of a file, white space collapsed, empty ones left out."""
+    ending = file.suffix.lower()
+    if ending not in _READERS:
+        raise ValueError(f"{file}: prompts are read from {', '.join(_READERS)}")
+    if ending == ".txt" and column is not None:
+        raise ValueError(f"column={column!r}: {file} is plain text and has no columns")
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file} is not UTF-8 (byte {error.start}): save it as UTF-8 text"
+        ) from error
+    try:
+        found = _READERS[ending](text, column)
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{file}: {error}") from error
+    cleaned = (" ".join(prompt.split()) for prompt in found)
+    return [prompt for prompt in cleaned if prompt]
+
+
+def _read_text(text: str, column: str | None) -> Iterable[str]:
+    lines = text.replace("\r", "\n").split("\n")
+    return [line for line in lines if not line.lstrip().startswith("#")]
+
+
+def _read_csv(text: str, column: str | None) -> Iterable[str]:
+    return _cells(list(csv.reader(io.StringIO(text, newline=""))), column)
+
+
+def _read_tsv(text: str, column: str | None) -> Iterable[str]:
+    # PartiPrompts has bare quotation marks; a reader that pairs them would swallow lines.
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t", quoting=csv.QUOTE_NONE)
+    return _cells([list(map(_unquote, row)) for row in reader], column)
+
+
+def _unquote(cell: str) -> str:
+    """Take away the quotation marks that a spreadsheet puts around a whole cell."""
+    inner = cell[1:-1].replace('""', "\0")
+    if len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inner:
+        return inner.replace("\0", '"')
+    return cell
+
+
+def _cells(rows: list[list[str]], column: str | None) -> list[str]:
+    """Return the cells of the column of prompts, below the header."""
+    if not rows:
+        return []
+    header = [name.strip() for name in rows[0]]
+    wanted = COLUMNS if column is None else (column.lower(),)
+    places = [place for place, name in enumerate(header) if name.lower() in wanted]
+    if len(places) != 1:
+        asked = "prompts" if column is None else repr(column)
+        many = "several columns" if places else "no column"
+        raise ValueError(
+            f"{many} of {asked}, there are {', '.join(header)}: name one as FILE:COLUMN"
+        )
+    return [row[places[0]] for row in rows[1:] if len(row) > places[0]]
+
+
+def _read_json(text: str, column: str | None) -> Iterable[str]:
+    data = json.loads(text)
+    if isinstance(data, dict) and isinstance(data.get("annotations"), list):
+        data = data["annotations"]
+    if not isinstance(data, list):
+        raise ValueError('expected a list of prompts or an object with "annotations"')
+    return [_field(entry, column, f"entry {place}") for place, entry in enumerate(data)]
+
+
+def _read_lines(text: str, column: str | None) -> Iterable[str]:
+    found = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                entry = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number} is not JSON: {error}") from error
+            found.append(_field(entry, column, f"line {number}"))
+    return found
+
+
+def _field(entry: Any, column: str | None, place: str) -> str:
+    """Return the prompt of an entry: the entry itself, or a field of it."""
+    if isinstance(entry, str) and column is None:
+        return entry
+    names = FIELDS if column is None else (column,)
+    if not isinstance(entry, dict):
+        raise ValueError(f"{place} is neither a text nor an object with {' or '.join(names)}")
+    found = next((entry[name] for name in names if name in entry), None)
+    if not isinstance(found, str):
+        raise ValueError(f"{place} has no text under {' or '.join(names)}: {', '.join(entry)}")
+    return found
+
+
+_READERS: dict[str, Callable[[str, str | None], Iterable[str]]] = {
+    ".txt": _read_text,
+    ".csv": _read_csv,
+    ".tsv": _read_tsv,
+    ".json": _read_json,
+    ".jsonl": _read_lines,
+}
+
+
+def _sha256(texts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()

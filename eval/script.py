@@ -1,0 +1,113 @@
+"""What the scripts on folders share: errors as one line, exit codes, a bar, JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from diffcache.errors import DiffcacheError
+
+DONE, WRONG, MISSING, INTERRUPTED = 0, 2, 3, 130
+EXIT_CODES = "exit codes: 0 done, 2 a wrong request or file, 3 weights or a package are missing"
+_SHOWN_AFTER_SECONDS = 2.0
+Item = TypeVar("Item")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing."""
+        raise ValueError(f"{message} (see --help)")
+
+
+def guarded(work: Callable[[], None]) -> int:
+    """Do the work; turn what a user can put right into one line and an exit code.
+
+    Returns:
+        0 done, 2 a wrong request or file, 3 weights or a package are missing, 130 interrupted.
+    """
+    from diffcache.eval.weights import MissingWeightsError
+
+    try:
+        work()
+    except SystemExit as stop:  # --help
+        return int(stop.code or 0)
+    except (MissingWeightsError, ImportError) as error:
+        return _fail(error, MISSING)
+    except (DiffcacheError, ValueError, OSError) as error:
+        return _fail(error, WRONG)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return DONE
+
+
+def warn(*texts: str) -> None:
+    """Print warnings, each one line on standard error."""
+    for text in texts:
+        print(f"warning: {' '.join(text.split())}", file=sys.stderr)
+
+
+def bar(items: Iterable[Item], total: int, label: str) -> Iterable[Item]:
+    """Show progress on a terminal's standard error, where it takes more than two seconds."""
+    from tqdm import tqdm
+
+    shown: Iterable[Item] = tqdm(
+        items, label, total, leave=False, file=sys.stderr, disable=None, delay=_SHOWN_AFTER_SECONDS
+    )
+    return shown
+
+
+def check_targets(**targets: str | None) -> None:
+    """Check that files can be written, before anything is computed.
+
+    Args:
+        targets: Option -> path. Only that of `json` may be `-`, standard output.
+
+    Raises:
+        ValueError: If a folder is not there, or the path is one.
+    """
+    for option, target in targets.items():
+        if target is None or (target == "-" and option == "json"):
+            continue
+        place = Path(target)
+        if target == "-" or place.is_dir() or not place.parent.is_dir():
+            raise ValueError(f"--{option} {target}: name a file in a folder that is there")
+
+
+def show(target: str | None, report: dict[str, Any], print_table: Callable[[], None]) -> None:
+    """Print the table, or nothing but JSON for `-`; write JSON to a file if one is named."""
+    from diffcache.eval.runs.folder import write_json
+
+    if target == "-":
+        print(json.dumps(report, indent=1, allow_nan=False))
+        return
+    print_table()
+    if target:
+        write_json(Path(target), report)
+        print(f"wrote {target}")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a converter for a whole number that is not below `least`."""
+
+    def whole_number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number from {least}")
+        return value
+
+    return whole_number
+
+
+def _fail(error: BaseException, code: int) -> int:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,163 @@
+"""Compare two sets of features: the Fréchet distance with interval and floor, KID, and others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcache.eval.metrics import bootstrap, distances
+from diffcache.eval.metrics.frechet import Moments, frechet, moments
+
+_WIDE = 256  # features; above it one Fréchet distance takes seconds
+MOST_FOR_NEIGHBOURS = 5000  # samples; every one is compared with every other
+SPLITS = 10
+_DRAWS, _DRAWS_WIDE = 8, 2
+_LEAST_FOR_FLOOR = 4
+
+
+@dataclass(frozen=True)
+class FeatureSet:
+    """The features of one set.
+
+    Attributes:
+        moments: Mean and covariance; from `features` where those are known.
+        count: Samples, None where nobody says.
+        features: float64 [N, D], None where only the moments are known.
+        probabilities: Of classes, [N, C], for the Inception score.
+    """
+
+    moments: Moments
+    count: int | None
+    features: Tensor | None = None
+    probabilities: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is computed beside the Fréchet distance, and how.
+
+    Attributes:
+        kid: Kernel distance.
+        prdc: Precision, recall, density, coverage.
+        inception_score: Of the second set.
+        resamples: For intervals, 0 for none.
+        seed: Of every draw.
+    """
+
+    kid: bool = False
+    prdc: bool = False
+    inception_score: bool = False
+    resamples: int = bootstrap.RESAMPLES
+    seed: int = 0
+
+
+def compare(real: FeatureSet, fake: FeatureSet, wanted: Wanted) -> dict[str, dict[str, Any]]:
+    """Return the metrics of a set against a reference.
+
+    Args:
+        real: The reference.
+        fake: The set; its features must be known.
+        wanted: What to compute.
+
+    Returns:
+        `fid`, and as wanted `kid`, `is`, `precision`, `recall`, `density`, `coverage`. Each has
+        `value` and `n`; `low` and `high` are a 95 % interval, `spread` a standard deviation over
+        subsets or splits, `floor` what `floor` returns (of `fid`).
+
+    Raises:
+        ValueError: If there are too few samples, or features where they are needed are not known.
+    """
+    if fake.features is None:
+        raise ValueError("the features of the second set must be known, not only their moments")
+    found = {"fid": _frechet(real, fake, fake.features, wanted)}
+    if wanted.kid or wanted.prdc:
+        if real.features is None:
+            raise ValueError(
+                "KID, precision, recall, density and coverage need the pictures of the reference, "
+                "not only its mean and covariance"
+            )
+        if wanted.kid:
+            found["kid"] = _spread(
+                distances.kid(real.features, fake.features, seed=wanted.seed), len(fake.features)
+            )
+        if wanted.prdc:
+            found |= _neighbours(real.features, fake.features, wanted)
+    if wanted.inception_score:
+        if fake.probabilities is None:
+            raise ValueError("the Inception score needs the class probabilities of the second set")
+        score = distances.inception_score(fake.probabilities, SPLITS, wanted.seed)
+        found["is"] = _spread(score, len(fake.probabilities))
+    return found
+
+
+def floor(real: FeatureSet, fake: FeatureSet, seed: int = 0) -> float | None:
+    """Return how far apart two sets of these sizes are if both are drawn from one distribution.
+
+    Measured between disjoint parts of the reference, one as large as the other set where there is
+    enough, and carried over to the sizes in question: the distance falls as 1/N + 1/M. That holds
+    within a few per cent from twice as many samples as features. Of a reference whose moments alone
+    are known, parts of the other set are taken.
+
+    Returns:
+        None where there are fewer than four samples.
+    """
+    source = fake.features if real.features is None else real.features
+    if source is None or len(source) < _LEAST_FOR_FLOOR:
+        return None
+    one = len(source) // 2 if fake.count is None else min(fake.count, len(source) // 2)
+    sizes = (one, len(source) - one)
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(_DRAWS_WIDE if source.shape[1] > _WIDE else _DRAWS):
+        order = torch.randperm(len(source), generator=generator)
+        parts = (moments(source[ids]) for ids in (order[:one], order[one:]))
+        found.append(frechet(*parts))
+    measured = sum(1 / size for size in sizes)
+    asked = sum(1 / s.count for s in (real, fake) if s.count is not None)
+    return fmean(found) * asked / measured
+
+
+def _frechet(
+    real: FeatureSet, fake: FeatureSet, features: Tensor, wanted: Wanted
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"value": frechet(fake.moments, real.moments), "n": len(features)}
+    if wanted.resamples:
+        interval = bootstrap.frechet_interval(
+            features, real.moments, wanted.resamples, seed=wanted.seed
+        )
+        found = {**interval.to_dict(), "low": max(0.0, interval.low)}  # no distance is below 0
+    found["floor"] = floor(real, fake, wanted.seed)
+    return found
+
+
+def _neighbours(real: Tensor, fake: Tensor, wanted: Wanted) -> dict[str, dict[str, Any]]:
+    """Return precision, recall, density and coverage, with intervals of their values a sample."""
+    one, other = (_some(features, wanted.seed) for features in (real, fake))
+    precision, recall = distances.precision_recall_values(one, other)
+    density, coverage = distances.density_coverage_values(one, other)
+    columns: Mapping[str, Tensor] = {
+        "precision": precision, "recall": recall, "density": density, "coverage": coverage,
+    }  # fmt: skip
+    if not wanted.resamples:
+        return {k: {"value": float(v.mean()), "n": len(v)} for k, v in columns.items()}
+    return {
+        name: bootstrap.mean_interval(column, wanted.resamples, seed=wanted.seed).to_dict()
+        for name, column in columns.items()
+    }
+
+
+def _some(features: Tensor, seed: int) -> Tensor:
+    """Return all features, or as many as neighbours are searched among."""
+    if len(features) <= MOST_FOR_NEIGHBOURS:
+        return features
+    order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))
+    return features[order[:MOST_FOR_NEIGHBOURS]]
+
+
+def _spread(pair: tuple[float, float], count: int) -> dict[str, Any]:
+    return {"value": pair[0], "spread": pair[1], "n": count}

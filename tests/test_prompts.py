@@ -1,0 +1,133 @@
+"""Prompt files of every kind against their contents; every error names the file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from diffcache.eval.prompts import SHIPPED, Prompts, load_prompts
+from diffcache.pipelines.small import scenes
+
+TEXTS = ("a red kite", 'a sign that says "stop", twice', "zwei Hüte")
+SHA256 = hashlib.sha256("\n".join(TEXTS).encode()).hexdigest()
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.write_text(text, encoding="utf-8", newline="")
+    return file
+
+
+FILES = {
+    "plain.txt": '# a comment\na red kite\r\n\n  a sign  that says "stop", twice \n# more\nzwei Hüte',
+    "marked.txt": '\ufeffa red kite\na sign that says "stop", twice\nzwei Hüte\n',
+    "DrawBench.csv": 'Prompts,Category\na red kite,A\n"a sign that says ""stop"", twice",B\n,C\nzwei Hüte,D\n',
+    "PartiPrompts.tsv": 'Prompt\tCategory\na red kite\tA\na sign that says "stop", twice\tB\nzwei Hüte\tC\n',
+    "sheet.tsv": 'Prompt\tx\na red kite\t1\n"a sign that says ""stop"", twice"\t2\nzwei Hüte\t3\n',
+    "captions.json": json.dumps({"images": [], "annotations": [{"caption": t} for t in TEXTS]}),
+    "VBench_full_info.json": json.dumps([{"prompt_en": t, "dimension": []} for t in TEXTS]),
+    "texts.json": json.dumps(TEXTS),
+    "objects.json": json.dumps([{"prompt": t} for t in TEXTS]),
+    "lines.jsonl": "\n".join(
+        json.dumps(t) for t in (TEXTS[0], {"prompt": TEXTS[1]}, {"caption": TEXTS[2]})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_every_kind_give_the_same_prompts(name: str, tmp_path: Path) -> None:
+    file = written(tmp_path, name, FILES[name])
+    assert load_prompts(file) == Prompts(str(file), TEXTS, SHA256)
+    few = load_prompts(str(file), limit=2)
+    assert few.texts == TEXTS[:2] and few.sha256 == SHA256  # a limit makes no other list of it
+
+
+def test_a_column_is_named_by_argument_or_behind_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path, "own.csv", "id,Text,Other\n1,one,two\n2,three,four\n")
+    assert load_prompts(file, column="text").texts == ("one", "three")
+    assert load_prompts(f"{file}:Other").texts == ("two", "four")
+    entries = written(tmp_path, "own.json", '[{"words": "five", "prompt": "six"}]')
+    assert load_prompts(entries, column="words").texts == ("five",)
+
+
+def test_a_list_begins_again_where_it_ends() -> None:
+    found = Prompts("x", ["a", "b", "c"], "")
+    assert [found[i] for i in range(7)] == list("abcabca")
+
+
+@pytest.mark.parametrize(("name", "count"), [("shapes", 64), ("pictures", 100), ("films", 50)])
+def test_shipped_lists(name: str, count: int) -> None:
+    found = load_prompts(name)
+    assert name in SHIPPED and found.source == name
+    assert len(found.texts) == len(set(found.texts)) == count
+    assert all(text == text.strip() and not text.startswith("#") for text in found.texts)
+    assert load_prompts(name, limit=7).texts == found.texts[:7]
+    assert load_prompts(name, limit=7).sha256 == found.sha256
+
+
+def test_held_out_list_is_any_length_and_a_longer_one_begins_with_a_shorter() -> None:
+    long, short = load_prompts("shapes-held-out", 150), load_prompts("shapes-held-out", 40)
+    assert long.texts[:40] == short.texts and len(set(long.texts)) == 150
+    assert long.source == short.source == "shapes-held-out"
+    assert all(scenes.held_out(scenes.parse(text)) for text in long.texts)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("empty.txt", "", r"empty\.txt holds no prompt"),
+        ("comments.txt", "# one\n\n# two\n", r"comments\.txt holds no prompt"),
+        ("none.csv", "", r"none\.csv holds no prompt"),
+        ("wrong.csv", "id,text\n1,a\n", r"wrong\.csv: no column of prompts, there are id, text: .*FILE:COLUMN"),
+        ("both.csv", "prompt,caption\na,b\n", r"both\.csv: several columns of prompts"),
+        ("broken.json", '["a", ', r"broken\.json: "),
+        ("object.json", '{"prompts": []}', r'object\.json: expected a list of prompts or .*"annotations"'),
+        ("numbers.json", '["a", 3]', r"numbers\.json: entry 1 is neither a text nor an object"),
+        ("fields.json", '[{"words": "a"}]', r"fields\.json: entry 0 has no text under prompt or .*: words"),
+        ("broken.jsonl", '"a"\n{"prompt"\n', r"broken\.jsonl: line 2 is not JSON"),
+        ("prompts.docx", "a", r"prompts\.docx: prompts are read from \.txt, \.csv"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_file(name: str, text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_prompts(written(tmp_path, name, text))
+
+
+def test_wrong_encoding_is_an_error_that_names_the_byte(tmp_path: Path) -> None:
+    file = tmp_path / "latin.txt"
+    file.write_bytes("ein Hüter\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 \(byte 5\)"):
+        load_prompts(file)
+    file.write_bytes("ein Hut\n".encode("utf-16"))
+    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 \(byte 0\)"):
+        load_prompts(file)
+
+
+def test_unknown_sources_list_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(
+        FileNotFoundError,
+        match="'picturs'.* shapes, pictures, films, shapes-held-out; did you mean 'pictures'",
+    ):
+        load_prompts("picturs")
+    with pytest.raises(FileNotFoundError, match=r"no prompts '.*missing\.csv:Text'"):
+        load_prompts(f"{tmp_path}/missing.csv:Text")
+    with pytest.raises(ValueError, match="is a folder"):
+        load_prompts(tmp_path)
+
+
+def test_settings_that_do_nothing_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="limit=0"):
+        load_prompts("shapes", 0)
+    with pytest.raises(ValueError, match="built-in list 'films' has no columns"):
+        load_prompts("films", column="a")
+    with pytest.raises(ValueError, match=r"column='a': .*x\.txt is plain text"):
+        load_prompts(written(tmp_path, "x.txt", "a\n"), column="a")
+
+
+def test_quotation_marks_at_the_start_of_a_tsv_cell_stay(tmp_path: Path) -> None:
+    rows = ['"HI" painted on a wall', '"one" beside "two"', "plain"]
+    file = written(tmp_path, "quotes.tsv", "Prompt\tn\n" + "".join(f"{row}\t1\n" for row in rows))
+    assert load_prompts(file).texts == tuple(rows)
