@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 import diffcache
-from diffcache.eval.prompts import Prompts, load_prompts
+from diffcache.eval.prompts import HELD_OUT, Prompts, load_prompts
 from diffcache.eval.runs.folder import Batch
 from diffcache.eval.runs.ranks import Ranks
-from diffcache.eval.runs.task import Case, Task, device_of, directory_sha256, versions
+from diffcache.eval.runs.task import Case, Task, device_of, digest, directory_sha256, versions
 from diffcache.pipelines.demo import generate
 from diffcache.timeline import steps_of
 
@@ -106,7 +106,7 @@ class Drawer:
         source = self.task.prompts
         if not source and by_class:
             texts = [str(number) for number in range(self._class_count())]
-            return Prompts("class numbers", texts, "")
+            return Prompts("class numbers", texts, digest(texts))
         if not source:
             is_film = "num_frames" in self.parameters
             shapes = self.name.startswith("shapes-")
@@ -125,12 +125,13 @@ class Drawer:
     def about(self) -> dict[str, Any]:
         """What all cases share and what changes their samples; goes into their hashes."""
         task = self.task
-        built_in = not Path(task.prompts).exists() if task.prompts else True
+        # The held-out list grows with the number of samples, and its start stays as it is.
+        grows = self.prompts.source == HELD_OUT
         return {
             "model": directory_sha256(self.directory), "pipeline": self.pipeline,
             "call": self.call, "dtype": task.dtype, "device": self.device.type,
             "threads": task.threads, "batch_size": task.batch_size, "seed": task.seed,
-            "prompts": self.prompts.source if built_in else self.prompts.sha256,
+            "prompts": self.prompts.source if grows else self.prompts.sha256,
             "versions": versions(),
         }  # fmt: skip
 

@@ -17,6 +17,7 @@ import torch
 import diffcache
 from diffcache.errors import DiffcacheError
 from diffcache.eval.metrics.catalog import METRICS
+from diffcache.eval.prompts import HELD_OUT
 from diffcache.eval.record import Setting, commit
 from diffcache.eval.runs.draw import shares
 from diffcache.eval.runs.evaluate import Run, evaluations, step_flops
@@ -138,8 +139,8 @@ def reference_name(run: Run) -> str | None:
     """Return what FID-lite compares with: the real pictures' folder, or the shapes generator."""
     if run.plan.reference is not None:
         return run.plan.reference.name
-    shapes = run.drawer.prompts.source.startswith("shapes")
-    return "held-out scenes of the shapes generator" if shapes else None
+    is_shapes = run.drawer.prompts.source in ("shapes", HELD_OUT)
+    return "held-out scenes of the shapes generator" if is_shapes else None
 
 
 def _drawing_seconds(run: Run, found: Mapping[str, Any]) -> float:

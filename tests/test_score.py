@@ -1,0 +1,196 @@
+"""Scores of a case: from files to intervals, with the shipped extractor and with a real one."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from diffcache.eval.metrics import lite
+from diffcache.eval.metrics.frechet import frechet, moments
+from diffcache.eval.metrics.inception import Features
+from diffcache.eval.runs import score
+from diffcache.eval.runs.extractors import Extractors, at_hand
+from diffcache.eval.runs.folder import CaseFolder, batches
+from diffcache.eval.runs.measure import _of_reference
+from diffcache.pipelines.small import scenes
+from diffcache.pipelines.small.corruptions import corrupt
+
+COUNT = 48
+NETWORKS = Extractors()
+
+
+def written(path: Path, samples: list[Tensor], prompts: list[str]) -> score.Samples:
+    """Store samples as a run does."""
+    folder = CaseFolder(path)
+    (batch,) = batches(prompts, len(samples), len(samples), 0)
+    folder.write(batch, samples, {})
+    (line,) = folder.done([batch]).values()
+    content = "".join(file["sha256"] for file in line["files"])
+    return score.Samples(folder, batch.ids, batch.prompts, content)
+
+
+@pytest.fixture(scope="module")
+def drawn() -> tuple[Tensor, list[str]]:
+    rng = np.random.default_rng(5)
+    found = [scenes.sample_scene(rng, held=True) for _ in range(COUNT)]
+    pictures = np.stack([scenes.render(scene, rng) for scene in found])
+    return torch.from_numpy(pictures).movedim(-1, 1), [scenes.prompt(scene) for scene in found]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory, drawn: tuple) -> dict[str, score.Samples]:
+    pictures, prompts = drawn
+    place = tmp_path_factory.mktemp("cases")
+    made = {"uncached": pictures, "same": pictures, "ghost": corrupt(pictures, "ghost", 0.3)}
+    return {name: written(place / name, list(found), prompts) for name, found in made.items()}
+
+
+@pytest.fixture(scope="module")
+def reference() -> score.Reference:
+    shipped = lite.reference()
+    return score.Reference("shapes", {"_lite": (shipped.moments, shipped.features)})
+
+
+def qualities(cases: dict, name: str, reference: score.Reference | None) -> dict:
+    base = score.quality_values(cases["uncached"], NETWORKS)
+    mine = base if name == "uncached" else score.quality_values(cases[name], NETWORKS)
+    return score.quality(mine, base, reference, is_film=False)
+
+
+def test_equal_samples_are_equal_in_everything(cases: dict, reference: score.Reference) -> None:
+    values = score.fidelity_values(cases["same"], cases["uncached"], NETWORKS)
+    found, _ = score.fidelity(values, cases["same"].ids)
+    assert found["psnr_db"]["value"] == found["psnr_db"]["pooled"] == 100
+    assert found["ssim"]["value"] == pytest.approx(1) == found["ms_ssim"]["value"]
+    assert found["lpips_lite"]["value"] == 0
+    same = qualities(cases, "same", reference)
+    base = qualities(cases, "uncached", reference)
+    assert same["fid_lite_to_uncached"]["value"] == 0
+    for name in ("fid_lite", "prompt_accuracy", "clip_score_lite"):
+        assert same[f"{name}_change"]["value"] == 0
+        assert same[name] == base[name]
+
+
+def test_damage_is_seen_beyond_its_interval(cases: dict, reference: score.Reference) -> None:
+    found = qualities(cases, "ghost", reference)
+    assert found["fid_lite_change"]["low"] > 0 and found["fid_lite_change"]["paired"]
+    assert found["fid_lite_to_uncached"]["low"] > 0
+    assert found["clip_score_lite_change"]["high"] < 0
+    assert found["fid_lite"]["floor"] < found["fid_lite"]["value"]
+
+
+def test_values_are_those_of_the_metrics(
+    cases: dict, drawn: tuple, reference: score.Reference
+) -> None:
+    pictures, prompts = drawn
+    found = qualities(cases, "uncached", reference)
+    expected = frechet(moments(lite.embed(pictures)), reference.sets["_lite"][0])
+    assert found["fid_lite"]["value"] == pytest.approx(expected, rel=1e-6)
+    clip = lite.clip_score_lite(pictures, prompts).double().mean()
+    assert found["clip_score_lite"]["value"] == pytest.approx(float(clip), rel=1e-6)
+    assert found["prompt_accuracy"]["value"] > 0.98  # the classifier reads plain renders
+
+
+def test_worst_and_best_are_ranked_by_lpips(cases: dict) -> None:
+    values = score.fidelity_values(cases["ghost"], cases["uncached"], NETWORKS)
+    _, picked = score.fidelity(values, cases["ghost"].ids)
+    distances = values["lpips_lite"]
+    assert picked["worst"][0] == int(distances.argmax())
+    assert picked["best"][0] == int(distances.argmin())
+    assert picked["count"] == COUNT
+
+
+def test_without_a_reference_there_is_no_distance_to_it(cases: dict) -> None:
+    found = qualities(cases, "ghost", None)
+    assert not {"fid_lite", "fid_lite_change", "kid_lite", "recall_lite"} & set(found)
+    assert found["fid_lite_to_uncached"]["value"] > 0
+
+
+def test_few_samples_have_no_distances_of_sets(tmp_path: Path, drawn: tuple) -> None:
+    few = written(tmp_path, list(drawn[0][:8]), drawn[1][:8])
+    values = score.quality_values(few, NETWORKS)
+    assert set(score.quality(values, values, None, False)) == {"prompt_accuracy", "clip_score_lite"}
+
+
+def test_other_prompts_leave_out_what_they_cannot_have(tmp_path: Path, drawn: tuple) -> None:
+    found = written(tmp_path, list(drawn[0][:4]), ["a cat", drawn[1][0]])
+    assert set(score.quality_values(found, NETWORKS)) == {"features_lite", "probabilities_lite"}
+
+
+def test_values_are_kept_until_a_sample_changes(
+    cases: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score.quality_values(cases["same"], NETWORKS)
+    calls: list[int] = []
+    embed = lite.embed
+    monkeypatch.setattr(lite, "embed", lambda pictures: calls.append(1) or embed(pictures))
+    score.quality_values(cases["same"], NETWORKS)
+    assert not calls
+    other = score.Samples(cases["same"].folder, cases["same"].ids, cases["same"].prompts, "other")
+    score.quality_values(other, NETWORKS)
+    assert calls
+
+
+def test_real_networks_have_keys_of_their_own(tmp_path: Path, cases: dict, drawn: tuple) -> None:
+    def network(pictures: Tensor) -> Features:
+        flat = pictures.float().mean(dim=3).flatten(1) / 255  # [N, 192]
+        return Features(flat, flat[:, :9])
+
+    with_real = Extractors(inception=network, entries={"fid": {"backend": "real"}})
+    base = score.quality_values(cases["uncached"], with_real)
+    mine = score.quality_values(cases["ghost"], with_real)
+    real = base["features"].double()
+    against = score.Reference("folder", {"": (moments(real), real)})
+    found = score.quality(mine, base, against, is_film=False)
+    assert found["fid"]["value"] == pytest.approx(found["fid_to_uncached"]["value"], rel=1e-6)
+    assert {"kid", "is", "recall", "fid_change"} <= set(found)
+    assert "fid_lite" not in found  # the reference has no features of that kind
+    assert with_real.describe("fid_change") == {"backend": "real"}
+    assert with_real.describe("fid_lite_change")["backend"] == "lite"
+
+
+def test_wide_features_have_a_value_without_an_interval() -> None:
+    wide = {"features": torch.randn(40, 300)}
+    other = {"features": torch.randn(40, 300)}
+    real = moments(torch.randn(400, 300).double())
+    found = score.quality(other, wide, score.Reference("r", {"": (real, None)}), False)
+    assert set(found["fid"]) == {"value", "n"} and set(found["fid_change"]) == {
+        "value",
+        "n",
+        "paired",
+    }
+
+
+def test_films_are_compared_frame_by_frame(tmp_path: Path) -> None:
+    rng = torch.Generator().manual_seed(0)
+    film = torch.randint(60, 190, (6, 3, 64, 64), generator=rng, dtype=torch.uint8)
+    flicker = film.int() + 20 * torch.tensor([1, -1] * 3)[:, None, None, None]
+    brighter = film.int() + 20
+    uncached = written(tmp_path / "a", [film, film], ["a", "b"])
+    mine = written(tmp_path / "b", [flicker.to(torch.uint8), brighter.to(torch.uint8)], ["a", "b"])
+    values = score.fidelity_values(mine, uncached, NETWORKS)
+    expected = 20 * np.log10(255 / 20)
+    assert values["psnr_db"].tolist() == pytest.approx([expected, expected])
+    # The same PSNR, but only one of them flickers.
+    assert values["temporal_error"].tolist() == pytest.approx([40 / 255, 0])
+    assert score.quality_values(mine, NETWORKS)["features_lite"].shape == (2, 64)
+
+
+def test_a_folder_of_real_pictures_is_read(tmp_path: Path, cases: dict, drawn: tuple) -> None:
+    (columns,) = _of_reference(cases["uncached"].folder.path / "samples", NETWORKS, False)
+    assert torch.equal(columns["features_lite"], lite.embed(drawn[0]))
+
+
+def test_a_missing_weight_leaves_a_network_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DIFFCACHE_WEIGHTS", str(tmp_path))
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    found = at_hand("cpu", films=False)
+    assert found.inception is found.lpips is found.clip is None
+    assert found.entries == {}
+    with pytest.raises(ValueError, match="reward='nothing'"):
+        at_hand("cpu", films=False, reward_name="nothing")
