@@ -50,6 +50,8 @@ build: $(READY) ## Build dist/ (sdist, wheel from it), install the wheel afresh 
 
 models: $(READY) ## Train the shipped models again
 	$(BIN)/python -m diffcache.pipelines.small.train $(ARGS)
+	$(BIN)/python -m diffcache.pipelines.small.train_features --out assets/models/shapes-features
+	$(BIN)/python -m diffcache.eval.lite_card
 
 docs: $(READY) ## Print what diffcache knows of every supported model
 	$(BIN)/diffcache inspect --all $(ARGS)

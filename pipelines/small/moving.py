@@ -15,7 +15,7 @@ from diffcache.pipelines.small.scenes import (
     SIZE,
     SIZES,
     Scene,
-    _distance,
+    edge_distance,
     sample_scene,
 )
 
@@ -51,7 +51,9 @@ def film(scene: Scene, rng: np.random.Generator, frames: int = FRAMES) -> NDArra
         across, down = rng.uniform(-_TRAVEL, _TRAVEL, 2)
         u, v = x - (centre[0] + across * time), y - (centre[1] + down * time)
         u, v = np.broadcast_arrays(u, v)
-        cover = np.clip(0.5 - _distance(figure.shape, u, v, SIZES[figure.size]), 0, 1)[..., None]
+        cover = np.clip(0.5 - edge_distance(figure.shape, u, v, SIZES[figure.size]), 0, 1)[
+            ..., None
+        ]
         drawn = drawn * (1 - cover) + shade(figure.colour) * cover
     return np.clip(np.round(drawn), 0, 255).astype(np.uint8)
 

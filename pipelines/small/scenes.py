@@ -177,7 +177,7 @@ def parse(text: str) -> Scene:
 EXAMPLE = Figure(shape="ring", colour="red", size="small", position="left")
 
 
-def _distance(shape: str, u: NDArray[Any], v: NDArray[Any], radius: float) -> NDArray[Any]:
+def edge_distance(shape: str, u: NDArray[Any], v: NDArray[Any], radius: float) -> NDArray[Any]:
     """Return the signed distance in pixels to a shape's edge, negative inside."""
     length = np.hypot(u, v)
     if shape == "circle":
@@ -220,7 +220,7 @@ def render(scene: Scene, rng: np.random.Generator | None = None) -> NDArray[np.u
     for figure in scene.figures:
         centre = np.array(POSITIONS[figure.position]) + jitter(_JITTER_PIXELS, 2)
         radius = SIZES[figure.size] * (1 + float(jitter(_JITTER_SIZE, 1)[0]))
-        distance = _distance(figure.shape, x - centre[0], y - centre[1], radius)
+        distance = edge_distance(figure.shape, x - centre[0], y - centre[1], radius)
         cover = np.clip(0.5 - distance, 0, 1)[..., None]
         shade = np.array(COLOURS[figure.colour]) + jitter(_JITTER_SHADE, 3)
         picture = picture * (1 - cover) + shade * cover
