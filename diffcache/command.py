@@ -13,7 +13,10 @@ import typer
 from diffcache.errors import DiffcacheError
 
 Command = TypeVar("Command", bound=Callable[..., None])
-EXPECTED = (DiffcacheError, ValueError, FileNotFoundError)
+EXPECTED = (
+    DiffcacheError, ValueError, FileNotFoundError, FileExistsError, IsADirectoryError,
+    NotADirectoryError, PermissionError,
+)  # fmt: skip
 DEBUG: ContextVar[bool] = ContextVar("diffcache_debug", default=False)
 
 

@@ -15,7 +15,6 @@ from diffcache.eval.weights import MissingWeightsError
 
 KINDS = ("auto", "real", "lite")
 FEATURES = {"real": inception.DIMENSIONS, "lite": 64}
-_LITE = {"backend": "lite", "extractor": lite.EXTRACTOR.name, "sha256": lite.EXTRACTOR.sha256}
 Network = TypeVar("Network")
 
 
@@ -34,8 +33,9 @@ class Choice:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.weights and self.kind == "lite":
-            raise ValueError("--weights has no effect with --backend lite: leave one out")
+        for option, is_given in (("weights", self.weights), ("device", self.device != "auto")):
+            if is_given and self.kind == "lite":
+                raise ValueError(f"--{option} has no effect with --backend lite: leave one out")
         if self.weights and self.kind == "auto":
             object.__setattr__(self, "kind", "real")
 
@@ -103,7 +103,7 @@ def for_sets(
             classes = lite.class_probabilities(pictures) if with_classes else None
             return lite.embed(pictures), classes
 
-        return SetNetwork("lite", _LITE, call)
+        return SetNetwork("lite", lite.EXTRACTOR.entry(), call)
 
     return _chosen(choice.kind, (real, stand_in), ("FID", "FID-lite"), warnings)
 
@@ -126,7 +126,7 @@ def for_pairs(choice: Choice, warnings: list[str]) -> PairNetwork:
         return PairNetwork("real", network.entry(), network.distances)
 
     def stand_in() -> PairNetwork:
-        return PairNetwork("lite", _LITE, lite.lpips_lite)
+        return PairNetwork("lite", lite.EXTRACTOR.entry(), lite.lpips_lite)
 
     return _chosen(choice.kind, (real, stand_in), ("LPIPS", "LPIPS-lite"), warnings)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,8 +33,9 @@ SCRIPTS = {
     "latency": "Time a pipeline with and without methods, in turn.",
     "vbench": "Measure a folder of films: own dimensions, or VBench where it is installed.",
     "report": "Write tables, plots and a page from records.",
-    "metrics.catalog": "",
 }
+
+PACKAGES = ("report", "vbench")
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -79,6 +80,9 @@ def evaluate(
         Path | None, typer.Option(help="Folder or npz of real pictures, for FID and the like.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=0, help="Timed rounds; 0 times nothing.")] = 5,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Measure peak memory, in a process for each case.")
+    ] = False,
     site_errors: Annotated[
         bool, typer.Option(help="Measure the error of every stand-in on the first batch.")
     ] = True,
@@ -113,6 +117,8 @@ def evaluate(
         return
     if not model:
         raise ValueError("--model is missing: name a directory, or shapes-flux")
+    if machine and Path(machine).is_dir():
+        raise ValueError(f"--json {machine}: is a folder; name a file, or - for standard output")
     _prepare()
     from diffcache.eval.methods import parse_method
     from diffcache.eval.runs.evaluate import Plan
@@ -128,7 +134,7 @@ def evaluate(
         raise ValueError(f"--method {doubles[0]}: given twice")
     plan = Plan(
         task, {name: parse_method(name) for name in methods}, out, reference, rounds,
-        site_errors, reward, shlex.join(["diffcache", *sys.argv[1:]]),
+        memory, site_errors, reward, shlex.join(["diffcache", *sys.argv[1:]]),
     )  # fmt: skip
     show(plan, machine, quiet)
 
@@ -141,8 +147,9 @@ def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, An
     from diffcache.eval.runs.progress import shown
     from diffcache.pipelines.demo.console import console
 
+    is_first = os.environ.get("RANK", "0") == "0"
     try:
-        with shown(quiet_bar) as progress:
+        with shown(quiet_bar or not is_first) as progress:
             record = run(plan, progress)
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt("interrupted; the same command goes on from here") from stop
@@ -227,8 +234,9 @@ def compare(
 
         diffcache eval compare runs/before runs/after --fail-on 'fid_lite>+0.5'
     """
+    _prepare()
+    from diffcache.eval.report.records import load
     from diffcache.eval.runs.compare import changes, crossed, read_limit
-    from diffcache.eval.runs.record import load
     from diffcache.pipelines.demo.console import print_rows
 
     wanted = [read_limit(text) for text in limits]
@@ -245,16 +253,10 @@ def _script(name: str, summary: str) -> None:
 
     @app.command(name, context_settings=PASS_ON, help=summary)
     def call(context: typer.Context) -> None:
-        module = "report.__main__" if name == "report" else name
-        module = "vbench.__main__" if name == "vbench" else module
+        module = f"{name}.__main__" if name in PACKAGES else name
         main = importlib.import_module(f"diffcache.eval.{module}").main
-        raise typer.Exit(_run(main, context.args))
-
-
-def _run(main: Any, arguments: Sequence[str]) -> int:
-    return int(main(list(arguments)))
+        raise typer.Exit(int(main(list(context.args))))
 
 
 for _name, _summary in SCRIPTS.items():
-    if _summary:
-        _script(_name, _summary)
+    _script(_name, _summary)

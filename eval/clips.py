@@ -21,8 +21,9 @@ import numpy.typing as npt
 import torch
 from PIL import Image, ImageSequence
 
+from diffcache.eval.pictures import PICTURE_ENDINGS, is_picture, natural, read_picture
+
 FILM_ENDINGS = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".gif")
-PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 LOSSLESS: dict[str, tuple[str, str, str, dict[str, str]]] = {
     ".mp4": ("mp4", "libx264rgb", "rgb24", {"qp": "0", "preset": "veryfast", "threads": "1"}),
     ".mkv": ("matroska", "ffv1", "bgr0", {"level": "3", "slicecrc": "1", "threads": "1"}),
@@ -108,7 +109,7 @@ def read_clip(path: str | Path) -> torch.Tensor:
     if path.is_dir():
         pictures = _read_folder(path)
     elif path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty (0 bytes)")
+        raise ValueError(f"{path} is empty (0 bytes): write it again, or take it away")
     elif path.suffix.lower() == ".gif":
         pictures = _read_gif(path)
     else:
@@ -283,17 +284,8 @@ def _read_gif(path: Path) -> list[Picture]:
 
 def _read_folder(path: Path) -> list[Picture]:
     """Read the pictures of a folder, `frame_2.png` before `frame_10.png`."""
-    files = [file for file in path.iterdir() if file.suffix.lower() in PICTURE_ENDINGS]
+    files = [file for file in path.iterdir() if is_picture(file)]
     if not files:
         raise ValueError(f"folder {path} holds no picture ({', '.join(PICTURE_ENDINGS)})")
-    pictures = []
-    for file in sorted(files, key=_natural):
-        with _open_pictures(file) as picture:
-            pictures.append(np.asarray(picture.convert("RGB")))
-    return pictures
-
-
-def _natural(file: Path) -> list[tuple[int, str]]:
-    """Sort key in which numbers inside a name count as numbers."""
-    parts = re.split(r"(\d+)", file.name)
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+    files.sort(key=lambda file: natural(file.name))
+    return [read_picture(file).permute(1, 2, 0).numpy() for file in files]

@@ -1,6 +1,6 @@
 """Say which metrics run here, with what, and what the others lack.
 
-    python -m diffcache.eval.doctor [--json] [--selftest]
+    python -m diffcache.eval.doctor [--json [FILE]] [--selftest]
 
 Every package is really imported and every weight file really hashed, so that a torchvision built
 for another torch shows as broken and a wrong file as wrong.
@@ -13,29 +13,28 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import diffcache
-from diffcache.eval import weights
+from diffcache.eval import script, weights
 from diffcache.eval.metrics import clip, reward
 from diffcache.eval.metrics.catalog import METRICS, SHIPPED, Metric
 from diffcache.eval.metrics.inception import MissingPackageError, load_package
 from diffcache.eval.metrics.lpips import heads_file
+from diffcache.eval.vbench import driver
 
 Backend = Literal["exact", "real", "lite", "none"]
 Kind = Literal["package", "weights", "interpreter", "shipped"]
-VBENCH_VARIABLE = "VBENCH_PYTHON"
 EXTRAS = {
-    "torch_fidelity": "fid", "torchvision": "fid", "cleanfid": "fid", "torchmetrics": "eval",
-    "cv2": "eval", "scipy": "eval", "matplotlib": "eval", "av": "video", "lm_eval": "llm",
-    "pynvml": "", "transformers": "",
+    "torch_fidelity": "fid", "torchvision": "fid", "cleanfid": "", "torchmetrics": "eval",
+    "cv2": "eval", "scipy": "eval", "matplotlib": "eval", "av": "eval", "lm_eval": "llm",
+    "pynvml": "energy", "transformers": "",
 }  # fmt: skip
 SELFTEST_PICTURES = 2000
 CLEAN_AT_MOST = 2.0  # FID-lite of that many held-out pictures; it is 0.6
@@ -43,6 +42,11 @@ GHOST_AT_LEAST = 4.0  # of the same with 10 % of another picture mixed in, half 
 _SELFTEST_SEED = 77
 _COLOURS = {"exact": "green", "real": "green", "lite": "yellow", "none": "red"}
 _INTERPRETER_SECONDS = 60
+EPILOG = f"""\
+exact: no weights needed. real: the published weights are here. lite: a shipped stand-in under a
+name of its own. none: not measured here. Weight files are looked for in ${weights.VARIABLE}.
+exit codes: 0 done, whatever is missing, 1 the self-test failed, 2 a wrong request
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +85,9 @@ class Row:
 
 def rows() -> list[Row]:
     """Return one row for every metric; nothing raises, whatever is broken here."""
-    probed: dict[str, Part] = {}
-    found: dict[str, Row] = {}
+    once, found = functools.cache(probe), dict[str, Row]()
     for metric in sorted(METRICS.values(), key=lambda metric: bool(metric.stand_in)):
-        parts = tuple(_part(name, kind, probed) for name, kind in _needs(metric))
+        parts = tuple(once(name, kind) for name, kind in _needs(metric))
         found[metric.key] = _row(metric, parts, found)
     return [found[key] for key in METRICS]
 
@@ -101,11 +104,12 @@ def probe(name: str, kind: Kind) -> Part:
         name: Package, key of `WEIGHTS`, shipped model or environment variable.
         kind: Which of these.
     """
-    look = {"weights": _weights, "interpreter": _interpreter, "shipped": _shipped}
+    look: dict[str, Callable[[str], Any]]
+    look = {"weights": weights.find, "interpreter": _interpreter, "shipped": _shipped}
     weight = weights.WEIGHTS[name] if kind == "weights" else None
     shown = weight.file if weight else name
     try:
-        return Part(shown, kind, True, look.get(kind, _package)(name))
+        return Part(shown, kind, True, str(look.get(kind, _package)(name)))
     except weights.MissingWeightsError as error:
         digest = f"sha256 {weight.sha256}" if weight and weight.sha256 else "no published hash"
         summary = f"from {weight.url} ({digest})" if weight else ""
@@ -167,31 +171,42 @@ def _distances() -> tuple[float, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; return 0, or 1 where the self-test fails."""
-    parser = argparse.ArgumentParser(
-        prog="diffcache eval doctor",
-        description="Say which metrics run here, with which weights, and what is missing.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument(
-        "--selftest", action="store_true", help="also measure FID-lite of 2,000 pictures"
-    )
-    given = parser.parse_args(arguments)
+    """Print the table; return 0, 1 where the self-test fails, or 2 for a wrong request."""
+    return script.guarded(lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    given = _parser().parse_args(arguments)
+    script.check_targets(json=given.json)
     found, installed = rows(), packages()
     test: dict[str, Any] | None = None
     if given.selftest:
         try:
             test = selftest()
         except (ImportError, OSError, ValueError) as error:
-            print(f"error: the self-test cannot run: {error}", file=sys.stderr)
-            return 1
-    if given.json:
-        metrics = [dataclasses.asdict(row) for row in found]
-        listed = [dataclasses.asdict(part) for part in installed]
-        print(json.dumps({"metrics": metrics, "packages": listed, "selftest": test}, indent=1))
-    else:
-        _show(found, installed, test)
-    return 0 if test is None or test["passed"] else 1
+            script.warn(f"the self-test cannot run: {error}")
+            return script.FAILED
+    report = {
+        "metrics": [dataclasses.asdict(row) for row in found],
+        "packages": [dataclasses.asdict(part) for part in installed],
+        "selftest": test,
+    }
+    script.show(given.json, report, lambda: _show(found, installed, test))
+    return script.DONE if test is None or test["passed"] else script.FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = script.Parser(
+        prog="diffcache eval doctor",
+        description="Say which metrics run here, with which weights, and what is missing.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--json", nargs="?", const="-", metavar="FILE|-", help="write JSON to a file; without one, "
+        "or with -, print nothing but JSON")  # fmt: skip
+    add("--selftest", action="store_true", help="also measure FID-lite of 2,000 pictures")
+    return parser
 
 
 def _show(found: Sequence[Row], installed: Sequence[Part], test: dict[str, Any] | None) -> None:
@@ -222,15 +237,9 @@ def _needs(metric: Metric) -> list[tuple[str, Kind]]:
     for name in metric.packages:
         found.append((name, "shipped" if name in SHIPPED else "package"))
     if metric.key.startswith("vbench_") or metric.key == "image_reward":
-        variable = reward.VARIABLE if metric.key == "image_reward" else VBENCH_VARIABLE
+        variable = reward.VARIABLE if metric.key == "image_reward" else driver.PYTHON
         found.append((variable, "interpreter"))
     return [*found, *((name, "weights") for name in metric.weights)]
-
-
-def _part(name: str, kind: Kind, probed: dict[str, Part]) -> Part:
-    if name not in probed:
-        probed[name] = probe(name, kind)
-    return probed[name]
 
 
 def _row(metric: Metric, parts: tuple[Part, ...], others: dict[str, Row]) -> Row:
@@ -256,26 +265,17 @@ def _package(name: str) -> str:
     return importlib.metadata.version(known[0]) if known else "installed"
 
 
-@functools.cache
-def _distributions() -> Mapping[str, list[str]]:
-    return importlib.metadata.packages_distributions()
-
-
-def _weights(name: str) -> str:
-    return str(weights.find(name))
+_distributions = functools.cache(importlib.metadata.packages_distributions)
 
 
 def _shipped(name: str) -> str:
     folder = Path(diffcache.__file__).parent / "assets" / "models" / name
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{folder}: the shipped model is not there; install diffcache again"
-        )
+        raise FileNotFoundError(f"{folder}: no shipped model there; install diffcache again")
     return str(folder)
 
 
 def _interpreter(variable: str) -> str:
-    """Return the interpreter that a variable names, if it has the package."""
     package = "ImageReward" if variable == reward.VARIABLE else "vbench"
     named = os.environ.get(variable)
     if not named and package == "vbench" and importlib.util.find_spec(package):

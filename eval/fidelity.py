@@ -23,7 +23,7 @@ from diffcache.eval import folders, script
 from diffcache.eval.backends import KINDS, Choice, PairNetwork, for_pairs
 from diffcache.eval.metrics import bootstrap
 from diffcache.eval.metrics.catalog import METRICS
-from diffcache.eval.pairs import KEYS, Columns, Pairs, measure, warn_of_encoding
+from diffcache.eval.pairs import KEYS, Columns, Pairs, measure, warn_of_encoding, warn_of_rates
 from diffcache.eval.runs.folder import write_file
 
 SCHEMA = "diffcache.fidelity/1"
@@ -120,7 +120,8 @@ def _open(options: argparse.Namespace) -> Pairs:
     if not kind:
         are_films = [folders.holds_films(path) for path in two]
         if are_films[0] != are_films[1]:
-            raise ValueError(f"{two[are_films.index(True)]} holds films and the other none")
+            film, other = two if are_films[0] else two[::-1]
+            raise ValueError(f"{film} holds films and {other} none: compare one kind")
         kind = "films" if are_films[0] else "pictures"
     if kind == "films":
         a, b = (folders.open_films(path) for path in two)
@@ -152,6 +153,7 @@ def _metrics(options: argparse.Namespace, pairs: Pairs) -> tuple[list[str], Pair
             del least["lpips"]
     if pairs.is_film:
         warn_of_encoding(pairs)
+        warn_of_rates(pairs)
         return chosen, network
     return _fitting(pairs, chosen, least, named), network
 
@@ -162,9 +164,14 @@ def _fitting(pairs: Pairs, chosen: list[str], least: Mapping[str, int], named: b
     for number, (one, other) in enumerate(pairs.places):
         size = sizes_a[one]
         if size != sizes_b[other]:
-            raise ValueError(f"{pairs.both(number)} differ in size: {size} and {sizes_b[other]}")
+            raise ValueError(
+                f"{pairs.both(number)} are {_size(size)} and {_size(sizes_b[other])}: pairs must "
+                "be of one size, resizing would change the result"
+            )
         for name in [n for n in chosen if min(size) < least.get(n, 0)]:
-            text = f"{name} needs sides of {least[name]} pixels, {pairs.a.place(one)} is {size}"
+            text = (
+                f"{name} needs sides of {least[name]} pixels, {pairs.a.place(one)} is {_size(size)}"
+            )
             if named:
                 raise ValueError(f"--metrics: {text}")
             pairs.warnings.append(f"left out: {text}")
@@ -175,6 +182,10 @@ def _fitting(pairs: Pairs, chosen: list[str], least: Mapping[str, int], named: b
             f"{len(jpegs)} JPEG files such as {jpegs[0].name}: compression counts as a difference"
         )
     return chosen
+
+
+def _size(size: folders.Size) -> str:
+    return f"{size[0]} x {size[1]}"
 
 
 def _summary(

@@ -5,7 +5,6 @@ Only a few pictures are in memory at a time. `diffcache.eval.pictures` says how 
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from diffcache.eval.clips import FILM_ENDINGS, read_clip
 from diffcache.eval.pictures import (
     PICTURE_ENDINGS,
     is_picture,
+    natural,
     read_picture,
     read_size,
     resized,
@@ -102,7 +102,7 @@ def open_pictures(path: str | Path, recursive: bool = False) -> Folder:
         if not is_picture(path):
             raise ValueError(f"{path} is no picture ({', '.join(PICTURE_ENDINGS)}) and no .npz")
         return Folder(path, (path.stem,), (path,))
-    files = [f for f in (path.rglob("*") if recursive else path.iterdir()) if f.is_file()]
+    files = [f for f in (path.rglob("*") if recursive else path.iterdir()) if not f.is_dir()]
     found = [file for file in files if is_picture(file)]
     inside = [] if recursive else _folders_of_pictures(path)
     if not found:
@@ -180,7 +180,7 @@ def pair(a: Folder, b: Folder) -> list[tuple[int, int]]:
     lacking = [_missing(b.path, [name for name in a.names if name not in places], a.path)]
     lacking += [_missing(a.path, sorted(places.keys() - set(a.names), key=natural), b.path)]
     if any(lacking):
-        raise ValueError("; ".join(filter(None, lacking)))
+        raise ValueError("; ".join(filter(None, lacking)) + " (files are paired by name)")
     return [(place, places[name]) for place, name in enumerate(a.names)]
 
 
@@ -258,12 +258,6 @@ def open_samples(
         return
     common_size(folder)
     yield from batches(folder, batch_size)
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key in which numbers inside a name count as numbers."""
-    parts = re.split(r"(\d+)", name)
-    return [(int(part), "") if place % 2 else (-1, part) for place, part in enumerate(parts)]
 
 
 def _named(path: Path, found: Collection[Path], notes: tuple[str, ...]) -> Folder:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from diffcache.errors import DiffcacheError
+from diffcache.eval import script
 from diffcache.report import human
 
 if TYPE_CHECKING:
     from diffcache.eval.cost.turns import Plan
 
 Table = tuple[list[str], list[list[str]]]
+EPILOG = """\
+The uncached pipeline and every method run in turn, so that a busy machine slows all of them; what
+is printed is the median of the rounds and its quartiles. "ratio" is uncached over cached seconds.
+  python -m diffcache.eval.latency shapes-flux --method taylorseer --method taylorseer:every=4
+exit codes: 0 done, 1 the run failed, 2 a wrong request, 3 a package is missing
+"""
 
 
 def tables(record: Mapping[str, Any]) -> tuple[Table, Table]:
@@ -60,13 +63,13 @@ def _spread(found: Mapping[str, float]) -> str:
     return f"{found['median']:.3g} [{found['q1']:.3g}, {found['q3']:.3g}]"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m diffcache.eval.latency", description=__doc__)
+    parser = script.Parser(
+        prog="python -m diffcache.eval.latency",
+        description="Time a pipeline uncached and under methods, in turn.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("model", help="directory of a saved pipeline, or shapes-flux")
     add("--method", action="append", default=[], metavar="NAME[:KEY=VALUE,...]",
@@ -76,12 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--height", type=int, help="pixels")
     add("--width", type=int, help="pixels")
     add("--frames", type=int, help="frames of a film")
-    add("--batch-size", type=int, default=1, help="samples a call")
-    add("--rounds", type=int, default=7, help="timed calls of each")
-    add("--warmup", type=int, default=1, help="untimed rounds before")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:0")
-    add("--dtype", default="float32", help="float32, float16, bfloat16")
-    add("--threads", type=int, default=1, help="CPU threads of torch")
+    add("--batch-size", type=int, default=1, help="samples a call (default: 1)")
+    add("--rounds", type=int, default=7, help="timed calls of each (default: 7)")
+    add("--warmup", type=int, default=1, help="untimed rounds before (default: 1)")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:0 (default: auto)")
+    add("--dtype", default="float32", help="float32, float16, bfloat16 (default: float32)")
+    add("--threads", type=int, default=1, help="CPU threads of torch (default: 1)")
     add("--memory", action="store_true", help="peak memory too, in a fresh process for each")
     add("--json", metavar="FILE|-", help="write the record; - prints it in place of the table")
     return parser
@@ -107,14 +110,6 @@ def plan_of(arguments: Sequence[str]) -> tuple[Plan, str | None]:
     return plan, given.json
 
 
-def write(record: Mapping[str, Any], file: Path) -> None:
-    """Write a record whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(file.name + ".tmp")
-    unfinished.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(unfinished, file)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Time what a command line asks for, and print the table.
 
@@ -125,33 +120,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 done, 1 the run failed, 2 something was asked that cannot be done, 3 a library is
         missing.
     """
-    from diffcache.pipelines.demo.console import print_rows, progress, quiet
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    return script.guarded(lambda: _main(given), (RuntimeError,))
 
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+
+def _main(arguments: Sequence[str]) -> None:
+    from diffcache.pipelines.demo.console import progress, quiet
+
     quiet()  # before diffusers' pipelines are imported, which have much to say
     command = shlex.join(["python", "-m", "diffcache.eval.latency", *arguments])
-    try:
-        plan, out = plan_of(arguments)
-        from diffcache.eval.cost.turns import run
+    plan, out = plan_of(arguments)
+    script.check_targets(json=out)
+    from diffcache.eval.cost.turns import run
 
-        with progress("timing") as show:
-            record = run(plan, command, show)
-        if out is not None and out != "-":
-            write(record, Path(out))
-    except (DiffcacheError, ValueError, OSError, ImportError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 3 if isinstance(error, ImportError) else 2
-    except RuntimeError as error:
-        print(f"error: the run failed: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    if out == "-":
-        print(json.dumps(record, indent=1, allow_nan=False))
-        return 0
+    with progress("timing") as show:
+        record = run(plan, command, show)
+    script.show(out, record, lambda: _print(record))
+
+
+def _print(record: Mapping[str, Any]) -> None:
+    from diffcache.pipelines.demo.console import print_rows
+
     for titles, rows in tables(record):
         print_rows(titles, rows)
     for text in record["warnings"]:
         print(f"note: {text}")
-    return 0
 
 
 if __name__ == "__main__":

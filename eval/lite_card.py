@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from torch import Tensor
 from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.distances import inception_score
 from diffcache.eval.metrics.frechet import frechet, moments
+from diffcache.eval.runs.folder import write_file
 from diffcache.pipelines.small import features
 from diffcache.pipelines.small.corruptions import corrupt
 from diffcache.pipelines.small.loop import draw
@@ -268,16 +268,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(chosen.threads)
     tables = measure()
     exact = {t: {k: float(f"{v:.6g}") for k, v in rows.items()} for t, rows in tables.items()}
-    _write(chosen.out / "sensitivity.json", json.dumps(exact, indent=2) + "\n")
-    _write(chosen.out / "README.md", card(tables))
+    write_file(chosen.out / "sensitivity.json", json.dumps(exact, indent=2) + "\n")
+    write_file(chosen.out / "README.md", card(tables))
     print(card(tables))
-
-
-def _write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.tmp")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, file)
 
 
 if __name__ == "__main__":

@@ -143,6 +143,7 @@ def write_npz(path: str | Path, pictures: Iterable[Tensor], count: int) -> Path:
     path = Path(path)
     if path.suffix != ".npz":
         raise ValueError(f"{path}: pictures are written as .npz")
+    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".tmp")
     try:
         with (

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
+from math import isfinite
 from statistics import fmean
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -40,11 +41,11 @@ class SiteErrors:
             `transformer_blocks.3.attn`; the list of blocks at site `stack`, the closing block of
             each span at site `run`, `output` at site `model`. With several denoisers each path
             begins with the denoiser's name.
-        steps: Step indices from 0.
+        steps: Step indices of the run, from 0.
         values: A row for every site, a number for every step: `sum|estimate - true| / sum|true|`,
             dimensionless, over all samples, tokens, channels and streams of one call, averaged
             over the guidance branches and runs that would skip; None where none would, or where
-            the true feature is zero and the estimate is not.
+            the true feature is zero and the estimate is not, or one of them is not finite.
     """
 
     sites: list[str]
@@ -153,23 +154,26 @@ class _Observer:
     def note(self, state: Guess, step: Step, feature: Tensor, estimate: Tensor | None) -> None:
         """Take down what an estimate is off by, or that there is none."""
         assert self.branch is not None
+        assert self.timeline is not None
         if not state.is_named:
             state.site, state.is_named = self.site_of(state), True
-        self.length = max(self.length, step.index + 1)
+        # A denoiser counts its own steps; the columns are those of the run.
+        index = self.timeline.started_at + step.index
+        self.length = max(self.length, index + 1)
         if state.site is None:
             return
         self.sites.setdefault(state.site)
         if estimate is not None:
             true = feature.float()
             norms = (torch.dist(estimate.float(), true, 1), torch.linalg.vector_norm(true, 1))
-            self.norms[self.serials[self.branch], state.site, step.index].append(torch.stack(norms))
+            self.norms[self.serials[self.branch], state.site, index].append(torch.stack(norms))
 
     def errors(self) -> SiteErrors:
         """Return the mean of the relative errors of every site and step."""
         ratios: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
         for (_, site, index), norms in self.norms.items():
             error, scale = torch.stack(norms).double().sum(0).tolist()
-            if scale or not error:
+            if isfinite(error) and isfinite(scale) and (scale or not error):
                 ratios[site, index].append(error / scale if scale else 0.0)
         steps = list(range(self.length))
         means = {place: fmean(values) for place, values in ratios.items()}

@@ -65,6 +65,18 @@ def warn_of_encoding(pairs: Pairs) -> None:
         )
 
 
+def warn_of_rates(pairs: Pairs) -> None:
+    """Add a warning of pairs whose films have different frame rates."""
+    for number, (one, other) in enumerate(pairs.places):
+        rates = [clips.read_fps(f) for f in (pairs.a.files[one], pairs.b.files[other])]
+        if None not in rates and rates[0] != rates[1]:
+            pairs.warnings.append(
+                f"{pairs.both(number)} have {rates[0]:g} and {rates[1]:g} frames per second: they "
+                "are compared frame by frame, whenever each is shown"
+            )
+            return
+
+
 def _loss(file: Path) -> str:
     """Say how a film is stored if that loses colour, else nothing."""
     if file.is_dir():
@@ -81,7 +93,7 @@ def _loss(file: Path) -> str:
             kind, codec = found.pix_fmt or "", found.name
     except (av.error.FFmpegError, IndexError):
         return ""  # reading it will say what is wrong
-    return "" if kind.startswith(_RGB_FORMATS) else f"{codec} {kind}"
+    return "" if not kind or kind.startswith(_RGB_FORMATS) else f"{codec} {kind}"
 
 
 def measure(
@@ -111,7 +123,8 @@ def measure(
             found = _values(one, other, metrics, network)
         except ValueError as error:
             done = len(next(iter(columns.values()), ()))
-            raise ValueError(f"{pairs.both(done)}: {error}") from error
+            text = f"{pairs.both(done)}: {error}"
+            raise ValueError(f"{text} (--metrics names those to measure)") from error
         for key, column in found.items():
             values = [float(column.mean())] if pairs.is_film else column.tolist()
             columns.setdefault(key, []).extend(values)
@@ -144,7 +157,10 @@ def _films(pairs: Pairs) -> Iterator[tuple[Tensor, Tensor]]:
         one, other = pairs.places[number]
         a, b = clips.read_clip(pairs.a.files[one]), clips.read_clip(pairs.b.files[other])
         if a.shape != b.shape:
-            raise ValueError(f"{pairs.both(number)} differ: {_film_size(a)} and {_film_size(b)}")
+            raise ValueError(
+                f"{pairs.both(number)} are {_film_size(a)} and {_film_size(b)}: pairs must have "
+                "the same frames"
+            )
         yield a, b
 
 

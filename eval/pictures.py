@@ -7,6 +7,7 @@ would decide the numbers; an alpha channel that is opaque everywhere is not.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,12 @@ _SIXTEEN_BITS = 2**16
 def is_picture(file: Path) -> bool:
     """Say whether a file has a picture's ending; files that systems hide do not count."""
     return file.suffix.lower() in PICTURE_ENDINGS and not file.name.startswith(".")
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a sort key in which numbers inside a name count as numbers: 2 before 10."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if place % 2 else (-1, part) for place, part in enumerate(parts)]
 
 
 def read_picture(path: str | Path) -> Tensor:
@@ -81,7 +88,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
     if not path.is_file():
         raise FileNotFoundError(f"no picture {path}")
     if path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty (0 bytes)")
+        raise ValueError(f"{path} is empty (0 bytes): write it again, or take it away")
     try:
         with Image.open(path) as picture:
             # Cameras put a preview beside the picture (MPO); it is no film.
@@ -89,7 +96,7 @@ def _opened(path: Path) -> Iterator[Image.Image]:
                 raise ValueError(f"{path} holds {picture.n_frames} pictures; store one in a file")
             yield picture
     except _UNREADABLE as error:
-        raise ValueError(f"{path} is damaged or no picture: {error}") from error
+        raise ValueError(f"{path} is damaged or no picture, write it again: {error}") from error
 
 
 def _rgb(picture: Image.Image, path: Path) -> Image.Image:

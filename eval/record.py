@@ -19,6 +19,7 @@ import diffcache
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[1]
+_CODE = ("diffcache", "kernels", "pipelines", "eval")
 FOLDER = ROOT / "assets" / "bench"
 _FIELDS: dict[str, Any] = {
     "schema": int, "benchmark": str, "versions": dict, "device": str, "threads": int, "dtype": str,
@@ -155,7 +156,7 @@ def commit() -> str | None:
 
     try:
         commit = git("rev-parse", "--short=12", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", "diffcache", "kernels")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", *_CODE)
     except (OSError, subprocess.CalledProcessError):
         return None
     return f"{commit}+" if changed else commit

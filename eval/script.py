@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from diffcache.errors import DiffcacheError
+from diffcache.errors import AttachError, DiffcacheError
 
-DONE, WRONG, MISSING, INTERRUPTED = 0, 2, 3, 130
+DONE, FAILED, WRONG, MISSING, INTERRUPTED = 0, 1, 2, 3, 130
 EXIT_CODES = "exit codes: 0 done, 2 a wrong request or file, 3 weights or a package are missing"
 _SHOWN_AFTER_SECONDS = 2.0
 Item = TypeVar("Item")
@@ -25,26 +25,35 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (see --help)")
 
 
-def guarded(work: Callable[[], None]) -> int:
+def guarded(
+    work: Callable[[], int | None], failures: tuple[type[Exception], ...] = (), lines: bool = False
+) -> int:
     """Do the work; turn what a user can put right into one line and an exit code.
 
+    Args:
+        work: Returns an exit code, None for 0.
+        failures: Errors that mean a failed run (exit code 1), where they are not a wrong request.
+        lines: Keep the line breaks of messages, such as lists of files.
+
     Returns:
-        0 done, 2 a wrong request or file, 3 weights or a package are missing, 130 interrupted.
+        0 done, 1 failed, 2 a wrong request or file, 3 weights or a package are missing, 130
+        interrupted.
     """
     from diffcache.eval.weights import MissingWeightsError
 
+    expected: tuple[type[Exception], ...] = (DiffcacheError, ValueError, OSError, *failures)
     try:
-        work()
+        return work() or DONE
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
     except (MissingWeightsError, ImportError) as error:
-        return _fail(error, MISSING)
-    except (DiffcacheError, ValueError, OSError) as error:
-        return _fail(error, WRONG)
+        return _fail(error, MISSING, lines)
+    except expected as error:
+        is_failure = isinstance(error, failures) and not isinstance(error, AttachError)
+        return _fail(error, FAILED if is_failure else WRONG, lines)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    return DONE
 
 
 def warn(*texts: str) -> None:
@@ -70,14 +79,15 @@ def check_targets(**targets: str | None) -> None:
         targets: Option -> path. Only that of `json` may be `-`, standard output.
 
     Raises:
-        ValueError: If a folder is not there, or the path is one.
+        ValueError: If the path is a folder, or lies in a file.
     """
     for option, target in targets.items():
         if target is None or (target == "-" and option == "json"):
             continue
         place = Path(target)
-        if target == "-" or place.is_dir() or not place.parent.is_dir():
-            raise ValueError(f"--{option} {target}: name a file in a folder that is there")
+        above = next(folder for folder in place.absolute().parents if folder.exists())
+        if target == "-" or place.is_dir() or not above.is_dir():
+            raise ValueError(f"--{option} {target}: name a file, in a folder that can be made")
 
 
 def show(target: str | None, report: dict[str, Any], print_table: Callable[[], None]) -> None:
@@ -108,6 +118,7 @@ def at_least(least: int) -> Callable[[str], int]:
     return whole_number
 
 
-def _fail(error: BaseException, code: int) -> int:
-    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+def _fail(error: BaseException, code: int, lines: bool) -> int:
+    text = str(error) if lines else " ".join(str(error).split())
+    print(f"error: {text}", file=sys.stderr)
     return code

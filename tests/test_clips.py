@@ -91,6 +91,15 @@ def test_pictures_in_a_folder_are_read_in_natural_order(tmp_path: Path) -> None:
     assert read_fps(tmp_path) is None
 
 
+def test_frames_are_read_as_pictures_are(tmp_path: Path) -> None:
+    grey = noise(1)[0, 0].numpy()
+    Image.fromarray(grey).convert("RGB").save(tmp_path / "0.tif")
+    Image.fromarray((grey.astype(np.uint16) << 8) + 255).save(tmp_path / "1.png")
+    (tmp_path / ".hidden.png").write_text("not a frame")
+    film = read_clip(tmp_path)
+    assert film.shape == (2, 3, *grey.shape) and (film.numpy() == grey).all()
+
+
 def test_a_gif_is_read(tmp_path: Path) -> None:
     colours = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
     pictures = [Image.new("RGB", (9, 5), colour) for colour in colours]

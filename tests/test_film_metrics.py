@@ -185,6 +185,16 @@ def test_flow_is_consistent_where_it_returns_and_stays_inside() -> None:
     assert not flow.consistent(there, there).any()
 
 
+@pytest.mark.parametrize(("gap", "agrees"), [(0.82, True), (0.86, False)])
+def test_consistency_is_lost_where_the_paper_says(gap: float, agrees: bool) -> None:
+    """|there + back|^2 < 0.01 (|there|^2 + |back|^2) + 0.5: at 3 and 3 px, a gap of 0.84 px."""
+    there, back = np.zeros((2, 16, 16, 2), np.float32)
+    there[..., 0], back[..., 0], back[..., 1] = 3, -3, gap
+    limit = (0.01 * (9 + 9 + gap**2) + 0.5) ** 0.5
+    assert (gap < limit) is agrees and flow.consistent(there, back)[:, :12].all() == agrees
+    assert flow.consistent(there, back)[:, :12].any() == agrees
+
+
 @pytest.mark.parametrize(
     ("film", "fps", "dynamic"),
     [

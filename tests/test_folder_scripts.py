@@ -244,9 +244,10 @@ def test_fid_errors_name_the_file_or_the_option(
         ((real, fake, "--samples", "x"), "--samples: 'x': must be a whole number from 2"),
         ((real, fake, "--backend", "fake"), "invalid choice: 'fake'"),
         ((real, fake, "--backend", "lite", "--weights", "w"), "--weights has no effect"),
+        ((real, fake, "--backend", "lite", "--device", "gpu"), "--device has no effect"),
         ((real, fake, "--is", "--convention", "clean", "--backend", "real"), "--convention clean"),
         ((real, fake, "--device", "gpu", "--backend", "real"), "--device gpu"),
-        ((real, fake, "--json", str(tmp_path / "gone" / "x.json")), "--json"),
+        ((real, fake, "--json", str(corrupt / "1.png" / "x.json")), "--json"),
         ((real,), "required: FAKE"),
     ]  # fmt: skip
     for arguments, message in cases:
@@ -421,6 +422,15 @@ def test_fidelity_warns_of_lossy_films_and_pictures(capsys: Any, tmp_path: Path)
     )
     assert "1 of 2 films are encoded with loss, a.mp4 as h264 yuv420p" in found["warnings"][0]
     assert "about 32 dB" in found["warnings"][0] and found["metrics"]["psnr_db"]["value"] < 45
+    (tmp_path / "cut.mp4").write_bytes((tmp_path / "b.mp4").read_bytes()[:1500])
+    assert fidelity.main([*[str(tmp_path / "cut.mp4")] * 2, "--metrics", "psnr"]) == 2
+    said = capsys.readouterr().err
+    assert "error: " in said and "cut.mp4" in said and "encoded with loss" not in said
+    write_clip(tmp_path / "fast.mp4", film, 16)
+    both = str(tmp_path / "b.mp4"), str(tmp_path / "fast.mp4")
+    found = report(capsys, fidelity.main, *both, "--metrics", "psnr")
+    assert "fast.mp4 have 8 and 16 frames per second" in found["warnings"][0]
+    assert found["metrics"]["psnr_db"]["value"] == 100 and len(found["warnings"]) == 1
     one, other = saved(tmp_path / "c", film), saved(tmp_path / "d", film, "jpg")
     found = report(capsys, fidelity.main, str(one), str(other), "--metrics", "psnr")
     assert "3 JPEG files such as 0.jpg" in found["warnings"][0]
@@ -481,19 +491,19 @@ def test_fidelity_errors_name_the_file_or_the_option(capsys: Any, tmp_path: Path
     names = {p.stem: str(p) for p in tmp_path.iterdir()}
     cases = [
         ((names["a"], names["fewer"]), "fewer lacks 1 of"),
-        ((names["a"], names["narrow"]), "narrow/1.png differ in size: (64, 64) and (64, 60)"),
+        ((names["a"], names["narrow"]), "narrow/1.png are 64 x 64 and 64 x 60: pairs must be of one size"),
         ((names["a"], names["cut"]), "2.png is damaged or no picture"),
         ((names["a"], str(tmp_path / "gone")), "gone"),
         ((names["a"],), "name two folders or files"),
         ((names["a"], names["b"], "-i1", names["a"]), "name two folders or files"),
         (("-v1", names["long"]), "name two folders or files"),
-        ((names["a"], names["long"]), "long.mkv holds films and the other none"),
+        ((names["a"], names["long"]), "long.mkv holds films and "),
         ((names["long"], names["short"]), "3 frames of 64 x 64 and 2 frames of 64 x 64"),
         ((names["still"], names["still"]), "still.mkv: temporal_error needs two frames"),
         ((names["long"], names["broken"]), "broken.mp4 cannot be read"),
         ((names["a"], names["b"], "--metrics", "psnr,sim"), "--metrics: no 'sim'; there are psnr"),
         ((names["a"], names["b"], "--metrics", "temporal-error"), "needs films"),
-        ((names["a"], names["b"], "--csv", str(tmp_path / "gone" / "x.csv")), "--csv"),
+        ((names["a"], names["b"], "--csv", str(tmp_path / "broken.mp4" / "x.csv")), "--csv"),
         ((names["a"], names["b"], "--csv", "-"), "--csv"),
     ]  # fmt: skip
     for arguments, message in cases:

@@ -241,6 +241,14 @@ def test_folders_are_paired_by_name(tmp_path: Path) -> None:
 # Films
 
 
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "0.png")
+    (tmp_path / "1.png").symlink_to(tmp_path / "gone.png")
+    found = folders.open_pictures(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no picture .*1\.png"):
+        folders.common_size(found)
+
+
 def test_films_are_files_and_folders_of_frames(tmp_path: Path) -> None:
     film = torch.stack([noise(seed=s) for s in range(3)])
     write_clip(tmp_path / "b.mkv", film, 8)

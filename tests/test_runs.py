@@ -8,19 +8,21 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
 
 from diffcache.eval.methods import parse_method
+from diffcache.eval.report.records import load
 from diffcache.eval.runs import measure
+from diffcache.eval.runs.cost import _spelled
 from diffcache.eval.runs.draw import Drawer, find_model, relative_errors, samples_of
-from diffcache.eval.runs.evaluate import Plan, RunError, evaluations
-from diffcache.eval.runs.folder import CaseFolder, ManifestError, batches
+from diffcache.eval.runs.evaluate import Plan, RunError
+from diffcache.eval.runs.folder import CaseFolder
+from diffcache.eval.runs.lines import evaluations
 from diffcache.eval.runs.progress import Progress
-from diffcache.eval.runs.record import RecordError, check, load, without_timing
-from diffcache.eval.runs.task import Case, Task, device_of, directory_sha256
+from diffcache.eval.runs.record import check, without_timing
+from diffcache.eval.runs.task import Task, device_of
 from diffcache.pipelines.small import flux
 
 ROOT = Path(__file__).parents[1]
@@ -48,98 +50,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "run"
     evaluate(out)
     return out
-
-
-class TestBatches:
-    def test_every_sample_is_in_one_batch_with_its_own_prompt_and_seed(self) -> None:
-        made = batches(["a", "b", "c"], samples=10, size=4, seed=5)
-        assert [b.ids for b in made] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
-        assert [p for b in made for p in b.prompts] == [*"abcabcabca"]
-        assert [s for b in made for s in b.seeds] == list(range(5, 15))
-
-    def test_more_samples_leave_full_batches_as_they_are(self) -> None:
-        few, many = (batches(["a", "b"], n, 4, 0) for n in (8, 50))
-        assert [b.digest for b in few] == [b.digest for b in many[:2]]
-
-
-class TestCaseFolder:
-    def sample(self) -> torch.Tensor:
-        return torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8)
-
-    def test_samples_come_back_as_they_were(self, tmp_path: Path) -> None:
-        folder, (batch,) = CaseFolder(tmp_path), batches(["a"], 3, 4, 0)
-        drawn = [self.sample() for _ in range(3)]
-        folder.write(batch, drawn, {"seconds": 1.0})
-        assert all(map(torch.equal, folder.read([0, 1, 2]), drawn))
-
-    def test_films_come_back_as_they_were(self, tmp_path: Path) -> None:
-        folder, (batch,) = CaseFolder(tmp_path), batches(["a"], 1, 4, 0)
-        film = torch.randint(0, 256, (5, 3, 32, 48), dtype=torch.uint8)
-        folder.write(batch, [film], {})
-        assert torch.equal(folder.read([0])[0], film)
-
-    def test_a_cut_off_line_is_no_line(self, tmp_path: Path) -> None:
-        folder, made = CaseFolder(tmp_path), batches(["a"], 3, 1, 0)
-        for batch in made[:2]:
-            folder.write(batch, [self.sample()], {})
-        text = folder.manifest.read_bytes()
-        folder.manifest.write_bytes(text[:-20])
-        assert set(folder.done(made)) == {0}
-        folder.write(made[2], [self.sample()], {})
-        assert set(folder.done(made)) == {0, 2}
-
-    @pytest.mark.parametrize("damage", ["missing", "short"])
-    def test_a_damaged_sample_is_drawn_again(self, tmp_path: Path, damage: str) -> None:
-        folder, made = CaseFolder(tmp_path), batches(["a"], 2, 1, 0)
-        for batch in made:
-            folder.write(batch, [self.sample()], {})
-        file = tmp_path / "samples" / "00001.png"
-        file.unlink() if damage == "missing" else file.write_bytes(file.read_bytes()[:100])
-        assert set(folder.done(made)) == {0}
-        with pytest.raises(ManifestError, match=r"00001\.png"):
-            folder.read([1])
-
-    def test_other_prompts_are_refused(self, tmp_path: Path) -> None:
-        folder = CaseFolder(tmp_path)
-        folder.write(batches(["a"], 1, 1, 0)[0], [self.sample()], {})
-        for other in (batches(["b"], 1, 1, 0), batches(["a"], 1, 1, 9)):
-            with pytest.raises(ManifestError, match="other prompts or seeds"):
-                folder.done(other)
-
-    def test_lines_of_all_processes_count(self, tmp_path: Path) -> None:
-        made = batches(["a"], 4, 2, 0)
-        for rank, batch in enumerate(made):
-            CaseFolder(tmp_path, rank).write(batch, [self.sample(), self.sample()], {})
-        assert set(CaseFolder(tmp_path).done(made)) == {0, 1}
-
-
-class TestHashes:
-    ABOUT: ClassVar[dict] = {"model": "m", "seed": 0}
-
-    def test_anything_that_changes_samples_changes_the_folder(self) -> None:
-        method = parse_method("interval:every=3")
-        cases = [
-            Case("x", "uncached", 7),
-            Case("x", "uncached", 8),
-            Case("x", "method", 7, method),
-            Case("x", "method", 7, parse_method("interval:every=4")),
-        ]
-        folders = {case.folder(self.ABOUT) for case in cases}
-        folders |= {case.folder({**self.ABOUT, "seed": 1}) for case in cases}
-        assert len(folders) == 8
-
-    def test_fewer_steps_share_the_samples_of_an_uncached_run_of_that_length(self) -> None:
-        one = Case("a", "fewer steps", 7, None, ("m",))
-        assert one.digest(self.ABOUT) == Case("b", "uncached", 7).digest(self.ABOUT)
-
-    def test_weights_change_the_hash_of_a_model(self, tmp_path: Path) -> None:
-        file = tmp_path / "weights.bin"
-        file.write_bytes(bytes(3 << 20))
-        before = directory_sha256(tmp_path)
-        file.write_bytes(bytes((3 << 20) - 1) + b"1")
-        assert directory_sha256(tmp_path) != before
-        (tmp_path / "README.md").write_text("words")
-        assert directory_sha256(tmp_path) == directory_sha256(tmp_path)
 
 
 class TestEvaluations:
@@ -220,22 +130,41 @@ class TestRun:
     ) -> None:
         before = {p: p.stat().st_mtime_ns for p in run.rglob("cases/**/*") if p.is_file()}
         monkeypatch.setattr(Drawer, "pipe", property(lambda self: pytest.fail("loaded")))
+        torch.set_num_threads(2)
         again = evaluate(run)
+        assert torch.get_num_threads() == 2  # those of the run are its own
+        torch.set_num_threads(1)
         assert without_timing(again)["rows"] == without_timing(load(run))["rows"]
         assert before == {p: p.stat().st_mtime_ns for p in run.rglob("cases/**/*") if p.is_file()}
 
     def test_more_samples_keep_what_is_there(self, run: Path, tmp_path: Path) -> None:
         few = tmp_path / "few"
-        evaluate(few, samples=5, methods=METHODS[:1])
+        before = evaluate(few, samples=5, methods=METHODS[:1])
         evaluate(few, samples=10, methods=METHODS[:1])
         ours = pictures(few)
         assert ours == {name: data for name, data in pictures(run).items() if name in ours}
+        again = evaluate(few, samples=5, methods=METHODS[:1])
+        assert without_timing(again) == without_timing(before)
 
     def test_a_folder_of_other_settings_is_refused(self, run: Path) -> None:
         with pytest.raises(RunError, match="another steps"):
             evaluate(run, steps=5)
         with pytest.raises(RunError, match="another batch_size"):
             evaluate(run, batch_size=2)
+        with pytest.raises(RunError, match="another call"):
+            evaluate(run, call={"height": 64.0})  # equal to 64 but for the digest
+        with pytest.raises(RunError, match="is a file"):
+            evaluate(run / "run.json")
+
+    def test_bad_plans_are_refused_before_anything_is_drawn(self, tmp_path: Path) -> None:
+        out = tmp_path / "run"
+        for wrong, words in (
+            ({"reference": tmp_path / "none"}, "no folder or file"),
+            ({"reward": "json:none"}, "has no function none"),
+        ):
+            with pytest.raises((ValueError, FileNotFoundError), match=words):
+                measure.evaluate(replace(plan(out), **wrong), Progress(quiet=True))
+            assert not out.exists()
 
     def test_killed_and_started_again_is_the_same(self, run: Path, tmp_path: Path) -> None:
         out = tmp_path / "killed"
@@ -306,6 +235,9 @@ class TestBadInput:
             ({"samples": 0}, "samples=0"),
             ({"batch_size": 0}, "batch_size=0"),
             ({"steps": 0}, "steps=0"),
+            ({"samples": 2.5}, "samples=2.5"),
+            ({"steps": "5"}, "steps='5'"),
+            ({"call": "x"}, "call='x'"),
             ({"dtype": "float8"}, "dtype='float8'"),
         ],
     )
@@ -332,14 +264,14 @@ class TestBadInput:
 
     def test_record(self, run: Path, tmp_path: Path) -> None:
         record = load(run)
-        with pytest.raises(RecordError, match="this version reads"):
+        with pytest.raises(ValueError, match="must be 'diffcache.eval/1'"):
             check({**record, "schema": "diffcache.eval/0"})
-        with pytest.raises(RecordError, match="no 'rows'"):
+        with pytest.raises(ValueError, match="'rows' is missing"):
             check({k: v for k, v in record.items() if k != "rows"})
-        with pytest.raises(FileNotFoundError, match="no record at"):
+        with pytest.raises(FileNotFoundError, match="no such record"):
             load(tmp_path)
         (tmp_path / "record.json").write_text(json.dumps(record)[:-50])
-        with pytest.raises(RecordError, match="is not JSON"):
+        with pytest.raises(ValueError, match="not a JSON file"):
             load(tmp_path)
 
 
@@ -348,3 +280,20 @@ def test_relative_errors_are_per_sample_and_step() -> None:
     other = base.clone()
     other[1, 2] *= 1.5
     assert relative_errors(base, other) == [[0, 0, 0], [0, 0, pytest.approx(0.5)]]
+
+
+def test_peak_memory_is_that_of_a_process_for_each_case(run: Path) -> None:
+    task = replace(TASK, samples=2, batch_size=2, steps=3)
+    methods = {"interval:every=2": parse_method("interval:every=2")}
+    watched = Plan(task, methods, run.parent / "memory", rounds=0, memory=True, site_errors=False)
+    record = measure.evaluate(watched, Progress(quiet=True))
+    assert record is not None
+    rows = record["timing"]["rows"]
+    assert set(rows) == {row["name"] for row in record["rows"]}
+    assert all(row["peak_bytes"] > 2**27 for row in rows.values())  # torch alone takes more
+
+
+def test_a_method_is_spelled_as_it_is_read() -> None:
+    for name in ("taylorseer:every=4,site=stack", "first-block:threshold=0.2", "interval"):
+        method = parse_method(name)
+        assert parse_method(_spelled(method)) == method

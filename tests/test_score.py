@@ -14,6 +14,7 @@ from diffcache.eval.runs import score
 from diffcache.eval.runs.extractors import Extractors, at_hand
 from diffcache.eval.runs.folder import CaseFolder, batches
 from diffcache.eval.runs.measure import _of_reference
+from diffcache.eval.runs.quality import Reference, quality
 from diffcache.pipelines.small import scenes
 from diffcache.pipelines.small.corruptions import corrupt
 
@@ -27,8 +28,8 @@ def written(path: Path, samples: list[Tensor], prompts: list[str]) -> score.Samp
     (batch,) = batches(prompts, len(samples), len(samples), 0)
     folder.write(batch, samples, {})
     (line,) = folder.done([batch]).values()
-    content = "".join(file["sha256"] for file in line["files"])
-    return score.Samples(folder, batch.ids, batch.prompts, content)
+    sums = tuple(file["sha256"] for file in line["files"])
+    return score.Samples(folder, batch.ids, batch.prompts, sums)
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +49,18 @@ def cases(tmp_path_factory: pytest.TempPathFactory, drawn: tuple) -> dict[str, s
 
 
 @pytest.fixture(scope="module")
-def reference() -> score.Reference:
+def reference() -> Reference:
     shipped = lite.reference()
-    return score.Reference("shapes", {"_lite": (shipped.moments, shipped.features)})
+    return Reference("shapes", {"_lite": (shipped.moments, shipped.features)})
 
 
-def qualities(cases: dict, name: str, reference: score.Reference | None) -> dict:
+def qualities(cases: dict, name: str, reference: Reference | None) -> dict:
     base = score.quality_values(cases["uncached"], NETWORKS)
     mine = base if name == "uncached" else score.quality_values(cases[name], NETWORKS)
-    return score.quality(mine, base, reference, is_film=False)
+    return quality(mine, base, reference, is_film=False)
 
 
-def test_equal_samples_are_equal_in_everything(cases: dict, reference: score.Reference) -> None:
+def test_equal_samples_are_equal_in_everything(cases: dict, reference: Reference) -> None:
     values = score.fidelity_values(cases["same"], cases["uncached"], NETWORKS)
     found, _ = score.fidelity(values, cases["same"].ids)
     assert found["psnr_db"]["value"] == found["psnr_db"]["pooled"] == 100
@@ -73,7 +74,7 @@ def test_equal_samples_are_equal_in_everything(cases: dict, reference: score.Ref
         assert same[name] == base[name]
 
 
-def test_damage_is_seen_beyond_its_interval(cases: dict, reference: score.Reference) -> None:
+def test_damage_is_seen_beyond_its_interval(cases: dict, reference: Reference) -> None:
     found = qualities(cases, "ghost", reference)
     assert found["fid_lite_change"]["low"] > 0 and found["fid_lite_change"]["paired"]
     assert found["fid_lite_to_uncached"]["low"] > 0
@@ -81,9 +82,7 @@ def test_damage_is_seen_beyond_its_interval(cases: dict, reference: score.Refere
     assert found["fid_lite"]["floor"] < found["fid_lite"]["value"]
 
 
-def test_values_are_those_of_the_metrics(
-    cases: dict, drawn: tuple, reference: score.Reference
-) -> None:
+def test_values_are_those_of_the_metrics(cases: dict, drawn: tuple, reference: Reference) -> None:
     pictures, prompts = drawn
     found = qualities(cases, "uncached", reference)
     expected = frechet(moments(lite.embed(pictures)), reference.sets["_lite"][0])
@@ -111,7 +110,7 @@ def test_without_a_reference_there_is_no_distance_to_it(cases: dict) -> None:
 def test_few_samples_have_no_distances_of_sets(tmp_path: Path, drawn: tuple) -> None:
     few = written(tmp_path, list(drawn[0][:8]), drawn[1][:8])
     values = score.quality_values(few, NETWORKS)
-    assert set(score.quality(values, values, None, False)) == {"prompt_accuracy", "clip_score_lite"}
+    assert set(quality(values, values, None, False)) == {"prompt_accuracy", "clip_score_lite"}
 
 
 def test_other_prompts_leave_out_what_they_cannot_have(tmp_path: Path, drawn: tuple) -> None:
@@ -120,7 +119,7 @@ def test_other_prompts_leave_out_what_they_cannot_have(tmp_path: Path, drawn: tu
 
 
 def test_values_are_kept_until_a_sample_changes(
-    cases: dict, monkeypatch: pytest.MonkeyPatch
+    cases: dict, drawn: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     score.quality_values(cases["same"], NETWORKS)
     calls: list[int] = []
@@ -128,7 +127,9 @@ def test_values_are_kept_until_a_sample_changes(
     monkeypatch.setattr(lite, "embed", lambda pictures: calls.append(1) or embed(pictures))
     score.quality_values(cases["same"], NETWORKS)
     assert not calls
-    other = score.Samples(cases["same"].folder, cases["same"].ids, cases["same"].prompts, "other")
+    other = written(tmp_path, list(drawn[0].flip(0)), drawn[1])
+    kept = cases["same"].folder.path / "quality.safetensors"
+    (tmp_path / kept.name).write_bytes(kept.read_bytes())
     score.quality_values(other, NETWORKS)
     assert calls
 
@@ -142,8 +143,8 @@ def test_real_networks_have_keys_of_their_own(tmp_path: Path, cases: dict, drawn
     base = score.quality_values(cases["uncached"], with_real)
     mine = score.quality_values(cases["ghost"], with_real)
     real = base["features"].double()
-    against = score.Reference("folder", {"": (moments(real), real)})
-    found = score.quality(mine, base, against, is_film=False)
+    against = Reference("folder", {"": (moments(real), real)})
+    found = quality(mine, base, against, is_film=False)
     assert found["fid"]["value"] == pytest.approx(found["fid_to_uncached"]["value"], rel=1e-6)
     assert {"kid", "is", "recall", "fid_change"} <= set(found)
     assert "fid_lite" not in found  # the reference has no features of that kind
@@ -155,7 +156,7 @@ def test_wide_features_have_a_value_without_an_interval() -> None:
     wide = {"features": torch.randn(40, 300)}
     other = {"features": torch.randn(40, 300)}
     real = moments(torch.randn(400, 300).double())
-    found = score.quality(other, wide, score.Reference("r", {"": (real, None)}), False)
+    found = quality(other, wide, Reference("r", {"": (real, None)}), False)
     assert set(found["fid"]) == {"value", "n"} and set(found["fid_change"]) == {
         "value",
         "n",

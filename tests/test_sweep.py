@@ -72,6 +72,8 @@ def test_same_sweep_same_folders_other_settings_other_folders(tmp_path: Path) ->
         ('"taylorseer"', '"taylorser"', "did you mean 'taylorseer'"),
         ("order = [1, 2]", "order = [1, 1]", "stands there twice"),
         ("[call]", "[call", "cannot read"),
+        ("order = [1, 2]", 'order = ["x"]', "taylorseer:every=3,order=x"),
+        ("samples = 12", "samples = 1.5", "samples=1.5"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, old: str, new: str, words: str) -> None:

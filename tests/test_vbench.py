@@ -579,6 +579,7 @@ def test_the_command_runs_vbench(
         (["x", "--score", "y"], "one of them"),
         (["nowhere"], "no folder nowhere"),
         (["x", "--device", "cpu"], "--device has no effect with --backend own"),
+        (["x", "--fps", "0"], "--fps 0.0: must be frames per second, above 0"),
         (["x", "--backend", "official", "--fps", "8"], "--fps has no effect"),
         (["--score", "nowhere"], "no VBench result in nowhere"),
         (["--score", "x", "--info"], "--info has no effect with --score"),

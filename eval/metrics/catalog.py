@@ -8,7 +8,6 @@ line a metric; a line that begins with `#` opens a group.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,7 +69,7 @@ ms_ssim | MS-SSIM | | up | product over 5 halved scales of the contrast-structur
 lpips | LPIPS | | down | sum over 5 AlexNet layers of the learned weighting of squared differences between unit-normalised feature maps, averaged over positions | Zhang et al. 2018, arXiv 1801.03924 (v0.1 heads) | `lpips.LPIPS`, as torchmetrics `LearnedPerceptualImagePatchSimilarity("alex")` without torchvision | alexnet | torchmetrics | lpips_lite
 lpips_lite | LPIPS-lite | | down | mean over the levels of the shipped extractor of squared differences between unit-normalised feature maps | this project, after arXiv 1801.03924 | `lite.lpips_lite` | | shapes-features |
 latent_error | Latent error | | down | ‖cached - uncached‖₂ / ‖uncached‖₂ of the latents behind every step, mean over samples | definition | `eval.runs` | | |
-site_error | Site error | | down | ‖stand-in - computed‖₂ / ‖computed‖₂ of a site's feature in every step that would be skipped | definition | `eval.oracle` | | |
+site_error | Site error | | down | ‖stand-in - computed‖₁ / ‖computed‖₁ of a site's feature in every step that would be skipped, on the first batch | definition | `eval.oracle` | | |
 temporal_error | Temporal error | | down | mean absolute difference of frame-to-frame changes, mean abs((a[t+1] - a[t]) - (b[t+1] - b[t])) / 255 | definition | `pixels.temporal_error` | | |
 # Quality of pictures
 fid | FID | | down | ‖μ₁ - μ₂‖² + tr(Σ₁ + Σ₂ - 2 (Σ₁Σ₂)^½) of 2048-d Inception pool features, covariance over N - 1, float64 | Heusel et al. 2017, arXiv 1706.08500 | `inception.load` (torch-fidelity `FeatureExtractorInceptionV3`) and `frechet.frechet`; clean-fid resize with `mode="clean"` (arXiv 2104.11222) | inception | torch_fidelity, torchvision | fid_lite
@@ -141,7 +140,7 @@ evaluations | Evaluations | | down | denoiser calls of a full run that cost the 
 computed_steps | Computed steps | | down | steps of a run in which anything that the cache may skip was computed, mean over runs | definition | `diffcache.report` | | |
 peak_bytes | Peak memory | bytes | down | most memory in use during a run: allocated on CUDA, resident of a fresh process on CPU | definition | `torch.cuda.max_memory_allocated`, `psutil` | | |
 held_bytes | Held memory | bytes | down | bytes of the features that a cache keeps, elements times element size | definition | `diffcache.report` | | |
-joules | Energy | J | down | difference of the device's energy counter over a run | NVML `nvmlDeviceGetTotalEnergyConsumption` | `pynvml` | | pynvml |
+joules | Energy | J | down | difference of the device's energy counter over a run; its power integrated over time where it has no counter | NVML `nvmlDeviceGetTotalEnergyConsumption` | `pynvml` | | pynvml |
 """  # noqa: E501
 
 
@@ -216,9 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{given.page}: {error}", file=sys.stderr)
         return 2
     if given.write:
-        part = given.page.with_name(given.page.name + ".tmp")
-        part.write_text(wanted, encoding="utf-8")
-        os.replace(part, given.page)
+        from diffcache.eval.runs.folder import write_file
+
+        write_file(given.page, wanted)
     elif page != wanted:
         print(f"{given.page}: out of date; run with --write", file=sys.stderr)
         return 1

@@ -41,6 +41,8 @@ def kid(
     """
     _check_sets(real, fake)
     smaller = min(len(real), len(fake))
+    if subset_size is None and smaller < 4:
+        raise ValueError(f"KID needs 4 samples or more, got {len(real)} real and {len(fake)} fake")
     size = min(1000, smaller // 2) if subset_size is None else subset_size
     if not 2 <= size <= smaller:
         raise ValueError(

@@ -144,6 +144,9 @@ def load(
     return Inception(convention, weights.sha256(file), network, place)
 
 
+_NAMES = {"cleanfid": "clean-fid"}  # on the package index, where it differs
+
+
 def load_package(name: str, extra: str) -> ModuleType:
     """Import a library that only some metrics need.
 
@@ -156,7 +159,7 @@ def load_package(name: str, extra: str) -> ModuleType:
             for another torch does.
     """
     top = name.partition(".")[0]
-    remedy = f"pip install 'diffcache[{extra}]'" if extra else f"pip install {top}"
+    remedy = f"pip install 'diffcache[{extra}]'" if extra else f"pip install {_NAMES.get(top, top)}"
     if importlib.util.find_spec(top) is None:
         raise MissingPackageError(f"{top} is not installed: {remedy}")
     try:
@@ -204,8 +207,8 @@ def _clean(file: Path, device: torch.device) -> Callable[[Tensor], Features]:
     expected = weights.WEIGHTS["inception-clean"].file
     if file.name != expected:
         raise ValueError(f"{file}: clean-fid opens its weights by name; call the file {expected}")
-    resize = load_package("cleanfid.resize", "fid").build_resizer("clean")
-    wrapper = load_package("cleanfid.inception_torchscript", "fid").InceptionV3W
+    resize = load_package("cleanfid.resize", "").build_resizer("clean")
+    wrapper = load_package("cleanfid.inception_torchscript", "").InceptionV3W
     network = wrapper(str(file.parent), download=False, resize_inside=False).eval().to(device)
 
     def features(pictures: Tensor) -> Features:

@@ -28,6 +28,10 @@ class Weights(NamedTuple):
     name: str
     sha256: str
 
+    def entry(self) -> dict[str, str]:
+        """Return what a record says of a metric that these weights made."""
+        return {"backend": "lite", "extractor": self.name, "sha256": self.sha256}
+
 
 class Reference(NamedTuple):
     """Statistics of real, held-out pictures and films.

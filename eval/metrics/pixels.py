@@ -38,7 +38,7 @@ def psnr(a: Tensor, b: Tensor) -> Tensor:
     Raises:
         ValueError: If dtypes or shapes are not as above.
     """
-    return _decibels(_per_picture(_mean_squared_error, a, b))
+    return decibels(_per_picture(_mean_squared_error, a, b))
 
 
 def pooled_psnr(a: Tensor, b: Tensor) -> float:
@@ -53,7 +53,7 @@ def pooled_psnr(a: Tensor, b: Tensor) -> float:
     Raises:
         ValueError: If dtypes or shapes are not as above.
     """
-    return float(_decibels(_per_picture(_mean_squared_error, a, b).mean()))
+    return float(decibels(_per_picture(_mean_squared_error, a, b).mean()))
 
 
 def ssim(a: Tensor, b: Tensor) -> Tensor:
@@ -226,8 +226,9 @@ def _blur(pictures: Tensor) -> Tensor:
     return pictures
 
 
-def _decibels(error: Tensor) -> Tensor:
-    return -10 * error.clamp(min=SMALLEST_ERROR).log10()
+def decibels(error: Tensor) -> Tensor:
+    """Return the PSNR in dB of mean squared errors whose full range is 1, at most 100."""
+    return 0.0 - 10 * error.clamp(min=SMALLEST_ERROR).log10()  # no -0
 
 
 def _pictures_at_once(pictures: Tensor) -> int:

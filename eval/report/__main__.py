@@ -7,10 +7,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from diffcache.command import EXPECTED
+from diffcache.eval import script
 from diffcache.eval.report import docs
 from diffcache.eval.report.records import load
 from diffcache.eval.report.write import FOLDER, FORMATS, write_joined, write_report, write_reports
+
+EPILOG = """\
+  python -m diffcache.eval.report runs/shapes-flux-0123abcd
+  python -m diffcache.eval.report runs/one runs/two --join --out both
+  python -m diffcache.eval.report --docs README.md RECORD.json --check
+The last one fills what stands between <!-- diffcache.eval: RECORD --> and <!-- /diffcache.eval -->.
+exit codes: 0 done, 1 a document differs from its records (--check), 2 a wrong request or file
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,27 +30,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 when done, 1 where a document differs from its records, 2 for a wrong request.
     """
+    return script.guarded(lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     options = _parser().parse_args(arguments)
-    try:
-        return _documents(options) if options.docs else _reports(options)
-    except EXPECTED as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return _documents(options) if options.docs else _reports(options)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = script.Parser(
         prog="python -m diffcache.eval.report",
         description="Write tables, plots and a page from the records of runs.",
-        epilog="Tables in documents: --docs README.md RECORD.json [--check]",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder or record")
-    parser.add_argument("--out", type=Path, help=f"folder to write to (default: RUN/{FOLDER})")
     parser.add_argument(
-        "--format",
-        metavar="LIST",
-        help="of md, html, csv (default: all)",
+        "--out", type=Path, metavar="DIR", help=f"folder to write to (default: RUN/{FOLDER})"
     )
+    parser.add_argument("--format", metavar="LIST", help="of md,html,csv (default: all)")
     parser.add_argument(
         "--join", action="store_true", help="put the rows of runs of the same task in one table"
     )

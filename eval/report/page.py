@@ -10,12 +10,14 @@ from typing import Any
 from diffcache.eval.report import words
 from diffcache.eval.report.columns import Column
 from diffcache.eval.report.section import Picture, Section
-from diffcache.eval.report.table import DAGGER, Row, Table
+from diffcache.eval.report.table import DAGGER, WARNING, Row, Table
 
 _POLICY = (
     "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'"
 )
+_PNG_WIDTH = slice(16, 20)  # where a PNG says it
+_SCALE = 0.8  # of plots on the page
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2028; --soft: #5b636e; --line: #d8dce2;
   --ground: #ffffff; --raised: #f5f7fa; --mark: #2563af;
@@ -51,14 +53,15 @@ figure { margin: 0 0 1.6rem; }
 figcaption { font-size: 0.84rem; color: var(--soft); max-width: 85ch; }
 figcaption ul { margin: 0.2rem 0 0; padding-left: 1.1rem; }
 figure .scroll { background: #fff; } figure img { display: block; }
-.plot img { width: 100%; height: auto; margin: 0 auto; }
+.plot img, .sheet img { max-width: 100%; height: auto; }
+.plot img { margin: 0 auto; }
 .films { display: flex; flex-wrap: wrap; gap: 0.8rem; } .films figure { margin: 0; width: 180px; }
 video { width: 180px; border-radius: 6px; background: #000; image-rendering: pixelated; }
 dl { display: grid; grid-template-columns: minmax(8rem, max-content) 1fr; gap: 0.25rem 1rem;
   font-size: 0.88rem; } dt { color: var(--soft); } dd { margin: 0; }
 dd { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-size: 0.92em; }
 @media (max-width: 600px) { dl { grid-template-columns: 1fr; } dd { margin-bottom: 0.5rem; }
-  .plot .scroll img { width: 640px; max-width: none; }
+  .plot .scroll img { width: 640px; max-width: none; } .sheet .scroll img { max-width: none; }
   th:first-child, td:first-child { max-width: 9rem; } }
 @media print { .scroll { overflow: visible; } }
 """
@@ -114,7 +117,8 @@ def _body(section: Section) -> list[str]:
     record, table = section.record, section.table
     lines = ['<ul class="summary">', *_items(words.summary(record)), "</ul>"]
     lines += [f'<p class="warning">{escape(text)}</p>' for text in _warnings(record)]
-    lines += ["<h2>Table</h2>", _table(table), '<ul class="notes">', *_items(table.notes), "</ul>"]
+    notes = [note for note in table.notes if not note.startswith(WARNING)]
+    lines += ["<h2>Table</h2>", _table(table), '<ul class="notes">', *_items(notes), "</ul>"]
     if any(column.lite for column in table.columns):
         lines.append(f'<p><span class="badge">lite</span> {escape(words.LITE)}</p>')
     lines += [_plots("Plots", section.plots), _plots("Samples", section.sheets, "sheet")]
@@ -171,9 +175,12 @@ def _plots(title: str, pictures: Sequence[Picture], kind: str = "plot") -> str:
     found = [f"<h2>{escape(title)}</h2>"]
     for picture in pictures:
         more = f"<ul>{''.join(_items(picture.lines))}</ul>" if picture.lines else ""
+        # Plots are of different widths; one scale for all gives their letters one size.
+        pixels = int.from_bytes(picture.png[_PNG_WIDTH], "big")
+        width = f' width="{round(_SCALE * pixels)}"' if kind == "plot" else ""
         found.append(
             f'<figure class="{kind}"><h3>{escape(picture.title)}</h3><div class="scroll">'
-            f'<img alt="{escape(picture.caption)}" src="{_data(picture.png, "image/png")}">'
+            f'<img alt="{escape(picture.caption)}"{width} src="{_data(picture.png, "image/png")}">'
             f"</div><figcaption>{escape(picture.caption)}{more}</figcaption></figure>"
         )
     return "\n".join(found)

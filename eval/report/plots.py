@@ -52,13 +52,16 @@ def draw(record: Record) -> tuple[list[Plot], list[str]]:
 
 def draw_pareto(record: Record) -> tuple[list[Plot], list[str]]:
     """Draw every headline metric against what was saved."""
-    found = []
+    found, flat = [], []
     for key in _headlines(record):
         known = describe(record, key)
         sides = [("FLOPs ratio", "flops_ratio"), ("measured speed ratio", "ratio")]
         panels = [pareto.Panel(title, _points(record, key, side)) for title, side in sides]
         panels = [p for p in panels if any(point.kind == "method" for point in p.points)]
         if not panels:
+            continue
+        if _is_flat(panels):
+            flat.append(str(known["title"]))
             continue
         title = f"{known['title']} ({known['unit']})" if known["unit"] else str(known["title"])
         paired = ", paired with uncached" if key.endswith(CHANGE) else ""
@@ -70,8 +73,17 @@ def draw_pareto(record: Record) -> tuple[list[Plot], list[str]]:
         )
         figure = pareto.plot(panels, title, known["direction"])
         found.append(Plot(f"pareto-{key}", f"{known['title']} against speed", caption, figure))
-    missing = "Quality against speed: no method row holds both a metric and a ratio."
-    return found, [] if found else [missing]
+    missing = [f"Quality against speed: all rows are equal in {', '.join(flat)}."] if flat else []
+    if not found and not flat:
+        missing = ["Quality against speed: no method row holds both a metric and a ratio."]
+    return found, missing
+
+
+def _is_flat(panels: Sequence[pareto.Panel]) -> bool:
+    """Say whether all points of several rows are at one height, with nothing around them."""
+    heights = [point.y for panel in panels for point in panel.points]
+    ends = {end for y in heights for end in y if end is not None}
+    return len(ends) == 1 and len(heights) > 1
 
 
 def _headlines(record: Record) -> list[str]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from diffcache.eval.metrics.pixels import pooled_psnr
 from diffcache.eval.report.records import Record, ordered
 from diffcache.eval.report.samples import Samples
 
@@ -19,6 +20,7 @@ GROUPS = ("worst", "median", "best")
 _SIDE, _FRAME = 192, 128
 _GAP, _PAD, _SMALL, _LARGE = 12, 16, 13, 15
 _BLOCKS, _METHODS, _FRAMES = 4, 6, 8
+_WIDEST = 1272  # pixels of a sheet with several blocks in a line
 _INK, _GREY, _LINE = (28, 32, 40), (105, 112, 122), (208, 212, 218)
 
 
@@ -175,8 +177,11 @@ def closeness(one: Any, other: Any) -> str:
         one: uint8 [..., H, W, 3].
         other: Same shape.
     """
-    error = float(np.mean((one.astype(np.float64) - other) ** 2))
-    return "identical" if error == 0 else f"PSNR {10 * math.log10(255**2 / error):.1f} dB"
+    if np.array_equal(one, other):
+        return "identical"
+    both = (torch.from_numpy(np.ascontiguousarray(x)).movedim(-1, -3) for x in (one, other))
+    a, b = (x if x.ndim == 4 else x[None] for x in both)
+    return f"PSNR {pooled_psnr(a, b):.1f} dB"
 
 
 def _enlarged(pixels: Any, side: int = _SIDE) -> Image.Image:
@@ -229,14 +234,16 @@ def _wrapped(text: str, width: int, most: int) -> list[str]:
 
 
 def _stack(blocks: Sequence[Image.Image]) -> Image.Image:
-    """Paste blocks below each other on one sheet."""
-    width = max(block.width for block in blocks) + 2 * _PAD
-    height = sum(block.height for block in blocks) + (len(blocks) - 1) * _PAD + 2 * _PAD
-    sheet = Image.new("RGB", (width, height), "white")
-    top = _PAD
-    for block in blocks:
-        sheet.paste(block, (_PAD, top))
-        top += block.height + _PAD
+    """Paste blocks on one sheet, line by line, as many in a line as a page is wide."""
+    pitch = max(block.width for block in blocks) + 2 * _PAD
+    columns = max(1, min(len(blocks), _WIDEST // pitch))
+    lines = [blocks[start : start + columns] for start in range(0, len(blocks), columns)]
+    heights = [max(block.height for block in line) + _PAD for line in lines]
+    sheet = Image.new("RGB", (columns * pitch, sum(heights) + _PAD), "white")
+    for place, line in enumerate(lines):
+        top = _PAD + sum(heights[:place])
+        for column, block in enumerate(line):
+            sheet.paste(block, (_PAD + column * pitch, top))
     return sheet
 
 

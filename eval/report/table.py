@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 NONE, NOT_MEASURED, DAGGER, UNDER = "—", "n/a", "†", "↳ "
-_WARNING = "Warning: "
+WARNING = "Warning: "
 _MOST_NAME = 30
 
 
@@ -164,8 +164,8 @@ def notes_of(record: Record, columns: Sequence[Column]) -> list[str]:
         )
     notes += _back_ends(record, shown_keys)
     if not record.get("finished", True):
-        notes.append(f"{_WARNING}the run is not finished; these numbers will change.")
-    return notes + [f"{_WARNING}{text}" for text in record.get("warnings") or []]
+        notes.append(f"{WARNING}the run is not finished; these numbers will change.")
+    return notes + [f"{WARNING}{text}" for text in record.get("warnings") or []]
 
 
 def _back_ends(record: Record, shown_keys: set[str]) -> list[str]:
@@ -242,7 +242,7 @@ class TerminalTable:
         for group in ("cost", "fidelity", "quality"):
             for places in self._cut(group, options.max_width):
                 yield self._part(group, places)
-        notes = [note for note in self._table.notes if not note.startswith(_WARNING)]
+        notes = [note for note in self._table.notes if not note.startswith(WARNING)]
         yield Text("\n".join(notes), style="dim")
 
     def _cut(self, group: str, width: int) -> list[list[int]]:

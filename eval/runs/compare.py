@@ -10,7 +10,7 @@ from typing import Any
 from diffcache.errors import DiffcacheError
 
 _LIMIT = re.compile(r"(\w+)\s*([<>])\s*([+-]?\d+(?:\.\d+)?)")
-_SAME = ("model", "pipeline", "prompts", "samples", "seed", "steps", "call")
+_SAME = ("model", "pipeline", "prompts", "samples", "seed", "steps", "call", "reference")
 
 
 class CompareError(DiffcacheError):
@@ -72,7 +72,7 @@ def changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Change]
         CompareError: If the records are of different tasks, or share no row.
     """
     for name in _SAME:
-        one, other = first["task"][name], second["task"][name]
+        one, other = first["task"].get(name), second["task"].get(name)
         if one != other:
             raise CompareError(f"the records are of different tasks: {name} {one!r} and {other!r}")
     others = {row["name"]: row for row in second["rows"]}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import time
 import warnings
-from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,14 +17,13 @@ import torch
 from torch import Tensor
 
 import diffcache
-from diffcache.eval.prompts import HELD_OUT, Prompts, load_prompts
+from diffcache.eval.prompts import HELD_OUT, Prompts
+from diffcache.eval.runs.arguments import check_call, pipeline_of, prompts_of
 from diffcache.eval.runs.folder import Batch
 from diffcache.eval.runs.ranks import Ranks
-from diffcache.eval.runs.task import Case, Task, device_of, digest, directory_sha256, versions
+from diffcache.eval.runs.task import Case, Task, device_of, directory_sha256, versions
 from diffcache.pipelines.demo import generate
 from diffcache.timeline import steps_of
-
-_CLASSES = 1000
 
 
 @dataclass
@@ -54,31 +51,26 @@ class Drawer:
 
     Raises:
         FileNotFoundError: If there is no such model.
-        ValueError: If the pipeline does not take an argument of the task's call.
+        ValueError: If the pipeline does not take an argument of the task's call, or needs more
+            than prompts or class numbers.
     """
 
     def __init__(self, task: Task, ranks: Ranks | None = None) -> None:
         self.task, self.ranks = task, ranks or Ranks()
         self.directory = find_model(task.model)
-        index = json.loads((self.directory / "model_index.json").read_text(encoding="utf-8"))
-        self.pipeline = str(index["_class_name"])
-        # What a class passes on to its parents' call is in their signatures only.
-        self.parameters = inspect.signature(getattr(diffusers, self.pipeline).__call__).parameters
-        self.call = {**generate.call_defaults(self.directory), **task.call}
-        self.call = {name: value for name, value in self.call.items() if self._takes(name)}
+        self.pipeline, self.parameters = pipeline_of(self.directory)
+        defaults = generate.call_defaults(self.directory)
+        self.call = {name: value for name, value in defaults.items() if name in self.parameters}
+        self.call |= task.call
+        check_call(self.pipeline, self.parameters, task, self.call)
         self.device = device_of(task.device)
         if self.device == torch.device("cuda") and self.ranks.count > 1:
             self.device = torch.device("cuda", self.ranks.local)
 
-    def _takes(self, name: str) -> bool:
-        if name not in self.parameters and name in self.task.call:
-            raise ValueError(f"call {name}={self.task.call[name]!r}: {self.pipeline} takes none")
-        return name in self.parameters
-
     @property
     def name(self) -> str:
         """Name of the model."""
-        return self.directory.name if Path(self.task.model).exists() else self.task.model
+        return self.directory.resolve().name if Path(self.task.model).exists() else self.task.model
 
     @property
     def steps(self) -> int:
@@ -89,37 +81,38 @@ class Drawer:
         """
         found = self.task.steps
         if found is None and "num_inference_steps" in self.parameters:
-            found = self.parameters["num_inference_steps"].default
+            default = self.parameters["num_inference_steps"].default
+            found = self.call.get("num_inference_steps", default)
         if not isinstance(found, int):
             raise ValueError(f"steps: {self.pipeline} has no default; pass --steps")
         return found
 
+    def full_steps(self, steps: int) -> float:
+        """Return how many steps of the uncached case cost as much as a run of so many steps.
+
+        Solvers of second order take two calls for a step, but one for the last.
+        """
+        return self.steps * self._calls(steps) / self._calls(self.steps)
+
+    def _calls(self, steps: int) -> int:
+        """Return how many calls the solver plans, as many as steps where it does not tell."""
+        try:
+            self._solver.set_timesteps(steps)
+            return len(self._solver.timesteps)
+        except (OSError, LookupError, AttributeError, TypeError, ValueError):
+            return steps
+
+    @cached_property
+    def _solver(self) -> Any:
+        """The pipeline's scheduler, without the pipeline; only its plan is looked at."""
+        place = self.directory / "scheduler"
+        name = json.loads((place / "scheduler_config.json").read_text())["_class_name"]
+        return getattr(diffusers, name).from_pretrained(place)
+
     @cached_property
     def prompts(self) -> Prompts:
-        """The prompts: those of the task, or what suits the model.
-
-        Raises:
-            ValueError: If the pipeline takes neither prompts nor class numbers but the task has
-                prompts, or a class number is none.
-        """
-        by_class = "class_labels" in self.parameters and "prompt" not in self.parameters
-        source = self.task.prompts
-        if not source and by_class:
-            texts = [str(number) for number in range(self._class_count())]
-            return Prompts("class numbers", texts, digest(texts))
-        if not source:
-            is_film = "num_frames" in self.parameters
-            shapes = self.name.startswith("shapes-")
-            source = "shapes-held-out" if shapes else "films" if is_film else "pictures"
-        found = load_prompts(source, self.task.samples)
-        if by_class and not all(text.isdecimal() for text in found.texts):
-            raise ValueError(f"prompts={source!r}: {self.pipeline} takes class numbers")
-        return found
-
-    def _class_count(self) -> int:
-        config = self.directory / "transformer" / "config.json"
-        found = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
-        return int(found.get("num_embeds_ada_norm") or _CLASSES)
+        """The prompts: those of the task, or what suits the model."""
+        return prompts_of(self.task, self.pipeline, self.parameters, self.directory)
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -259,22 +252,3 @@ def relative_errors(latents: Tensor, others: Tensor) -> list[list[float]]:
     apart = (others - latents).flatten(2).double().norm(dim=2)
     errors = apart / latents.flatten(2).double().norm(dim=2).clamp_min(1e-12)
     return [list(row) for row in errors.tolist()]
-
-
-def shares(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return for every step the share of samples that computed it, None without a cache.
-
-    Args:
-        lines: Of a case's manifest.
-    """
-    runs = [(line["cache"]["steps"], len(line["ids"])) for line in lines if "cache" in line]
-    if not runs:
-        return None
-    length = max(len(steps) for steps, _ in runs)
-    made = []
-    for step in range(length):
-        here = [(steps[step], count) for steps, count in runs if step < len(steps)]
-        total = sum(count for _, count in here)
-        computed = sum(mark[1] * count for mark, count in here) / total
-        made.append({"step": step, "timestep": here[0][0][0], "computed": computed})
-    return made

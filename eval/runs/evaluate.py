@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from diffcache.errors import DiffcacheError
 from diffcache.eval.cost.flops import denoiser_flops
+from diffcache.eval.folders import open_films, open_pictures
+from diffcache.eval.metrics import reward
 from diffcache.eval.runs.draw import Drawer, relative_errors
-from diffcache.eval.runs.folder import Batch, CaseFolder, batches, read_json, write_json
+from diffcache.eval.runs.folder import (
+    MARKER,
+    Batch,
+    CaseFolder,
+    ManifestError,
+    RunError,
+    batches,
+    check_claim,
+    read_json,
+    write_file,
+    write_json,
+)
+from diffcache.eval.runs.lines import evaluations
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.ranks import Ranks, join
 from diffcache.eval.runs.task import Case, Task, digest
@@ -27,10 +40,6 @@ FOLDER = Path("runs")
 LATENT_SAMPLES = 16  # the first ones, whose latents are compared step by step
 _LATENT_BYTES = 1 << 28  # of a batch; larger ones are not kept
 _ROUNDING = 1e-6
-
-
-class RunError(DiffcacheError):
-    """A run's folder holds a run of other settings."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,8 @@ class Plan:
         reference: Folder or npz of real pictures; None is the shapes generator where prompts are
             in its words.
         rounds: Timed rounds of every case, 0 for none.
+        memory: Measure peak memory, of each case in a process of its own (always on CUDA, in this
+            process).
         site_errors: Measure the error of every stand-in on the first batch.
         reward: `module:function` that scores pictures for prompts, "" for none.
         command: That repeats the run, for the record.
@@ -54,6 +65,7 @@ class Plan:
     out: Path | None = None
     reference: Path | None = None
     rounds: int = 5
+    memory: bool = False
     site_errors: bool = True
     reward: str = ""
     command: str = ""
@@ -123,23 +135,21 @@ def start(plan: Plan, progress: Progress) -> Run:
     """Join the other processes, look at the model, and claim the run's folder.
 
     Raises:
-        FileNotFoundError: If there is no such model.
+        FileNotFoundError: If there is no such model, or no such reference.
         RunError: If the folder holds a run of other settings.
+        ValueError: If the reference or the reward cannot be read.
     """
     ranks = join(plan.task.device)
     run = Run(plan, Drawer(plan.task, ranks), ranks, progress)
-    marker = run.folder / "run.json"
-    found = read_json(marker)
     mine = {"identity": run.identity, **run.drawer.about, "steps": run.drawer.steps}
-    if found is not None and found["identity"] != run.identity:
-        other = [k for k, v in mine.items() if k != "identity" and found.get(k) != v]
-        raise RunError(
-            f"{run.folder} holds a run with another {other[0] if other else 'task'} "
-            f"({found.get(other[0])!r}, now {mine[other[0]]!r}); name another folder with --out"
-        )
+    is_new = check_claim(run.folder, mine)
+    if plan.reference is not None:
+        (open_films if "num_frames" in run.drawer.parameters else open_pictures)(plan.reference)
+    if plan.reward:
+        reward.load(plan.reward)
     run.ranks.wait()
-    if found is None and ranks.is_first:
-        write_json(marker, mine)
+    if is_new and ranks.is_first:
+        write_json(run.folder / MARKER, mine)
     return run
 
 
@@ -149,10 +159,11 @@ def draw_all(run: Run) -> list[Case]:
     Returns:
         The cases in the order of the table: uncached, methods, fewer steps.
     """
-    steps, count = run.drawer.steps, run.plan.task.samples
+    steps, count = run.drawer.steps, sum(len(batch.ids) for batch in _share(run))
     uncached = Case("uncached", "uncached", steps)
     cases = [Case(name, "method", steps, method) for name, method in run.plan.methods.items()]
     run.progress.expect(count * (1 + 2 * len(cases)))
+    _try(run, cases)
     draw(run, uncached)
     run.ranks.wait()  # the others compare their latents with these
     for case in cases:
@@ -166,10 +177,38 @@ def draw_all(run: Run) -> list[Case]:
     return [uncached, *cases, *fewer]
 
 
+def _share(run: Run) -> list[Batch]:
+    """Return the batches that fall to this process."""
+    return [b for b in run.batches if b.number % run.ranks.count == run.ranks.index]
+
+
+def _try(run: Run, cases: Sequence[Case]) -> None:
+    """Find out what cannot work before hours are spent on what can.
+
+    Raises:
+        AttachError: If a method cannot be used with the pipeline.
+        RunError: If the pipeline cannot draw a batch.
+    """
+    try:
+        step_flops(run)
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        if isinstance(error, DiffcacheError):
+            raise
+        raise RunError(
+            f"{run.drawer.pipeline} cannot draw from prompts or class numbers alone "
+            f"({type(error).__name__}: {error}); other arguments are passed with --call KEY=VALUE"
+        ) from error
+    mine = _share(run)
+    for case in cases:
+        if len(run.case_folder(case).done(mine)) < len(mine):
+            with run.drawer.wrapped(case):
+                pass
+
+
 def draw(run: Run, case: Case, uncached: Case | None = None) -> None:
     """Draw the batches of a case that fall to this process and are not drawn yet."""
     folder = run.case_folder(case)
-    mine = [b for b in run.batches if b.number % run.ranks.count == run.ranks.index]
+    mine = _share(run)
     done = folder.done(mine)
     run.progress.advance(sum(len(line["ids"]) for line in done.values()), case.name, drawn=False)
     todo = [batch for batch in mine if batch.number not in done]
@@ -192,14 +231,18 @@ def _latents(
     name = f"latents/{batch.number:05d}.safetensors"
     if uncached is None:
         if latents.nbytes <= _LATENT_BYTES:
-            (folder.path / "latents").mkdir(parents=True, exist_ok=True)
-            save_file({"latents": latents.contiguous()}, folder.path / name)
+            write_file(folder.path / name, save({"latents": latents.contiguous()}))
         return {}
     kept = run.case_folder(uncached).path / name
     if not kept.exists():
         return {}
-    theirs = load_file(kept)["latents"]
-    if theirs.shape != latents.shape:
+    try:
+        theirs = load_file(kept)["latents"]
+    except (OSError, LookupError, SafetensorError) as error:
+        place = kept.parents[1]
+        raise ManifestError(f"cannot read {kept}: {error}; delete the folder {place}") from error
+    # Half precision may overflow, and JSON has no word for what comes of it.
+    if theirs.shape != latents.shape or not (theirs - latents).isfinite().all():
         return {}
     return {"latent_error": relative_errors(theirs, latents)}
 
@@ -210,9 +253,11 @@ def fewer_steps(run: Run, cases: Sequence[Case]) -> list[Case]:
     found: dict[int, list[str]] = {}
     for case in cases:
         lines = run.case_folder(case).done(run.batches)
-        steps = math.ceil(evaluations(list(lines.values()), case.steps, full) - _ROUNDING)
-        if steps < run.drawer.steps:
-            found.setdefault(max(steps, 1), []).append(case.name)
+        needed = evaluations(list(lines.values()), case.steps, full) - _ROUNDING
+        enough = (n for n in range(1, run.drawer.steps) if run.drawer.full_steps(n) >= needed)
+        steps = next(enough, None)
+        if steps is not None:
+            found.setdefault(steps, []).append(case.name)
     return [
         Case(f"uncached, {steps} step{'s' * (steps > 1)}", "fewer steps", steps, None, tuple(names))
         for steps, names in found.items()
@@ -223,7 +268,7 @@ def step_flops(run: Run) -> float | None:
     """Return the FLOPs of one uncached step and sample, all branches; None if uncounted."""
     place = run.folder / "flops.json"
     found = read_json(place)
-    if found is None:
+    if not isinstance(found, dict) or "flops_per_step_and_sample" not in found:
         batch = run.batches[0]
         with run.timed("count FLOPs"):
             counted = denoiser_flops(run.drawer.pipe, run.drawer.arguments(batch, 2))
@@ -232,27 +277,3 @@ def step_flops(run: Run) -> float | None:
         write_json(place, found)
     value: float | None = found["flops_per_step_and_sample"]
     return value
-
-
-def evaluations(lines: Sequence[Mapping[str, Any]], steps: int, full: float | None) -> float:
-    """Return how many full steps cost as much as a run, as a mean over samples.
-
-    Counted in FLOPs of the whole denoiser; where they are unknown, computed steps are counted.
-
-    Args:
-        lines: Of the case's manifest.
-        steps: Sampling steps.
-        full: FLOPs of one uncached step and sample.
-    """
-    total = weight = 0.0
-    for line in lines:
-        count, cache = len(line["ids"]), line.get("cache")
-        if cache is None:
-            here = float(steps)
-        elif full is None or cache["flops_saved"] is None:
-            here = steps * fmean(computed for _, computed in cache["steps"])
-        else:  # solvers of higher order call the denoiser more often than there are steps
-            calls = len(cache["steps"])
-            here = steps * (1 - cache["flops_saved"] / (full * count * calls))
-        total, weight = total + here * count, weight + count
-    return total / weight

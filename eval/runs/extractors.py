@@ -19,7 +19,6 @@ from diffcache.eval.weights import MissingWeightsError
 from diffcache.pipelines.small import classifier, scenes
 
 Columns = dict[str, Tensor]
-_LITE = {"backend": "lite", "extractor": lite.EXTRACTOR.name, "sha256": lite.EXTRACTOR.sha256}
 _REAL_SETS = ("fid", "kid", "is", "precision", "recall", "density", "coverage")
 
 
@@ -47,14 +46,14 @@ class Extractors:
     def describe(self, key: str) -> dict[str, Any]:
         """Return the back end of a metric, for the record."""
         if "_lite" in key:
-            return _LITE
+            return lite.EXTRACTOR.entry()
         base = key.removesuffix("_change").removesuffix("_to_uncached")
         return self.entries.get(base, {"backend": "exact"})
 
     @property
     def identity(self) -> list[Any]:
         """What the values of samples depend on."""
-        return [_LITE, self.entries, self.reward_name]
+        return [lite.EXTRACTOR.entry(), self.entries, self.reward_name]
 
     def of_pictures(self, pictures: Tensor, prompts: Sequence[str]) -> Columns:
         """Return everything that is known of pictures by themselves.
@@ -72,6 +71,8 @@ class Extractors:
             "features_lite": lite.embed(pictures),
             "probabilities_lite": lite.class_probabilities(pictures),
         }
+        # Real pictures come without prompts, and class numbers are none.
+        in_words = all(any(map(str.isalpha, text)) for text in prompts)
         if all(map(is_scene, prompts)):
             found["clip_score_lite"] = lite.clip_score_lite(pictures, prompts)
             if pictures.shape[2:] == (scenes.SIZE, scenes.SIZE):
@@ -81,9 +82,9 @@ class Extractors:
             found["features"] = seen.pool
             if seen.logits is not None:
                 found["probabilities"] = seen.probabilities()
-        if self.clip is not None:
+        if self.clip is not None and in_words:
             found["clip_score"] = self.clip(pictures, prompts)
-        if self.reward is not None:
+        if self.reward is not None and in_words:
             found["image_reward"] = reward.score(self.reward, pictures, prompts)
         return found
 

@@ -25,7 +25,12 @@ from torch import Tensor
 from diffcache.errors import DiffcacheError
 
 FPS = 8  # of films on disk; pipelines do not say theirs, and no metric here depends on it
+MARKER = "run.json"  # says whose the folder of a run is
 PICTURE, FILM = "samples/{:05d}.png", "clips/{:05d}.mp4"
+
+
+class RunError(DiffcacheError):
+    """A run cannot be made, or its folder holds a run of other settings."""
 
 
 class ManifestError(DiffcacheError):
@@ -84,19 +89,26 @@ class CaseFolder:
         self.path = path
         self.manifest = path / f"manifest.{rank}.jsonl"
 
-    def lines(self) -> dict[int, dict[str, Any]]:
+    def lines(self) -> dict[int, list[dict[str, Any]]]:
         """Return the manifest's lines by the number of their batch, of all processes.
 
-        A last line that was cut off is left out. Where a batch was drawn again (a longer last
-        batch, or by another process), the line with more samples counts.
+        A last line that was cut off is left out. A batch has several lines where it was drawn
+        again: longer or shorter, as the last one, or because a file was gone.
+
+        Raises:
+            ManifestError: If another line cannot be read.
         """
-        found: dict[int, dict[str, Any]] = {}
+        found: dict[int, list[dict[str, Any]]] = {}
         for file in sorted(self.path.glob("manifest.*.jsonl")):
             for text in file.read_text(encoding="utf-8").split("\n")[:-1]:
-                line = json.loads(text)
-                before = found.get(line["batch"])
-                if before is None or len(before["ids"]) <= len(line["ids"]):
-                    found[line["batch"]] = line
+                try:
+                    line = json.loads(text)
+                    found.setdefault(line["batch"], []).append(line)
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ManifestError(
+                        f"{file} is damaged: delete the folder {self.path} and run the command "
+                        f"again ({error})"
+                    ) from error
         return found
 
     def done(self, wanted: Iterable[Batch]) -> dict[int, dict[str, Any]]:
@@ -105,26 +117,31 @@ class CaseFolder:
         A batch whose files are missing or of another size counts as not drawn.
 
         Raises:
-            ManifestError: If a line is about other prompts or seeds than the wanted ones.
+            ManifestError: If a line is about other prompts or seeds than the wanted ones, or
+                cannot be read.
         """
         lines = self.lines()
         complete = {}
         for batch in wanted:
-            line = lines.get(batch.number)
-            if line is None or len(line["ids"]) != len(batch.ids):
-                continue
-            if line["digest"] != batch.digest:
-                raise ManifestError(
-                    f"batch {batch.number} of {self.path} was drawn from other prompts or seeds; "
-                    "name another folder with --out"
-                )
-            if all(self._is_whole(file) for file in line["files"]):
-                complete[batch.number] = line
+            all_drawn = lines.get(batch.number, [])
+            for line in all_drawn:
+                if len(line["ids"]) != len(batch.ids):
+                    continue
+                if line["digest"] != batch.digest:
+                    raise ManifestError(
+                        f"batch {batch.number} of {self.path} was drawn from other prompts or "
+                        "seeds; name another folder with --out"
+                    )
+                # Only the contents tell which of several lines the files are of.
+                if all(self._is_whole(file, len(all_drawn) > 1) for file in line["files"]):
+                    complete[batch.number] = line
         return complete
 
-    def _is_whole(self, file: Mapping[str, Any]) -> bool:
+    def _is_whole(self, file: Mapping[str, Any], read: bool) -> bool:
+        place = self.path / file["name"]
         try:
-            return bool((self.path / file["name"]).stat().st_size == file["bytes"])
+            same_size = place.stat().st_size == file["bytes"]
+            return same_size and (not read or _sha256(place.read_bytes()) == file["sha256"])
         except OSError:
             return False
 
@@ -170,30 +187,68 @@ class CaseFolder:
 
             write_clip(file, sample, FPS)
         data = file.read_bytes()
-        return {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        return {"name": name, "bytes": len(data), "sha256": _sha256(data)}
 
-    def read(self, ids: Sequence[int]) -> list[Tensor]:
+    def read(self, ids: Sequence[int], sums: Mapping[int, str] | None = None) -> list[Tensor]:
         """Read samples back: pictures uint8 [3, H, W] or films uint8 [F, 3, H, W].
+
+        Args:
+            ids: Which samples.
+            sums: SHA-256 of their files; without it damage that can still be read goes unseen.
 
         Raises:
             ManifestError: If a file is missing or damaged; it is named.
         """
-        return [self._load(i) for i in ids]
+        return [self._load(i, None if sums is None else sums[i]) for i in ids]
 
-    def _load(self, number: int) -> Tensor:
+    def _load(self, number: int, wanted: str | None) -> Tensor:
         picture, film = self.path / PICTURE.format(number), self.path / FILM.format(number)
-        if film.exists():
-            from diffcache.eval.clips import read_clip
-
-            return read_clip(film)
+        place = film if film.exists() else picture
         try:
+            if wanted is not None and _sha256(place.read_bytes()) != wanted:
+                raise ValueError("it is not the file that was drawn")
+            if place is film:
+                from diffcache.eval.clips import read_clip
+
+                return read_clip(film)
             with Image.open(picture) as opened:
                 array = np.array(opened.convert("RGB"))
-        except (OSError, SyntaxError) as error:
+        except (OSError, SyntaxError, ValueError) as error:
             raise ManifestError(
-                f"cannot read {picture}: {error}; delete the file and run the command again"
+                f"cannot read {place}: {error}; delete the file and run the command again"
             ) from error
         return torch.from_numpy(array).movedim(-1, 0)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def check_claim(folder: Path, mine: Mapping[str, Any]) -> bool:
+    """Return whether the folder of a run is new, after checking that it holds no other run.
+
+    Args:
+        folder: Of the run.
+        mine: Its settings, with their digest under `identity`.
+
+    Raises:
+        RunError: If the folder holds a run of other settings, or is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder} is a file; name a folder with --out")
+    found = read_json(folder / MARKER)
+    if not isinstance(found, dict):
+        return True
+    if found.get("identity") != mine["identity"]:
+        plain = json.loads(json.dumps(mine))
+        # As text, since 1 and 1.0 are different settings here.
+        other = [k for k in plain if k != "identity" and repr(found.get(k)) != repr(plain[k])]
+        name = other[0] if other else "identity"
+        raise RunError(
+            f"{folder} holds a run with another {name} ({found.get(name)!r}, now "
+            f"{plain[name]!r}); name another folder with --out"
+        )
+    return False
 
 
 def write_file(path: Path, data: bytes | str) -> None:
@@ -220,7 +275,7 @@ def read_json(path: Path) -> Any:
 def remember(path: Path, key: str, compute: Callable[[], Any]) -> Any:
     """Return the plain data that a file keeps under this key, else compute and keep it."""
     found = read_json(path)
-    if found is not None and found.get("key") == key:
+    if isinstance(found, dict) and found.get("key") == key and "value" in found:
         return found["value"]
     value = compute()
     write_json(path, {"key": key, "value": value})

@@ -10,24 +10,21 @@ import torch
 from torch import Tensor
 
 from diffcache.eval.clips import read_clip, read_fps, write_preview
-from diffcache.eval.cost.interleave import Turn
-from diffcache.eval.cost.interleave import measure as measure_in_turn
 from diffcache.eval.folders import batches, common_size, open_films, open_pictures
 from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.frechet import moments
 from diffcache.eval.oracle import observe
-from diffcache.eval.record import Setting
 from diffcache.eval.report.write import write_report
 from diffcache.eval.runs import record as records
 from diffcache.eval.runs import score
+from diffcache.eval.runs.cost import costs
 from diffcache.eval.runs.evaluate import Plan, Run, draw_all, start
 from diffcache.eval.runs.extractors import Columns, Extractors, at_hand
-from diffcache.eval.runs.folder import FILM, FPS, remember, write_json
+from diffcache.eval.runs.folder import FILM, FPS, ManifestError, remember, write_json
 from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.quality import Reference, quality
 from diffcache.eval.runs.task import Case, digest
-from diffcache.pipelines.demo.generate import DTYPES
 
-_WARM_UP = 1
 _PREVIEWS = 3  # films of every case that a report plays
 _NEIGHBOURS = 2000  # real samples that KID, precision and the like look at
 
@@ -49,21 +46,24 @@ def evaluate(plan: Plan, progress: Progress) -> dict[str, Any] | None:
         RunError: If the run's folder holds a run of other settings.
         ManifestError: If samples in it cannot be read.
     """
-    run = start(plan, progress)
+    before = torch.get_num_threads()
+    torch.set_num_threads(plan.task.threads)  # of scores, too: they change the order of sums
     try:
-        cases = draw_all(run)
+        run = start(plan, progress)
+        try:
+            cases = draw_all(run)
+        finally:
+            run.ranks.close()
+        return write(run, cases) if run.ranks.is_first else None
     finally:
-        run.ranks.close()
-    if not run.ranks.is_first:
-        return None
-    return write(run, cases)
+        torch.set_num_threads(before)
 
 
 def write(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
     """Measure the drawn cases; write record and report."""
     found = {case.name: samples(run, case) for case in cases}
     uncached = found["uncached"]
-    is_film = next(iter(uncached))[1][0].ndim == 4
+    is_film = uncached.first.ndim == 4
     with run.timed("score"):
         extractors = at_hand(str(run.drawer.device), is_film, run.plan.reward)
         against = reference(run, extractors, is_film)
@@ -75,7 +75,7 @@ def write(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
         for case, this in zip(cases, rows, strict=True):
             this["site_error"] = site_error(run, case)
     with run.timed("time"):
-        timing = times(run, cases)
+        timing = costs(run, cases)
     if is_film:
         previews(run, cases, rows)
     record = records.assemble(run, rows, timing, extractors, is_film)
@@ -86,19 +86,27 @@ def write(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
 
 
 def samples(run: Run, case: Case) -> score.Samples:
-    """Return the samples of a case, all of which are drawn."""
-    done = run.case_folder(case).done(run.batches)
-    content = digest([f["sha256"] for number in sorted(done) for f in done[number]["files"]])
+    """Return the samples of a case, all of which are drawn.
+
+    Raises:
+        ManifestError: If a file was taken away meanwhile.
+    """
+    folder = run.case_folder(case)
+    done = folder.done(run.batches)
+    gone = [batch.number for batch in run.batches if batch.number not in done]
+    if gone:
+        raise ManifestError(f"batch {gone[0]} of {folder.path} is gone; run the command again")
+    sums = tuple(file["sha256"] for number in sorted(done) for file in done[number]["files"])
     ids = tuple(i for batch in run.batches for i in batch.ids)
     prompts = tuple(text for batch in run.batches for text in batch.prompts)
-    return score.Samples(run.case_folder(case), ids, prompts, content)
+    return score.Samples(folder, ids, prompts, sums)
 
 
 def _scores(
     found: Mapping[str, score.Samples],
     case: Case,
     extractors: Extractors,
-    against: score.Reference | None,
+    against: Reference | None,
     is_film: bool,
 ) -> dict[str, Any]:
     """Return fidelity and quality of a case; what takes time is kept."""
@@ -107,18 +115,18 @@ def _scores(
     values = base if mine is uncached else score.quality_values(mine, extractors)
     parts = [mine.content, uncached.content, extractors.identity]
     key = digest([score.DEFINITION, *parts, None if against is None else against.identity])
-    quality = remember(
+    goodness = remember(
         mine.folder.path / "quality.json", key,
-        lambda: score.quality(values, base, against, is_film),
+        lambda: quality(values, base, against, is_film),
     )  # fmt: skip
     if mine is uncached:
-        return {"fidelity": {}, "quality": quality, "samples": {"count": len(mine.ids)}}
+        return {"fidelity": {}, "quality": goodness, "samples": {"count": len(mine.ids)}}
     pairs = score.fidelity_values(mine, uncached, extractors)
     fidelity, ranking = score.fidelity(pairs, mine.ids)
-    return {"fidelity": fidelity, "quality": quality, "samples": ranking}
+    return {"fidelity": fidelity, "quality": goodness, "samples": ranking}
 
 
-def reference(run: Run, extractors: Extractors, is_film: bool) -> score.Reference | None:
+def reference(run: Run, extractors: Extractors, is_film: bool) -> Reference | None:
     """Return the real samples to compare with, None where there are none.
 
     Raises:
@@ -131,8 +139,8 @@ def reference(run: Run, extractors: Extractors, is_film: bool) -> score.Referenc
     if run.plan.reference is None:
         shipped = lite.reference()
         if is_film:
-            return score.Reference(name, {"_lite": (shipped.films, None)})
-        return score.Reference(name, {"_lite": (shipped.moments, shipped.features)})
+            return Reference(name, {"_lite": (shipped.films, None)})
+        return Reference(name, {"_lite": (shipped.moments, shipped.features)})
     parts: dict[str, list[Tensor]] = {}
     for columns in _of_reference(run.plan.reference, extractors, is_film):
         for key, column in columns.items():
@@ -142,7 +150,7 @@ def reference(run: Run, extractors: Extractors, is_film: bool) -> score.Referenc
     for ending, found in parts.items():
         features = torch.cat(found).double()
         sets[ending] = (moments(features), features[:_NEIGHBOURS])
-    return score.Reference(name, sets)
+    return Reference(name, sets)
 
 
 def _of_reference(path: Path, extractors: Extractors, is_film: bool) -> Iterator[Columns]:
@@ -174,27 +182,6 @@ def site_error(run: Run, case: Case) -> dict[str, Any] | None:
     return kept
 
 
-def times(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
-    """Return seconds of every case, measured in turn; kept until settings or device change."""
-    if not run.plan.rounds:
-        return {}
-    drawer, batch = run.drawer, run.batches[0]
-    setting = Setting(drawer.device, DTYPES[run.plan.task.dtype])
-    digests = [case.digest(drawer.about) for case in cases]
-    key = digest([digests, run.plan.rounds, setting.device_name])
-
-    def compute() -> dict[str, Any]:
-        turns = {case.name: _turn(run, case) for case in cases}
-        timings = measure_in_turn(
-            turns, run.plan.rounds, _WARM_UP, setting,
-            lambda done, total, name: run.progress.say(f"time {name}, {done} of {total}"),
-        )  # fmt: skip
-        return {"rows": timings.rows(len(batch.ids)), "warning": timings.warning}
-
-    kept: dict[str, Any] = remember(run.folder / "times.json", key, compute)
-    return kept
-
-
 def previews(run: Run, cases: Sequence[Case], rows: Sequence[Mapping[str, Any]]) -> None:
     """Encode the films that a report shows for viewing, beside the lossless ones."""
     wanted = {i for row in rows for i in row["samples"].get("worst", [])[:_PREVIEWS]}
@@ -205,14 +192,3 @@ def previews(run: Run, cases: Sequence[Case], rows: Sequence[Mapping[str, Any]])
             beside = place.with_suffix(".preview.mp4")
             if not beside.exists():
                 write_preview(beside, read_clip(place), read_fps(place) or FPS)
-
-
-def _turn(run: Run, case: Case) -> Turn:
-    """Return a case's turn: the cache goes in, two untimed steps let it learn, then one batch."""
-    drawer, batch = run.drawer, run.batches[0]
-    first = Case(case.name, case.kind, min(2, case.steps), case.method)
-    return Turn(
-        call=lambda: drawer.draw(case, batch),
-        within=lambda: drawer.wrapped(case),
-        prepare=None if case.method is None else lambda: drawer.draw(first, batch),
-    )

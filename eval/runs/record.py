@@ -8,30 +8,25 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
 import diffcache
-from diffcache.errors import DiffcacheError
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.prompts import HELD_OUT
 from diffcache.eval.record import Setting, commit
-from diffcache.eval.runs.draw import shares
-from diffcache.eval.runs.evaluate import Run, evaluations, step_flops
+from diffcache.eval.report.records import SCHEMA, checked
+from diffcache.eval.runs.evaluate import Run, step_flops
 from diffcache.eval.runs.extractors import Extractors
+from diffcache.eval.runs.folder import CaseFolder
+from diffcache.eval.runs.lines import evaluations, shares
 from diffcache.eval.runs.task import Case, code_sha256, device_of, versions
 from diffcache.pipelines.demo.generate import DTYPES
 
-SCHEMA = "diffcache.eval/1"
 _ENOUGH = 2000
 _TIME_KEYS = ("timing", "env", "command")
-
-
-class RecordError(DiffcacheError):
-    """A record cannot be read."""
 
 
 def row(run: Run, case: Case, measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +40,8 @@ def row(run: Run, case: Case, measured: Mapping[str, Any]) -> dict[str, Any]:
     full = step_flops(run)
     lines = _lines(run, case)
     caches = [line["cache"] for line in lines if "cache" in line]
-    took = evaluations(lines, case.steps, full)
+    uncached = run.drawer.full_steps(case.steps)
+    took = uncached if case.method is None else evaluations(lines, case.steps, full)
     timeline = shares(lines)
     uncached_flops = None if full is None else full * run.drawer.steps
     return {
@@ -126,7 +122,7 @@ def assemble(
         "warnings": warnings(run, rows),
         "timing": {
             "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "parts_seconds": {**drawn, **run.parts_seconds}, "rows": timing.get("rows", {}),
+            "parts_seconds": {**run.parts_seconds, **drawn}, "rows": timing.get("rows", {}),
             "warning": timing.get("warning"),
         },
         "env": environment(run),
@@ -145,8 +141,6 @@ def reference_name(run: Run) -> str | None:
 
 def _drawing_seconds(run: Run, found: Mapping[str, Any]) -> float:
     """Return the sum of the seconds in a case's manifest, of all processes and earlier starts."""
-    from diffcache.eval.runs.folder import CaseFolder
-
     done = CaseFolder(run.folder / found["folder"]).done(run.batches)
     return float(sum(line["seconds"] for line in done.values()))
 
@@ -180,7 +174,7 @@ def warnings(run: Run, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         )
     for this in rows:
         if this["kind"] == "method" and this["evaluations"] >= this["steps"]:
-            found.append(f"{this['name']} skipped nothing: its settings need more steps than these")
+            found.append(f"{this['name']} skipped nothing: too strict settings, or too few steps")
     return found
 
 
@@ -200,40 +194,15 @@ def environment(run: Run) -> dict[str, Any]:
 
 
 def check(record: Mapping[str, Any]) -> None:
-    """Check that a record is whole and holds finite numbers.
+    """Check that a record is whole and holds finite numbers, before it is written.
 
     Raises:
-        RecordError: If not; the field is named.
+        ValueError: If not; the field is named.
     """
-    if record.get("schema") != SCHEMA:
-        raise RecordError(f"schema={record.get('schema')!r}: this version reads {SCHEMA!r}")
-    for name in ("task", "metrics", "rows", "warnings", "timing", "env"):
-        if name not in record:
-            raise RecordError(f"the record has no {name!r}; it was cut off or is not a record")
-    if not record["rows"] or record["rows"][0]["kind"] != "uncached":
-        raise RecordError("rows: the first must be the uncached one")
-    try:
-        json.dumps(record, allow_nan=False)
-    except ValueError as error:
-        raise RecordError(f"a number in the record is not finite: {error}") from error
-
-
-def load(path: Path) -> dict[str, Any]:
-    """Read a record from its file, or from the folder of its run.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        RecordError: If it cannot be read.
-    """
-    file = path / "record.json" if path.is_dir() else path
-    if not file.exists():
-        raise FileNotFoundError(f"no record at {file}; `diffcache eval` writes one")
-    try:
-        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RecordError(f"{file} is not JSON: {error}") from error
-    check(record)
-    return record
+    checked(record)
+    if record["rows"][0]["kind"] != "uncached":
+        raise ValueError("rows: the first must be the uncached one")
+    json.dumps(record, allow_nan=False)
 
 
 def without_timing(record: Mapping[str, Any]) -> dict[str, Any]:

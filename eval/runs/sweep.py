@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from diffcache.eval.runs.task import Task, digest
 from diffcache.features.base import FeatureMethod
 
 _TASK = {item.name for item in fields(Task)}
-_PLAN = {"rounds", "site_errors", "reference"}
+_PLAN = {"rounds", "memory", "site_errors", "reference", "reward"}
 _TOP = _TASK | _PLAN | {"method"}
 
 
@@ -98,8 +98,10 @@ def _toml(text: str) -> dict[str, Any]:
     return found
 
 
-def _methods(file: Path, tables: Sequence[Any]) -> Iterator[tuple[str, FeatureMethod]]:
+def _methods(file: Path, tables: Any) -> Iterator[tuple[str, FeatureMethod]]:
     """Yield name in the table and method, for every combination of the lists of every table."""
+    if not isinstance(tables, list):
+        raise ValueError(f"{file}: method={tables!r}: must be a list, in TOML [[method]]")
     seen = set()
     for table in tables:
         table = {"name": table} if isinstance(table, str) else table
@@ -114,7 +116,7 @@ def _methods(file: Path, tables: Sequence[Any]) -> Iterator[tuple[str, FeatureMe
             seen.add(name)
             try:
                 yield name, make_method(str(table["name"]), **values)
-            except (DiffcacheError, ValueError) as error:
+            except (DiffcacheError, ValueError, TypeError, AttributeError) as error:
                 raise ValueError(f"{file}: {name}: {error}") from error
 
 

@@ -56,12 +56,18 @@ class Task:
 
     def __post_init__(self) -> None:
         for name, least in (("samples", 1), ("batch_size", 1), ("threads", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
-        if self.steps is not None and self.steps < 1:
-            raise ValueError(f"steps={self.steps}: must be at least 1")
+            if not _is_whole(getattr(self, name), least):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be at least {least}")
+        if self.steps is not None and not _is_whole(self.steps, 1):
+            raise ValueError(f"steps={self.steps!r}: must be at least 1")
+        if not isinstance(self.call, Mapping):
+            raise ValueError(f"call={self.call!r}: must be arguments by name")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from diffcache.errors import DiffcacheError
+from diffcache.eval import script
 
-DONE, FAILED, WRONG, NO_WEIGHTS, INTERRUPTED = 0, 1, 2, 3, 130
+Found = tuple[dict[str, Any], Callable[[], None]]
 _INSTALLED = "(installed)"
 _EPILOG = """\
 own: weights-free dimensions; every key but temporal_flickering starts with lite_, since none is
 VBench's. official: runs the package vbench in $VBENCH_PYTHON (default: this interpreter), finished
 dimensions are kept; with --info as VBench's standard suite, else on films of any prompts.
-exit codes: 0 done, 1 VBench failed, 2 a wrong request, 3 weight files are missing
+  python -m diffcache.eval.vbench FILMS --json own.json
+  python -m diffcache.eval.vbench FILMS --backend official --dimensions motion_smoothness
+exit codes: 0 done, 1 VBench failed, 2 a wrong request, 3 weight files or a package are missing
 """
 
 
@@ -31,33 +35,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    try:
-        options = _parser().parse_args(arguments)
-    except SystemExit as stop:
-        return int(stop.code or 0)
     from diffcache.eval.vbench.driver import VBenchError
-    from diffcache.eval.vbench.layout import find_info
-    from diffcache.eval.weights import MissingWeightsError
 
-    try:
-        _check(options)
-        if options.info:
-            options.info = find_info(None if options.info == _INSTALLED else options.info)
-        report, text = _run(options)
-        _write(options.json, report, text)
-    except MissingWeightsError as error:
-        return _fail(str(error), NO_WEIGHTS)
-    except VBenchError as error:
-        return _fail(str(error), FAILED)
-    except (ValueError, OSError, DiffcacheError) as error:
-        return _fail(str(error), WRONG)
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
-    return DONE
+    return script.guarded(lambda: _main(arguments), (VBenchError,), lines=True)
+
+
+def _main(arguments: Sequence[str] | None) -> None:
+    from diffcache.eval.vbench.layout import find_info
+
+    options = _parser().parse_args(arguments)
+    script.check_targets(json=options.json)
+    _check(options)
+    if options.info:
+        options.info = find_info(None if options.info == _INSTALLED else options.info)
+    report, print_table = _run(options)
+    script.show(options.json, report, print_table)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = script.Parser(
         prog="python -m diffcache.eval.vbench",
         description="Measure a folder of films: own dimensions, or VBench where it is installed.",
         epilog=_EPILOG,
@@ -89,6 +85,8 @@ def _check(options: argparse.Namespace) -> None:
         "official": ("fps",),
         "score": (*official, "fps", "info", "dimensions"),
     }["score" if options.score else options.backend]
+    if options.fps is not None and not 0 < options.fps < math.inf:
+        raise ValueError(f"--fps {options.fps}: must be frames per second, above 0")
     given = [f"--{name}" for name in useless if getattr(options, name) is not None]
     if given:
         mode = "--score" if options.score else f"--backend {options.backend}"
@@ -97,21 +95,21 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("--prompts is for films of any prompts, --info for the suite: give one")
 
 
-def _run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Do what was asked; return the JSON and the table."""
+def _run(options: argparse.Namespace) -> Found:
+    """Do what was asked; return the JSON, and what prints the table."""
     from diffcache.eval.vbench import scores
 
     if options.score is not None:
         found = scores.summarise(scores.read_results(options.score))
-        return {"backend": "official", **found.to_dict()}, _scores_text(found)
+        return {"backend": "official", **found.to_dict()}, partial(print, _scores_text(found))
     if options.backend == "official":
         return _official(options)
     return _own(options)
 
 
-def _own(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def _own(options: argparse.Namespace) -> Found:
     if importlib.util.find_spec("cv2") is None or importlib.util.find_spec("av") is None:
-        raise ValueError("OpenCV or PyAV is missing: pip install 'diffcache[eval]'")
+        raise ImportError("OpenCV or PyAV is missing: pip install 'diffcache[eval]'")
     from diffcache.eval.vbench import layout, summary
 
     films, others = summary.find_films(options.folder)
@@ -122,15 +120,24 @@ def _own(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         lacking = layout.missing(options.folder, layout.read_info(options.info))
         counts = ", ".join(f"{name} {len(names)}" for name, names in lacking.items())
         warnings += [f"films missing from VBench's suite: {counts}"] if counts else []
-    lines = [f"{'':28} {'mean':>10}   95 % interval   better"]
+    return report, partial(_print_own, report)
+
+
+def _print_own(report: dict[str, Any]) -> None:
+    from diffcache.pipelines.demo.console import print_rows
+
+    better = {"up": "more", "down": "less"}
+    rows = []
     for key, row in report["summary"].items():
-        ends = "" if row["low"] is None else f"{row['low']:.4f} .. {row['high']:.4f}"
-        lines.append(f"{key:28} {row['value']:10.4f}   {ends:20} {row['direction']}")
-    lines.append(f"{report['count']} films; none of the lite_ values is VBench's")
-    return report, "\n".join(lines + [f"note: {text}" for text in warnings])
+        ends = "" if row["low"] is None else f"{row['low']:.4g} .. {row['high']:.4g}"
+        rows.append([key, f"{row['value']:.4g}", ends, better.get(row["direction"], "")])
+    print_rows(("dimension", "mean", "95 % interval", "better"), rows)
+    print(f"{report['count']} films; none of the lite_ values is VBench's")
+    for text in report["warnings"]:
+        print(f"note: {text}")
 
 
-def _official(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def _official(options: argparse.Namespace) -> Found:
     from diffcache.eval.vbench import driver, scores
 
     folder: Path = options.folder
@@ -149,7 +156,7 @@ def _official(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         # The three scores are defined on the prompts of the suite.
         report.update(quality=None, semantic=None, total=None)
         text = "\n".join(f"{name:24} {value:.4f}" for name, value in found.raw.items())
-    return report, text
+    return report, partial(print, text)
 
 
 def _read_prompts(path: Path) -> dict[str, str]:
@@ -169,27 +176,9 @@ def _scores_text(found: Any) -> str:
     return text
 
 
-def _write(target: str | None, report: dict[str, Any], text: str) -> None:
-    """Print the table or JSON, or write JSON to a file."""
-    from diffcache.eval.vbench.layout import write_json
-
-    if target == "-":
-        print(json.dumps(report, indent=1, allow_nan=False))
-        return
-    print(text)
-    if target:
-        write_json(target, report)
-        print(f"wrote {target}")
-
-
 def _progress(done: int, count: int) -> None:
     if sys.stderr.isatty():
         print(f"\r{done}/{count} films", end="\n" if done == count else "", file=sys.stderr)
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from diffcache.eval.clips import write_clip
+from diffcache.eval.runs.folder import write_file
 from diffcache.eval.vbench import suite
 
 INFO = "VBench_full_info.json"
@@ -270,11 +271,7 @@ def full_info(
 
 def write_json(path: str | Path, data: Any) -> None:
     """Write JSON as VBench does (four spaces, ASCII), whole or not at all."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(json.dumps(data, indent=4, allow_nan=False), encoding="utf-8")
-    os.replace(draft, path)
+    write_file(Path(path), json.dumps(data, indent=4, allow_nan=False))
 
 
 def _films(folder: Path) -> list[Path]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from diffcache.eval.clips import FILM_ENDINGS, PICTURE_ENDINGS, read_clip, read_fps
+from diffcache.eval.clips import FILM_ENDINGS, read_clip, read_fps
 from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.bootstrap import mean_interval
+from diffcache.eval.pictures import is_picture
 from diffcache.eval.vbench import flow, own, scores
 
 SCHEMA = "diffcache.films/1"
@@ -32,7 +33,7 @@ def find_films(folder: str | Path) -> tuple[list[Path], list[str]]:
     films, others = [], []
     for entry in sorted(folder.iterdir()):
         if entry.is_dir():
-            is_film = any(f.suffix.lower() in PICTURE_ENDINGS for f in entry.iterdir())
+            is_film = any(map(is_picture, entry.iterdir()))
         else:
             is_film = entry.suffix.lower() in FILM_ENDINGS
         if is_film:

@@ -50,7 +50,9 @@ def progress(label: str) -> Iterator[Progress]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Bar(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as bar:
+    screen = Console(stderr=True)
+    off = not screen.is_terminal
+    with Bar(*columns, console=screen, auto_refresh=False, transient=True, disable=off) as bar:
         task = bar.add_task(label, total=None)
 
         def show(done: int, total: int, following: str = "") -> None:

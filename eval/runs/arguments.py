@@ -1,0 +1,128 @@
+"""What a pipeline's call takes, checked before anything is drawn."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+
+from diffcache.eval.prompts import Prompts, load_prompts
+from diffcache.eval.runs.task import Task, digest
+
+Parameters = Mapping[str, inspect.Parameter]
+_CLASSES = 1000
+# Arguments that a run sets itself, and the field of the task that says what to.
+_OWN = {
+    "prompt": "prompts", "class_labels": "prompts", "num_inference_steps": "steps",
+    "generator": "seed", "batch_size": "batch_size",
+}  # fmt: skip
+# One sample for each prompt, as pictures: a run could not read anything else.
+_FIXED = (
+    "num_images_per_prompt", "num_videos_per_prompt", "output_type", "return_dict",
+    "callback_on_step_end",
+)  # fmt: skip
+_REAL = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def pipeline_of(directory: Path) -> tuple[str, Parameters]:
+    """Return the class name of a saved pipeline and the parameters of its call.
+
+    Raises:
+        ValueError: If `model_index.json` names no class of diffusers.
+    """
+    place = directory / "model_index.json"
+    try:
+        name = str(json.loads(place.read_text(encoding="utf-8"))["_class_name"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{place} names no pipeline: {error}") from error
+    found = getattr(diffusers, name, None)
+    if found is None:
+        raise ValueError(f"{place}: diffusers {diffusers.__version__} has no {name}")
+    parameters = dict(inspect.signature(found.__call__).parameters)
+    parameters.pop("self", None)
+    return name, parameters
+
+
+def check_call(pipeline: str, parameters: Parameters, task: Task, call: Mapping[str, Any]) -> None:
+    """Check that a pipeline can be called with what a run gives it.
+
+    Args:
+        pipeline: Name of the class, for messages.
+        parameters: Of its call.
+        task: What to draw; each argument of its call must be taken.
+        call: All further arguments, defaults of the model included.
+
+    Raises:
+        ValueError: If an argument is not taken, is set by the run, or is missing.
+    """
+    for name, value in task.call.items():
+        if name in _OWN:
+            raise ValueError(f"call {name}={value!r}: set {_OWN[name]} of the task instead")
+        if name in _FIXED:
+            raise ValueError(f"call {name}={value!r}: the evaluation sets it; leave it out")
+        if name not in parameters:
+            raise ValueError(f"call {name}={value!r}: {pipeline} takes none")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"call {name}={value!r}: must be plain data ({error})") from error
+    for name, parameter in parameters.items():
+        is_needed = parameter.kind in _REAL and parameter.default is parameter.empty
+        if is_needed and name not in call and name not in _OWN:
+            raise ValueError(
+                f"{pipeline} needs {name}: only pipelines that draw from prompts or class numbers "
+                "alone can be evaluated; plain values are passed with --call KEY=VALUE"
+            )
+
+
+def prompts_of(task: Task, pipeline: str, parameters: Parameters, directory: Path) -> Prompts:
+    """Return the prompts of a task, or what suits the pipeline.
+
+    Args:
+        task: What to draw.
+        pipeline: Name of the class, for messages.
+        parameters: Of its call.
+        directory: Of the model.
+
+    Returns:
+        Class numbers in digits where the pipeline is class-conditional, and one empty prompt where
+        it is unconditional.
+
+    Raises:
+        FileNotFoundError: If there is no such list.
+        ValueError: If the pipeline takes no prompts but the task has some, or a class number is
+            none.
+    """
+    source = task.prompts
+    if "prompt" in parameters:
+        if not source:
+            shapes = directory.resolve().name.startswith("shapes-")
+            is_film = "num_frames" in parameters
+            source = "shapes-held-out" if shapes else "films" if is_film else "pictures"
+        return load_prompts(source, task.samples)
+    if "class_labels" not in parameters:
+        if source:
+            raise ValueError(f"prompts={source!r}: {pipeline} takes neither prompts nor classes")
+        return Prompts("unconditional", ("",), digest([""]))
+    count = _class_count(directory)
+    if not source:
+        texts = tuple(map(str, range(count)))
+        return Prompts("class numbers", texts, digest(texts))
+    found = load_prompts(source, task.samples)
+    wrong = [text for text in found.texts if not (text.isdecimal() and int(text) < count)]
+    if wrong:
+        raise ValueError(
+            f"prompts={source!r}: {pipeline} takes class numbers from 0 to {count - 1}, not "
+            f"{wrong[0]!r}"
+        )
+    return found
+
+
+def _class_count(directory: Path) -> int:
+    config = directory / "transformer" / "config.json"
+    found = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
+    return int(found.get("num_embeds_ada_norm") or _CLASSES)

@@ -1,0 +1,133 @@
+"""What the cases of a run take: seconds in turn, joules, and peak memory of a fresh process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from diffcache.eval.cost.clock import DenoiserClock
+from diffcache.eval.cost.energy import Joules
+from diffcache.eval.cost.interleave import Turn, measure
+from diffcache.eval.cost.memory import Place, peak, peak_bytes
+from diffcache.eval.record import Setting
+from diffcache.eval.runs.evaluate import Run
+from diffcache.eval.runs.folder import remember
+from diffcache.eval.runs.task import Case, digest
+from diffcache.features.base import FeatureMethod
+from diffcache.pipelines.demo.generate import DTYPES
+
+_WARM_UP = 1
+
+
+def costs(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
+    """Return `rows` (case -> seconds, ratio, throughput, bytes, joules) and a `warning` or None.
+
+    Kept until settings or device change; empty where nothing is to be timed.
+
+    Raises:
+        MeasureError: If a process whose memory was to be measured failed.
+    """
+    setting = Setting(run.drawer.device, DTYPES[run.plan.task.dtype])
+    names = [(case.name, case.digest(run.drawer.about)) for case in cases]
+    key = digest([names, run.plan.rounds, setting.device_name])
+    kept: dict[str, Any] = {"rows": {}, "warning": None}
+    if run.plan.rounds:
+        place = run.folder / "times.json"
+        kept = remember(place, key, lambda: _times(run, cases, setting))
+    if run.plan.memory or setting.device.type == "cuda":
+        key = digest([names, setting.device_name])
+        peaks = remember(run.folder / "memory.json", key, lambda: _peaks(run, cases))
+        for name, count in peaks.items():
+            kept["rows"].setdefault(name, {})["peak_bytes"] = count
+    return kept
+
+
+def _times(run: Run, cases: Sequence[Case], setting: Setting) -> dict[str, Any]:
+    turns = {case.name: _Turns(run, case, setting).turn() for case in cases}
+    timings = measure(
+        turns, run.plan.rounds, _WARM_UP, setting,
+        lambda done, total, name: run.progress.say(f"time {name}, {done} of {total}"),
+    )  # fmt: skip
+    rows = timings.rows(len(run.batches[0].ids))
+    for row in rows.values():
+        if "joules" in row:
+            row["joules"] = row["joules"]["median"]
+    return {"rows": rows, "warning": timings.warning}
+
+
+class _Turns:
+    """A case's turns: the cache goes in, two untimed steps let it learn, then one batch is timed.
+
+    Args:
+        run: The run; its first batch is drawn.
+        case: What is drawn.
+        setting: Device that is waited for.
+    """
+
+    def __init__(self, run: Run, case: Case, setting: Setting) -> None:
+        self.run, self.case, self.setting = run, case, setting
+        self.clock = DenoiserClock(run.drawer.pipe, setting)
+        self.joules = Joules(setting.device)
+
+    def turn(self) -> Turn:
+        """Return what `measure` calls."""
+        return Turn(self.draw, self.within, self.prepare, self.readings)
+
+    def draw(self) -> None:
+        """Draw the batch."""
+        self.run.drawer.draw(self.case, self.run.batches[0])
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Put the cache in for a turn, and the clock around it."""
+        try:
+            with self.run.drawer.wrapped(self.case), self.clock:
+                yield
+        finally:
+            self.joules.stop()
+
+    def prepare(self) -> None:
+        """Draw two steps untimed, and start to measure."""
+        short = Case(self.case.name, self.case.kind, min(2, self.case.steps), self.case.method)
+        self.run.drawer.draw(short, self.run.batches[0])
+        self.clock.reset()
+        self.setting.wait()
+        self.joules.start()  # before the timed call: NVML takes milliseconds to start
+
+    def readings(self) -> Mapping[str, float | None]:
+        """Return seconds within the denoiser, and joules where NVML gives them."""
+        self.joules.stop()
+        return {"denoiser_seconds": self.clock.seconds, "joules": self.joules.joules}
+
+
+def _peaks(run: Run, cases: Sequence[Case]) -> dict[str, int]:
+    """Return the most memory in use in a call of each case.
+
+    On an accelerator what torch allocated, in this process, which holds the weights already; on
+    the CPU resident memory, which only a fresh process can tell.
+    """
+    task, batch = run.plan.task, run.batches[0]
+    found = {}
+    for case in cases:
+        run.progress.say(f"memory of {case.name}")
+        if run.drawer.device.type == "cuda":
+            turns = _Turns(run, case, Setting(run.drawer.device))
+            with turns.within():
+                turns.prepare()
+                found[case.name] = peak(turns.draw, run.drawer.device).peak_bytes
+            continue
+        call = run.drawer.arguments(batch, case.steps)
+        call.pop("generator", None)  # noise takes the same memory whatever its seed
+        method = None if case.method is None else _spelled(case.method)
+        place = Place("cpu", task.dtype, task.threads)
+        found[case.name] = peak_bytes(run.drawer.directory, method, call, place).peak_bytes
+    return found
+
+
+def _spelled(method: FeatureMethod) -> str:
+    """Return the words from which `parse_method` makes a method: its name and all its settings.
+
+    A method that is in no catalogue has no name, and the words are refused as such.
+    """
+    return f"{getattr(method, 'name', 'combine')}:{repr(method).partition('(')[2][:-1]}"

@@ -1,0 +1,194 @@
+"""Runs of other pipelines than the shipped one: classes, no condition, films, second order."""
+
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    PreTrainedTokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+import diffcache
+from diffcache.eval.cost.flops import denoisers
+from diffcache.eval.methods import parse_method
+from diffcache.eval.runs import measure
+from diffcache.eval.runs.draw import Drawer, samples_of
+from diffcache.eval.runs.evaluate import Plan, RunError
+from diffcache.eval.runs.folder import CaseFolder
+from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.task import Task
+from diffcache.pipelines.demo import generate
+from diffcache.pipelines.zoo.pipe import TEXT_DIM, component, tiny_vae
+from diffcache.pipelines.zoo.pipes import pipes
+
+METHOD = "taylorseer:every=2,warmup=1"
+LENGTH = 16
+FILM = {"height": 64, "width": 64, "num_frames": 5, "max_sequence_length": LENGTH}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a letter."""
+    words = {"<pad>": 0, "<unk>": 1, **{c: 2 + i for i, c in enumerate(string.ascii_lowercase)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", unk_token="<unk>", model_max_length=LENGTH
+    )
+
+
+def clip() -> CLIPTextModel:
+    sizes = dict(hidden_size=TEXT_DIM, intermediate_size=32, max_position_embeddings=LENGTH)
+    layers = dict(num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    return CLIPTextModel(CLIPTextConfig(**sizes, **layers, eos_token_id=0)).eval()
+
+
+def umt5() -> UMT5EncoderModel:
+    sizes = dict(d_model=TEXT_DIM, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=32)
+    return UMT5EncoderModel(UMT5Config(**sizes)).eval()
+
+
+def film_decoder() -> nn.Module:
+    return component(
+        "AutoencoderKLWan", 0, base_dim=8, z_dim=4, dim_mult=[1, 1, 1], num_res_blocks=1,
+        temperal_downsample=[True, True], latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
+        scale_factor_temporal=4, scale_factor_spatial=4,
+    )  # fmt: skip
+
+
+def saved(place: Path, name: str, **parts: Any) -> Task:
+    """Save a pipeline of the zoo with the parts that it lacks, and return a task for it."""
+    torch.manual_seed(0)
+    pipe = pipes()[name].build(0)
+    pipe.register_modules(**parts)
+    pipe.save_pretrained(place / "model")
+    return Task(model=str(place / "model"), samples=3, batch_size=2, steps=4)
+
+
+def evaluate(task: Task, out: Path, *methods: str) -> dict[str, Any]:
+    plan = Plan(task, {name: parse_method(name) for name in methods}, out, rounds=0)
+    return measure.evaluate(plan, Progress(quiet=True))
+
+
+def check(task: Task, out: Path, record: dict[str, Any], condition: dict[str, Any]) -> None:
+    """Compare every row with direct calls: pictures, and multiplications in linear layers."""
+    pipe = generate.load(task.model)[0]
+    pipe.set_progress_bar_config(disable=True)
+    done = [0.0]
+    for module in (m for d in denoisers(pipe).values() for m in d.modules()):
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(
+                lambda _, given, out: done.__setitem__(
+                    0, done[0] + out.numel() * given[0].shape[-1]
+                )
+            )
+    full = 0.0
+    for row in record["rows"]:
+        done[0] = 0.0
+        noise = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
+        given = {**task.call, **condition, "num_inference_steps": row["steps"], "generator": noise}
+        if row["kind"] == "method":
+            with diffcache.wrapped(pipe, parse_method(row["name"])):
+                made = samples_of(pipe(**given))
+        else:
+            made = samples_of(pipe(**given))
+        assert all(map(torch.equal, made, CaseFolder(out / row["folder"]).read([0, 1])))
+        full = full or done[0] / task.steps
+        tolerance = 0.03 if row["kind"] == "method" else 1e-9  # other layers are counted there, too
+        assert row["evaluations"] == pytest.approx(done[0] / full, rel=tolerance)
+        assert row["flops_ratio"] == pytest.approx(task.steps / row["evaluations"])
+
+
+def test_classes(tmp_path: Path) -> None:
+    task = saved(tmp_path, "DiTPipeline")
+    record = evaluate(task, tmp_path / "run", METHOD)
+    assert record["task"]["prompts"]["source"] == "class numbers"
+    check(task, tmp_path / "run", record, {"class_labels": [0, 1]})
+
+
+def test_no_condition(tmp_path: Path) -> None:
+    task = saved(tmp_path, "DDIMPipeline")
+    record = evaluate(task, tmp_path / "run", "interval:every=2")
+    assert record["task"]["prompts"]["source"] == "unconditional"
+    check(task, tmp_path / "run", record, {"batch_size": 2})
+
+
+def test_second_order(tmp_path: Path) -> None:
+    parts = dict(tokenizer=tokenizer(), text_encoder=clip(), vae=tiny_vae(0, 4))
+    task = saved(tmp_path, "StableDiffusionPipeline-heun", **parts)
+    task = Task(**{**vars(task), "call": {"height": 16, "width": 16}})
+    record = evaluate(task, tmp_path / "run", "interval:every=2")
+    texts = list(Drawer(task).prompts.texts[:2])
+    check(task, tmp_path / "run", record, {"prompt": texts})
+    method, control = record["rows"][1:]
+    assert len(method["timeline"]) == 7  # two calls a step, one for the last
+    assert control["evaluations"] >= method["evaluations"]
+
+
+def test_films_of_two_denoisers(tmp_path: Path) -> None:
+    parts = dict(tokenizer=tokenizer(), text_encoder=umt5(), vae=film_decoder())
+    task = saved(tmp_path, "WanPipeline-two", **parts)
+    task = Task(**{**vars(task), "samples": 2, "call": FILM})
+    record = evaluate(task, tmp_path / "run", METHOD)
+    texts = list(Drawer(task).prompts.texts[:2])
+    check(task, tmp_path / "run", record, {"prompt": texts})
+    row = record["rows"][1]
+    assert record["task"]["kind"] == "films" and "temporal_error" in row["fidelity"]
+    assert list((tmp_path / "run" / row["folder"] / "clips").glob("*.preview.mp4"))
+    sites = row["site_error"]["sites"]
+    assert {site.partition(".")[0] for site in sites} == {"transformer", "transformer_2"}
+    for values in row["site_error"]["values"]:  # the columns are steps of the run
+        seen = [step for step, value in enumerate(values) if value is not None]
+        assert all(row["timeline"][step]["computed"] == 0 for step in seen)
+
+
+class TestRefused:
+    def test_a_pipeline_that_needs_a_picture(self, tmp_path: Path) -> None:
+        task = saved(tmp_path, "WanImageToVideoPipeline")
+        with pytest.raises(ValueError, match="WanImageToVideoPipeline needs image"):
+            evaluate(task, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+    def test_one_that_says_so_only_when_it_is_called(self, tmp_path: Path) -> None:
+        parts = dict(tokenizer=tokenizer(), text_encoder=clip(), vae=tiny_vae(0, 4))
+        task = saved(tmp_path, "StableDiffusionControlNetPipeline", **parts)
+        with pytest.raises(RunError, match=r"cannot draw from prompts.*image must be passed"):
+            evaluate(task, tmp_path / "run")
+        assert not (tmp_path / "run" / "cases").exists()
+
+    def test_prompts_where_none_are_taken(self, tmp_path: Path) -> None:
+        task = saved(tmp_path, "DDIMPipeline")
+        with pytest.raises(ValueError, match="DDIMPipeline takes neither prompts nor classes"):
+            evaluate(Task(**{**vars(task), "prompts": "pictures"}), tmp_path / "run")
+
+    def test_class_numbers_that_are_none(self, tmp_path: Path) -> None:
+        task = saved(tmp_path, "DiTPipeline")
+        file = tmp_path / "classes.txt"
+        file.write_text("7\n1000\n")
+        with pytest.raises(ValueError, match="class numbers from 0 to 999, not '1000'"):
+            evaluate(Task(**{**vars(task), "prompts": str(file)}), tmp_path / "run")
+
+    def test_a_class_that_diffusers_has_not(self, tmp_path: Path) -> None:
+        (tmp_path / "model_index.json").write_text('{"_class_name": "MyPipeline"}')
+        with pytest.raises(ValueError, match="has no MyPipeline"):
+            Drawer(Task(model=str(tmp_path)))
+
+    @pytest.mark.parametrize(
+        ("call", "words"),
+        [
+            ({"num_inference_steps": 4}, "set steps of the task"),
+            ({"prompt": "x"}, "set prompts of the task"),
+            ({"output_type": "latent"}, "the evaluation sets it"),
+            ({"guidance_scale": {1, 2}}, "must be plain data"),
+        ],
+    )
+    def test_arguments_that_a_run_sets(self, call: dict, words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            Drawer(Task(model="shapes-flux", call=call))
