@@ -213,7 +213,7 @@ def sweep(
                 typer.echo(f"  {name}")
         return
     for number, plan in enumerate(plans):
-        if not quiet:
+        if not quiet and os.environ.get("RANK", "0") == "0":
             typer.echo(f"run {number + 1} of {len(plans)}: {plan.out}", err=True)
         show(plan, quiet_bar=quiet)
 

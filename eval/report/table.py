@@ -183,6 +183,10 @@ def _back_ends(record: Record, shown_keys: set[str]) -> list[str]:
         detail = f"{backend or 'not named'}{f' ({words})' if words else ''}"
         warning = "; stand-ins, not comparable with published figures" if backend == "lite" else ""
         notes.append(f"Back end of {', '.join(titles)}: {detail}{warning}.")
+    for key in sorted(shown_keys & set(record["metrics"])):
+        variant = record["metrics"][key].get("variant")
+        if variant:
+            notes.append(f"{record['metrics'][key]['title']}: {variant}.")
     return notes
 
 

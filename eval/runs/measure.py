@@ -78,7 +78,7 @@ def write(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
         timing = costs(run, cases)
     if is_film:
         previews(run, cases, rows)
-    record = records.assemble(run, rows, timing, extractors, is_film)
+    record = records.assemble(run, rows, timing, extractors, uncached.first)
     write_json(run.folder / "record.json", record)
     with run.timed("report"):
         files = write_report(record, run.folder)

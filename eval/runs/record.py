@@ -12,9 +12,11 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import diffcache
 from diffcache.eval.metrics.catalog import METRICS
+from diffcache.eval.metrics.pixels import ms_ssim_variant
 from diffcache.eval.prompts import HELD_OUT
 from diffcache.eval.record import Setting, commit
 from diffcache.eval.report.records import SCHEMA, checked
@@ -81,7 +83,7 @@ def assemble(
     rows: Sequence[Mapping[str, Any]],
     timing: Mapping[str, Any],
     extractors: Extractors,
-    is_film: bool,
+    first: Tensor,
 ) -> dict[str, Any]:
     """Return the record.
 
@@ -93,8 +95,9 @@ def assemble(
         rows: Of `row`, the uncached one first.
         timing: `rows` (row name -> seconds, ratio, throughput) and `warning`; empty if untimed.
         extractors: What read the samples.
-        is_film: Whether they are films.
+        first: One of them, a picture [3, H, W] or a film [F, 3, H, W].
     """
+    size = (first.shape[-2], first.shape[-1])
     task, drawer = run.plan.task, run.drawer
     drawn = {
         f"{case}: draw": round(seconds, 3)
@@ -106,7 +109,7 @@ def assemble(
         "finished": True,
         "task": {
             "model": drawer.name, "model_sha256": drawer.about["model"],
-            "pipeline": drawer.pipeline, "kind": "films" if is_film else "pictures",
+            "pipeline": drawer.pipeline, "kind": "films" if first.ndim == 4 else "pictures",
             "prompts": {
                 "source": drawer.prompts.source, "sha256": drawer.prompts.sha256,
                 "count": len(drawer.prompts.texts),
@@ -117,7 +120,7 @@ def assemble(
             "reference": reference_name(run),
             "code_sha256": code_sha256(), "versions": versions(),
         },
-        "metrics": describe(rows, extractors),
+        "metrics": describe(rows, extractors, size),
         "rows": list(rows),
         "warnings": warnings(run, rows),
         "timing": {
@@ -145,8 +148,16 @@ def _drawing_seconds(run: Run, found: Mapping[str, Any]) -> float:
     return float(sum(line["seconds"] for line in done.values()))
 
 
-def describe(rows: Sequence[Mapping[str, Any]], extractors: Extractors) -> dict[str, Any]:
-    """Return title, unit, direction and back end of every metric that the rows hold."""
+def describe(
+    rows: Sequence[Mapping[str, Any]], extractors: Extractors, size: tuple[int, int]
+) -> dict[str, Any]:
+    """Return title, unit, direction and back end of every metric that the rows hold.
+
+    Args:
+        rows: Of `row`.
+        extractors: What read the samples.
+        size: Height and width of a picture or frame, which decide on the variant of MS-SSIM.
+    """
     keys = dict.fromkeys(k for r in rows for part in ("fidelity", "quality") for k in r[part])
     found = {}
     for key in keys:
@@ -158,6 +169,8 @@ def describe(rows: Sequence[Mapping[str, Any]], extractors: Extractors) -> dict[
             "direction": metric.direction,
             **extractors.describe(key),
         }
+    if "ms_ssim" in found:
+        found["ms_ssim"]["variant"] = ms_ssim_variant(*size)
     return found
 
 
