@@ -1,0 +1,84 @@
+"""FLOPs as they are counted, against closed forms and what ran under a cache."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import diffcache
+from diffcache import FirstBlock, TaylorSeer
+from diffcache.eval.cost import flops
+from diffcache.pipelines.small import flux
+from diffcache.pipelines.zoo.catalog import cases
+from diffcache.pipelines.zoo.pipes import pipes
+
+
+def test_a_real_call_counts_what_the_layers_say(pipe, call, flux_form):
+    config = pipe.transformer.config
+    counted = flops.count(pipe, call(2, batch=3))
+    tokens = (64 // pipe.vae_scale_factor // 2) ** 2
+    expected, _, _ = flux_form(config, tokens, flux.TEXT_TOKENS, batch=3)
+    assert counted.calls == (("transformer", expected),) * 2
+    assert (counted.steps, counted.per_call, counted.total) == (2, expected, 2 * expected)
+    assert flops.denoiser_flops(pipe, call(3, batch=3)) == expected
+    assert "forward" not in vars(pipe.transformer) and "step" not in vars(pipe.scheduler)
+
+
+@pytest.mark.parametrize("name", ["WanPipeline-two", "WanPipeline"])
+def test_a_step_is_all_branches_of_every_denoiser(name):
+    case = next((case for key, case in pipes().items() if key.startswith(name)), None)
+    assert case is not None
+    made = case.build(0)
+    counted = flops.count(made, case.call(made, 0, 4))
+    assert counted.steps == 4 and len(counted.calls) == 4 * case.branches
+    assert {denoiser for denoiser, _ in counted.calls} == set(case.denoisers)
+    assert counted.per_step == case.branches * counted.per_call
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        TaylorSeer(2, warmup=1, site="stack"),
+        TaylorSeer(2, warmup=1, site="attention"),
+        TaylorSeer(2, warmup=1, site="module"),
+        FirstBlock(1e9),
+    ],
+)
+def test_flops_of_a_cached_run_are_those_that_ran(pipe, method, call):
+    full = flops.denoiser_flops(pipe, call(2))
+    with diffcache.wrapped(pipe, method):
+        pipe(**call(2))  # learns the wiring, which runs blocks once more
+        with flops.counting({"whole": pipe.transformer}) as tally:
+            pipe(**call(6))
+        report = diffcache.report(pipe)
+    assert report.skipped
+    assert flops.run_flops(report, full) == pytest.approx(tally.total, rel=1e-9)
+    assert flops.evaluations(report, full) == pytest.approx(tally.total / full, rel=1e-9)
+    assert flops.run_flops(report, full, calls=7) == flops.run_flops(report, full) + full
+
+
+def test_flops_need_an_uncached_and_uncompiled_denoiser(pipe, call):
+    with diffcache.wrapped(pipe, TaylorSeer()), pytest.raises(ValueError, match="under a cache"):
+        flops.count(pipe, call())
+    case = cases()["FluxTransformer2DModel"]
+    model = case.build(0)
+    inputs = case.kwargs(model, 0)
+    assert flops.denoiser_flops(model, inputs) > 0
+    model.transformer_blocks[0]._compiled_call_impl = model.transformer_blocks[0].forward
+    counted = flops.count(model, inputs)
+    assert counted.total is None and "compiled" in counted.reason
+    report = SimpleNamespace(flops_saved=None, steps=[])
+    assert flops.evaluations(report, 1.0) is None and flops.run_flops(report, 1.0) is None
+    with pytest.raises(ValueError, match=r"full_step_flops=0.0: must be above 0"):
+        flops.evaluations(report, 0.0)
+
+
+def test_a_failed_count_leaves_no_trace():
+    module = torch.nn.Linear(2, 3)
+    with pytest.raises(RuntimeError), flops.counting({"m": module}):
+        module(torch.ones(5))
+    assert "forward" not in vars(module)
+    module.forward = kept = module.forward  # as accelerate leaves it
+    with flops.counting({"m": module}) as tally:
+        module(torch.ones(7, 2))
+    assert tally.calls == [("m", 2 * 7 * 2 * 3)] and vars(module)["forward"] is kept

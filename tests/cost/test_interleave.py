@@ -1,0 +1,108 @@
+"""Times of contenders that take turns, against a clock that is set by hand."""
+
+import os
+
+import pytest
+import torch
+
+from diffcache.eval.cost import interleave
+from diffcache.eval.record import Setting
+
+CPU = Setting(torch.device("cpu"))
+
+
+class Clock:
+    """A clock that stands still unless it is set on."""
+
+    def __init__(self):
+        self.wall = self.cpu = 0.0
+
+    def perf_counter(self):
+        return self.wall
+
+    def process_time(self):
+        return self.cpu
+
+    def takes(self, wall, cpu=0.0):
+        self.wall += wall
+        self.cpu += cpu
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(interleave, "time", clock)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5), raising=False)
+    return clock
+
+
+def test_contenders_take_turns_and_ratios_are_those_of_a_round(clock):
+    order, slow = [], iter([9.0, 1.0, 2.0, 10.0, 4.0])  # the machine, round by round
+    now = {"round": 0, "pace": 0.0}
+
+    def contender(name, share):
+        def run():
+            if len(order) % 2 == 0:
+                now["pace"] = next(slow)
+            order.append(name)
+            clock.takes(share * now["pace"], cpu=share)
+
+        return run
+
+    seen = []
+    timings = interleave.measure(
+        {"one": contender("one", 1.0), "half": contender("half", 0.5)}, rounds=4, warmup=1,
+        setting=CPU, progress=lambda *given: seen.append(given),
+    )  # fmt: skip
+    assert order == ["one", "half", "half", "one"] * 2 + ["one", "half"]
+    assert timings.seconds == {"one": [1.0, 2.0, 10.0, 4.0], "half": [0.5, 1.0, 5.0, 2.0]}
+    assert timings.ratios() == {"one": [1.0] * 4, "half": [2.0] * 4}
+    rows = timings.rows(samples_per_call=6)
+    assert rows["one"]["seconds"] == {"median": 3.0, "q1": 1.75, "q3": 5.5, "n": 4}
+    assert rows["half"]["ratio"] == {"median": 2.0, "q1": 2.0, "q3": 2.0, "n": 4}
+    assert rows["half"]["cpu_seconds"]["median"] == 0.5
+    assert rows["half"]["throughput"] == 6 / 1.5
+    assert seen[0] == (0, 10, "one") and seen[-1] == (10, 10, "")
+    assert timings.warning is None
+
+
+def test_what_surrounds_a_turn_is_not_timed(clock):
+    log = []
+
+    class Within:
+        def __enter__(self):
+            log.append("in")
+            clock.takes(100)
+
+        def __exit__(self, *exception):
+            log.append("out")
+            clock.takes(100)
+
+    def readings():
+        log.append("read")
+        return {"joules": None, "denoiser_seconds": 3.0}
+
+    turn = interleave.Turn(lambda: clock.takes(4), Within, lambda: clock.takes(50), readings)
+    timings = interleave.measure({"a": turn, "b": lambda: clock.takes(8)}, 3, 0, CPU)
+    assert timings.seconds == {"a": [4.0] * 3, "b": [8.0] * 3} and log == ["in", "read", "out"] * 3
+    assert timings.readings == {"a": {"denoiser_seconds": [3.0] * 3}, "b": {}}
+    assert timings.rows()["a"]["denoiser_seconds"]["median"] == 3.0
+    with pytest.raises(ValueError, match="reading='denoiser_seconds': not every contender"):
+        timings.ratios("denoiser_seconds")
+
+
+def test_a_busy_machine_is_told(clock, monkeypatch):
+    monkeypatch.setattr(interleave, "_cores", lambda: 2)
+    loads = iter([1.0, 3.5, 1.0])
+    monkeypatch.setattr(os, "getloadavg", lambda: (next(loads), 0, 0), raising=False)
+    timings = interleave.measure({"a": lambda: clock.takes(1)}, 2, 0, CPU)
+    assert timings.load == 3.5 and "3.5 on 2 cores" in timings.warning
+
+
+@pytest.mark.parametrize(
+    ("contenders", "rounds", "warmup", "message"),
+    [({}, 1, 0, "at least one"), ({"a": print}, 0, 0, "rounds=0"), ({"a": print}, 1, -1, "-1")],
+)
+def test_wrong_measurements(contenders, rounds, warmup, message):
+    with pytest.raises(ValueError, match=message):
+        interleave.measure(contenders, rounds, warmup, CPU)

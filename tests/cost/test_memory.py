@@ -1,0 +1,69 @@
+"""Memory of a call, in this process and in a fresh one."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from diffcache.errors import UnknownMethodError
+from diffcache.eval.cost import memory
+from diffcache.pipelines.small import flux
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("resettable", [True, False])
+def test_resident_memory_sees_what_is_gone_again(monkeypatch, resettable):
+    if resettable and not memory._can_reset():
+        pytest.skip("the kernel's mark cannot be reset here")
+    monkeypatch.setattr(memory, "_can_reset", lambda: resettable)
+    with memory._resident() as most:
+        before = most()
+        block = torch.ones(64 * MIB, dtype=torch.uint8)
+        time.sleep(0.05)  # for the sampler
+        assert most() - before > 60 * MIB
+        del block
+        assert 60 * MIB < most() - before < 96 * MIB
+
+
+def test_memory_of_a_call_in_this_process(pipe):
+    order = {
+        "model": str(flux.DIRECTORY), "method": "taylorseer:every=2,order=1,warmup=1,site=module",
+        "call": {"prompt": ["a small red ring"], "num_inference_steps": 3, "seed": 0},
+        "device": "cpu", "dtype": "float32", "threads": 1,
+    }  # fmt: skip
+    found = memory.measure(order)
+    config = pipe.transformer.config
+    tokens = (64 // pipe.vae_scale_factor // 2) ** 2 + flux.TEXT_TOKENS
+    width = config.num_attention_heads * config.attention_head_dim
+    outputs = 2 * config.num_layers + config.num_single_layers
+    assert found.held_bytes == 2 * outputs * tokens * width * 4  # value and first difference
+    assert found.peak_bytes >= found.loaded_bytes > MIB and found.reserved_bytes is None
+    assert found.call_bytes == found.peak_bytes - found.loaded_bytes
+
+
+@pytest.mark.slow
+def test_a_fresh_process_does_not_inherit_our_memory():
+    big = torch.ones(900 * MIB, dtype=torch.uint8)
+    call = {"prompt": ["a small red ring"], "num_inference_steps": 2, "seed": 0}
+    found = memory.peak_bytes("shapes-flux", None, call)
+    assert 0 < found.loaded_bytes <= found.peak_bytes < big.numel()
+    assert found.held_bytes == 0 and 0 <= found.call_bytes < 300 * MIB
+
+
+def test_memory_errors_come_before_the_process_or_name_its_failure(monkeypatch):
+    with pytest.raises(FileNotFoundError, match="no pipeline at 'nowhere'"):
+        memory.peak_bytes("nowhere", None, {})
+    with pytest.raises(UnknownMethodError, match="teacach"):
+        memory.peak_bytes("shapes-flux", "teacach", {})
+    with pytest.raises(ValueError, match="dtype='int8'"):
+        memory.peak_bytes("shapes-flux", None, {}, memory.Place(dtype="int8"))
+    with pytest.raises(ValueError, match="must be plain data"):
+        memory.peak_bytes("shapes-flux", None, {"generator": torch.Generator()})
+    with pytest.raises(ValueError, match="device='cpu'"):
+        memory.peak(lambda: None, "cpu")
+    failed = SimpleNamespace(returncode=1, stderr="some\nTypeError: no such argument\n", stdout="")
+    monkeypatch.setattr(memory.subprocess, "run", lambda *given, **named: failed)
+    with pytest.raises(memory.MeasureError, match="shapes-flux failed: TypeError: no such"):
+        memory.peak_bytes("shapes-flux", None, {})

@@ -1,0 +1,142 @@
+"""VBench's scores: arithmetic on published numbers, and the files of results."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diffcache.eval.vbench import layout, scores, suite
+from diffcache.eval.vbench.__main__ import main
+
+# Percent, as published: total, quality, semantic, then the 16 raw scores in the order of
+# suite.DIMENSIONS. Table 8 of Show-o2 (arXiv 2506.15564), which takes them from VBench's
+# leaderboard; T2V-Turbo-v2 from table 11 of its paper (arXiv 2410.05677), which has them in another
+# order.
+PUBLISHED = {
+    "ModelScope": "75.75 78.05 66.54 89.87 95.29 98.28 95.79 66.39 52.06 58.57 82.25 38.98 92.40 81.72 33.68 39.26 23.39 25.37 25.67",
+    "Show-1": "78.93 80.42 72.98 95.53 98.02 99.12 98.24 44.44 57.35 58.66 93.07 45.47 95.60 86.35 53.50 47.03 23.06 25.28 27.46",
+    "Gen-2": "80.58 82.47 73.03 97.61 97.61 99.56 99.58 18.89 66.96 67.42 90.92 55.47 89.20 89.49 66.91 48.91 19.34 24.12 26.17",
+    "VideoCrafter-2.0": "80.44 82.20 73.42 96.85 98.22 98.41 97.73 42.50 63.13 67.22 92.55 40.66 95.00 92.92 35.86 55.29 25.13 25.84 28.23",
+    "CogVideoX": "81.61 82.75 77.04 96.23 96.52 98.66 96.92 70.97 61.98 62.90 85.23 62.11 99.40 82.81 66.35 53.20 24.91 25.38 27.59",
+    "Kling": "81.85 83.39 75.68 98.33 97.60 99.30 99.40 46.94 61.21 65.62 87.24 68.05 93.40 89.90 73.03 50.86 19.62 24.17 26.42",
+    "Gen-3": "82.32 84.11 75.17 97.10 96.62 98.61 99.23 60.14 63.34 66.82 87.81 53.64 96.40 80.90 65.09 54.57 24.31 24.71 26.69",
+    "Show-o2": "81.34 82.10 78.31 97.28 96.78 97.68 98.25 40.83 65.15 67.06 94.81 76.01 95.20 80.89 62.61 57.67 23.29 25.27 27.00",
+    "T2V-Turbo-v2": "82.93 84.08 78.33 97.03 98.32 97.54 97.00 61.39 66.73 70.92 96.42 64.76 94.40 94.85 48.08 56.41 24.29 26.85 28.76",
+}
+
+
+def published(model: str) -> tuple[list[float], dict[str, float]]:
+    numbers = [float(text) / 100 for text in PUBLISHED[model].split()]
+    return numbers[:3], dict(zip(suite.DIMENSIONS, numbers[3:], strict=True))
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_scores_are_those_published(model: str) -> None:
+    (total, quality, semantic), raw = published(model)
+    found = scores.summarise(raw)
+    # Raw scores are rounded to 0.01 points, so a mean of them is off by less than that.
+    assert found.quality == pytest.approx(quality, abs=1e-4)
+    assert found.semantic == pytest.approx(semantic, abs=1e-4)
+    assert found.total == pytest.approx(total, abs=1e-4)
+    assert scores.total_score(raw) == found.total
+    assert found.missing == ()
+
+
+def test_the_best_and_worst_raw_scores_count_one_and_nothing() -> None:
+    best = {name: d.high for name, d in suite.DIMENSIONS.items()}
+    worst = {name: d.low for name, d in suite.DIMENSIONS.items()}
+    assert scores.total_score(best) == pytest.approx(1)
+    assert scores.total_score(worst) == pytest.approx(0)
+    halved = {**best, "dynamic_degree": 0.0}
+    assert scores.summarise(halved).quality == pytest.approx(6 / 6.5)
+
+
+def test_no_score_is_made_from_a_part() -> None:
+    _, raw = published("Kling")
+    del raw["scene"], raw["color"]
+    found = scores.summarise(raw)
+    assert (found.semantic, found.total) == (None, None)
+    assert found.quality == scores.summarise(published("Kling")[1]).quality
+    assert found.missing == ("color", "scene")
+    with pytest.raises(ValueError, match="all 16 dimensions; missing: color, scene"):
+        scores.total_score(raw)
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["total"] is None
+    assert "| **total score** |  | n/a |" in found.markdown()
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"scene": 55.29}, "share from 0 to 1, but is 55.29: divide percentages by 100"),
+        ({"scene": float("nan")}, "share from 0 to 1, but is nan"),
+        ({"scenery": 0.5}, "unknown VBench dimension scenery: must be of subject_consistency"),
+    ],
+)
+def test_what_is_no_raw_score_is_an_error(raw: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scores.summarise(raw)
+
+
+def test_results_are_read_in_both_forms(tmp_path: Path) -> None:
+    _, raw = published("Gen-3")
+    folder, flat = tmp_path / "results", tmp_path / "flat"
+    folder.mkdir()
+    flat.mkdir()
+    for name, value in raw.items():
+        scores.write_results(
+            folder / f"{name}_eval_results.json", {name: (value, [("a-0.mp4", 0.25)])}
+        )
+        # Beside every result stands what VBench was given, which is no result.
+        layout.write_json(folder / f"{name}_full_info.json", [{"prompt_en": "a"}])
+    layout.write_json(flat / "all_results.json", {k.replace("_", " "): v for k, v in raw.items()})
+    assert scores.read_results(folder) == scores.read_results(flat) == raw
+    assert scores.read_results(folder / "scene_eval_results.json") == {"scene": raw["scene"]}
+
+
+def test_a_result_has_the_bytes_that_vbench_writes(tmp_path: Path) -> None:
+    path = tmp_path / "x_eval_results.json"
+    films: list[tuple[str, float | bool]] = [("videos/a \u00e9-0.mp4", True)]
+    scores.write_results(path, {"dynamic_degree": (0.5, films)})
+    assert path.read_text() == (
+        '{\n    "dynamic_degree": [\n        0.5,\n        [\n            {\n'
+        '                "video_path": "videos/a \\u00e9-0.mp4",\n'
+        '                "video_results": true\n            }\n        ]\n    ]\n}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "must map dimensions to scores"),
+        ('{"i2v_subject": [0.5, []]}', "'i2v_subject' is not one of VBench's 16"),
+        ('{"scene": ["high", []]}', "must be a number, but is 'high'"),
+        ('{"scene": [50.0, []]}', "must be a share from 0 to 1, but is 50.0"),
+    ],
+)
+def test_what_is_no_result_is_an_error(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "bad_eval_results.json").write_text(text)
+    with pytest.raises(ValueError, match=f"bad_eval_results.json.*{message}"):
+        scores.read_results(tmp_path)
+
+
+def test_results_that_disagree_and_folders_without_any_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no VBench result"):
+        scores.read_results(tmp_path)
+    for name, value in (("a", 0.5), ("b", 0.25)):
+        scores.write_results(tmp_path / f"{name}_eval_results.json", {"scene": (value, [])})
+    with pytest.raises(ValueError, match=r"a_eval.*b_eval.*disagree on scene: 0.5 and 0.25"):
+        scores.read_results(tmp_path)
+
+
+def test_the_command_scores_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (total, _, _), raw = published("Gen-2")
+    for name, value in raw.items():
+        scores.write_results(tmp_path / f"{name}_eval_results.json", {name: (value, [])})
+    assert main(["--score", str(tmp_path), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["total"] == pytest.approx(total, abs=1e-4)
+    (tmp_path / "scene_eval_results.json").unlink()
+    target = tmp_path / "out" / "scores.json"
+    assert main(["--score", str(tmp_path), "--json", str(target)]) == 0
+    assert "no total score, missing: scene" in capsys.readouterr().out
+    assert json.loads(target.read_text())["total"] is None
