@@ -27,6 +27,8 @@ from diffcache.pipelines.small import flux
 
 ROOT = Path(__file__).parents[1]
 METHODS = ("taylorseer:every=3,warmup=2,site='stack'", "first-block:threshold=0.1")
+# The task and the plan below, as words of the command line.
+SETTINGS = ("--samples", "10", "--batch-size", "4", "--steps", "7", "--rounds", "0")
 TASK = Task(model="shapes-flux", samples=10, batch_size=4, steps=7)
 
 
@@ -170,18 +172,7 @@ class TestRun:
         out = tmp_path / "killed"
         command = [sys.executable, "-m", "diffcache", "eval", "--model", "shapes-flux"]
         command += [word for name in METHODS for word in ("--method", name)]
-        command += [
-            "--samples",
-            "10",
-            "--batch-size",
-            "4",
-            "--steps",
-            "7",
-            "--rounds",
-            "0",
-            "--quiet",
-            "--out",
-        ]
+        command += [*SETTINGS, "--quiet", "--out"]
         process = subprocess.Popen([*command, str(out)], cwd=tmp_path, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 120
         while len(pictures(out)) < 5 and time.monotonic() < deadline:
@@ -202,19 +193,7 @@ def test_two_processes_give_the_same_record(run: Path, tmp_path: Path) -> None:
     command += ["--num_processes", "2", "--main_process_port", "0", "-m", "diffcache", "eval"]
     command += ["--model", "shapes-flux", "--out", str(out)]
     command += [word for name in METHODS for word in ("--method", name)]
-    command += [
-        "--samples",
-        "10",
-        "--batch-size",
-        "4",
-        "--steps",
-        "7",
-        "--rounds",
-        "0",
-        "--device",
-        "cpu",
-        "--quiet",
-    ]
+    command += [*SETTINGS, "--device", "cpu", "--quiet"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

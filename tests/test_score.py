@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from diffcache.eval.folders import open_samples
 from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.frechet import frechet, moments
 from diffcache.eval.metrics.inception import Features
 from diffcache.eval.runs import score
 from diffcache.eval.runs.extractors import Extractors, at_hand
 from diffcache.eval.runs.folder import CaseFolder, batches
-from diffcache.eval.runs.measure import _of_reference
 from diffcache.eval.runs.quality import Reference, quality
 from diffcache.pipelines.small import scenes
 from diffcache.pipelines.small.corruptions import corrupt
@@ -180,7 +180,8 @@ def test_films_are_compared_frame_by_frame(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_real_pictures_is_read(tmp_path: Path, cases: dict, drawn: tuple) -> None:
-    (columns,) = _of_reference(cases["uncached"].folder.path / "samples", NETWORKS, False)
+    (pictures,) = open_samples(cases["uncached"].folder.path / "samples", is_film=False)
+    columns = NETWORKS.of_real(pictures)
     assert torch.equal(columns["features_lite"], lite.embed(drawn[0]))
 
 

@@ -32,7 +32,7 @@ class Metric:
         title: In tables and plots.
         definition: One sentence, with the formula.
         source: Paper or standard.
-        library: The call that computes it.
+        call: What computes it.
         weights: Names in `diffcache.eval.weights.WEIGHTS`.
         packages: Modules beyond the base install that it imports, or the shipped model it uses.
         stand_in: Key of the metric that is computed in its place without the weights, or empty.
@@ -45,7 +45,7 @@ class Metric:
     title: str
     definition: str
     source: str
-    library: str
+    call: str
     weights: tuple[str, ...]
     packages: tuple[str, ...]
     stand_in: str
@@ -59,7 +59,7 @@ class Metric:
         return self.key.startswith("lite_") or "_lite" in self.key
 
 
-# key | title | unit | direction | definition | source | library | weights | packages | stand-in
+# key | title | unit | direction | definition | source | call | weights | packages | stand-in
 _TABLE = """
 # Fidelity: closeness to the uncached sample of the same prompt and seed
 psnr_db | PSNR | dB | up | mean over pairs of 10 log10(255² / MSE) with one MSE a picture, at most 100 dB (MSE below 1e-10 of 255²); films: mean over frames first | definition; the cap as in VBench-style comparisons | `pixels.psnr`, as torchmetrics `PeakSignalNoiseRatio(data_range=1, reduction="none", dim=(1, 2, 3))` | | |
@@ -151,14 +151,14 @@ def _read(table: str) -> dict[str, Metric]:
         if line.startswith("#"):
             group = line.removeprefix("#").strip()
             continue
-        key, title, unit, direction, definition, source, library, weights, packages, stand_in = (
+        key, title, unit, direction, definition, source, call, weights, packages, stand_in = (
             cell.strip() for cell in line.split("|")
         )
         needed = tuple(filter(None, weights.split(", ")))
         imported = tuple(filter(None, packages.split(", ")))
         way = cast(Direction, direction)
         metrics[key] = Metric(
-            key, title, definition, source, library, needed, imported, stand_in, way, unit, group
+            key, title, definition, source, call, needed, imported, stand_in, way, unit, group
         )
     return metrics
 
@@ -183,7 +183,7 @@ def _row(metric: Metric) -> str:
     if not metric.weights and not metric.key.startswith("vbench_"):
         instead = "is one" if metric.is_lite else "not needed"
     better = {"up": "more ↑", "down": "less ↓", "none": "neither"}[metric.direction]
-    cells = (title, f"`{metric.key}`", metric.definition, metric.source, metric.library)
+    cells = (title, f"`{metric.key}`", metric.definition, metric.source, metric.call)
     return "| " + " | ".join((*cells, ", ".join(files) or "none", instead, better)) + " |"
 
 

@@ -30,7 +30,6 @@ from diffcache.eval import weights
 
 Convention = Literal["torch-fidelity", "clean"]
 DIMENSIONS = 2048
-CLASSES = 1008
 _RESIZE = {
     "torch-fidelity": "bilinear to 299 x 299 as in TensorFlow 1, no antialiasing",
     "clean": "antialiased bicubic to 299 x 299 by Pillow, not rounded",

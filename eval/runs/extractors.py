@@ -71,7 +71,7 @@ class Extractors:
             "features_lite": lite.embed(pictures),
             "probabilities_lite": lite.class_probabilities(pictures),
         }
-        # Real pictures come without prompts, and class numbers are none.
+        # Class numbers are prompts without words.
         in_words = all(any(map(str.isalpha, text)) for text in prompts)
         if all(map(is_scene, prompts)):
             found["clip_score_lite"] = lite.clip_score_lite(pictures, prompts)
@@ -86,6 +86,19 @@ class Extractors:
             found["clip_score"] = self.clip(pictures, prompts)
         if self.reward is not None and in_words:
             found["image_reward"] = reward.score(self.reward, pictures, prompts)
+        return found
+
+    def of_real(self, samples: Tensor | Sequence[Tensor]) -> Columns:
+        """Return the columns of `of_pictures` or `of_films` that need no prompt: the features.
+
+        Args:
+            samples: Pictures uint8 [N, 3, H, W], or films.
+        """
+        if not isinstance(samples, Tensor):
+            return self.of_films(samples)
+        found: Columns = {"features_lite": lite.embed(samples)}
+        if self.inception is not None:
+            found["features"] = self.inception(samples).pool
         return found
 
     def of_films(self, films: Sequence[Tensor]) -> Columns:

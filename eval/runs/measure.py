@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffcache.eval.clips import read_clip, read_fps, write_preview
-from diffcache.eval.folders import batches, common_size, open_films, open_pictures
+from diffcache.eval.folders import open_samples
 from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.frechet import moments
 from diffcache.eval.oracle import observe
@@ -19,7 +18,7 @@ from diffcache.eval.runs import record as records
 from diffcache.eval.runs import score
 from diffcache.eval.runs.cost import costs
 from diffcache.eval.runs.evaluate import Plan, Run, draw_all, start
-from diffcache.eval.runs.extractors import Columns, Extractors, at_hand
+from diffcache.eval.runs.extractors import Extractors, at_hand
 from diffcache.eval.runs.folder import FILM, FPS, ManifestError, remember, write_json
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.quality import Reference, quality
@@ -142,27 +141,14 @@ def reference(run: Run, extractors: Extractors, is_film: bool) -> Reference | No
             return Reference(name, {"_lite": (shipped.films, None)})
         return Reference(name, {"_lite": (shipped.moments, shipped.features)})
     parts: dict[str, list[Tensor]] = {}
-    for columns in _of_reference(run.plan.reference, extractors, is_film):
-        for key, column in columns.items():
-            if key.startswith("features"):
-                parts.setdefault(key.removeprefix("features"), []).append(column)
+    for batch in open_samples(run.plan.reference, is_film):
+        for key, column in extractors.of_real(batch).items():
+            parts.setdefault(key.removeprefix("features"), []).append(column)
     sets = {}
     for ending, found in parts.items():
         features = torch.cat(found).double()
         sets[ending] = (moments(features), features[:_NEIGHBOURS])
     return Reference(name, sets)
-
-
-def _of_reference(path: Path, extractors: Extractors, is_film: bool) -> Iterator[Columns]:
-    """Yield what the extractors say of the real samples in a folder."""
-    if is_film:
-        for file in open_films(path).files:
-            yield extractors.of_films([read_clip(file)])
-        return
-    folder = open_pictures(path)
-    common_size(folder)
-    for pictures in batches(folder):
-        yield extractors.of_pictures(pictures, [""])
 
 
 def site_error(run: Run, case: Case) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 def test_every_metric_is_described() -> None:
     for key, metric in METRICS.items():
         assert metric.key == key and metric.title and metric.definition and metric.source
-        assert metric.library and metric.direction in ("up", "down", "none")
+        assert metric.call and metric.direction in ("up", "down", "none")
         assert not metric.stand_in or METRICS[metric.stand_in].is_lite
         assert set(metric.weights) <= set(WEIGHTS)
         for name in metric.weights:
