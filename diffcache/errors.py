@@ -13,5 +13,13 @@ class UnknownMethodError(DiffcacheError, LookupError):
     """A method name is not in the catalogue."""
 
 
+class UncalibratedError(DiffcacheError, ValueError):
+    """A method needs tables that were measured on the model; the message says how to get them."""
+
+
+class TablesError(DiffcacheError, ValueError):
+    """A file of tables cannot be read, or was made for another method, model or schedule."""
+
+
 class CacheWarning(UserWarning):
     """Something ran as asked but not as hoped: nothing was skipped, or a copy runs uncached."""

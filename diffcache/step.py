@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 
@@ -29,6 +30,10 @@ class Step:
     def is_last(self) -> bool:
         """Whether this is known to be the last step of the run."""
         return self.total is not None and self.index >= self.total - 1
+
+
+# The step of the wrapped denoiser call that this thread is in, for modules with settings by step.
+CURRENT: ContextVar[Step | None] = ContextVar("diffcache_step", default=None)
 
 
 class Site(str, Enum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from diffcache.errors import AttachError
+from diffcache.features.combine import Combine
 from diffcache.step import Site
 
 SHARE = 0.05  # a list with less of the blocks' parameters is left alone
@@ -64,6 +66,7 @@ class Anatomy:
         excluded: Other lists, which always run.
         singles: Children that count as blocks of their own (a UNet's middle).
         timestep: Name of the forward argument that carries the timestep, None when there is none.
+        sample: Name of the forward argument that carries what is denoised.
         modules: Attention and feed-forward modules inside the blocks.
         is_unet: Whether blocks change shapes and have long skips.
     """
@@ -75,6 +78,25 @@ class Anatomy:
     timestep: str | None
     modules: tuple[ModuleSite, ...]
     is_unet: bool
+    sample: str = "hidden_states"
+
+    def check_sites(self, parts: Combine) -> None:
+        """Raise AttachError if a method names a site that the model has not."""
+        site = Site.of(parts.site)
+        if site.is_module:
+            known = [f"{m.parent}.{m.child}" for m in self.modules_at(site) if m.kind != "empty"]
+        elif site is Site.RUN:
+            known = list(parts.blocks)
+        else:
+            known = [f"{entry.key}.{i}" for entry in self.lists for i in range(entry.depth)]
+            known += [f"{key}.0" for key in self.singles]
+        strange = [name for name in parts.when.sites if name not in known]
+        if strange:
+            close = difflib.get_close_matches(strange[0], known, n=1)
+            raise AttachError(
+                f"{self.model} has no {strange[0]!r} at site {site.value!r}; "
+                + (f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}")
+            )
 
     def modules_at(self, site: Site) -> list[ModuleSite]:
         """Return the modules that a module site covers, with those a fused block leaves out."""
@@ -132,7 +154,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     ]
     return Anatomy(
         type(model).__name__, tuple(lists), tuple(excluded), singles, _timestep(model),
-        tuple(modules), is_unet,
+        tuple(modules), is_unet, _sample(model),
     )  # fmt: skip
 
 
@@ -156,6 +178,12 @@ def _timestep(model: nn.Module) -> str | None:
     exact = [name for name in TIMESTEPS if name in names]
     close = [name for name in names if "timestep" in name or name.endswith("_time")]
     return next(iter(exact + close), None)
+
+
+def _sample(model: nn.Module) -> str:
+    """Return the name of the argument that carries what is denoised."""
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    return next((n for n in ("hidden_states", "sample", "x", "latents") if n in names), names[0])
 
 
 def _modules(parent: nn.Module, path: str, list_key: str) -> list[ModuleSite]:

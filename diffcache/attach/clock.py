@@ -45,8 +45,8 @@ class Context:
 class Run:
     """One sampling run: what the scheduler said, and a timeline for every denoiser."""
 
-    __slots__ = ("__weakref__", "begin", "by_timestep", "chunk", "epoch", "in_pipeline", "length",
-                 "record", "scheduled", "ticks", "timelines")  # fmt: skip
+    __slots__ = ("__weakref__", "begin", "by_timestep", "chunk", "epoch", "extras", "in_pipeline",
+                 "length", "record", "scheduled", "ticks", "timelines")  # fmt: skip
 
     def __init__(self, in_pipeline: bool) -> None:
         self.in_pipeline = in_pipeline
@@ -54,6 +54,7 @@ class Run:
         self.timelines: dict[Any, Timeline] = {}
         self.epoch = 0
         self.chunk = -1
+        self.extras: dict[Any, Any] = {}  # what extensions keep of this run
         self._clear()
 
     def _clear(self) -> None:
@@ -81,6 +82,7 @@ class Run:
     def drop(self) -> None:
         """Forget every feature and the place in the run."""
         self._clear()
+        self.extras.clear()
         for timeline in self.timelines.values():
             timeline.clear()
 

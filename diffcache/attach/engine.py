@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -11,28 +10,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from diffcache.attach.account import account
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.anchor import claim, owner_of, release
 from diffcache.attach.clock import Branch, Run, Timeline
 from diffcache.attach.context import current_context
+from diffcache.attach.extension import Extension, install
+from diffcache.attach.facts import facts_of
 from diffcache.attach.frame import Frame, gated_items
 from diffcache.attach.install import Taps
 from diffcache.attach.layout import Layout
-from diffcache.attach.learn import learn, means, verify
+from diffcache.attach.learn import learn, verify
+from diffcache.attach.output import keep_output, stand_in
 from diffcache.attach.record import Call
 from diffcache.attach.signature import conditions_of, signature_of
-from diffcache.attach.span import OWN, Held, estimates, hold
 from diffcache.attach.tap import FRAME
 from diffcache.attach.trace import Trace
-from diffcache.attach.tree import Template, leaves, unshared
+from diffcache.attach.tree import unshared
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.base import FeatureMethod
-from diffcache.step import Site
+from diffcache.step import CURRENT, Site
 
 if TYPE_CHECKING:
     from diffcache.attach.handle import Handle
-
-OUTPUT = ("output", 0)  # where the MODEL site keeps its feature
 
 
 class Engine:
@@ -64,7 +64,17 @@ class Engine:
                 f"{anatomy.model} has nothing at site {self.site!r} inside its blocks; "
                 "use site='stack' or site='block'"
             )
+        method.check_model(facts_of(model, handle.scheduler))
+        self.apart = frozenset(self.parts.when.sites)
+        anatomy.check_sites(self.parts)
         self.taps = Taps(self, model, anatomy, self.site)
+        self.extensions: list[Extension] = []
+        try:
+            for ability in method.abilities():
+                self.extensions.append(install(self, ability))
+        except BaseException:
+            self._remove()
+            raise
         pre = model.register_forward_pre_hook(open_frame, prepend=True, with_kwargs=True)
         post = model.register_forward_hook(close_frame, with_kwargs=True, always_call=True)
         self._hooks = (pre, post)
@@ -74,8 +84,13 @@ class Engine:
         """Leave the model as it was found."""
         for hook in self._hooks:
             hook.remove()
-        self.taps.remove()
+        self._remove()
         release(self.model)
+
+    def _remove(self) -> None:
+        for extension in reversed(self.extensions):
+            extension.remove()
+        self.taps.remove()
 
     def tensors(self, run: Run) -> Iterator[Tensor]:
         """Yield the tensors that this denoiser's features hold in a run."""
@@ -92,8 +107,13 @@ class Engine:
 
     # one call ------------------------------------------------------------------------------
 
-    def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
-        """Start the frame of a denoiser call: which step and branch it is, and what will run."""
+    def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Frame, Any]:
+        """Start the frame of a denoiser call: which step and branch it is, and what will run.
+
+        Returns:
+            The frame, and the arguments that the denoiser is given instead, None if they stay.
+        """
+        given = args, kwargs
         anatomy = self.anatomy
         timestep = kwargs.get(anatomy.timestep) if anatomy.timestep else None
         if timestep is None:
@@ -103,6 +123,7 @@ class Engine:
         context = current_context(self.model)
         if timeline.arrive(context, timestep) and timeline.index == 0:
             timeline.when_state = self.parts.when.init()
+            self._check_length(timeline)
             if not run.in_pipeline:
                 self.handle.new_record(run)
             if self.taps.refresh():
@@ -116,12 +137,25 @@ class Engine:
         self._decide(frame, reason)
         if branch.signature != signature:
             branch.signature, branch.layout = signature, self.layouts.get(signature)
+        frame.apart = bool(self.apart) and not reason
         self._hand_out(frame)
+        frame.sample = kwargs.get(anatomy.sample, args[0] if args else None)
+        for extension in self.extensions:
+            given = extension.open(frame, *given) or given
         if frame.trace is not None:
-            frame.given = unshared((args, kwargs))
+            frame.given = unshared(given)
         label = branch.name or branch.number
         frame.call = Call(self.name, timeline.index, timeline.timestep, label, True, reason)
-        return frame
+        return frame, given if self.extensions else None
+
+    def _check_length(self, timeline: Timeline) -> None:
+        """Raise unless the run has as many steps as the method's tables are made for."""
+        made_for, has = self.parts.when.total, timeline.total
+        if made_for is not None and has is not None and made_for != has:
+            raise AttachError(
+                f"{self.method!r} is made for runs of {made_for} steps, this one has {has}: pass "
+                f"num_inference_steps={made_for}, or calibrate with steps={has}"
+            )
 
     def _named(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """Return a call with its positional arguments named, and its timestep."""
@@ -168,6 +202,10 @@ class Engine:
             }
         elif frame.decides and self.parts.when.probe is not None:
             frame.items = gated_items(layout, self.taps.blocks)
+        elif frame.computes and frame.apart:
+            frame.items, frame.counts = layout.mix(
+                frozenset(site for site in layout.sites if not frame.runs(site))
+            )
         elif frame.computes:
             frame.items = layout.compute
         else:
@@ -181,6 +219,7 @@ class Engine:
                 kind), or left out blocks that it ran when it was learned.
         """
         layout, branch = frame.layout, frame.branch
+        replaced = None
         if frame.trace is not None:
             learn(self, frame, frame.trace, frame.given)
             if not _writes_cache(kwargs):
@@ -188,9 +227,15 @@ class Engine:
             layout = frame.layout
             assert layout is not None
             self.layouts[branch.signature] = branch.layout = layout
-        replaced = None
-        if self.site is Site.MODEL:
-            replaced = self._at_output(frame, out)
+        for extension in self.extensions:
+            changed = extension.close(frame, out)
+            if changed is not None:
+                out = replaced = changed
+        if self.site is Site.MODEL and not frame.computes:
+            replaced = stand_in(frame)
+        elif self.site is Site.MODEL or self.handle.observer is not None:
+            seen = keep_output(frame, out)
+            replaced = replaced if seen is None else seen
         elif not frame.computes and layout is not None and frame.closed != layout.closes:
             raise AttachError(
                 f"{self.anatomy.model}: {frame.closed} of {layout.closes} skipped spans ended; its "
@@ -198,44 +243,8 @@ class Engine:
             )
         if frame.computes:
             branch.anchor = frame.step.index
-        self._account(frame, layout)
+        account(self, frame, layout)
         return replaced
-
-    def _at_output(self, frame: Frame, out: Any) -> Any:
-        """Keep the denoiser's output, or replace it by its estimate."""
-        if frame.computes:
-            own = [leaf.detach().clone() for leaf in leaves(out)]
-            hold(frame, OUTPUT, own, [OWN] * len(own), Template(out))
-            return None
-        held: Held = frame.branch.features[OUTPUT]
-        return held.template.build(estimates(frame, held))
-
-    def _account(self, frame: Frame, layout: Layout | None) -> None:
-        """Note what the call computed and skipped."""
-        call = frame.call
-        assert call is not None
-        call.computed = bool(frame.computes)
-        call.reason = call.reason or "method"
-        if layout is None:
-            counts: dict[str, list[int]] = {}
-            for tap, visits in frame.visits.items():
-                ran = counts.setdefault(tap.group, [0, 0])
-                ran[0 if frame.computes else 1] += visits
-            call.counts = {key: (ran, skipped) for key, (ran, skipped) in counts.items()}
-            if frame.tally is not None:
-                evaluations = {key: number for key, (number, _) in call.counts.items()}
-                self.flops[frame.branch.signature] = means(frame.tally, evaluations)
-        elif frame.computes:
-            call.counts = {key: (ran, 0) for key, ran in layout.totals.items()}
-        else:
-            follows = not frame.decides
-            call.counts = layout.follow_counts if follows else layout.counts
-        if layout is not None:
-            call.flops_each = layout.flops
-        else:
-            call.flops_each = self.flops.get(frame.branch.signature)
-        call.seconds = time.perf_counter() - frame.started
-        self.handle.note(frame, call)
 
 
 def _writes_cache(kwargs: dict[str, Any]) -> bool:
@@ -250,17 +259,18 @@ def _writes_cache(kwargs: dict[str, Any]) -> bool:
     return bool(given)
 
 
-def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of a wrapped denoiser; does nothing on a copy of one."""
     if torch.compiler.is_compiling():
         _refuse_compiled(module)
-        return
+        return None
     engine = owner_of(module)
     if engine is None:
         _orphan(module)
-        return
-    frame = engine.open(args, kwargs)
-    frame.token = FRAME.set(frame)
+        return None
+    frame, given = engine.open(args, kwargs)
+    frame.token = FRAME.set(frame), CURRENT.set(frame.step)
+    return given
 
 
 def close_frame(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
@@ -271,7 +281,8 @@ def close_frame(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
     frame = FRAME.get()
     if engine is None or frame is None or frame.engine is not engine:
         return None
-    FRAME.reset(frame.token)
+    FRAME.reset(frame.token[0])
+    CURRENT.reset(frame.token[1])
     if out is None:  # an exception is on its way
         engine.handle.abandon()
         return None

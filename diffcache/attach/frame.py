@@ -33,6 +33,7 @@ class Frame:
         step: The current step, as methods see it.
         instead: What keeps features and stands in for them.
         decides: Whether this call takes the decision of the step.
+        apart: Whether sites decide for themselves in this call.
         computes: Whether the sites are computed; None until the probe was seen.
         layout: What to hand out; None in the traced call.
         trace: The recorder of the traced call, else None.
@@ -43,11 +44,14 @@ class Frame:
         lasts: Span -> what its last computed block returned.
         visits: Module site -> how often it was called.
         closed: Number of spans whose estimates were used.
+        sample: What the denoiser was given to denoise.
+        counts: What runs and what is skipped where sites decide apart, empty elsewhere.
     """
 
-    __slots__ = ("_probe_input", "bases", "branch", "call", "closed", "computes", "decides",
-                 "engine", "foreseen", "given", "instead", "items", "lasts", "layout", "started",
-                 "step", "tally", "timeline", "token", "trace", "visits")  # fmt: skip
+    __slots__ = ("_probe_input", "apart", "bases", "branch", "call", "closed", "computes",
+                 "counts", "decides", "engine", "foreseen", "given", "instead", "items", "lasts",
+                 "layout", "sample", "started", "step", "tally", "timeline", "token", "trace",
+                 "visits")  # fmt: skip
 
     def __init__(self, engine: Engine, timeline: Timeline, branch: Branch, step: Step) -> None:
         self.engine = engine
@@ -56,6 +60,7 @@ class Frame:
         self.step = step
         self.instead = engine.parts.instead
         self.decides = False
+        self.apart = False
         self.computes: bool | None = None
         self.layout: Layout | None = None
         self.trace: Trace | None = None
@@ -66,6 +71,8 @@ class Frame:
         self.visits: dict[Any, int] = {}
         self.foreseen: list[list[Tensor]] = []
         self.closed = 0
+        self.sample: Any = None
+        self.counts: dict[str, tuple[int, int]] = {}
         self.tally: dict[str, list[float | None]] | None = None
         self._probe_input: Tensor | None = None
         self.token: Any = None
@@ -77,9 +84,19 @@ class Frame:
         owner, key = blocks.__dict__[ATTRIBUTE]
         return self.items.get(key) if owner is self.engine else None
 
+    def runs(self, site: str) -> bool:
+        """Return whether a site is computed in this call; known once the step is decided."""
+        if not self.apart or not self.computes:
+            return bool(self.computes)
+        engine = self.engine
+        return site not in engine.apart or engine.parts.when.computes_at(self.step, site)
+
     def decide(self, probe: Tensor | None) -> None:
         """Take the decision of this step, for all its branches."""
         when, timeline = self.engine.parts.when, self.timeline
+        observer = self.engine.handle.observer
+        if observer is not None and probe is not None:
+            observer.probe(self.step, probe.detach())
         if self.computes is None and probe is None:
             self.computes = when.should_compute(timeline.when_state, self.step, None)
         elif self.computes is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from itertools import groupby
+from operator import itemgetter
 
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
@@ -23,18 +25,28 @@ def spans_of(
     if parts.site is Site.STACK:
         whole = [[place for place in group if place not in kept] for group in groups]
         return [span for span in whole if span]
-    wanted = named_blocks(tuple(parts.blocks), order)
+    # Adjacent blocks are one run, unless they are entries that decide for themselves.
+    owner: dict[Place, str] = {}
+    for name in parts.blocks:
+        entry = name if parts.when.sites else ""
+        owner.update(dict.fromkeys(named_blocks((name,), order), entry))
     spans: list[list[Place]] = []
     for group in groups:
-        run: list[Place] = []
-        for place in group:
-            if place in wanted and place not in kept:
-                run.append(place)
-            elif run:
-                spans.append(run)
-                run = []
-        spans += [run] if run else []
+        inside = [(owner.get(place) if place not in kept else None, place) for place in group]
+        for entry, run in groupby(inside, key=itemgetter(0)):
+            if entry is not None:
+                spans.append([place for _, place in run])
     return spans
+
+
+def sites_of(parts: Combine, spans: list[list[Place]], order: list[Place]) -> dict[str, set[Place]]:
+    """Return the blocks of every site that decides apart, by its name."""
+    if not parts.when.sites:
+        return {}
+    skipped = {place for span in spans for place in span}
+    if parts.site is Site.BLOCK:
+        return {f"{key}.{index}": {(key, index)} for key, index in skipped}
+    return {name: named_blocks((name,), order) & skipped for name in parts.blocks}
 
 
 def _groups(order: list[Place], is_unet: bool) -> list[list[Place]]:

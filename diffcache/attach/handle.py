@@ -20,6 +20,7 @@ from diffcache.attach.record import Call, RunRecord
 from diffcache.attach.solver import tap_pipeline, tap_scheduler, untap
 from diffcache.errors import CacheWarning
 from diffcache.features.base import FeatureMethod
+from diffcache.features.collect import Collector
 
 Runs = weakref.WeakKeyDictionary["Handle", Run]
 _RUNS: ContextVar[Runs | None] = ContextVar("diffcache_runs", default=None)
@@ -32,13 +33,20 @@ class Handle:
         target: A pipeline or a denoiser.
         denoisers: Name -> denoiser.
         method: The method for all of them; each keeps its own state.
+        observer: Sees the features, outputs and guided outputs of every step, for calibration.
 
     Raises:
         AttachError: If a denoiser cannot be cached with this method.
     """
 
-    def __init__(self, target: Any, denoisers: dict[str, nn.Module], method: FeatureMethod) -> None:
-        self.method = method
+    def __init__(
+        self,
+        target: Any,
+        denoisers: dict[str, nn.Module],
+        method: FeatureMethod,
+        observer: Collector | None = None,
+    ) -> None:
+        self.method, self.observer = method, observer
         self.target = weakref.ref(target)
         self.last = RunRecord()
         self._live: weakref.WeakSet[Run] = weakref.WeakSet()
@@ -97,6 +105,35 @@ class Handle:
             run.record = RunRecord()
         self.last = run.record
 
+    @property
+    def scheduler(self) -> Any:
+        """The pipeline's scheduler, None for a bare model."""
+        return getattr(self.target(), "scheduler", None)
+
+    @property
+    def watches_steps(self) -> bool:
+        """Whether anything looks at what the scheduler steps with."""
+        return self.observer is not None or any(engine.extensions for engine in self.engines)
+
+    def set_times(self, scheduler: Any) -> None:
+        """Let extensions see, or change, the times that the scheduler was just given."""
+        for engine in self.engines:
+            for extension in engine.extensions:
+                extension.timesteps(scheduler)
+
+    def stepping(self, scheduler: Any, given: dict[str, Any]) -> None:
+        """Tell of a step of the scheduler before it is taken: the guided output is complete."""
+        output, sample = given.get("model_output"), given.get("sample")
+        if not isinstance(output, Tensor) or not isinstance(sample, Tensor):
+            return
+        run = self.run()
+        for engine in self.engines:
+            for extension in engine.extensions:
+                extension.stepping(run, scheduler, output, given.get("timestep"), sample)
+        timeline = next((run.timelines[e] for e in self.engines if e in run.timelines), None)
+        if self.observer is not None and timeline is not None and timeline.index >= 0:
+            self.observer.guided(timeline.step(0), sample, output)
+
     def abandon(self) -> None:
         """Forget this thread's features after an exception inside a denoiser."""
         self.run().drop()
@@ -120,7 +157,7 @@ class Handle:
             _warn(f"{self.method!r}: the run called no wrapped denoiser, so nothing was cached")
             return
         steps = len({(call.denoiser, call.index) for call in record.calls})
-        if record.skipped or steps < 2:
+        if record.skipped or steps < 2 or self.observer is not None or self.method.abilities():
             return
         reasons = {call.reason for call in record.calls[1:]} - {"method"}
         why = f" ({', '.join(sorted(reasons))})" if reasons else ""

@@ -72,7 +72,8 @@ class Taps:
             group = f"{entry.list_key}.{entry.kind if in_list else entry.child}"
             if entry.kind == "empty":  # its work counts as that of the projection it feeds
                 group = f"{entry.list_key}.{fused[entry.parent]}"
-                tap: Tap = EmptyTap(module, name, group)
+                fed = f"{entry.parent}.{fused[entry.parent]}"
+                tap: Tap = EmptyTap(module, name, group, fed)
             else:
                 tap = ModuleTap(module, name, group)
             if isinstance(parent, nn.ModuleList):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from diffcache.attach.grouping import Place, spans_of
+from diffcache.attach.grouping import Place, sites_of, spans_of
 from diffcache.attach.span import Duty, record
 from diffcache.attach.stand_in import (
     AddTap,
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from diffcache.attach.frame import Frame
 
 
+Mix = tuple[dict[str, list[Any]], dict[str, tuple[int, int]]]
+
+
 @dataclass
 class Layout:
     """What to hand out for every list of blocks, on computed and on skipped steps.
@@ -47,6 +50,8 @@ class Layout:
         gated: What to hand out while a decision waits for its probe, once it was needed.
         flops: List -> mean operations of one block, None where they were not counted.
         first_arguments: List -> where its first block takes its first tensor.
+        sites: Site that decides apart -> its blocks.
+        mixes: Skipped sites -> what `mix` returns of them.
     """
 
     compute: dict[str, list[Any]]
@@ -62,6 +67,24 @@ class Layout:
     first_arguments: dict[str, Any]
     flops: dict[str, float] | None = None
     gated: dict[str, list[Any]] | None = None
+    sites: dict[str, set[Place]] = field(default_factory=dict)
+    mixes: dict[frozenset[str], Mix] = field(default_factory=dict)
+
+    def mix(self, skipped: frozenset[str]) -> Mix:
+        """Return what to hand out where only some sites are skipped, and what runs then."""
+        if skipped not in self.mixes:
+            places = {place for site in skipped for place in self.sites[site]}
+            items = {
+                key: [
+                    (self.skip if (key, index) in places else self.compute)[key][index]
+                    for index in range(len(group))
+                ]
+                for key, group in self.compute.items()
+            }
+            out = {key: sum(k == key for k, _ in places) for key in self.totals}
+            counts = {key: (ran - out[key], out[key]) for key, ran in self.totals.items()}
+            self.mixes[skipped] = items, counts
+        return self.mixes[skipped]
 
     def protect(self) -> None:
         """Copy what the taps hold or hand out: the model's loop writes to its streams in place."""
@@ -138,6 +161,7 @@ def plan(
         wirings=wirings, lead_calls=lead,
         foreseen=foreseen,
         first_arguments={c.list_key: next(iter(c.shapes_in), 0) for c in reversed(calls)},
+        sites=sites_of(parts, spans, order),
     )  # fmt: skip
 
 

@@ -14,6 +14,18 @@ if TYPE_CHECKING:
     from diffcache.attach.frame import Frame
 
 
+def observed(frame: Frame, name: str, out: Any) -> Any:
+    """Show a module's output to the observer; return what the module returns, as it says."""
+    observer = frame.engine.handle.observer
+    assert observer is not None
+    tensors = leaves(out)
+    seen = [observer.feature(frame.step, name, i, tensor) for i, tensor in enumerate(tensors)]
+    if all(value is None for value in seen):
+        return out
+    chosen = [t if value is None else value for t, value in zip(tensors, seen, strict=True)]
+    return Template(out).build(chosen)
+
+
 class ModuleTap(Tap):
     """An attention or feed-forward module; its own output, before the gate, is the feature.
 
@@ -32,32 +44,37 @@ class ModuleTap(Tap):
         visit = frame.visits.get(self, 0)
         frame.visits[self] = visit + 1
         key = (self.name, visit)
-        if frame.computes:
-            out = frame.counted(self.group, self.module, args, kwargs)
-            own = [leaf.detach().clone() for leaf in leaves(out)]
-            hold(frame, key, own, [OWN] * len(own), Template(out))
-            return out
-        held: Held = frame.branch.features[key]
-        return held.template.build(estimates(frame, held))
+        if not frame.runs(self.name):
+            held: Held = frame.branch.features[key]
+            return held.template.build(estimates(frame, held))
+        out = frame.counted(self.group, self.module, args, kwargs)
+        engine = frame.engine
+        if engine.handle.observer is not None:
+            out = observed(frame, self.name, out)
+        if engine.apart and self.name not in engine.apart:
+            return out  # it never decides, so nothing is kept of it
+        own = [leaf.detach().clone() for leaf in leaves(out)]
+        hold(frame, key, own, [OWN] * len(own), Template(out))
+        return out
 
 
 class EmptyTap(Tap):
     """A module of a fused block that a skipped step leaves out.
 
     Its output only feeds the projection whose output is the feature; on a skipped step zeros that
-    take no memory stand for it.
+    take no memory stand for it. It runs when that projection, the `site`, does.
     """
 
-    __slots__ = ("group", "name")
+    __slots__ = ("group", "name", "site")
 
-    def __init__(self, module: nn.Module, name: str, group: str) -> None:
+    def __init__(self, module: nn.Module, name: str, group: str, site: str) -> None:
         super().__init__(module)
-        self.name, self.group = name, group
+        self.name, self.group, self.site = name, group, site
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the block's call of the module."""
         frame: Frame = FRAME.get()  # type: ignore[assignment]
-        if not frame.computes:
+        if not frame.runs(self.site):
             return frame.branch.features[self.name, 0].hollow
         out = frame.counted(self.group, self.module, args, kwargs)
         frame.branch.features[self.name, 0] = Held([], [], Template(None), hollow(out))

@@ -39,8 +39,8 @@ class Call:
         """
         if self.flops_each is None:
             return None
-        ran = sum(self.flops_each[key] * count for key, (count, _) in self.counts.items())
-        skipped = sum(self.flops_each[key] * count for key, (_, count) in self.counts.items())
+        ran = sum(self.flops_each.get(key, 0.0) * count for key, (count, _) in self.counts.items())
+        skipped = sum(self.flops_each.get(key, 0.0) * count for key, (_, count) in self.counts.items())
         return ran, skipped
 
 

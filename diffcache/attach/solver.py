@@ -80,6 +80,7 @@ def _set_timesteps(base: Callable[..., Any]) -> Callable[..., Any]:
         if handle is not None:
             timesteps = getattr(self, "timesteps", None)
             handle.restart(None if timesteps is None else len(timesteps))
+            handle.set_times(self)
         return result
 
     return set_timesteps
@@ -101,6 +102,9 @@ def _step(base: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         handle: Handle | None = owner_of(self)
         if handle is not None:
+            if handle.watches_steps:
+                names = ("model_output", "timestep", "sample")
+                handle.stepping(self, {**dict(zip(names, args, strict=False)), **kwargs})
             handle.run().ticks += 1
         return base(self, *args, **kwargs)
 

@@ -128,6 +128,11 @@ def record(frame: Frame, duty: Duty, out: Any) -> None:
         kinds.append(kind)
         if kind[0] == "residual":
             tensors.append(torch.sub(output.detach(), base[kind[1]].detach()))
+    observer = frame.engine.handle.observer
+    if observer is not None:
+        site = f"{duty.key[0]}.{duty.key[1]}"
+        for number, tensor in enumerate(tensors):
+            observer.feature(frame.step, site, number, tensor)
     hold(frame, duty.key, tensors, kinds, Template(out))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from diffcache.step import Step
 if TYPE_CHECKING:
     from diffcache.features.combine import Combine
 
-Probe = Literal["residual", "output"]
+Probe = Literal["residual", "output", "modulated"]
 
 
 class When(ABC):
@@ -26,11 +26,31 @@ class When(ABC):
     def probe(self) -> Probe | None:
         """What `should_compute` looks at.
 
-        The `residual` or the `output` of the lead blocks' main stream, `[B, T, D]`, or None when
-        the step alone decides. A `residual` falls back to the output where the lead block
+        The `residual` or the `output` of the lead blocks' main stream, `[B, T, D]`, the
+        `modulated` input of the first block's attention (the block need not run for it), or None
+        when the step alone decides. A `residual` falls back to the output where the lead block
         changes the shape (UNets).
         """
         return None
+
+    @property
+    def total(self) -> int | None:
+        """Length in steps of the runs it is made for, None for any; other runs are refused."""
+        return None
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Names of the sites that decide apart, empty where a step is skipped as a whole.
+
+        A name is the path of a module (`transformer_blocks.0.attn`) or block
+        (`transformer_blocks.3`), or an entry of the method's `blocks`. Sites that are not named
+        are always computed.
+        """
+        return ()
+
+    def computes_at(self, step: Step, site: str) -> bool:
+        """Return whether one of `sites` is computed; asked at steps that are computed."""
+        return True
 
     @abstractmethod
     def init(self) -> Any:
@@ -74,6 +94,16 @@ class Instead(ABC):
         """Return `estimate` of many states; a method may do them in fewer kernel launches."""
         return [self.estimate(state, step) for state in states]
 
+    def correct(self, state: Any, step: Step, value: Tensor) -> Tensor:
+        """Return a better stand-in for the denoiser's output; asked at `feature="change"` only.
+
+        Args:
+            state: Of the output.
+            step: The skipped step.
+            value: `estimate` plus the sample, in the output's shape.
+        """
+        return value
+
     @abstractmethod
     def held(self, state: Any) -> list[Tensor]:
         """Return the tensors the state keeps, for the account of memory."""
@@ -81,6 +111,13 @@ class Instead(ABC):
     def is_held(self, state: Any) -> bool:
         """Return whether `estimate` returns a held tensor, which must be copied for a model."""
         return True
+
+
+class Ability:
+    """Something a method asks of the attachment beyond features: a frozen dataclass of settings.
+
+    The attachment has an installer for every class of ability; a method never sees a module.
+    """
 
 
 class FeatureMethod(ABC):
@@ -105,6 +142,22 @@ class FeatureMethod(ABC):
 
         Raises:
             ValueError: If a field is out of its range.
+        """
+
+    def abilities(self) -> tuple[Ability, ...]:
+        """Return what the method needs beyond features; nothing for most."""
+        return ()
+
+    def check_model(self, facts: Mapping[str, Any]) -> None:  # noqa: B027
+        """Raise unless the method fits the model and scheduler it is about to be attached to.
+
+        Args:
+            facts: What is known of them: `model` (class name), `config` (hash of the model's
+                configuration), `scheduler` (class name, None for a bare model) and
+                `scheduler_config` (its settings).
+
+        Raises:
+            AttachError: If its tables were made for another model or scheduler.
         """
 
 

@@ -23,7 +23,9 @@ class Combine(FeatureMethod):
         blocks: With `site="run"`, the blocks to cache: names such as `transformer_blocks.3` or
             ranges, both ends included, such as `transformer_blocks.2-9`.
         feature: At `stack` and `run`: keep the `residual` of every list or the `output` of the
-            last cached block (one tensor a stream, whatever the depth).
+            last cached block (one tensor a stream, whatever the depth). At `model`: `change`
+            keeps the output less the sample that the denoiser was given, anything else the
+            output.
 
     Raises:
         ValueError: If a part does not fit the others.
@@ -40,7 +42,7 @@ class Combine(FeatureMethod):
     lead: int = 0
     tail: int = 0
     blocks: tuple[str, ...] | str = ()
-    feature: Literal["residual", "output"] = "residual"
+    feature: Literal["residual", "output", "change"] = "residual"
 
     def __post_init__(self) -> None:
         if not isinstance(self.when, When):
@@ -51,8 +53,10 @@ class Combine(FeatureMethod):
         object.__setattr__(self, "site", site)
         check_int("lead", self.lead, 0)
         check_int("tail", self.tail, 0)
-        if self.feature not in ("residual", "output"):
-            raise ValueError(f"feature={self.feature!r}: must be 'residual' or 'output'")
+        if self.feature not in ("residual", "output", "change"):
+            raise ValueError(f"feature={self.feature!r}: must be 'residual', 'output' or 'change'")
+        if self.feature == "change" and site is not Site.MODEL:
+            raise ValueError(f"feature='change' with site={site.value!r}: is for site 'model'")
         if isinstance(self.blocks, str):
             object.__setattr__(self, "blocks", (self.blocks,))
         if (site is Site.RUN) != bool(self.blocks):
@@ -60,7 +64,12 @@ class Combine(FeatureMethod):
                 f"blocks={self.blocks!r} with site={site.value!r}: name the blocks of site 'run', "
                 "such as 'transformer_blocks.2-9', and of no other site"
             )
-        if self.when.probe is not None and self.lead == 0:
+        if self.when.sites and site in (Site.MODEL, Site.STACK):
+            raise ValueError(
+                f"when={type(self.when).__name__} with site={site.value!r}: only blocks, runs of "
+                "blocks and modules inside them decide apart"
+            )
+        if self.when.probe in ("residual", "output") and self.lead == 0:
             raise ValueError(
                 f"lead=0 with when={self.when!r}: a gate looks at lead blocks; set lead=1"
             )

@@ -1,9 +1,9 @@
-"""When to compute: every n steps, listed steps, or a gate on a probe."""
+"""When to compute: every n steps, listed steps, a table by site, or a gate on a probe."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,18 +73,25 @@ class Listed(When):
 
     Args:
         steps: Step indices from 0.
+        total: Number of steps of the runs the list is made for, None for any.
 
     Raises:
-        ValueError: If `steps` holds anything but whole numbers of at least 0.
+        ValueError: If `steps` holds anything but whole numbers of at least 0 and below `total`.
     """
 
     steps: tuple[int, ...]
+    total: int | None = None
 
-    def __init__(self, steps: Iterable[int]) -> None:
+    def __init__(self, steps: Iterable[int], total: int | None = None) -> None:
         listed = tuple(sorted(set(steps)))
+        if total is not None:
+            check_int("total", total, 1)
         for index in listed:
             check_int("steps", index, 0)
+            if total is not None and index >= total:
+                raise ValueError(f"steps: {index} is beyond total={total}")
         object.__setattr__(self, "steps", listed)
+        object.__setattr__(self, "total", total)
 
     def init(self) -> None:
         """Return nothing: the list is all there is."""
@@ -92,6 +99,60 @@ class Listed(When):
     def should_compute(self, state: None, step: Step, probe: Tensor | None) -> bool:
         """Return whether the step is listed."""
         return step.index == 0 or step.index in self.steps
+
+
+@dataclass(frozen=True)
+class Table(When):
+    """Compute every site at its own steps.
+
+    Args:
+        steps: Site name -> indices of its computed steps, from 0; the first step is always
+            computed. Sites that are not named are computed at every step.
+        total: Number of steps of the runs it is made for, None for any.
+
+    Raises:
+        ValueError: If no site is named, or a step is no whole number from 0 to `total - 1`.
+    """
+
+    steps: tuple[tuple[str, tuple[int, ...]], ...]
+    total: int | None
+
+    def __init__(
+        self,
+        steps: Mapping[str, Iterable[int]] | Iterable[tuple[str, Iterable[int]]],
+        total: int | None = None,
+    ) -> None:
+        if total is not None:
+            check_int("total", total, 1)
+        given = steps.items() if isinstance(steps, Mapping) else steps
+        made = tuple((str(site), tuple(sorted({0, *listed}))) for site, listed in given)
+        if not made:
+            raise ValueError(f"steps={steps!r}: must name at least one site")
+        for site, listed in made:
+            for index in listed:
+                check_int(f"steps[{site!r}]", index, 0)
+                if total is not None and index >= total:
+                    raise ValueError(f"steps[{site!r}]: {index} is beyond total={total}")
+        object.__setattr__(self, "steps", made)
+        object.__setattr__(self, "total", total)
+        object.__setattr__(self, "_at", {site: frozenset(listed) for site, listed in made})
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The named sites."""
+        return tuple(site for site, _ in self.steps)
+
+    def init(self) -> None:
+        """Return nothing: the table is all there is."""
+
+    def should_compute(self, state: None, step: Step, probe: Tensor | None) -> bool:
+        """Return True: the sites decide."""
+        return True
+
+    def computes_at(self, step: Step, site: str) -> bool:
+        """Return whether the site is computed at this step."""
+        listed: frozenset[int] = self._at[site]  # type: ignore[attr-defined]
+        return step.index in listed
 
 
 @dataclass
@@ -113,7 +174,8 @@ class Gate(When):
     Args:
         threshold: Errors below it skip the step; dimensionless; 0 turns the cache off.
         warmup: First steps that are always computed, at least 1.
-        of: Which probe: the lead blocks' `residual` or `output`.
+        of: Which probe: the lead blocks' `residual` or `output`, or the `modulated` input of the
+            first attention.
         forecast: What foretells the probe; plain reuse compares with the last computed step.
         relative_to: What the error is divided by.
         last: Whether the last step of the run is always computed.
@@ -132,8 +194,8 @@ class Gate(When):
     def __post_init__(self) -> None:
         check_threshold(self.threshold, " (0 turns the cache off)")
         check_int("warmup", self.warmup, 1, " (the first step has nothing to stand in for it)")
-        if self.of not in ("residual", "output"):
-            raise ValueError(f"of={self.of!r}: must be 'residual' or 'output'")
+        if self.of not in ("residual", "output", "modulated"):
+            raise ValueError(f"of={self.of!r}: must be 'residual', 'output' or 'modulated'")
         if self.relative_to not in ("probe", "forecast"):
             raise ValueError(f"relative_to={self.relative_to!r}: must be 'probe' or 'forecast'")
 

@@ -1,0 +1,36 @@
+"""What is known of a model and its scheduler, by which tables are matched to them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from torch import nn
+
+
+def facts_of(model: nn.Module, scheduler: Any) -> dict[str, Any]:
+    """Return `model`, `config`, `scheduler` and `scheduler_config`, as plain data.
+
+    Args:
+        model: A denoiser; without a diffusers configuration its parameters' shapes stand for it.
+        scheduler: Of its pipeline, or None.
+    """
+    config = getattr(model, "config", None)
+    if isinstance(config, dict):
+        known = _plain(config)
+    else:
+        known = {name: list(p.shape) for name, p in model.named_parameters()}
+    text = json.dumps(known, sort_keys=True, default=repr)
+    cls = None if scheduler is None else type(scheduler).__name__
+    return {
+        "model": type(model).__name__,
+        "config": hashlib.sha256(text.encode()).hexdigest()[:16],
+        "scheduler": cls,
+        "scheduler_config": _plain(getattr(scheduler, "config", {})),
+    }
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """Return a diffusers configuration without its private entries."""
+    return {k: v for k, v in dict(config).items() if not k.startswith("_")}

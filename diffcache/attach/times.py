@@ -1,0 +1,80 @@
+"""Rewriting the times of a scheduler behind its `set_timesteps`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from diffcache.attach.extension import Extension
+from diffcache.errors import AttachError
+
+if TYPE_CHECKING:
+    from diffcache.attach.engine import Engine
+
+EULER = "FlowMatchEulerDiscreteScheduler"
+
+
+class TimeRule(Protocol):
+    """An ability that gives steps other lengths."""
+
+    factors: tuple[float, ...]
+    advice: str
+
+    def apply(self, sigmas: Tensor) -> Tensor:
+        """Return the adjusted schedule of `sigmas`, [T + 1]."""
+
+
+class Times(Extension):
+    """Replaces the sigmas and timesteps of an Euler scheduler by those of a rule.
+
+    The step of Euler's method needs no more than the sigmas at its two ends, so that any other
+    monotonic schedule is as valid; the coefficients of solvers with a memory are not.
+    """
+
+    def __init__(self, rule: TimeRule, model: str) -> None:
+        self.rule, self.model = rule, model
+
+    def timesteps(self, scheduler: Any) -> None:
+        """Rewrite the times that were just set; the untouched ones stay to the bit."""
+        self.check(scheduler)
+        sigmas, timesteps = scheduler.sigmas, scheduler.timesteps
+        steps = len(self.rule.factors)
+        if len(timesteps) != steps:
+            raise AttachError(
+                f"{self.model}: its times were measured in runs of {steps} steps, the scheduler "
+                f"has {len(timesteps)}; use num_inference_steps={steps} or {self.rule.advice}"
+            )
+        made = self.rule.apply(sigmas)
+        times = made[:-1] * scheduler.config.num_train_timesteps
+        scheduler.sigmas = made
+        scheduler.timesteps = torch.where(made[:-1] == sigmas[:-1], timesteps, times.to(timesteps))
+
+    def check(self, scheduler: Any) -> None:
+        """Raise AttachError unless this is a deterministic Euler scheduler."""
+        name = type(scheduler).__name__
+        config = getattr(scheduler, "config", {})
+        if name == EULER and not config.get("stochastic_sampling"):
+            return
+        what = f"{name} with stochastic_sampling" if name == EULER else name
+        raise AttachError(
+            f"{self.model}: the lengths of steps can be changed with {EULER} only, not with "
+            f"{what}; {self.rule.advice}, or replace the scheduler"
+        )
+
+
+def install(engine: Engine, ability: Any) -> Times:
+    """Return the extension for a time rule; a known scheduler is checked at once.
+
+    Raises:
+        AttachError: If the scheduler is no deterministic Euler scheduler, or there is none.
+    """
+    times = Times(ability, engine.anatomy.model)
+    if engine.handle.target() is engine.model:
+        raise AttachError(
+            f"{times.model}: a bare model has no scheduler whose times could be changed; wrap the "
+            f"pipeline, or {ability.advice}"
+        )
+    times.check(engine.handle.scheduler)
+    return times

@@ -1,0 +1,150 @@
+"""Methods that are calibrated, and how they gather what their tables are made from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from diffcache.errors import UncalibratedError
+from diffcache.features.base import FeatureMethod
+from diffcache.features.combine import Combine
+from diffcache.features.tables import Tables
+from diffcache.step import Step
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is known of a traced run when it starts.
+
+    Attributes:
+        number: Of the pass over the prompts, from 0.
+        prompt: Position of the run's prompts in the list of batches, from 0.
+        timesteps: float [T], as the scheduler has them.
+        sigmas: float [T + 1], or None where the scheduler has none.
+        total: Number of steps T.
+    """
+
+    number: int
+    prompt: int
+    timesteps: Tensor
+    sigmas: Tensor | None
+    total: int
+
+
+class Collector(ABC):
+    """Gathers what a method's tables are made from, over runs in which everything is computed.
+
+    Attributes:
+        passes: How often every prompt is run.
+        wants_attention: Whether `attention` is to be called, which costs a little.
+    """
+
+    passes: int = 1
+    wants_attention: ClassVar[bool] = False
+
+    @abstractmethod
+    def site(self) -> Combine:
+        """Return where features are seen; of its schedule only the probe counts."""
+
+    def begin(self, run: RunInfo) -> None:  # noqa: B027
+        """Note that a run starts."""
+
+    def feature(self, step: Step, site: str, index: int, value: Tensor) -> Tensor | None:
+        """See a fresh feature; it is not to be written to.
+
+        Args:
+            step: The step, with its guidance branch.
+            site: Path of the module or of the block that closes the skipped span.
+            index: Which of the tensors that are kept there.
+            value: The feature.
+
+        Returns:
+            At module sites: what the module returns instead (gradients flow), None if its output
+            stays.
+        """
+        return None
+
+    def output(self, step: Step, given: Tensor, value: Tensor) -> Tensor | None:
+        """See the denoiser's output.
+
+        Args:
+            step: The step, with its guidance branch.
+            given: The sample the denoiser was given.
+            value: Its output.
+
+        Returns:
+            What the denoiser returns instead, None if its output stays.
+        """
+        return None
+
+    def probe(self, step: Step, value: Tensor) -> None:  # noqa: B027
+        """See what the gate of `site()` would look at."""
+
+    def guided(self, step: Step, sample: Tensor, output: Tensor) -> None:  # noqa: B027
+        """See the guided output with which the scheduler is about to step."""
+
+    def attention(self, step: Step, site: str, query: Tensor, key: Tensor) -> None:  # noqa: B027
+        """See the queries and keys, `[B, H, N, D]`, of the attention module `site`."""
+
+    def end(self) -> None:  # noqa: B027
+        """Note that a run ended."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """Return all sums so far, from which `load` goes on."""
+
+    @abstractmethod
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from the sums that `state` returned."""
+
+    @abstractmethod
+    def tables(self) -> dict[str, Tensor]:
+        """Return the tables, after the last pass."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return plain data that belongs with the tables."""
+        return {}
+
+
+class Calibrated(FeatureMethod):
+    """A method with tables measured on the model it runs on.
+
+    A subclass is a frozen dataclass with a field `tables: Tables | str | None = None`.
+    """
+
+    tables: Tables | str | None
+
+    @abstractmethod
+    def collector(self) -> Collector:
+        """Return a new, empty collector for this method's settings."""
+
+    def load_tables(self) -> None:
+        """Read `tables` if it is a file, and check whose it is; for `__post_init__`.
+
+        Raises:
+            TablesError: If it cannot be read, or belongs to another method.
+        """
+        object.__setattr__(self, "tables", Tables.of(self.tables, self.name))
+
+    def measured(self) -> Tables:
+        """Return the tables.
+
+        Raises:
+            UncalibratedError: If there are none.
+        """
+        if not isinstance(self.tables, Tables):
+            cls = type(self).__name__
+            raise UncalibratedError(
+                f"{cls} has no tables for this model: method = diffcache.calibrate(pipe, "
+                f"{cls}(...), prompts=[...]), or give {cls}(..., tables='file.safetensors')"
+            )
+        return self.tables
+
+    def check_model(self, facts: Mapping[str, Any]) -> None:
+        """Raise TablesError unless the tables were measured on this model and scheduler."""
+        if isinstance(self.tables, Tables):
+            self.tables.check(facts)

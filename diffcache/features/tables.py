@@ -1,0 +1,162 @@
+"""Measured tables of a method: tensors and what they were measured on, in one file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from diffcache.errors import TablesError
+
+FORMAT = "diffcache.tables/1"
+
+
+class Tables:
+    """Tensors by name, with a header; never changed once made.
+
+    Args:
+        header: Plain data: `method`, `diffcache`, `model`, `config`, `scheduler`,
+            `scheduler_config`, `steps`, `shape`, `date`, and the method's own settings.
+        tensors: By name, on the CPU.
+        path: The file they were read from or written to.
+    """
+
+    __slots__ = ("_header", "_tensors", "digest", "path")
+
+    def __init__(
+        self, header: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path | None = None
+    ) -> None:
+        self._header = MappingProxyType(dict(header))
+        self._tensors = MappingProxyType(
+            {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+        )
+        self.path = path
+        found = hashlib.sha256(json.dumps(self._plain(), sort_keys=True).encode())
+        for name, tensor in sorted(self._tensors.items()):
+            found.update(name.encode() + tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        self.digest = found.hexdigest()[:16]
+
+    @property
+    def header(self) -> Mapping[str, Any]:
+        """What they were measured on."""
+        return self._header
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the runs they were measured in."""
+        return int(self._header["steps"])
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a tensor.
+
+        Raises:
+            TablesError: If there is none of that name.
+        """
+        if name not in self._tensors:
+            raise TablesError(
+                f"{self!r}: no table {name!r}; it has {', '.join(self._tensors) or 'none'}"
+            )
+        return self._tensors[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def names(self) -> list[str]:
+        """Return the tensors' names."""
+        return list(self._tensors)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tables) and other.digest == self.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        """Return the path of the file as Python text, so that a method's `repr` is valid."""
+        return repr(str(self.path)) if self.path else f"<Tables {self.digest}, not saved>"
+
+    def _plain(self) -> dict[str, Any]:
+        return dict(self._header)
+
+    def save(self, path: str | Path) -> Tables:
+        """Write one safetensors file, header in its metadata; return the tables of that file."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        metadata = {"format": FORMAT, "header": json.dumps(self._plain(), sort_keys=True)}
+        save_file(dict(self._tensors), part, metadata=metadata)
+        os.replace(part, path)
+        return Tables(self._header, self._tensors, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tables:
+        """Read a file that `save` wrote.
+
+        Raises:
+            TablesError: If there is none, or it is another kind of file.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise TablesError(f"tables={str(path)!r}: no such file; diffcache.calibrate writes one")
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"its format is {metadata.get('format')!r}")
+            header = json.loads(metadata["header"])
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise TablesError(
+                f"tables={str(path)!r}: not a file of tables that diffcache wrote ({error})"
+            ) from error
+        return cls(header, tensors, path)
+
+    @classmethod
+    def of(cls, value: Tables | str | Path | None, method: str) -> Tables | None:
+        """Return tables given as themselves or as a file; None stays None.
+
+        Args:
+            value: Tables, a path or None.
+            method: Catalogue name of the method that takes them.
+
+        Raises:
+            TablesError: If the file cannot be read, or they belong to another method.
+            ValueError: If the value is none of these.
+        """
+        if value is None:
+            return None
+        if isinstance(value, (str, Path)):
+            value = cls.load(value)
+        if not isinstance(value, Tables):
+            raise ValueError(f"tables={value!r}: must be Tables, a file, or None")
+        if value.header.get("method") != method:
+            raise TablesError(
+                f"tables={value!r}: made for method {value.header.get('method')!r}, not {method!r}"
+            )
+        return value
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        """Raise TablesError unless they were measured on this model and scheduler.
+
+        Args:
+            facts: As `FeatureMethod.check_model` is given them. A bare model has no scheduler,
+                which is then not compared.
+        """
+        for key in ("model", "config", "scheduler", "scheduler_config"):
+            if key.startswith("scheduler") and facts.get("scheduler") is None:
+                continue
+            mine, theirs = self._header.get(key), facts.get(key)
+            if mine != json.loads(json.dumps(theirs, default=repr)):
+                raise TablesError(
+                    f"tables={self!r}: measured with {key}={mine!r}, this one has {theirs!r}; "
+                    "calibrate on this pipeline: diffcache.calibrate(pipe, method, prompts=[...])"
+                )
