@@ -12,11 +12,14 @@ from diffcache.api import reset as reset
 from diffcache.api import unwrap as unwrap
 from diffcache.api import wrap as wrap
 from diffcache.api import wrapped as wrapped
+from diffcache.calibration import calibrate as calibrate
 from diffcache.catalog import methods as methods
 from diffcache.cite import cite as cite
 from diffcache.errors import AttachError as AttachError
 from diffcache.errors import CacheWarning as CacheWarning
 from diffcache.errors import DiffcacheError as DiffcacheError
+from diffcache.errors import TablesError as TablesError
+from diffcache.errors import UncalibratedError as UncalibratedError
 from diffcache.errors import UnknownMethodError as UnknownMethodError
 from diffcache.features.combine import Combine as Combine
 from diffcache.features.confidence_gated import ConfidenceGatedTaylor as ConfidenceGatedTaylor
@@ -25,10 +28,12 @@ from diffcache.features.instead import Newton as Newton
 from diffcache.features.instead import Reuse as Reuse
 from diffcache.features.instead import Taylor as Taylor
 from diffcache.features.interval import Interval as Interval
+from diffcache.features.tables import Tables as Tables
 from diffcache.features.taylorseer import TaylorSeer as TaylorSeer
 from diffcache.features.when import Every as Every
 from diffcache.features.when import Gate as Gate
 from diffcache.features.when import Listed as Listed
+from diffcache.features.when import Table as Table
 from diffcache.report import Report as Report
 from diffcache.step import Site as Site
 from diffcache.step import Step as Step

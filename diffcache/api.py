@@ -15,6 +15,7 @@ from diffcache.attach.handle import Handle
 from diffcache.catalog import make_method
 from diffcache.errors import AttachError
 from diffcache.features.base import FeatureMethod
+from diffcache.features.hold import Form
 from diffcache.report import Report
 from diffcache.step import Site
 
@@ -29,6 +30,7 @@ def wrap(
     method: str | FeatureMethod = "taylorseer",
     *,
     components: Sequence[str] | None = None,
+    hold: Form | None = None,
     **settings: Any,
 ) -> T:
     """Put a feature cache into a pipeline or a denoiser, in place.
@@ -39,6 +41,9 @@ def wrap(
             turns back, or at `diffcache.reset(model)`.
         method: A method, or its catalogue name.
         components: Names of the pipeline's denoisers to wrap; all of them by default.
+        hold: How features are held: `bf16`; `int8`, with a scale a token, in about half the memory
+            of bf16; `host`, in the host's memory, fetched back ahead of use. None leaves them as
+            they are.
         **settings: Settings of a method given by name, such as `every=4`.
 
     Returns:
@@ -53,7 +58,7 @@ def wrap(
     Example:
         >>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5, order=1))  # doctest: +SKIP
     """
-    wrapped(target, method, components=components, **settings)
+    wrapped(target, method, components=components, hold=hold, **settings)
     return target
 
 
@@ -62,13 +67,14 @@ def wrapped(
     method: str | FeatureMethod,
     *,
     components: Sequence[str] | None = None,
+    hold: Form | None = None,
     **settings: Any,
 ) -> Handle:
     """Do as `wrap` and return the handle: `with diffcache.wrapped(pipe, method) as handle: ...`."""
     chosen = make_method(method, **settings)
-    denoisers = _denoisers(target, components)
+    denoisers = denoisers_of(target, components)
     _check_free(target, denoisers, chosen)
-    return Handle(target, denoisers, chosen)
+    return Handle(target, denoisers, chosen, hold=hold)
 
 
 def unwrap(target: T) -> T:
@@ -111,7 +117,7 @@ def inspect(target: Any) -> Anatomy | dict[str, Anatomy]:
     """
     if isinstance(target, nn.Module):
         return anatomy_of(target)
-    return {name: anatomy_of(model) for name, model in _denoisers(target, None).items()}
+    return {name: anatomy_of(model) for name, model in denoisers_of(target).items()}
 
 
 def handle_of(target: Any) -> Handle:
@@ -133,7 +139,7 @@ def handle_of(target: Any) -> Handle:
     return owner
 
 
-def _denoisers(target: Any, names: Sequence[str] | None) -> dict[str, nn.Module]:
+def denoisers_of(target: Any, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """Return the denoisers of a pipeline by name, or a bare one as `model`."""
     if isinstance(target, nn.Module):
         if names is not None:

@@ -22,13 +22,15 @@ from diffcache.attach.install import Taps
 from diffcache.attach.layout import Layout
 from diffcache.attach.learn import learn, verify
 from diffcache.attach.output import keep_output, stand_in
+from diffcache.attach.peek import Peek
 from diffcache.attach.record import Call
-from diffcache.attach.signature import conditions_of, signature_of
+from diffcache.attach.signature import conditions_of, signature_of, writes_cache
 from diffcache.attach.tap import FRAME
 from diffcache.attach.trace import Trace
 from diffcache.attach.tree import unshared
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.base import FeatureMethod
+from diffcache.features.hold import Hold
 from diffcache.step import CURRENT, Site
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ class Engine:
         self.handle, self.name, self.model = handle, name, model
         self.method, self.parts, self.anatomy = method, method.parts(), anatomy
         self.site = Site.of(self.parts.site)
+        self.hold = None if handle.hold is None else Hold(self.parts.instead, handle.hold)
+        self.instead = self.hold or self.parts.instead
         self.layouts: dict[Any, Layout] = {}
         self.flops: dict[Any, dict[str, float] | None] = {}
         self._arguments = list(inspect.signature(type(model).forward).parameters)[1:]
@@ -67,6 +71,8 @@ class Engine:
         method.check_model(facts_of(model, handle.scheduler))
         self.apart = frozenset(self.parts.when.sites)
         anatomy.check_sites(self.parts)
+        modulated = self.parts.when.probe == "modulated"
+        self.peek = Peek(model, anatomy) if modulated else None
         self.taps = Taps(self, model, anatomy, self.site)
         self.extensions: list[Extension] = []
         try:
@@ -91,13 +97,15 @@ class Engine:
         for extension in reversed(self.extensions):
             extension.remove()
         self.taps.remove()
+        if self.peek is not None:
+            self.peek.remove()
 
     def tensors(self, run: Run) -> Iterator[Tensor]:
         """Yield the tensors that this denoiser's features hold in a run."""
         timeline = run.timelines.get(self)
         if timeline is None:
             return
-        instead = self.parts.instead
+        instead = self.instead
         for branch in list(timeline.branches):  # other threads go on while they are counted
             for held in list(branch.features.values()):
                 for state in held.states:
@@ -172,7 +180,7 @@ class Engine:
             return "inputs changed"
         if branch.anchor < timeline.last_computed < timeline.index:
             return "missed a step"
-        return "writes a KV cache" if self._has_cache and _writes_cache(kwargs) else ""
+        return "writes a KV cache" if self._has_cache and writes_cache(kwargs) else ""
 
     def _decide(self, frame: Frame, reason: str) -> None:
         """Decide now where the probe is not needed; a forced first branch decides for all."""
@@ -197,11 +205,14 @@ class Engine:
             spread = self.site in (Site.BLOCK, Site.RUN)
             keep_all = spread or self.parts.tail > 0 or self.anatomy.is_unet
             frame.trace = Trace(keep_all, self.parts.lead)
+            if self.hold is not None:  # what is learned must be exact, so it is packed afterwards
+                frame.branch.features.clear()
+                frame.instead = self.parts.instead
             frame.items = {
                 key: frame.trace.items(key, group) for key, group in self.taps.blocks.items()
             }
-        elif frame.decides and self.parts.when.probe is not None:
-            frame.items = gated_items(layout, self.taps.blocks)
+        elif frame.decides and (probe := self.parts.when.probe) is not None:
+            frame.items = gated_items(layout, self.taps.blocks, probe)
         elif frame.computes and frame.apart:
             frame.items, frame.counts = layout.mix(
                 frozenset(site for site in layout.sites if not frame.runs(site))
@@ -210,6 +221,19 @@ class Engine:
             frame.items = layout.compute
         else:
             frame.items = layout.skip if frame.decides else layout.follow
+
+    def _learn(self, frame: Frame, trace: Trace, kwargs: dict[str, Any], out: Any) -> None:
+        """Lay out the method over a traced call."""
+        learn(self, frame, trace, frame.given)
+        if not writes_cache(kwargs):
+            verify(self, frame, trace, frame.given, out)
+        branch = frame.branch
+        assert frame.layout is not None
+        self.layouts[branch.signature] = branch.layout = frame.layout
+        if self.hold is not None:
+            frame.instead = self.hold
+            for held in branch.features.values():
+                held.states = [self.hold.adopt(state) for state in held.states]
 
     def close(self, frame: Frame, kwargs: dict[str, Any], out: Any) -> Any:
         """Finish a denoiser call; return what it returns instead, None if that stays.
@@ -221,12 +245,8 @@ class Engine:
         layout, branch = frame.layout, frame.branch
         replaced = None
         if frame.trace is not None:
-            learn(self, frame, frame.trace, frame.given)
-            if not _writes_cache(kwargs):
-                verify(self, frame, frame.trace, frame.given, out)
+            self._learn(frame, frame.trace, kwargs, out)
             layout = frame.layout
-            assert layout is not None
-            self.layouts[branch.signature] = branch.layout = layout
         for extension in self.extensions:
             changed = extension.close(frame, out)
             if changed is not None:
@@ -245,18 +265,6 @@ class Engine:
             branch.anchor = frame.step.index
         account(self, frame, layout)
         return replaced
-
-
-def _writes_cache(kwargs: dict[str, Any]) -> bool:
-    """Return whether a call may write to a KV cache it was given; such blocks are never skipped."""
-    given = {n: v for n, v in kwargs.items() if "kv_cache" in n and v is not None}
-    modes = [value for value in given.values() if isinstance(value, str)]
-    flags = [flag for v in given.values() if isinstance(v, dict) for flag in v.values()]
-    if modes:
-        return any(mode not in ("cached", "read") for mode in modes)
-    if any(isinstance(flag, bool) for flag in flags):
-        return any(flag is True for flag in flags)
-    return bool(given)
 
 
 def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,11 +11,13 @@ from diffcache.attach.anchor import ATTRIBUTE
 from diffcache.attach.clock import Branch, Timeline
 from diffcache.attach.flops import counted
 from diffcache.attach.layout import Layout
+from diffcache.attach.peek import look, plain
 from diffcache.attach.record import Call
 from diffcache.attach.stand_in import ComputeTap, LiveTap
 from diffcache.attach.tap import FRAME, Tap
 from diffcache.attach.trace import Trace
 from diffcache.attach.tree import outputs_of
+from diffcache.features.base import Probe
 from diffcache.features.when import RANKS
 from diffcache.step import Step
 
@@ -58,7 +60,7 @@ class Frame:
         self.timeline = timeline
         self.branch = branch
         self.step = step
-        self.instead = engine.parts.instead
+        self.instead = engine.instead
         self.decides = False
         self.apart = False
         self.computes: bool | None = None
@@ -179,9 +181,34 @@ class LateTap(Tap):
         return items[self.key][self.index](*args, **kwargs)
 
 
-def gated_items(layout: Layout, blocks: dict[str, list[nn.Module]]) -> dict[str, list[Any]]:
+class PeekTap(Tap):
+    """A block of a model whose first block is looked into before anything is decided."""
+
+    __slots__ = ("late",)
+
+    def __init__(self, module: nn.Module, key: str, index: int) -> None:
+        super().__init__(module)
+        self.late = LateTap(module, key, index)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the block; the first one decides for the step."""
+        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        if frame.timeline.decided_at != frame.step.index:
+            frame.decide(look(frame.engine, plain(self.module), args, kwargs))
+        return self.late(*args, **kwargs)
+
+
+def gated_items(
+    layout: Layout, blocks: dict[str, list[nn.Module]], probe: Probe
+) -> dict[str, list[Any]]:
     """Return what to hand out while the decision waits for the probe."""
     if layout.gated is not None:
+        return layout.gated
+    if probe == "modulated":
+        layout.gated = {
+            key: [PeekTap(module, key, index) for index, module in enumerate(group)]
+            for key, group in blocks.items()
+        }
         return layout.gated
     lead = layout.lead_calls
     items: dict[str, list[Any]] = {}

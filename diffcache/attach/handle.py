@@ -20,7 +20,8 @@ from diffcache.attach.record import Call, RunRecord
 from diffcache.attach.solver import tap_pipeline, tap_scheduler, untap
 from diffcache.errors import CacheWarning
 from diffcache.features.base import FeatureMethod
-from diffcache.features.collect import Collector
+from diffcache.features.collect import Observer
+from diffcache.features.hold import Form
 
 Runs = weakref.WeakKeyDictionary["Handle", Run]
 _RUNS: ContextVar[Runs | None] = ContextVar("diffcache_runs", default=None)
@@ -33,6 +34,7 @@ class Handle:
         target: A pipeline or a denoiser.
         denoisers: Name -> denoiser.
         method: The method for all of them; each keeps its own state.
+        hold: How features are held: `bf16`, `int8` or `host`; None leaves them as they are.
         observer: Sees the features, outputs and guided outputs of every step, for calibration.
 
     Raises:
@@ -44,9 +46,11 @@ class Handle:
         target: Any,
         denoisers: dict[str, nn.Module],
         method: FeatureMethod,
-        observer: Collector | None = None,
+        *,
+        hold: Form | None = None,
+        observer: Observer | None = None,
     ) -> None:
-        self.method, self.observer = method, observer
+        self.method, self.hold, self.observer = method, hold, observer
         self.target = weakref.ref(target)
         self.last = RunRecord()
         self._live: weakref.WeakSet[Run] = weakref.WeakSet()
@@ -117,6 +121,8 @@ class Handle:
 
     def set_times(self, scheduler: Any) -> None:
         """Let extensions see, or change, the times that the scheduler was just given."""
+        if self.observer is not None:
+            self.observer.times(scheduler)
         for engine in self.engines:
             for extension in engine.extensions:
                 extension.timesteps(scheduler)

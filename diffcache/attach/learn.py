@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffcache.attach.frame import Frame, main_stream
 from diffcache.attach.layout import Layout, keep, plan
+from diffcache.attach.peek import PlainTap, look
 from diffcache.attach.tap import FRAME
 from diffcache.attach.trace import Trace
 from diffcache.attach.tree import leaves, unshared
@@ -37,7 +38,17 @@ def learn(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> 
     if not keep(frame, layout, trace.calls):
         _again(engine, frame, layout.compute, call)
     when, lead = engine.parts.when, trace.calls[: engine.parts.lead]
-    if frame.decides and when.probe is not None:
+    if frame.decides and when.probe == "modulated":
+        frame.items = {
+            key: [PlainTap(block) for block in group] for key, group in engine.taps.blocks.items()
+        }
+        args, kwargs = unshared(call)
+        token = FRAME.set(frame)
+        try:
+            frame.decide(look(engine, engine.model.forward, args, kwargs))
+        finally:
+            FRAME.reset(token)
+    elif frame.decides and when.probe is not None:
         argument = main_stream(layout, lead[0].list_key)[0]
         number = main_stream(layout, lead[-1].list_key)[1]
         frame.decide(frame.probe_of(lead[0].arguments[argument], lead[-1].outputs[number]))
@@ -86,7 +97,7 @@ def _check(engine: Engine, frame: Frame, call: tuple[Any, Any], out: Any) -> Non
     """Raise AttachError if skipping the blocks changes the output."""
     assert frame.layout is not None
     check = Frame(engine, frame.timeline, frame.branch, frame.step)
-    check.computes, check.layout = False, frame.layout
+    check.computes, check.layout, check.instead = False, frame.layout, frame.instead
     where = f"{engine.anatomy.model} at site {engine.site!r}"
     advice = "use site='block' or site='model'"
     try:

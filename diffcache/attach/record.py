@@ -40,7 +40,9 @@ class Call:
         if self.flops_each is None:
             return None
         ran = sum(self.flops_each.get(key, 0.0) * count for key, (count, _) in self.counts.items())
-        skipped = sum(self.flops_each.get(key, 0.0) * count for key, (_, count) in self.counts.items())
+        skipped = sum(
+            self.flops_each.get(key, 0.0) * count for key, (_, count) in self.counts.items()
+        )
         return ran, skipped
 
 

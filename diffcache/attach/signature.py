@@ -50,3 +50,15 @@ def conditions_of(args: tuple[Any, ...], kwargs: dict[str, Any], timestep: str |
         if name not in (timestep, "hidden_states", "sample") and isinstance(value, Tensor):
             named[name] = value
     return named
+
+
+def writes_cache(kwargs: dict[str, Any]) -> bool:
+    """Return whether a call may write to a KV cache it was given; such blocks are never skipped."""
+    given = {n: v for n, v in kwargs.items() if "kv_cache" in n and v is not None}
+    modes = [value for value in given.values() if isinstance(value, str)]
+    flags = [flag for v in given.values() if isinstance(v, dict) for flag in v.values()]
+    if modes:
+        return any(mode not in ("cached", "read") for mode in modes)
+    if any(isinstance(flag, bool) for flag in flags):
+        return any(flag is True for flag in flags)
+    return bool(given)

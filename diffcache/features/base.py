@@ -20,7 +20,12 @@ class When(ABC):
     """Decides which steps are computed. Immutable; the run's state is made by `init`.
 
     The decision is taken once a step, by the first guidance branch, and shared by the others.
+
+    Attributes:
+        total: Length in steps of the runs it is made for, None for any; other runs are refused.
     """
+
+    total: int | None = None
 
     @property
     def probe(self) -> Probe | None:
@@ -31,11 +36,6 @@ class When(ABC):
         when the step alone decides. A `residual` falls back to the output where the lead block
         changes the shape (UNets).
         """
-        return None
-
-    @property
-    def total(self) -> int | None:
-        """Length in steps of the runs it is made for, None for any; other runs are refused."""
         return None
 
     @property

@@ -35,23 +35,11 @@ class RunInfo:
     total: int
 
 
-class Collector(ABC):
-    """Gathers what a method's tables are made from, over runs in which everything is computed.
+class Observer:
+    """Sees what a wrapped denoiser computes; every method does nothing unless it is overridden."""
 
-    Attributes:
-        passes: How often every prompt is run.
-        wants_attention: Whether `attention` is to be called, which costs a little.
-    """
-
-    passes: int = 1
-    wants_attention: ClassVar[bool] = False
-
-    @abstractmethod
-    def site(self) -> Combine:
-        """Return where features are seen; of its schedule only the probe counts."""
-
-    def begin(self, run: RunInfo) -> None:  # noqa: B027
-        """Note that a run starts."""
+    def times(self, scheduler: Any) -> None:
+        """See a scheduler whose times were just set: a run starts."""
 
     def feature(self, step: Step, site: str, index: int, value: Tensor) -> Tensor | None:
         """See a fresh feature; it is not to be written to.
@@ -81,16 +69,35 @@ class Collector(ABC):
         """
         return None
 
-    def probe(self, step: Step, value: Tensor) -> None:  # noqa: B027
-        """See what the gate of `site()` would look at."""
+    def probe(self, step: Step, value: Tensor) -> None:
+        """See what a gate would look at."""
 
-    def guided(self, step: Step, sample: Tensor, output: Tensor) -> None:  # noqa: B027
+    def guided(self, step: Step, sample: Tensor, output: Tensor) -> None:
         """See the guided output with which the scheduler is about to step."""
 
-    def attention(self, step: Step, site: str, query: Tensor, key: Tensor) -> None:  # noqa: B027
+
+class Collector(Observer, ABC):
+    """Gathers what a method's tables are made from, over runs in which everything is computed.
+
+    Attributes:
+        passes: How often every prompt is run.
+        wants_attention: Whether `attention` is to be called, which costs a little.
+    """
+
+    passes: int = 1
+    wants_attention: ClassVar[bool] = False
+
+    @abstractmethod
+    def site(self) -> Combine:
+        """Return where features are seen; of its schedule only the probe counts."""
+
+    def begin(self, run: RunInfo) -> None:
+        """Note that a run starts."""
+
+    def attention(self, step: Step, site: str, query: Tensor, key: Tensor) -> None:
         """See the queries and keys, `[B, H, N, D]`, of the attention module `site`."""
 
-    def end(self) -> None:  # noqa: B027
+    def end(self) -> None:
         """Note that a run ended."""
 
     @abstractmethod
@@ -114,7 +121,13 @@ class Calibrated(FeatureMethod):
     """A method with tables measured on the model it runs on.
 
     A subclass is a frozen dataclass with a field `tables: Tables | str | None = None`.
+
+    Attributes:
+        trainer: `module:function` that makes the tables by training instead of collecting,
+            called as `function(pipe, method, plan)`; empty for most.
     """
+
+    trainer: ClassVar[str] = ""
 
     tables: Tables | str | None
 

@@ -1,0 +1,194 @@
+"""Holding features in less memory: bfloat16, int8 with a scale a token, or on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from diffcache.features.base import Instead
+from diffcache.step import Step
+
+Form = Literal["bf16", "int8", "host"]
+FORMS = get_args(Form)
+_LAST = threading.local()  # the state made last in this thread, which the next one follows
+
+
+@dataclass
+class Packed:
+    """One tensor as it is held.
+
+    Attributes:
+        values: bfloat16, int8, or as it was but on the host.
+        scale: bfloat16, one a token, of int8 values; else None.
+        dtype: Of the tensor.
+        device: Of the tensor.
+        ready: A copy on the device that is on its way, with the event that ends it.
+    """
+
+    values: Tensor
+    scale: Tensor | None
+    dtype: torch.dtype
+    device: torch.device
+    ready: tuple[Tensor, Any] | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Return what takes memory."""
+        return [self.values] if self.scale is None else [self.values, self.scale]
+
+    def prefetch(self) -> None:
+        """Start to copy host values to their accelerator, on a stream of their own."""
+        if self.device.type != "cuda" or self.values.is_cuda or self.ready is not None:
+            return
+        stream = _copies(self.device)
+        with torch.cuda.stream(stream):
+            copy = self.values.to(self.device, non_blocking=True)
+            self.ready = copy, stream.record_event()
+
+    def unpack(self) -> Tensor:
+        """Return the tensor, as exactly as it is held."""
+        if self.scale is not None:
+            return (self.values * self.scale.to(torch.float32)).to(self.dtype)
+        if self.ready is not None:
+            (copy, event), self.ready = self.ready, None
+            torch.cuda.current_stream(self.device).wait_event(event)
+            copy.record_stream(torch.cuda.current_stream(self.device))
+            return copy
+        return self.values.to(self.device, self.dtype)
+
+
+def _copies(device: torch.device) -> Any:
+    """Return this thread's stream of copies to a device."""
+    streams = _LAST.__dict__.setdefault("streams", {})
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)
+    return streams[device]
+
+
+def pack(tensor: Tensor, form: Form) -> Packed:
+    """Return a tensor in the form in which it is held.
+
+    Args:
+        tensor: Float, `[..., D]` with D channels a token; with four or five axes `[B, C, ...]`,
+            as in UNets and whole latents, with C channels a token.
+        form: `bf16`; `int8`: symmetric, a token's largest number is 127; `host`: unchanged, in
+            pinned memory where there is an accelerator.
+    """
+    if not tensor.is_floating_point():
+        return Packed(tensor, None, tensor.dtype, tensor.device)
+    if form == "bf16":
+        return Packed(tensor.to(torch.bfloat16), None, tensor.dtype, tensor.device)
+    if form == "host":
+        values = torch.empty(
+            tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
+        )
+        values.copy_(tensor, non_blocking=False)
+        return Packed(values, None, tensor.dtype, tensor.device)
+    axis = 1 if tensor.dim() >= 4 else -1
+    wide = tensor.float()
+    largest = wide.abs().amax(dim=axis, keepdim=True) if tensor.dim() else wide.abs()
+    # one part in 256 up: rounding the scale to bfloat16 must not push a number past 127
+    scale = (largest * (1 + 2**-8) / 127).clamp_min(1e-30).to(torch.bfloat16)
+    values = (wide / scale.float()).round().clamp(-127, 127).to(torch.int8)
+    return Packed(values, scale, tensor.dtype, tensor.device)
+
+
+@dataclass(eq=False)
+class Box:
+    """A state of the method with its tensors packed, and the state that is asked for after it."""
+
+    state: Any
+    following: weakref.ref[Box] | None = field(default=None)
+
+
+@dataclass(frozen=True)
+class Hold(Instead):
+    """Stand in as `inner` does, with all that it keeps packed.
+
+    Args:
+        inner: What keeps features and stands in for them.
+        form: How tensors are held: `bf16`, `int8` or `host`.
+
+    Raises:
+        ValueError: If there is no such form.
+    """
+
+    inner: Instead
+    form: Form
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"hold={self.form!r}: must be one of {', '.join(map(repr, FORMS))}")
+
+    def init(self) -> Box:
+        """Return an empty state; the one made before it in this thread is followed by it."""
+        return self._chained(Box(self.inner.init()))
+
+    def adopt(self, state: Any) -> Box:
+        """Return a state of `inner` as one of this."""
+        return self._chained(Box(self._packed(state)))
+
+    def _chained(self, box: Box) -> Box:
+        before = getattr(_LAST, "box", None)
+        before = before() if before is not None else None
+        if before is not None:
+            before.following = weakref.ref(box)
+        _LAST.box = weakref.ref(box)
+        return box
+
+    def record(self, state: Box, step: Step, feature: Tensor) -> None:
+        """Let `inner` record, and pack what it keeps."""
+        inner = mapped(state.state, Packed, Packed.unpack)
+        self.inner.record(inner, step, feature)
+        state.state = self._packed(inner)
+
+    def _packed(self, state: Any) -> Any:
+        return mapped(state, Tensor, lambda tensor: pack(tensor, self.form))
+
+    def estimate(self, state: Box, step: Step) -> Tensor:
+        """Return what `inner` estimates from the unpacked state."""
+        guess = self.inner.estimate(mapped(state.state, Packed, Packed.unpack), step)
+        following = state.following() if state.following is not None else None
+        if self.form == "host" and following is not None:
+            for packed in _within(following.state):
+                packed.prefetch()
+        return guess
+
+    def correct(self, state: Box, step: Step, value: Tensor) -> Tensor:
+        """Return what `inner` makes of the stand-in."""
+        return self.inner.correct(mapped(state.state, Packed, Packed.unpack), step, value)
+
+    def held(self, state: Box) -> list[Tensor]:
+        """Return the packed tensors."""
+        return [tensor for packed in _within(state.state) for tensor in packed.tensors()]
+
+    def is_held(self, state: Box) -> bool:
+        """Return whether an estimate is a held tensor, which unpacking may leave it."""
+        return any(packed.scale is None for packed in _within(state.state))
+
+
+def mapped(state: Any, cls: type, change: Callable[[Any], Any]) -> Any:
+    """Return a state with `change` of every `cls` in it; lists and dataclasses are copied."""
+    if isinstance(state, cls):
+        return change(state)
+    if isinstance(state, (list, tuple)):
+        return type(state)([mapped(item, cls, change) for item in state])
+    if dataclasses.is_dataclass(state) and not isinstance(state, (type, Packed)):
+        values = {
+            f.name: mapped(getattr(state, f.name), cls, change) for f in dataclasses.fields(state)
+        }
+        return dataclasses.replace(state, **values)
+    return state
+
+
+def _within(state: Any) -> list[Packed]:
+    """Return the packed tensors of a state."""
+    found: list[Packed] = []
+    mapped(state, Packed, found.append)
+    return found

@@ -1,0 +1,219 @@
+"""Traced runs: everything is computed and shown to collectors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from diffcache.attach.anatomy import anatomy_of
+from diffcache.attach.handle import Handle
+from diffcache.errors import AttachError
+from diffcache.features.base import Probe, When
+from diffcache.features.collect import Collector, Observer, RunInfo
+from diffcache.features.instead import Reuse
+from diffcache.step import CURRENT, Step
+
+
+@dataclass(frozen=True)
+class Always(When):
+    """Compute every step, and show what a gate would look at.
+
+    Args:
+        of: The probe, None for none.
+    """
+
+    of: Probe | None = None
+
+    @property
+    def probe(self) -> Probe | None:
+        """What is shown."""
+        return self.of
+
+    def init(self) -> None:
+        """Return nothing."""
+
+    def should_compute(self, state: None, step: Step, probe: Tensor | None) -> bool:
+        """Return True."""
+        return True
+
+
+class Watch(Observer):
+    """Shows traced runs to collectors.
+
+    Attributes:
+        steps: Length of the last run.
+        shape: Of its sample, without the batch.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.shape: list[int] = []
+        self._collectors: list[Collector] = []
+        self._place = (0, 0)
+        self._began = False
+
+    def run(
+        self,
+        pipe: Any,
+        denoisers: dict[str, nn.Module],
+        collectors: Sequence[Collector],
+        place: tuple[int, int],
+        call: Callable[[], Any],
+    ) -> Any:
+        """Run a pipeline once with everything computed, and show it to collectors.
+
+        Args:
+            pipe: Not wrapped.
+            denoisers: Its denoiser by name.
+            collectors: All of one site.
+            place: Number of the pass and of the batch, for `RunInfo`.
+            call: Runs the pipeline.
+
+        Raises:
+            AttachError: If the pipeline never set its scheduler's times.
+        """
+        self._collectors, self._place, self._began = list(collectors), place, False
+        site = collectors[0].site()
+        method = replace(site, when=Always(site.when.probe), instead=Reuse())
+        with ExitStack() as stack:
+            stack.enter_context(Handle(pipe, denoisers, method, observer=self))
+            if any(c.wants_attention for c in collectors):
+                for model in denoisers.values():
+                    stack.enter_context(_AttentionWatch(model, collectors))
+            out = call()
+        if not self._began:
+            raise AttachError(f"{type(pipe).__name__} never set its scheduler's times")
+        for collector in collectors:
+            collector.end()
+        return out
+
+    def times(self, scheduler: Any) -> None:
+        """Tell the collectors that a run starts."""
+        timesteps = torch.as_tensor(scheduler.timesteps).detach().cpu().float()
+        sigmas = getattr(scheduler, "sigmas", None)
+        if sigmas is not None:
+            sigmas = torch.as_tensor(sigmas).detach().cpu().float()
+        self.steps, self._began = len(timesteps), True
+        for collector in self._collectors:
+            collector.begin(RunInfo(*self._place, timesteps, sigmas, self.steps))
+
+    def feature(self, step: Step, site: str, index: int, value: Tensor) -> Tensor | None:
+        """Show a fresh feature; a lone collector may replace it."""
+        seen = [c.feature(step, site, index, value) for c in self._collectors]
+        return seen[0] if len(seen) == 1 else None
+
+    def output(self, step: Step, given: Tensor, value: Tensor) -> Tensor | None:
+        """Show an output; a lone collector may replace it."""
+        self.shape = list(given.shape[1:])
+        seen = [c.output(step, given, value) for c in self._collectors]
+        return seen[0] if len(seen) == 1 else None
+
+    def probe(self, step: Step, value: Tensor) -> None:
+        """Show a probe."""
+        for collector in self._collectors:
+            collector.probe(step, value)
+
+    def guided(self, step: Step, sample: Tensor, output: Tensor) -> None:
+        """Show a guided output."""
+        for collector in self._collectors:
+            collector.guided(step, sample, output)
+
+
+class _AttentionWatch(TorchFunctionMode):
+    """Shows the queries and keys of attention modules, whatever library calls torch's attention."""
+
+    def __init__(self, model: nn.Module, collectors: Sequence[Collector]) -> None:
+        super().__init__()
+        self.model = model
+        self.collectors = [c for c in collectors if c.wants_attention]
+        self.inside: list[str] = []
+        self.hooks: list[Any] = []
+
+    def __enter__(self) -> Any:
+        for site in anatomy_of(self.model).modules:
+            if site.kind == "attention":
+                name = f"{site.parent}.{site.child}"
+                module = self.model.get_submodule(name)
+                self.hooks.append(
+                    module.register_forward_pre_hook(lambda *_, name=name: self.inside.append(name))
+                )
+                self.hooks.append(
+                    module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+                )
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+        super().__exit__(*exception)
+
+    def _leave(self) -> None:
+        self.inside.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        step = CURRENT.get()
+        if func is functional.scaled_dot_product_attention and self.inside and step is not None:
+            given = dict(zip(("query", "key"), args, strict=False)) | kwargs
+            for collector in self.collectors:
+                collector.attention(
+                    step, self.inside[-1], given["query"].detach(), given["key"].detach()
+                )
+        return func(*args, **kwargs)
+
+
+def batches_of(prompts: Sequence[Any], size: int) -> list[list[Any]]:
+    """Return prompts in batches; a mapping is a batch of its own."""
+    batches: list[list[Any]] = []
+    for prompt in prompts:
+        alone = isinstance(prompt, Mapping)
+        if (
+            batches
+            and not alone
+            and len(batches[-1]) < size
+            and not isinstance(batches[-1][0], Mapping)
+        ):
+            batches[-1].append(prompt)
+        else:
+            batches.append([prompt])
+    return batches
+
+
+def call_pipeline(pipe: Any, prompts: list[Any], seed: int, given: Mapping[str, Any]) -> Any:
+    """Draw one batch as latents where the pipeline can leave it at that.
+
+    Args:
+        pipe: A diffusers pipeline.
+        prompts: Texts (`prompt=`), numbers (`class_labels=`), or one mapping of arguments.
+        seed: Of the noise, drawn on the CPU.
+        given: Further arguments of the call.
+
+    Raises:
+        ValueError: If the pipeline's call takes no such prompts.
+    """
+    names = inspect.signature(type(pipe).__call__).parameters
+    kwargs = dict(given)
+    if isinstance(prompts[0], Mapping):
+        kwargs |= prompts[0]
+    else:
+        key = "class_labels" if isinstance(prompts[0], int) else "prompt"
+        if key not in names:
+            raise ValueError(
+                f"prompts={prompts[:1]!r}: {type(pipe).__name__} takes no {key}; give mappings of "
+                f"its arguments: {', '.join(list(names)[1:])}"
+            )
+        kwargs[key] = prompts
+    if "generator" in names and "generator" not in kwargs:
+        kwargs["generator"] = torch.Generator().manual_seed(seed)
+    if "output_type" in names and "output_type" not in kwargs:
+        kwargs["output_type"] = "latent"
+    return pipe(**kwargs)

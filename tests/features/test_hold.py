@@ -1,0 +1,102 @@
+"""Features held smaller or elsewhere: what it costs, and that nothing else changes."""
+
+import pytest
+import torch
+
+import diffcache
+from diffcache import Newton, Reuse, Step, Taylor, TaylorSeer
+from diffcache.features.hold import Hold, mapped, pack
+from diffcache.pipelines.zoo.catalog import cases
+
+STEPS = 7
+
+
+def sample(case, model):
+    with torch.no_grad():
+        return torch.stack([
+            model(**case.kwargs(model, 0, step=s, steps=STEPS), return_dict=False)[0].clone()
+            for s in range(STEPS)
+        ])  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 32), (2, 32, 4, 4), (1, 32, 2, 4, 4), (7,)])
+def test_int8_is_right_to_half_a_step_of_each_token(shape):
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3
+    packed = pack(tensor, "int8")
+    axis = 1 if len(shape) >= 4 else -1
+    largest = tensor.abs().amax(dim=axis, keepdim=True)
+    assert packed.values.dtype == torch.int8
+    # half a step, and what rounding the scale to bfloat16 adds
+    assert ((packed.unpack() - tensor).abs() <= largest / 127 * 0.505).all()
+    assert pack(torch.zeros(shape), "int8").unpack().eq(0).all()
+
+
+def test_bytes_are_what_they_say():
+    tensor = torch.randn(4, 64, 128)
+    sizes = {f: sum(t.nbytes for t in pack(tensor, f).tensors()) for f in ("bf16", "int8", "host")}
+    assert sizes == {"bf16": 4 * 64 * 256, "int8": 4 * 64 * (128 + 2), "host": 4 * 64 * 512}
+    assert torch.equal(pack(tensor, "host").unpack(), tensor)
+    assert torch.equal(pack(tensor, "bf16").unpack(), tensor.bfloat16().float())
+    integers = torch.arange(4)
+    assert torch.equal(pack(integers, "int8").unpack(), integers)
+
+
+@pytest.mark.parametrize("inner", [Reuse(), Taylor(2), Newton(2)])
+@pytest.mark.parametrize("form", ["bf16", "int8", "host"])
+def test_a_held_forecast_is_near_the_forecast(inner, form):
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 2, 6, 32, generator=generator)
+    hold = Hold(inner, form)
+    plain, held = inner.init(), hold.init()
+    for index in (0, 2, 4):
+        feature = a + b * index
+        inner.record(plain, Step(index), feature.clone())
+        hold.record(held, Step(index), feature.clone())
+    expected, found = inner.estimate(plain, Step(5)), hold.estimate(held, Step(5))
+    error = (found - expected).abs().max() / expected.abs().max()
+    assert error == 0 if form == "host" else error < 0.03
+    assert hold.estimate(held, Step(5)).equal(found)  # estimating changes nothing
+    assert len(hold.held(held)) == len(inner.held(plain)) * (2 if form == "int8" else 1)
+
+
+@pytest.mark.parametrize("site", ["module", "stack", "block", "model"])
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "UNet2DConditionModel"])
+def test_every_site_can_be_held(name, site):
+    case = cases()[name]
+    model = case.build()
+    method = TaylorSeer(every=3, order=1, warmup=2, site=site)
+    results, sizes = {}, {}
+    for form in (None, "bf16", "int8", "host"):
+        with diffcache.wrapped(model, method, hold=form) as handle:
+            results[form], sizes[form] = sample(case, model), handle.held_bytes()
+            handle.reset()
+            assert torch.equal(sample(case, model), results[form])
+    assert torch.equal(results["host"], results[None])
+    scale = results[None].abs().max()
+    assert 0 < (results["bf16"] - results[None]).abs().max() < 0.1 * scale
+    assert (results["int8"] - results[None]).abs().max() < 0.2 * scale
+    assert sizes["bf16"] == sizes[None] // 2
+    assert sizes["host"] == sizes[None]
+
+
+def test_another_kind_of_call_starts_anew():
+    case = cases()["FluxTransformer2DModel"]
+    model = case.build()
+    with diffcache.wrapped(model, "interval", every=2, hold="int8"), torch.no_grad():
+        for step in range(4):
+            model(**case.kwargs(model, 0, step=step, steps=4), return_dict=False)
+            model(**case.kwargs(model, 0, step=step, steps=4), return_dict=True)
+
+
+def test_states_are_copied_not_changed():
+    state = Taylor(1).init()
+    state.factors = [torch.ones(2)]
+    doubled = mapped(state, torch.Tensor, lambda t: t * 2)
+    assert doubled.factors[0].eq(2).all() and state.factors[0].eq(1).all()
+
+
+def test_a_wrong_form_is_refused():
+    model = cases()["DiTTransformer2DModel"].build()
+    with pytest.raises(ValueError, match="hold='int4': must be one of 'bf16', 'int8', 'host'"):
+        diffcache.wrap(model, "interval", hold="int4")
+    assert not diffcache.attach.anchor.owner_of(model)

@@ -1,0 +1,132 @@
+"""Sites that decide apart: every module, block or run of blocks at its own steps."""
+
+import pytest
+import torch
+
+import diffcache
+from diffcache import Combine, Reuse, Table
+from diffcache.errors import AttachError
+from diffcache.pipelines.zoo.catalog import cases
+
+STEPS = 6
+
+
+def sample(case, model, steps=range(STEPS)):
+    with torch.no_grad():
+        return [
+            model(**case.kwargs(model, 0, step=s, steps=STEPS), return_dict=False)[0].clone()
+            for s in steps
+        ]
+
+
+class Held(torch.nn.Module):
+    """A module that returns the last output of its listed steps: the independent loop."""
+
+    def __init__(self, module, listed):
+        super().__init__()
+        self.module, self.listed, self.step, self.kept, self.runs = module, listed, -1, None, 0
+
+    def forward(self, *args, **kwargs):
+        self.step += 1
+        if self.step in self.listed:
+            self.kept, self.runs = self.module(*args, **kwargs), self.runs + 1
+        return self.kept
+
+
+@pytest.mark.parametrize(
+    ("name", "tables"),
+    [
+        (
+            "DiTTransformer2DModel",
+            {"transformer_blocks.0.attn1": [0, 3], "transformer_blocks.1.ff": [0, 1, 5]},
+        ),
+        (
+            "WanTransformer3DModel",
+            {"blocks.0.attn1": [0, 2, 4], "blocks.0.attn2": [0], "blocks.1.ffn": [0, 5]},
+        ),
+        ("FluxTransformer2DModel", {"transformer_blocks.0.attn": [0, 4]}),
+    ],
+)
+def test_modules_at_their_own_steps_equal_an_independent_loop(name, tables):
+    case = cases()[name]
+    model, twin = case.build(), case.build()
+    twin.load_state_dict(model.state_dict())
+    for path, listed in tables.items():
+        parent, _, child = path.rpartition(".")
+        setattr(twin.get_submodule(parent), child, Held(twin.get_submodule(path), listed))
+    expected = sample(case, twin)
+    with diffcache.wrapped(model, Combine(Table(tables, total=STEPS), Reuse(), "module")) as handle:
+        found = sample(case, model)
+        calls = handle.last.calls
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    skipped = sum(STEPS - len(listed) for listed in tables.values())
+    assert sum(out for call in calls for _, out in call.counts.values()) == skipped
+
+
+def test_a_fused_block_follows_its_projection():
+    case = cases()["FluxTransformer2DModel"]
+    model = case.build()
+    runs = []
+    block = model.single_transformer_blocks[0]
+    block.proj_mlp.register_forward_hook(lambda *_: runs.append("mlp"))
+    block.attn.register_forward_hook(lambda *_: runs.append("attn"))
+    table = Table({"single_transformer_blocks.0.proj_out": [0, 3]}, total=STEPS)
+    with diffcache.wrapped(model, Combine(table, Reuse(), "module")):
+        sample(case, model)
+    assert sorted(runs) == ["attn", "attn", "mlp", "mlp"]
+
+
+@pytest.mark.parametrize("site", ["block", "run"])
+def test_blocks_at_their_own_steps(site):
+    case = cases()["WanTransformer3DModel"]
+    model = case.build()
+    depth = len(model.blocks)
+    runs = [[] for _ in range(depth)]
+    for number, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda *_, n=number: runs[n].append(step[0]))
+    names = [f"blocks.{n}" for n in range(depth)]
+    tables = {names[0]: [0, 2], names[1]: [0, 3, 4]}
+    blocks = tuple(tables) if site == "run" else ()
+    method = Combine(Table(tables, total=STEPS), Reuse(), site, blocks=blocks)
+    step = [0]
+    with diffcache.wrapped(model, method), torch.no_grad():
+        for step[0] in range(STEPS):
+            out = model(**case.kwargs(model, 0, step=step[0], steps=STEPS), return_dict=False)[0]
+            assert torch.isfinite(out).all()
+    assert sorted(set(runs[0])) == [0, 2]
+    assert sorted(set(runs[1])) == [0, 3, 4]
+    assert all(sorted(set(r)) == list(range(STEPS)) for r in runs[2:])
+
+
+def test_a_full_table_changes_nothing():
+    case = cases()["DiTTransformer2DModel"]
+    model = case.build()
+    plain = sample(case, model)
+    table = Table({"transformer_blocks.0.attn1": range(STEPS)})
+    with diffcache.wrapped(model, Combine(table, Reuse(), "attention")):
+        assert all(torch.equal(a, b) for a, b in zip(sample(case, model), plain, strict=True))
+
+
+def test_a_site_the_model_lacks_is_refused():
+    model = cases()["DiTTransformer2DModel"].build()
+    for site, name in (("module", "transformer_blocks.0.atn1"), ("block", "blocks.0")):
+        with pytest.raises(AttachError, match="did you mean|it has"):
+            diffcache.wrap(model, Combine(Table({name: [0]}), Reuse(), site))
+
+
+def test_bad_tables_are_refused():
+    with pytest.raises(ValueError, match="at least one site"):
+        Table({})
+    with pytest.raises(ValueError, match="beyond total=4"):
+        Table({"a": [4]}, total=4)
+    with pytest.raises(ValueError, match=r"steps\['a'\]"):
+        Table({"a": [-1]})
+    with pytest.raises(ValueError, match="decide apart"):
+        Combine(Table({"a": [0]}), site="stack")
+
+
+def test_tables_can_be_compared_and_written_down():
+    table = Table({"a": [3, 1]}, total=5)
+    assert table.steps == (("a", (0, 1, 3)),)
+    assert eval(repr(table), {"Table": Table}) == table
+    assert hash(table) == hash(Table([("a", (0, 1, 3))], 5))
