@@ -71,10 +71,10 @@ def wrapped(
     **settings: Any,
 ) -> Handle:
     """Do as `wrap` and return the handle: `with diffcache.wrapped(pipe, method) as handle: ...`."""
-    chosen = make_method(method, **settings)
+    chosen = make_method(method, **settings, **({} if hold is None else {"hold": hold}))
     denoisers = denoisers_of(target, components)
     _check_free(target, denoisers, chosen)
-    return Handle(target, denoisers, chosen, hold=hold)
+    return Handle(target, denoisers, chosen)
 
 
 def unwrap(target: T) -> T:

@@ -9,6 +9,7 @@ from typing import Any
 
 from diffcache.errors import UnknownMethodError
 from diffcache.features.base import FeatureMethod
+from diffcache.features.hold import Held
 
 METHODS = {
     "interval": "diffcache.features.interval:Interval",
@@ -36,11 +37,16 @@ def method_class(name: str) -> type[FeatureMethod]:
 def make_method(method: str | FeatureMethod, **settings: Any) -> FeatureMethod:
     """Return a method from its catalogue name and settings; a method object is returned as it is.
 
+    `hold="int8"`, `"bf16"` or `"host"` is a setting that every method has; see `Held`.
+
     Raises:
         UnknownMethodError: If the catalogue has no such name.
         ValueError: If a setting is unknown or out of its range.
         TypeError: If `method` is neither a name nor a method.
     """
+    hold = settings.pop("hold", None)
+    if hold is not None:
+        return Held(make_method(method, **settings), hold)
     if isinstance(method, FeatureMethod):
         if settings:
             raise ValueError(

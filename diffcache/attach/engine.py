@@ -57,8 +57,8 @@ class Engine:
         self.handle, self.name, self.model = handle, name, model
         self.method, self.parts, self.anatomy = method, method.parts(), anatomy
         self.site = Site.of(self.parts.site)
-        self.hold = None if handle.hold is None else Hold(self.parts.instead, handle.hold)
-        self.instead = self.hold or self.parts.instead
+        self.instead = self.parts.instead
+        self.hold = self.instead if isinstance(self.instead, Hold) else None
         self.layouts: dict[Any, Layout] = {}
         self.flops: dict[Any, dict[str, float] | None] = {}
         self._arguments = list(inspect.signature(type(model).forward).parameters)[1:]
@@ -207,7 +207,7 @@ class Engine:
             frame.trace = Trace(keep_all, self.parts.lead)
             if self.hold is not None:  # what is learned must be exact, so it is packed afterwards
                 frame.branch.features.clear()
-                frame.instead = self.parts.instead
+                frame.instead = self.hold.inner
             frame.items = {
                 key: frame.trace.items(key, group) for key, group in self.taps.blocks.items()
             }

@@ -21,7 +21,6 @@ from diffcache.attach.solver import tap_pipeline, tap_scheduler, untap
 from diffcache.errors import CacheWarning
 from diffcache.features.base import FeatureMethod
 from diffcache.features.collect import Observer
-from diffcache.features.hold import Form
 
 Runs = weakref.WeakKeyDictionary["Handle", Run]
 _RUNS: ContextVar[Runs | None] = ContextVar("diffcache_runs", default=None)
@@ -34,7 +33,6 @@ class Handle:
         target: A pipeline or a denoiser.
         denoisers: Name -> denoiser.
         method: The method for all of them; each keeps its own state.
-        hold: How features are held: `bf16`, `int8` or `host`; None leaves them as they are.
         observer: Sees the features, outputs and guided outputs of every step, for calibration.
 
     Raises:
@@ -47,10 +45,9 @@ class Handle:
         denoisers: dict[str, nn.Module],
         method: FeatureMethod,
         *,
-        hold: Form | None = None,
         observer: Observer | None = None,
     ) -> None:
-        self.method, self.hold, self.observer = method, hold, observer
+        self.method, self.observer = method, observer
         self.target = weakref.ref(target)
         self.last = RunRecord()
         self._live: weakref.WeakSet[Run] = weakref.WeakSet()

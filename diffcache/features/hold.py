@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from diffcache.features.base import Instead
+from diffcache.features.base import Ability, FeatureMethod, Instead
+from diffcache.features.combine import Combine
 from diffcache.step import Step
 
 Form = Literal["bf16", "int8", "host"]
@@ -171,6 +172,49 @@ class Hold(Instead):
     def is_held(self, state: Box) -> bool:
         """Return whether an estimate is a held tensor, which unpacking may leave it."""
         return any(packed.scale is None for packed in _within(state.state))
+
+
+@dataclass(frozen=True)
+class Held(FeatureMethod):
+    """Run a method with all its features held in another form.
+
+    Args:
+        method: Any method.
+        hold: `bf16`; `int8`, with a scale a token, in about half the memory of bf16; `host`, in
+            the host's memory, fetched back ahead of use.
+
+    Raises:
+        ValueError: If there is no such form, or the method is held already.
+
+    Example:
+        >>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5), hold="int8")  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "held"
+
+    method: FeatureMethod
+    hold: Form
+
+    def __post_init__(self) -> None:
+        if isinstance(self.method, Held) or isinstance(self.method, str):
+            raise ValueError(f"method={self.method!r}: must be a method, and not held already")
+        if self.hold not in FORMS:
+            raise ValueError(f"hold={self.hold!r}: must be one of {', '.join(map(repr, FORMS))}")
+        object.__setattr__(self, "source", self.method.source)
+        object.__setattr__(self, "bibtex", self.method.bibtex)
+
+    def parts(self) -> Combine:
+        """Return the method's parts, with its stand-in packed."""
+        parts = self.method.parts()
+        return replace(parts, instead=Hold(parts.instead, self.hold))
+
+    def abilities(self) -> tuple[Ability, ...]:
+        """Return the method's."""
+        return self.method.abilities()
+
+    def check_model(self, facts: Mapping[str, Any]) -> None:
+        """Raise unless the method fits the model."""
+        self.method.check_model(facts)
 
 
 def mapped(state: Any, cls: type, change: Callable[[Any], Any]) -> Any:
