@@ -196,7 +196,7 @@ class Held(FeatureMethod):
     hold: Form
 
     def __post_init__(self) -> None:
-        if isinstance(self.method, Held) or isinstance(self.method, str):
+        if isinstance(self.method, (Held, str)):
             raise ValueError(f"method={self.method!r}: must be a method, and not held already")
         if self.hold not in FORMS:
             raise ValueError(f"hold={self.hold!r}: must be one of {', '.join(map(repr, FORMS))}")
