@@ -37,5 +37,6 @@ from diffcache.features.when import Table as Table
 from diffcache.report import Report as Report
 from diffcache.step import Site as Site
 from diffcache.step import Step as Step
+from diffcache.tuning.tune import tune as tune
 
 __version__ = "0.1.0"

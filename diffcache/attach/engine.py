@@ -158,7 +158,7 @@ class Engine:
 
     def _check_length(self, timeline: Timeline) -> None:
         """Raise unless the run has as many steps as the method's tables are made for."""
-        made_for, has = self.parts.when.total, timeline.total
+        made_for, has = self.parts.when.total or self.method.total, timeline.total
         if made_for is not None and has is not None and made_for != has:
             raise AttachError(
                 f"{self.method!r} is made for runs of {made_for} steps, this one has {has}: pass "

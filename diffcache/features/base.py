@@ -136,6 +136,11 @@ class FeatureMethod(ABC):
     source: ClassVar[str] = ""
     bibtex: ClassVar[str] = ""
 
+    @property
+    def total(self) -> int | None:
+        """Length in steps of the runs it is made for, None for any; other runs are refused."""
+        return None
+
     @abstractmethod
     def parts(self) -> Combine:
         """Return the schedule, the stand-in and the site that make up the method.

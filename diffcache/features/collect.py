@@ -131,6 +131,11 @@ class Calibrated(FeatureMethod):
 
     tables: Tables | str | None
 
+    @property
+    def total(self) -> int | None:
+        """Length in steps of the runs the tables were measured in; other runs are refused."""
+        return self.tables.steps if isinstance(self.tables, Tables) else None
+
     @abstractmethod
     def collector(self) -> Collector:
         """Return a new, empty collector for this method's settings."""

@@ -208,6 +208,11 @@ class Held(FeatureMethod):
         parts = self.method.parts()
         return replace(parts, instead=Hold(parts.instead, self.hold))
 
+    @property
+    def total(self) -> int | None:
+        """The method's."""
+        return self.method.total
+
     def abilities(self) -> tuple[Ability, ...]:
         """Return the method's."""
         return self.method.abilities()

@@ -1,0 +1,303 @@
+"""A schedule found by dynamic programming, with forecasts whose coefficients are fitted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from diffcache.features.base import Instead, check_int
+from diffcache.features.collect import Calibrated, Collector, RunInfo
+from diffcache.features.combine import Combine
+from diffcache.features.tables import Tables
+from diffcache.features.when import Every, Listed
+from diffcache.step import Site, Step
+
+
+@dataclass
+class History:
+    """The last computed features and their steps, newest first."""
+
+    features: list[Tensor] = field(default_factory=list)
+    anchors: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Weighted(Instead):
+    """Forecast a step as a weighted sum of the last computed features.
+
+    Args:
+        weights: (step, its computed steps newest first) -> one weight each, as pairs. Where a
+            step or a history is not listed, the last feature stands in.
+        history: Features that are kept.
+    """
+
+    weights: tuple[tuple[int, tuple[int, ...], tuple[float, ...]], ...]
+    history: int
+
+    def __post_init__(self) -> None:
+        check_int("history", self.history, 1)
+        table = {(step, anchors): values for step, anchors, values in self.weights}
+        object.__setattr__(self, "_table", table)
+
+    def init(self) -> History:
+        """Return an empty state."""
+        return History()
+
+    def record(self, state: History, step: Step, feature: Tensor) -> None:
+        """Keep the feature, forget the oldest."""
+        state.features = [feature, *state.features][: self.history]
+        state.anchors = [step.index, *state.anchors][: self.history]
+
+    def estimate(self, state: History, step: Step) -> Tensor:
+        """Return the weighted sum; at the step that was just recorded, the feature itself."""
+        table: dict[Any, tuple[float, ...]] = self._table  # type: ignore[attr-defined]
+        weights = table.get((step.index, tuple(state.anchors)))
+        if weights is None:
+            return state.features[0]
+        total = state.features[0] * weights[0]
+        for weight, feature in zip(weights[1:], state.features[1:], strict=True):
+            total = torch.add(total, feature, alpha=weight)
+        return total
+
+    def held(self, state: History) -> list[Tensor]:
+        """Return the kept features."""
+        return state.features
+
+
+@dataclass(frozen=True)
+class FittedForecast(Calibrated):
+    """Compute `computed` steps, found by dynamic programming, and forecast with fitted weights.
+
+    Calibration sums the inner products `G[s, t] = <F_s, F_t>` of the features of all steps, over
+    prompts and guidance branches. A skipped step is forecast as the combination of the last
+    `history` computed features that is nearest to it in the sense of least squares, which `G`
+    alone determines; the weights sum to one, so that what does not change is forecast exactly.
+    The schedule minimises the sum over the
+    gaps between computed steps of `|sum_s w_s (forecast_s - F_s)|^2`, where `w_s` is how far the
+    solver moves in step s: errors of one gap add up in the sample before it is seen again. The
+    programme runs over the last `history` computed steps and is exact. Both are this project's
+    own; the schedule by dynamic programming follows CacheQuant and BAC in spirit.
+
+    Args:
+        computed: Number of computed steps.
+        history: Features a forecast is made of, 1 to 4; that many are held.
+        ridge: Added to the diagonal of the normal equations, as a share of its mean; larger
+            values keep weights small where runs under the cache leave the calibrated path.
+        site: Where features are taken.
+        tables: What calibration measured; every `computed`, `history` and `ridge` can be had
+            from the same.
+
+    Raises:
+        ValueError: If a value is out of its range.
+        TablesError: If the tables are not this method's, or were measured at another site.
+    """
+
+    name: ClassVar[str] = "fitted-forecast"
+    source: ClassVar[str] = "diffcache"
+
+    computed: int = 8
+    history: int = 2
+    ridge: float = 1e-2
+    site: Site | str = Site.STACK
+    tables: Tables | str | None = None
+
+    def __post_init__(self) -> None:
+        check_int("computed", self.computed, 1)
+        check_int("history", self.history, 1)
+        if self.history > 4:
+            raise ValueError(f"history={self.history!r}: must be at most 4")
+        if not self.ridge > 0:
+            raise ValueError(f"ridge={self.ridge!r}: must be a number above 0")
+        object.__setattr__(self, "site", Site.of(self.site))
+        self.load_tables()
+        if isinstance(self.tables, Tables):
+            site = self.tables.header.get("site")
+            if site != Site.of(self.site).value:
+                raise ValueError(f"site={self.site!r}: the tables were measured at site {site!r}")
+            total = self.tables.steps
+            if self.computed > total:
+                raise ValueError(f"computed={self.computed}: the tables are for {total} steps")
+
+    def parts(self) -> Combine:
+        """Return the schedule and the weights that the tables give."""
+        tables = self.measured()
+        steps, weights = _solved(tables, self.computed, self.history, float(self.ridge))
+        return Combine(
+            Listed(steps, tables.steps),
+            Weighted(weights, self.history),
+            self.site,
+            feature=_feature(self.site),
+        )
+
+    def collector(self) -> Collector:
+        """Return what sums the inner products."""
+        return _Products(self.site)
+
+
+def _feature(site: Site | str) -> Any:
+    return "output" if Site.of(site) is Site.MODEL else "residual"
+
+
+class _Products(Collector):
+    """Sums inner products of the features of all steps of a run."""
+
+    def __init__(self, site: Site | str) -> None:
+        self._site = Site.of(site)
+        self._sum: Tensor | None = None
+        self._weights: Tensor | None = None
+        self._run: dict[tuple[int, str, int], dict[int, Tensor]] = {}
+
+    def site(self) -> Combine:
+        """Return the method's site."""
+        return Combine(Every(1), site=self._site, feature=_feature(self._site))
+
+    def begin(self, run: RunInfo) -> None:
+        """Learn how far the solver moves in every step."""
+        self._run = {}
+        self._weights = moves(run)
+        if self._sum is None:
+            self._sum = torch.zeros(run.total, run.total, dtype=torch.float64)
+
+    def feature(self, step: Step, site: str, index: int, value: Tensor) -> Tensor | None:
+        """Keep a feature until the run ends."""
+        if self._site is not Site.MODEL:
+            self._keep(step, site, index, value)
+        return None
+
+    def output(self, step: Step, given: Tensor, value: Tensor) -> Tensor | None:
+        """Keep an output until the run ends."""
+        if self._site is Site.MODEL:
+            self._keep(step, "output", 0, value)
+        return None
+
+    def _keep(self, step: Step, site: str, index: int, value: Tensor) -> None:
+        self._run.setdefault((step.branch, site, index), {})[step.index] = value.detach().cpu()
+
+    def end(self) -> None:
+        """Add the run's inner products."""
+        assert self._sum is not None
+        for features in self._run.values():
+            steps = sorted(features)
+            stacked = torch.stack([features[s].reshape(-1).double() for s in steps])
+            self._sum[torch.tensor(steps)[:, None], torch.tensor(steps)] += stacked @ stacked.T
+        self._run = {}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the sums."""
+        return self.tables() if self._sum is not None else {}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from the sums."""
+        self._sum, self._weights = state["products"].clone(), state["moves"].clone()
+
+    def tables(self) -> dict[str, Tensor]:
+        """Return `products` float64 [T, T] and `moves` float64 [T]."""
+        assert self._sum is not None
+        assert self._weights is not None
+        return {"products": self._sum, "moves": self._weights}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the site."""
+        return {"site": self._site.value}
+
+
+def moves(run: RunInfo) -> Tensor:
+    """Return how far a first-order solver moves the sample in each step, float64 [T].
+
+    The differences of the noise levels; ones where the scheduler tells none.
+    """
+    sigmas = run.sigmas
+    if sigmas is None or len(sigmas) != run.total + 1 or not torch.isfinite(sigmas).all():
+        return torch.ones(run.total, dtype=torch.float64)
+    return (sigmas[1:] - sigmas[:-1]).double()
+
+
+@lru_cache(maxsize=64)
+def _solved(tables: Tables, computed: int, history: int, ridge: float) -> tuple[Any, Any]:
+    """Return the best schedule and its weights."""
+    fit = Fit(tables["products"], tables["moves"], history, ridge)
+    steps = fit.schedule(computed)
+    return steps, fit.weights(steps)
+
+
+class Fit:
+    """Least-squares forecasts from the inner products of the features of a run's steps.
+
+    Args:
+        products: float64 [T, T].
+        moves: float64 [T], how far the solver moves in each step.
+        history: Features a forecast is made of.
+        ridge: Share of the mean of the diagonal that is added to it.
+    """
+
+    def __init__(self, products: Tensor, moves: Tensor, history: int, ridge: float) -> None:
+        self.products, self.moves = products.double(), moves.double()
+        self.history, self.ridge, self.total = history, ridge, len(products)
+        self._costs: dict[tuple[int, ...], Tensor] = {}
+
+    def coefficients(self, anchors: tuple[int, ...]) -> Tensor:
+        """Return the weights of the features at `anchors` for every step, [len(anchors), T]."""
+        first, *older = anchors
+        rows = torch.eye(self.total, dtype=torch.float64)
+        if not older:
+            return torch.ones(1, self.total, dtype=torch.float64)
+        past = rows[older] - rows[first]  # older features less the last one
+        inner = past @ self.products @ past.T
+        wanted = past @ self.products @ (rows - rows[first]).T
+        eye = torch.eye(len(older), dtype=torch.float64)
+        damped = inner + self.ridge * inner.diagonal().mean().clamp_min(1e-300) * eye
+        solved = torch.linalg.solve(damped, wanted)
+        return torch.cat([1 - solved.sum(0, keepdim=True), solved])
+
+    def costs(self, anchors: tuple[int, ...]) -> Tensor:
+        """Return the error of a gap from `anchors[0]` to every next computed step, [T + 1].
+
+        Entry n is `|sum_{anchors[0] < s < n} w_s (forecast_s - F_s)|^2`.
+        """
+        if anchors not in self._costs:
+            first = anchors[0]
+            errors = torch.zeros(self.total, self.total, dtype=torch.float64)
+            errors[:, list(anchors)] = self.coefficients(anchors).T
+            errors -= torch.eye(self.total, dtype=torch.float64)
+            errors *= self.moves[:, None]
+            errors[: first + 1] = 0
+            sums = torch.cat([torch.zeros_like(errors[:1]), errors.cumsum(0)])
+            self._costs[anchors] = ((sums @ self.products) * sums).sum(1).clamp_min(0)
+        return self._costs[anchors]
+
+    def schedule(self, computed: int) -> tuple[int, ...]:
+        """Return the `computed` steps with the least sum of errors; the first is step 0."""
+        best: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {(0,): (0.0, (0,))}
+        for made in range(1, computed):
+            longer: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
+            for anchors, (cost, steps) in best.items():
+                costs = self.costs(anchors).tolist()
+                for following in range(anchors[0] + 1, self.total - (computed - made) + 1):
+                    key = (following, *anchors)[: self.history]
+                    value = cost + costs[following]
+                    if key not in longer or value < longer[key][0]:
+                        longer[key] = value, (*steps, following)
+            best = longer
+        ends = [
+            (cost + float(self.costs(a)[self.total]), steps) for a, (cost, steps) in best.items()
+        ]
+        return min(ends)[1]
+
+    def weights(self, steps: tuple[int, ...]) -> tuple[Any, ...]:
+        """Return `(step, anchors, weights)` of every skipped step of a schedule."""
+        found = []
+        for position, anchor in zip(count(), steps, strict=False):
+            anchors = tuple(reversed(steps[: position + 1]))[: self.history]
+            coefficients = self.coefficients(anchors)
+            end = steps[position + 1] if position + 1 < len(steps) else self.total
+            found += [
+                (step, anchors, tuple(coefficients[:, step].tolist()))
+                for step in range(anchor + 1, end)
+            ]
+        return tuple(found)
