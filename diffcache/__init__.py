@@ -24,6 +24,7 @@ from diffcache.errors import UnknownMethodError as UnknownMethodError
 from diffcache.features.combine import Combine as Combine
 from diffcache.features.confidence_gated import ConfidenceGatedTaylor as ConfidenceGatedTaylor
 from diffcache.features.first_block import FirstBlock as FirstBlock
+from diffcache.features.fitted import FittedForecast as FittedForecast
 from diffcache.features.instead import Newton as Newton
 from diffcache.features.instead import Reuse as Reuse
 from diffcache.features.instead import Taylor as Taylor

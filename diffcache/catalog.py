@@ -16,6 +16,8 @@ METHODS = {
     "first-block": "diffcache.features.first_block:FirstBlock",
     "taylorseer": "diffcache.features.taylorseer:TaylorSeer",
     "confidence-gated-taylor": "diffcache.features.confidence_gated:ConfidenceGatedTaylor",
+    "fitted-forecast": "diffcache.features.fitted:FittedForecast",
+    "tuned": "diffcache.features.tuned:Tuned",
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line: demo, run, inspect, methods, cite, eval."""
+"""The command line: demo, run, inspect, calibrate, tune, methods, cite, eval."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from diffcache.catalog import make_method, method_class
 from diffcache.catalog import methods as method_names
 from diffcache.cite import cite as bibtex
 from diffcache.command import DEBUG, fail, guarded, parse_settings
+from diffcache.eval import offline
 from diffcache.eval.cli import app as eval_app
 from diffcache.pipelines.demo.console import console, print_rows, progress, quiet
 
@@ -30,6 +31,8 @@ app = typer.Typer(
 )
 
 app.add_typer(eval_app, name="eval")
+app.command()(offline.calibrate)
+app.command()(offline.tune)
 
 Method = Annotated[str, typer.Option(help="Name of the method; `diffcache methods` lists them.")]
 Settings = Annotated[

@@ -120,13 +120,12 @@ class FittedForecast(Calibrated):
             site = self.tables.header.get("site")
             if site != Site.of(self.site).value:
                 raise ValueError(f"site={self.site!r}: the tables were measured at site {site!r}")
-            total = self.tables.steps
-            if self.computed > total:
-                raise ValueError(f"computed={self.computed}: the tables are for {total} steps")
 
     def parts(self) -> Combine:
         """Return the schedule and the weights that the tables give."""
         tables = self.measured()
+        if self.computed > tables.steps:
+            raise ValueError(f"computed={self.computed}: the tables are for {tables.steps} steps")
         steps, weights = _solved(tables, self.computed, self.history, float(self.ridge))
         return Combine(
             Listed(steps, tables.steps),

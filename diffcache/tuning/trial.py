@@ -93,7 +93,8 @@ class Bench:
                 data = json.loads(row)
             except json.JSONDecodeError:
                 continue  # the line that was being written
-            self._known[data.pop("key")] = Trial(**data)
+            key = data.pop("key")
+            self._known[key] = Trial(**data)
 
     def measure(self, method: FeatureMethod, batches: Sequence[int]) -> Trial:
         """Return what a method does on some of the batches."""

@@ -1,0 +1,224 @@
+"""`diffcache calibrate` and `diffcache tune`: the offline stage, from the command line."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import diffcache
+from diffcache.catalog import METHODS, method_class
+from diffcache.command import guarded, parse_settings
+from diffcache.eval.methods import parse_method
+from diffcache.features.collect import Calibrated
+from diffcache.pipelines.demo.console import print_rows, progress, quiet
+
+if TYPE_CHECKING:
+    from diffcache.eval.runs.task import Task
+
+EMPTY: list[str] = []
+# Shipped models whose calls take more than prompts: their own modules load them and say what to
+# call them with.
+OWN = {
+    "shapes-kontext": "diffcache.pipelines.small.kontext",
+    "reach-policy": "diffcache.pipelines.small.reach",
+}
+
+Model = Annotated[str, typer.Option(help="Directory of a pipeline, or the name of a shipped one.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Sampling steps (default: the pipeline's).")]
+Prompts = Annotated[
+    str, typer.Option(help="A file or built-in list; scenes or classes for shipped models.")
+]
+Samples = Annotated[int, typer.Option(min=1, help="Prompts to run.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Prompts a run.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of the noise.")]
+Call = Annotated[
+    list[str], typer.Option("--call", metavar="KEY=VALUE", help="An argument of the call.")
+]
+Out = Annotated[Path | None, typer.Option(help="File of the tables.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Do not go on from an interrupted run.")]
+Dtype = Annotated[str, typer.Option(help="float32, float16 or bfloat16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, ...")]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the offline stage runs.
+
+    Attributes:
+        pipe: The pipeline.
+        prompts: As `diffcache.calibrate` takes them.
+        call: Further arguments of the pipeline's call.
+    """
+
+    pipe: Any
+    prompts: list[Any]
+    call: dict[str, Any]
+
+
+def inputs_of(task: Task) -> Inputs:
+    """Load a pipeline with prompts to calibrate it on.
+
+    They are not those that an evaluation draws by default.
+
+    Raises:
+        FileNotFoundError: If there is no such model or list of prompts.
+        ValueError: If the pipeline needs more than prompts or class numbers.
+    """
+    import numpy as np
+    import torch
+
+    from diffcache.eval.runs.draw import Drawer
+    from diffcache.pipelines.demo.generate import locate
+    from diffcache.pipelines.small.scenes import prompt, sample_scene
+
+    name = locate(task.model).resolve().name
+    if name in OWN:
+        module = importlib.import_module(OWN[name])
+        torch.set_num_threads(task.threads)
+        return Inputs(
+            module.load(directory=locate(task.model)),
+            module.calibration_inputs(task.samples, task.seed),
+            {**module.CALL, **task.call},
+        )
+    drawer = Drawer(task)
+    call = dict(drawer.call)
+    rng = np.random.default_rng([task.seed, 77])
+    if "class_labels" in drawer.parameters:
+        known = [int(text) for text in drawer.prompts.texts]
+        order = rng.permutation(-(-task.samples // len(known)) * len(known)) % len(known)
+        prompts: list[Any] = [known[i] for i in order[: task.samples]]
+    elif "prompt" in drawer.parameters and not task.prompts and name.startswith("shapes-"):
+        prompts = [prompt(sample_scene(rng, held=False), 0) for _ in range(task.samples)]
+    else:
+        prompts = [drawer.prompts[i] for i in range(task.samples)]
+    return Inputs(drawer.pipe, prompts, call)
+
+
+@contextmanager
+def _resumable(out: Path) -> Iterator[None]:
+    """Say how to go on after Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; the same command goes on with {out}") from None
+
+
+@guarded
+def calibrate(
+    method: Annotated[str, typer.Option(help="Name, or name:key=value,..., of a method.")],
+    model: Model,
+    out: Out = None,
+    samples: Samples = 16,
+    steps: Steps = None,
+    prompts: Prompts = "",
+    batch_size: BatchSize = 4,
+    seed: Seed = 0,
+    call: Call = EMPTY,
+    fresh: Fresh = False,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+) -> None:
+    """Measure a method's tables on a pipeline, and write them to one file.
+
+    An interrupted calibration goes on where it stopped.
+
+    [bold]Try[/bold]
+
+        diffcache calibrate --method ertacache --model shapes-flux --steps 28
+
+        diffcache run shapes-flux "a large red ring in the center, on a white background"
+        --steps 28 --method ertacache --set tables=ertacache.safetensors
+    """
+    quiet()
+    chosen = parse_method(method)
+    if not isinstance(chosen, Calibrated):
+        needing = [n for n in METHODS if issubclass(method_class(n), Calibrated)]
+        raise ValueError(f"method {method!r} takes no tables; these do: {', '.join(needing)}")
+    from diffcache.eval.runs.task import Task
+
+    task = Task(
+        model=model, prompts=prompts, samples=samples, seed=seed, batch_size=batch_size,
+        steps=steps, call=parse_settings(call, "--call"), dtype=dtype, device=device,
+    )  # fmt: skip
+    file = out or Path(f"{chosen.name}.safetensors")
+    inputs = inputs_of(task)
+    with progress(f"{chosen.name}") as show, _resumable(file):
+        made = diffcache.calibrate(
+            inputs.pipe, chosen, inputs.prompts, steps=steps, batch_size=batch_size, seed=seed,
+            out=file, resume=not fresh, progress=show, **inputs.call,
+        )  # fmt: skip
+    typer.echo(repr(made))
+    typer.echo(f"{len(inputs.prompts)} prompts, {made.measured().steps} steps; wrote {file}")
+
+
+@guarded
+def tune(
+    model: Model,
+    speedup: Annotated[
+        float | None, typer.Option(help="Closest method with so many times fewer operations.")
+    ] = None,
+    psnr: Annotated[
+        float | None, typer.Option(help="Cheapest method that stays so close, in dB.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Closest method that takes at most so long a batch.")
+    ] = None,
+    methods: Annotated[
+        list[str],
+        typer.Option("--method", metavar="NAME[:KEY=VALUE,...]", help="Try these instead."),
+    ] = EMPTY,
+    trials: Annotated[int, typer.Option(min=1, help="Most methods that are tried.")] = 60,
+    out: Out = None,
+    samples: Samples = 32,
+    steps: Steps = None,
+    prompts: Prompts = "",
+    batch_size: BatchSize = 8,
+    seed: Seed = 0,
+    call: Call = EMPTY,
+    fresh: Fresh = False,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+) -> None:
+    """Search methods, settings, sites and schedules for a pipeline, and write the best to a file.
+
+    Half of the prompts are searched on, the other half validate. An interrupted search goes on.
+
+    [bold]Try[/bold]
+
+        diffcache tune --model shapes-flux --steps 28 --speedup 4
+
+        diffcache run shapes-flux "a large red ring in the center, on a white background"
+        --steps 28 --method tuned --set tables=tuned.safetensors --compare
+    """
+    quiet()
+    from diffcache.eval.runs.task import Task
+
+    task = Task(
+        model=model, prompts=prompts, samples=samples, seed=seed, batch_size=batch_size,
+        steps=steps, call=parse_settings(call, "--call"), dtype=dtype, device=device,
+    )  # fmt: skip
+    chosen = [parse_method(text) for text in methods] or None
+    file = out or Path("tuned.safetensors")
+    inputs = inputs_of(task)
+    with progress("tune") as show, _resumable(file):
+        best = diffcache.tune(
+            inputs.pipe, inputs.prompts, speedup=speedup, psnr=psnr, seconds=seconds,
+            methods=chosen, trials=trials, steps=steps, batch_size=batch_size, seed=seed,
+            out=file, resume=not fresh, progress=show, **inputs.call,
+        )  # fmt: skip
+    rows = []
+    for seen in best.front:
+        validated = seen["validation_psnr_db"]
+        rows.append((
+            f"{seen['cost']:.1%}", f"{seen['psnr_db']:.1f}",
+            "" if validated is None else f"{validated:.1f}", seen["method"],
+        ))  # fmt: skip
+    print_rows(("operations", "PSNR dB", "validated", "method"), rows)
+    typer.echo(f"chosen: {best.method!r}")
+    typer.echo(f"wrote {file}; use it as --method tuned --set tables={file}")
