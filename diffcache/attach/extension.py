@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from diffcache.attach.frame import Frame
 
 # Class of ability -> "module:function" that installs it: install(engine, ability) -> Extension
-INSTALLERS: dict[str, str] = {}
+INSTALLERS: dict[str, str] = {
+    "SigmaRule": "diffcache.attach.times:install",
+    "SceneRule": "diffcache.attach.scene:install",
+    "Quantize": "diffcache.attach.quantize:install",
+    "RegionPlan": "diffcache.attach.region:install",
+    "WatchLayers": "diffcache.attach.quantize:watch",
+    "TimeTables": "diffcache.attach.time_table:install",
+}
 
 
 class Extension:

@@ -73,9 +73,10 @@ class Combine(FeatureMethod):
             raise ValueError(
                 f"lead=0 with when={self.when!r}: a gate looks at lead blocks; set lead=1"
             )
-        if site.is_module and (self.lead or self.tail):
+        if site.is_module and (self.lead or self.tail or self.when.probe is not None):
             raise ValueError(
-                f"lead={self.lead}, tail={self.tail}: must be 0 at site {site.value!r}"
+                f"lead={self.lead}, tail={self.tail}: must be 0 at site {site.value!r}, and the "
+                f"schedule no gate ({self.when!r})"
             )
 
     def parts(self) -> Combine:

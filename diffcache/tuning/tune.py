@@ -15,11 +15,15 @@ from diffcache.calibration import BATCH_SIZE, Plan, calibrate, header_of
 from diffcache.errors import AttachError
 from diffcache.features.base import FeatureMethod
 from diffcache.features.collect import Calibrated
+from diffcache.features.combine import Combine
+from diffcache.features.instead import Reuse
 from diffcache.features.plain import to_plain
 from diffcache.features.tables import Tables
 from diffcache.features.tuned import Tuned
+from diffcache.features.when import Listed
+from diffcache.step import Site
 from diffcache.tuning import space
-from diffcache.tuning.search import SLACK, Goal, Search, front_of
+from diffcache.tuning.search import Goal, Search, front_of
 from diffcache.tuning.trial import Bench, Trial
 from diffcache.watching import batches_of
 
@@ -125,7 +129,7 @@ def _methods(
         return ready
     total = bench.total
     if goal.speedup is not None:
-        counts = space.counts_for(total, 0.8 / goal.speedup, SLACK / goal.speedup)[-1:]
+        counts = [_count_for(bench, goal)]
     elif goal.seconds is not None:
         share = min(1.0, goal.seconds / bench.uncached_seconds)
         counts = space.counts_for(total, 0.6 * share, share)[-2:]
@@ -133,6 +137,16 @@ def _methods(
         counts = sorted({max(1, round(total * share)) for share in (0.15, 0.2, 0.25, 0.35, 0.5)})
     found = space.candidates(total, counts, ready)  # type: ignore[arg-type]
     return found + (space.gates() if goal.speedup is None else [])
+
+
+def _count_for(bench: Bench, goal: Goal) -> int:
+    """Return the most computed steps that are cheap enough; what always runs counts as well."""
+    assert goal.speedup is not None
+    for count in range(max(1, int(bench.total / goal.speedup)), 1, -1):
+        probe = Combine(Listed(range(count), bench.total), Reuse(), Site.STACK)
+        if goal.met(bench.measure(probe, [0])):
+            return count
+    return 1
 
 
 def _choose(

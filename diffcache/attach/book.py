@@ -1,0 +1,222 @@
+"""The pages of temporal tables: entries by condition, bounded in number, exact or rounded."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffcache.attach.content import bits_of
+from diffcache.attach.tree import Template, leaves
+from diffcache.features.temporal_table import (
+    Rounded,
+    TimeTables,
+    disturbance,
+    keeps_table,
+    rounded,
+    step_of,
+)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a module returned for one condition.
+
+    Attributes:
+        template: How its tensors go together.
+        rows: Its tensors; rows of a batch that are alike are kept once.
+        places: For each of them the row at every place of the batch, None where all are kept.
+        layer: Whether the rounded layer stands for it instead.
+        harm: Disturbance by the rounded layer and by the rounded table, where measured.
+    """
+
+    template: Template
+    rows: tuple[Tensor | Rounded, ...]
+    places: tuple[Tensor | None, ...]
+    layer: bool = False
+    harm: tuple[float, float] | None = None
+
+    @classmethod
+    def of(cls, out: Any) -> Kept:
+        """Return what a module just returned, in copies."""
+        rows, places = zip(*(alike(tensor.detach()) for tensor in leaves(out)), strict=True)
+        return cls(Template(out), rows, places)
+
+    def value(self) -> Any:
+        """Return the module's output, in fresh tensors."""
+        made = []
+        for rows, places in zip(self.rows, self.places, strict=True):
+            held = rows.value() if isinstance(rows, Rounded) else rows
+            made.append(held.clone() if places is None else held[places])
+        return self.template.build(made)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(rows.nbytes for rows in self.rows)
+
+
+def alike(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the different rows of a batch and the row at every place; a copy either way."""
+    if tensor.dim() < 2 or len(tensor) < 2:
+        return tensor.clone(), None
+    bits = bits_of(tensor).unflatten(0, (len(tensor), -1))  # in which -0.0 is not 0.0
+    places: list[int] = []
+    first: list[int] = []
+    for row in range(len(bits)):
+        same = next((n for n, f in enumerate(first) if torch.equal(bits[f], bits[row])), None)
+        if same is None:
+            same = len(first)
+            first.append(row)
+        places.append(same)
+    if len(first) == len(bits):
+        return tensor.clone(), None
+    return tensor[first], torch.tensor(places, device=tensor.device)
+
+
+class Page(dict[str, Kept]):
+    """The entries of one condition, by the module's path."""
+
+    used = 0  # number of the run that used it last
+
+
+@dataclass
+class Sheet:
+    """What one run wrote: page, module, entry, and what the rounded layer does to it."""
+
+    lines: list[tuple[Page, str, Kept, float | None]] = field(default_factory=list)
+
+    def write(self, page: Page, name: str, kept: Kept, harm: float | None) -> None:
+        """Write one entry."""
+        page[name] = kept
+        self.lines.append((page, name, kept, harm))
+
+
+class Book:
+    """All pages of a denoiser.
+
+    Args:
+        ability: How many, and how they are rounded.
+    """
+
+    def __init__(self, ability: TimeTables) -> None:
+        self.ability = ability
+        self.pages: OrderedDict[Any, Page] = OrderedDict()
+        self._layers: dict[str, nn.Module] = {}
+
+    def page(self, key: Any, run: int) -> Page | None:
+        """Return the page of a condition, None where no more are kept.
+
+        Args:
+            key: The condition.
+            run: Number of the run; pages that it used are not given up for new ones.
+        """
+        page = self.pages.get(key)
+        if page is None:
+            if len(self.pages) >= self.ability.entries:
+                oldest = next(iter(self.pages))
+                if self.pages[oldest].used >= run:
+                    return None
+                del self.pages[oldest]
+            page = self.pages[key] = Page()
+        self.pages.move_to_end(key)
+        page.used = run
+        return page
+
+    def close(self, sheet: Sheet) -> None:
+        """Round what a run wrote, and choose between tables and layers."""
+        bits = self.ability.bits
+        lines, sheet.lines = sheet.lines, []
+        if bits is None:
+            return
+        sites: dict[str, list[tuple[Page, float | None]]] = {}
+        for page, name, kept, harm in lines:
+            if page.get(name) is kept:  # no other thread wrote it since
+                sites.setdefault(name, []).append((page, harm))
+        for name, entries in sites.items():
+            self._close(name, entries, bits)
+
+    def _close(self, name: str, entries: list[tuple[Page, float | None]], bits: int) -> None:
+        exact = [page[name] for page, _ in entries]
+        tables = [_round(kept, exact, self.ability, bits) for kept in exact]
+        layer = torch.tensor([harm or 0.0 for _, harm in entries], dtype=torch.float64)
+        table = torch.tensor(
+            [disturbance(leaves(e.value()), leaves(t.value())) for e, t in zip(exact, tables)],  # noqa: B905
+            dtype=torch.float64,
+        )
+        chosen = torch.full(table.shape, self.ability.keep == "table")
+        if self.ability.keep == "closer":
+            chosen = keeps_table(layer, table, self.ability.by)
+        for (page, harm), kept, error, stays in zip(
+            entries, tables, table.tolist(), chosen.tolist(), strict=True
+        ):
+            found = None if harm is None else (harm, error)
+            rows = kept.rows if stays else ()
+            places = kept.places if stays else ()
+            page[name] = replace(kept, rows=rows, places=places, layer=not stays, harm=found)
+
+    def layer(self, name: str, module: nn.Module) -> nn.Module:
+        """Return a copy of a module whose linear layers have rounded weights."""
+        if name not in self._layers:
+            assert self.ability.bits is not None
+            self._layers[name] = rounded_copy(module, self.ability.bits)
+        return self._layers[name]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.pages.clear()
+        self._layers.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries and rounded layers."""
+        layers = sum(
+            tensor.nbytes
+            for layer in self._layers.values()
+            for tensor in (*layer.parameters(), *layer.buffers())
+        )
+        return layers + sum(kept.nbytes for page in self.pages.values() for kept in page.values())
+
+
+def _round(kept: Kept, site: list[Kept], ability: TimeTables, bits: int) -> Kept:
+    """Return an entry in whole numbers, with its own scale or that of its site."""
+    rows = []
+    for place, tensor in enumerate(kept.rows):
+        shared = [other.rows[place] for other in site] if ability.scale == "site" else [tensor]
+        values = [value for value in shared if isinstance(value, Tensor)]
+        assert isinstance(tensor, Tensor)
+        rows.append(rounded(tensor, bits, step_of(values, bits)))
+    return replace(kept, rows=tuple(rows))
+
+
+class RoundedLinear(nn.Module):
+    """A linear layer with whole numbers for weights and a scale for every output."""
+
+    def __init__(self, layer: nn.Linear, bits: int) -> None:
+        super().__init__()
+        found = rounded(layer.weight, bits, step_of([layer.weight], bits, dim=1))
+        self.register_buffer("codes", found.codes)
+        self.register_buffer("step", found.step)
+        self.dtype, self.bias = found.dtype, layer.bias
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Return the layer's output; the weights are made anew at every call."""
+        codes, step = self.get_buffer("codes"), self.get_buffer("step")
+        weight = Rounded(codes, step, self.dtype).value()
+        return nn.functional.linear(value, weight, self.bias)
+
+
+def rounded_copy(module: nn.Module, bits: int) -> nn.Module:
+    """Return a copy of a module in which every `nn.Linear` is a `RoundedLinear`."""
+    if type(module) is nn.Linear:
+        return RoundedLinear(copy.deepcopy(module), bits)
+    made = copy.deepcopy(module)
+    for parent in list(made.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, RoundedLinear(child, bits))
+    return made

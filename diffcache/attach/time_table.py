@@ -1,0 +1,272 @@
+"""Tables of what modules return that see the timestep and the condition alone."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from diffcache.attach.book import Book, Kept, Page, Sheet
+from diffcache.attach.clock import Run
+from diffcache.attach.content import Contents, others_in, tensors_in
+from diffcache.attach.depend import TimeSite, time_sites
+from diffcache.attach.extension import Extension
+from diffcache.attach.signature import writes_cache
+from diffcache.attach.tap import FRAME, Tap, TapDict, tap_children, untap_children
+from diffcache.attach.tree import leaves, unshared
+from diffcache.attach.weights import Weights
+from diffcache.errors import CacheWarning
+from diffcache.features.temporal_table import TimeTables, disturbance
+from diffcache.step import CURRENT
+
+if TYPE_CHECKING:
+    from diffcache.attach.engine import Engine
+    from diffcache.attach.frame import Frame
+
+COUNTED = "timestep modules"  # their name in reports
+_LARGEST = 2**26  # bytes; sites that depend on larger arguments are left alone
+
+
+class TimeTap(Tap):
+    """A module that is looked up."""
+
+    __slots__ = ("learned", "name", "parent", "table")
+
+    def __init__(self, parent: nn.Module, child: str, table: TimeTable, name: str) -> None:
+        super().__init__(parent.get_submodule(child))
+        self.parent, self.table, self.name = parent, table, name
+        self.learned = self.module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the module."""
+        return self.table.answer(self, args, kwargs)
+
+
+class RunState:
+    """What belongs to one run.
+
+    Attributes:
+        number: Of the run, counted over all threads.
+        fresh: Whether the weights are still to be looked at.
+        sheet: What it wrote into the book.
+        contents: What it was given before.
+        pages: Site -> its page in this call.
+        frame: The call.
+        called: Calls of sites in this call.
+        counts: How many of them ran and were skipped.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.fresh = True
+        self.sheet = Sheet()
+        self.contents = Contents()
+        self.pages: dict[str, Page] = {}
+        self.frame: Any = None
+        self.called: set[tuple[Any, str]] = set()
+        self.counts = [0, 0]
+
+
+class TimeTable(Extension):
+    """The tables of one denoiser, until it is detached; threads share them, under a lock.
+
+    Entries are keyed by content: the arguments that a module's output was seen to be made from,
+    bit for bit, those of one number a sample, and all else of the call but the values of other
+    tensors. To read them off an accelerator makes it wait once a call. What is looked up is bit
+    for bit what the module returned; rows of a batch that are alike are kept once. With gradients
+    on for the modules' weights everything is computed. What a module does besides returning a
+    value is not seen, nor are settings that are neither arguments nor around its weights.
+    """
+
+    def __init__(self, engine: Engine, ability: TimeTables) -> None:
+        self.engine, self.ability = engine, ability
+        self.book = Book(ability)
+        self.taps: dict[str, TimeTap] = {}
+        self.kinds: dict[Any, list[TimeSite]] = {}
+        self.weights: Weights | None = None
+        self._lock = threading.RLock()
+        self._runs: list[tuple[Run, Sheet]] = []
+        self._number = 0
+
+    # calls ---------------------------------------------------------------------------------
+
+    def open(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find the pages of this call's timestep and conditions."""
+        with self._lock:
+            state = self._state(frame)
+            state.pages, state.counts, state.called, state.frame = {}, [0, 0], set(), frame
+            given = {**dict(zip(self.engine._arguments, args, strict=False)), **kwargs}
+            tensors = tensors_in(given)
+            sites = self._sites(frame, given, tensors, (args, kwargs))
+            if not sites or self.weights is None or self.weights.trained():
+                return
+            if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
+                return
+            common = self._common(frame, given, tensors)
+            pages: dict[frozenset[str], Page | None] = {}
+            for site in sites:
+                if site.arguments not in pages:
+                    own = [(p, state.contents.of(tensors[p])) for p in sorted(site.arguments)]
+                    key = (common, tuple(own))
+                    pages[site.arguments] = self.book.page(key, state.number)
+                page = pages[site.arguments]
+                if page is not None:
+                    state.pages[site.path] = page
+
+    def answer(self, tap: TimeTap, args: Any, kwargs: Any) -> Any:
+        """Look up what a module returns, or let it run and keep that."""
+        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        state: RunState | None = frame.timeline.run.extras.get(self)
+        page = state.pages.get(tap.name) if state is not None else None
+        replaced = tap.module is not tap.learned
+        if state is None or page is None or replaced or (frame, tap.name) in state.called:
+            return tap.module(*args, **kwargs)
+        state.called.add((frame, tap.name))
+        kept = page.get(tap.name)
+        counts = state.counts if frame is state.frame else [0, 0]
+        if kept is not None and not kept.layer:
+            counts[1] += 1
+            return kept.value()
+        counts[0] += 1
+        if kept is not None:
+            return self._rounded(tap)(*args, **kwargs)
+        out = tap.module(*args, **kwargs)
+        exact = leaves(out)
+        if any(tensor.requires_grad for tensor in exact):
+            return out
+        harm = None
+        if self.ability.bits is not None and self.ability.keep != "table":
+            harm = disturbance(exact, leaves(self._rounded(tap)(*args, **kwargs)))
+        state.sheet.write(page, tap.name, Kept.of(out), harm)
+        return out
+
+    def counts(self, frame: Frame) -> dict[str, tuple[int, int]]:
+        """Return how many of the modules ran and were looked up."""
+        state = frame.timeline.run.extras.get(self)
+        return {COUNTED: (state.counts[0], state.counts[1])} if state and any(state.counts) else {}
+
+    def _rounded(self, tap: TimeTap) -> nn.Module:
+        with self._lock:
+            return self.book.layer(tap.name, tap.module)
+
+    # runs ----------------------------------------------------------------------------------
+
+    def _state(self, frame: Frame) -> RunState:
+        """Return the state of this run, of a new one where a run starts."""
+        timeline = frame.timeline
+        state: RunState | None = timeline.run.extras.get(self)
+        if state is None or (timeline.index == 0 and timeline.calls == 1):
+            self._end_runs(timeline.run)
+            self._number += 1
+            state = timeline.run.extras[self] = RunState(self._number)
+            self._runs.append((timeline.run, state.sheet))
+        return state
+
+    def _end_runs(self, starting: Run) -> None:
+        """Close the sheets of runs that are over."""
+        going = []
+        for run, sheet in self._runs:
+            state = run.extras.get(self)
+            if run is starting or state is None or state.sheet is not sheet:
+                self.book.close(sheet)
+            else:
+                going.append((run, sheet))
+        self._runs = going
+
+    def _sites(
+        self, frame: Frame, given: dict[str, Any], tensors: dict[str, Tensor], call: Any
+    ) -> list[TimeSite]:
+        """Return the sites of this kind of call, learned when it is new or weights changed."""
+        state: RunState = frame.timeline.run.extras[self]
+        if self.weights is not None and self.weights.changed(state.fresh):
+            self.clear()
+        state.fresh = False
+        kind = tuple(sorted(tensors)), tuple(path for path, _ in others_in(given))
+        if kind not in self.kinds:
+            if writes_cache(given):  # a second forward would write twice
+                return []
+            self.kinds[kind] = self._learn(frame, tensors, call)
+        return self.kinds[kind]
+
+    def _learn(self, frame: Frame, tensors: dict[str, Tensor], call: Any) -> list[TimeSite]:
+        """Follow one forward to the modules that can be looked up, and tap them."""
+        model, sample = self.engine.model, str(self.engine.anatomy.sample)
+        samples = {p for p in tensors if p == sample or p.startswith(sample + ".")}
+        given, cached = unshared(call), torch.is_autocast_cache_enabled()
+        tokens = FRAME.set(None), CURRENT.set(frame.step)
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with torch.random.fork_rng(enabled=model.training):
+                sites = time_sites(
+                    model,
+                    lambda: model.forward(*given[0], **given[1]),
+                    {path: t for path, t in tensors.items() if path not in samples},
+                    [tensors[path] for path in samples],
+                )
+        except RuntimeError as error:  # flex attention, for one, refuses to be followed
+            self._warn(f"its forward cannot be followed ({str(error)[:200]})")
+            return []
+        finally:
+            FRAME.reset(tokens[0])
+            CURRENT.reset(tokens[1])
+            torch.set_autocast_cache_enabled(cached)
+        sites = [s for s in sites if sum(tensors[p].nbytes for p in s.arguments) <= _LARGEST]
+        if not sites:
+            self._warn("no module was seen to depend on the timestep and conditions alone")
+        # numbers of a sample may be read in ways that are not seen: they are in every key
+        numbers = frozenset(p for p, t in tensors.items() if t.dim() <= 1 and p not in samples)
+        sites = [replace(site, arguments=site.arguments | numbers) for site in sites]
+        for site in sites:
+            self._tap(site.path)
+        known = [site for kind in self.kinds.values() for site in kind]
+        self.weights = Weights(model, [place for s in (*known, *sites) for place in s.weights])
+        return sites
+
+    def _warn(self, why: str) -> None:
+        model = self.engine.anatomy.model
+        warnings.warn(f"{model}: {why}, so no temporal table is kept", CacheWarning, stacklevel=4)
+
+    def _tap(self, path: str) -> None:
+        parent_path, _, child = path.rpartition(".")
+        parent = self.engine.model.get_submodule(parent_path)
+        taken = getattr(parent.__dict__["_modules"], "taps", {})
+        if path not in self.taps and child not in taken:
+            self.taps[path] = TimeTap(parent, child, self, path)
+            tap_children(parent, self.engine, {child: self.taps[path]})
+
+    def _common(self, frame: Frame, given: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+        """Return all of a call but the contents of its tensors, hashable."""
+        device = next((t.device.type for t in tensors.values()), "cpu")
+        cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        looks = tuple((p, t.shape, t.dtype, t.device) for p, t in tensors.items())
+        # other extensions may have settings by step, such as scales of activations
+        step = frame.step.index if len(self.engine.extensions) > 1 else None
+        return cast, self.engine.model.training, step, looks, others_in(given)
+
+    # tables --------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget every entry and what was learned of the model."""
+        with self._lock:
+            self.remove()
+            self.book.clear()
+            self.kinds, self.weights = {}, None
+
+    def remove(self) -> None:
+        """Leave the model as it was found."""
+        for path, tap in self.taps.items():
+            children = tap.parent.__dict__["_modules"]
+            if isinstance(children, TapDict):
+                children.taps.pop(path.rpartition(".")[2], None)
+                if not children.taps:
+                    untap_children(tap.parent)
+        self.taps = {}
+
+
+def install(engine: Engine, ability: TimeTables) -> TimeTable:
+    """Return the tables of a denoiser."""
+    return TimeTable(engine, ability)

@@ -1,0 +1,297 @@
+"""Reuse the runs of blocks that look away from the foreground (ProfilingDiT)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from diffcache.features.base import When, check_int
+from diffcache.features.collect import Calibrated
+from diffcache.features.combine import Combine
+from diffcache.features.instead import Reuse
+from diffcache.features.profile import OVERLAP, Foreground, ProfileCollector
+from diffcache.features.tables import Tables
+from diffcache.features.when import Every, LastComputed, Table
+from diffcache.step import Site, Step
+
+_NAME = re.compile(r"(.+)\.(\d+)(?:-(\d+))?")
+_HUNYUAN_STEPS = (6, 18, 26, 32, 38, 42, 46, 48)
+
+
+@dataclass(frozen=True)
+class Decreasing(When):
+    """Compute at an interval that shrinks over the run.
+
+    With `T_s = longest - (longest - shortest) * (s - warmup) / (S - warmup)` a step `s` behind the
+    warm-up is computed when `s mod T_s == 0` (ProfilingDiT, arXiv 2504.03140, section 3). The
+    paper does not say how `T_s` becomes a whole number: here it is rounded to the nearest one,
+    halves up. Where `T_s` changes, a gap can be longer than `T_s` by the paper's own rule.
+
+    Args:
+        longest: Interval behind the warm-up, in steps.
+        shortest: Interval that the end of the run comes near, in steps; at most `longest`.
+        warmup: First steps that are always computed; the first one is in any case.
+        total: Number of steps S of the run; None takes the run's own.
+
+    Raises:
+        ValueError: If a number is out of its range.
+    """
+
+    longest: int
+    shortest: int
+    warmup: int = 0
+    total: int | None = None
+
+    def __post_init__(self) -> None:
+        check_int("shortest", self.shortest, 1)
+        check_int("longest", self.longest, self.shortest, f" (shortest is {self.shortest})")
+        check_int("warmup", self.warmup, 0)
+        if self.total is not None:
+            check_int("total", self.total, 1)
+
+    def init(self) -> LastComputed:
+        """Return an empty run."""
+        return LastComputed()
+
+    def interval(self, index: int, total: int) -> int:
+        """Return the interval at a step of a run of `total` steps."""
+        span = max(total - self.warmup, 1)
+        exact = self.longest - (self.longest - self.shortest) * (index - self.warmup) / span
+        return max(math.floor(exact + 0.5), 1)
+
+    def should_compute(self, state: LastComputed, step: Step, probe: Tensor | None) -> bool:
+        """Return whether the step is warm-up or a multiple of its interval.
+
+        Raises:
+            ValueError: If the length of the run is not known.
+        """
+        total = step.total if self.total is None else self.total
+        if total is None:
+            raise ValueError(
+                "interval='decreasing': the number of steps is not known; wrap the pipeline, whose "
+                "scheduler says it, or set total=50"
+            )
+        if state.index is None or step.index < self.warmup:
+            return True
+        return step.index % self.interval(step.index, total) == 0
+
+    def computed(self, state: LastComputed, step: Step, probe: Tensor | None) -> None:
+        """Note that there is something to reuse."""
+        state.index = step.index
+
+
+@dataclass(frozen=True)
+class ProfilingDiT(Calibrated):
+    """Compute foreground blocks at every step and reuse what runs of background blocks add.
+
+    Reference: Model Reveals What to Cache, arXiv 2504.03140, section 3, with the schedules of its
+    official code. Adjacent background blocks are one run, whose outputs less its inputs are kept
+    at a computed step and added at the others; for joint attention, in both streams. Unlike the
+    official code a run may start at the first block, and nothing is kept from one sampling run to
+    the next. Which blocks are background is given, published, or profiled on the model by
+    `diffcache.calibrate`: see `ProfileCollector`, which needs no segmentation model.
+
+    Args:
+        background: Blocks to reuse, names or ranges such as `blocks.2-7`; empty turns the cache
+            off; None takes those that `tables` tell.
+        every: Interval in steps behind the warm-up; 1 turns the cache off.
+        warmup: First steps that are all computed; so is the step behind them with a fixed
+            interval, as in the official code.
+        interval: `fixed` as in the official code; `decreasing` from `longest` to `shortest` as in
+            the paper, see `Decreasing`.
+        longest: Interval behind the warm-up, in steps. The paper's number is not known to us.
+        shortest: Interval at the end, in steps. The paper's number is not known to us.
+        listed: Pairs of a list of blocks and its computed steps behind the warm-up, in the place
+            of the interval; needs `total`.
+        total: Number of steps of the run, where it needs to be known and the run does not say.
+        share: Part of the profiled blocks that is background, from 0 to 1, those that overlap
+            least with the foreground first; None takes those below the median.
+        sampled: Profiling looks at every `sampled`-th step.
+        text: Where the text tokens are in joint attention, `first` or `last`; None finds out.
+        foreground: For profiling: bool [N] or [B, N] over the image tokens, or a function of the
+            step and the denoiser's output that returns it; None finds it in the output.
+        tables: Measured tables, or their file.
+
+    Raises:
+        ValueError: If a value is out of its range, or a block's name is not understood.
+        TablesError: If the tables cannot be read, or belong to another method.
+
+    Example:
+        >>> pipe = diffcache.wrap(pipe, ProfilingDiT.published("wan2.1-14b"))  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "profilingdit"
+    source: ClassVar[str] = (
+        "Model Reveals What to Cache: Profiling-Based Feature Reuse for Video Diffusion Models"
+    )
+    bibtex: ClassVar[str] = """@inproceedings{ma2025profilingdit,
+  title={Model Reveals What to Cache: Profiling-Based Feature Reuse for Video Diffusion Models},
+  author={Ma, Xuran and Liu, Yexin and Liu, Yaofu and Wu, Xianfeng and Zheng, Mingzhe and
+          Wang, Zihao and Lim, Ser-Nam and Yang, Harry},
+  booktitle={Proceedings of the IEEE/CVF International Conference on Computer Vision},
+  year={2025}
+}"""
+
+    background: tuple[str, ...] | str | None = None
+    every: int = 6
+    warmup: int = 6
+    interval: Literal["fixed", "decreasing"] = "fixed"
+    longest: int = 8
+    shortest: int = 4
+    listed: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    total: int | None = None
+    share: float | None = None
+    sampled: int = 5
+    text: Literal["first", "last"] | None = None
+    foreground: Foreground | None = field(default=None, repr=False, compare=False)
+    tables: Tables | str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.background, str):
+            object.__setattr__(self, "background", (self.background,))
+        check_int("every", self.every, 1, " (1 turns the cache off)")
+        check_int("warmup", self.warmup, 0)
+        check_int("sampled", self.sampled, 1)
+        if self.interval not in ("fixed", "decreasing"):
+            raise ValueError(f"interval={self.interval!r}: must be 'fixed' or 'decreasing'")
+        if self.text not in (None, "first", "last"):
+            raise ValueError(f"text={self.text!r}: must be 'first', 'last' or None")
+        if self.share is not None and not 0 <= self.share <= 1:
+            raise ValueError(f"share={self.share!r}: must be from 0 to 1")
+        if self.listed and self.total is None:
+            raise ValueError("total=None: listed steps need the number of steps, such as total=50")
+        object.__setattr__(self, "listed", tuple((k, tuple(s)) for k, s in self.listed))
+        self.load_tables()
+        when = self._when()
+        if self.background is not None:
+            self._combine(merged(self.background), when)
+
+    @classmethod
+    def published(cls, model: str) -> ProfilingDiT:
+        """Return the published blocks and schedule of a model.
+
+        Args:
+            model: `wan2.1-14b` (28 of 40 blocks, any number of steps) or `hunyuanvideo` (14 of 20
+                double and 24 of 40 single blocks, 50 steps).
+
+        Raises:
+            ValueError: If there is none for that model.
+        """
+        if model == "wan2.1-14b":
+            runs = ("0", "2-7", "10-20", "25-32", "37-38")
+            return cls(background=tuple(f"blocks.{run}" for run in runs))
+        if model == "hunyuanvideo":
+            spans = ("0", "2", "4-7", "10-21", "23", "25-27", "31", "33")
+            single = tuple(f"single_transformer_blocks.{span}" for span in spans)
+            return cls(
+                background=("transformer_blocks.6-19", *single),
+                listed=(("single_transformer_blocks", _HUNYUAN_STEPS),),
+                total=50,
+            )
+        raise ValueError(f"model={model!r}: published are 'wan2.1-14b' and 'hunyuanvideo'")
+
+    def parts(self) -> Combine:
+        """Return the runs of background blocks, their schedule, and reuse.
+
+        Raises:
+            UncalibratedError: If neither `background` nor `tables` are given.
+        """
+        blocks = self.background
+        if blocks is None:
+            blocks = background_of(self.measured(), self.share)
+        return self._combine(merged(blocks), self._when())
+
+    def collector(self) -> ProfileCollector:
+        """Return a collector that measures where the blocks attend to."""
+        return ProfileCollector(self.sampled, self.text, self.foreground)
+
+    def _combine(self, blocks: tuple[str, ...], when: When) -> Combine:
+        if not blocks:
+            return Combine(Every(1), Reuse(), Site.MODEL)
+        own = dict(self.listed)
+        unknown = [key for key in own if not any(_parsed(name)[0] == key for name in blocks)]
+        if unknown:
+            raise ValueError(
+                f"listed: {unknown[0]!r} is no list of the background blocks {', '.join(blocks)}"
+            )
+        if own:
+            assert self.total is not None
+            common = _steps(when, self.total)
+            first = tuple(range(min(self.warmup, self.total)))
+            steps = {
+                b: (*first, *own[k]) if (k := _parsed(b)[0]) in own else common for b in blocks
+            }
+            when = Table(steps, self.total)
+        return Combine(when, Reuse(), Site.RUN, blocks=blocks)
+
+    def _when(self) -> When:
+        if self.interval == "fixed":
+            return Every(self.every, self.warmup + 1)
+        return Decreasing(self.longest, self.shortest, self.warmup, self.total)
+
+
+def background_of(tables: Tables, share: float | None) -> tuple[str, ...]:
+    """Return the background blocks: those whose attention overlaps least with the foreground.
+
+    Args:
+        tables: With `overlap.<list>`, float [L], 0 to 1, NaN where nothing was measured.
+        share: Part of the measured blocks, rounded to whole blocks; None takes those below the
+            median. Of equal blocks the first come first, lists by their names.
+    """
+    found = [
+        (float(value), f"{name.removeprefix(OVERLAP)}.{index}")
+        for name in sorted(tables.names())
+        if name.startswith(OVERLAP)
+        for index, value in enumerate(tables[name])
+        if not math.isnan(float(value))
+    ]
+    if share is None:
+        middle = float(torch.tensor([v for v, _ in found], dtype=torch.float64).quantile(0.5))
+        return merged(name for value, name in found if value < middle)
+    count = math.floor(share * len(found) + 0.5)
+    return merged(name for _, name in sorted(found, key=lambda entry: entry[0])[:count])
+
+
+def merged(names: Iterable[str]) -> tuple[str, ...]:
+    """Return block names as ranges, adjacent blocks of a list in one.
+
+    Raises:
+        ValueError: If a name is not understood.
+    """
+    wanted: dict[str, set[int]] = {}
+    for name in names:
+        key, first, last = _parsed(name)
+        wanted.setdefault(key, set()).update(range(first, last + 1))
+    ranges: list[str] = []
+    for key, indices in wanted.items():
+        starts = sorted(index for index in indices if index - 1 not in indices)
+        ends = sorted(index for index in indices if index + 1 not in indices)
+        for first, last in zip(starts, ends, strict=True):
+            ranges.append(f"{key}.{first}" if first == last else f"{key}.{first}-{last}")
+    return tuple(ranges)
+
+
+def _parsed(name: str) -> tuple[str, int, int]:
+    """Return the list, first and last index of a name such as `blocks.2-7`."""
+    match = _NAME.fullmatch(str(name))
+    first, last = (int(match[2]), int(match[3] or match[2])) if match else (1, 0)
+    if match is None or last < first:
+        raise ValueError(f"background: {name!r} is no block such as 'blocks.3' or 'blocks.2-9'")
+    return match[1], first, last
+
+
+def _steps(when: When, total: int) -> tuple[int, ...]:
+    """Return the computed steps of a schedule that needs no probe."""
+    state, steps = when.init(), []
+    for index in range(total):
+        step = Step(index, total=total)
+        if when.should_compute(state, step, None):
+            when.computed(state, step, None)
+            steps.append(index)
+    return tuple(steps)

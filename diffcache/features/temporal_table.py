@@ -1,0 +1,218 @@
+"""Look up what depends on the timestep and the condition alone (temporal tables)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from diffcache.features.base import Ability, FeatureMethod, check_int
+from diffcache.features.combine import Combine
+from diffcache.features.instead import Reuse
+from diffcache.features.when import Every
+from diffcache.step import Site
+
+BITS = {8: torch.int8, 16: torch.int16}
+
+
+@dataclass(frozen=True)
+class TimeTables(Ability):
+    """Tables of the modules that see the timestep and the condition alone.
+
+    Attributes:
+        entries: Most condition vectors that are kept.
+        bits: Of a table's numbers, None for the model's own.
+        scale: What shares a scale: each `entry`, or a `site` over the steps of a run.
+        keep: What is kept of a site with `bits`: its `table`, its `layer` with rounded weights,
+            or whichever is `closer`.
+        by: Whether the closer one is chosen for each `step` or for a `site` as a whole.
+    """
+
+    entries: int
+    bits: int | None
+    scale: str
+    keep: str
+    by: str
+
+
+@dataclass(frozen=True)
+class TemporalTable(FeatureMethod):
+    """Keep what time embeddings and modulation layers return, and look it up in later runs.
+
+    Reference: TFMQ-DM, arXiv 2311.16503, section 3, whose temporal information block is the
+    modules that depend on the timestep alone. In float (`bits=None`) nothing is approximated: the
+    key of an entry is the content of every argument that the module's input depends on, bit for
+    bit, and an unknown key is computed, never interpolated. So it also holds for modules that mix
+    the timestep with a class, a prompt or a guidance scale (adaptive layer norms of transformers);
+    their entries serve runs with the same prompt, timesteps and shapes. A denoiser's tables last
+    until it is unwrapped or its weights change. It goes with any other method: skipped steps look
+    up what they still need.
+
+    `bits` rounds the tables ("cache-based maintenance") and `keep="closer"` takes, where that is
+    closer to the float feature, a layer with rounded weights instead ("disturbance-aware
+    selection"). Both are reconstructed from the abstract of arXiv 2407.19547: its granularity is
+    not known to us, weights are rounded to the nearest per output channel without reconstruction,
+    and the activations of the layer are not rounded. The measure is the paper's, the cosine. The
+    first run with a condition is computed in float; at its end its tables are rounded.
+
+    Args:
+        method: The feature cache to go with it, None for none.
+        entries: Most condition vectors to keep, per denoiser; a run needs one for each of its
+            steps and branches, more where some modules see the timestep alone. Beyond it,
+            those that the current run has not used go, oldest first; if it uses all, new ones are
+            computed and not kept.
+        bits: 8 or 16, or None for the model's own numbers.
+        scale: With `bits`: one scale for each `entry`, or for each `site` over a run's steps.
+        keep: With `bits`: the `table`, the `layer`, or whichever is `closer`.
+        by: With `keep="closer"`: choose for each `step` or for a `site` over a run's steps.
+
+    Raises:
+        ValueError: If a value is out of its range.
+
+    Example:
+        >>> pipe = diffcache.wrap(pipe, TemporalTable(TaylorSeer(every=5)))  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "temporal-table"
+    source: ClassVar[str] = (
+        "TFMQ-DM: Temporal Feature Maintenance Quantization for Diffusion Models; "
+        "Temporal Feature Matters: A Framework for Diffusion Model Quantization"
+    )
+    bibtex: ClassVar[str] = """@inproceedings{huang2024tfmq,
+  title={{TFMQ-DM}: Temporal Feature Maintenance Quantization for Diffusion Models},
+  author={Huang, Yushi and Gong, Ruihao and Liu, Jing and Chen, Tianlong and Liu, Xianglong},
+  booktitle={Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition},
+  year={2024}
+}
+@article{huang2025temporal,
+  title={Temporal Feature Matters: A Framework for Diffusion Model Quantization},
+  author={Huang, Yushi and Gong, Ruihao and Liu, Xianglong and Liu, Jing and Li, Yuhang and
+          Lu, Jiwen and Tao, Dacheng},
+  journal={IEEE Transactions on Pattern Analysis and Machine Intelligence},
+  year={2025}
+}"""
+
+    method: FeatureMethod | None = None
+    entries: int = 512
+    bits: int | None = None
+    scale: Literal["entry", "site"] = "entry"
+    keep: Literal["table", "layer", "closer"] = "table"
+    by: Literal["step", "site"] = "step"
+
+    def __post_init__(self) -> None:
+        if self.method is not None and not isinstance(self.method, FeatureMethod):
+            raise ValueError(f"method={self.method!r}: must be a method such as TaylorSeer(), None")
+        if any(isinstance(ability, TimeTables) for ability in self._inner_abilities()):
+            raise ValueError(f"method={self.method!r}: has temporal tables already")
+        check_int("entries", self.entries, 1)
+        if self.bits is not None and self.bits not in BITS:
+            raise ValueError(f"bits={self.bits!r}: must be 8, 16 or None")
+        for name, known in (
+            ("scale", ("entry", "site")),
+            ("keep", ("table", "layer", "closer")),
+            ("by", ("step", "site")),
+        ):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, known))}")
+            if self.bits is None and value != known[0]:
+                raise ValueError(f"{name}={value!r} with bits=None: set bits=8 or bits=16")
+        if self.by == "site" and self.keep != "closer":
+            raise ValueError(f"by='site' with keep={self.keep!r}: set keep='closer'")
+
+    def parts(self) -> Combine:
+        """Return the parts of the method that goes with it; without one, everything is computed."""
+        if self.method is None:
+            return Combine(Every(1), Reuse(), Site.MODEL)
+        return self.method.parts()
+
+    def abilities(self) -> tuple[Ability, ...]:
+        """Return the inner method's abilities and the tables, which see what those changed."""
+        tables = TimeTables(self.entries, self.bits, self.scale, self.keep, self.by)
+        return (*self._inner_abilities(), tables)
+
+    def check_model(self, facts: Mapping[str, Any]) -> None:
+        """Ask the inner method."""
+        if self.method is not None:
+            self.method.check_model(facts)
+
+    def _inner_abilities(self) -> tuple[Ability, ...]:
+        return () if self.method is None else self.method.abilities()
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A tensor in whole numbers and one scale; at most half a step from what it was made from."""
+
+    codes: Tensor
+    step: Tensor
+    dtype: torch.dtype
+
+    def value(self) -> Tensor:
+        """Return the numbers, in the dtype that they had."""
+        return (self.codes * self.step).to(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scale."""
+        return self.codes.nbytes + self.step.nbytes
+
+
+def step_of(values: list[Tensor], bits: int, dim: int | None = None) -> Tensor:
+    """Return the width of one step of symmetric rounding that no value overflows.
+
+    Args:
+        values: Any shapes, float, that share the scale.
+        bits: 8 or 16.
+        dim: Take the largest along this axis only; of one tensor.
+
+    Returns:
+        float32 or float64: one number, or one for each place of the other axes.
+    """
+    if dim is None:
+        most = torch.stack([value.detach().abs().max() for value in values]).max()
+    else:
+        most = values[0].detach().abs().amax(dim, keepdim=True)
+    most = most if most.dtype == torch.float64 else most.float()
+    return torch.where(most > 0, most / (2 ** (bits - 1) - 1), torch.ones_like(most))
+
+
+def rounded(value: Tensor, bits: int, step: Tensor) -> Rounded:
+    """Round a tensor to whole multiples of `step`."""
+    most = 2 ** (bits - 1) - 1
+    codes = (value.detach() / step).round().clamp(-most, most).to(BITS[bits])
+    return Rounded(codes, step, value.dtype)
+
+
+def disturbance(exact: list[Tensor], found: list[Tensor]) -> float:
+    """Return 1 minus the cosine of two features, 0 where they are alike; waits for the device.
+
+    Args:
+        exact: The tensors of a feature.
+        found: Those that stand for them, of the same shapes.
+    """
+    one = torch.cat([tensor.detach().double().flatten() for tensor in exact])
+    two = torch.cat([tensor.detach().double().flatten() for tensor in found])
+    if torch.equal(one, two):
+        return 0.0
+    size = one.norm() * two.norm()
+    return float(1 - one @ two / size) if float(size) > 0 else 1.0
+
+
+def keeps_table(layer: Tensor, table: Tensor, by: str) -> Tensor:
+    """Choose the maintenance that disturbs a site's features less; the table where both are equal.
+
+    Args:
+        layer: float [S], disturbance by the rounded layer at each step.
+        table: float [S], disturbance by the rounded table.
+        by: `step` chooses for each step, `site` for all of them by the mean.
+
+    Returns:
+        bool [S], True where the table is kept.
+    """
+    if by == "site":
+        return (table.mean() <= layer.mean()).expand(table.shape)
+    return table <= layer
