@@ -16,7 +16,14 @@ METHODS = {
     "first-block": "diffcache.features.first_block:FirstBlock",
     "taylorseer": "diffcache.features.taylorseer:TaylorSeer",
     "confidence-gated-taylor": "diffcache.features.confidence_gated:ConfidenceGatedTaylor",
+    "teacache": "diffcache.features.teacache:TeaCache",
+    "magcache": "diffcache.features.magcache:MagCache",
+    "dbcache": "diffcache.features.dbcache:DBCache",
+    "seacache": "diffcache.features.seacache:SeaCache",
+    "ertacache": "diffcache.features.ertacache:ERTACache",
     "fitted-forecast": "diffcache.features.fitted:FittedForecast",
+    "profilingdit": "diffcache.features.profilingdit:ProfilingDiT",
+    "temporal-table": "diffcache.features.temporal_table:TemporalTable",
     "tuned": "diffcache.features.tuned:Tuned",
 }
 

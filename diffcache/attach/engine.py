@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from diffcache.attach.account import account
 from diffcache.attach.anatomy import Anatomy
-from diffcache.attach.anchor import claim, owner_of, release
+from diffcache.attach.anchor import claim, release
 from diffcache.attach.clock import Branch, Run, Timeline
 from diffcache.attach.context import current_context
 from diffcache.attach.extension import Extension, install
 from diffcache.attach.facts import facts_of
 from diffcache.attach.frame import Frame, gated_items
+from diffcache.attach.hooks import close_frame, open_frame
 from diffcache.attach.install import Taps
 from diffcache.attach.layout import Layout
 from diffcache.attach.learn import learn, verify
@@ -25,13 +24,12 @@ from diffcache.attach.output import keep_output, stand_in
 from diffcache.attach.peek import Peek
 from diffcache.attach.record import Call
 from diffcache.attach.signature import conditions_of, signature_of, writes_cache
-from diffcache.attach.tap import FRAME
 from diffcache.attach.trace import Trace
 from diffcache.attach.tree import unshared
-from diffcache.errors import AttachError, CacheWarning
+from diffcache.errors import AttachError
 from diffcache.features.base import FeatureMethod
 from diffcache.features.hold import Hold
-from diffcache.step import CURRENT, Site
+from diffcache.step import Site
 
 if TYPE_CHECKING:
     from diffcache.attach.handle import Handle
@@ -265,58 +263,3 @@ class Engine:
             branch.anchor = frame.step.index
         account(self, frame, layout)
         return replaced
-
-
-def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of a wrapped denoiser; does nothing on a copy of one."""
-    if torch.compiler.is_compiling():
-        _refuse_compiled(module)
-        return None
-    engine = owner_of(module)
-    if engine is None:
-        _orphan(module)
-        return None
-    frame, given = engine.open(args, kwargs)
-    frame.token = FRAME.set(frame), CURRENT.set(frame.step)
-    return given
-
-
-def close_frame(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-    """Forward hook of a wrapped denoiser, called after exceptions as well."""
-    if torch.compiler.is_compiling():
-        return None
-    engine = owner_of(module)
-    frame = FRAME.get()
-    if engine is None or frame is None or frame.engine is not engine:
-        return None
-    FRAME.reset(frame.token[0])
-    CURRENT.reset(frame.token[1])
-    if out is None:  # an exception is on its way
-        engine.handle.abandon()
-        return None
-    return engine.close(frame, kwargs, out)
-
-
-# not torch.compiler.disable, which imports the compiler at once
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def _refuse_compiled(module: nn.Module) -> None:
-    """Raise for a wrapped model that is being compiled as a whole; a copy of one may be."""
-    if owner_of(module) is not None:
-        raise AttachError(
-            f"{type(module).__name__} is compiled as a whole, which fixes what runs; compile its "
-            "blocks instead: model.compile_repeated_blocks(fullgraph=True)"
-        )
-    _orphan(module)
-
-
-def _orphan(module: nn.Module) -> None:
-    """Take the hooks off a copy of a wrapped model and say that it runs uncached."""
-    for name, hook in (("_forward_pre_hooks", open_frame), ("_forward_hooks", close_frame)):
-        hooks = getattr(module, name)  # which a shallow copy shares with the original
-        kept = {key: value for key, value in hooks.items() if value is not hook}
-        setattr(module, name, type(hooks)(kept))
-    warnings.warn(
-        f"this {type(module).__name__} is a copy of a wrapped one and runs uncached; wrap it too",
-        CacheWarning,
-        stacklevel=4,
-    )

@@ -58,7 +58,10 @@ class When(ABC):
 
     @abstractmethod
     def should_compute(self, state: Any, step: Step, probe: Tensor | None) -> bool:
-        """Return True to compute this step, False to skip it. Never changes `state`."""
+        """Return True to compute this step, False to skip it; asking again changes nothing.
+
+        A schedule that adds up what skipped steps showed may note it in `state`, once a step.
+        """
 
     def computed(self, state: Any, step: Step, probe: Tensor | None) -> None:  # noqa: B027
         """Note that this step is computed, for whatever reason."""

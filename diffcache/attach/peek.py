@@ -1,0 +1,158 @@
+"""The modulated input of the first block, seen without running the block."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from diffcache.attach.anatomy import Anatomy
+from diffcache.attach.tap import Tap
+from diffcache.errors import AttachError
+
+if TYPE_CHECKING:
+    from diffcache.attach.engine import Engine
+
+PEEKING: ContextVar[bool] = ContextVar("diffcache_peeking", default=False)
+
+
+class Seen(BaseException):
+    """Carries the first attention's input out of a block that is cut short.
+
+    No `Exception`, which a model might handle.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Peek:
+    """Runs a block up to its first attention, which costs its norm and modulation.
+
+    Every block's first attention gets a forward pre-hook that does nothing but in a peek: any
+    block may be the first that runs, and blocks that are alike compile to one graph. Hooks of
+    offloading sit in the modules' `forward` and work as in a full call.
+
+    Args:
+        model: The denoiser.
+        anatomy: Its anatomy.
+
+    Raises:
+        AttachError: If no block has an attention, or the first of a UNet has none.
+    """
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
+        self._model, self._name = model, anatomy.model
+        found: dict[str, str] = {}
+        for site in anatomy.modules:
+            block = ".".join(site.parent.split(".")[: site.list_key.count(".") + 2])
+            if site.kind == "attention":
+                found.setdefault(block, f"{site.parent}.{site.child}")
+        self._paths = list(found.values())
+        first = f"{anatomy.lists[0].key}.0"
+        if not found or (anatomy.is_unet and first not in found):  # a UNet starts at the top
+            raise AttachError(
+                f"{anatomy.model}: {first} has no attention module, whose input a 'modulated' "
+                "probe is; use a gate of='residual' with lead=1, as FirstBlock"
+            )
+        self._watched: dict[int, nn.Module] = {}
+        self._watch()
+
+    def _watch(self) -> bool:
+        """Hook the attentions that have no hook yet; return whether there were any."""
+        fresh = False
+        for path in self._paths:
+            module = self._model.get_submodule(path)
+            if id(module) not in self._watched:
+                unwatch(module)  # a copy of a watched one
+                module.register_forward_pre_hook(watch, prepend=True, with_kwargs=True)
+                self._watched[id(module)] = module
+                fresh = True
+        return fresh
+
+    def remove(self) -> None:
+        """Leave the model as it was found."""
+        for module in self._watched.values():
+            unwatch(module)
+        self._watched = {}
+
+    def look(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Return the input of the first attention that `run` comes to.
+
+        Args:
+            run: A block's forward, or the forward of the model with `plain` blocks.
+            args: What it is called with.
+            kwargs: What it is called with.
+
+        Returns:
+            The tensor `[B, T, D]` that the attention was about to be given first.
+
+        Raises:
+            AttachError: If no attention is come to, or the way there changes an argument.
+        """
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        versions = [_version(tensor) for tensor in tensors]
+        token = PEEKING.set(True)
+        try:
+            run(*args, **kwargs)
+            if self._watch():  # blocks were replaced since
+                run(*args, **kwargs)
+        except Seen as seen:
+            if versions != [_version(tensor) for tensor in tensors]:
+                raise AttachError(
+                    f"{self._name}: its first block writes to its input before its attention, so "
+                    "it cannot be looked into; use a gate of='residual' with lead=1, as FirstBlock"
+                ) from None
+            return seen.tensor
+        finally:
+            PEEKING.reset(token)
+        raise AttachError(
+            f"{self._name}: the block that runs first calls none of the attentions that were found "
+            f"({self._paths[0]} and so on); use a gate of='residual' with lead=1, as FirstBlock"
+        )
+
+
+def look(engine: Engine, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the input of the first attention that `run` comes to, of an engine that peeks."""
+    assert engine.peek is not None
+    return engine.peek.look(run, args, kwargs)
+
+
+class PlainTap(Tap):
+    """A block that runs as written, even where it is compiled."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the block."""
+        return plain(self.module)(*args, **kwargs)
+
+
+def plain(block: nn.Module) -> Any:
+    """Return a block's forward as written, which `torch.compile` would run without its hooks."""
+    return getattr(block, "_orig_mod", block).forward
+
+
+def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of an attention: in a peek, end the call with its first tensor."""
+    if torch.compiler.is_compiling() or not PEEKING.get():
+        return
+    given = [kwargs.get("hidden_states"), *args, *kwargs.values()]
+    tensor = next((value for value in given if isinstance(value, Tensor)), None)
+    if tensor is not None:
+        raise Seen(tensor.detach())
+
+
+def unwatch(module: nn.Module) -> None:
+    """Take the hook of peeks off a module."""
+    hooks = module._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if hook is watch]:
+        del hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was written to; inference tensors do not count it."""
+    return 0 if tensor.is_inference() else tensor._version

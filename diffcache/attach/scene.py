@@ -1,0 +1,112 @@
+"""What a denoiser call is about: the noise level of its step, and the grid of its tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from diffcache.attach.extension import Extension
+from diffcache.errors import AttachError
+
+if TYPE_CHECKING:
+    from diffcache.attach.engine import Engine
+    from diffcache.attach.frame import Frame
+
+SIZES = ("num_frames", "height", "width")  # arguments that speak of a grid
+
+
+class Scenes(Extension):
+    """Tells a rule, before every call, what the call is about."""
+
+    def __init__(self, rule: Any, engine: Engine) -> None:
+        self.rule, self.engine = rule, engine
+
+    def timesteps(self, scheduler: Any) -> None:
+        """Note the weights of signal and noise at every timestep."""
+        self.engine.handle.run().extras[self] = weights_of(scheduler), {}
+
+    def open(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tell the weights of this step and the grids of this call."""
+        run = frame.timeline.run
+        place = run.begin + frame.step.index
+        weights, grids = run.extras.get(self, ((), {}))
+        if place >= len(weights):
+            raise AttachError(
+                f"{self.engine.anatomy.model}: the noise level of step {frame.step.index} is not "
+                "known, as no scheduler was heard of; wrap the pipeline, or use TeaCache"
+            )
+        if frame.branch.number not in grids:  # a run does not change them
+            grids[frame.branch.number] = grids_of(kwargs)
+        sample = frame.sample
+        sizes = tuple(sample.shape[2:]) if isinstance(sample, Tensor) and sample.dim() > 3 else ()
+        self.rule.tell(weights[place], grids[frame.branch.number], sizes)
+
+
+def weights_of(scheduler: Any) -> list[tuple[float, float]]:
+    """Return the weights of signal and noise in the sample at every timestep.
+
+    Raises:
+        AttachError: If the scheduler has neither the sigmas of a flow nor cumulated alphas.
+    """
+    config = scheduler.config
+    name = type(scheduler).__name__
+    flows = config.get("use_flow_sigmas") or config.get("prediction_type") == "flow_prediction"
+    if "FlowMatch" in name or flows:
+        sigmas = scheduler.sigmas[: len(scheduler.timesteps)].tolist()
+        pairs = [(1 - sigma, sigma) for sigma in sigmas]
+        return (
+            [(noise, signal) for signal, noise in pairs] if config.get("invert_sigmas") else pairs
+        )
+    alphas = getattr(scheduler, "alphas_cumprod", None)
+    if alphas is None:
+        raise AttachError(
+            f"{name}: neither a flow's sigmas nor alphas_cumprod tell its noise levels; use "
+            "another scheduler, or TeaCache"
+        )
+    places = torch.as_tensor(scheduler.timesteps).round().long().clamp(0, len(alphas) - 1)
+    levels = alphas[places.to(alphas.device)].tolist()
+    return [(math.sqrt(alpha), math.sqrt(1 - alpha)) for alpha in levels]
+
+
+def grids_of(kwargs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """Return the token grids that the arguments of a call speak of.
+
+    Position ids (`[T, axes]` tensors called `..._ids`), shapes (`[[(F, H, W)]]` lists called
+    `..._shapes`) and sizes called `num_frames`, `height` and `width`.
+    """
+    found: list[tuple[int, ...]] = []
+    for name, value in kwargs.items():
+        if name.endswith("ids") and isinstance(value, Tensor) and value.dim() in (2, 3):
+            rows = value.reshape(-1, *value.shape[-2:])[0]
+            counts = tuple(len(column.unique()) for column in rows.unbind(-1))
+            found.append(tuple(count for count in counts if count > 1) or (1,))
+        elif name.endswith("shapes"):
+            found += _tuples(value)
+    sizes = tuple(kwargs[name] for name in SIZES if isinstance(kwargs.get(name), int))
+    return (*found, sizes) if sizes else tuple(found)
+
+
+def _tuples(value: Any) -> list[tuple[int, ...]]:
+    """Return the tuples of whole numbers inside nested lists."""
+    if not isinstance(value, (list, tuple)):
+        return []
+    if value and all(isinstance(item, int) for item in value):
+        return [tuple(value)]
+    return [found for item in value for found in _tuples(item)]
+
+
+def install(engine: Engine, ability: Any) -> Scenes:
+    """Return the extension for a scene rule.
+
+    Raises:
+        AttachError: If a bare model is wrapped, whose noise levels nobody tells.
+    """
+    if engine.handle.target() is engine.model:
+        raise AttachError(
+            f"{engine.anatomy.model}: a bare model has no scheduler to tell the noise levels; wrap "
+            "the pipeline, or use TeaCache"
+        )
+    return Scenes(ability, engine)

@@ -1,0 +1,129 @@
+"""Lead and tail blocks that always run around blocks that a gate skips (DBCache)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from diffcache.features.base import FeatureMethod, Probe, When, check_int
+from diffcache.features.combine import Combine
+from diffcache.features.instead import Taylor
+from diffcache.features.when import Gate
+from diffcache.step import Step
+
+
+@dataclass
+class Budget:
+    """The state of the gate, and how many steps were computed."""
+
+    gate: Any
+    computed: int = 0
+    index: int = -1
+
+
+@dataclass(frozen=True)
+class Limited(When):
+    """A gate that skips no more than so many steps, in a row and in all.
+
+    Args:
+        gate: Decides where the limits leave it a choice.
+        longest: Steps that are skipped in a row at most, None for any number.
+        skips: Steps that are skipped in a run at most, None for any number.
+
+    Raises:
+        ValueError: If a limit is below 1.
+    """
+
+    gate: Gate
+    longest: int | None = None
+    skips: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("longest", "skips"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1, " (None for no limit)")
+
+    @property
+    def probe(self) -> Probe:
+        """What the gate looks at."""
+        return self.gate.probe
+
+    def init(self) -> Budget:
+        """Return an empty run."""
+        return Budget(self.gate.init())
+
+    def should_compute(self, state: Budget, step: Step, probe: Tensor | None) -> bool:
+        """Return whether a limit is reached or the gate is open."""
+        if self.longest is not None and step.index - state.index > self.longest:
+            return True
+        if self.skips is not None and step.index - state.computed >= self.skips:
+            return True
+        return self.gate.should_compute(state.gate, step, probe)
+
+    def computed(self, state: Budget, step: Step, probe: Tensor | None) -> None:
+        """Count the step and let the gate know."""
+        state.computed, state.index = state.computed + 1, step.index
+        self.gate.computed(state.gate, step, probe)
+
+    def held(self, state: Budget) -> list[Tensor]:
+        """Return what the gate keeps."""
+        return self.gate.held(state.gate)
+
+
+@dataclass(frozen=True)
+class DBCache(FeatureMethod):
+    """Skip the blocks between lead and tail while the residual of the lead hardly changed.
+
+    The first `lead` blocks always run, and what they add to the stream is compared with what they
+    added at the last computed step, `mean|new - old| / mean|old|`; below `threshold` the blocks
+    behind them are skipped, their residuals reused or forecast, and the last `tail` blocks run on
+    the result. Reference: DBCache of cache-dit, https://github.com/vipshop/cache-dit, whose
+    `F8B0` is `lead=8, tail=0`. Differs: the first guidance branch decides for all; the comparison
+    is in float32 over all tokens; each list of blocks keeps its own residual.
+
+    Args:
+        threshold: Largest change still taken as none (`residual_diff_threshold`); dimensionless;
+            0 turns the cache off. 0.08 to 0.2 is usual.
+        lead: First blocks that always run (`Fn_compute_blocks`), at least 1.
+        tail: Last blocks that always run (`Bn_compute_blocks`).
+        warmup: First steps that are always computed (`max_warmup_steps`), at least 1.
+        longest: Steps that are skipped in a row at most (`max_continuous_cached_steps`).
+        skips: Steps that are skipped in a run at most (`max_cached_steps`).
+        order: Of the forecast of the skipped residuals, 0 (reuse) to 4 (`taylorseer_order`).
+
+    Raises:
+        ValueError: If a value is out of its range.
+
+    Example:
+        >>> pipe = diffcache.wrap(pipe, DBCache(0.12, lead=8, warmup=4))  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "dbcache"
+    source: ClassVar[str] = "DBCache: Dual Block Cache (cache-dit)"
+    bibtex: ClassVar[str] = """@misc{cachedit2025,
+  title={cache-dit: A PyTorch-native and Flexible Inference Engine with Hybrid Cache Acceleration
+         and Parallelism for DiTs},
+  author={{DefTruth} and {vipshop.com}},
+  howpublished={https://github.com/vipshop/cache-dit},
+  year={2025}
+}"""
+
+    threshold: float = 0.08
+    lead: int = 1
+    tail: int = 0
+    warmup: int = 8
+    longest: int | None = None
+    skips: int | None = None
+    order: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("lead", self.lead, 1, " (the gate looks at the lead blocks)")
+        self.parts()
+
+    def parts(self) -> Combine:
+        """Return the limited gate on the lead's residual, and the forecast behind it."""
+        gate = Gate(self.threshold, self.warmup)
+        when = Limited(gate, self.longest, self.skips)
+        return Combine(when, Taylor(self.order), lead=self.lead, tail=self.tail)

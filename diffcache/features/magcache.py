@@ -1,0 +1,232 @@
+"""Skip while the residual's calibrated magnitude says that reuse errs little (MagCache)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from diffcache.features.base import When, check_int, check_threshold
+from diffcache.features.collect import Calibrated, Collector, RunInfo
+from diffcache.features.combine import Combine
+from diffcache.features.instead import Reuse
+from diffcache.features.tables import Tables
+from diffcache.features.when import Every, LastComputed
+from diffcache.step import Step
+
+
+@dataclass(frozen=True)
+class Magnitude(When):
+    """Skip while products of magnitude ratios stay near 1.
+
+    With `p(k)` the product of the ratios of the `k` steps behind the last computed one, a step is
+    skipped while the sum of `|1 - p(k)|` over them is below `threshold` and they are no more than
+    `longest`. The decisions follow from the ratios and the step alone.
+
+    Args:
+        ratios: Norm of the residual of every step over that of the step before.
+        threshold: Sums below it skip; 0 turns the cache off.
+        longest: Steps that are skipped in a row at most.
+        retention: First part of the run that is always computed, 0 to 1.
+    """
+
+    ratios: tuple[float, ...]
+    threshold: float
+    longest: int
+    retention: float
+
+    def init(self) -> LastComputed:
+        """Return an empty run."""
+        return LastComputed()
+
+    def should_compute(self, state: LastComputed, step: Step, probe: Tensor | None) -> bool:
+        """Return whether the summed error reached the threshold, or the limit the row of skips."""
+        total = step.total or len(self.ratios)
+        kept = int(self.retention * total + 0.5)
+        if state.index is None or step.index < kept or step.index - state.index > self.longest:
+            return True
+        product, error = 1.0, 0.0
+        for index in range(max(state.index + 1, kept), step.index + 1):
+            product *= ratio_at(self.ratios, index, total)
+            error += abs(1 - product)
+        return not error < self.threshold
+
+    def computed(self, state: LastComputed, step: Step, probe: Tensor | None) -> None:
+        """Start the product anew."""
+        state.index = step.index
+
+
+def ratio_at(ratios: tuple[float, ...], index: int, total: int) -> float:
+    """Return the ratio of step `index` of `total`: that of the nearest step of the calibration.
+
+    Beyond the run, whose length nobody may have said, it is 1.
+    """
+    if index >= total:
+        return 1.0
+    if total == len(ratios):
+        return ratios[index]
+    if total == 1:
+        return ratios[-1]
+    return ratios[round(index * (len(ratios) - 1) / (total - 1))]
+
+
+@dataclass(frozen=True)
+class MagCache(Calibrated):
+    """Reuse the stack's residual while its magnitude, known from a calibration, hardly changes.
+
+    Reference: MagCache, arXiv 2506.09045, section 3 (magnitude law, error model and adaptive
+    caching), with the schedule of its released code as diffusers has it. Differs: a sum that
+    equals the threshold is computed, so that 0 turns the cache off; the ratios are means over the
+    prompts and guidance branches of the calibration, and over the tokens of all streams; each
+    list of blocks keeps its own residual.
+
+    Args:
+        threshold: Smallest summed error that is computed; dimensionless; 0 turns the cache off.
+            0.06 to 0.24.
+        longest: Steps that are skipped in a row at most, 2 to 6 in the paper.
+        retention: First part of the run that is always computed, 0 to 1.
+        ratios: Published ratios of a model of the same family, one a step of a run of any length;
+            None takes those of the tables.
+        tables: From `diffcache.calibrate`, or a file it wrote; for runs of any length too.
+
+    Raises:
+        ValueError: If a value is out of its range.
+        TablesError: If the tables are another method's.
+
+    Example:
+        >>> method = diffcache.calibrate(pipe, MagCache(), prompts=["a cat"])  # doctest: +SKIP
+        >>> pipe = diffcache.wrap(pipe, method)  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "magcache"
+    source: ClassVar[str] = "MagCache: Fast Video Generation with Magnitude-Aware Cache"
+    bibtex: ClassVar[str] = """@inproceedings{ma2025magcache,
+  title={MagCache: Fast Video Generation with Magnitude-Aware Cache},
+  author={Ma, Zehong and Wei, Longhui and Wang, Feng and Zhang, Shiliang and Tian, Qi},
+  booktitle={Advances in Neural Information Processing Systems},
+  year={2025}
+}"""
+
+    threshold: float = 0.06
+    longest: int = 3
+    retention: float = 0.2
+    ratios: tuple[float, ...] | None = None
+    tables: Tables | str | None = None
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold, " (0 turns the cache off)")
+        check_int("longest", self.longest, 1)
+        value: Any = self.retention
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            raise ValueError(f"retention={value!r}: must be a number from 0 to 1")
+        self.load_tables()
+        if self.ratios is not None:
+            if self.tables is not None:
+                raise ValueError("ratios and tables: give one of them")
+            object.__setattr__(self, "ratios", check_ratios(self.ratios))
+
+    def parts(self) -> Combine:
+        """Return the schedule that follows from the ratios, and reuse."""
+        if self.threshold == 0:
+            return Combine(Every(1), Reuse())
+        ratios = self.ratios or tuple(self.measured()["ratios"].tolist())
+        return Combine(Magnitude(ratios, self.threshold, self.longest, self.retention), Reuse())
+
+    def collector(self) -> Ratios:
+        """Return what measures the magnitude ratios of the stack's residual."""
+        return Ratios()
+
+
+def check_ratios(values: Any) -> tuple[float, ...]:
+    """Return positive finite ratios as a tuple.
+
+    Raises:
+        ValueError: If there are none or one is no positive finite number.
+    """
+    try:
+        made = tuple(float(value) for value in values)
+    except TypeError:
+        made = ()
+    if not made or not all(0 < value < math.inf for value in made):
+        raise ValueError(f"ratios={values!r}: must be positive finite numbers, one a step")
+    return made
+
+
+class Ratios(Collector):
+    """Mean ratios of the norms of the residual's tokens, from step to step.
+
+    The residuals of lists that follow each other are added where they are of one stream, which is
+    taken to be so where place and shape agree.
+    """
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(2, 0, dtype=torch.float64)
+
+    def site(self) -> Combine:
+        """Return the residual of every list."""
+        return Combine(Every(1), Reuse())
+
+    def begin(self, run: RunInfo) -> None:
+        """Start a run with nothing kept."""
+        if self.sums.shape[1] not in (0, run.total):
+            made = self.sums.shape[1]
+            raise ValueError(f"a run of {run.total} steps after one of {made}: use one length")
+        if not self.sums.shape[1]:
+            self.sums = torch.zeros(2, run.total, dtype=torch.float64)
+        self._sums = torch.zeros_like(self.sums)
+        self._at: dict[int, int] = {}
+        self._now: dict[int, dict[tuple[str, int], Tensor]] = {}
+        self._before: dict[int, dict[Any, Tensor]] = {}
+
+    def feature(self, step: Step, site: str, index: int, value: Tensor) -> None:
+        """Add one list's residual of one stream to that of the step."""
+        branch = step.branch
+        if self._at.get(branch) != step.index:
+            self._close(branch)
+            self._at[branch] = step.index
+        now = self._now.setdefault(branch, {})
+        now[site, index] = value.detach().float().clone()  # the last word on a step counts
+
+    def _close(self, branch: int) -> None:
+        """Compare a finished step's residual with that of the step before."""
+        seen, before = self._now.pop(branch, None), self._before.get(branch)
+        if seen is None:
+            return
+        now: dict[Any, Tensor] = {}
+        for (_, index), value in seen.items():
+            key = (index, value.shape)
+            now[key] = now[key] + value if key in now else value
+        if before is not None and now.keys() == before.keys():
+            ratios = [token_norms(now[key]) / (token_norms(before[key]) + 1e-8) for key in now]
+            self._sums[0, self._at[branch]] += float(torch.cat(ratios).mean())
+            self._sums[1, self._at[branch]] += 1
+        self._before[branch] = now
+
+    def end(self) -> None:
+        """Add the run to the sums."""
+        for branch in list(self._now):
+            self._close(branch)
+        self.sums += self._sums
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the sums so far."""
+        return {"sums": self.sums}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from the sums that `state` returned."""
+        self.sums = state["sums"].clone()
+
+    def tables(self) -> dict[str, Tensor]:
+        """Return the ratios, `[T]`, 1 for the first step."""
+        return {"ratios": torch.where(self.sums[1] > 0, self.sums[0] / self.sums[1], 1.0)}
+
+
+def token_norms(value: Tensor) -> Tensor:
+    """Return the norm of every token of `[..., D]`, of every place of `[B, C, H, W]`."""
+    value = value.movedim(1, -1) if value.ndim > 3 else value
+    norms: Tensor = torch.linalg.vector_norm(value, dim=-1)
+    return norms.reshape(-1)

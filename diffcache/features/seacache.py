@@ -1,0 +1,227 @@
+"""Skip while the content of the first block's input, filtered from its noise, stands (SeaCache)."""
+
+from __future__ import annotations
+
+import math
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from diffcache.errors import AttachError
+from diffcache.features.accumulated import Accumulated, Indicator
+from diffcache.features.base import Ability, FeatureMethod, check_int, check_threshold
+from diffcache.features.combine import Combine
+from diffcache.features.instead import Newton
+from diffcache.features.when import Every
+from diffcache.step import Step
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a denoiser call is about.
+
+    Attributes:
+        signal: Weight of the clean sample in the noisy one, 0 to 1.
+        noise: Weight of the noise in it.
+        grids: Token grids that the call speaks of, slowest axis first: `(H, W)` or `(F, H, W)`.
+        sizes: Sizes of the sample's own axes behind its channels, empty where it is packed.
+    """
+
+    signal: float
+    noise: float
+    grids: tuple[tuple[int, ...], ...] = ()
+    sizes: tuple[int, ...] = ()
+
+    def grid(self, tokens: int) -> tuple[int, ...]:
+        """Return the grid of so many tokens, of those spoken of or of patches of the sample.
+
+        Raises:
+            AttachError: If none has so many.
+        """
+        for grid in self.grids:
+            if math.prod(grid) == tokens:
+                return grid
+        for patch in product((1, 2, 4), (1, 2, 4, 8)):
+            parts = (patch[0], patch[1], patch[1])[-len(self.sizes) :]
+            grid = tuple(-(-size // part) for size, part in zip(self.sizes, parts, strict=False))
+            if self.sizes and math.prod(grid) == tokens:
+                return grid
+        raise AttachError(
+            f"the first attention has {tokens} tokens, which lie on no grid that the call shows "
+            f"(spoken of: {self.grids or 'none'}, sample: {self.sizes or 'packed'}); {ADVICE}"
+        )
+
+
+SCENE: ContextVar[Scene | None] = ContextVar("diffcache_scene", default=None)
+ADVICE = "pass grid=(height, width) or (frames, height, width) in tokens, or use TeaCache"
+
+
+@dataclass(frozen=True)
+class SceneRule(Ability):
+    """Let `SCENE` say what every denoiser call is about.
+
+    Args:
+        grid: The token grid where it cannot be found from the call.
+    """
+
+    grid: tuple[int, ...] | None = None
+
+    def tell(
+        self,
+        weights: tuple[float, float],
+        grids: tuple[tuple[int, ...], ...],
+        sizes: tuple[int, ...],
+    ) -> None:
+        """Let methods know what the call at hand is about.
+
+        Args:
+            weights: Of signal and noise.
+            grids: Token grids that the call speaks of.
+            sizes: The sample's axes behind its channels.
+        """
+        known = grids if self.grid is None else (self.grid,)
+        SCENE.set(Scene(*weights, known, () if self.grid else sizes))
+
+
+def gain(grid: tuple[int, ...], signal: float, noise: float, power: float) -> Tensor:
+    """Return the SEA filter over the frequencies of a grid, with a mean of 1.
+
+    Along each axis it is the linear filter that best recovers a signal with the power spectrum
+    `|f|^-power` from its noisy mixture, `signal * S / (signal^2 * S + noise^2)`; the filter of
+    the grid is the product over its axes (SeaCache, arXiv 2602.18993, equations 5 to 7).
+
+    Args:
+        grid: Sizes of the axes.
+        signal: Weight of the signal.
+        noise: Weight of the noise.
+        power: Exponent of the spectrum.
+
+    Returns:
+        float64, of shape `grid`.
+    """
+    signal, noise = max(signal, 1e-6), max(noise, 1e-6)
+    made = torch.ones((), dtype=torch.float64)
+    for size in grid:
+        shape = torch.fft.fftfreq(size, dtype=torch.float64).abs() ** power  # 1 / S, 0 at rest
+        along = signal / (signal**2 + noise**2 * shape)
+        made = made[..., None] * along
+    return made / made.mean()
+
+
+@dataclass(frozen=True)
+class Filtered(Indicator):
+    """The probe behind the filter of its noise level.
+
+    Args:
+        power: Exponent of the spectrum.
+    """
+
+    power: float
+
+    def see(self, probe: Tensor, step: Step) -> Tensor:
+        """Return the filtered tokens `[B, *grid, D]`."""
+        scene = SCENE.get()
+        if scene is None:
+            raise ValueError("the noise level of this call is not known; wrap the pipeline")
+        tokens = probe.detach().float()
+        tokens = tokens.reshape(tokens.shape[0], -1, tokens.shape[-1])
+        grid = scene.grid(tokens.shape[1])
+        filtered = gain(grid, scene.signal, scene.noise, self.power)
+        axes = tuple(range(1, 1 + len(grid)))
+        spectrum = torch.fft.fftn(tokens.unflatten(1, grid), dim=axes)
+        weights = filtered.to(tokens)[None, ..., None]
+        found: Tensor = torch.fft.ifftn(spectrum * weights, dim=axes).real
+        return found.contiguous()
+
+    def error(self, change: float) -> float:
+        """Return the change itself."""
+        return change
+
+
+@dataclass(frozen=True)
+class SeaCache(FeatureMethod):
+    """Reuse the stack's residual until the change of its filtered input adds up.
+
+    As TeaCache, but without a fitted polynomial: before the modulated input of the first block is
+    compared with that of the step before, it is filtered over the token grid so that what is
+    content at the current noise level passes and noise does not. Reference: SeaCache, arXiv
+    2602.18993, section 3 (SEA filter, normalised to a mean gain of 1, on the timestep-modulated
+    input). Differs: the first guidance branch decides for all; each list of blocks keeps its own
+    residual. `order=1`, `warmup`, `last` and `longest` are those of diffusers' `SeaCacheConfig`,
+    which filters the latents of videos instead.
+
+    Args:
+        threshold: Smallest sum that is computed; dimensionless; 0 turns the cache off. 0.3 to 0.6
+            on FLUX.
+        power: Exponent of the signal's power spectrum; 2 is usual for pictures, diffusers takes 3
+            for videos.
+        order: Of the forecast of the residual, 0 (reuse, as in the paper) to 4; through the last
+            `order + 1` computed steps.
+        warmup: First steps that are always computed, at least 1.
+        longest: Steps that are skipped in a row at most, None for any number.
+        grid: Token grid, `(height, width)` or `(frames, height, width)`, for models whose call
+            does not show it.
+
+    Raises:
+        ValueError: If a value is out of its range.
+
+    Example:
+        >>> pipe = diffcache.wrap(pipe, SeaCache(0.3))  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "seacache"
+    source: ClassVar[str] = (
+        "SeaCache: Spectral-Evolution-Aware Cache for Accelerating Diffusion Models"
+    )
+    bibtex: ClassVar[str] = """@article{chung2026seacache,
+  title={SeaCache: Spectral-Evolution-Aware Cache for Accelerating Diffusion Models},
+  author={Chung, Jiwoo and Hyun, Sangeek and Lee, MinKyu and Han, Byeongju and Cha, Geonho and
+          Wee, Dongyoon and Hong, Youngjun and Heo, Jae-Pil},
+  journal={arXiv preprint arXiv:2602.18993},
+  year={2026}
+}"""
+
+    threshold: float = 0.3
+    power: float = 2.0
+    order: int = 0
+    warmup: int = 1
+    longest: int | None = None
+    grid: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold, " (0 turns the cache off)")
+        value: Any = self.power
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 99:
+            raise ValueError(f"power={value!r}: must be a positive number")
+        if self.grid is not None:
+            object.__setattr__(self, "grid", check_grid(self.grid))
+        self.parts()
+
+    def parts(self) -> Combine:
+        """Return a gate on the change of the filtered input, and the forecast behind it."""
+        if self.threshold == 0:
+            return Combine(Every(1), Newton(self.order))
+        when = Accumulated(self.threshold, Filtered(self.power), self.warmup, self.longest)
+        return Combine(when, Newton(self.order))
+
+    def abilities(self) -> tuple[Ability, ...]:
+        """Return the rule that tells the noise level and the token grid."""
+        return () if self.threshold == 0 else (SceneRule(self.grid),)
+
+
+def check_grid(value: Any) -> tuple[int, ...]:
+    """Return a grid as a tuple.
+
+    Raises:
+        ValueError: If it is not made of whole numbers of at least 1.
+    """
+    made = tuple(value) if isinstance(value, (tuple, list)) else ()
+    if not made:
+        raise ValueError(f"grid={value!r}: must be (height, width) or (frames, height, width)")
+    for size in made:
+        check_int("grid", size, 1)
+    return made

@@ -1,0 +1,221 @@
+"""Skip while the rescaled changes of the first block's input add up to little (TeaCache)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diffcache.features.accumulated import Accumulated, Rescaled
+from diffcache.features.base import check_threshold
+from diffcache.features.collect import Calibrated, Collector, RunInfo
+from diffcache.features.combine import Combine
+from diffcache.features.instead import Reuse
+from diffcache.features.tables import Tables
+from diffcache.features.when import Every, relative_l1
+from diffcache.step import Step
+
+
+@dataclass(frozen=True)
+class TeaCache(Calibrated):
+    """Reuse the stack's residual until the rescaled change of its modulated input adds up.
+
+    At every step the first block's normed and modulated input is compared with that of the step
+    before, `mean|new - old| / mean|old|`; a polynomial turns the change into an estimate of the
+    change of the output, and the estimates are summed since the last computed step. Below
+    `threshold` all blocks are skipped and the residual of every list is used again. Reference:
+    TeaCache, arXiv 2411.19108, section 3 (equations 5 to 7 and the polynomial fit). Differs: the
+    first guidance branch decides for all; the comparison is in float32; each list of blocks keeps
+    its own residual; outside of the changes seen at calibration the polynomial stays at its value
+    at the nearer end, where published `coefficients` are used as they are.
+
+    Args:
+        threshold: Smallest sum that is computed; dimensionless; 0 turns the cache off. 0.1 to 0.6.
+        coefficients: A published polynomial, highest power first, for a model of the same family;
+            None takes that of the tables.
+        degree: Of the polynomial that a calibration fits, 1 to 8; 4 in the paper.
+        tables: From `diffcache.calibrate`, or a file it wrote.
+
+    Raises:
+        ValueError: If a value is out of its range.
+        TablesError: If the tables are another method's.
+
+    Example:
+        >>> method = diffcache.calibrate(pipe, TeaCache(0.25), prompts=[...])  # doctest: +SKIP
+        >>> pipe = diffcache.wrap(pipe, method)  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "teacache"
+    source: ClassVar[str] = (
+        "Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model (TeaCache)"
+    )
+    bibtex: ClassVar[str] = """@inproceedings{liu2025teacache,
+  title={Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model},
+  author={Liu, Feng and Zhang, Shiwei and Wang, Xiaofeng and Wei, Yujie and Qiu, Haonan and
+          Zhao, Yuzhong and Zhang, Yingya and Ye, Qixiang and Wan, Fang},
+  booktitle={Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition},
+  year={2025}
+}"""
+
+    threshold: float = 0.25
+    coefficients: tuple[float, ...] | None = None
+    degree: int = 4
+    tables: Tables | str | None = None
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold, " (0 turns the cache off)")
+        check_degree(self.degree)
+        self.load_tables()
+        if self.coefficients is not None:
+            if self.tables is not None:
+                raise ValueError("coefficients and tables: give one of them")
+            object.__setattr__(self, "coefficients", check_coefficients(self.coefficients))
+
+    def parts(self) -> Combine:
+        """Return a gate on the rescaled change of the modulated input, and reuse behind it."""
+        if self.threshold == 0:
+            return Combine(Every(1), Reuse())
+        if self.coefficients is not None:
+            rescaled = Rescaled(self.coefficients)
+        else:
+            tables = self.measured()
+            low, high = tables["range"].tolist()
+            rescaled = Rescaled(tuple(tables["coefficients"].tolist()), low, high)
+        return Combine(Accumulated(self.threshold, rescaled), Reuse())
+
+    def collector(self) -> Changes:
+        """Return what notes how the output changes where the modulated input does."""
+        return Changes(self.degree)
+
+
+def check_degree(value: object) -> None:
+    """Raise ValueError unless `value` is a whole number from 1 to 8."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 8:
+        raise ValueError(f"degree={value!r}: must be a whole number from 1 to 8")
+
+
+def check_coefficients(values: Any) -> tuple[float, ...]:
+    """Return finite coefficients as a tuple.
+
+    Raises:
+        ValueError: If there are none or one is no finite number.
+    """
+    try:
+        made = tuple(float(value) for value in values)
+    except TypeError:
+        made = ()
+    if not made or not all(map(math.isfinite, made)):
+        raise ValueError(f"coefficients={values!r}: must be finite numbers, highest power first")
+    return made
+
+
+class Changes(Collector):
+    """Pairs of relative L1 changes: of the modulated input and of the stack's output.
+
+    Pairs of neighbouring steps in the first guidance branch, as the decision is taken there.
+
+    Args:
+        degree: Of the polynomial.
+    """
+
+    def __init__(self, degree: int) -> None:
+        self.degree = degree
+        self.points = torch.zeros(0, 2, dtype=torch.float64)
+
+    def site(self) -> Combine:
+        """Return the stack's output, with the modulated input as the probe."""
+        return Combine(Accumulated(0.0), Reuse(), feature="output")
+
+    def begin(self, run: RunInfo) -> None:
+        """Start a run without pairs."""
+        self._probe: Tensor | None = None
+        self._index = -1
+        self._now: dict[tuple[str, int], Tensor] = {}
+        self._before: dict[tuple[str, int], Tensor] = {}
+        self._inputs: dict[int, float] = {}
+        self._outputs: dict[int, float] = {}
+
+    def probe(self, step: Step, value: Tensor) -> None:
+        """Note the change of the modulated input."""
+        before, self._probe = self._probe, value.detach().clone()
+        if before is not None:
+            self._inputs[step.index] = relative_l1(before, self._probe, "forecast")
+
+    def feature(self, step: Step, site: str, index: int, value: Tensor) -> None:
+        """Keep one stream of the output of this step; the last word counts."""
+        if step.branch:
+            return
+        if step.index != self._index:
+            self._close()
+            self._index = step.index
+        self._now[site, index] = value.detach().float().clone()
+
+    def _close(self) -> None:
+        """Compare a finished step's output with that of the step before."""
+        now, before = self._now, self._before
+        if before and now.keys() == before.keys():
+            error = sum(float((now[key] - before[key]).abs().sum()) for key in now)
+            scale = sum(float(before[key].abs().sum()) for key in now)
+            self._outputs[self._index] = error / scale if scale else math.inf
+        self._now, self._before = {}, now
+
+    def end(self) -> None:
+        """Add the run's pairs."""
+        self._close()
+        changes = [(self._inputs[i], self._outputs[i]) for i in self._inputs if i in self._outputs]
+        pairs = [pair for pair in changes if all(map(math.isfinite, pair))]
+        more = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
+        self.points = torch.cat((self.points, more))
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the pairs so far."""
+        return {"points": self.points}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from the pairs that `state` returned."""
+        self.points = state["points"].clone()
+
+    def tables(self) -> dict[str, Tensor]:
+        """Return the polynomial of least squared error and the range of its inputs.
+
+        Raises:
+            ValueError: If there is no pair.
+        """
+        if not len(self.points):
+            raise ValueError(
+                "no pair of neighbouring steps was seen; calibrate with steps=2 or more"
+            )
+        coefficients = fit(self.points[:, 0], self.points[:, 1], self.degree)
+        low, high = self.points[:, 0].aminmax()
+        return {
+            "coefficients": coefficients,
+            "range": torch.stack((low, high)),
+            "points": self.points,
+        }
+
+    def settings(self) -> dict[str, Any]:
+        """Return the degree."""
+        return {"degree": self.degree}
+
+
+def fit(inputs: Tensor, outputs: Tensor, degree: int) -> Tensor:
+    """Return the polynomial through points with the least squared error, highest power first.
+
+    Args:
+        inputs: `[n]` float64, at least one.
+        outputs: `[n]` float64.
+        degree: Highest power; lower where there are too few different inputs for it.
+
+    Returns:
+        `[degree + 1]` float64.
+    """
+    scale = float(inputs.abs().max()) or 1.0  # powers of small numbers would not be told apart
+    used = min(degree, len(inputs.unique()) - 1)
+    made = np.polyfit((inputs / scale).numpy(), outputs.numpy(), used)
+    padded = np.concatenate((np.zeros(degree - used), made))
+    return torch.from_numpy(padded / scale ** np.arange(degree, -1, -1))

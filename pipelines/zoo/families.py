@@ -1,0 +1,83 @@
+"""Which methods run on which kinds of pipelines; `docs/methods.md` shows it, a test runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from diffcache.catalog import make_method
+from diffcache.features.base import FeatureMethod
+
+STEPS = 8
+SETTING = dict[str, Any]
+
+# Pipeline of the zoo -> what it is in the table
+KINDS = {
+    "FluxPipeline": "image, double and single blocks (FLUX)",
+    "StableDiffusion3Pipeline": "image, joint blocks (SD 3)",
+    "DiTPipeline": "image, class-conditional (DiT)",
+    "PixArtAlphaPipeline": "image, cross-attention (PixArt)",
+    "WanPipeline": "video, guidance in two calls (Wan)",
+    "HunyuanVideoPipeline": "video, double and single blocks (HunyuanVideo)",
+    "StableDiffusionPipeline": "image, UNet (Stable Diffusion)",
+    "StableDiffusionXLPipeline": "image, UNet (SDXL)",
+    "FluxKontextPipeline": "editing (FLUX.1 Kontext)",
+    "QwenImageEditPipeline": "editing (Qwen-Image-Edit)",
+    "DiffusionPolicyPipeline": "actions, a diffusion policy",
+}
+COMMON = (
+    "FluxPipeline", "StableDiffusion3Pipeline", "DiTPipeline", "WanPipeline",
+    "StableDiffusionPipeline",
+)  # fmt: skip
+FLOW = ("FluxPipeline", "StableDiffusion3Pipeline", "WanPipeline", "HunyuanVideoPipeline")
+TOKENS = ("FluxPipeline", "StableDiffusion3Pipeline", "DiTPipeline", "PixArtAlphaPipeline",
+          "WanPipeline")  # fmt: skip
+ATTENDING = ("FluxPipeline", "HunyuanVideoPipeline", "WanPipeline", "DiTPipeline")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a method is tried on tiny pipelines.
+
+    Attributes:
+        pipelines: Names in the zoo.
+        settings: That make it skip something in a run of 8 steps.
+        off: With which it changes nothing; None where it cannot be told so.
+        own: Pipeline -> settings that differ there.
+    """
+
+    pipelines: tuple[str, ...]
+    settings: SETTING
+    off: SETTING | None
+    own: dict[str, SETTING] = field(default_factory=dict)
+
+    def method(self, name: str, pipeline: str, *, off: bool = False) -> FeatureMethod:
+        """Return the method for a pipeline, not calibrated."""
+        settings = self.off if off else {**self.settings, **self.own.get(pipeline, {})}
+        assert settings is not None
+        made = {key: value() if isinstance(value, Callable) else value  # type: ignore[arg-type]
+                for key, value in settings.items()}  # fmt: skip
+        return make_method(name, **made)
+
+
+FAMILIES: dict[str, Family] = {
+    "interval": Family(COMMON, {"every": 3}, {"every": 1}),
+    "first-block": Family(COMMON, {"threshold": float("inf")}, {"threshold": 0.0}),
+    "taylorseer": Family(COMMON, {"every": 3, "warmup": 2}, {"every": 1}),
+    "confidence-gated-taylor": Family(
+        COMMON, {"threshold": float("inf"), "warmup": 3}, {"threshold": 0.0}
+    ),
+    "teacache": Family(TOKENS, {"threshold": 1e9}, {"threshold": 0.0}),
+    "magcache": Family(COMMON, {"threshold": float("inf"), "retention": 0.0}, {"threshold": 0.0}),
+    "dbcache": Family(
+        COMMON, {"threshold": float("inf"), "warmup": 2, "longest": 2}, {"threshold": 0.0}
+    ),
+    "seacache": Family(COMMON, {"threshold": float("inf")}, {"threshold": 0.0}),
+    "ertacache": Family(
+        FLOW, {"threshold": 1e9}, {"threshold": 0}, {"WanPipeline": {"time": False}}
+    ),
+    "fitted-forecast": Family(COMMON, {"computed": 4}, {"computed": STEPS}),
+    "profilingdit": Family(ATTENDING, {"every": 3, "warmup": 1, "share": 0.5}, {"background": ()}),
+    "temporal-table": Family(COMMON, {}, {}),
+}

@@ -1,0 +1,127 @@
+"""Affine maps by least squares: exact on affine pairs, mergeable, safe where nothing varies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diffcache.features.correction import AffineSums
+
+
+def pairs(n: int = 200, c: int = 3, noise: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(n, c, dtype=torch.float64) * 2 + 5
+    return x, x * torch.tensor([0.5, -1, 2.0]) + 1 + noise * torch.randn(n, c)
+
+
+def sums(x: torch.Tensor, y: torch.Tensor) -> AffineSums:
+    made = AffineSums()
+    made.add(x, y)
+    return made
+
+
+def test_affine_pairs_are_met_exactly() -> None:
+    x = torch.randn(2, 8, 8, 4, dtype=torch.float64)
+    a, b = torch.randn(4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    found_a, found_b = sums(x, a * x + b).solve()
+    torch.testing.assert_close(found_a, a, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found_b, b, rtol=0, atol=1e-12)
+
+
+def test_equals_least_squares() -> None:
+    x, y = pairs()
+    a, b = sums(x, y).solve()
+    for c in range(3):
+        design = torch.stack((x[:, c], torch.ones(200, dtype=torch.float64)), dim=1)
+        expected = torch.linalg.lstsq(design, y[:, c]).solution
+        torch.testing.assert_close(torch.stack((a[c], b[c])), expected)
+
+
+def test_never_worse_than_leaving_the_value() -> None:
+    x, y = pairs(noise=3.0)
+    a, b = sums(x, y).solve()
+    assert ((a * x + b - y).square().mean(0) <= (x - y).square().mean(0)).all()
+
+
+@pytest.mark.parametrize("cuts", [(1, 199), (50, 50, 100), (200,)])
+def test_parts_merge_in_any_order(cuts: tuple[int, ...]) -> None:
+    x, y = pairs()
+    parts = [sums(u, v) for u, v in zip(x.split(cuts), y.split(cuts), strict=True)]
+    merged = AffineSums()
+    for part in reversed(parts):
+        merged.merge(part)
+    merged.merge(AffineSums())
+    assert merged.count == 200
+    for found, expected in zip(merged.solve(), sums(x, y).solve(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_large_mean_does_not_cancel() -> None:
+    x = torch.randn(1000, 1, dtype=torch.float64)
+    made = AffineSums()
+    for part in x.split(100):
+        made.add(part + 1e6, 3 * part)
+    a, b = made.solve()
+    assert abs(float(a) - 3) < 1e-7 and abs(float(b) + 3e6) < 1
+
+
+def test_a_channel_that_does_not_vary_is_shifted() -> None:
+    x = torch.full((64, 2), 0.1)
+    y = torch.randn(64, 2)
+    a, b = sums(x, y).solve()
+    assert torch.equal(a, torch.ones(2, dtype=torch.float64))
+    torch.testing.assert_close(b, (y.double() - x.double()).mean(0))
+    assert torch.equal(sums(x, y).solve(official=True)[0], a)
+    zeros = sums(torch.zeros(4, 1), torch.ones(4, 1)).solve()
+    assert [float(v) for v in zeros] == [1, 1]
+
+
+def test_official_moments_shrink_the_slope() -> None:
+    x, y = pairs()
+    a, _ = sums(x, y).solve()
+    shrunk, b = sums(x, y).solve(official=True)
+    torch.testing.assert_close(shrunk, a * 199 / 200)
+    torch.testing.assert_close(
+        shrunk,
+        (  # covariance over n, variance over n - 1
+            ((x - x.mean(0)) * (y - y.mean(0))).mean(0) / x.var(0)
+        ),
+    )
+    torch.testing.assert_close(b, y.mean(0) - shrunk * x.mean(0))
+
+
+def test_state_goes_on() -> None:
+    x, y = pairs()
+    half = sums(x[:70], y[:70])
+    again = AffineSums(half.state())
+    again.add(x[70:], y[70:])
+    half.add(x[70:], y[70:])
+    assert torch.equal(again.state(), half.state())
+    empty = AffineSums(AffineSums().state())
+    assert empty.count == 0 and empty.state().shape == (5, 0)
+
+
+def test_one_map_for_a_whole_tensor() -> None:
+    x, y = pairs(c=3)
+    a, b = sums(x.reshape(-1, 1), y.reshape(-1, 1)).solve()
+    assert a.shape == b.shape == (1,)
+
+
+def test_empty_parts_and_low_precision() -> None:
+    made = AffineSums()
+    made.add(torch.empty(0, 3), torch.empty(0, 3))
+    with pytest.raises(ValueError, match="no pair was added"):
+        made.solve()
+    x = torch.randn(64, 3).bfloat16()
+    made.add(x, x)
+    a = made.solve()[0]
+    torch.testing.assert_close(a, torch.ones(3, dtype=torch.float64), rtol=0, atol=1e-14)
+    assert made.count == 64
+
+
+def test_bad_pairs_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"x \(2, 3\), y \(2, 4\): must be of one shape"):
+        sums(torch.ones(2, 3), torch.ones(2, 4))
+    with pytest.raises(ValueError, match="4 channels do not join 3"):
+        sums(torch.ones(2, 3), torch.ones(2, 3)).add(torch.ones(2, 4), torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"state of shape \(4, 2\): must be \[5, C\]"):
+        AffineSums(torch.ones(4, 2))

@@ -1,0 +1,180 @@
+"""ERTACache: the time ledger in closed form, and its settings."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from diffcache.errors import TablesError, UncalibratedError
+from diffcache.features.collect import RunInfo
+from diffcache.features.ertacache import ERTACache, SigmaRule, adjust
+from diffcache.features.ertacache_profile import Profile
+from diffcache.features.tables import Tables
+from diffcache.step import Step
+
+STEPS = 10
+
+
+def made(collector, steps=STEPS, **settings):
+    header = {"method": "ertacache", "steps": steps, **collector.settings()}
+    return ERTACache(tables=Tables(header, collector.tables()), **settings)
+
+
+def sigmas(steps=STEPS, dtype=torch.float64):
+    return torch.linspace(1, 0, steps + 1, dtype=dtype) ** 1.3
+
+
+def loop(field, start, times, stand_in=None):
+    """Sample with Euler's method; `stand_in(index, x, v)` may replace the output."""
+    x, seen = start.clone(), []
+    for index in range(len(times) - 1):
+        v = field(x, float(times[index]))
+        out = v if stand_in is None else stand_in(index, x, v)
+        seen.append(out)
+        x = x + (times[index + 1] - times[index]) * out
+    return x, seen
+
+
+def profile(field, starts, threshold, times=None, branches=1, stop=None):
+    """Drive the collector as calibration does; `stop` ends after so many runs."""
+    times = sigmas() if times is None else times
+    steps, collector, runs = len(times) - 1, Profile(threshold), 0
+    for number in range(collector.passes):
+        for prompt, start in enumerate(starts):
+            if stop is not None and runs == stop:
+                return collector
+            run_once(collector, field, start, times, number, prompt, branches)
+            runs += 1
+    assert steps == collector.total
+    return collector
+
+
+def run_once(collector, field, start, times, number, prompt, branches=1):
+    steps = len(times) - 1
+    collector.begin(RunInfo(number, prompt, times[:-1] * 1000, times, steps))
+
+    def stand_in(index, x, v):
+        outs = []
+        for branch in range(branches):
+            step = Step(index, total=steps, branch=branch)
+            value = v if branch == 0 else v * (1 + branch)
+            out = collector.output(step, x, value)
+            outs.append(value if out is None else out)
+        return outs[0]
+
+    loop(field, start, times, stand_in)
+    collector.end()
+
+
+def curved(x, t):
+    return torch.sin(3 * x + t) + x * t
+
+
+# the time ledger -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_time_is_conserved_for_any_factors(dtype):
+    for seed in range(40):
+        torch.manual_seed(seed)
+        given = sigmas(24, dtype)
+        if seed % 2:
+            given = 1 - given  # schedules that count up
+        factors = torch.rand(24).tolist()
+        after = adjust(given, tuple(factors))
+        assert after.dtype == dtype
+        assert after[0] == given[0] and after[-1] == given[-1]
+        steps = after.diff() * (given[-1] - given[0]).sign()
+        assert (steps >= 0).all()
+        assert float(after.double().diff().sum()) == pytest.approx(
+            float((given[-1] - given[0]).double()), abs=1e-12
+        )
+
+
+def test_factors_of_one_leave_the_times_as_they_are_to_the_bit():
+    for dtype in (torch.float32, torch.float64):
+        given = sigmas(28, dtype)
+        assert torch.equal(adjust(given, (1.0,) * 28), given)
+        late = (1.0,) * 20 + (0.5,) + (1.0,) * 7
+        assert torch.equal(adjust(given, late)[:21], given[:21])
+        assert not torch.equal(adjust(given, late), given)
+
+
+def test_times_of_a_uniform_schedule_by_hand():
+    """Four steps of 1; the second takes half of its share, two steps share what is left."""
+    given = torch.tensor([4.0, 3, 2, 1, 0], dtype=torch.float64)
+    after = adjust(given, (1.0, 0.5, 1.0, 1.0))
+    assert torch.allclose(after, torch.tensor([4.0, 3, 2.5, 1.25, 0], dtype=torch.float64))
+    after = adjust(given, (1.0, 0.0, 0.0, 1.0))
+    assert torch.allclose(after, torch.tensor([4.0, 3, 3, 3, 0], dtype=torch.float64))
+
+
+def test_any_split_of_time_ends_a_constant_field_at_the_same_point():
+    start = torch.randn(5, dtype=torch.float64)
+    slope = torch.randn(5, dtype=torch.float64)
+    plain, _ = loop(lambda x, t: slope, start, sigmas())
+    for seed in range(5):
+        torch.manual_seed(seed)
+        times = adjust(sigmas(), tuple(torch.rand(STEPS).tolist()))
+        split, _ = loop(lambda x, t: slope, start, times)
+        assert torch.allclose(split, plain, atol=1e-12)
+
+
+def test_bad_factors_are_refused():
+    with pytest.raises(ValueError, match="numbers from 0 to 1"):
+        adjust(sigmas(3), (1.0, 1.5, 1.0))
+    with pytest.raises(ValueError, match=r"must be \[5\]"):
+        adjust(sigmas(3), (1.0,) * 4)
+    assert torch.equal(SigmaRule((1.0,) * 3).apply(sigmas(3)), sigmas(3))
+
+
+# settings -------------------------------------------------------------------------------------
+
+
+def test_threshold_zero_needs_no_tables_and_computes_everything():
+    method = ERTACache(0)
+    parts = method.parts()
+    state = parts.when.init()
+    for index in range(20):
+        assert parts.when.should_compute(state, Step(index, total=20), None)
+        parts.when.computed(state, Step(index, total=20), None)
+    assert method.abilities() == ()
+    assert Profile(0.0).settings() == {"threshold": 0.0}
+    collector = profile(curved, [torch.randn(1, 2, 3, 3).double()], 0.0)
+    assert collector.reused() == []
+    empty = made(collector)
+    assert empty.abilities() == () and len(empty.parts().when.steps) == STEPS
+
+
+def test_without_tables_it_says_how_to_get_them():
+    with pytest.raises(UncalibratedError, match=r"diffcache.calibrate\(pipe, ERTACache"):
+        ERTACache(0.3).parts()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"threshold": -0.1}, r"threshold=-0.1: must be a number of at least 0"),
+        ({"threshold": math.nan}, "threshold=nan"),
+        ({"time": 1}, "time=1: must be True or False"),
+        ({"reading": "C"}, "reading='C': must be 'A' or 'B'"),
+        ({"tables": 3}, "tables=3: must be Tables, a file, or None"),
+    ],
+)
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ERTACache(**settings)
+
+
+def test_foreign_tables_are_refused():
+    collector = profile(curved, [torch.randn(1, 2, 3, 3).double()], 0.5)
+    with pytest.raises(TablesError, match="made for method 'magcache', not 'ertacache'"):
+        ERTACache(tables=Tables({"method": "magcache", "steps": 3}, {}))
+    method = made(collector)
+    with pytest.raises(TablesError, match="made with threshold=0.5, not 0.2; leave threshold out"):
+        replace(method, threshold=0.2)
+    assert replace(method, threshold=0.5).parts() == method.parts()
+    instead = method.parts().instead
+    with pytest.raises(TablesError, match="made for 2 channels, the output .* has 5"):
+        instead.correct(instead.init(), Step(3), torch.zeros(1, 5, 3, 3))

@@ -1,0 +1,149 @@
+"""ERTACache on whole pipelines: adjusted times, refusals, calibration that is broken off."""
+
+import json
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+import diffcache
+from diffcache.attach.facts import facts_of
+from diffcache.errors import AttachError, TablesError
+from diffcache.features.ertacache import ERTACache, adjust
+from diffcache.features.tables import Tables
+from diffcache.pipelines.zoo.pipes import pipes
+
+PIPES = pipes()
+
+
+def tabled(reuse, steps=8, channels=8, **factors):
+    """A method whose tables are given: steps reused, factors, maps that do nothing."""
+    table = torch.ones(steps, dtype=torch.float64)
+    for index, factor in factors.items():
+        table[int(index[1:])] = factor
+    return table, {
+        "reuse": torch.tensor(reuse),
+        "factors_change": table,
+        "factors_norm": table,
+        "scale": torch.ones(steps, channels),
+        "shift": torch.zeros(steps, channels),
+    }
+
+
+def method_for(pipe, reuse, **factors):
+    table, tensors = tabled(reuse, **factors)
+    facts = facts_of(pipe.transformer, pipe.scheduler)
+    header = {"method": "ertacache", "steps": 8, "threshold": 0.5, **facts}
+    return ERTACache(tables=Tables(json.loads(json.dumps(header, default=repr)), tensors)), table
+
+
+@pytest.fixture
+def flux():
+    case = PIPES["FluxPipeline"]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", diffcache.CacheWarning)
+        yield case, case.build(0)
+
+
+def test_the_model_is_asked_at_the_adjusted_times(flux):
+    case, pipe = flux
+    case.run(pipe, steps=8)
+    nominal = pipe.scheduler.sigmas.clone()
+    method, table = method_for(pipe, [2, 3, 5], s2=0.5, s3=0.25, s5=0.0)
+    seen = []
+    pipe.transformer.register_forward_pre_hook(
+        lambda m, args, kwargs: seen.append(float(kwargs["timestep"][0])), with_kwargs=True
+    )
+    with diffcache.wrapped(pipe, method) as handle:
+        case.run(pipe, steps=8)
+        assert [c.index for c in handle.last.calls if c.computed] == [0, 1, 4, 6, 7]
+        times = pipe.scheduler.sigmas
+        assert torch.equal(times, adjust(nominal, tuple(table.tolist())))
+        assert torch.equal(times[:3], nominal[:3]) and times[3] > nominal[3]
+        assert float(times[0] - times[-1]) == float(nominal[0] - nominal[-1])
+        assert seen == pytest.approx(times[:8].tolist())
+    case.run(pipe, steps=8)
+    assert torch.equal(pipe.scheduler.sigmas, nominal)
+
+
+def test_other_schedulers_and_lengths_are_refused_and_told_the_way_out(flux):
+    case, pipe = flux
+    method, _ = method_for(pipe, [2], s2=0.5)
+    with (
+        diffcache.wrapped(pipe, method),
+        pytest.raises(AttachError, match="measured in runs of 8 steps, the scheduler has 9"),
+    ):
+        case.run(pipe, steps=9)
+    with pytest.raises(AttachError, match="bare model has no scheduler.*set time=False"):
+        diffcache.wrap(pipe.transformer, method)
+    sd3 = PIPES["StableDiffusion3Pipeline-heun"].build(0)
+    other, _ = method_for(sd3, [2], s2=0.5)
+    with pytest.raises(AttachError, match="not with FlowMatchHeun.*set time=False"):
+        diffcache.wrap(sd3, other)
+    diffcache.unwrap(diffcache.wrap(sd3, replace(other, time=False)))
+    scheduler = pipe.scheduler
+    pipe.scheduler = type(scheduler).from_config(scheduler.config, stochastic_sampling=True)
+    noisy, _ = method_for(pipe, [2], s2=0.5)
+    with pytest.raises(AttachError, match="with stochastic_sampling; set time=False"):
+        diffcache.wrap(pipe, noisy)
+
+
+def test_threshold_zero_is_bit_exact_on_a_pipeline(flux):
+    case, pipe = flux
+    plain = case.run(pipe, steps=8)
+    with diffcache.wrapped(pipe, ERTACache(0)):
+        assert torch.equal(case.run(pipe, steps=8), plain)
+    empty, _ = method_for(pipe, [])
+    with diffcache.wrapped(pipe, empty):
+        assert torch.equal(case.run(pipe, steps=8), plain)
+
+
+@pytest.mark.parametrize("name", ["FluxPipeline", "WanPipeline", "StableDiffusion3Pipeline"])
+def test_calibration_measures_and_the_method_runs(name, tmp_path):
+    """Guidance in the batch, in two calls, and none; pictures, packed pictures and films."""
+    case = PIPES[name]
+    with torch.no_grad():
+        pipe = case.build(0)
+        prompts = [case.call(pipe, seed, 6) for seed in range(2)]
+        for prompt in prompts:
+            prompt.pop("generator", None)
+        file = tmp_path / "tables.safetensors"
+        method = diffcache.calibrate(pipe, ERTACache(10.0), prompts, steps=6, batch_size=1,
+                                     out=file)  # fmt: skip
+        assert method.tables["reuse"].tolist() == [1, 2, 3, 4]
+        euler = "FlowMatchEuler" in type(pipe.scheduler).__name__
+        loaded = ERTACache(tables=str(file), time=euler)
+        with diffcache.wrapped(pipe, loaded) as handle:
+            first = case.run(pipe, steps=6)
+            computed = {c.index for c in handle.last.calls if c.computed}
+            assert computed == {0, 5}
+            assert torch.equal(case.run(pipe, steps=6), first)
+        assert torch.isfinite(first).all()
+
+
+def test_an_interrupted_calibration_goes_on_from_its_file(flux, tmp_path):
+    case, pipe = flux
+    prompts = [case.call(pipe, seed, 6) for seed in range(2)]
+    for prompt in prompts:
+        prompt.pop("generator", None)
+    call = {"steps": 6, "batch_size": 1}
+    whole = diffcache.calibrate(pipe, ERTACache(0.5), prompts, **call)
+    file, seen = tmp_path / "tables.safetensors", []
+
+    def stop(done, total, word):
+        seen.append(done)
+        if done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        diffcache.calibrate(pipe, ERTACache(0.5), prompts, out=file, progress=stop, **call)
+    assert not file.exists() and seen == [0, 1, 2, 3, 4, 5]
+    seen.clear()
+    note = lambda done, total, word: seen.append(done)  # noqa: E731
+    made = diffcache.calibrate(pipe, ERTACache(0.5), prompts, out=file, progress=note, **call)
+    assert seen == [5, 6]
+    for name in whole.tables.names():
+        assert torch.equal(made.tables[name], whole.tables[name])
+    with pytest.raises(TablesError, match="threshold"):
+        replace(made, threshold=0.25)

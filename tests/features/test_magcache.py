@@ -1,0 +1,167 @@
+"""MagCache: its schedule against a loop of its own and diffusers', its ratios in closed form."""
+
+import math
+
+import pytest
+import torch
+
+from diffcache.errors import TablesError, UncalibratedError
+from diffcache.features.collect import RunInfo
+from diffcache.features.magcache import MagCache, Ratios, ratio_at
+from diffcache.features.tables import Tables
+from diffcache.step import Step
+
+RATIOS = tuple(1 - 0.002 * i - (0.03 * (i - 20) if i > 20 else 0) for i in range(28))
+
+
+def computed_steps(method, total):
+    when = method.parts().when
+    state, steps = when.init(), []
+    for index in range(total):
+        step = Step(index, total=total)
+        before = vars(state).copy() if state is not None else None
+        answer = when.should_compute(state, step, None)
+        assert before is None or vars(state) == before
+        if answer:
+            when.computed(state, step, None)
+            steps.append(index)
+    return steps
+
+
+@pytest.mark.parametrize("threshold", [0.01, 0.06, 0.12, 1.0])
+@pytest.mark.parametrize("longest", [1, 3, 6])
+@pytest.mark.parametrize("retention", [0.0, 0.2, 0.55])
+def test_the_schedule_follows_an_independent_trace(threshold, longest, retention):
+    steps, product, error, skipped = [], 1.0, 0.0, 0
+    for index, ratio in enumerate(RATIOS):
+        if index >= int(retention * 28 + 0.5):
+            product, skipped = product * ratio, skipped + 1
+            error += abs(1 - product)
+            if steps and error < threshold and skipped <= longest:
+                continue
+        product, error, skipped = 1.0, 0.0, 0
+        steps.append(index)
+    method = MagCache(threshold, longest, retention, RATIOS)
+    assert computed_steps(method, 28) == steps
+    assert (len(steps) < 28) or threshold == 0.01
+
+
+def diffusers_steps(threshold, longest, retention, total):
+    """Steps at which diffusers' own MagCache runs the blocks behind the first."""
+    from diffusers import FluxTransformer2DModel, MagCacheConfig
+
+    from diffcache.pipelines.zoo.catalog import cases
+
+    case = cases()["FluxTransformer2DModel"]
+    model = case.build()
+    assert isinstance(model, FluxTransformer2DModel)
+    ran = []
+    block = model.transformer_blocks[1].ff
+    block.register_forward_hook(lambda *_: ran.append(index))
+    model.enable_cache(
+        MagCacheConfig(
+            threshold=threshold,
+            max_skip_steps=longest,
+            retention_ratio=retention,
+            num_inference_steps=total,
+            mag_ratios=list(RATIOS),
+        )
+    )
+    with torch.no_grad():
+        for index in range(total):
+            with model.cache_context("cond"):
+                model(**case.kwargs(model, 0, step=index, steps=total))
+    return ran
+
+
+@pytest.mark.parametrize("total", [28, 17])
+@pytest.mark.parametrize(("threshold", "longest", "retention"), [(0.06, 3, 0.2), (0.24, 5, 0.1)])
+def test_the_schedule_is_that_of_diffusers(threshold, longest, retention, total):
+    found = computed_steps(MagCache(threshold, longest, retention, RATIOS), total)
+    assert found == diffusers_steps(threshold, longest, retention, total)
+    assert len(found) < total
+
+
+def test_ratios_of_other_lengths_are_those_of_the_nearest_step():
+    from diffusers.hooks.mag_cache import nearest_interp
+
+    for total in (1, 2, 9, 28, 50):
+        theirs = nearest_interp(torch.tensor(RATIOS), total).tolist()
+        mine = [ratio_at(RATIOS, index, total) for index in range(total)]
+        assert mine == pytest.approx(theirs, abs=1e-6)
+    assert ratio_at(RATIOS, 30, 28) == 1
+
+
+def test_threshold_zero_computes_everything_even_where_nothing_changes():
+    assert computed_steps(MagCache(0.0, ratios=(1.0,) * 9, retention=0.0), 9) == list(range(9))
+    assert computed_steps(MagCache(1e-9, 3, 0.0, (1.0,) * 9), 9) == [0, 4, 8]
+
+
+def collect(residuals, streams=1, branches=1):
+    """Feed residuals [T] of tensors [B, N, D], split over two lists."""
+    collector = Ratios()
+    for prompt, run in enumerate(residuals):
+        collector.begin(RunInfo(0, prompt, torch.zeros(len(run)), None, len(run)))
+        for index, value in enumerate(run):
+            for branch in range(branches):
+                step = Step(index, total=len(run), branch=branch)
+                for stream in range(streams):
+                    collector.feature(step, "blocks.3", stream, 0.25 * value)
+                    if index == 0:  # a first call is recorded again where its wiring is relearned
+                        collector.feature(step, "blocks.3", stream, 0.25 * value)
+                    collector.feature(step, "single_blocks.7", stream, 0.75 * value)
+        collector.end()
+    return collector
+
+
+@pytest.mark.parametrize(("streams", "branches"), [(1, 1), (2, 1), (2, 2)])
+def test_ratios_in_closed_form(streams, branches):
+    base = torch.randn(2, 5, 4)
+    scales = [2.0, 1.8, 1.5, 0.3]
+    found = collect([[s * base for s in scales]], streams, branches).tables()["ratios"]
+    assert found.tolist() == pytest.approx([1.0, 0.9, 1.5 / 1.8, 0.2], rel=1e-5)
+
+
+def test_ratios_are_means_over_tokens_and_prompts():
+    torch.manual_seed(0)
+    runs = [[torch.randn(1, 6, 3) for _ in range(4)] for _ in range(3)]
+    norms = torch.stack([torch.stack([v.norm(dim=-1) for v in run]) for run in runs])
+    expected = (norms[:, 1:] / norms[:, :-1]).mean((0, 2, 3))
+    found = collect(runs).tables()["ratios"]
+    assert torch.allclose(found[1:].float(), expected, rtol=1e-5)
+    halves = collect(runs[:2])
+    resumed = Ratios()
+    resumed.load(halves.state())
+    more = collect(runs[2:])
+    resumed.sums += more.sums
+    assert torch.equal(resumed.tables()["ratios"], found)
+
+
+def test_tables_of_a_calibration_serve_any_length():
+    collector = collect([[s * torch.ones(1, 2, 3) for s in (1.0, 1.0, 0.9, 0.2)]])
+    tables = Tables({"method": "magcache", "steps": 4}, collector.tables())
+    method = MagCache(threshold=0.05, retention=0.0, tables=tables)
+    assert computed_steps(method, 4) == [0, 2, 3]
+    assert method.parts().when.total is None
+    assert len(computed_steps(method, 40)) < 40
+
+
+def test_bad_settings_and_foreign_tables_are_refused():
+    with pytest.raises(UncalibratedError, match=r"diffcache.calibrate\(pipe, MagCache"):
+        MagCache().parts()
+    with pytest.raises(TablesError, match="made for method 'teacache'"):
+        MagCache(tables=Tables({"method": "teacache", "steps": 3}, {}))
+    for settings, message in [
+        ({"threshold": -1}, "threshold=-1"),
+        ({"longest": 0}, "longest=0: must be a whole number of at least 1"),
+        ({"retention": 1.5}, "retention=1.5: must be a number from 0 to 1"),
+        ({"ratios": (1.0, -0.5)}, "ratios=.*must be positive finite numbers"),
+        ({"ratios": (1.0, math.nan)}, "must be positive finite numbers"),
+        ({"ratios": ()}, "must be positive finite numbers"),
+        ({"ratios": (1.0,), "tables": Tables({"method": "magcache"}, {})}, "give one of them"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            MagCache(**settings)
+    collector = collect([[torch.ones(1, 2, 3)] * 4])
+    with pytest.raises(ValueError, match="a run of 5 steps after one of 4"):
+        collector.begin(RunInfo(0, 1, torch.zeros(5), None, 5))

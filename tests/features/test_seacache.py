@@ -1,0 +1,202 @@
+"""SeaCache: its filter against diffusers' and limits, its gate against a loop, grids and levels."""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+import diffcache
+from diffcache.attach.scene import grids_of, weights_of
+from diffcache.errors import AttachError
+from diffcache.features.seacache import SCENE, Filtered, Scene, SceneRule, SeaCache, gain
+from diffcache.pipelines.zoo.pipes import pipes
+from diffcache.step import Step
+
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    token = SCENE.set(None)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", diffcache.CacheWarning)
+        yield
+    SCENE.reset(token)
+
+
+# the filter -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grid", [(8, 6), (5, 8, 6), (7,)])
+@pytest.mark.parametrize("sigma", [0.02, 0.5, 0.97])
+def test_the_gain_has_a_mean_of_one_and_passes_rest_most(grid, sigma):
+    made = gain(grid, 1 - sigma, sigma, 2.0)
+    assert made.shape == grid
+    assert float(made.mean()) == pytest.approx(1.0)
+    assert float(made.max()) == float(made[(0,) * len(grid)])
+    assert float(made.min()) > 0
+
+
+def test_without_noise_all_passes_and_with_nothing_else_only_the_mean():
+    assert torch.allclose(gain((6, 4), 1.0, 0.0, 2.0), torch.ones(6, 4).double(), atol=1e-9)
+    made = gain((6, 4), 0.0, 1.0, 2.0)
+    assert float(made[0, 0]) == pytest.approx(24, rel=1e-3)
+
+
+def test_along_one_axis_it_is_the_wiener_filter():
+    signal, noise, power = 0.7, 0.3, 3.0
+    found = gain((8,), signal, noise, power)
+    frequencies = torch.fft.fftfreq(8, dtype=torch.float64)[1:].abs()
+    spectrum = frequencies**-power
+    wiener = signal * spectrum / (signal**2 * spectrum + noise**2)
+    rest = 1 / signal  # an unbounded spectrum at rest
+    every = torch.cat((torch.tensor([rest], dtype=torch.float64), wiener))
+    assert torch.allclose(found, every / every.mean())
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.6, 0.9])
+@pytest.mark.parametrize("power", [2.0, 3.0])
+def test_the_filter_is_that_of_diffusers(sigma, power):
+    from diffusers.hooks.sea_cache import _apply_sea_filter
+
+    values = torch.randn(3, 4, 6, 5)  # frames, height, width, channels
+    theirs = _apply_sea_filter(values, sigma, power)
+    SCENE.set(Scene(1 - sigma, sigma, ((3, 4, 6),)))
+    mine = Filtered(power).see(values.reshape(1, -1, 5), Step(3))
+    assert mine.shape == (1, 3, 4, 6, 5)
+    assert torch.allclose(mine[0], theirs, atol=1e-5)
+
+
+def test_the_schedule_follows_an_independent_trace():
+    """Tokens on a 4 x 4 grid whose pattern and level move; distances by a loop written here."""
+    torch.manual_seed(2)
+    base, drift = torch.randn(1, 16, 3), torch.randn(1, 16, 3)
+    values = [base + 0.06 * s * drift for s in range(30)]
+    sigmas = [1 - s / 30 for s in range(30)]
+    threshold, steps, total, last = 0.15, [], 0.0, None
+    for index, (value, sigma) in enumerate(zip(values, sigmas, strict=True)):
+        spectrum = torch.fft.fft2(value.double().reshape(4, 4, 3), dim=(0, 1))
+        weights = gain((4, 4), 1 - sigma, sigma, 2.0)[..., None]
+        now = torch.fft.ifft2(spectrum * weights, dim=(0, 1)).real
+        if last is not None:
+            total += float((now - last).abs().mean() / last.abs().mean())
+        if index in (0, 29) or total >= threshold:
+            steps.append(index)
+            total = 0.0
+        last = now
+    when = SeaCache(threshold).parts().when
+    state, found = when.init(), []
+    for index, (value, sigma) in enumerate(zip(values, sigmas, strict=True)):
+        SceneRule().tell((1 - sigma, sigma), ((4, 4),), ())
+        if when.should_compute(state, Step(index, total=30), value):
+            when.computed(state, Step(index, total=30), value)
+            found.append(index)
+    assert found == steps
+    assert 2 < len(steps) < 30
+
+
+# what a call is about -------------------------------------------------------------------------
+
+
+def test_grids_are_found_where_a_call_speaks_of_them():
+    rows = torch.stack(torch.meshgrid(torch.zeros(1), torch.arange(6.0), torch.arange(4.0),
+                                      indexing="ij"), -1).reshape(24, 3)  # fmt: skip
+    assert grids_of({"img_ids": rows, "txt_ids": torch.zeros(5, 3)}) == ((6, 4), (1,))
+    assert grids_of({"img_ids": rows[None].expand(2, -1, -1)}) == ((6, 4),)
+    assert grids_of({"img_shapes": [[(1, 6, 4)], [(1, 6, 4)]]}) == ((1, 6, 4), (1, 6, 4))
+    assert grids_of({"num_frames": 3, "height": 6, "width": 4}) == ((3, 6, 4),)
+    assert grids_of({"guidance": 3.0, "hidden_states": rows}) == ()
+
+
+def test_scenes_find_the_grid_of_so_many_tokens():
+    assert Scene(1, 0, ((6, 4), (1, 5, 4))).grid(20) == (1, 5, 4)
+    assert Scene(1, 0, (), (8, 12)).grid(24) == (4, 6)
+    assert Scene(1, 0, (), (5, 8, 12)).grid(120) == (5, 4, 6)
+    assert Scene(1, 0, (), (9, 8, 12)).grid(120) == (5, 4, 6)  # patches of 2 frames, padded
+    with pytest.raises(AttachError, match=r"23 tokens, which lie on no grid.*pass grid="):
+        Scene(1, 0, ((6, 4),), (8, 12)).grid(23)
+
+
+def test_noise_levels_of_schedulers():
+    from diffusers import (
+        DDIMScheduler,
+        EDMEulerScheduler,
+        FlowMatchEulerDiscreteScheduler,
+        UniPCMultistepScheduler,
+    )
+
+    flow = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    flow.set_timesteps(5)
+    assert weights_of(flow) == [(1 - s, s) for s in flow.sigmas[:5].tolist()]
+    turned = FlowMatchEulerDiscreteScheduler(invert_sigmas=True)
+    turned.set_timesteps(5)
+    assert weights_of(turned) == [(s, 1 - s) for s in turned.sigmas[:5].tolist()]
+    wan = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
+    wan.set_timesteps(5)
+    assert all(a + b == pytest.approx(1) for a, b in weights_of(wan))
+    ddim = DDIMScheduler()
+    ddim.set_timesteps(5)
+    levels = weights_of(ddim)
+    assert all(a**2 + b**2 == pytest.approx(1) for a, b in levels)
+    assert levels[0][1] > 0.9 and levels[-1][0] > 0.9
+    edm = EDMEulerScheduler()
+    edm.set_timesteps(5)
+    with pytest.raises(AttachError, match="EDMEulerScheduler: neither"):
+        weights_of(edm)
+
+
+# on pipelines ---------------------------------------------------------------------------------
+
+PIPES = pipes()
+
+
+@pytest.mark.parametrize("name", ["FluxPipeline", "WanPipeline", "StableDiffusionPipeline"])
+def test_pipelines_of_three_kinds(name):
+    case = PIPES[name]
+    pipe = case.build(0)
+    plain = case.run(pipe, steps=STEPS)
+    with diffcache.wrapped(pipe, SeaCache(0.0)):
+        assert torch.equal(case.run(pipe, steps=STEPS), plain)
+    with diffcache.wrapped(pipe, SeaCache(1e-12)) as handle:
+        assert torch.equal(case.run(pipe, steps=STEPS), plain)
+        assert handle.last.skipped == 0
+    with diffcache.wrapped(pipe, SeaCache(math.inf, order=1, warmup=2, longest=3)) as handle:
+        first = case.run(pipe, steps=STEPS)
+        assert [c.index for c in handle.last.calls if c.computed and c.branch in (0, "cond")] == [
+            0, 1, 5, 7,
+        ]  # fmt: skip
+        assert torch.equal(case.run(pipe, steps=STEPS), first)
+    assert torch.equal(case.run(pipe, steps=STEPS), plain)
+
+
+def test_a_wrong_grid_and_a_bare_model_are_refused():
+    case = PIPES["FluxPipeline"]
+    pipe = case.build(0)
+    with (
+        diffcache.wrapped(pipe, SeaCache(0.3, grid=(3, 3))),
+        pytest.raises(AttachError, match=r"spoken of: \(\(3, 3\),\)"),
+    ):
+        case.run(pipe, steps=STEPS)
+    with pytest.raises(AttachError, match="no scheduler to tell the noise levels"):
+        diffcache.wrap(pipe.transformer, SeaCache(0.3))
+    SCENE.set(None)
+    with pytest.raises(ValueError, match="noise level of this call is not known"):
+        Filtered(2.0).see(torch.zeros(1, 4, 2), Step(0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"threshold": -1}, "threshold=-1"),
+        ({"power": 0}, "power=0: must be a positive number"),
+        ({"order": 5}, "order=5"),
+        ({"warmup": 0}, "warmup=0"),
+        ({"longest": 0}, "longest=0"),
+        ({"grid": ()}, r"grid=\(\): must be"),
+        ({"grid": (4, 0)}, "grid=0: must be a whole number of at least 1"),
+    ],
+)
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SeaCache(**settings)

@@ -1,0 +1,274 @@
+"""TeaCache: the gate against a loop of its own, the fit in closed form, the peek at the input."""
+
+import math
+
+import pytest
+import torch
+
+import diffcache
+from diffcache.attach.anchor import owner_of
+from diffcache.errors import TablesError, UncalibratedError
+from diffcache.features.accumulated import Accumulated, Rescaled
+from diffcache.features.collect import RunInfo
+from diffcache.features.combine import Combine
+from diffcache.features.tables import Tables
+from diffcache.features.teacache import Changes, TeaCache, fit
+from diffcache.pipelines.zoo.catalog import cases
+from diffcache.step import Step
+
+STEPS = 12
+CURVE = (3.0, -0.5, 1.1, 0.01)
+
+
+def probes(total):
+    return [torch.tensor([2 + math.sin(0.4 * s), 1 + 0.05 * s]) for s in range(total)]
+
+
+def computed_steps(method, total):
+    when = method.parts().when
+    state, steps = when.init(), []
+    for index, probe in enumerate(probes(total)):
+        step = Step(index, total=total)
+        answer = when.should_compute(state, step, probe)
+        assert when.should_compute(state, step, probe) == answer  # asked again, the same
+        if answer:
+            when.computed(state, step, probe)
+            steps.append(index)
+    return steps
+
+
+# the gate and the fit, without a network -------------------------------------------------------
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.2, 0.7, math.inf])
+@pytest.mark.parametrize("coefficients", [(1.0, 0.0), CURVE])
+def test_the_schedule_follows_an_independent_trace(threshold, coefficients):
+    steps, total, values = [], 0.0, probes(40)
+    for index, probe in enumerate(values):
+        if index:
+            last = values[index - 1]
+            x = float((probe - last).abs().mean() / last.abs().mean())
+            total += sum(c * x ** (len(coefficients) - 1 - i) for i, c in enumerate(coefficients))
+        if index in (0, 39) or total >= threshold:
+            steps.append(index)
+            total = 0.0
+    assert computed_steps(TeaCache(threshold, coefficients), 40) == steps
+    assert len(steps) < 40
+
+
+def test_limits_of_the_accumulating_gate():
+    when = Accumulated(math.inf, Rescaled(), warmup=3, longest=2)
+    state, steps = when.init(), []
+    for index, probe in enumerate(probes(12)):
+        if when.should_compute(state, Step(index, total=12), probe):
+            when.computed(state, Step(index, total=12), probe)
+            steps.append(index)
+    assert steps == [0, 1, 2, 5, 8, 11]
+    with pytest.raises(ValueError, match="longest=0"):
+        Accumulated(1.0, longest=0)
+
+
+def test_a_polynomial_stops_at_the_ends_of_its_range():
+    rescaled = Rescaled((2.0, 0.0, 1.0), 0.5, 2.0)
+    assert [rescaled.error(x) for x in (0.0, 0.5, 1.0, 2.0, 9.0)] == [1.5, 1.5, 3.0, 9.0, 9.0]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_the_fit_finds_a_polynomial_again(scale):
+    inputs = torch.linspace(0.1, 1.3, 30, dtype=torch.float64) * scale
+    truth = torch.tensor([0.3, -1.0, 0.5, 2.0, 0.1], dtype=torch.float64)
+    outputs = sum(c * (inputs / scale) ** (4 - i) for i, c in enumerate(truth))
+    found = fit(inputs, outputs, 4) * scale ** torch.arange(4, -1, -1, dtype=torch.float64)
+    assert torch.allclose(found, truth, rtol=1e-7)
+    few = fit(inputs[:2], outputs[:2], 4)
+    assert few[:3].abs().sum() == 0
+    assert float(few[3] * inputs[1] + few[4]) == pytest.approx(float(outputs[1]))
+
+
+def collected(runs, streams=2):
+    collector = Changes(2)
+    for prompt, run in enumerate(runs):
+        collector.begin(RunInfo(0, prompt, torch.zeros(len(run)), None, len(run)))
+        for index, (probe, output) in enumerate(run):
+            step = Step(index, total=len(run))
+            collector.probe(step, torch.full((1, 2, 3), probe))
+            for stream in range(streams):
+                for _ in range(2 if index == 0 else 1):  # a first call may be recorded again
+                    collector.feature(step, "blocks.7", stream, torch.full((1, 4), output))
+                other = Step(index, total=len(run), branch=1)
+                collector.feature(other, "blocks.7", stream, torch.full((1, 4), 9.0))
+        collector.end()
+    return collector
+
+
+def test_calibration_pairs_changes_of_neighbouring_steps():
+    collector = collected([[(1.0, 2.0), (1.5, 3.0), (3.0, 3.3)], [(2.0, 1.0), (2.2, 1.8)]])
+    expected = [(0.5, 0.5), (1.0, 0.1), (0.1, 0.8)]
+    assert collector.points.tolist() == [pytest.approx(pair, rel=1e-5) for pair in expected]
+    tables = collector.tables()
+    assert tables["range"].tolist() == pytest.approx([0.1, 1.0], rel=1e-5)
+    curve = Rescaled(tuple(tables["coefficients"].tolist()))
+    assert [curve.error(x) for x, _ in expected] == pytest.approx([y for _, y in expected], 1e-4)
+    resumed = Changes(2)
+    resumed.load(collected([[(1.0, 2.0), (1.5, 3.0), (3.0, 3.3)]]).state())
+    resumed.points = torch.cat((resumed.points, collected([[(2.0, 1.0), (2.2, 1.8)]]).points))
+    assert torch.equal(resumed.tables()["coefficients"], tables["coefficients"])
+    header = {"method": "teacache", "steps": 3}
+    parts = TeaCache(0.3, tables=Tables(header, tables)).parts()
+    assert parts.when.indicator.error(1.0) == pytest.approx(0.1, rel=1e-4)
+
+
+def test_bad_settings_and_foreign_tables_are_refused():
+    with pytest.raises(UncalibratedError, match=r"diffcache.calibrate\(pipe, TeaCache"):
+        TeaCache().parts()
+    with pytest.raises(TablesError, match="made for method 'magcache', not 'teacache'"):
+        TeaCache(tables=Tables({"method": "magcache", "steps": 3}, {}))
+    with pytest.raises(ValueError, match="calibrate with steps=2 or more"):
+        Changes(4).tables()
+    for settings, message in [
+        ({"threshold": -1}, "threshold=-1"),
+        ({"degree": 9}, "degree=9: must be a whole number from 1 to 8"),
+        ({"coefficients": ()}, "must be finite numbers"),
+        ({"coefficients": (math.inf,)}, "must be finite numbers"),
+        ({"coefficients": 3.0}, "must be finite numbers"),
+        ({"coefficients": (1.0,), "tables": Tables({"method": "teacache"}, {})}, "one of them"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            TeaCache(**settings)
+
+
+# on models ------------------------------------------------------------------------------------
+
+MODELS = ["FluxTransformer2DModel", "WanTransformer3DModel", "SD3Transformer2DModel",
+          "DiTTransformer2DModel"]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def made(request):
+    case = cases()[request.param]
+    return case, case.build()
+
+
+def sample(case, model, steps=STEPS):
+    with torch.no_grad():
+        return [
+            model(**case.kwargs(model, 0, step=s, steps=steps), return_dict=False)[0].clone()
+            for s in range(steps)
+        ]
+
+
+def first_attention(model):
+    """The first block's first attention, found here by its name."""
+    blocks = next(m for m in model.children() if isinstance(m, torch.nn.ModuleList))
+    block = blocks._modules["0"]
+    return block, next(m for n, m in block.named_children() if n.startswith("attn"))
+
+
+class Watched(Accumulated):
+    """The gate, with notes of the probes it was given."""
+
+    def should_compute(self, state, step, probe):
+        NOTES.append((step.index, probe))
+        return super().should_compute(state, step, probe)
+
+    def computed(self, state, step, probe):
+        NOTES.append((step.index, probe))
+        super().computed(state, step, probe)
+
+
+NOTES: list = []
+
+
+def test_the_probe_is_what_the_first_attention_is_given(made):
+    case, model = made
+    _, attention = first_attention(model)
+    given = []
+    hook = attention.register_forward_pre_hook(
+        lambda m, args, kwargs: given.append(
+            kwargs.get("hidden_states", args[0] if args else None)
+        ),
+        with_kwargs=True,
+    )
+    sample(case, model, 5)
+    hook.remove()
+    NOTES.clear()
+    with diffcache.wrapped(model, Combine(Watched(0.0))):
+        sample(case, model, 5)
+    assert [index for index, _ in NOTES if index] == [i for i in range(1, 5) for _ in (0, 1)]
+    for index, probe in NOTES:
+        assert torch.equal(probe, given[index])
+
+
+def test_a_skipped_step_costs_the_norm_and_nothing_behind_it(made):
+    case, model = made
+    block, attention = first_attention(model)
+    norm = next(m for n, m in block.named_children() if n.startswith("norm"))
+    counts = {"norm": 0, "attention": 0, "linear": 0}
+    linear = next(m for m in attention.modules() if isinstance(m, torch.nn.Linear))
+    hooks = [
+        module.register_forward_hook(
+            lambda *_, name=name: counts.__setitem__(name, counts[name] + 1)
+        )
+        for name, module in (("norm", norm), ("attention", attention), ("linear", linear))
+    ]
+    with diffcache.wrapped(model, TeaCache(math.inf, (1.0, 0.0))) as handle:
+        sample(case, model)
+        assert [c.index for c in handle.last.calls if c.computed] == [0]
+    for hook in hooks:
+        hook.remove()
+    assert counts["attention"] == 1  # of the first step
+    assert counts["linear"] == 1
+    assert counts["norm"] == 1 + STEPS  # and once for every decision
+
+
+def test_threshold_zero_is_bit_exact_and_leaves_no_trace(made):
+    case, model = made
+    before = {
+        path: (type(m), sorted(m.__dict__), type(m._modules), len(m._forward_pre_hooks))
+        for path, m in model.named_modules()
+    }
+    plain = sample(case, model)
+    for method in (TeaCache(0.0), Combine(Accumulated(0.0))):
+        with diffcache.wrapped(model, method) as handle:
+            found = sample(case, model)
+            assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+            assert handle.last.skipped == 0
+    after = {
+        path: (type(m), sorted(m.__dict__), type(m._modules), len(m._forward_pre_hooks))
+        for path, m in model.named_modules()
+    }
+    assert after == before
+    assert owner_of(model) is None
+
+
+def test_branches_follow_the_first_one_and_keep_their_own_features(made):
+    case, model = made
+    alone = []
+    for seed in (0, 1):
+        with diffcache.wrapped(model, Combine(diffcache.Listed([0, 3, 7]))), torch.no_grad():
+            outs = [model(**case.kwargs(model, seed, step=s, steps=8)).sample for s in range(8)]
+            alone.append(torch.stack(outs))
+    schedule = Fixed((0, 3, 7))
+    with diffcache.wrapped(model, Combine(schedule)) as handle, torch.no_grad():
+        both = [[], []]
+        for step in range(8):
+            for seed in (0, 1):
+                out = model(**case.kwargs(model, seed, step=step, steps=8)).sample
+                both[seed].append(out.clone())
+        assert [c.computed for c in handle.last.calls if c.branch == 1] == [
+            s in (0, 3, 7) for s in range(8)
+        ]
+    for seed in (0, 1):
+        assert torch.equal(torch.stack(both[seed]), alone[seed])
+
+
+class Fixed(Accumulated):
+    """Peeks, and computes the steps of a list all the same."""
+
+    def __init__(self, steps):
+        super().__init__(0.5)
+        object.__setattr__(self, "steps", steps)
+
+    def should_compute(self, state, step, probe):
+        super().should_compute(state, step, probe)
+        return step.index in self.steps
