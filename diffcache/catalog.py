@@ -22,6 +22,7 @@ METHODS = {
     "seacache": "diffcache.features.seacache:SeaCache",
     "ertacache": "diffcache.features.ertacache:ERTACache",
     "fitted-forecast": "diffcache.features.fitted:FittedForecast",
+    "bac": "diffcache.features.bac:BAC",
     "profilingdit": "diffcache.features.profilingdit:ProfilingDiT",
     "temporal-table": "diffcache.features.temporal_table:TemporalTable",
     "tuned": "diffcache.features.tuned:Tuned",

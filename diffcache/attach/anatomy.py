@@ -46,7 +46,8 @@ class ModuleSite:
         parent: Path of the module that calls it.
         child: Its name there.
         kind: `attention`, `feed-forward`, `fused` (the projection at the end of a fused
-            single-stream block) or `empty` (what only feeds that projection).
+            single-stream block, or the second of two linears that are a layer's feed-forward),
+            `empty` (what only feeds that projection) or `inner` (the first of the two linears).
         list_key: The list of blocks it is in.
     """
 
@@ -105,14 +106,20 @@ class Anatomy:
         )
         kinds = {
             Site.ATTENTION: {"attention"},
-            Site.FEED_FORWARD: {"feed-forward"},
-            Site.MODULE: {"attention", "feed-forward", "fused", "empty"},
+            Site.FEED_FORWARD: {"feed-forward", "inner"},
+            Site.MODULE: {"attention", "feed-forward", "fused", "empty", "inner"},
         }[site]
-        return [
-            replace(m, kind="empty") if m.parent in fused and m.kind != "fused" else m
-            for m in self.modules
-            if m.kind in kinds
-        ]  # fmt: skip
+        pairs = {m.parent for m in self.modules if m.kind == "inner"}
+        found = []
+        for m in self.modules:
+            kind = m.kind
+            if kind == "inner" or (m.parent in fused and kind != "fused"):
+                kind = "empty"
+            elif m.parent in pairs and kind == "feed-forward":
+                kind = "fused"
+            if m.kind in kinds:
+                found.append(replace(m, kind=kind))
+        return found
 
     def supports(self, site: Site) -> bool:
         """Return whether the model has anything at a site."""
@@ -201,6 +208,9 @@ def _modules(parent: nn.Module, path: str, list_key: str) -> list[ModuleSite]:
         sites.append(ModuleSite(path, "proj_mlp", "feed-forward", list_key))
         sites += [ModuleSite(path, name, "empty", list_key) for name in children if "act" in name]
         sites.append(ModuleSite(path, "proj_out", "fused", list_key))
+    if attends and {"linear1", "linear2"} <= set(children):  # as torch's own layers
+        sites.append(ModuleSite(path, "linear1", "inner", list_key))
+        sites.append(ModuleSite(path, "linear2", "feed-forward", list_key))
     return sites
 
 

@@ -24,7 +24,6 @@ KINDS = {
     "StableDiffusionXLPipeline": "image, UNet (SDXL)",
     "FluxKontextPipeline": "editing (FLUX.1 Kontext)",
     "QwenImageEditPipeline": "editing (Qwen-Image-Edit)",
-    "DiffusionPolicyPipeline": "actions, a diffusion policy",
 }
 COMMON = (
     "FluxPipeline", "StableDiffusion3Pipeline", "DiTPipeline", "WanPipeline",
@@ -78,6 +77,7 @@ FAMILIES: dict[str, Family] = {
         FLOW, {"threshold": 1e9}, {"threshold": 0}, {"WanPipeline": {"time": False}}
     ),
     "fitted-forecast": Family(COMMON, {"computed": 4}, {"computed": STEPS}),
+    "bac": Family(COMMON, {"count": 3, "union": 2}, {"count": STEPS}),
     "profilingdit": Family(ATTENDING, {"every": 3, "warmup": 1, "share": 0.5}, {"background": ()}),
     "temporal-table": Family(COMMON, {}, {}),
 }

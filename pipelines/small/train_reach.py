@@ -1,0 +1,294 @@
+"""Train the small policy that reaches a goal round obstacles, export it and measure it.
+
+    python -m diffcache.pipelines.small.train_reach --out out/reach
+
+The policy imitates scripted demonstrations: it learns to tell the actions from noisy chunks of
+them at the timesteps its scheduler uses (arXiv 2303.04137, section II).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from tqdm import tqdm
+
+from diffcache.pipelines.policy import DiffusionPolicyPipeline, rollout
+from diffcache.pipelines.small import reach
+from diffcache.pipelines.small.export import versions
+from diffcache.pipelines.small.loop import Average, Log, rate, shuffled
+
+BENCH = reach.DIRECTORY.parents[1] / "bench"
+DEMONSTRATIONS = 30_000
+BATCH = 128
+RATE = 1.5e-3
+SAVE_EVERY = 500
+
+
+class Demonstrator:
+    """Goes to the goal through the nearest opening on a side it draws anew at every obstacle.
+
+    The odds are even where both openings are as near, and better for the nearer one.
+
+    Args:
+        generator: Of the sides.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.sides = torch.zeros(0)
+
+    def steer(self, scenes: reach.Scenes, position: Tensor) -> Tensor:
+        """Return the next moves, ahead and to the left as in `Reach.act`, `[E, 2]`."""
+        left, right, _ = reach.openings(scenes, position).unbind(1)
+        blocked = (left > 0) | (right > 0)
+        drawn = torch.rand(len(left), generator=self.generator) < torch.sigmoid(4 * (right - left))
+        sides = self.sides if len(self.sides) else torch.zeros_like(left)
+        sides = torch.where(sides == 0, torch.where(drawn, 1.0, -1.0), sides)
+        self.sides = torch.where(blocked, sides, 0.0)
+        angle = torch.where(self.sides > 0, left + 0.03, -right - 0.03)
+        angle = torch.where(blocked, angle, 0.0)
+        length = (scenes.goal - position).norm(dim=1).clamp_max(reach.REACH)
+        move: Tensor = length[:, None] * torch.stack((angle.cos(), angle.sin()), 1)
+        return move
+
+
+def demonstrate(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return windows of successful scripted demonstrations.
+
+    Half of the demonstrations start anywhere free instead of at the bottom, and one move in
+    twelve is followed by a push, so that the policy sees what it will see when it strays.
+
+    Args:
+        count: Demonstrations to attempt.
+        seed: Of scenes, sides and pushes.
+
+    Returns:
+        Observations `[N, OBSERVED, OBSERVATION]` and actions `[N, HORIZON, 2]` in units of `REACH`;
+        the first action of a window is the one that led to its last observation.
+    """
+    scenes = reach.draw_scenes(count, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    anywhere = 2 * torch.rand(count, 2, generator=generator) - 1
+    outside = reach.gaps(anywhere, anywhere, scenes.centres, scenes.radii).amin(1) > reach.MARGIN
+    scattered = outside & (torch.arange(count) % 2 == 0)
+    start = torch.where(scattered[:, None], anywhere, scenes.start)
+    scenes = reach.Scenes(start, scenes.goal, scenes.centres, scenes.radii)
+    demonstrator = Demonstrator(generator)
+    episode = reach.Reach(scenes)
+    seen, moves, angles = [], [], []
+    for _ in range(reach.TIME):
+        seen.append(episode.observe())
+        move = demonstrator.steer(scenes, episode.position)
+        move = torch.where(episode.running[:, None], move, 0.0)
+        angles.append(reach.heading(scenes, episode.position))
+        moves.append(reach.turned(move[:, None], angles[-1])[:, 0])
+        episode.act(move[:, None])
+        push = 0.03 * torch.randn(count, 2, generator=generator)
+        push *= (torch.rand(count, 1, generator=generator) < 1 / 12) & episode.running[:, None]
+        after = episode.position + push
+        safe = reach.gaps(after, after, scenes.centres, scenes.radii).amin(1, keepdim=True) > 0.01
+        episode.position = torch.where(safe, after, episode.position)
+    parts = (torch.stack(part, 1)[episode.succeeded] for part in (seen, moves, angles))
+    return _windows(*parts)
+
+
+def _windows(seen: Tensor, moves: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Cut demonstrations `[E, TIME, ...]` into windows that start while the point still moves."""
+    still = moves.new_zeros(len(moves), reach.HORIZON, 2)
+    alive = moves.any(2)
+    moves = torch.cat((still[:, :1], moves / reach.REACH, still), 1)
+    windows = moves.unfold(1, reach.HORIZON, 1)[:, : reach.TIME].transpose(2, 3)
+    return seen[alive], reach.turned(windows[alive], -angles[alive])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train: the learning rate follows the clock, so `minutes` sets the whole course.
+
+    Attributes:
+        seed: Of the weights, the demonstrations, the order and the noise.
+        minutes: How long to train, parts of a resumed run together.
+        resume: Go on from the last checkpoint.
+        demonstrations: How many to attempt.
+        steps: Stop after so many, whatever the clock says; None for no limit.
+    """
+
+    seed: int = 0
+    minutes: float = 15.0
+    resume: bool = False
+    demonstrations: int = DEMONSTRATIONS
+    steps: int | None = None
+
+
+def train(out: Path, plan: Plan) -> DiffusionPolicyPipeline:
+    """Train the policy; save a checkpoint every 500 steps.
+
+    Args:
+        out: Folder; gets `reach.state` (checkpoint) and `reach.jsonl` (log).
+        plan: How to train.
+
+    Returns:
+        The pipeline with averaged weights.
+    """
+    torch.manual_seed(plan.seed)
+    pipe = reach.build()
+    model = pipe.transformer.train()
+    optimiser = torch.optim.AdamW(
+        model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=1e-3, fused=True
+    )
+    average = Average(model, 0.999)
+    seen, moves = demonstrate(plan.demonstrations, plan.seed)
+    log = Log(out / "reach.jsonl", resume=plan.resume)
+    start = _restore(out, model, optimiser, average) if plan.resume else 0
+    step, losses = start, []
+    bar = tqdm(shuffled(len(seen), BATCH, plan.seed, start), desc="reach", mininterval=10)
+    for step, chosen in enumerate(bar, start=start):
+        progress = log.seconds() / (60 * plan.minutes)
+        if progress >= 1 or step == plan.steps:
+            break
+        generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step)
+        loss = policy_loss(pipe, seen[chosen], moves[chosen], generator)
+        for group in optimiser.param_groups:
+            group["lr"] = RATE * rate(progress)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        average.update(model)
+        losses.append(float(loss.detach()))
+        if (step + 1) % 50 == 0:
+            log.write(step=step + 1, loss=float(np.mean(losses)), lr=RATE * rate(progress))
+            losses.clear()
+        if (step + 1) % SAVE_EVERY == 0:
+            _save(out, step + 1, model, optimiser, average)
+    if step > start:
+        _save(out, step, model, optimiser, average)
+    average.weights |= dict(model.named_buffers())  # infinite in masks, which no average survives
+    average.copy_to(model)
+    model.eval()
+    return pipe
+
+
+def policy_loss(
+    pipe: DiffusionPolicyPipeline, seen: Tensor, moves: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Return the mean square error of the predicted actions.
+
+    Args:
+        pipe: The policy.
+        seen: Observations, `[B, OBSERVED, OBSERVATION]`.
+        moves: Chunks of actions in units of `REACH`, `[B, HORIZON, 2]`.
+        generator: Of noise and timesteps.
+    """
+    noise = torch.randn(moves.shape, generator=generator)
+    steps = pipe.scheduler.config.num_train_timesteps
+    timesteps = torch.randint(steps, (len(moves),), generator=generator)
+    noisy = pipe.scheduler.add_noise(moves, noise, timesteps)
+    return functional.mse_loss(pipe.transformer(noisy, timesteps, seen), moves)
+
+
+def success_rate(pipe: DiffusionPolicyPipeline, episodes: int, seed: int, steps: int) -> float:
+    """Return the share of held-out episodes that succeed."""
+    environment = reach.Reach(reach.draw_scenes(episodes, reach.HELD_OUT + seed))
+    rollout(pipe, environment, num_inference_steps=steps, seed=seed)
+    return float(environment.succeeded.float().mean())
+
+
+def export(pipe: DiffusionPolicyPipeline, directory: Path = reach.DIRECTORY) -> int:
+    """Save the policy in bfloat16, files replaced one by one; return its size in bytes."""
+    part = directory.with_name(f".{directory.name}.part")
+    pipe.to(torch.bfloat16).save_pretrained(part)
+    for file in sorted(path for path in part.rglob("*") if path.is_file()):
+        target = directory / file.relative_to(part)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file.chmod(0o644)
+        file.replace(target)
+    for folder in sorted(part.rglob("*"), reverse=True):
+        folder.rmdir()
+    part.rmdir()
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def record(out: Path, plan: Plan, path: Path = BENCH / "reach-policy-training.json") -> None:
+    """Write what was trained, how, and the curve of the loss."""
+    rows = Log(out / "reach.jsonl", resume=True).rows()
+    done: dict[str, Any] = {
+        "model": "reach-policy",
+        "seed": plan.seed,
+        "demonstrations": plan.demonstrations,
+        "batch": BATCH,
+        "steps": rows[-1]["step"],
+        "seconds": rows[-1]["seconds"],
+        "seconds_per_step": round(rows[-1]["seconds"] / rows[-1]["step"], 4),
+        "command": "python -m diffcache.pipelines.small.train_reach "
+        f"--seed {plan.seed} --minutes {plan.minutes:g}",
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "curve": rows[:: max(len(rows) // 100, 1)],
+    }
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def _save(
+    out: Path, step: int, model: nn.Module, optimiser: torch.optim.Optimizer, average: Average
+) -> None:
+    state = {"step": step, "weights": model.state_dict(), "optimiser": optimiser.state_dict()}
+    state |= {"average": average.weights, "average_steps": average.steps}
+    torch.save(state, out / "reach.state.part")
+    (out / "reach.state.part").replace(out / "reach.state")
+
+
+def _restore(
+    out: Path, model: nn.Module, optimiser: torch.optim.Optimizer, average: Average
+) -> int:
+    state = torch.load(out / "reach.state", weights_only=True)
+    model.load_state_dict(state["weights"])
+    optimiser.load_state_dict(state["optimiser"])
+    average.weights, average.steps = state["average"], state["average_steps"]
+    return int(state["step"])
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's arguments."""
+    made = argparse.ArgumentParser(
+        prog="python -m diffcache.pipelines.small.train_reach",
+        description="Train the policy that reaches a goal round obstacles, on a CPU.",
+    )
+    made.add_argument("--out", type=Path, default=Path("out/reach"), help="training folder")
+    made.add_argument("--seed", type=int, default=0, help="of weights, scenes, order and noise")
+    made.add_argument("--minutes", type=float, default=15.0, help="of training")
+    made.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    made.add_argument("--threads", type=int, default=1, help="of torch")
+    made.add_argument("--episodes", type=int, default=64, help="of a quick trial at the end")
+    made.add_argument("--export", action="store_true", help="write the shipped directory")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, try, and export if asked to."""
+    chosen = parser().parse_args(arguments)
+    torch.set_num_threads(chosen.threads)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    plan = Plan(chosen.seed, chosen.minutes, chosen.resume)
+    pipe = train(chosen.out, plan)
+    pipe.set_progress_bar_config(disable=True)
+    print(f"success rate {success_rate(pipe, chosen.episodes, chosen.seed, 100):.3f}", flush=True)
+    if chosen.export:
+        print(f"exported {export(pipe)} bytes")
+        record(chosen.out, plan)
+
+
+if __name__ == "__main__":
+    main()

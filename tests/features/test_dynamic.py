@@ -1,0 +1,132 @@
+"""The dynamic programme on segments equals brute force, in its value and in its ties."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from diffcache.features.dynamic import adjacent_costs, anchor_costs, best_starts
+
+
+def brute_force(cost, count, shortest=1, longest=None, *, maximise=False):
+    """Try every split; of equal ones take the smallest last start, then the last but one."""
+    total = len(cost)
+    longest = longest or total
+    found = []
+    for inner in itertools.combinations(range(1, total), count - 1):
+        starts = [0, *inner]
+        ends = [start - 1 for start in inner] + [total - 1]
+        if all(shortest <= b - a + 1 <= longest for a, b in zip(starts, ends, strict=True)):
+            value = 0.0
+            for a, b in zip(starts, ends, strict=True):  # in the programme's order
+                value += float(cost[a, b])
+            found.append((-value if maximise else value, starts[::-1], value))
+    if not found:
+        return None
+    _, starts, value = min(found)
+    return starts[::-1], value
+
+
+@pytest.mark.parametrize("maximise", [False, True])
+@pytest.mark.parametrize(
+    ("total", "count", "shortest", "longest"),
+    [(1, 1, 1, None), (7, 3, 1, None), (9, 9, 1, None), (10, 4, 2, 3), (11, 5, 1, 4), (8, 1, 8, 8)],
+)
+def test_equals_brute_force(total, count, shortest, longest, maximise):
+    """Every split is tried, with costs that have no structure at all."""
+    for seed in range(5):
+        cost = torch.randn(total, total, generator=torch.Generator().manual_seed(seed)).double()
+        made = best_starts(cost, count, shortest=shortest, longest=longest, maximise=maximise)
+        expected = brute_force(cost, count, shortest, longest, maximise=maximise)
+        assert made[0] == expected[0]
+        assert made[1] == pytest.approx(expected[1], abs=1e-12)
+
+
+@pytest.mark.parametrize("maximise", [False, True])
+def test_ties_take_the_smallest_starts(maximise):
+    """Costs of few values tie often; whole numbers add exactly."""
+    for seed in range(20):
+        cost = torch.randint(0, 3, (9, 9), generator=torch.Generator().manual_seed(seed))
+        for count in range(1, 10):
+            assert best_starts(cost, count, maximise=maximise) == brute_force(
+                cost, count, maximise=maximise
+            )
+
+
+@pytest.mark.parametrize("value", [1.0, 0.3, 0.1])
+@pytest.mark.parametrize("costs", [anchor_costs, adjacent_costs])
+def test_equal_pairs_tie(costs, value):
+    """Steps that are all alike leave the tie-break alone: 0 to count - 1."""
+    cost = costs(torch.full((40, 40), value, dtype=torch.float64))
+    for count in (1, 2, 7, 39, 40):
+        starts, _ = best_starts(cost, count, maximise=True)
+        # anchors always sum to T; fewer neighbours inside segments is worse by count alone
+        assert starts == list(range(count))
+
+
+def test_costs_are_the_sums_they_say():
+    """Both segment costs against sums written out."""
+    pairs = torch.rand(8, 8, generator=torch.Generator().manual_seed(0))
+    anchor, adjacent = anchor_costs(pairs), adjacent_costs(pairs)
+    for i, j in itertools.product(range(8), repeat=2):
+        if i > j:
+            assert anchor[i, j] == adjacent[i, j] == 0
+            continue
+        assert anchor[i, j] == pytest.approx(sum(float(pairs[i, t]) for t in range(i, j + 1)))
+        near = sum(float(pairs[t - 1, t]) for t in range(i + 1, j + 1))
+        assert adjacent[i, j] == pytest.approx(near, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_worse_than_equal_lengths(seed):
+    """The optimum is at most the cost of the uniform schedule, bounds or not."""
+    cost = torch.rand(24, 24, generator=torch.Generator().manual_seed(seed))
+    for count in (2, 3, 4, 6, 8, 12):
+        every = 24 // count
+        uniform = sum(float(cost[a, a + every - 1]) for a in range(0, 24, every))
+        free = best_starts(cost, count)[1]
+        bound = best_starts(cost, count, shortest=(every + 1) // 2, longest=2 * every)[1]
+        assert free <= bound + 1e-9 <= uniform + 2e-9
+
+
+def test_block_diagonal_similarity_gives_its_blocks():
+    """Segments end where the steps stop being alike."""
+    bounds = [0, 3, 4, 9, 15]
+    similarity = torch.block_diag(
+        *(torch.ones(b - a, b - a) for a, b in itertools.pairwise(bounds))
+    )
+    starts, value = best_starts(anchor_costs(similarity), 4, maximise=True)
+    assert starts == bounds[:-1]
+    assert value == 15
+    starts, value = best_starts(anchor_costs(1 - similarity), 4)
+    assert (starts, value) == (bounds[:-1], 0)
+
+
+def test_the_lower_triangle_is_not_read():
+    """Segments run forward; nothing is asked of the others, finite or not."""
+    cost = torch.rand(6, 6, generator=torch.Generator().manual_seed(0))
+    below = torch.full((6, 6), torch.nan).tril(-1)
+    assert best_starts(cost + below, 3) == best_starts(cost, 3)
+
+
+@pytest.mark.parametrize(
+    ("cost", "count", "options", "message"),
+    [
+        (torch.zeros(3, 4), 2, {}, r"shape \(3, 4\): must be \[T, T\]"),
+        (torch.zeros(0, 0), 1, {}, r"shape \(0, 0\)"),
+        (torch.full((3, 3), torch.nan), 2, {}, "not finite"),
+        (torch.zeros(5, 5), 0, {}, "count=0: must be a whole number of at least 1"),
+        (torch.zeros(5, 5), 6, {}, "count=6: 5 steps do not split.*from 1 to 5"),
+        (torch.zeros(7, 7), 2, {"longest": 3}, "count=2: 7 steps.*1 to 3 steps; use .* 3 to 7"),
+        (torch.zeros(7, 7), 4, {"shortest": 2}, "from 1 to 3"),
+        (torch.zeros(7, 7), 1, {"shortest": 4, "longest": 5}, "allow other lengths"),
+        (torch.zeros(7, 7), 2, {"shortest": 0}, "shortest=0"),
+        (torch.zeros(7, 7), 2, {"shortest": 3, "longest": 2}, "longest=2.*shortest is 3"),
+    ],
+)
+def test_bad_input_is_refused(cost, count, options, message):
+    """Every refusal names what was given and a way out."""
+    with pytest.raises(ValueError, match=message):
+        best_starts(cost, count, **options)

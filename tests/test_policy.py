@@ -1,0 +1,413 @@
+"""The diffusion policy: published names, its pipeline, the simulated task, the shipped model."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import diffcache
+from diffcache.features.combine import Combine
+from diffcache.features.when import Every
+from diffcache.pipelines.policy import DiffusionPolicyPipeline, load_policy, rollout, scheduler
+from diffcache.pipelines.policy_transformer import TransformerForDiffusion
+from diffcache.pipelines.small import measure_reach, reach, train_reach
+from diffcache.step import Site
+
+SIZES = {"input_dim": 3, "output_dim": 3, "horizon": 5, "n_obs_steps": 2, "cond_dim": 4,
+         "n_layer": 2, "n_head": 2, "n_emb": 16}  # fmt: skip
+
+
+class Published(nn.Module):
+    """The published architecture, put together from torch's own layers."""
+
+    def __init__(self, causal: bool, cond_layers: int) -> None:
+        super().__init__()
+        options = {"d_model": 16, "nhead": 2, "dim_feedforward": 64, "dropout": 0.1,
+                   "activation": "gelu", "batch_first": True, "norm_first": True}  # fmt: skip
+        self._dummy_variable = nn.Parameter()
+        self.input_emb = nn.Linear(3, 16)
+        self.pos_emb = nn.Parameter(torch.randn(1, 5, 16))
+        self.cond_obs_emb = nn.Linear(4, 16)
+        self.cond_pos_emb = nn.Parameter(torch.randn(1, 3, 16))
+        self.encoder = (
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(**options), cond_layers)
+            if cond_layers
+            else nn.Sequential(nn.Linear(16, 64), nn.Mish(), nn.Linear(64, 16))
+        )
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(**options), 2)
+        self.ln_f = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 3)
+        if causal:
+            self.register_buffer("mask", torch.full((5, 5), -math.inf).triu(1))
+            # the timestep, then one observation more with every action
+            self.register_buffer("memory_mask", torch.full((5, 3), -math.inf).triu(2))
+        for parameter in self.parameters():
+            if parameter.numel():
+                nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, sample, timestep, cond):
+        angles = timestep[:, None] * torch.exp(-math.log(10_000) * torch.arange(8) / 7)
+        time = torch.cat((angles.sin(), angles.cos()), 1)[:, None]
+        memory = self.encoder(torch.cat((time, self.cond_obs_emb(cond)), 1) + self.cond_pos_emb)
+        tokens = self.input_emb(sample) + self.pos_emb
+        masks = getattr(self, "mask", None), getattr(self, "memory_mask", None)
+        return self.head(self.ln_f(self.decoder(tokens, memory, *masks)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("cond_layers", [0, 2])
+def test_published_weights_load_by_name(causal, cond_layers):
+    """Strictly, and the output is that of torch's own layers."""
+    published = Published(causal, cond_layers).eval()
+    model = TransformerForDiffusion(**SIZES, causal_attn=causal, n_cond_layers=cond_layers).eval()
+    model.load_state_dict(published.state_dict(), strict=True)
+    assert set(model.state_dict()) == set(published.state_dict()) - {"_dummy_variable"}
+    sample, cond = torch.randn(6, 5, 3), torch.randn(6, 2, 4)
+    times = torch.tensor([0, 1, 17, 50, 98, 99])
+    with torch.no_grad():
+        expected = published(sample, times, cond)
+        torch.testing.assert_close(model(sample, times, cond), expected, atol=2e-5, rtol=1e-4)
+        one = model(sample[3:4], torch.tensor(50), cond[3:4])
+        torch.testing.assert_close(one, expected[3:4], atol=2e-5, rtol=1e-4)
+
+
+def test_a_whole_published_policy_loads():
+    """Sizes are read off the weights; observations and actions are scaled as it was trained."""
+    torch.manual_seed(0)
+    published = Published(True, 2)
+    state = {f"model.{name}": value for name, value in published.state_dict().items()}
+    norms = {"obs": (4, 0.5, 0.1), "action": (3, 4.0, -0.2)}
+    for field, (size, scale, offset) in norms.items():
+        state[f"normalizer.params_dict.{field}.scale"] = torch.full((size,), scale)
+        state[f"normalizer.params_dict.{field}.offset"] = torch.full((size,), offset)
+    state["_dummy_variable"] = torch.empty(0)
+    pipe = load_policy(state, n_head=2, n_action_steps=3)
+    pipe.set_progress_bar_config(disable=True)
+    config = pipe.transformer.config
+    assert {name: config[name] for name in SIZES} == SIZES
+    assert config.causal_attn and config.n_cond_layers == 2
+    seen = torch.randn(2, 2, 4)
+    made = pipe(seen, 4, torch.Generator().manual_seed(0))
+    pipe.register_to_config(observation=[[1.0], [0.0]], action=[[1.0], [0.0]])
+    plain = pipe(seen * 0.5 + 0.1, 4, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(made.chunk, (plain.chunk + 0.2) / 4)
+    assert torch.equal(made.actions, made.chunk[:, 1:4])
+    with pytest.raises(ValueError, match="must hold model.cond_obs_emb"):
+        load_policy({"model.input_emb.weight": torch.zeros(2, 2)}, 2)
+
+
+# The pipeline --------------------------------------------------------------------------------
+
+
+def small_policy():
+    torch.manual_seed(0)
+    model = TransformerForDiffusion(**SIZES, causal_attn=True).eval()
+    pipe = DiffusionPolicyPipeline(model, scheduler(), 2, action=[[2.0], [0.5]])
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path):
+    """With the ordinary functions of diffusers."""
+    pipe, seen = small_policy(), torch.randn(3, 2, 4)
+    pipe.save_pretrained(tmp_path)
+    again = DiffusionPolicyPipeline.from_pretrained(tmp_path)
+    again.set_progress_bar_config(disable=True)
+    assert dict(again.config)["action"] == [[2.0], [0.5]] and again.config.n_action_steps == 2
+    one, other = (p(seen, 5, torch.Generator().manual_seed(0)) for p in (pipe, again))
+    assert torch.equal(one.chunk, other.chunk)
+    assert one.chunk.shape == (3, 5, 3) and one.actions.shape == (3, 2, 3)
+    listed = pipe(seen, 5, torch.Generator().manual_seed(0), return_dict=False)
+    assert torch.equal(listed[0], one.actions) and torch.equal(listed[1], one.chunk)
+
+
+def test_noise_of_its_own_for_each_sample():
+    """With one generator a sample, a sample does not depend on its batch."""
+    pipe, seen = small_policy(), torch.randn(3, 2, 4)
+
+    def noises(chosen):
+        return [torch.Generator().manual_seed(n) for n in chosen]
+
+    whole = pipe(seen, 4, noises([0, 1, 2])).chunk
+    part = pipe(seen[1:], 4, noises([1, 2])).chunk
+    torch.testing.assert_close(whole[1:], part)
+    alone = pipe(seen[2], 4, noises([2])).chunk
+    torch.testing.assert_close(whole[2:], alone)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 5), (3, 1, 4), (4,), (1, 3, 2, 4)])
+def test_observations_of_another_shape_are_refused(shape):
+    with pytest.raises(ValueError, match=r"must be \[B, 2, 4\]"):
+        small_policy()(torch.zeros(shape), 2)
+
+
+def test_bad_models_are_refused():
+    with pytest.raises(ValueError, match="n_emb=15: must be even and divide by n_head=2"):
+        TransformerForDiffusion(**SIZES | {"n_emb": 15})
+    with pytest.raises(ValueError, match="cond=None"):
+        TransformerForDiffusion(**SIZES)(torch.zeros(1, 5, 3), 0)
+
+
+@pytest.mark.parametrize("site", ["module", "attention", "feed-forward", "block", "stack"])
+def test_every_site_can_be_cached(site):
+    """Skipped steps run nothing of the site, and detaching leaves no trace."""
+    pipe, seen = small_policy(), torch.randn(3, 2, 4)
+    plain = pipe(seen, 6, torch.Generator().manual_seed(0)).chunk
+    ran = {}
+    for name, module in pipe.transformer.named_modules():
+        if name.startswith("decoder.layers.1.") and name.count(".") == 3:
+            module.register_forward_hook(
+                lambda *_, name=name[17:]: ran.__setitem__(name, ran.get(name, 0) + 1)
+            )
+    with diffcache.wrapped(pipe, Combine(Every(3), site=site)):
+        cached = pipe(seen, 6, torch.Generator().manual_seed(0)).chunk
+    assert not torch.equal(cached, plain)
+    attention, linears = {"self_attn", "multihead_attn"}, {"linear1", "linear2"}
+    skipped = {"attention": attention, "feed-forward": linears}.get(site, attention | linears)
+    assert {n: ran[n] for n in attention | linears} == {
+        n: 2 if n in skipped else 6 for n in attention | linears
+    }
+    with diffcache.wrapped(pipe, Combine(Every(1), site=site)), pytest.warns(match="skipped"):
+        assert torch.equal(pipe(seen, 6, torch.Generator().manual_seed(0)).chunk, plain)
+    assert torch.equal(pipe(seen, 6, torch.Generator().manual_seed(0)).chunk, plain)
+
+
+def test_anatomy_of_a_policy():
+    """Torch's layer names are read: the first linear of a feed-forward only feeds the second."""
+    anatomy = diffcache.inspect(TransformerForDiffusion(**SIZES, n_cond_layers=2))
+    assert [entry.key for entry in anatomy.lists] == ["encoder.layers", "decoder.layers"]
+    kinds = {
+        site: {
+            (m.child, m.kind) for m in anatomy.modules_at(site) if m.parent == "decoder.layers.0"
+        }
+        for site in (Site.MODULE, Site.ATTENTION, Site.FEED_FORWARD)
+    }
+    attention = {("self_attn", "attention"), ("multihead_attn", "attention")}
+    assert kinds[Site.ATTENTION] == attention
+    assert {child for child, kind in kinds[Site.FEED_FORWARD] if kind != "empty"} == {"linear2"}
+    assert {c for c, kind in kinds[Site.MODULE] if kind == "empty"} == {"linear1"}
+    assert attention <= kinds[Site.MODULE]
+
+
+# The task ------------------------------------------------------------------------------------
+
+
+def scene(start, goal, centre=(9.0, 9.0), radius=0.2):
+    centres = torch.tensor([[centre, (9.0, -9.0), (-9.0, 9.0)]])
+    radii = torch.tensor([[radius, 0.1, 0.1]])
+    return reach.Scenes(torch.tensor([start]), torch.tensor([goal]), centres, radii)
+
+
+def test_an_episode_by_hand():
+    """Straight ahead reaches a free goal; long moves are shortened; a touch ends the episode."""
+    free = reach.Reach(scene((0.0, 0.0), (0.4, 0.0)))
+    free.act(torch.tensor([[[5.0, 0.0], [0.1, 0.0], [0.1, 0.0]]]))
+    assert free.position[0].tolist() == pytest.approx([0.3, 0.0]) and free.running.all()
+    free.act(torch.tensor([[[0.06, 0.0], [0.1, 0.1]]]))
+    assert free.succeeded.all() and not free.running.any()
+    assert free.position[0].tolist() == pytest.approx([0.36, 0.0])  # nothing moves afterwards
+
+    hit = reach.Reach(scene((0.0, 0.0), (0.0, 1.0), (0.0, 0.25), 0.2))
+    hit.act(torch.tensor([[[0.1, 0.0]] * 10]))
+    assert hit.touched.all() and not hit.succeeded.any()
+    late = reach.Reach(scene((0.0, 0.0), (1.0, 0.0)))
+    late.act(torch.full((1, reach.TIME, 2), math.nan))  # what is no move is none
+    assert not late.running.any() and not late.succeeded.any() and not late.touched.any()
+    assert late.position.tolist() == [[0, 0]]
+
+
+def test_what_is_seen_does_not_depend_on_where_north_is():
+    """Turning and shifting the world changes no observation; moves follow the goal."""
+    scenes = reach.draw_scenes(20, 3)
+    angle, shift = torch.full((20,), 2.5), torch.tensor([0.3, -0.7])
+
+    def moved(points):
+        return reach.turned(points, angle) + shift
+
+    other = reach.Scenes(
+        moved(scenes.start[:, None])[:, 0], moved(scenes.goal[:, None])[:, 0],
+        moved(scenes.centres), scenes.radii,
+    )  # fmt: skip
+    torch.testing.assert_close(
+        reach.Reach(other).observe(), reach.Reach(scenes).observe(), atol=1e-4, rtol=1e-4
+    )
+    moves = torch.randn(20, 3, 2) * 0.05
+    here, there = reach.Reach(scenes), reach.Reach(other)
+    here.act(moves)
+    there.act(moves)
+    torch.testing.assert_close(moved(here.position[:, None])[:, 0], there.position)
+
+
+def test_gaps_are_distances_to_segments():
+    """Against the nearest of many points on each segment."""
+    scenes = reach.draw_scenes(50, 0)
+    share = torch.linspace(0, 1, 2001)[:, None, None]
+    points = scenes.start * (1 - share) + scenes.goal * share
+    far = (points[:, :, None] - scenes.centres).norm(dim=3).amin(0) - scenes.radii
+    made = reach.gaps(scenes.start, scenes.goal, scenes.centres, scenes.radii)
+    torch.testing.assert_close(made, far, atol=1e-3, rtol=0)
+    assert (made.amin(1) < -0.05).all()  # the straight way is blocked
+
+
+def test_openings_are_the_nearest_free_directions():
+    """Just outside of them the way past every nearer obstacle is free, just inside it is not."""
+    scenes = reach.draw_scenes(300, 2)
+    found = reach.openings(scenes, scenes.start)
+    goal = (scenes.goal - scenes.start).norm(dim=1)
+    ahead = reach.heading(scenes, scenes.start)
+    far = (scenes.centres - scenes.start[:, None]).norm(dim=2)
+    counts = far - scenes.radii < goal[:, None]
+    wide = scenes.radii + reach.MARGIN
+    free = []
+    for side, nudge in ((0, 2e-4), (1, 2e-4), (0, -2e-4), (1, -2e-4)):
+        angle = ahead + (1 - 2 * side) * (found[:, side] + nudge)
+        end = scenes.start + 3 * torch.stack((angle.cos(), angle.sin()), 1)
+        gaps = reach.gaps(scenes.start, end, scenes.centres, wide)
+        free.append((torch.where(counts, gaps, 1.0) > 0).all(1))
+    assert free[0].all() and free[1].all()
+    assert not free[2].any() and not free[3].any()  # the straight way is blocked in every scene
+    assert reach.openings(scene((0.0, 0.0), (1.0, 0.0)), torch.zeros(1, 2))[0, :2].tolist() == [
+        0,
+        0,
+    ]
+
+
+def test_demonstrations_succeed_on_both_sides():
+    """The script reaches every goal; where the way is blocked in the middle it goes both ways."""
+    scenes = reach.draw_scenes(200, 1)
+    demonstrator = train_reach.Demonstrator(torch.Generator().manual_seed(0))
+    episode = reach.Reach(scenes)
+    while episode.running.any():
+        episode.act(demonstrator.steer(scenes, episode.position)[:, None])
+    assert episode.succeeded.float().mean() > 0.98
+
+    middle = scene((0.0, -0.9), (0.0, 0.9), (0.0, 0.0), 0.25)
+    many = reach.Scenes(*(getattr(middle, f).expand(400, *getattr(middle, f).shape[1:])
+                          for f in ("start", "goal", "centres", "radii")))  # fmt: skip
+    demonstrator = train_reach.Demonstrator(torch.Generator().manual_seed(0))
+    left = (demonstrator.steer(many, many.start)[:, 1] > 0).float().mean()
+    assert 0.4 < left < 0.6
+    assert (demonstrator.sides.abs() == 1).all()
+
+
+def test_windows_are_what_was_done():
+    """Executing a window's actions from its second one on repeats the demonstration."""
+    seen, moves = train_reach.demonstrate(30, 5)
+    assert seen.shape[1:] == (reach.OBSERVED, reach.OBSERVATION)
+    assert moves.shape[1:] == (reach.HORIZON, 2) and len(seen) == len(moves) > 200
+    assert moves.norm(dim=2).max() < 1.001 and torch.isfinite(seen).all()
+    first = train_reach.demonstrate(30, 5)
+    assert torch.equal(first[0], seen) and torch.equal(first[1], moves)
+    # the distance to the goal falls by what the move is ahead, while nothing is in the way
+    clear = (moves[:-1, 1, 1].abs() < 1e-3) & (seen[1:, 0, 0] == seen[:-1, 1, 0])
+    fallen = (seen[:-1, 1, 0] - seen[1:, 1, 0])[clear]
+    expected = moves[:-1, 1, 0][clear] * reach.REACH
+    assert clear.sum() > 100
+    assert ((fallen - expected).abs() < 1e-3).float().mean() > 0.85  # the others were pushed
+
+
+def test_a_rollout_does_not_depend_on_its_neighbours():
+    """Half of the episodes alone end as they do among others."""
+    pipe = reach.build()
+    pipe.set_progress_bar_config(disable=True)
+    pipe.transformer.eval()
+    scenes = reach.draw_scenes(4, 0)
+    whole, part = reach.Reach(scenes), reach.Reach(scenes.take(torch.tensor([0, 1])))
+    assert rollout(pipe, whole, num_inference_steps=2) >= 1
+    rollout(pipe, part, num_inference_steps=2)
+    torch.testing.assert_close(whole.position[:2], part.position)
+
+
+def test_training_lowers_the_loss_and_resumes(tmp_path):
+    """A tiny run; its continuation starts where it ended."""
+    plan = train_reach.Plan(demonstrations=40, minutes=5, steps=30)
+    pipe = train_reach.train(tmp_path, plan)
+    seen, moves = train_reach.demonstrate(40, 0)
+    torch.manual_seed(0)
+    untrained = reach.build()
+    with torch.no_grad():
+        losses = [
+            float(train_reach.policy_loss(p, seen, moves, torch.Generator().manual_seed(1)))
+            for p in (untrained, pipe)
+        ]
+    assert losses[1] < 0.8 * losses[0]
+    state = torch.load(tmp_path / "reach.state", weights_only=True)
+    assert state["step"] == 30
+    again = train_reach.train(tmp_path, train_reach.Plan(0, 5, True, 40, 30))
+    for one, other in zip(
+        again.transformer.parameters(), pipe.transformer.parameters(), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_building_is_deterministic():
+    weights = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        weights.append(reach.build().transformer.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+# Figures -------------------------------------------------------------------------------------
+
+
+def test_intervals():
+    """Wilson's against published values; the paired one knows when nothing differs."""
+    assert measure_reach.wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert measure_reach.wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    flags = torch.rand(300, generator=torch.Generator().manual_seed(0)) < 0.9
+    assert measure_reach.paired_interval(flags, flags) == (0, 0)
+    worse = flags & (torch.arange(300) % 5 > 0)
+    low, high = measure_reach.paired_interval(worse, flags)
+    middle = float(worse.float().mean() - flags.float().mean())
+    assert low < middle < high < 0
+    spread = 1.96 * float((worse.double() - flags.double()).std()) / 300**0.5
+    assert high - low == pytest.approx(2 * spread, rel=0.1)
+
+
+def test_cost_counts_what_a_run_computes():
+    """Without a cache a chunk is `steps` calls; a cache saves modules and nothing else."""
+    pipe = reach.load() if reach.DIRECTORY.exists() else reach.build()
+    plain = measure_reach.cost(pipe, None, 4)
+    half = measure_reach.cost(pipe, Combine(Every(2), site="module"), 4)
+    assert plain["flops_ratio"] == 1 and half["modules_computed"] == 0.5
+    layers, width, tokens, seen = 4, 64, reach.HORIZON, reach.OBSERVED + 1
+    attend = 8 * tokens * width**2 + 4 * tokens**2 * width
+    cross = 4 * (tokens + seen) * width**2 + 4 * tokens * seen * width
+    modules = layers * (attend + cross + 16 * tokens * width**2)
+    rest = 2 * width * (2 * tokens + reach.OBSERVED * reach.OBSERVATION + 2 * tokens)
+    rest += seen * 16 * width**2
+    assert plain["flops_per_chunk"] == 4 * (modules + rest)
+    assert half["flops_per_chunk"] == 4 * rest + 2 * modules
+
+
+# The shipped model ---------------------------------------------------------------------------
+
+
+def test_shipped_policy_reaches_goals():
+    """A few held-out episodes with a fifth of the steps; measured far above this threshold."""
+    pipe = reach.load()
+    episode = reach.Reach(reach.draw_scenes(24, reach.HELD_OUT + 77))
+    rollout(pipe, episode, num_inference_steps=20)
+    assert episode.succeeded.float().mean() > 0.5
+
+
+def test_shipped_files():
+    files = [path for path in reach.DIRECTORY.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 6e6
+    weights = load_file(next(reach.DIRECTORY.glob("transformer/*.safetensors")))
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert set(weights) == set(reach.build().transformer.state_dict())
+    assert all(torch.isfinite(t).all() for name, t in weights.items() if "mask" not in name)
+    report = json.loads(measure_reach.REPORT.read_text(encoding="utf-8"))
+    assert report["episodes"] >= 200
+    for name, row in report["rows"].items():  # every figure can be made again from the outcomes
+        outcome = report["outcomes"][name]
+        assert row["success_rate"] == pytest.approx(outcome.count("1") / len(outcome), abs=1e-4)
+        expected = measure_reach.wilson(outcome.count("1"), len(outcome))
+        assert row["wilson_95"] == pytest.approx(expected, abs=1e-4)
