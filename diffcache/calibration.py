@@ -170,7 +170,8 @@ def _jobs(collectors: list[Collector]) -> list[tuple[int, list[int]]]:
     """
     groups: dict[str, list[int]] = {}
     for index, collector in enumerate(collectors):
-        groups.setdefault(_place(collector), []).append(index)
+        alone = f"{index} " if collector.abilities() else ""
+        groups.setdefault(alone + _place(collector), []).append(index)
     jobs = [(0, members) for members in groups.values()]
     for index, collector in enumerate(collectors):
         jobs += [(level, [index]) for level in range(1, collector.passes)]

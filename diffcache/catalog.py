@@ -23,7 +23,10 @@ METHODS = {
     "ertacache": "diffcache.features.ertacache:ERTACache",
     "fitted-forecast": "diffcache.features.fitted:FittedForecast",
     "bac": "diffcache.features.bac:BAC",
+    "cachequant": "diffcache.features.cachequant:CacheQuant",
+    "harmonica": "diffcache.features.harmonica:HarmoniCa",
     "profilingdit": "diffcache.features.profilingdit:ProfilingDiT",
+    "regione": "diffcache.features.regione:RegionE",
     "temporal-table": "diffcache.features.temporal_table:TemporalTable",
     "tuned": "diffcache.features.tuned:Tuned",
 }

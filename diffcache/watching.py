@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 from diffcache.attach.anatomy import anatomy_of
 from diffcache.attach.handle import Handle
 from diffcache.errors import AttachError
-from diffcache.features.base import Probe, When
+from diffcache.features.base import Ability, FeatureMethod, Probe, When
 from diffcache.features.collect import Collector, Observer, RunInfo
+from diffcache.features.combine import Combine
 from diffcache.features.instead import Reuse
 from diffcache.step import CURRENT, Step
 
@@ -43,6 +44,29 @@ class Always(When):
     def should_compute(self, state: None, step: Step, probe: Tensor | None) -> bool:
         """Return True."""
         return True
+
+
+@dataclass(frozen=True)
+class Traced(FeatureMethod):
+    """Computes everything, for runs that are watched.
+
+    Args:
+        everything: The site, and a schedule that computes all.
+        needs: What the collectors need beyond features.
+    """
+
+    name: ClassVar[str] = "traced"
+
+    everything: Combine
+    needs: tuple[Ability, ...] = ()
+
+    def parts(self) -> Combine:
+        """Return the site."""
+        return self.everything
+
+    def abilities(self) -> tuple[Ability, ...]:
+        """Return what the collectors need."""
+        return self.needs
 
 
 class Watch(Observer):
@@ -82,7 +106,8 @@ class Watch(Observer):
         """
         self._collectors, self._place, self._began = list(collectors), place, False
         site = collectors[0].site()
-        method = replace(site, when=Always(site.when.probe), instead=Reuse())
+        parts = replace(site, when=Always(site.when.probe), instead=Reuse())
+        method = Traced(parts, tuple(a for c in collectors for a in c.abilities()))
         with ExitStack() as stack:
             stack.enter_context(Handle(pipe, denoisers, method, observer=self))
             if any(c.wants_attention for c in collectors):

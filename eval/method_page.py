@@ -16,6 +16,7 @@ from diffcache.catalog import METHODS, method_class
 from diffcache.eval.runs.folder import write_file
 from diffcache.features.base import FeatureMethod
 from diffcache.features.collect import Calibrated
+from diffcache.pipelines.zoo.families import FAMILIES, KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path("docs/methods.md")
@@ -75,6 +76,9 @@ def _section(name: str, records: list[dict[str, Any]]) -> str:
     settings = _settings(cls)
     if settings:
         lines += ["| setting | default | meaning |", "|---|---|---|", *settings, ""]
+    if name in FAMILIES:
+        kinds = "; ".join(KINDS[pipeline] for pipeline in FAMILIES[name].pipelines)
+        lines += [f"Run by the tests on: {kinds}.", ""]
     figures = _figures(name, records)
     if figures:
         titles = ["model", "settings", *(title for title, _, _ in FIGURES)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,13 +21,6 @@ if TYPE_CHECKING:
     from diffcache.eval.runs.task import Task
 
 EMPTY: list[str] = []
-# Shipped models whose calls take more than prompts: their own modules load them and say what to
-# call them with.
-OWN = {
-    "shapes-kontext": "diffcache.pipelines.small.kontext",
-    "reach-policy": "diffcache.pipelines.small.reach",
-}
-
 Model = Annotated[str, typer.Option(help="Directory of a pipeline, or the name of a shipped one.")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Sampling steps (default: the pipeline's).")]
 Prompts = Annotated[
@@ -79,13 +71,8 @@ def inputs_of(task: Task) -> Inputs:
 
     name = locate(task.model).resolve().name
     if name in OWN:
-        module = importlib.import_module(OWN[name])
         torch.set_num_threads(task.threads)
-        return Inputs(
-            module.load(directory=locate(task.model)),
-            module.calibration_inputs(task.samples, task.seed),
-            {**module.CALL, **task.call},
-        )
+        return OWN[name](task)
     drawer = Drawer(task)
     call = dict(drawer.call)
     rng = np.random.default_rng([task.seed, 77])
@@ -98,6 +85,23 @@ def inputs_of(task: Task) -> Inputs:
     else:
         prompts = [drawer.prompts[i] for i in range(task.samples)]
     return Inputs(drawer.pipe, prompts, call)
+
+
+def _policy_inputs(task: Task) -> Inputs:
+    """Return the shipped policy with observations of demonstrations that it was not trained on."""
+    import torch
+
+    from diffcache.pipelines.demo.generate import locate
+    from diffcache.pipelines.small import reach, train_reach
+
+    seen, _ = train_reach.demonstrate(8, reach.HELD_OUT // 2 + task.seed)
+    seen = seen[torch.arange(task.samples) * len(seen) // task.samples]
+    prompts: list[Any] = [{"observation": part} for part in seen.split(task.batch_size)]
+    return Inputs(reach.load(locate(task.model)), prompts, dict(task.call))
+
+
+# Shipped models whose calls take more than prompts or class numbers.
+OWN = {"reach-policy": _policy_inputs}
 
 
 @contextmanager

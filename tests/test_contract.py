@@ -93,7 +93,7 @@ def state_of(model):
 def test_every_method_has_its_settings_here():
     assert set(OFF) == set(ON) == set(COMPUTED) == set(TENSORS) <= set(METHODS)
     # The others need a pipeline or tables: tests/test_families.py runs them.
-    assert set(METHODS) - set(OFF) == set(FAMILIES) - set(OFF) | {"tuned"}
+    assert set(METHODS) - set(OFF) == set(FAMILIES) - set(OFF) | {"tuned", "regione"}
 
 
 @pytest.mark.filterwarnings("ignore::diffcache.CacheWarning")

@@ -18,7 +18,15 @@ LAYERS = [
     {"features", "video", "dllm"},
     {"attach"},
     {"__init__", "api", "calibration", "catalog", "cite", "command", "report", "router_record"}
-    | {"router_replay", "router_training", "timeline", "testing", "tuning", "watching"},
+    | {
+        "router_mixing",
+        "router_replay",
+        "router_training",
+        "timeline",
+        "testing",
+        "tuning",
+        "watching",
+    },
     {"pipelines"},
     {"eval"},
     {"cli", "__main__"},

@@ -25,6 +25,9 @@ class _Counter(TorchDispatchMode):
         packet = func._overloadpacket
         if packet is _CPU_ATTENTION:
             self.total += sdpa_flop_count(*[tensor.shape for tensor in args[:3]])
+        elif packet is torch.ops.aten._int_mm:
+            (rows, inner), columns = args[0].shape, args[1].shape[1]
+            self.total += 2 * rows * inner * columns
         elif packet not in flop_registry:
             with self:  # under inference mode, operations made of others arrive whole
                 out = func.decompose(*args, **kwargs)

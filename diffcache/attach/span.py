@@ -144,7 +144,9 @@ def hold(
     shapes = [(t.shape, t.dtype, t.device) for t in tensors]
     held = frame.branch.features.get(key)
     if held is None or held.shapes != shapes:
-        held = Held([instead.init() for _ in tensors], kinds, template, shapes=shapes)
+        site = f"{key[0]}.{key[1]}"
+        states = [instead.init_at(site, index) for index in range(len(tensors))]
+        held = Held(states, kinds, template, shapes=shapes)
         frame.branch.features[key] = held
     held.kinds, held.template = kinds, template
     for state, tensor in zip(held.states, tensors, strict=True):

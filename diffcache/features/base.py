@@ -81,6 +81,15 @@ class Instead(ABC):
     def init(self) -> Any:
         """Return the state of one feature."""
 
+    def init_at(self, site: str, index: int) -> Any:
+        """Return the state of one feature, for a stand-in that is not the same at every site.
+
+        Args:
+            site: Path of the module, or of the block that closes the skipped span.
+            index: Which of the tensors that are kept there.
+        """
+        return self.init()
+
     @abstractmethod
     def record(self, state: Any, step: Step, feature: Tensor) -> None:
         """Keep a fresh feature; `feature` belongs to the state from now on."""

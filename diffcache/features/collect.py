@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from diffcache.errors import UncalibratedError
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Ability, FeatureMethod
 from diffcache.features.combine import Combine
 from diffcache.features.tables import Tables
 from diffcache.step import Step
@@ -90,6 +90,10 @@ class Collector(Observer, ABC):
     @abstractmethod
     def site(self) -> Combine:
         """Return where features are seen; of its schedule only the probe counts."""
+
+    def abilities(self) -> tuple[Ability, ...]:
+        """Return what it needs to see beyond features; such a collector has its passes alone."""
+        return ()
 
     def begin(self, run: RunInfo) -> None:
         """Note that a run starts."""

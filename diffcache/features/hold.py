@@ -131,6 +131,10 @@ class Hold(Instead):
         """Return an empty state; the one made before it in this thread is followed by it."""
         return self._chained(Box(self.inner.init()))
 
+    def init_at(self, site: str, index: int) -> Box:
+        """Return an empty state of one feature."""
+        return self._chained(Box(self.inner.init_at(site, index)))
+
     def adopt(self, state: Any) -> Box:
         """Return a state of `inner` as one of this."""
         return self._chained(Box(self._packed(state)))

@@ -12,6 +12,9 @@ from diffcache.features.base import FeatureMethod
 STEPS = 8
 SETTING = dict[str, Any]
 
+# Of a training: enough to have a table
+SHORT: SETTING = {"epochs": 2, "refresh": 14, "rate": 1.0, "beta": 1e-2}
+
 # Pipeline of the zoo -> what it is in the table
 KINDS = {
     "FluxPipeline": "image, double and single blocks (FLUX)",
@@ -21,9 +24,6 @@ KINDS = {
     "WanPipeline": "video, guidance in two calls (Wan)",
     "HunyuanVideoPipeline": "video, double and single blocks (HunyuanVideo)",
     "StableDiffusionPipeline": "image, UNet (Stable Diffusion)",
-    "StableDiffusionXLPipeline": "image, UNet (SDXL)",
-    "FluxKontextPipeline": "editing (FLUX.1 Kontext)",
-    "QwenImageEditPipeline": "editing (Qwen-Image-Edit)",
 }
 COMMON = (
     "FluxPipeline", "StableDiffusion3Pipeline", "DiTPipeline", "WanPipeline",
@@ -78,6 +78,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "fitted-forecast": Family(COMMON, {"computed": 4}, {"computed": STEPS}),
     "bac": Family(COMMON, {"count": 3, "union": 2}, {"count": STEPS}),
+    "cachequant": Family(COMMON, {"every": 3}, {"every": 1}),
+    "harmonica": Family(TOKENS, {"threshold": 0.5, **SHORT}, {"threshold": 0, **SHORT}),
     "profilingdit": Family(ATTENDING, {"every": 3, "warmup": 1, "share": 0.5}, {"background": ()}),
     "temporal-table": Family(COMMON, {}, {}),
 }

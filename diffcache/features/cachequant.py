@@ -1,0 +1,280 @@
+"""Reuse corrected features on a dynamic schedule, with or without quantized layers (CacheQuant)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from diffcache.errors import TablesError
+from diffcache.features.base import Ability, Instead, check_int
+from diffcache.features.cachequant_collect import CacheQuantCollector, channel_axis
+from diffcache.features.collect import Calibrated, Collector
+from diffcache.features.combine import Combine
+from diffcache.features.quantize import Quantize
+from diffcache.features.tables import Tables
+from diffcache.features.when import Every, Listed
+from diffcache.quant.plan import Bits, QuantPlan, check_bits
+from diffcache.step import Site, Step
+
+
+@dataclass
+class Anchored:
+    """A feature and the step it was computed at.
+
+    Attributes:
+        key: Name of its tables, `<site>/<index>`.
+        feature: The last computed feature.
+        anchor: Index of its step.
+    """
+
+    key: str
+    feature: Tensor | None = None
+    anchor: int = -1
+
+
+@dataclass(frozen=True)
+class Corrected(Instead):
+    """Use the last computed feature again, through an affine map per step and channel.
+
+    At step `s` of the segment that starts at the computed step `r` the estimate is
+    `a[s, c] * F_r + b[s, c]`, with `a = 1` and `b = 0` at `r` itself (CacheQuant, arXiv
+    2503.01323, section 3.3). A feature that was computed at another step than the schedule's, for
+    instance because the inputs changed, is reused as it is: the maps are not for it.
+
+    Args:
+        tables: With `starts`, `[K]` int64, and for every feature `cache/<name>/a` and `/b`,
+            `[T, C]`.
+    """
+
+    tables: Tables
+    # maps by feature, dtype and device: moved once, never changed
+    _maps: dict[Any, tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def init(self) -> Anchored:
+        """Return the state of the only feature.
+
+        Raises:
+            TablesError: If the tables hold the maps of several.
+        """
+        keys = feature_names(self.tables)
+        if len(keys) != 1:
+            raise TablesError(
+                f"tables={self.tables!r}: hold {len(keys)} features ({', '.join(keys)}), and it is "
+                "not known which one is asked for"
+            )
+        return Anchored(keys[0])
+
+    def init_at(self, site: str, index: int) -> Anchored:
+        """Return the state of tensor `index` of a site.
+
+        Raises:
+            TablesError: If the tables have no maps for it.
+        """
+        key, keys = f"{site}/{index}", feature_names(self.tables)
+        if key not in keys:
+            raise TablesError(
+                f"tables={self.tables!r}: no maps for feature {key}; they have {', '.join(keys)}; "
+                "calibrate on this model with these settings"
+            )
+        return Anchored(key)
+
+    def record(self, state: Anchored, step: Step, feature: Tensor) -> None:
+        """Keep the feature, forget the last."""
+        state.feature, state.anchor = feature, step.index
+        self._maps_of(state.key, feature)
+
+    def _maps_of(self, key: str, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `a` and `b` of a feature, each `[T, C]`, in its dtype and on its device.
+
+        Raises:
+            TablesError: If they are for another number of channels.
+        """
+        place = key, feature.dtype, feature.device
+        if place not in self._maps:
+            a, b = (self.tables[f"cache/{key}/{name}"].to(feature) for name in "ab")
+            self._maps[place] = a, b
+        a, b = self._maps[place]
+        channels = feature.shape[channel_axis(feature.dim())]
+        if a.shape[1] != channels:
+            raise TablesError(
+                f"tables={self.tables!r}: maps of {key} for {a.shape[1]} channels, the feature has "
+                f"{channels}; calibrate on this model"
+            )
+        return a, b
+
+    def estimate(self, state: Anchored, step: Step) -> Tensor:
+        """Return the feature through the step's map."""
+        assert state.feature is not None
+        if not self._maps_hold(state, step):
+            return state.feature
+        shape = [1] * state.feature.dim()
+        shape[channel_axis(state.feature.dim())] = -1
+        maps = self._maps_of(state.key, state.feature)
+        a, b = (table[step.index].view(shape) for table in maps)
+        return torch.addcmul(b, state.feature, a)
+
+    def _maps_hold(self, state: Anchored, step: Step) -> bool:
+        """Return whether the feature is the one the step's map was fitted for."""
+        if step.index == state.anchor or step.index >= self.tables.steps:
+            return False
+        starts: list[int] = self.tables["starts"].tolist()
+        return state.anchor == max(start for start in starts if start <= step.index)
+
+    def held(self, state: Anchored) -> list[Tensor]:
+        """Return the kept feature."""
+        return [] if state.feature is None else [state.feature]
+
+
+@dataclass(frozen=True)
+class CacheQuant(Calibrated):
+    """Reuse corrected features on a dynamic schedule, with quantized layers if `bits` is given.
+
+    Reference: CacheQuant, arXiv 2503.01323. A dynamic programme chooses the computed steps
+    (section 3.2): `ceil(T / every)` segments of `ceil(every / 2)` to `2 * every` steps that
+    together have the least L1 distance between each step's feature and the segment's first; where
+    no split has these lengths, any may be taken. Two corrections follow (section 3.3): the reused
+    feature goes through an affine map per step and channel, and the outputs of quantized layers
+    through another. Quantized layers have weights per output channel and activations per tensor
+    with a scale of their own at every step.
+
+    Calibration runs every prompt once in float and, with `bits`, twice more: with quantized
+    layers, to fit the layers' maps, and with those maps, where every call is made a second time
+    with dense layers. The joint schedule then minimises the distances between the quantized
+    feature that would be held and the dense feature that would be wanted, given the same inputs,
+    and the maps of features are fitted from the one to the other.
+
+    Departures from the paper: the cached feature enters the last block as a whole instead of its
+    last resolution layer, and on a DiT is the residual over the blocks between `lead` and `tail`
+    (the paper's DiT code is not published); the maps of a layer are fitted on its whole output
+    instead of the half that reads the cached feature, for every layer that `corrected` names
+    instead of two; ranges of activations are those seen instead of moving averages; all layers
+    outside the blocks stay in float instead of the first and the last; weights are rounded to
+    nearest, since reconstruction is left out.
+
+    Args:
+        every: Mean length of a segment in steps, N in the paper; 1 computes every step.
+        bits: `w8a8`, `w4a8`, or None for the cache alone.
+        site: Where features are taken: `stack`, `run` or `block`.
+        lead: Blocks at the start that always run.
+        tail: Blocks at the end that always run; 1 on a UNet is the paper's last up block.
+        blocks: With `site="run"`, the blocks to cache.
+        schedule: `dynamic`, or `uniform` for one step in `every` (the paper's LSUN settings).
+        corrected: Layers whose output is mapped, as patterns of paths with `*` and `?`; the
+            paper's two on a UNet are `up_blocks.3.resnets.0.conv1` and `.conv_shortcut`.
+        exempt: Layers that stay in float, as patterns, besides those outside the blocks.
+        official: Fit as the released code does: the covariance over `n` and the variance over
+            `n - 1`, and layers with their bias, which leaves `(1 - a) * bias` too much.
+        tables: What `diffcache.calibrate` measured, or its file; not needed with `every=1` and no
+            `bits`.
+
+    Raises:
+        ValueError: If a value is out of its range.
+        TablesError: If the tables were made for another method or other settings.
+    """
+
+    name: ClassVar[str] = "cachequant"
+    source: ClassVar[str] = (
+        "CacheQuant: Comprehensively Accelerated Diffusion Models, arXiv 2503.01323"
+    )
+    bibtex: ClassVar[str] = """@inproceedings{liu2025cachequant,
+  title={CacheQuant: Comprehensively Accelerated Diffusion Models},
+  author={Liu, Xuewen and Li, Zhikai and Gu, Qingyi},
+  booktitle={Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition},
+  year={2025}
+}"""
+
+    every: int = 5
+    bits: Bits | None = None
+    site: Site | str = Site.STACK
+    lead: int = 1
+    tail: int = 1
+    blocks: tuple[str, ...] | str = ()
+    schedule: Literal["dynamic", "uniform"] = "dynamic"
+    corrected: tuple[str, ...] | str = ("*",)
+    exempt: tuple[str, ...] | str = ()
+    official: bool = False
+    tables: Tables | str | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        check_int("every", self.every, 1, " (1 turns the cache off)")
+        if self.bits is not None:
+            check_bits(self.bits)
+        if self.schedule not in ("dynamic", "uniform"):
+            raise ValueError(f"schedule={self.schedule!r}: must be 'dynamic' or 'uniform'")
+        for name in ("blocks", "corrected", "exempt"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        if not isinstance(self.official, bool):
+            raise ValueError(f"official={self.official!r}: must be True or False")
+        plain = self.plain()
+        site = Site.of(plain.site)
+        object.__setattr__(self, "site", site)
+        if site not in (Site.STACK, Site.RUN, Site.BLOCK):
+            raise ValueError(f"site={site.value!r}: must be 'stack', 'run' or 'block'")
+        self.load_tables()
+        if isinstance(self.tables, Tables):
+            self._check_settings(self.tables)
+
+    def plain(self) -> Combine:
+        """Return every step computed, at the method's site."""
+        return Combine(Every(1), site=self.site, lead=self.lead, tail=self.tail, blocks=self.blocks)
+
+    def parts(self) -> Combine:
+        """Return the measured schedule and the corrected reuse.
+
+        Raises:
+            UncalibratedError: If there are no tables.
+        """
+        if self.every == 1 and self.bits is None:
+            return self.plain()
+        tables = self.measured()
+        when = Listed(tables["starts"].tolist(), total=tables.steps)
+        if self.every == 1:
+            return Combine(when, site=self.site, lead=self.lead, tail=self.tail, blocks=self.blocks)
+        return Combine(when, Corrected(tables), self.site, self.lead, self.tail, blocks=self.blocks)
+
+    def abilities(self) -> tuple[Ability, ...]:
+        """Return the quantized layers, if there are any."""
+        if self.bits is None:
+            return ()
+        tables = self.measured()
+        names = [name for name in tables.names() if name.startswith("quant/")]
+        found = {name.removeprefix("quant/"): tables[name] for name in names}
+        return (Quantize(QuantPlan.of(self.bits, found)),)
+
+    def collector(self) -> Collector:
+        """Return a collector for these settings."""
+        return CacheQuantCollector(self.plain(), self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the tables depend on, as plain data."""
+        return {
+            "every": self.every, "bits": self.bits, "site": Site.of(self.site).value,
+            "lead": self.lead, "tail": self.tail, "blocks": list(self.blocks),
+            "schedule": self.schedule, "corrected": list(self.corrected),
+            "exempt": list(self.exempt), "official": self.official,
+        }  # fmt: skip
+
+    def _check_settings(self, tables: Tables) -> None:
+        """Raise TablesError unless the tables were made for these settings."""
+        for name, mine in self.settings().items():
+            theirs = tables.header.get(name)
+            if theirs != mine:
+                raise TablesError(
+                    f"tables={tables!r}: made for {name}={theirs!r}, not {name}={mine!r}; give the "
+                    "method the same settings or calibrate it"
+                )
+        for table in ("starts", *(["quant/"] if self.bits else [])):
+            if not any(name.startswith(table) for name in tables.names()):
+                raise TablesError(f"tables={tables!r}: hold no {table}; calibrate again")
+
+
+def feature_names(tables: Tables) -> list[str]:
+    """Return the features, `<site>/<index>`, that tables have maps for."""
+    names = (name for name in tables.names() if name.startswith("cache/") and name.endswith("/a"))
+    return [name.removeprefix("cache/").removesuffix("/a") for name in names]

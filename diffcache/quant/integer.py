@@ -1,0 +1,95 @@
+"""Whole numbers: rounding to codes, packing four bits, and products of codes that are exact."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EXACT = 1024  # terms of 2**14 whose sum float32 holds exactly, whatever the order
+HALF = 128  # codes of 0 to 255 are kept as int8, lower by this
+
+
+def int8_codes(values: Tensor, scale: float | Tensor, zero: int | Tensor, bits: int = 8) -> Tensor:
+    """Return `clamp(round(values / scale) + zero, 0, 2**bits - 1)`, lower by half the range.
+
+    Args:
+        values: Any shape and float dtype.
+        scale: Width of a code in units of `values`; broadcasts.
+        zero: The code of 0 before it is lowered; broadcasts.
+        bits: Bits of a code, 8 or 4.
+
+    Returns:
+        int8 codes of the same shape, -128 to 127 or -8 to 7.
+    """
+    wide = values if values.dtype is torch.float64 else values.float()  # 255 codes need 8 bits
+    codes = torch.round(wide / scale) + zero
+    lowered: Tensor = codes.clamp_(0, 2**bits - 1) - 2 ** (bits - 1)
+    return lowered.to(torch.int8)
+
+
+def pack4(codes: Tensor) -> Tensor:
+    """Pack codes of four bits two to a byte, the even column in the low half.
+
+    Args:
+        codes: `[O, K]` int8, -8 to 7.
+
+    Returns:
+        `[O, ceil(K / 2)]` uint8.
+    """
+    nibbles = (codes + 8).to(torch.uint8)
+    if nibbles.shape[1] % 2:
+        nibbles = torch.nn.functional.pad(nibbles, (0, 1))
+    return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
+
+
+def unpack4(packed: Tensor, columns: int) -> Tensor:
+    """Return the codes that `pack4` packed.
+
+    Args:
+        packed: `[O, ceil(columns / 2)]` uint8.
+        columns: Number of codes in a row.
+
+    Returns:
+        `[O, columns]` int8, -8 to 7.
+    """
+    pairs = torch.stack((packed & 15, packed >> 4), dim=-1)
+    return pairs.flatten(1)[:, :columns].to(torch.int8) - 8
+
+
+def int_matmul(left: Tensor, right: Tensor) -> Tensor:
+    """Return `left @ right.T` exactly.
+
+    Runs torch's own int8 product where it takes the shapes (on CUDA more than 16 rows and the
+    other sizes multiples of 8); elsewhere float32 products of at most 1024 terms, in which no sum
+    of codes is rounded, added up as whole numbers. Both give the same numbers bit for bit.
+
+    Args:
+        left: `[M, K]` int8.
+        right: `[N, K]` int8.
+
+    Returns:
+        `[M, N]` int32.
+    """
+    if serves(left, right):
+        product: Tensor = torch._int_mm(left, right.t())
+        return product
+    return float_matmul(left, right)
+
+
+def serves(left: Tensor, right: Tensor) -> bool:
+    """Return whether torch multiplies these codes as whole numbers."""
+    (rows, terms), columns = left.shape, right.shape[0]
+    if not rows * terms * columns:
+        return False
+    if left.device.type == "cuda":
+        return rows > 16 and terms % 8 == 0 and columns % 8 == 0
+    return left.device.type == "cpu"
+
+
+def float_matmul(left: Tensor, right: Tensor) -> Tensor:
+    """Return `left @ right.T` of int8 codes as int32, through exact float32 products."""
+    total = torch.zeros(left.shape[0], right.shape[0], dtype=torch.int32, device=left.device)
+    for first in range(0, left.shape[1], EXACT):
+        part = slice(first, first + EXACT)
+        total += (left[:, part].float() @ right[:, part].float().t()).to(torch.int32)
+    return total

@@ -1,0 +1,145 @@
+"""The small FluxKontextPipeline that edits pictures of shapes: how it is built, loaded, called.
+
+It starts from the shipped text-to-picture model: the same transformer, autoencoder and text
+encoders, with a few words added behind the old ones. `FluxKontextPipeline` has defaults for large
+models in its source (a megapixel, 512 text tokens, seventeen preferred sizes), so a call passes the
+numbers in `CALL`:
+
+    pipe = load()
+    edited = pipe(image=picture, prompt="make the ring green", **CALL).images[0]
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import FluxKontextPipeline, FluxPipeline
+from torch import nn
+from transformers import CLIPTokenizer, T5TokenizerFast
+
+from diffcache.pipelines.small.edits import NEW_WORDS
+from diffcache.pipelines.small.flux import DIRECTORY as FLUX
+from diffcache.pipelines.small.flux import load as load_flux
+
+TEXT_TOKENS = 16
+CALL: dict[str, Any] = {
+    "height": 64,
+    "width": 64,
+    "max_area": 64 * 64,
+    "_auto_resize": False,
+    "max_sequence_length": TEXT_TOKENS,
+}
+DIRECTORY = FLUX.with_name("shapes-kontext")
+
+
+def load(
+    dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY
+) -> FluxKontextPipeline:
+    """Load the shipped pipeline, with its progress bar off and 64x64 as its default size.
+
+    Args:
+        dtype: of every model in it; the files hold bfloat16.
+        directory: where it was saved.
+    """
+    pipe: FluxKontextPipeline = FluxKontextPipeline.from_pretrained(str(directory))
+    for part in pipe.components.values():
+        if isinstance(part, nn.Module):
+            nn.Module.to(part, dtype)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.default_sample_size = CALL["height"] // pipe.vae_scale_factor
+    return pipe
+
+
+def extend_tokenizers(
+    clip: CLIPTokenizer, t5: T5TokenizerFast, words: tuple[str, ...] = NEW_WORDS
+) -> tuple[CLIPTokenizer, T5TokenizerFast]:
+    """Return tokenizers that know more words, each as one token; old tokens keep their numbers.
+
+    Args:
+        clip: of the first text encoder; it sees every word in lower case.
+        t5: of the second; each word is added with a small and with a capital first letter.
+        words: lower-case words to add.
+    """
+    known = json.loads(clip.backend_tokenizer.to_str())["model"]
+    vocabulary: dict[str, int] = dict(known["vocab"])
+    merges = [(str(one), str(other)) for one, other in known["merges"]]
+    split = [_apply(merges, [*word[:-1], f"{word[-1]}</w>"]) for word in words]
+    letters = sorted({symbol for word in split for symbol in word} - set(vocabulary))
+    new = _new_merges(split)
+    for token in [*letters, *dict.fromkeys(one + other for one, other in new)]:
+        vocabulary.setdefault(token, len(vocabulary))
+    first = CLIPTokenizer(
+        vocab=vocabulary, merges=[*merges, *new], model_max_length=clip.model_max_length
+    )
+    pieces = [
+        (str(piece), float(score))
+        for piece, score in json.loads(t5.backend_tokenizer.to_str())["model"]["vocab"]
+    ]
+    for word in words:
+        pieces += [(f"▁{word}", -4.0), (f"▁{word.capitalize()}", -4.0)]
+    second = T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=t5.model_max_length)
+    return first, second
+
+
+def _apply(merges: list[tuple[str, str]], symbols: list[str]) -> list[str]:
+    # byte-pair encoding: always the earliest merge that fits
+    ranks = {pair: rank for rank, pair in enumerate(merges)}
+    while fitting := [pair for pair in pairwise(symbols) if pair in ranks]:
+        symbols = _merged(symbols, min(fitting, key=ranks.__getitem__))
+    return symbols
+
+
+def _new_merges(split: list[list[str]]) -> list[tuple[str, str]]:
+    merges = []
+    while pairs := Counter(pair for word in split for pair in pairwise(word)):
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        merges.append(best)
+        split = [_merged(word, best) for word in split]
+    return merges
+
+
+def _merged(word: list[str], pair: tuple[str, str]) -> list[str]:
+    made: list[str] = []
+    for symbol in word:
+        if made and (made[-1], symbol) == pair:
+            made[-1] += symbol
+        else:
+            made.append(symbol)
+    return made
+
+
+def build_pipeline(base: FluxPipeline | None = None) -> FluxKontextPipeline:
+    """Put the editing pipeline together from the text-to-picture pipeline's weights, untrained.
+
+    The rows of new tokens start at the mean of the old rows, which no prompt has used yet.
+
+    Args:
+        base: the pipeline to start from, changed in place; the shipped one when None.
+    """
+    base = load_flux() if base is None else base
+    clip, t5 = extend_tokenizers(base.tokenizer, base.tokenizer_2)
+    for encoder, tokenizer in ((base.text_encoder, clip), (base.text_encoder_2, t5)):
+        _add_rows(encoder, len(tokenizer))
+    return FluxKontextPipeline(
+        scheduler=base.scheduler,
+        vae=base.vae,
+        text_encoder=base.text_encoder,
+        tokenizer=clip,
+        text_encoder_2=base.text_encoder_2,
+        tokenizer_2=t5,
+        transformer=base.transformer,
+    )
+
+
+def _add_rows(encoder: Any, count: int) -> None:
+    old = encoder.get_input_embeddings().weight.detach().clone()
+    encoder.resize_token_embeddings(count, mean_resizing=False)
+    rows = encoder.get_input_embeddings().weight
+    with torch.no_grad():
+        rows[: len(old)] = old
+        rows[len(old) :] = old.mean(dim=0)

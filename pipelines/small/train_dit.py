@@ -1,0 +1,222 @@
+"""Train, export and measure the small class-conditional DiTPipeline.
+
+    python -m diffcache.pipelines.small.train_dit --out out/shapes-dit
+
+The autoencoder is the one of shapes-flux; only the denoiser is trained, one class in ten empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiTPipeline
+from diffusers.models.attention_processor import AttnProcessor
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from diffcache.pipelines.small.classifier import read
+from diffcache.pipelines.small.diffusion import (
+    Course,
+    Plan,
+    disturb,
+    draw_timesteps,
+    export,
+    kept_latents,
+    load_autoencoder,
+    noise_error,
+    record,
+    train,
+    write,
+)
+from diffcache.pipelines.small.dit import CALL, DIRECTORY, EMPTY, LABELS, build_pipeline, draw, load
+from diffcache.pipelines.small.export import versions
+from diffcache.pipelines.small.measure import draw_grid
+
+COURSE = Course("dit", pictures=24_000)
+CLASS_DROPOUT = 0.1
+STAGES = ("train", "export", "measure")
+BENCH = DIRECTORY.parents[1] / "bench"
+MODULE = "diffcache.pipelines.small.train_dit"
+
+
+class Step(nn.Module):
+    """One training step's loss."""
+
+    def __init__(self, pipe: DiTPipeline, *, compiled: bool) -> None:
+        super().__init__()
+        for block in pipe.transformer.transformer_blocks:
+            # The fused kernel's backward pass takes half of a step on a CPU.
+            block.attn1.set_processor(AttnProcessor())
+        self.denoise = torch.compile(pipe.transformer) if compiled else pipe.transformer
+        self.signal = pipe.scheduler.alphas_cumprod
+
+    def forward(self, latents: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the error of the noise, for latents [B, 4, 16, 16] and classes int64 [B]."""
+        times = draw_timesteps(len(latents), generator)
+        noise = torch.randn(latents.shape, generator=generator)
+        empty = torch.rand(len(labels), generator=generator) < CLASS_DROPOUT
+        signal = self.signal[times]
+        predicted = self.denoise(
+            disturb(latents, noise, signal),
+            timestep=times,
+            class_labels=torch.where(empty, EMPTY, labels),
+        ).sample
+        return noise_error(predicted, noise, signal)
+
+
+def fit(out: Path, plan: Plan, course: Course = COURSE) -> DiTPipeline:
+    """Train the denoiser and return the pipeline with averaged weights, in float32.
+
+    Args:
+        out: folder; gets `latents.safetensors` and the files of `diffusion.train`.
+        plan: how to train.
+        course: on how many pictures, in batches of how many.
+    """
+    torch.manual_seed(plan.seed)
+    pipe = build_pipeline(load_autoencoder())
+    labels, pictures = draw(course.pictures, plan.seed)
+    latents = kept_latents(out / "latents.safetensors", pipe.vae, pictures)
+    step = Step(pipe, compiled=plan.compiled)
+
+    def loss(chosen: Tensor, index: int, progress: float) -> Tensor:
+        generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + index)
+        error: Tensor = step(latents[chosen].float(), labels[chosen], generator)
+        return error
+
+    train(out, nn.ModuleDict({"transformer": pipe.transformer}), loss, course, plan)
+    return pipe
+
+
+def assemble(out: Path) -> DiTPipeline:
+    """Put the pipeline together from a training folder, in float32, with averaged weights."""
+    pipe = build_pipeline(load_autoencoder())
+    weights = nn.ModuleDict({"transformer": pipe.transformer})
+    weights.load_state_dict(load_file(out / f"{COURSE.name}.safetensors"))
+    return pipe
+
+
+def draw_pictures(
+    pipe: DiTPipeline, labels: Sequence[int], *, steps: int, seed: int, batch: int = 35
+) -> list[Image.Image]:
+    """Draw one picture of each class; picture i starts from the noise of seed + i.
+
+    Args:
+        pipe: the pipeline.
+        labels: classes.
+        steps: sampling steps.
+        seed: of the first picture.
+        batch: pictures drawn at once.
+    """
+    pictures: list[Image.Image] = []
+    for start in tqdm(range(0, len(labels), batch), desc=f"{steps} steps", leave=False):
+        part = list(labels[start : start + batch])
+        seeds = range(seed + start, seed + start + len(part))
+        noise = [torch.Generator("cpu").manual_seed(number) for number in seeds]
+        pictures += pipe(part, num_inference_steps=steps, generator=noise, **CALL).images
+    return pictures
+
+
+def marks(pictures: Sequence[Image.Image], labels: Sequence[int]) -> dict[str, float]:
+    """Return shares of pictures: one object, its shape, its colour, and all three as `right`."""
+    found = []
+    for scene, label in zip(read(pictures), labels, strict=True):
+        colour, shape = LABELS[label].split()
+        one = len(scene.figures) == 1
+        shaped = one and scene.figures[0].shape == shape
+        coloured = one and scene.figures[0].colour == colour
+        found.append((shaped and coloured, one, shaped, coloured))
+    shares = np.mean(found, axis=0)
+    names = ("right", "one", "shape", "colour")
+    return {name: round(float(share), 4) for name, share in zip(names, shares, strict=True)}
+
+
+def measure(pipe: DiTPipeline, *, steps: int, samples: int, seed: int) -> dict[str, Any]:
+    """Measure how many pictures show the shape and colour of their class, over all classes.
+
+    Args:
+        pipe: the pipeline.
+        steps: sampling steps.
+        samples: how many pictures.
+        seed: of the noise.
+    """
+    labels = [number % len(LABELS) for number in range(samples)]
+    begin = time.monotonic()
+    pictures = draw_pictures(pipe, labels, steps=steps, seed=seed)
+    seconds = time.monotonic() - begin
+    given = {"steps": steps, **CALL, "samples": samples, "seed": seed}
+    return {
+        **given,
+        **marks(pictures, labels),
+        "seconds": round(seconds, 1),
+        "seconds_per_picture": round(seconds / samples, 3),
+    }
+
+
+def judge(steps: Sequence[int], samples: int, seed: int) -> None:
+    """Measure the shipped pipeline; write the report and a grid of all classes."""
+    pipe = load()
+    runs = []
+    for count in steps:
+        runs.append(measure(pipe, steps=count, samples=samples, seed=seed))
+        print(json.dumps(runs[-1]))
+    report = {
+        "model": "shapes-dit",
+        "measure": "share of pictures in which the classifier reads one object of the class",
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": torch.get_num_threads(),
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "runs": runs,
+    }
+    write(BENCH / "shapes-dit-quality.json", json.dumps(report, indent=1) + "\n")
+    pictures = draw_pictures(pipe, range(len(LABELS)), steps=steps[0], seed=seed)
+    draw_grid(pictures, LABELS, columns=7).save(DIRECTORY / "grid.png", optimize=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's arguments."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}",
+        description="Train, export and measure the class-conditional shapes pipeline on a CPU.",
+    )
+    made.add_argument("--out", type=Path, default=Path("out/shapes-dit"), help="training folder")
+    made.add_argument("--seed", type=int, default=0, help="of weights, pictures, order and noise")
+    made.add_argument("--minutes", type=float, default=85, help="of training, resumed parts too")
+    made.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="what to run")
+    made.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    made.add_argument("--threads", type=int, default=1, help="of torch")
+    made.add_argument("--eager", action="store_true", help="do not compile (no C++ compiler)")
+    made.add_argument("--steps", type=int, nargs="+", default=[28, 50], help="sampling steps")
+    made.add_argument("--samples", type=int, default=280, help="pictures for each step count")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the stages asked for, in order."""
+    chosen = parser().parse_args(arguments)
+    torch.set_num_threads(chosen.threads)
+    if "train" in chosen.stages:
+        chosen.out.mkdir(parents=True, exist_ok=True)
+        fit(chosen.out, Plan(chosen.seed, chosen.minutes, chosen.resume, not chosen.eager))
+    if "export" in chosen.stages:
+        size = export(assemble(chosen.out), DIRECTORY)
+        command = f"python -m {MODULE} --seed {chosen.seed} --minutes {chosen.minutes:g}"
+        done = record(chosen.out, COURSE.name, command, BENCH / "shapes-dit-training.json")
+        print(f"exported {size / 1e6:.2f} MB after {done['steps']} steps")
+    if "measure" in chosen.stages:
+        judge(chosen.steps, chosen.samples, seed=0)
+
+
+if __name__ == "__main__":
+    main()

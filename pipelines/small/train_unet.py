@@ -1,0 +1,237 @@
+"""Train, export and measure the small StableDiffusionPipeline.
+
+    python -m diffcache.pipelines.small.train_unet --out out/shapes-unet
+
+The autoencoder is the one of shapes-flux, and its CLIP text encoder, which already knows the
+prompts, is where the text side starts. One prompt in ten is empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import StableDiffusionPipeline
+from diffusers.models.attention_processor import AttnProcessor
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from diffcache.pipelines.small.classifier import prompt_accuracy
+from diffcache.pipelines.small.diffusion import (
+    Course,
+    Plan,
+    disturb,
+    draw_timesteps,
+    export,
+    kept_latents,
+    load_autoencoder,
+    record,
+    train,
+    velocity_error,
+    write,
+)
+from diffcache.pipelines.small.export import versions
+from diffcache.pipelines.small.loop import draw
+from diffcache.pipelines.small.measure import draw_grid
+from diffcache.pipelines.small.scenes import held_out_prompts, shipped_prompts
+from diffcache.pipelines.small.small_unet import CALL, DIRECTORY, build_pipeline, load
+from diffcache.pipelines.small.train_flux import write_prompts
+
+COURSE = Course("unet", pictures=24_000, batch=16, decay=0.998, factors={"text_encoder": 0.25})
+PROMPT_DROPOUT = 0.1
+SINGLES_FIRST = 0.15
+EVEN_FIRST = 0.5
+STAGES = ("train", "export", "measure")
+BENCH = DIRECTORY.parents[1] / "bench"
+MODULE = "diffcache.pipelines.small.train_unet"
+
+
+class Step(nn.Module):
+    """One training step's loss."""
+
+    def __init__(self, pipe: StableDiffusionPipeline, *, compiled: bool) -> None:
+        super().__init__()
+        self.text_encoder = pipe.text_encoder
+        self.tokenizer = pipe.tokenizer
+        # The fused kernel's backward pass takes half of a step on a CPU.
+        pipe.unet.set_attn_processor(AttnProcessor())
+        self.denoise = torch.compile(pipe.unet) if compiled else pipe.unet
+        self.signal = pipe.scheduler.alphas_cumprod
+
+    def forward(
+        self, latents: Tensor, texts: list[str], generator: torch.Generator, progress: float = 1.0
+    ) -> Tensor:
+        """Return the error of the velocity, for latents [B, 4, 16, 16] and their prompts.
+
+        Timesteps are uniform at first, where many of them leave only the prompt to go by.
+        """
+        times = draw_timesteps(len(latents), generator, 1.0 if progress < EVEN_FIRST else 0.5)
+        noise = torch.randn(latents.shape, generator=generator)
+        signal = self.signal[times]
+        length = self.tokenizer.model_max_length
+        tokens = self.tokenizer(
+            texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+        ).input_ids
+        states = self.text_encoder(tokens)[0]
+        mixed = disturb(latents, noise, signal)
+        predicted = self.denoise(mixed, times, encoder_hidden_states=states).sample
+        return velocity_error(predicted, latents, noise, signal)
+
+
+def fit(out: Path, plan: Plan, course: Course = COURSE) -> StableDiffusionPipeline:
+    """Train the denoiser with its text encoder; return averaged weights, in float32.
+
+    Args:
+        out: folder; gets `latents.safetensors` and the files of `diffusion.train`.
+        plan: how to train.
+        course: on how many pictures, in batches of how many.
+    """
+    torch.manual_seed(plan.seed)
+    pipe = build_pipeline(load_autoencoder())
+    scenes, pictures = draw(course.pictures, plan.seed + 10)
+    latents = kept_latents(out / "latents.safetensors", pipe.vae, pictures)
+    singles = torch.tensor([i for i, scene in enumerate(scenes) if len(scene.figures) == 1])
+    step = Step(pipe, compiled=plan.compiled)
+    weights = nn.ModuleDict({"unet": pipe.unet, "text_encoder": pipe.text_encoder})
+
+    def loss(chosen: Tensor, index: int, progress: float) -> Tensor:
+        generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + index)
+        if progress < SINGLES_FIRST:
+            chosen[::2] = singles[chosen[::2] % len(singles)]
+        rng = np.random.default_rng([plan.seed, index])
+        texts = write_prompts([scenes[i] for i in chosen], rng, PROMPT_DROPOUT)
+        error: Tensor = step(latents[chosen].float(), texts, generator, progress)
+        return error
+
+    train(out, weights, loss, course, plan)
+    return pipe
+
+
+def assemble(out: Path) -> StableDiffusionPipeline:
+    """Put the pipeline together from a training folder, in float32, with averaged weights."""
+    pipe = build_pipeline(load_autoencoder())
+    weights = nn.ModuleDict({"unet": pipe.unet, "text_encoder": pipe.text_encoder})
+    weights.load_state_dict(load_file(out / f"{COURSE.name}.safetensors"))
+    return pipe
+
+
+def draw_pictures(
+    pipe: StableDiffusionPipeline,
+    prompts: Sequence[str],
+    *,
+    steps: int,
+    seed: int,
+    batch: int = 32,
+) -> list[Image.Image]:
+    """Draw one picture for each prompt; picture i starts from the noise of seed + i.
+
+    Args:
+        pipe: the pipeline.
+        prompts: what to draw.
+        steps: sampling steps.
+        seed: of the first picture.
+        batch: pictures drawn at once.
+    """
+    pictures: list[Image.Image] = []
+    for start in tqdm(range(0, len(prompts), batch), desc=f"{steps} steps", leave=False):
+        part = list(prompts[start : start + batch])
+        seeds = range(seed + start, seed + start + len(part))
+        noise = [torch.Generator("cpu").manual_seed(number) for number in seeds]
+        pictures += pipe(part, num_inference_steps=steps, generator=noise, **CALL).images
+    return pictures
+
+
+def measure(
+    pipe: StableDiffusionPipeline, *, steps: int, samples: int, seed: int
+) -> dict[str, Any]:
+    """Measure prompt accuracy on held-out prompts, as `measure.measure` does.
+
+    Args:
+        pipe: the pipeline.
+        steps: sampling steps.
+        samples: how many prompts, one picture each.
+        seed: of the prompts and the noise.
+    """
+    prompts = held_out_prompts(samples, seed)
+    begin = time.monotonic()
+    pictures = draw_pictures(pipe, prompts, steps=steps, seed=seed)
+    seconds = time.monotonic() - begin
+    overall, parts = prompt_accuracy(pictures, prompts)
+    given = {"steps": steps, **CALL, "samples": samples, "seed": seed}
+    return {
+        **given,
+        "prompt_accuracy": round(overall, 4),
+        "attributes": {name: round(value, 4) for name, value in parts.items()},
+        "seconds": round(seconds, 1),
+        "seconds_per_picture": round(seconds / samples, 3),
+    }
+
+
+def judge(steps: Sequence[int], samples: int, seed: int) -> None:
+    """Measure the shipped pipeline; write the report and a labelled grid."""
+    pipe = load()
+    runs = []
+    for count in steps:
+        runs.append(measure(pipe, steps=count, samples=samples, seed=seed))
+        print(json.dumps(runs[-1]))
+    report = {
+        "model": "shapes-unet",
+        "measure": "share of the attributes stated in held-out prompts that the classifier reads",
+        "dtype": "float32",
+        "device": "cpu",
+        "threads": torch.get_num_threads(),
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "runs": runs,
+    }
+    write(BENCH / "shapes-unet-quality.json", json.dumps(report, indent=1) + "\n")
+    prompts = shipped_prompts()[:24]
+    pictures = draw_pictures(pipe, prompts, steps=steps[0], seed=seed)
+    draw_grid(pictures, prompts).save(DIRECTORY / "grid.png", optimize=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's arguments."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}",
+        description="Train, export and measure the small StableDiffusionPipeline on a CPU.",
+    )
+    made.add_argument("--out", type=Path, default=Path("out/shapes-unet"), help="training folder")
+    made.add_argument("--seed", type=int, default=0, help="of weights, pictures, order and noise")
+    made.add_argument("--minutes", type=float, default=85, help="of training, resumed parts too")
+    made.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="what to run")
+    made.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    made.add_argument("--threads", type=int, default=1, help="of torch")
+    made.add_argument("--compile", action="store_true", help="compile the denoiser")
+    made.add_argument("--steps", type=int, nargs="+", default=[28, 50], help="sampling steps")
+    made.add_argument("--samples", type=int, default=256, help="pictures for each step count")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the stages asked for, in order."""
+    chosen = parser().parse_args(arguments)
+    torch.set_num_threads(chosen.threads)
+    if "train" in chosen.stages:
+        chosen.out.mkdir(parents=True, exist_ok=True)
+        fit(chosen.out, Plan(chosen.seed, chosen.minutes, chosen.resume, chosen.compile))
+    if "export" in chosen.stages:
+        size = export(assemble(chosen.out), DIRECTORY)
+        command = f"python -m {MODULE} --seed {chosen.seed} --minutes {chosen.minutes:g}"
+        done = record(chosen.out, COURSE.name, command, BENCH / "shapes-unet-training.json")
+        print(f"exported {size / 1e6:.2f} MB after {done['steps']} steps")
+    if "measure" in chosen.stages:
+        judge(chosen.steps, chosen.samples, seed=0)
+
+
+if __name__ == "__main__":
+    main()

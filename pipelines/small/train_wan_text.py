@@ -1,0 +1,81 @@
+"""Train the text encoder of the small WanPipeline to understand prompts before anything is filmed.
+
+As in `train_text`, every token learns to tell everything about the one object and its background,
+so that the denoiser only has to look it up.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+from tqdm import tqdm
+from transformers import UMT5EncoderModel
+
+from diffcache.pipelines.small.loop import Log, rate
+from diffcache.pipelines.small.scenes import COLOURS, POSITIONS, SHAPES, SIZES, Scene, sample_scene
+from diffcache.pipelines.small.train_flux import write_prompts
+from diffcache.pipelines.small.wan import build_text_encoder, build_tokenizer
+
+BATCH = 128
+RATE = 2e-3
+_CLASSES = (len(COLOURS), len(SHAPES), len(COLOURS), len(SIZES), len(POSITIONS))
+
+
+def classes(scenes: list[Scene]) -> Tensor:
+    """Return class numbers [B, 5]: background, shape, colour, size, position of the one object."""
+    lists = (list(SHAPES), list(COLOURS), list(SIZES), list(POSITIONS))
+    rows = []
+    for scene in scenes:
+        (figure,) = scene.figures
+        names = (figure.shape, figure.colour, figure.size, figure.position)
+        numbers = [part.index(name) for part, name in zip(lists, names, strict=True)]
+        rows.append([lists[1].index(scene.background), *numbers])
+    return torch.tensor(rows)
+
+
+def train(out: Path, *, seed: int, minutes: float) -> UMT5EncoderModel:
+    """Train the text encoder and save it in `text.safetensors`.
+
+    Args:
+        out: folder for `text.safetensors` and `text.jsonl`.
+        seed: of the weights and the prompts.
+        minutes: how long to train; the learning rate follows the clock.
+    """
+    torch.manual_seed(seed)
+    tokenizer = build_tokenizer()
+    model = build_text_encoder(tokenizer)
+    heads = nn.Linear(model.config.d_model, sum(_CLASSES))
+    rng = np.random.default_rng(seed + 30)
+    parameters = [*model.parameters(), *heads.parameters()]
+    optimiser = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    log = Log(out / "text.jsonl")
+    bar = tqdm(desc="text", mininterval=5, leave=False)
+    step = 0
+    while (progress := log.seconds() / (60 * minutes)) < 1:
+        optimiser.param_groups[0]["lr"] = RATE * rate(progress)
+        scenes = [sample_scene(rng, figures=1) for _ in range(BATCH)]
+        texts = write_prompts(scenes, rng, dropout=0.0)
+        tokens = tokenizer(texts, padding=True, return_tensors="pt")
+        states = model(tokens.input_ids, tokens.attention_mask).last_hidden_state
+        there = tokens.attention_mask.bool()
+        wanted = classes(scenes)[:, None].expand(-1, there.shape[1], -1)[there]
+        parts = heads(states[there]).split(_CLASSES, dim=-1)
+        losses = [functional.cross_entropy(part, wanted[:, i]) for i, part in enumerate(parts)]
+        loss = torch.stack(losses).sum()
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimiser.step()
+        bar.update()
+        if step % 25 == 0:
+            log.write(step=step, loss=float(loss.detach()))
+        step += 1
+    log.write(step=step, loss=float(loss.detach()))
+    state = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
+    save_file(state, out / "text.safetensors")
+    return model

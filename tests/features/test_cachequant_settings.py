@@ -1,0 +1,65 @@
+"""CacheQuant refuses settings out of range, and tables that were made for something else."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from diffcache.errors import TablesError, UncalibratedError
+from diffcache.features.cachequant import CacheQuant
+from diffcache.features.collect import RunInfo
+from diffcache.features.tables import Tables
+from diffcache.step import Step
+
+
+def test_tables_are_needed() -> None:
+    for method in (CacheQuant(), CacheQuant(every=1, bits="w8a8")):
+        with pytest.raises(UncalibratedError, match=r"diffcache\.calibrate\(pipe, CacheQuant"):
+            method.parts()
+    assert CacheQuant(every=1).abilities() == ()
+
+
+def test_foreign_tables_are_refused(tmp_path) -> None:
+    collector = CacheQuant(every=3).collector()
+    collector.begin(RunInfo(0, 0, torch.arange(6), None, 6))
+    for step in range(6):
+        collector.feature(Step(step), "up_blocks.0", 0, torch.randn(1, 3, 4))
+    collector.end()
+    header = {"method": "cachequant", "steps": 6, **collector.settings(), "model": "Other"}
+    tables = Tables(header, collector.tables())
+    with pytest.raises(TablesError, match="made for every=3, not every=2"):
+        CacheQuant(every=2, tables=tables)
+    with pytest.raises(TablesError, match="made for bits=None, not bits='w8a8'"):
+        CacheQuant(every=3, bits="w8a8", tables=tables)
+    with pytest.raises(TablesError, match="made for method 'teacache'"):
+        CacheQuant(every=3, tables=Tables({**tables.header, "method": "teacache"}, {}))
+    with pytest.raises(TablesError, match="hold no starts"):
+        CacheQuant(every=3, tables=Tables(tables.header, {}))
+    method = CacheQuant(every=3, tables=tables)
+    with pytest.raises(TablesError, match="model='Other', this one has 'UNet2DModel'"):
+        method.check_model({"model": "UNet2DModel", "scheduler": None})
+    path = str(tmp_path / "t.safetensors")
+    saved = dataclasses.replace(method, tables=tables.save(path))
+    assert eval(repr(saved)) == saved == method and hash(saved) == hash(method)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": 0}, "every=0: must be a whole number of at least 1"),
+        ({"bits": "w2a8"}, "bits='w2a8': must be one of 'w8a8', 'w4a8'"),
+        ({"schedule": "best"}, "schedule='best': must be 'dynamic' or 'uniform'"),
+        ({"site": "model"}, "site='model': must be 'stack', 'run' or 'block'"),
+        ({"official": 1}, "official=1: must be True or False"),
+        ({"tail": -1}, "tail=-1"),
+        ({"site": "run"}, "name the blocks of site 'run'"),
+        ({"tables": 3}, "tables=3: must be Tables, a file, or None"),
+        ({"tables": "nowhere.safetensors"}, "no such file"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CacheQuant(**settings)

@@ -1,0 +1,300 @@
+"""Quantized layers: exact whole numbers, packing, scales by step, and the dense layer kept whole."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diffcache.errors import DiffcacheError
+from diffcache.quant.calibrate import InputRanges, grid_of, rounded, weight_grid
+from diffcache.quant.conv import QuantizedConv2d
+from diffcache.quant.integer import float_matmul, int8_codes, int_matmul, pack4, unpack4
+from diffcache.quant.linear import QuantizedLinear
+from diffcache.quant.plan import LayerPlan, QuantPlan
+from diffcache.step import CURRENT, Step
+
+T = 3
+CONVS = [
+    dict(kernel_size=3, padding=1),
+    dict(kernel_size=1),
+    dict(kernel_size=3, stride=2, padding=1, bias=False),
+    dict(kernel_size=(3, 2), padding=(2, 1), dilation=(2, 1)),
+    dict(kernel_size=3, padding="same", groups=2),
+    dict(kernel_size=3, padding=1, padding_mode="reflect"),
+]
+
+
+def at(step: int, layer: nn.Module, given: Tensor) -> Tensor:
+    token = CURRENT.set(Step(step))
+    try:
+        return layer(given)
+    finally:
+        CURRENT.reset(token)
+
+
+def plan_of(dense: nn.Module, bits: int, ranges: list[tuple[float, float]]) -> LayerPlan:
+    low, high = torch.tensor(ranges).unbind(1)
+    return LayerPlan(*weight_grid(dense.weight, bits), *grid_of(low, high, 8))
+
+
+def fake(dense: nn.Module, plan: LayerPlan, bits: int, step: int, given: Tensor) -> Tensor:
+    """The same layer in float64: weight and input rounded and back."""
+    shape = (-1, *[1] * (dense.weight.dim() - 1))
+    scale, zero = plan.weight_scale.view(shape), plan.weight_zero.view(shape)
+    twin = copy.deepcopy(dense).double()
+    twin.weight.data = rounded(dense.weight.detach(), scale, zero, bits).double()
+    x = rounded(given, plan.input_scale[step], plan.input_zero[step], 8)
+    return twin(x.double())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_equals_rounding_in_float(bits: int, bias: bool) -> None:
+    dense = nn.Linear(7, 5, bias=bias).requires_grad_(False)
+    x = torch.randn(2, 3, 7) * 2 + 0.5
+    plan = plan_of(dense, bits, [(-4, 5), (-1, 1), (0, 9)])
+    layer = QuantizedLinear(dense, plan, bits, "l")
+    for step in range(T):
+        torch.testing.assert_close(
+            at(step, layer, x), fake(dense, plan, bits, step, x).float(), rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("shape", CONVS, ids=str)
+def test_conv_equals_rounding_in_float(bits: int, shape: dict) -> None:
+    dense = nn.Conv2d(4, 6, **shape).requires_grad_(False)
+    x = torch.randn(2, 4, 7, 6)
+    plan = plan_of(dense, bits, [(-3, 3), (-1, 4), (0, 2)])
+    layer = QuantizedConv2d(dense, plan, bits, "c")
+    for step in range(T):
+        found, expected = at(step, layer, x), fake(dense, plan, bits, step, x).float()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert found.is_contiguous()
+
+
+def test_conv_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = nn.Conv2d(3, 4, 3, padding=1).requires_grad_(False)
+    layer = QuantizedConv2d(dense, plan_of(dense, 8, [(-3, 3)] * T), 8, "c")
+    x = torch.randn(5, 3, 6, 6)
+    whole = at(0, layer, x)
+    monkeypatch.setattr("diffcache.quant.conv.AT_ONCE", 2 * 36 * 27)
+    assert torch.equal(at(0, layer, x), whole)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 2), (1, 2100, 4), (40, 1024, 8), (17, 3, 1)])
+def test_both_products_are_exact(shape: tuple[int, int, int]) -> None:
+    m, k, n = shape
+    a = torch.randint(-128, 128, (m, k), dtype=torch.int8)
+    b = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    a[0], b[0] = -128, -128  # the largest sum there is
+    exact = (a.double() @ b.double().t()).to(torch.int32)
+    assert torch.equal(int_matmul(a, b), exact)
+    assert torch.equal(float_matmul(a, b), exact)
+
+
+def test_empty_batch() -> None:
+    dense = nn.Linear(4, 3)
+    layer = QuantizedLinear(dense, plan_of(dense, 8, [(-1, 1)]), 8, "l")
+    assert at(0, layer, torch.empty(0, 4)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 7, 8])
+def test_four_bits_pack_and_unpack(columns: int) -> None:
+    codes = torch.randint(-8, 8, (5, columns), dtype=torch.int8)
+    packed = pack4(codes)
+    assert packed.dtype == torch.uint8 and packed.shape == (5, -(-columns // 2))
+    assert torch.equal(unpack4(packed, columns), codes)
+
+
+def test_bytes_are_saved() -> None:
+    dense = nn.Linear(256, 64, bias=False)
+    for bits, part in ((8, 4), (4, 8)):
+        layer = QuantizedLinear(dense, plan_of(dense, bits, [(-1, 1)]), bits, "l")
+        assert layer.codes.nbytes == dense.weight.nbytes // part
+        assert layer.quantized_bytes() == layer.codes.nbytes + 4 * 4 * 64
+
+
+def test_codes_of_bfloat16_are_those_of_its_numbers() -> None:
+    x = torch.linspace(-3, 3, 1001).bfloat16()
+    assert torch.equal(int8_codes(x, 6 / 255, 128), int8_codes(x.double(), 6 / 255, 128))
+
+
+def test_grid_holds_zero_and_both_ends() -> None:
+    low, high = torch.tensor([-1.0, 0.5, -2, 0]), torch.tensor([3.0, 2, -1, 0])
+    scale, zero = grid_of(low, high, 8)
+    back = rounded(torch.stack((low, high, torch.zeros(4))), scale, zero, 8)
+    assert torch.equal(back[2], torch.zeros(4))
+    assert ((back[:2] - torch.stack((low, high))).abs() <= scale * 1.0001).all()
+    assert scale[3] == 1
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weight_search_is_no_worse_than_any_shrunk_range(bits: int) -> None:
+    weight = torch.randn(6, 50) ** 3
+    weight[2] = 0
+
+    def loss(scale: Tensor, zero: Tensor) -> Tensor:
+        error = rounded(weight, scale[:, None], zero[:, None], bits) - weight
+        return error.abs().pow(2.4).sum(1)
+
+    found = loss(*weight_grid(weight, bits))
+    low, high = weight.amin(1), weight.amax(1)
+    tried = torch.stack([loss(*grid_of(low * k, high * k, bits)) for k in (1, 0.9, 0.7, 0.5, 0.21)])
+    assert (found <= tried.amin(0) * 1.000001).all()
+    assert bits == 8 or (found < tried[0]).any()
+
+
+def test_weight_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        weight_grid(torch.tensor([[1.0, float("nan")]]), 8)
+
+
+def test_input_ranges_are_those_seen_at_each_step() -> None:
+    ranges = InputRanges(2)
+    ranges.add(0, torch.tensor([1.0, 2]))
+    ranges.add(0, torch.tensor([-1.0, 0]))
+    assert not ranges.complete
+    ranges.add(1, torch.tensor([[5.0]]).bfloat16())
+    assert ranges.complete
+    assert ranges.low_high.tolist() == [[-1, 5], [2, 5]]
+    scale, zero = ranges.grid()
+    torch.testing.assert_close(scale, torch.tensor([3 / 255, 5 / 255]))
+    assert zero.tolist() == [85, 0]
+
+
+def test_gain_and_shift_of_the_step() -> None:
+    dense = nn.Linear(4, 3).requires_grad_(False)
+    plain = plan_of(dense, 8, [(-3, 3)] * T)
+    gain, shift = torch.rand(T, 3) + 0.5, torch.randn(T, 3)
+    plan = LayerPlan(*list(vars(plain).values())[:4], gain, shift)
+    x = torch.randn(5, 4)
+    for step in range(T):
+        bare = at(step, QuantizedLinear(dense, plain, 8, "l"), x) - dense.bias
+        found = at(step, QuantizedLinear(dense, plan, 8, "l"), x)
+        torch.testing.assert_close(found, gain[step] * bare + shift[step] + dense.bias)
+
+
+def test_outside_of_the_steps_is_an_error() -> None:
+    dense = nn.Linear(4, 3)
+    layer = QuantizedLinear(dense, plan_of(dense, 8, [(-1, 1)] * T), 8, "blocks.0.ff")
+    with pytest.raises(DiffcacheError, match=r"blocks\.0\.ff.*outside of a wrapped"):
+        layer(torch.randn(2, 4))
+    with pytest.raises(DiffcacheError, match="step 3 of a quantized layer calibrated for 3 steps"):
+        at(3, layer, torch.randn(2, 4))
+
+
+def test_the_dense_layer_stays_whole() -> None:
+    dense = nn.Linear(4, 3)
+    before = copy.deepcopy(dense.state_dict())
+    parent = nn.Sequential(QuantizedLinear(dense, plan_of(dense, 4, [(-1, 1)] * T), 4, "0"))
+    state = parent.state_dict()
+    assert list(state) == ["0.weight", "0.bias"]
+    assert all(torch.equal(state[f"0.{k}"], v) for k, v in before.items())
+    with pytest.raises(DiffcacheError, match="unwrap"):
+        parent.load_state_dict(state)
+    assert parent[0].weight is dense.weight and parent[0].bias is dense.bias
+    assert type(copy.deepcopy(parent)[0]) is nn.Linear
+    assert type(pickle.loads(pickle.dumps(parent))[0]) is nn.Linear
+
+
+def test_scales_survive_a_cast_of_the_model() -> None:
+    dense = nn.Linear(4, 3)
+    layer = QuantizedLinear(dense, plan_of(dense, 8, [(-3, 3)] * T), 8, "l")
+    x = torch.randn(5, 4)
+    before = at(1, layer, x)
+    layer.to(torch.bfloat16)
+    assert torch.equal(at(1, layer, x), before)
+    assert at(1, layer, x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_plan_goes_through_tensors() -> None:
+    dense = nn.Linear(4, 3)
+    plain = plan_of(dense, 4, [(-1, 1)] * T)
+    full = LayerPlan(*list(vars(plain).values())[:4], torch.ones(T, 3), torch.zeros(T, 3))
+    plan = QuantPlan("w4a8", {"a.b": plain, "c": full})
+    assert plan.total == T and plan.weight_bits == 4
+    again = QuantPlan.of("w4a8", plan.tensors())
+    assert again.layers.keys() == plan.layers.keys()
+    for name, layer in plan.layers.items():
+        for key, value in vars(layer).items():
+            other = getattr(again.layers[name], key)
+            assert other is value if value is None else torch.equal(other, value)
+
+
+def test_bad_plans_are_refused() -> None:
+    dense = nn.Linear(4, 3)
+    plan = plan_of(dense, 8, [(-1, 1)] * T)
+    parts = list(vars(plan).values())[:4]
+    with pytest.raises(ValueError, match="bits='w2a2': must be one of 'w8a8', 'w4a8'"):
+        QuantPlan("w2a2", {"a": plan})
+    with pytest.raises(ValueError, match="at least one layer"):
+        QuantPlan("w8a8", {})
+    with pytest.raises(ValueError, match=r"runs of \[2, 3\] steps"):
+        QuantPlan("w8a8", {"a": plan, "b": plan_of(dense, 8, [(-1, 1)] * 2)})
+    with pytest.raises(ValueError, match=r"gain of shape \(3,\): must be \(3, 3\)"):
+        LayerPlan(*parts, torch.ones(3), torch.ones(3))
+    with pytest.raises(ValueError, match="give both or none"):
+        LayerPlan(*parts, torch.ones(3, 3))
+    with pytest.raises(ValueError, match="above 0"):
+        LayerPlan(parts[0] * 0, *parts[1:])
+    with pytest.raises(ValueError, match="not the name of a tensor"):
+        QuantPlan.of("w8a8", {"a/other": parts[0]})
+    with pytest.raises(ValueError, match="lack its input_scale, input_zero"):
+        QuantPlan.of("w8a8", {"a/weight_scale": parts[0], "a/weight_zero": parts[1]})
+    with pytest.raises(ValueError, match="made for 3 output channels, the layer has 5"):
+        QuantizedLinear(nn.Linear(4, 5), plan, 8, "l")
+
+
+def test_a_cast_reaches_the_dense_layer() -> None:
+    dense = nn.Conv2d(4, 3, 1)
+    layer = QuantizedConv2d(dense, plan_of(dense, 8, [(-3, 3)] * T), 8, "l")
+    nn.Sequential(layer).double()
+    assert dense.weight.dtype == torch.float64
+    assert layer.codes.dtype == torch.int8
+
+
+def test_exact_and_plain_leave_the_bias_out() -> None:
+    x = torch.randn(2, 4, 5, 5)
+    for dense, given in ((nn.Conv2d(4, 3, 3), x), (nn.Linear(5, 3), x)):
+        dense.requires_grad_(False)
+        plan = plan_of(dense, 8, [(-4, 4)] * T)
+        kind = QuantizedLinear if isinstance(dense, nn.Linear) else QuantizedConv2d
+        layer = kind(dense, plan, 8, "l")
+        torch.testing.assert_close(
+            layer.shaped(layer.exact(given)),
+            dense(given) - layer.shaped(dense.bias.expand(*layer.exact(given).shape)),
+        )
+        token = CURRENT.set(Step(1))
+        plain = layer.shaped(layer.plain(given, plan.weight_scale) + dense.bias)
+        CURRENT.reset(token)
+        torch.testing.assert_close(plain, at(1, layer, given))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(3, 5, 2), (40, 1024, 8), (64, 2080, 24)])
+def test_products_on_a_gpu_are_those_of_the_cpu(shape: tuple[int, int, int]) -> None:
+    m, k, n = shape
+    a = torch.randint(-128, 128, (m, k), dtype=torch.int8)
+    b = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    expected = int_matmul(a, b)
+    torch.backends.cuda.matmul.allow_tf32 = True  # codes and their sums fit
+    try:
+        assert torch.equal(float_matmul(a.cuda(), b.cuda()).cpu(), expected)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    assert torch.equal(int_matmul(a.cuda(), b.cuda()).cpu(), expected)
+
+
+def test_compiled_around_it_follows_the_step() -> None:
+    dense = nn.Linear(4, 3).requires_grad_(False)
+    layer = QuantizedLinear(dense, plan_of(dense, 8, [(-1, 1), (-3, 3), (-9, 9)]), 8, "l")
+    block = nn.Sequential(nn.ReLU(), layer, nn.ReLU())
+    compiled = torch.compile(block, backend="eager")
+    x = torch.randn(5, 4)
+    for step in (0, 1, 2, 0):
+        assert torch.equal(at(step, compiled, x), at(step, block, x))
