@@ -100,8 +100,24 @@ def _policy_inputs(task: Task) -> Inputs:
     return Inputs(reach.load(locate(task.model)), prompts, dict(task.call))
 
 
+def _edit_inputs(task: Task) -> Inputs:
+    """Return the shipped editing pipeline with edits of its training set."""
+    from diffcache.pipelines.demo.generate import DTYPES, locate
+    from diffcache.pipelines.small import edits, kontext
+
+    chosen, before, _ = edits.draw_edits(task.samples, task.seed + 77)
+    pictures = (before.float() / 255).split(task.batch_size)
+    texts = [edits.instruction(edit) for edit in chosen]
+    prompts: list[Any] = [
+        {"image": part, "prompt": texts[i * task.batch_size :][: len(part)]}
+        for i, part in enumerate(pictures)
+    ]
+    pipe = kontext.load(DTYPES[task.dtype], locate(task.model))
+    return Inputs(pipe, prompts, {**kontext.CALL, **task.call})
+
+
 # Shipped models whose calls take more than prompts or class numbers.
-OWN = {"reach-policy": _policy_inputs}
+OWN = {"reach-policy": _policy_inputs, "shapes-kontext": _edit_inputs}
 
 
 @contextmanager

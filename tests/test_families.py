@@ -67,6 +67,7 @@ def test_it_runs_skips_repeats_and_leaves_no_trace(built, tmp_path, name, kind):
         again = case.run(pipe, 0, STEPS)
         if name == "temporal-table":  # the first run fills the tables
             report = diffcache.report(pipe)
+            assert report.peak_bytes > 0
     assert torch.isfinite(first).all() and first.shape == plain.shape
     assert torch.equal(first, again)
     assert report.skipped > 0

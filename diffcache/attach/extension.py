@@ -61,6 +61,10 @@ class Extension:
         """Return, per site of its own, evaluations that ran and that were skipped in a call."""
         return {}
 
+    def held_bytes(self, run: Run) -> int:
+        """Return the bytes it keeps, for the account of memory."""
+        return 0
+
     def remove(self) -> None:
         """Leave the model as it was found."""
 

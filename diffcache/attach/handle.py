@@ -151,7 +151,7 @@ class Handle:
         run = frame.timeline.run
         run.record.calls.append(call)
         if frame.computes:
-            held = sum(tensor.nbytes for tensor in self._tensors([run]))
+            held = sum(tensor.nbytes for tensor in self._tensors([run])) + self._extra_bytes(run)
             run.record.peak_bytes = max(run.record.peak_bytes, held)
 
     def _speak_up(self, record: RunRecord) -> None:
@@ -180,7 +180,13 @@ class Handle:
         for tensor in self._tensors(list(self._live)):
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-        return sum(storages.values())
+        return sum(storages.values()) + sum(map(self._extra_bytes, list(self._live)))
+
+    def _extra_bytes(self, run: Run) -> int:
+        """Return the bytes that extensions keep of a run, or beyond runs."""
+        return sum(
+            extension.held_bytes(run) for engine in self.engines for extension in engine.extensions
+        )
 
     # attaching -----------------------------------------------------------------------------
 

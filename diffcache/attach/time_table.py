@@ -92,6 +92,11 @@ class TimeTable(Extension):
         self._runs: list[tuple[Run, Sheet]] = []
         self._number = 0
 
+    def held_bytes(self, run: Run) -> int:
+        """Return the bytes of all tables, which outlast runs."""
+        with self._lock:
+            return self.book.nbytes
+
     # calls ---------------------------------------------------------------------------------
 
     def open(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ PROMPT_DROPOUT = 0.1
 MOST_TEXT_TOKENS = 512
 SAVE_EVERY = 200
 STAGES = ("autoencoder", "text", "denoiser", "decoder", "export", "measure")
-MINUTES = {"autoencoder": 20, "text": 3, "denoiser": 50, "decoder": 8}
+MINUTES = {"autoencoder": 13, "text": 3, "denoiser": 20, "decoder": 20}
 
 
 @dataclass(frozen=True)

@@ -168,8 +168,8 @@ def refine(out: Path, *, seed: int, minutes: float) -> AutoencoderKLWan:
 def error_of(made: Tensor, wanted: Tensor) -> Tensor:
     """Return the error of films [B, 3, F, H, W]: absolute and twice squared, objects weighted.
 
-    Objects fill a twentieth of a film. With every pixel alike, 1,100 steps taught a first model the
-    backgrounds and not one object.
+    Objects fill a twentieth of a film, so that with every pixel alike a model can live long without
+    them.
     """
     background = wanted.flatten(2).median(dim=2).values[..., None, None, None]
     object_there = (wanted - background).abs().amax(dim=1, keepdim=True) > 0.15

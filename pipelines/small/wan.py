@@ -112,8 +112,8 @@ def build_autoencoder() -> AutoencoderKLWan:
     """Build the autoencoder: 4k + 1 frames of 64x64 to 2k + 1 latent frames of 8x8, 16 channels.
 
     Its spatial factor (8) is that of Wan 2.1, its shortcuts round every change of scale those of
-    Wan 2.2's small model. It halves time once where Wan does it twice: with 16 pixels by 16 and
-    four frames in a latent it took ten times as long to learn that there are objects.
+    Wan 2.2's small model. It halves time once where Wan does it twice. A first model with 16 pixels
+    by 16 and four frames in a latent knew the backgrounds and not one object after 1,100 steps.
     """
     model = AutoencoderKLWan(
         base_dim=16,
