@@ -6,13 +6,15 @@
 >>> diffcache.unwrap(pipe)  # doctest: +SKIP
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from diffcache.api import inspect as inspect
 from diffcache.api import report as report
 from diffcache.api import reset as reset
 from diffcache.api import unwrap as unwrap
 from diffcache.api import wrap as wrap
 from diffcache.api import wrapped as wrapped
-from diffcache.calibration import calibrate as calibrate
 from diffcache.catalog import methods as methods
 from diffcache.cite import cite as cite
 from diffcache.errors import AttachError as AttachError
@@ -24,7 +26,7 @@ from diffcache.errors import UnknownMethodError as UnknownMethodError
 from diffcache.features.combine import Combine as Combine
 from diffcache.features.confidence_gated import ConfidenceGatedTaylor as ConfidenceGatedTaylor
 from diffcache.features.first_block import FirstBlock as FirstBlock
-from diffcache.features.fitted import FittedForecast as FittedForecast
+from diffcache.features.hold import Held as Held
 from diffcache.features.instead import Newton as Newton
 from diffcache.features.instead import Reuse as Reuse
 from diffcache.features.instead import Taylor as Taylor
@@ -38,6 +40,51 @@ from diffcache.features.when import Table as Table
 from diffcache.report import Report as Report
 from diffcache.step import Site as Site
 from diffcache.step import Step as Step
-from diffcache.tuning.tune import tune as tune
+
+if TYPE_CHECKING:
+    from diffcache.calibration import calibrate as calibrate
+    from diffcache.features.bac import BAC as BAC
+    from diffcache.features.cachequant import CacheQuant as CacheQuant
+    from diffcache.features.dbcache import DBCache as DBCache
+    from diffcache.features.ertacache import ERTACache as ERTACache
+    from diffcache.features.fitted import FittedForecast as FittedForecast
+    from diffcache.features.harmonica import HarmoniCa as HarmoniCa
+    from diffcache.features.magcache import MagCache as MagCache
+    from diffcache.features.profilingdit import ProfilingDiT as ProfilingDiT
+    from diffcache.features.regione import RegionE as RegionE
+    from diffcache.features.seacache import SeaCache as SeaCache
+    from diffcache.features.teacache import TeaCache as TeaCache
+    from diffcache.features.temporal_table import TemporalTable as TemporalTable
+    from diffcache.features.tuned import Tuned as Tuned
+    from diffcache.tuning.tune import tune as tune
 
 __version__ = "0.1.0"
+
+# Imported when they are first asked for, so that `import diffcache` stays light.
+_LATER = {
+    "BAC": "diffcache.features.bac",
+    "CacheQuant": "diffcache.features.cachequant",
+    "DBCache": "diffcache.features.dbcache",
+    "ERTACache": "diffcache.features.ertacache",
+    "FittedForecast": "diffcache.features.fitted",
+    "HarmoniCa": "diffcache.features.harmonica",
+    "MagCache": "diffcache.features.magcache",
+    "ProfilingDiT": "diffcache.features.profilingdit",
+    "RegionE": "diffcache.features.regione",
+    "SeaCache": "diffcache.features.seacache",
+    "TeaCache": "diffcache.features.teacache",
+    "TemporalTable": "diffcache.features.temporal_table",
+    "Tuned": "diffcache.features.tuned",
+    "calibrate": "diffcache.calibration",
+    "tune": "diffcache.tuning.tune",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'diffcache' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -188,7 +188,7 @@ def test_relative_l1_of_zeros_and_nan():
 @pytest.mark.parametrize("name", METHODS)
 def test_repr_is_python(name):
     method = make_method(name)
-    assert eval(repr(method), vars(diffcache)) == method
+    assert eval(repr(method), {n: getattr(diffcache, n) for n in dir(diffcache)}) == method
     assert method_class(name).name == name
     assert method.bibtex.startswith("@")
 

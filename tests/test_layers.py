@@ -17,16 +17,8 @@ LAYERS = [
     {"quant"},
     {"features", "video", "dllm"},
     {"attach"},
-    {"__init__", "api", "calibration", "catalog", "cite", "command", "report", "router_record"}
-    | {
-        "router_mixing",
-        "router_replay",
-        "router_training",
-        "timeline",
-        "testing",
-        "tuning",
-        "watching",
-    },
+    {"__init__", "api", "calibration", "catalog", "cite", "command", "report", "router"}
+    | {"timeline", "testing", "tuning", "watching"},
     {"pipelines"},
     {"eval"},
     {"cli", "__main__"},

@@ -11,9 +11,9 @@ from diffcache.calibration import Plan, calibrate
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.harmonica import HarmoniCa
 from diffcache.pipelines.zoo.pipes import pipes
-from diffcache.router_mixing import Mixer, image_errors, step_loss
-from diffcache.router_replay import Replay
-from diffcache.router_training import COLUMNS, _drawn, _generator, curve_of, draw_curve, train
+from diffcache.router.mixing import Mixer, image_errors, step_loss
+from diffcache.router.replay import Replay
+from diffcache.router.training import COLUMNS, _drawn, _generator, curve_of, draw_curve, train
 
 STEPS, BLOCKS = 4, 4
 SITES = [f"transformer_blocks.{n}.{child}" for n in range(BLOCKS) for child in ("attn1", "ff")]
@@ -422,7 +422,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def test_an_interrupted_training_ends_with_the_same_logits(pipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("diffcache.router_training.SAVE_EVERY", 2)
+    monkeypatch.setattr("diffcache.router.training.SAVE_EVERY", 2)
     method = HarmoniCa(epochs=5, rate=0.1, beta=1e-4, refresh=6)
     plan = dict(steps=2, batch_size=1)
     whole = train(pipe, method, plan_of(**plan)).measured()
@@ -444,7 +444,7 @@ def test_an_interrupted_training_ends_with_the_same_logits(pipe, tmp_path, monke
 
 
 def test_the_state_of_another_training_is_refused(pipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("diffcache.router_training.SAVE_EVERY", 1)
+    monkeypatch.setattr("diffcache.router.training.SAVE_EVERY", 1)
 
     def stop(done, total, word):
         raise Stopped

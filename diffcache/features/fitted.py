@@ -18,6 +18,13 @@ from diffcache.features.tables import Tables
 from diffcache.features.when import Every, Listed
 from diffcache.step import Site, Step
 
+# What is this project's own and has no paper is cited as software.
+OWN = """@software{diffcache,
+  title={diffcache: feature caches for diffusion models},
+  author={{The diffcache authors}},
+  year={2026}
+}"""
+
 
 @dataclass
 class History:
@@ -100,6 +107,7 @@ class FittedForecast(Calibrated):
 
     name: ClassVar[str] = "fitted-forecast"
     source: ClassVar[str] = "diffcache"
+    bibtex: ClassVar[str] = OWN
 
     computed: int = 8
     history: int = 2

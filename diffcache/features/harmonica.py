@@ -80,7 +80,7 @@ class HarmoniCa(Calibrated):
   year={2025}
 }"""
 
-    trainer: ClassVar[str] = "diffcache.router_training:train"
+    trainer: ClassVar[str] = "diffcache.router.training:train"
 
     threshold: float = 0.1
     tables: Tables | str | None = None
@@ -150,7 +150,7 @@ class HarmoniCa(Calibrated):
         """
         raise UncalibratedError(
             "HarmoniCa's router is trained, which no collector does: use diffcache.calibrate(pipe, "
-            "HarmoniCa(), prompts=[...]) or diffcache.router_training.train"
+            "HarmoniCa(), prompts=[...]) or diffcache.router.training.train"
         )
 
     def check_model(self, facts: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from diffcache.errors import UncalibratedError
 from diffcache.features.base import Ability, FeatureMethod
 from diffcache.features.combine import Combine
+from diffcache.features.fitted import OWN
 from diffcache.features.plain import from_plain
 from diffcache.features.tables import Tables
 
@@ -32,12 +33,13 @@ class Tuned(FeatureMethod):
 
     name: ClassVar[str] = "tuned"
     source: ClassVar[str] = "diffcache"
+    bibtex: ClassVar[str] = OWN
 
     tables: Tables | str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tables", Tables.of(self.tables, self.name))
-        if self.tables is not None:
+        if self.tables is not None and self.method.bibtex:
             object.__setattr__(self, "source", self.method.source)
             object.__setattr__(self, "bibtex", self.method.bibtex)
 

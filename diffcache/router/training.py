@@ -19,9 +19,9 @@ from diffcache.attach.facts import facts_of
 from diffcache.errors import TablesError
 from diffcache.features.harmonica import HarmoniCa
 from diffcache.features.tables import Tables
-from diffcache.router_mixing import Mixer, frozen, image_errors, step_loss
-from diffcache.router_record import denoiser_of
-from diffcache.router_replay import Replay, Track
+from diffcache.router.mixing import Mixer, frozen, image_errors, step_loss
+from diffcache.router.record import denoiser_of
+from diffcache.router.replay import Replay, Track
 
 if TYPE_CHECKING:
     from diffcache.calibration import Plan

@@ -1,0 +1,1 @@
+"""Training of routers that decide which modules a step computes."""
