@@ -1,5 +1,7 @@
 """calibrate and tune on the shipped model: files that work again, resume, and refuse."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -141,6 +143,19 @@ def test_bad_requests_are_refused(pipe):
         diffcache.tune(pipe, PROMPTS, speedup=1, **SETTINGS)
     with pytest.raises(ValueError, match="at least two batches"):
         diffcache.tune(pipe, PROMPTS[:1], speedup=2, **SETTINGS)
+
+
+def test_the_shipped_tuning_runs_on_the_shipped_model(pipe):
+    path = (
+        Path(diffcache.__file__).parent
+        / "assets"
+        / "tables"
+        / "shapes-flux"
+        / "tuned-4x.safetensors"
+    )
+    with diffcache.wrapped(pipe, "tuned", tables=str(path)):
+        pipe(PROMPTS[:1], num_inference_steps=28, output_type="latent", **CALL)
+        assert diffcache.report(pipe).steps_computed == 6
 
 
 @pytest.mark.filterwarnings("ignore::diffcache.CacheWarning")

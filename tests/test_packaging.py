@@ -85,7 +85,7 @@ def files(top: str, pattern: str) -> set[str]:
     return {name if top == "diffcache" else f"diffcache/{name}" for name in shown}
 
 
-ASSETS = files("assets", "models/**/*") | files("assets", "prompts/**/*")
+ASSETS = set().union(*(files("assets", f"{name}/**/*") for name in ("models", "prompts", "tables")))
 
 
 def test_wheel_holds_the_tree(wheel: Path) -> None:
