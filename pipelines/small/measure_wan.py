@@ -32,7 +32,7 @@ from diffcache.pipelines.small.loop import Log
 from diffcache.pipelines.small.scenes import prompt, sample_scene
 from diffcache.pipelines.small.train_wan_vae import draw_scenes_and_films, to_unit
 from diffcache.pipelines.small.train_wan_vae import measure as measure_autoencoder
-from diffcache.pipelines.small.wan import CALL, DIRECTORY, FRAMES, build_pipeline, load
+from diffcache.pipelines.small.wan import CALL, DIRECTORY, FRAMES, SHIFT, build_pipeline, load
 
 TRAINED = ("transformer", "text_encoder")
 BENCH = DIRECTORY.parents[1] / "bench"
@@ -40,7 +40,7 @@ RECORD = BENCH / "shapes-wan-training.json"
 REPORT = BENCH / "shapes-wan-quality.json"
 
 
-def assemble(out: Path, shift: float = 1.0) -> WanPipeline:
+def assemble(out: Path, shift: float = SHIFT) -> WanPipeline:
     """Put the pipeline together from a training folder, in float32, with averaged weights."""
     refined = out / "autoencoder-refined"
     autoencoder = refined if refined.exists() else out / "autoencoder"
@@ -50,7 +50,7 @@ def assemble(out: Path, shift: float = 1.0) -> WanPipeline:
     return pipe
 
 
-def export(out: Path, directory: Path = DIRECTORY, *, shift: float = 1.0) -> int:
+def export(out: Path, directory: Path = DIRECTORY, *, shift: float = SHIFT) -> int:
     """Save the pipeline in bfloat16; files are replaced one by one, each whole.
 
     Args:

@@ -25,10 +25,10 @@ from tqdm import tqdm
 from diffcache.pipelines.small import measure_wan, train_wan_text, train_wan_vae
 from diffcache.pipelines.small.loop import Average, Log, rate, shuffled
 from diffcache.pipelines.small.scenes import Scene
-from diffcache.pipelines.small.train_flux import draw_sigmas, write_prompts
+from diffcache.pipelines.small.train_flux import write_prompts
 from diffcache.pipelines.small.train_wan_vae import draw_scenes_and_films, to_unit
 from diffcache.pipelines.small.wan import TEXT_TOKENS, build_pipeline
-from diffcache.pipelines.small.wan_step import Step
+from diffcache.pipelines.small.wan_step import Step, draw_sigmas
 from diffcache.pipelines.small.wan_whole import encode
 
 FILMS = 4_000

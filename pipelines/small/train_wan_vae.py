@@ -22,6 +22,7 @@ from diffcache.pipelines.small.scenes import Scene, sample_scene
 from diffcache.pipelines.small.wan import FRAMES, LATENT_CHANNELS, build_autoencoder
 from diffcache.pipelines.small.wan_whole import decode, encode
 
+WIDE_CHANNELS = 16
 FILMS = 2_000
 HELD = 48
 BATCH = 16
@@ -86,7 +87,7 @@ def train(out: Path, *, seed: int, minutes: float, resume: bool = False) -> Auto
         The averaged autoencoder in float32, with the means and deviations of its latents set.
     """
     torch.manual_seed(seed)
-    model = build_autoencoder()
+    model = build_autoencoder(WIDE_CHANNELS)
     _, films = draw_scenes_and_films(FILMS, seed + 1)
     _, held = draw_scenes_and_films(HELD, seed + 2, held=True)
     average = Average(model, 0.995)
@@ -111,8 +112,7 @@ def train(out: Path, *, seed: int, minutes: float, resume: bool = False) -> Auto
             _save(out, step + 1, model, optimiser, average)
             log.write(step=step, lr=lr, **measure(_averaged(average), to_unit(held[:16])))
     _save(out, step, model, optimiser, average)
-    final = _averaged(average)
-    set_factors(final, to_unit(films[:200]))
+    final = narrow(_averaged(average), to_unit(films[:200]))
     log.write(step=step, lr=0.0, **measure(final, to_unit(held)))
     final.save_pretrained(out / "autoencoder")
     return final
@@ -203,7 +203,7 @@ def _update(
 
 
 def _averaged(average: Average) -> AutoencoderKLWan:
-    model = build_autoencoder()
+    model = build_autoencoder(WIDE_CHANNELS)
     average.copy_to(model)
     return model.eval()
 
@@ -225,10 +225,57 @@ def measure(model: AutoencoderKLWan, films: Tensor) -> dict[str, float]:
 
 
 @torch.no_grad()
+def narrow(model: AutoencoderKLWan, films: Tensor) -> AutoencoderKLWan:
+    """Keep the principal directions of the latents only, and make them the latent channels.
+
+    The decoder has to be refined afterwards: a constant that it saw is lost at the edges.
+
+    Args:
+        model: with any number of latent channels.
+        films: in [-1, 1], [B, 3, F, H, W], to find the directions with.
+
+    Returns:
+        A model with `LATENT_CHANNELS` channels, whose means and deviations are set.
+    """
+    latents, logarithms = (
+        torch.cat(parts) for parts in zip(*(encode(model, p) for p in films.split(8)), strict=True)
+    )
+    flat = latents.transpose(0, 1).flatten(1)
+    kept = torch.linalg.eigh(flat @ flat.T).eigenvectors.flip(1)[:, :LATENT_CHANNELS]
+    made, wide = build_autoencoder(), len(flat)
+    state = {k: v for k, v in model.state_dict().items() if v.shape == made.state_dict()[k].shape}
+    made.load_state_dict(state, strict=False)
+    inner, outer = model.encoder.conv_out, model.quant_conv
+    into = kept.T @ outer.weight[:wide, :, 0, 0, 0]
+    for name, value in (("weight", inner.weight.flatten(1)), ("bias", inner.bias[:, None])):
+        target = getattr(made.encoder.conv_out, name)
+        mean = (into @ value).reshape(LATENT_CHANNELS, *target.shape[1:])
+        target.copy_(torch.cat([mean, torch.zeros_like(mean)]))
+    noise = (kept.square().T @ logarithms.exp().mean(dim=(0, 2, 3, 4))).log()
+    _set_identity(made.quant_conv)
+    made.quant_conv.bias.copy_(torch.cat([kept.T @ outer.bias[:wide], noise]))
+    _set_identity(made.post_quant_conv)
+    first, second = model.post_quant_conv, model.decoder.conv_in
+    out = first.weight[:, :, 0, 0, 0] @ kept
+    made.decoder.conv_in.weight.copy_(torch.einsum("oithw,ic->octhw", second.weight, out))
+    lost = flat.mean(dim=1) - kept @ (kept.T @ flat.mean(dim=1))
+    constant = first.bias + first.weight[:, :, 0, 0, 0] @ lost
+    made.decoder.conv_in.bias.copy_(second.bias + second.weight.sum(dim=(2, 3, 4)) @ constant)
+    set_factors(made, films)
+    return made.eval()
+
+
+def _set_identity(layer: torch.nn.Conv3d) -> None:
+    count = layer.out_channels
+    weight = torch.eye(count)[:, :, None, None, None]
+    layer.load_state_dict({"weight": weight, "bias": torch.zeros(count)})
+
+
+@torch.no_grad()
 def set_factors(model: AutoencoderKLWan, films: Tensor) -> None:
     """Set the means and deviations that bring every latent channel to mean 0 and deviation 1."""
     latents = torch.cat([encode(model, part)[0] for part in films.split(8)])
-    flat = latents.transpose(0, 1).reshape(LATENT_CHANNELS, -1)
+    flat = latents.transpose(0, 1).flatten(1)
     model.register_to_config(
         latents_mean=[round(float(value), 5) for value in flat.mean(dim=1)],
         latents_std=[round(float(value), 5) for value in flat.std(dim=1)],

@@ -15,9 +15,27 @@ from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import Tensor, nn
 from torch.nn import functional
 
-from diffcache.pipelines.small.wan import TEXT_TOKENS
+from diffcache.pipelines.small.wan import SHIFT, TEXT_TOKENS
 
 REAL_TOKENS = 18
+_EARLY_SHIFT = 6.0
+
+
+def draw_sigmas(count: int, generator: torch.Generator, progress: float = 1.0) -> Tensor:
+    """Draw noise levels in (0, 1), float32 [B]: those of the sampler, and higher ones early on.
+
+    All the channels of five latent frames tell much about one object, so that its place is decided
+    while almost everything is noise. The shift of the evenly drawn levels falls from 6 to the
+    sampler's over the first half of the training.
+
+    Args:
+        count: how many.
+        generator: source of randomness.
+        progress: share of the training that is done.
+    """
+    even = torch.rand(count, generator=generator).clamp(1e-3, 1 - 1e-3)
+    shift = SHIFT + (_EARLY_SHIFT - SHIFT) * max(0.0, 1 - 2 * progress)
+    return shift * even / (1 + (shift - 1) * even)
 
 
 class PlainWanAttention:
