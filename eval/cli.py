@@ -109,6 +109,9 @@ def evaluate(
         diffcache eval --model ./my-flux --method taylorseer:every=4 --method taylorseer:every=6
         --prompts drawbench.csv --samples 200 --dtype bfloat16 --call height=1024
 
+        diffcache eval --model shapes-flux --method interval:every=4
+        --method diffusers/taylorseer:cache_interval=4
+
         diffcache eval sweep sweep.toml
     """
     if context.invoked_subcommand is not None:
@@ -120,7 +123,7 @@ def evaluate(
     if machine and Path(machine).is_dir():
         raise ValueError(f"--json {machine}: is a folder; name a file, or - for standard output")
     _prepare()
-    from diffcache.eval.methods import parse_method
+    from diffcache.eval.methods import parse_row
     from diffcache.eval.runs.evaluate import Plan
     from diffcache.eval.runs.task import Task
 
@@ -133,7 +136,7 @@ def evaluate(
     if doubles:
         raise ValueError(f"--method {doubles[0]}: given twice")
     plan = Plan(
-        task, {name: parse_method(name) for name in methods}, out, reference, rounds,
+        task, {name: parse_row(name) for name in methods}, out, reference, rounds,
         memory, site_errors, reward, shlex.join(["diffcache", *sys.argv[1:]]),
     )  # fmt: skip
     show(plan, machine, quiet)

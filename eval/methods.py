@@ -7,6 +7,7 @@ from typing import Any
 
 from diffcache.catalog import make_method
 from diffcache.errors import UnknownMethodError
+from diffcache.eval.diffusers_caches import PREFIX, DiffusersCache
 from diffcache.features.base import FeatureMethod
 
 _OPEN, _CLOSE, _QUOTES = "([{", ")]}", "'\""
@@ -25,6 +26,38 @@ def parse_method(text: str) -> FeatureMethod:
         ValueError: If a setting cannot be read, is unknown, given twice, missing, or out of its
             range.
     """
+    name, settings = _parsed(text)
+    try:
+        return make_method(name, **settings)
+    except UnknownMethodError as error:
+        raise UnknownMethodError(f"method {text!r}: {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:  # also values of a wrong type
+        raise ValueError(f"method {text!r}: {error}") from error
+
+
+def parse_row(text: str) -> FeatureMethod | DiffusersCache:
+    """Return what a row of an evaluation stands for: a method, or a cache of diffusers.
+
+    Args:
+        text: As `parse_method` takes it, or `diffusers/name:key=value,key=value`.
+
+    Raises:
+        UnknownMethodError: If there is no such name.
+        ValueError: As `parse_method`.
+    """
+    if not text.strip().startswith(PREFIX):
+        return parse_method(text)
+    return DiffusersCache(*_parsed(text))
+
+
+def make_row(name: str, **settings: Any) -> FeatureMethod | DiffusersCache:
+    """Return a method of the catalogue, or a cache of diffusers, by name."""
+    is_theirs = name.startswith(PREFIX)
+    return DiffusersCache(name, settings) if is_theirs else make_method(name, **settings)
+
+
+def _parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the settings that one word of a command line gives."""
     name, colon, rest = (part.strip() for part in text.partition(":"))
     if not name:
         raise ValueError(f"method {text!r}: a name is missing; `diffcache methods` lists them")
@@ -36,12 +69,7 @@ def parse_method(text: str) -> FeatureMethod:
         if key in settings:
             raise ValueError(f"method {text!r}: {key} is given twice")
         settings[key] = value
-    try:
-        return make_method(name, **settings)
-    except UnknownMethodError as error:
-        raise UnknownMethodError(f"method {text!r}: {error}") from error
-    except (ValueError, TypeError, AttributeError) as error:  # also values of a wrong type
-        raise ValueError(f"method {text!r}: {error}") from error
+    return name, settings
 
 
 def _setting(text: str, pair: str) -> tuple[str, Any]:

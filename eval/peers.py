@@ -47,8 +47,9 @@ def held_bytes(model: nn.Module) -> int:
     for module in model.modules():
         registry = getattr(module, "_diffusers_hook", None)
         for hook in registry.hooks.values() if registry is not None else ():
-            states = getattr(getattr(hook, "state_manager", None), "_state_cache", {})
-            for tensor in _tensors([vars(state) for state in states.values()]):
+            kept = getattr(getattr(hook, "state_manager", None), "_state_cache", {})
+            states = [*kept.values(), *([hook.state] if hasattr(hook, "state") else [])]
+            for tensor in _tensors([vars(state) for state in states]):
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -10,6 +10,7 @@ from diffcache.eval.cost.clock import DenoiserClock
 from diffcache.eval.cost.energy import Joules
 from diffcache.eval.cost.interleave import Turn, measure
 from diffcache.eval.cost.memory import Place, peak, peak_bytes
+from diffcache.eval.diffusers_caches import DiffusersCache
 from diffcache.eval.record import Setting
 from diffcache.eval.runs.evaluate import Run
 from diffcache.eval.runs.folder import remember
@@ -76,7 +77,7 @@ class _Turns:
 
     def draw(self) -> None:
         """Draw the batch."""
-        self.run.drawer.draw(self.case, self.run.batches[0])
+        self.run.drawer.draw(self.case, self.run.batches[0], timed=True)
 
     @contextmanager
     def within(self) -> Iterator[None]:
@@ -90,7 +91,7 @@ class _Turns:
     def prepare(self) -> None:
         """Draw two steps untimed, and start to measure."""
         short = Case(self.case.name, self.case.kind, min(2, self.case.steps), self.case.method)
-        self.run.drawer.draw(short, self.run.batches[0])
+        self.run.drawer.draw(short, self.run.batches[0], timed=True)
         self.clock.reset()
         self.setting.wait()
         self.joules.start()  # before the timed call: NVML takes milliseconds to start
@@ -119,6 +120,8 @@ def _peaks(run: Run, cases: Sequence[Case]) -> dict[str, int]:
             continue
         call = run.drawer.arguments(batch, case.steps)
         call.pop("generator", None)  # noise takes the same memory whatever its seed
+        if isinstance(case.method, DiffusersCache):
+            continue  # the fresh process makes methods of the catalogue only
         method = None if case.method is None else _spelled(case.method)
         place = Place("cpu", task.dtype, task.threads)
         found[case.name] = peak_bytes(run.drawer.directory, method, call, place).peak_bytes

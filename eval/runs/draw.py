@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 import diffcache
+from diffcache.eval.diffusers_caches import DiffusersCache, observed
 from diffcache.eval.prompts import HELD_OUT, Prompts
 from diffcache.eval.runs.arguments import check_call, pipeline_of, prompts_of
 from diffcache.eval.runs.folder import Batch
 from diffcache.eval.runs.ranks import Ranks
 from diffcache.eval.runs.task import Case, Task, device_of, directory_sha256, versions
+from diffcache.features.base import FeatureMethod
 from diffcache.pipelines.demo import generate
 from diffcache.timeline import steps_of
 
@@ -153,28 +155,38 @@ class Drawer:
         """Return a context in which the pipeline runs under the case's method, if it has one."""
         if case.method is None:
             return nullcontext()
+        if isinstance(case.method, DiffusersCache):
+            return case.method.applied(self.pipe)
         return diffcache.wrapped(self.pipe, case.method)
 
-    def draw(self, case: Case, batch: Batch, keep_latents: bool = False) -> Drawn:
+    def draw(
+        self, case: Case, batch: Batch, keep_latents: bool = False, timed: bool = False
+    ) -> Drawn:
         """Draw a batch; within `wrapped(case)`.
 
         Args:
             case: What to draw.
             batch: Which samples.
             keep_latents: Keep the latents of every step, where the pipeline shows them.
+            timed: The call is timed: a cache of diffusers, which counts nothing itself, is not
+                watched.
         """
         given = self.arguments(batch, case.steps)
         kept: list[Tensor] = []
         if keep_latents and "callback_on_step_end" in self.parameters:
             given["callback_on_step_end"] = _keeper(kept)
         started = time.perf_counter()
+        is_watched = isinstance(case.method, DiffusersCache) and not timed
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", diffcache.CacheWarning)  # the record tells it
-            output = self.pipe(**given)
+            with observed(self.pipe) if is_watched else nullcontext() as count:
+                output = self.pipe(**given)
         samples = samples_of(output)  # on the host: an accelerator has ended here
         about: dict[str, Any] = {"seconds": round(time.perf_counter() - started, 4)}
-        if case.method is not None:
+        if isinstance(case.method, FeatureMethod):
             about["cache"] = summary(self.pipe)
+        elif count is not None:
+            about["cache"] = count.summary()
         return Drawn(samples, about, torch.stack(kept) if kept else None)
 
 

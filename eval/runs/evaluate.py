@@ -15,6 +15,7 @@ from torch import Tensor
 
 from diffcache.errors import DiffcacheError
 from diffcache.eval.cost.flops import denoiser_flops
+from diffcache.eval.diffusers_caches import DiffusersCache
 from diffcache.eval.folders import open_films, open_pictures
 from diffcache.eval.metrics import reward
 from diffcache.eval.runs.draw import Drawer, relative_errors
@@ -61,7 +62,7 @@ class Plan:
     """
 
     task: Task
-    methods: Mapping[str, FeatureMethod]
+    methods: Mapping[str, FeatureMethod | DiffusersCache]
     out: Path | None = None
     reference: Path | None = None
     rounds: int = 5

@@ -22,8 +22,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from diffcache.catalog import make_method
 from diffcache.errors import DiffcacheError
+from diffcache.eval.diffusers_caches import DiffusersCache
+from diffcache.eval.methods import make_row
 from diffcache.eval.runs.evaluate import Plan
 from diffcache.eval.runs.task import Task, digest
 from diffcache.features.base import FeatureMethod
@@ -98,7 +99,7 @@ def _toml(text: str) -> dict[str, Any]:
     return found
 
 
-def _methods(file: Path, tables: Any) -> Iterator[tuple[str, FeatureMethod]]:
+def _methods(file: Path, tables: Any) -> Iterator[tuple[str, FeatureMethod | DiffusersCache]]:
     """Yield name in the table and method, for every combination of the lists of every table."""
     if not isinstance(tables, list):
         raise ValueError(f"{file}: method={tables!r}: must be a list, in TOML [[method]]")
@@ -115,7 +116,7 @@ def _methods(file: Path, tables: Any) -> Iterator[tuple[str, FeatureMethod]]:
                 raise ValueError(f"{file}: {name} stands there twice")
             seen.add(name)
             try:
-                yield name, make_method(str(table["name"]), **values)
+                yield name, make_row(str(table["name"]), **values)
             except (DiffcacheError, ValueError, TypeError, AttributeError) as error:
                 raise ValueError(f"{file}: {name}: {error}") from error
 

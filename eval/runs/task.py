@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 import diffcache
+from diffcache.eval.diffusers_caches import DiffusersCache
 from diffcache.features.base import FeatureMethod
 from diffcache.pipelines.demo.generate import DTYPES
 
@@ -78,14 +79,14 @@ class Case:
         name: In tables; unique in a run.
         kind: Which of the three.
         steps: Sampling steps.
-        method: The cache, None for the other two.
+        method: The cache, ours or one of diffusers, None for the other two.
         matches: Names of the methods whose evaluations a case of fewer steps has.
     """
 
     name: str
     kind: Kind
     steps: int
-    method: FeatureMethod | None = None
+    method: FeatureMethod | DiffusersCache | None = None
     matches: tuple[str, ...] = ()
 
     def digest(self, about: Mapping[str, Any]) -> str:

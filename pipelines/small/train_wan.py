@@ -40,7 +40,7 @@ PROMPT_DROPOUT = 0.1
 MOST_TEXT_TOKENS = 512
 SAVE_EVERY = 200
 STAGES = ("autoencoder", "text", "denoiser", "decoder", "export", "measure")
-MINUTES = {"autoencoder": 13, "text": 3, "denoiser": 20, "decoder": 20}
+MINUTES = {"autoencoder": 13, "text": 3, "denoiser": 28, "decoder": 15}
 
 
 @dataclass(frozen=True)

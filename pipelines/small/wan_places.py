@@ -28,8 +28,18 @@ def start_with_places(model: WanTransformer3DModel) -> None:
     The residual stream holds the inputs in [0, 24), twelve of each neighbour's in [24, 72), the
     edge flags (-1 at the edge, about 1 elsewhere) of left, right, top, bottom in [72, 76), and
     those of the four neighbours in [76, 92).
+
+    Raises:
+        ValueError: if the model has other heads or inputs.
     """
-    embedding, inputs = model.patch_embedding, model.config.in_channels * 4
+    config = model.config
+    embedding, inputs = model.patch_embedding, config.in_channels * math.prod(config.patch_size)
+    built = (config.num_attention_heads, config.attention_head_dim, inputs)
+    if built != (4, 24, 24):
+        raise ValueError(
+            f"a model of {built[0]} heads of {built[1]} for {built[2]} inputs a token cannot start "
+            "with places; build it with 4 heads of 24 for 24 inputs"
+        )
     nn.init.zeros_(embedding.bias)
     nn.init.zeros_(embedding.weight)
     embedding.weight[:inputs] = torch.eye(inputs).unflatten(1, embedding.weight.shape[1:])
