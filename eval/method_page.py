@@ -8,11 +8,12 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from diffcache.catalog import METHODS, method_class
+from diffcache.eval.report.records import timing_of
 from diffcache.eval.runs.folder import write_file
 from diffcache.features.base import FeatureMethod
 from diffcache.features.collect import Calibrated
@@ -21,10 +22,12 @@ from diffcache.pipelines.zoo.families import FAMILIES, KINDS
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path("docs/methods.md")
 RECORDS = "eval-*.json"
+REPORTS = "*-methods.json"  # of models whose call takes more than a prompt
 # title, where the value lies in a row of a record, how it is written
 FIGURES = (
     ("evaluations", ("evaluations",), "{:.1f}"),
     ("FLOPs ratio", ("flops_ratio",), "{:.2f}"),
+    ("seconds ratio", ("seconds_ratio",), "{:.2f}"),
     ("PSNR dB", ("fidelity", "psnr_db"), "{:.1f}"),
     ("SSIM", ("fidelity", "ssim"), "{:.4f}"),
     ("LPIPS-lite", ("fidelity", "lpips_lite"), "{:.4f}"),
@@ -32,6 +35,10 @@ FIGURES = (
     ("prompt accuracy", ("quality", "prompt_accuracy"), "{:.4f}"),
     ("bytes held", ("held_bytes",), "{:,.0f}"),
 )
+OTHERS = (
+    "model", "settings", "computed steps", "FLOPs ratio", "seconds ratio", "quality",
+    "change to uncached", "fidelity", "bytes held a sample",
+)  # fmt: skip
 HEAD = """# Methods
 
 Every method of the catalogue: what it does, where it comes from, its settings, where it differs
@@ -44,6 +51,9 @@ command line, `--method taylorseer --set every=5`. Those marked *calibrated* nee
 measured on the model first: `diffcache.calibrate(pipe, method, prompts)` or `diffcache calibrate`.
 `diffcache.tune` chooses among methods and settings. Every method can hold its features as bf16,
 int8 or on the host: `hold="int8"`.
+
+Ratios are how many times less than uncached; those of seconds are measured in turn with uncached
+runs in one process (median and quartiles of the rounds). Other ranges are 95 % bootstrap intervals.
 """
 
 
@@ -53,8 +63,10 @@ def page(directory: Path = ROOT) -> str:
     Args:
         directory: Of the project, for its records.
     """
-    records = _records(directory / "assets" / "bench")
-    parts = [HEAD, _overview(), *[_section(name, records) for name in METHODS]]
+    folder = directory / "assets" / "bench"
+    records = _read(folder.glob(RECORDS))
+    reports = _read(set(folder.glob(REPORTS)) - set(folder.glob(RECORDS)))
+    parts = [HEAD, _overview(), *[_section(name, records, reports) for name in METHODS]]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -67,7 +79,7 @@ def _overview() -> str:
     return "\n".join(rows) + "\n"
 
 
-def _section(name: str, records: list[dict[str, Any]]) -> str:
+def _section(name: str, records: list[dict[str, Any]], reports: list[dict[str, Any]]) -> str:
     cls = method_class(name)
     lines = [f"## {name}", "", f"`diffcache.features.{_module(cls)}:{cls.__name__}`", ""]
     lines += [_story(cls), ""]
@@ -79,10 +91,9 @@ def _section(name: str, records: list[dict[str, Any]]) -> str:
     if name in FAMILIES:
         kinds = "; ".join(KINDS[pipeline] for pipeline in FAMILIES[name].pipelines)
         lines += [f"Run by the tests on: {kinds}.", ""]
-    figures = _figures(name, records)
-    if figures:
-        titles = ["model", "settings", *(title for title, _, _ in FIGURES)]
-        lines += ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles), *figures, ""]
+    lines += _table(("model", "settings", *(title for title, _, _ in FIGURES)),
+                    _figures(name, records))  # fmt: skip
+    lines += _table(OTHERS, _other_figures(name, reports))
     if cls.bibtex:
         lines += ["```bibtex", cls.bibtex, "```", ""]
     return "\n".join(lines)
@@ -130,36 +141,79 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(RECORDS))]
+def _read(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(paths)]
 
 
-def _figures(name: str, records: list[dict[str, Any]]) -> list[str]:
-    """Return a row for every record's row of a method."""
+def _table(titles: Sequence[str], rows: list[list[str]]) -> list[str]:
+    """Return a table's lines with an empty one behind, nothing without rows."""
+    if not rows:
+        return []
+    lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
+    return ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles), *lines, ""]
+
+
+def _figures(name: str, records: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the cells of every record's row of a method."""
     found = []
     for record in records:
         for row in record["rows"]:
-            called = str(row["name"]).partition(":")[0]
-            if row["kind"] != "method" or called != name:
+            if row["kind"] != "method" or not _is_of(row, name):
                 continue
-            samples = record["task"]["samples"]
-            model = f"{Path(record['task']['model']).name}, {row['steps']} steps, {samples} samples"
-            values = [_figure(row, place, form) for _, place, form in FIGURES]
-            cells = [model, f"`{row['name'].partition(':')[2] or 'defaults'}`", *values]
-            found.append("| " + " | ".join(map(_cell, cells)) + " |")
+            task = record["task"]
+            shown = {**row, "seconds_ratio": timing_of(record, row["name"]).get("ratio")}
+            values = [_figure(shown, place, form) for _, place, form in FIGURES]
+            about = _about(Path(task["model"]).name, row["steps"], task["samples"])
+            found.append([about, _set(row), *values])
     return found
 
 
+def _other_figures(name: str, reports: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the cells of every report's row of a method, each with what is measured there."""
+    found = []
+    for report in reports:
+        quality, fidelity = report["quality"], report["fidelity"]
+        for row in report["rows"]:
+            if not _is_of(row, name):
+                continue
+            value = _figure(row, ("quality", quality["key"]), "{:.4f}")
+            close = _figure(row, ("fidelity", fidelity["key"]), "{:.4g}")
+            found.append([
+                _about(report["model"], report["steps"], report["samples"]),
+                _set(row),
+                _figure(row, ("computed_steps",), "{:.1f}"),
+                _figure(row, ("flops_ratio",), "{:.2f}"),
+                _figure(row, ("seconds_ratio",), "{:.2f}"),
+                f"{quality['title']} {value}",
+                _figure(row, ("quality", f"{quality['key']}_change"), "{:+.4f}"),
+                f"{fidelity['title']} {close}",
+                _figure(row, ("held_bytes",), "{:,.0f}"),
+            ])  # fmt: skip
+    return found
+
+
+def _is_of(row: dict[str, Any], name: str) -> bool:
+    return str(row["name"]).partition(":")[0] == name
+
+
+def _about(model: str, steps: int, samples: int) -> str:
+    return f"{model}, {steps} steps, {samples} samples"
+
+
+def _set(row: dict[str, Any]) -> str:
+    return f"`{row['name'].partition(':')[2] or 'defaults'}`"
+
+
 def _figure(row: dict[str, Any], place: tuple[str, ...], form: str) -> str:
-    """Return one value of a row with the bounds of its interval, an empty cell without one."""
+    """Return one value of a row with its interval or quartiles, an empty cell without one."""
     value: Any = row
     for key in place:
         value = value.get(key) if isinstance(value, dict) else None
     if isinstance(value, dict):
-        text = form.format(value["value"])
-        if value.get("low") is not None:
-            text += f" ({form.format(value['low'])} to {form.format(value['high'])})"
-        return text
+        names = ("median", "q1", "q3") if "median" in value else ("value", "low", "high")
+        middle, low, high = (value.get(key) for key in names)
+        text = form.format(middle)
+        return text if low is None else f"{text} ({form.format(low)} to {form.format(high)})"
     return form.format(value) if isinstance(value, (int, float)) else ""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -15,7 +14,7 @@ from diffcache.features.combine import Combine
 from diffcache.features.when import Every
 from diffcache.pipelines.policy import DiffusionPolicyPipeline, load_policy, rollout, scheduler
 from diffcache.pipelines.policy_transformer import TransformerForDiffusion
-from diffcache.pipelines.small import measure_reach, reach, train_reach
+from diffcache.pipelines.small import reach, train_reach
 from diffcache.step import Site
 
 SIZES = {"input_dim": 3, "output_dim": 3, "horizon": 5, "n_obs_steps": 2, "cond_dim": 4,
@@ -353,39 +352,6 @@ def test_building_is_deterministic():
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-# Figures -------------------------------------------------------------------------------------
-
-
-def test_intervals():
-    """Wilson's against published values; the paired one knows when nothing differs."""
-    assert measure_reach.wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert measure_reach.wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
-    flags = torch.rand(300, generator=torch.Generator().manual_seed(0)) < 0.9
-    assert measure_reach.paired_interval(flags, flags) == (0, 0)
-    worse = flags & (torch.arange(300) % 5 > 0)
-    low, high = measure_reach.paired_interval(worse, flags)
-    middle = float(worse.float().mean() - flags.float().mean())
-    assert low < middle < high < 0
-    spread = 1.96 * float((worse.double() - flags.double()).std()) / 300**0.5
-    assert high - low == pytest.approx(2 * spread, rel=0.1)
-
-
-def test_cost_counts_what_a_run_computes():
-    """Without a cache a chunk is `steps` calls; a cache saves modules and nothing else."""
-    pipe = reach.load() if reach.DIRECTORY.exists() else reach.build()
-    plain = measure_reach.cost(pipe, None, 4)
-    half = measure_reach.cost(pipe, Combine(Every(2), site="module"), 4)
-    assert plain["flops_ratio"] == 1 and half["modules_computed"] == 0.5
-    layers, width, tokens, seen = 4, 64, reach.HORIZON, reach.OBSERVED + 1
-    attend = 8 * tokens * width**2 + 4 * tokens**2 * width
-    cross = 4 * (tokens + seen) * width**2 + 4 * tokens * seen * width
-    modules = layers * (attend + cross + 16 * tokens * width**2)
-    rest = 2 * width * (2 * tokens + reach.OBSERVED * reach.OBSERVATION + 2 * tokens)
-    rest += seen * 16 * width**2
-    assert plain["flops_per_chunk"] == 4 * (modules + rest)
-    assert half["flops_per_chunk"] == 4 * rest + 2 * modules
-
-
 # The shipped model ---------------------------------------------------------------------------
 
 
@@ -404,10 +370,3 @@ def test_shipped_files():
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     assert set(weights) == set(reach.build().transformer.state_dict())
     assert all(torch.isfinite(t).all() for name, t in weights.items() if "mask" not in name)
-    report = json.loads(measure_reach.REPORT.read_text(encoding="utf-8"))
-    assert report["episodes"] >= 200
-    for name, row in report["rows"].items():  # every figure can be made again from the outcomes
-        outcome = report["outcomes"][name]
-        assert row["success_rate"] == pytest.approx(outcome.count("1") / len(outcome), abs=1e-4)
-        expected = measure_reach.wilson(outcome.count("1"), len(outcome))
-        assert row["wilson_95"] == pytest.approx(expected, abs=1e-4)

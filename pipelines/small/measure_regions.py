@@ -1,50 +1,90 @@
-"""Measure RegionE on the shipped editing pipeline: what it leaves out, and what that costs.
+"""Measure methods on the shipped editing pipeline: what they leave out, and what that costs.
 
-    python -m diffcache.pipelines.small.measure_regions --samples 128
+    python -m diffcache.pipelines.small.measure_regions
 
-fits the ratios of the velocity's norm on edits from the training set, draws held-out edits with
-and without the method, and writes `assets/bench/shapes-kontext-regione.json`.
+writes `assets/bench/shapes-kontext-methods.json` and a plot beside it. RegionE's ratios of the
+velocity's norm are fitted to edits of the training set; it draws one picture a run as published,
+the others draw batches. Rows that are in the report are kept: an interrupted run goes on.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import FluxKontextPipeline
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from tqdm import tqdm
 
-from diffcache.api import wrapped
+import diffcache
 from diffcache.calibration import calibrate
+from diffcache.catalog import make_method
+from diffcache.features.base import FeatureMethod
 from diffcache.features.regione import RegionE
-from diffcache.pipelines.small.edits import draw_edits, instruction, judge
-from diffcache.pipelines.small.export import versions
+from diffcache.pipelines.small.classifier import read
+from diffcache.pipelines.small.edits import draw_edits, instruction, judge, target_shown
 from diffcache.pipelines.small.kontext import CALL, DIRECTORY, load
 from diffcache.pipelines.small.measure_kontext import edit_pictures, instructions
+from diffcache.pipelines.small.method_cost import Tally, denoiser_flops, ratio_in_turn
+from diffcache.pipelines.small.method_rows import (
+    UNCACHED,
+    Report,
+    Row,
+    change,
+    described,
+    digest,
+    flags_of,
+    interval,
+    named,
+    rounded,
+    text_of,
+)
 
-REPORT = DIRECTORY.parents[1] / "bench" / "shapes-kontext-regione.json"
+REPORT = DIRECTORY.parents[1] / "bench" / "shapes-kontext-methods.json"
+KEPT = Path("out/shapes-kontext-uncached.safetensors")
+BATCH = 16
+TIMED = 4  # pictures of a timed call
+_METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("interval", {"every": 3}),
+    ("taylorseer", {"every": 5, "site": "stack"}),
+    ("first-block", {}),
+    ("regione", {"threshold": 0.93}),
+    ("regione", {"threshold": 0.88}),
+)
+ROWS = {named(name, settings): (name, settings) for name, settings in _METHODS}
+WORDS = {
+    "measure": "share of held-out edits whose target the classifier reads right",
+    "quality": {"key": "target_right", "title": "edits right"},
+    "fidelity": {"key": "psnr_db", "title": "PSNR dB"},
+    "psnr_db": "to the uncached pictures, same noise",
+    "held_bytes": "of one picture, the most of any run",
+    "seconds_ratio": f"of {TIMED} pictures; RegionE's one by one on both sides",
+}
 
 
 def fit(pipe: FluxKontextPipeline, method: RegionE, *, steps: int, samples: int) -> RegionE:
-    """Return a method with ratios fitted to edits of the training set.
+    """Return a method with ratios fitted to some edits of the training set.
 
     Args:
-        pipe: not wrapped.
-        method: whose thresholds and stages to use.
-        steps: of a run.
-        samples: how many edits.
+        pipe: Not wrapped.
+        method: Whose thresholds and stages to use.
+        steps: Of a run.
+        samples: Edits.
     """
     edits, before, _ = draw_edits(samples, 77)
     texts = [instruction(edit) for edit in edits]
     calls = [
-        {"image": before[i : i + 16].float() / 255, "prompt": texts[i : i + 16]}
-        for i in range(0, samples, 16)
+        {"image": before[i : i + BATCH].float() / 255, "prompt": texts[i : i + BATCH]}
+        for i in range(0, samples, BATCH)
     ]
     return calibrate(pipe, method, calls, steps=steps, **CALL)
 
@@ -55,82 +95,205 @@ def psnr_to(made: Tensor, wanted: Tensor) -> Tensor:
     return 10 * torch.log10(255**2 / error.clamp_min(255**2 * 1e-10))
 
 
-def measure(
-    pipe: FluxKontextPipeline, method: RegionE | None, data: Any, texts: Sequence[str], steps: int
-) -> tuple[dict[str, Any], Tensor]:
-    """Draw held-out edits, one picture a run as published, and judge them.
+@dataclass(frozen=True)
+class Measurement:
+    """What every method is measured with.
 
     Args:
-        pipe: not wrapped.
-        method: None for the uncached pipeline.
-        data: edits, pictures before and after.
-        texts: instructions.
-        steps: of a run.
+        directory: The pipeline.
+        samples: Held-out edits.
+        steps: Of a run.
+        fitted: Edits of the training set that RegionE's ratios are fitted to.
+        rounds: Timed calls of the uncached pipeline and of each method.
+    """
+
+    directory: Path = DIRECTORY
+    samples: int = 256
+    steps: int = 28
+    fitted: int = 32
+    rounds: int = 3
+
+    @cached_property
+    def pipe(self) -> FluxKontextPipeline:
+        """The pipeline that methods are put on."""
+        return load(directory=self.directory)
+
+    @cached_property
+    def plain(self) -> FluxKontextPipeline:
+        """The pipeline that stays uncached, for seconds in turn."""
+        return load(directory=self.directory)
+
+    @cached_property
+    def data(self) -> tuple[Any, Tensor, Tensor, list[str]]:
+        """Edits, pictures before and after, uint8 [B, 3, 64, 64], and instructions."""
+        return *draw_edits(self.samples, 0, held=True), instructions(self.samples, 0)
+
+    @cached_property
+    def once(self) -> float:
+        """Operations of one uncached denoiser call for one picture."""
+        _, before, _, texts = self.data
+        return denoiser_flops(
+            self.plain.transformer,
+            lambda: edit_pictures(self.plain, before[:1], texts[:1], steps=1, seed=0),
+        )
+
+    def about(self) -> dict[str, Any]:
+        """Return what must be equal for rows to be of the same measurement."""
+        return {
+            "model": "shapes-kontext",
+            "model_sha256": digest(self.directory),
+            "samples": self.samples,
+            "seed": 0,
+            "steps": self.steps,
+            "fitted_to": self.fitted,
+            "dtype": "float32",
+        }
+
+    def draw(self, batch: int, title: str) -> Iterator[Tensor]:
+        """Yield held-out edits batch by batch, uint8 [B, 3, 64, 64]; i starts from noise i."""
+        _, before, _, texts = self.data
+        for first in tqdm(range(0, self.samples, batch), desc=title):
+            part = slice(first, first + batch)
+            yield edit_pictures(
+                self.pipe, before[part], texts[part], steps=self.steps, seed=first, batch=batch
+            )
+
+    def timed(self, pipe: FluxKontextPipeline, batch: int, number: int) -> None:
+        """Draw `TIMED` edits, others for each number."""
+        _, before, _, texts = self.data
+        chosen = [(TIMED * number + i) % self.samples for i in range(TIMED)]
+        words = [texts[i] for i in chosen]
+        edit_pictures(pipe, before[chosen], words, steps=self.steps, seed=number, batch=batch)
+
+    def uncached(self, kept: Path) -> Tensor:
+        """Return the uncached pictures, uint8 [B, 3, 64, 64], from a file, made if need be."""
+        about = json.dumps({k: v for k, v in self.about().items() if k != "fitted_to"})
+        if kept.exists():
+            with safe_open(kept, framework="pt") as file:
+                if (file.metadata() or {}).get("about") == about:
+                    found: Tensor = file.get_tensor("pictures")
+                    return found
+        made = torch.cat(list(self.draw(BATCH, UNCACHED)))
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        part = kept.with_name(kept.name + ".part")
+        save_file({"pictures": made}, part, metadata={"about": about})
+        os.replace(part, kept)
+        return made
+
+    def method(self, name: str) -> FeatureMethod:
+        """Return the method of a row, fitted if it is to be."""
+        kind, settings = ROWS[name]
+        method = make_method(kind, **settings)
+        if isinstance(method, RegionE):
+            return fit(self.pipe, method, steps=self.steps, samples=self.fitted)
+        return method
+
+    def row(self, name: str, wanted: Tensor, base: Tensor | None) -> Row:
+        """Measure one row.
+
+        Args:
+            name: Of the row.
+            wanted: The uncached pictures.
+            base: Which edits are right uncached, bool `[B]`; None for the uncached row itself.
+        """
+        if base is None:
+            cost: Row = {"computed_steps": float(self.steps), "flops_ratio": 1.0, "held_bytes": 0}
+            return {"name": name, "method": None, **cost, **self.judged(wanted, None)}
+        method = self.method(name)
+        batch = 1 if isinstance(method, RegionE) else BATCH
+        tally, parts = Tally(), []
+        with diffcache.wrapped(self.pipe, method):
+            for part in self.draw(batch, name):
+                parts.append(part)
+                tally.add(diffcache.report(self.pipe), len(part))
+            pipes = (self.plain, self.pipe)
+            plain, cached = (partial(self.timed, pipe, batch) for pipe in pipes)
+            ratio = ratio_in_turn(plain, cached, self.rounds)
+        psnr = psnr_to(torch.cat(parts), wanted)
+        fidelity = {**rounded(interval(psnr), 2), "p5": round(float(psnr.quantile(0.05)), 2)}
+        full = self.once * self.steps * self.samples
+        return {
+            "name": name,
+            "method": described(method),
+            "pictures_a_run": batch,
+            "computed_steps": round(tally.steps / tally.samples, 2),
+            "tokens_computed": round(tally.computed / (tally.computed + tally.skipped), 4),
+            "flops_ratio": round(full / (full - tally.saved), 3),
+            "held_bytes": tally.held,
+            "seconds_ratio": ratio,
+            "fidelity": {"psnr_db": fidelity},
+            **self.judged(torch.cat(parts), base),
+        }
+
+    def judged(self, made: Tensor, base: Tensor | None) -> Row:
+        """Return how many edits are right, against the uncached ones if they are given.
+
+        Args:
+            made: Pictures, uint8 [B, 3, 64, 64].
+            base: Which edits are right uncached, bool `[B]`.
+        """
+        edits, before, after, _ = self.data
+        pairs = zip(read(made), edits, strict=True)
+        right = torch.tensor([target_shown(scene, edit) for scene, edit in pairs])
+        quality: Row = {"target_right": rounded(interval(right))}
+        if base is not None:
+            quality["target_right_change"] = rounded(change(right, base))
+        said = judge(made, edits, before, after)
+        more = {key: value for key, value in said.items() if key not in ("edits", "target_right")}
+        return {"quality": quality, **more, "outcomes": text_of(right)}
+
+
+def run(
+    with_: Measurement, report: Path, kept: Path = KEPT, only: Sequence[str] = ()
+) -> Mapping[str, Row]:
+    """Measure every row that the report does not have yet, write it after each, and plot it.
+
+    Args:
+        with_: What every method is measured with.
+        report: JSON file.
+        kept: File of the uncached pictures, which other rows are compared with.
+        only: Rows to measure besides the uncached pipeline; all by default.
 
     Returns:
-        A JSON-ready record, and the pictures, uint8 [B, 3, 64, 64].
+        The rows by name.
+
+    Raises:
+        ValueError: If a row is unknown.
     """
-    edits, before, after = data
-    if method is None:
-        made = edit_pictures(pipe, before, texts, steps=steps, seed=0)
-        return judge(made, edits, before, after), made
-    parts, computed, tokens, steps_computed = [], 0, 0, 0
-    with wrapped(pipe, method) as handle:
-        for i, text in enumerate(texts):
-            parts.append(edit_pictures(pipe, before[i : i + 1], [text], steps=steps, seed=i))
-            for call in handle.last.calls:
-                ran, left = call.counts["tokens"]
-                computed, tokens = computed + ran, tokens + ran + left
-                steps_computed += call.computed
-    made = torch.cat(parts)
-    record = judge(made, edits, before, after)
-    record["tokens_computed"] = round(computed / tokens, 4)
-    record["steps_computed"] = round(steps_computed / len(texts), 2)
-    return record, made
+    for name in only:
+        if name not in ROWS:
+            raise ValueError(f"only={name!r}: must be one of {', '.join(ROWS)}")
+    done = Report(report, with_.about(), WORDS)
+    missing = [name for name in (UNCACHED, *(only or ROWS)) if name not in done.rows]
+    if missing:
+        wanted = with_.uncached(kept)
+        for name in missing:
+            right = done.rows.get(UNCACHED)
+            base = None if right is None else flags_of(right["outcomes"])
+            done.add(with_.row(name, wanted, base))
+    done.plot()
+    return done.rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write the report."""
     parser = argparse.ArgumentParser(
         prog="python -m diffcache.pipelines.small.measure_regions",
-        description="Measure what RegionE leaves out and what that costs on held-out edits.",
+        description="Measure what methods leave out and what that costs on held-out edits.",
     )
     parser.add_argument("--steps", type=int, default=28, help="sampling steps")
-    parser.add_argument("--samples", type=int, default=128, help="held-out edits")
-    parser.add_argument("--fit", type=int, default=64, help="edits to fit the ratios to")
-    parser.add_argument("--threshold", type=float, nargs="+", default=[0.93], help="of similarity")
+    parser.add_argument("--samples", type=int, default=256, help="held-out edits")
+    parser.add_argument("--fit", type=int, default=32, help="edits to fit RegionE's ratios to")
+    parser.add_argument("--rounds", type=int, default=3, help="timed calls of each method")
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--model", type=Path, default=DIRECTORY, help="pipeline directory")
     parser.add_argument("--report", type=Path, default=REPORT, help="JSON file to write")
-    chosen = parser.parse_args(arguments)
-    pipe = load(directory=chosen.model)
-    data, texts = draw_edits(chosen.samples, 0, held=True), instructions(chosen.samples, 0)
-    record, wanted = measure(pipe, None, data, texts, chosen.steps)
-    rows = [{"name": "uncached", **record}]
-    print(json.dumps(rows[-1]))
-    for threshold in chosen.threshold:
-        plain = RegionE(threshold=threshold)
-        methods = {"fitted ratios": fit(pipe, plain, steps=chosen.steps, samples=chosen.fit)}
-        if chosen.steps == plain.steps:
-            methods["published ratios"] = plain
-        for name, method in methods.items():
-            record, made = measure(pipe, method, data, texts, chosen.steps)
-            psnr = psnr_to(made, wanted)
-            fidelity = {
-                "psnr_to_uncached_db": round(float(psnr.mean()), 2),
-                "psnr_to_uncached_p5_db": round(float(psnr.quantile(0.05)), 2),
-            }
-            rows.append({"name": name, "threshold": threshold, **fidelity, **record})
-            print(json.dumps(rows[-1]))
-    report = {
-        "model": "shapes-kontext",
-        "steps": chosen.steps,
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "rows": rows,
-    }
-    part = chosen.report.with_name(chosen.report.name + ".part")
-    part.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, chosen.report)
+    parser.add_argument("--keep", type=Path, default=KEPT, help="file of the uncached pictures")
+    parser.add_argument("--only", nargs="+", default=(), help="rows besides the uncached")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(given.threads)
+    how = Measurement(given.model, given.samples, given.steps, given.fit, given.rounds)
+    run(how, given.report, given.keep, given.only)
 
 
 if __name__ == "__main__":
