@@ -10,7 +10,7 @@ READY := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test lint types fix bench build models docs gpu-test gpu-bench clean
+.PHONY: help demo test lint types fix bench figures build models docs gpu-test gpu-bench clean
 
 help: ## Show this list; ARGS="..." is passed on to the command a target runs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,9 @@ fix: $(READY) ## Repair style and formatting
 
 bench: $(READY) ## Measure what the methods save and what they cost
 	$(BIN)/python -m diffcache.eval.bench $(ARGS)
+
+figures: $(READY) ## Draw the table of methods of every shipped model again (hours; ARGS=model for one)
+	$(BIN)/python -m diffcache.eval.figures $(ARGS)
 
 build: $(READY) ## Build dist/ (sdist, wheel from it), install the wheel afresh and import it
 	rm -rf build dist

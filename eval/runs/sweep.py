@@ -48,7 +48,7 @@ def read_sweep(file: Path, out: Path) -> list[Plan]:
         FileNotFoundError: If there is no such file.
         ValueError: If it cannot be read, or a key or a value in it is wrong.
     """
-    found = _parse(file)
+    found = read_values(file)
     unknown = sorted(set(found) - _TOP)
     if unknown:
         raise ValueError(f"{file}: unknown key {unknown[0]!r}; use {', '.join(sorted(_TOP))}")
@@ -70,7 +70,13 @@ def read_sweep(file: Path, out: Path) -> list[Plan]:
     return plans
 
 
-def _parse(file: Path) -> dict[str, Any]:
+def read_values(file: Path) -> dict[str, Any]:
+    """Return the keys and values of a sweep as they are written.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it cannot be read.
+    """
     if not file.exists():
         raise FileNotFoundError(f"no sweep at {file}")
     text = file.read_text(encoding="utf-8")
