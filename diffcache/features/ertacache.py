@@ -162,10 +162,12 @@ class ERTACache(Calibrated):
             `1 - error / scale` kept within 0 and 1: `A` the change of the true output since the
             step before, `B` its norm. Accounts of the paper differ. `A` is 0, and leaves the step
             out, wherever reuse is no better than the true output of the step before.
+        schedule: `list` is the method; `uniform` computes as many steps at even distances, without
+            either correction, to see what the list is worth.
         tables: From `diffcache.calibrate`, or a file it wrote.
 
     Raises:
-        ValueError: If a value is out of its range.
+        ValueError: If a value is out of its range, or `uniform` is asked for with a correction.
         TablesError: If the tables are another method's, or of another threshold.
 
     Example:
@@ -189,6 +191,7 @@ class ERTACache(Calibrated):
     time: bool = True
     rectify: bool = True
     reading: Literal["A", "B"] = "B"
+    schedule: Literal["list", "uniform"] = "list"
     tables: Tables | str | None = None
 
     def __post_init__(self) -> None:
@@ -199,6 +202,13 @@ class ERTACache(Calibrated):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
         if self.reading not in READINGS:
             raise ValueError(f"reading={self.reading!r}: must be 'A' or 'B'")
+        if self.schedule not in ("list", "uniform"):
+            raise ValueError(f"schedule={self.schedule!r}: must be 'list' or 'uniform'")
+        if self.schedule == "uniform" and (self.time or self.rectify):
+            raise ValueError(
+                "schedule='uniform': factors and maps are those of the list; "
+                "pass time=False, rectify=False with it"
+            )
         self.load_tables()
         if isinstance(self.tables, Tables) and self.threshold:
             made = float(self.tables.header["threshold"])
@@ -215,6 +225,9 @@ class ERTACache(Calibrated):
         tables = self.measured()
         reused = set(tables["reuse"].tolist())
         computed = [index for index in range(tables.steps) if index not in reused]
+        if self.schedule == "uniform":
+            count, total = len(computed), tables.steps
+            computed = [index * total // count for index in range(count)]
         when = Listed(computed, tables.steps)
         instead = Rectified(tables if self.rectify and reused else None)
         return Combine(when, instead, Site.MODEL, feature="change")

@@ -159,12 +159,25 @@ def test_without_tables_it_says_how_to_get_them():
         ({"threshold": math.nan}, "threshold=nan"),
         ({"time": 1}, "time=1: must be True or False"),
         ({"reading": "C"}, "reading='C': must be 'A' or 'B'"),
+        ({"schedule": "even"}, "schedule='even': must be 'list' or 'uniform'"),
+        ({"schedule": "uniform"}, "pass time=False, rectify=False with it"),
         ({"tables": 3}, "tables=3: must be Tables, a file, or None"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         ERTACache(**settings)
+
+
+def test_uniform_computes_as_many_steps_at_even_distances():
+    listed = made(profile(curved, [torch.randn(1, 2, 3, 3).double()], 0.5))
+    even = replace(listed, schedule="uniform", time=False, rectify=False)
+    count = len(listed.parts().when.steps)
+    steps = sorted(even.parts().when.steps)
+    assert 1 < count < STEPS and len(steps) == count and steps[0] == 0
+    gaps = {b - a for a, b in zip(steps, [*steps[1:], STEPS], strict=True)}
+    assert max(gaps) - min(gaps) <= 1
+    assert even.abilities() == ()
 
 
 def test_foreign_tables_are_refused():
