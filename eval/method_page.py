@@ -17,7 +17,7 @@ from diffcache.eval.report.records import timing_of
 from diffcache.eval.runs.folder import write_file
 from diffcache.features.base import FeatureMethod
 from diffcache.features.collect import Calibrated
-from diffcache.pipelines.zoo.families import FAMILIES, KINDS
+from diffcache.pipelines.zoo.families import ELSEWHERE, FAMILIES, KINDS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path("docs/methods.md")
@@ -88,9 +88,9 @@ def _section(name: str, records: list[dict[str, Any]], reports: list[dict[str, A
     settings = _settings(cls)
     if settings:
         lines += ["| setting | default | meaning |", "|---|---|---|", *settings, ""]
-    if name in FAMILIES:
-        kinds = "; ".join(KINDS[pipeline] for pipeline in FAMILIES[name].pipelines)
-        lines += [f"Run by the tests on: {kinds}.", ""]
+    ran = [KINDS[pipeline] for pipeline in FAMILIES[name].pipelines] if name in FAMILIES else []
+    ran += ELSEWHERE.get(name, ())
+    lines += [f"Run by the tests on: {'; '.join(ran)}.", ""]
     lines += _table(("model", "settings", *(title for title, _, _ in FIGURES)),
                     _figures(name, records))  # fmt: skip
     lines += _table(OTHERS, _other_figures(name, reports))

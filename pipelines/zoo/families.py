@@ -83,3 +83,11 @@ FAMILIES: dict[str, Family] = {
     "profilingdit": Family(ATTENDING, {"every": 3, "warmup": 1, "share": 0.5}, {"background": ()}),
     "temporal-table": Family(COMMON, {}, {}),
 }
+
+# Method -> kinds that other tests run it on, whose calls take more than prompts or classes.
+ELSEWHERE = {
+    "interval": ("diffusion policy",),
+    "bac": ("diffusion policy",),
+    "regione": ("image editing (FLUX Kontext)", "image editing (Qwen-Image-Edit)"),
+    "tuned": ("image, double and single blocks (FLUX)",),
+}
