@@ -62,17 +62,19 @@ def models(folder: Path = FOLDER) -> list[str]:
 def missing_tables(sweep: Path) -> list[tuple[str, dict[str, Any], Path]]:
     """Return name, settings and file of every method of a sweep whose tables are not there.
 
+    Rows that share a file are calibrated with the settings of the first.
+
     Args:
         sweep: TOML or YAML; files in it are relative to the working directory.
     """
-    found = []
+    found: dict[Path, tuple[str, dict[str, Any], Path]] = {}
     for table in read_values(sweep).get("method", []):
         settings = dict(table)
         name = str(settings.pop("name"))
         file = settings.pop("tables", None)
         if file is not None and not Path(file).exists():
-            found.append((name, settings, Path(file)))
-    return found
+            found.setdefault(Path(file), (name, settings, Path(file)))
+    return list(found.values())
 
 
 def calibrate(sweep: Path, samples: int = SAMPLES) -> None:
