@@ -7,18 +7,17 @@ import torch
 
 from diffcache.pipelines.small import train_dit
 from diffcache.pipelines.small.classifier import read
+from diffcache.pipelines.small.course import Course, Plan
 from diffcache.pipelines.small.diffusion import (
-    Course,
-    Plan,
     build_scheduler,
     disturb,
     draw_timesteps,
-    export,
     load_autoencoder,
     noise_error,
     record,
 )
 from diffcache.pipelines.small.dit import (
+    CALL,
     DIRECTORY,
     EMPTY,
     LABELS,
@@ -27,7 +26,9 @@ from diffcache.pipelines.small.dit import (
     draw,
     load,
 )
+from diffcache.pipelines.small.export import save_pipeline
 from diffcache.pipelines.small.loop import Log
+from diffcache.pipelines.small.measure import draw_pictures
 
 MEGABYTE = 1_000_000
 
@@ -53,7 +54,7 @@ class TestShipped:
     def test_draws_what_the_class_says(self, pipe):
         labels = pipe.get_label_ids([LABELS[number] for number in range(0, 35, 3)])
         assert labels == list(range(0, 35, 3))
-        pictures = train_dit.draw_pictures(pipe, labels, steps=14, seed=5)
+        pictures = draw_pictures(pipe, labels, steps=14, seed=5, call=CALL)
         assert pictures[0].size == (64, 64)
         shares = train_dit.marks(pictures, labels)
         assert shares["right"] >= 0.15 and shares["colour"] >= 0.35
@@ -172,7 +173,7 @@ class TestTraining:
         assert losses[-1] < 0.7 * losses[0]
 
     def test_resumes_and_exports(self, tmp_path):
-        course = Course("dit", pictures=8, batch=2)
+        course = Course("dit", examples=8, batch=2)
         train_dit.fit(tmp_path, Plan(minutes=0.005, compiled=False), course)
         first = torch.load(tmp_path / "dit.state", weights_only=True)["step"]
         spent = Log(tmp_path / "dit.jsonl", resume=True).rows()[-1]["seconds"]
@@ -183,7 +184,7 @@ class TestTraining:
         assert not list(tmp_path.glob("*.part"))
         pipe = train_dit.assemble(tmp_path)
         kept = pipe.transformer.proj_out_2.weight.detach().bfloat16().float()
-        assert export(pipe, tmp_path / "model") < 10 * MEGABYTE
+        assert save_pipeline(pipe, tmp_path / "model") < 10 * MEGABYTE
         assert torch.equal(load(directory=tmp_path / "model").transformer.proj_out_2.weight, kept)
         done = record(tmp_path, "dit", "python", tmp_path / "some-training.json")
         assert done["model"] == "some" and 0 < done["steps"] <= last

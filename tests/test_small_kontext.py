@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,17 +190,18 @@ def test_the_text_stage_knows_what_instructions_state() -> None:
 def test_a_training_step_learns(built: Any) -> None:
     from torch import nn
 
+    from diffcache.pipelines.small.course import build_optimiser, update
     from diffcache.pipelines.small.export_kontext import TRAINED
     from diffcache.pipelines.small.kontext import build_pipeline
-    from diffcache.pipelines.small.train_kontext import Step, _batch, _optimiser, _update
+    from diffcache.pipelines.small.train_kontext import COURSE, Step, _batch
 
     pipe = build_pipeline()
     step = Step(pipe, compiled=False)
     weights = nn.ModuleDict({name: getattr(pipe, name) for name in TRAINED})
     latents = torch.randn(2, 4, 64, 16, generator=torch.Generator().manual_seed(0))
     batch = _batch(edits_of(4), (latents[0], latents[1]), torch.arange(4), (0, 0), 0.5)
-    optimiser = _optimiser(weights)
-    losses = [_update(step, weights, optimiser, batch, 3e-4) for _ in range(5)]
+    optimiser = build_optimiser(weights, COURSE)
+    losses = [update(weights, optimiser, step, batch, 3e-4) for _ in range(5)]
     assert losses[-1] < 0.9 * losses[0]
 
 
@@ -210,7 +212,7 @@ def test_training_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: Any) -> 
 
     ticks = count()  # a clock that tells one second more each time it is asked
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
-    monkeypatch.setattr(train_kontext, "BATCH", 2)
+    monkeypatch.setattr(train_kontext, "COURSE", replace(train_kontext.COURSE, batch=2))
     short = {"text_minutes": 0.05, "edits": 4}
     train(tmp_path, Plan(minutes=0.05, **short))
     rows = loop.Log(tmp_path / "kontext.jsonl", resume=True).rows()

@@ -7,8 +7,11 @@ import torch
 
 from diffcache.pipelines.small import train_unet
 from diffcache.pipelines.small.classifier import prompt_accuracy
-from diffcache.pipelines.small.diffusion import Course, Plan, export, load_autoencoder
+from diffcache.pipelines.small.course import Course, Plan
+from diffcache.pipelines.small.diffusion import load_autoencoder
+from diffcache.pipelines.small.export import save_pipeline
 from diffcache.pipelines.small.loop import Log
+from diffcache.pipelines.small.measure import draw_pictures
 from diffcache.pipelines.small.scenes import shipped_prompts
 from diffcache.pipelines.small.small_unet import (
     CALL,
@@ -42,7 +45,7 @@ def pipe():
 class TestShipped:
     def test_draws_what_the_prompt_says(self, pipe):
         prompts = shipped_prompts()[30:42]
-        pictures = train_unet.draw_pictures(pipe, prompts, steps=14, seed=5)
+        pictures = draw_pictures(pipe, prompts, steps=14, seed=5, call=CALL)
         assert pictures[0].size == (64, 64)
         overall, parts = prompt_accuracy(pictures, prompts)
         assert overall >= 0.15 and parts["background"] >= 0.8
@@ -112,7 +115,7 @@ class TestTraining:
         assert len(used) == len(list(pipe.text_encoder.parameters()))
 
     def test_resumes_and_exports(self, tmp_path):
-        course = Course("unet", pictures=12, batch=2)
+        course = Course("unet", examples=12, batch=2)
         train_unet.fit(tmp_path, Plan(minutes=0.005, compiled=False), course)
         first = torch.load(tmp_path / "unet.state", weights_only=True)["step"]
         spent = Log(tmp_path / "unet.jsonl", resume=True).rows()[-1]["seconds"]
@@ -122,5 +125,5 @@ class TestTraining:
         assert last > first > 0
         pipe = train_unet.assemble(tmp_path)
         kept = pipe.unet.conv_out.weight.detach().bfloat16().float()
-        assert export(pipe, tmp_path / "model") < 7 * MEGABYTE
+        assert save_pipeline(pipe, tmp_path / "model") < 7 * MEGABYTE
         assert torch.equal(load(directory=tmp_path / "model").unet.conv_out.weight, kept)

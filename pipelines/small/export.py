@@ -1,10 +1,14 @@
-"""Write a trained small FluxPipeline to its directory, and the record of its training."""
+"""Write a trained small FluxPipeline to its directory, and the record of its training.
+
+How any small pipeline is saved, and what all records share, is here too.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -12,7 +16,7 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from diffusers import AutoencoderKL, FluxPipeline
+from diffusers import AutoencoderKL, DiffusionPipeline, FluxPipeline
 from safetensors.torch import load_file
 from torch import nn
 
@@ -33,30 +37,22 @@ def versions() -> dict[str, str]:
     }
 
 
-def assemble(out: Path, shift: float = 1.0) -> FluxPipeline:
-    """Put the pipeline together from a training folder, in float32, with averaged weights."""
-    refined = out / "autoencoder-refined"
-    autoencoder = refined if refined.exists() else out / "autoencoder"
-    pipe = build_pipeline(AutoencoderKL.from_pretrained(autoencoder), shift)
-    weights = nn.ModuleDict({name: getattr(pipe, name) for name in TRAINED})
-    weights.load_state_dict(load_file(out / "flux.safetensors"))
-    return pipe
-
-
-def export(out: Path, directory: Path = DIRECTORY, *, shift: float = 1.0) -> int:
-    """Save the pipeline in bfloat16; files are replaced one by one, each whole.
+def save_pipeline(pipe: DiffusionPipeline, directory: Path) -> int:
+    """Save a pipeline in bfloat16; files are replaced one by one, each whole.
 
     Args:
-        out: the training folder.
-        directory: where `FluxPipeline.from_pretrained` will look.
-        shift: of the sampling sigmas.
+        pipe: with trained weights, which are converted in place.
+        directory: where `from_pretrained` will look; what else it holds stays.
 
     Returns:
         The size of the directory in bytes.
     """
     part = directory.with_name(f".{directory.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    assemble(out, shift).to(torch.bfloat16).save_pretrained(part)
+    for model in pipe.components.values():
+        if isinstance(model, nn.Module):
+            nn.Module.to(model, torch.bfloat16)
+    pipe.save_pretrained(part)
     for config in part.glob("*/config.json"):
         _tidy(config)
     for file in sorted(path for path in part.rglob("*") if path.is_file()):
@@ -75,6 +71,44 @@ def _tidy(config: Path) -> None:
     values.pop("_name_or_path", None)
     values = {k: "float32" if k in ("dtype", "torch_dtype") else v for k, v in values.items()}
     config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def thin(rows: list[dict[str, Any]], most: int = 120) -> list[dict[str, Any]]:
+    """Keep about so many rows of a log, and among them all that hold a PSNR, and the last."""
+    every = max(len(rows) // most, 1)
+    return [row for i, row in enumerate(rows) if i % every == 0 or "psnr" in row or row is rows[-1]]
+
+
+def assemble(out: Path, shift: float = 1.0) -> FluxPipeline:
+    """Put the pipeline together from a training folder, in float32, with averaged weights."""
+    refined = out / "autoencoder-refined"
+    autoencoder = refined if refined.exists() else out / "autoencoder"
+    pipe = build_pipeline(AutoencoderKL.from_pretrained(autoencoder), shift)
+    weights = nn.ModuleDict({name: getattr(pipe, name) for name in TRAINED})
+    weights.load_state_dict(load_file(out / "flux.safetensors"))
+    return pipe
+
+
+def export(out: Path, directory: Path = DIRECTORY, *, shift: float = 1.0) -> int:
+    """Save the pipeline with averaged weights, as `save_pipeline` does.
+
+    Args:
+        out: the training folder.
+        directory: where `FluxPipeline.from_pretrained` will look.
+        shift: of the sampling sigmas.
+
+    Returns:
+        The size of the directory in bytes.
+    """
+    return save_pipeline(assemble(out, shift), directory)
 
 
 def record(out: Path, *, seed: int, command: str, path: Path = RECORD) -> dict[str, Any]:
@@ -104,17 +138,11 @@ def record(out: Path, *, seed: int, command: str, path: Path = RECORD) -> dict[s
         "seconds": flux[-1]["seconds"],
         "seconds_per_step": round(flux[-1]["seconds"] / max(flux[-1]["step"], 1), 3),
         "autoencoder_psnr_db": [r["psnr"] for rows in logs.values() for r in rows if "psnr" in r],
-        "curves": {name: _thin(rows) for name, rows in logs.items()},
+        "curves": {name: thin(rows) for name, rows in logs.items()},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
+    write_json(path, done)
     _plot(flux, path.with_suffix(".png"))
     return done
-
-
-def _thin(rows: list[dict[str, Any]], most: int = 120) -> list[dict[str, Any]]:
-    every = max(len(rows) // most, 1)
-    return [row for i, row in enumerate(rows) if i % every == 0 or "psnr" in row or row is rows[-1]]
 
 
 def _plot(rows: list[dict[str, Any]], path: Path) -> None:

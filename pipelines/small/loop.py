@@ -66,13 +66,16 @@ def rate(progress: float, *, warmup: float = 0.03, floor: float = 0.02) -> float
 
 
 class Average:
-    """An exponential moving average of a module's weights."""
+    """An exponential moving average of a module's weights; what is not floating is copied."""
 
     def __init__(self, module: nn.Module, decay: float = 0.999) -> None:
         self.decay = decay
         self.steps = 0
         self.weights = {
-            name: value.detach().clone().float() for name, value in module.state_dict().items()
+            name: value.detach().clone().float()
+            if value.is_floating_point()
+            else value.detach().clone()
+            for name, value in module.state_dict().items()
         }
 
     @torch.no_grad()
@@ -81,10 +84,13 @@ class Average:
         self.steps += 1
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
         for name, value in module.state_dict().items():
-            if value.is_floating_point():
-                self.weights[name].lerp_(value.detach().float(), 1 - decay)
+            kept, new = self.weights[name], value.detach()
+            if new.is_floating_point():
+                kept.lerp_(new.float(), 1 - decay)
+                # Infinities, as masks hold them, have no mean with anything: they are copied.
+                torch.where(kept.isfinite(), kept, new.float(), out=kept)
             else:
-                self.weights[name] = value.detach().clone()
+                self.weights[name] = new.clone()
 
     def copy_to(self, module: nn.Module) -> None:
         """Load the average into a module of the same class."""

@@ -13,17 +13,17 @@ import datetime
 import json
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import FluxPipeline
+from diffusers import DiffusionPipeline, FluxPipeline
 from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
 from diffcache.pipelines.small.classifier import prompt_accuracy
-from diffcache.pipelines.small.export import versions
+from diffcache.pipelines.small.export import versions, write_json
 from diffcache.pipelines.small.flux import CALL, DIRECTORY, load
 from diffcache.pipelines.small.scenes import held_out_prompts, shipped_prompts
 
@@ -32,23 +32,30 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def draw_pictures(
-    pipe: FluxPipeline, prompts: Sequence[str], *, steps: int, seed: int, batch: int = 32
+    pipe: DiffusionPipeline,
+    prompts: Sequence[Any],
+    *,
+    steps: int,
+    seed: int,
+    batch: int = 32,
+    call: Mapping[str, Any] = CALL,
 ) -> list[Image.Image]:
     """Draw one picture for each prompt; picture i starts from the noise of seed + i.
 
     Args:
         pipe: the pipeline.
-        prompts: what to draw.
+        prompts: what to draw: texts or classes.
         steps: sampling steps.
         seed: of the first picture.
         batch: pictures drawn at once.
+        call: what else the pipeline is called with.
     """
     pictures: list[Image.Image] = []
     for start in tqdm(range(0, len(prompts), batch), desc=f"{steps} steps", leave=False):
         part = list(prompts[start : start + batch])
         seeds = range(seed + start, seed + start + len(part))
         noise = [torch.Generator("cpu").manual_seed(number) for number in seeds]
-        pictures += pipe(part, num_inference_steps=steps, generator=noise, **CALL).images
+        pictures += pipe(part, num_inference_steps=steps, generator=noise, **call).images
     return pictures
 
 
@@ -99,6 +106,13 @@ def draw_grid(pictures: Sequence[Image.Image], prompts: Sequence[str], columns: 
     return grid.quantize(128, dither=Image.Dither.NONE)
 
 
+def write_report(path: Path, about: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> None:
+    """Write what was measured with when and with what; `about` names the model and the measure."""
+    done = {**about, "device": "cpu", "threads": torch.get_num_threads()}
+    done |= {"date": datetime.date.today().isoformat(), "versions": versions(), "runs": list(runs)}
+    write_json(path, done)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write the report and the grid."""
     parser = argparse.ArgumentParser(
@@ -118,18 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run, _ = measure(pipe, steps=steps, samples=chosen.samples, seed=chosen.seed)
         print(json.dumps(run))
         runs.append(run)
-    report = {
-        "model": "shapes-flux",
-        "measure": "share of the attributes stated in held-out prompts that the classifier reads",
-        "dtype": chosen.dtype,
-        "device": "cpu",
-        "threads": torch.get_num_threads(),
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "runs": runs,
-    }
-    chosen.report.parent.mkdir(parents=True, exist_ok=True)
-    chosen.report.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    measured = "share of the attributes stated in held-out prompts that the classifier reads"
+    about = {"model": "shapes-flux", "measure": measured, "dtype": chosen.dtype}
+    write_report(chosen.report, about, runs)
     prompts = shipped_prompts()[:24]
     pictures = draw_pictures(pipe, prompts, steps=chosen.steps[0], seed=chosen.seed)
     draw_grid(pictures, prompts).save(chosen.model / "grid.png", optimize=True)

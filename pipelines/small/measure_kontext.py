@@ -10,9 +10,7 @@ labelled grid.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
 import textwrap
 import time
 from collections.abc import Sequence
@@ -27,9 +25,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from diffcache.pipelines.small.edits import draw_edits, instruction, judge, untouched_psnr
-from diffcache.pipelines.small.export import versions
 from diffcache.pipelines.small.kontext import CALL, DIRECTORY, load
 from diffcache.pipelines.small.loop import to_unit
+from diffcache.pipelines.small.measure import write_report
 
 REPORT = DIRECTORY.parents[1] / "bench" / "shapes-kontext-quality.json"
 
@@ -141,20 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run, made = measure(pipe, steps=steps, samples=chosen.samples, seed=chosen.seed)
         print(json.dumps(run))
         runs.append(run)
-    report = {
-        "model": "shapes-kontext",
-        "measure": "share of held-out edits whose target the classifier reads right, and PSNR to "
-        "the reference over the pixels that the edit does not touch",
-        "device": "cpu",
-        "threads": torch.get_num_threads(),
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "runs": runs,
-    }
-    part = chosen.report.with_name(chosen.report.name + ".part")
-    part.parent.mkdir(parents=True, exist_ok=True)
-    part.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, chosen.report)
+    measured = (
+        "share of held-out edits whose target the classifier reads right, and PSNR to "
+        "the reference over the pixels that the edit does not touch"
+    )
+    write_report(chosen.report, {"model": "shapes-kontext", "measure": measured}, runs)
     _, before, _ = draw_edits(chosen.samples, chosen.seed, held=True)
     texts = instructions(chosen.samples, chosen.seed)[:24]
     draw_grid(before[:24], made[:24], texts).save(chosen.model / "grid.png", optimize=True)

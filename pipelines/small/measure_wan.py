@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from diffcache.pipelines.small.classifier import prompt_accuracy
-from diffcache.pipelines.small.export import versions
+from diffcache.pipelines.small.export import save_pipeline, thin, versions, write_json
 from diffcache.pipelines.small.loop import Log
 from diffcache.pipelines.small.scenes import prompt, sample_scene
 from diffcache.pipelines.small.train_wan_vae import draw_scenes_and_films, to_unit
@@ -51,7 +50,7 @@ def assemble(out: Path, shift: float = SHIFT) -> WanPipeline:
 
 
 def export(out: Path, directory: Path = DIRECTORY, *, shift: float = SHIFT) -> int:
-    """Save the pipeline in bfloat16; files are replaced one by one, each whole.
+    """Save the pipeline with averaged weights, as `save_pipeline` does.
 
     Args:
         out: the training folder.
@@ -61,30 +60,7 @@ def export(out: Path, directory: Path = DIRECTORY, *, shift: float = SHIFT) -> i
     Returns:
         The size of the directory in bytes.
     """
-    part = directory.with_name(f".{directory.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    pipe = assemble(out, shift)
-    for model in (pipe.vae, pipe.transformer, pipe.text_encoder):
-        nn.Module.to(model, torch.bfloat16)
-    pipe.save_pretrained(part)
-    for config in part.glob("*/config.json"):
-        _tidy(config)
-    for file in sorted(path for path in part.rglob("*") if path.is_file()):
-        target = directory / file.relative_to(part)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        file.chmod(0o644)
-        file.replace(target)
-    shutil.rmtree(part)
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-
-
-def _tidy(config: Path) -> None:
-    # transformers 5 loads in the dtype of the file, diffusers in float32; a plain
-    # `from_pretrained` would mix the two. The folder a part was loaded from is nobody's business.
-    values = json.loads(config.read_text(encoding="utf-8"))
-    values.pop("_name_or_path", None)
-    values = {k: "float32" if k in ("dtype", "torch_dtype") else v for k, v in values.items()}
-    config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return save_pipeline(assemble(out, shift), directory)
 
 
 def record(out: Path, *, seed: int, minutes: float, path: Path = RECORD) -> dict[str, Any]:
@@ -104,21 +80,13 @@ def record(out: Path, *, seed: int, minutes: float, path: Path = RECORD) -> dict
         if not (out / f"{name}.jsonl").exists():
             continue
         rows = Log(out / f"{name}.jsonl", resume=True).rows()
-        every = max(len(rows) // 120, 1)
-        kept = [r for i, r in enumerate(rows) if i % every == 0 or "psnr" in r or r is rows[-1]]
-        stages[name] = {"steps": rows[-1]["step"], "seconds": rows[-1]["seconds"], "curve": kept}
+        steps, seconds = rows[-1]["step"], rows[-1]["seconds"]
+        stages[name] = {"steps": steps, "seconds": seconds, "curve": thin(rows)}
     command = f"python -m diffcache.pipelines.small.train_wan --seed {seed} --minutes {minutes:g}"
     done: dict[str, Any] = {"model": "shapes-wan", "seed": seed, "command": command}
     done |= {"versions": versions(), "stages": stages}
-    _write(path, done)
+    write_json(path, done)
     return done
-
-
-def _write(path: Path, values: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
 
 
 def held_out_prompts(count: int, seed: int = 0) -> list[str]:
@@ -228,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         },
         "runs": runs,
     }
-    _write(REPORT, report)
+    write_json(REPORT, report)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ The autoencoder is the one of shapes-flux; only the denoiser is trained, one cla
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import time
 from collections.abc import Sequence
@@ -22,27 +21,22 @@ from diffusers.models.attention_processor import AttnProcessor
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from diffcache.pipelines.small.classifier import read
+from diffcache.pipelines.small.course import Course, Plan, train
 from diffcache.pipelines.small.diffusion import (
-    Course,
-    Plan,
     disturb,
     draw_timesteps,
-    export,
     kept_latents,
     load_autoencoder,
     noise_error,
     record,
-    train,
-    write,
 )
 from diffcache.pipelines.small.dit import CALL, DIRECTORY, EMPTY, LABELS, build_pipeline, draw, load
-from diffcache.pipelines.small.export import versions
-from diffcache.pipelines.small.measure import draw_grid
+from diffcache.pipelines.small.export import save_pipeline
+from diffcache.pipelines.small.measure import draw_grid, draw_pictures, write_report
 
-COURSE = Course("dit", pictures=24_000)
+COURSE = Course("dit", examples=24_000)
 CLASS_DROPOUT = 0.1
 STAGES = ("train", "export", "measure")
 BENCH = DIRECTORY.parents[1] / "bench"
@@ -78,13 +72,13 @@ def fit(out: Path, plan: Plan, course: Course = COURSE) -> DiTPipeline:
     """Train the denoiser and return the pipeline with averaged weights, in float32.
 
     Args:
-        out: folder; gets `latents.safetensors` and the files of `diffusion.train`.
+        out: folder; gets `latents.safetensors` and the files of `course.train`.
         plan: how to train.
         course: on how many pictures, in batches of how many.
     """
     torch.manual_seed(plan.seed)
     pipe = build_pipeline(load_autoencoder())
-    labels, pictures = draw(course.pictures, plan.seed)
+    labels, pictures = draw(course.examples, plan.seed)
     latents = kept_latents(out / "latents.safetensors", pipe.vae, pictures)
     step = Step(pipe, compiled=plan.compiled)
 
@@ -103,27 +97,6 @@ def assemble(out: Path) -> DiTPipeline:
     weights = nn.ModuleDict({"transformer": pipe.transformer})
     weights.load_state_dict(load_file(out / f"{COURSE.name}.safetensors"))
     return pipe
-
-
-def draw_pictures(
-    pipe: DiTPipeline, labels: Sequence[int], *, steps: int, seed: int, batch: int = 35
-) -> list[Image.Image]:
-    """Draw one picture of each class; picture i starts from the noise of seed + i.
-
-    Args:
-        pipe: the pipeline.
-        labels: classes.
-        steps: sampling steps.
-        seed: of the first picture.
-        batch: pictures drawn at once.
-    """
-    pictures: list[Image.Image] = []
-    for start in tqdm(range(0, len(labels), batch), desc=f"{steps} steps", leave=False):
-        part = list(labels[start : start + batch])
-        seeds = range(seed + start, seed + start + len(part))
-        noise = [torch.Generator("cpu").manual_seed(number) for number in seeds]
-        pictures += pipe(part, num_inference_steps=steps, generator=noise, **CALL).images
-    return pictures
 
 
 def marks(pictures: Sequence[Image.Image], labels: Sequence[int]) -> dict[str, float]:
@@ -151,7 +124,7 @@ def measure(pipe: DiTPipeline, *, steps: int, samples: int, seed: int) -> dict[s
     """
     labels = [number % len(LABELS) for number in range(samples)]
     begin = time.monotonic()
-    pictures = draw_pictures(pipe, labels, steps=steps, seed=seed)
+    pictures = draw_pictures(pipe, labels, steps=steps, seed=seed, batch=35, call=CALL)
     seconds = time.monotonic() - begin
     given = {"steps": steps, **CALL, "samples": samples, "seed": seed}
     return {
@@ -169,18 +142,12 @@ def judge(steps: Sequence[int], samples: int, seed: int) -> None:
     for count in steps:
         runs.append(measure(pipe, steps=count, samples=samples, seed=seed))
         print(json.dumps(runs[-1]))
-    report = {
-        "model": "shapes-dit",
-        "measure": "share of pictures in which the classifier reads one object of the class",
-        "dtype": "float32",
-        "device": "cpu",
-        "threads": torch.get_num_threads(),
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "runs": runs,
-    }
-    write(BENCH / "shapes-dit-quality.json", json.dumps(report, indent=1) + "\n")
-    pictures = draw_pictures(pipe, range(len(LABELS)), steps=steps[0], seed=seed)
+    measured = "share of pictures in which the classifier reads one object of the class"
+    about = {"model": "shapes-dit", "measure": measured, "dtype": "float32"}
+    write_report(BENCH / "shapes-dit-quality.json", about, runs)
+    pictures = draw_pictures(
+        pipe, range(len(LABELS)), steps=steps[0], seed=seed, batch=35, call=CALL
+    )
     draw_grid(pictures, LABELS, columns=7).save(DIRECTORY / "grid.png", optimize=True)
 
 
@@ -210,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen.out.mkdir(parents=True, exist_ok=True)
         fit(chosen.out, Plan(chosen.seed, chosen.minutes, chosen.resume, not chosen.eager))
     if "export" in chosen.stages:
-        size = export(assemble(chosen.out), DIRECTORY)
+        size = save_pipeline(assemble(chosen.out), DIRECTORY)
         command = f"python -m {MODULE} --seed {chosen.seed} --minutes {chosen.minutes:g}"
         done = record(chosen.out, COURSE.name, command, BENCH / "shapes-dit-training.json")
         print(f"exported {size / 1e6:.2f} MB after {done['steps']} steps")

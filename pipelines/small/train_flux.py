@@ -12,25 +12,30 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, FluxPipeline
+from diffusers import AutoencoderKL, FluxKontextPipeline, FluxPipeline
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
 
+from diffcache.pipelines.small import course
+from diffcache.pipelines.small.checkpoint import write_tensors
+from diffcache.pipelines.small.course import Course
+from diffcache.pipelines.small.export import TRAINED
 from diffcache.pipelines.small.flux import TEXT_TOKENS, build_pipeline
-from diffcache.pipelines.small.loop import Average, Log, draw, rate, shuffled, to_unit
+from diffcache.pipelines.small.loop import draw, to_unit
 from diffcache.pipelines.small.plain_attention import PlainFluxAttention
 from diffcache.pipelines.small.scenes import Scene, prompt
 
-PICTURES = 60_000
-BATCH = 32
-RATE = 1e-3
-TEXT_FACTOR = 0.25
+COURSE = Course(
+    "flux",
+    examples=60_000,
+    save_every=500,
+    factors={"text_encoder": 0.25, "text_encoder_2": 0.25},
+)
 PROMPT_DROPOUT = 0.05
 SINGLES_FIRST = 0.15
-SAVE_EVERY = 500
 
 
 def write_prompts(
@@ -65,17 +70,25 @@ def draw_sigmas(count: int, generator: torch.Generator, progress: float = 1.0) -
     return shift * drawn / (1 + (shift - 1) * drawn)
 
 
-class Step(nn.Module):
-    """One training step's loss; holds the three trained modules under the pipeline's names."""
+class Prompted(nn.Module):
+    """A denoiser with its text encoders, under the pipeline's names, for a training step.
 
-    def __init__(self, pipe: FluxPipeline, *, compiled: bool) -> None:
+    Args:
+        pipe: whose attention is replaced by `PlainFluxAttention`.
+        text_tokens: that prompts are padded to.
+        compiled: compile the denoiser.
+    """
+
+    def __init__(
+        self, pipe: FluxPipeline | FluxKontextPipeline, text_tokens: int, *, compiled: bool
+    ) -> None:
         super().__init__()
         self.transformer = pipe.transformer
         self.text_encoder = pipe.text_encoder
         self.text_encoder_2 = pipe.text_encoder_2
         self.tokenizers = (pipe.tokenizer, pipe.tokenizer_2)
         self.image_ids = pipe._prepare_latent_image_ids(1, 8, 8, "cpu", torch.float32)
-        self.text_ids = torch.zeros(TEXT_TOKENS, 3)
+        self.text_ids = torch.zeros(text_tokens, 3)
         pipe.transformer.set_attn_processor(PlainFluxAttention())
         self.denoise = torch.compile(pipe.transformer) if compiled else pipe.transformer
 
@@ -84,15 +97,14 @@ class Step(nn.Module):
         clip, t5 = self.tokenizers
         pad: dict[str, Any] = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
         first = clip(texts, max_length=clip.model_max_length, **pad).input_ids
-        second = t5(texts, max_length=TEXT_TOKENS, **pad).input_ids
+        second = t5(texts, max_length=len(self.text_ids), **pad).input_ids
         return self.text_encoder_2(second)[0], self.text_encoder(first).pooler_output
 
-    def forward(self, latents: Tensor, noise: Tensor, sigmas: Tensor, texts: list[str]) -> Tensor:
-        """Return the mean square error of the velocity, for packed latents [B, T, D]."""
-        level = sigmas[:, None, None]
+    def velocity(self, tokens: Tensor, sigmas: Tensor, texts: list[str]) -> Tensor:
+        """Return what the denoiser answers to tokens [B, T, D], in float32."""
         states, pooled = self.encode(texts)
-        velocity = self.denoise(
-            hidden_states=(1 - level) * latents + level * noise,
+        made: Tensor = self.denoise(
+            hidden_states=tokens,
             timestep=sigmas,
             pooled_projections=pooled,
             encoder_hidden_states=states,
@@ -101,7 +113,20 @@ class Step(nn.Module):
             joint_attention_kwargs={},
             return_dict=False,
         )[0]
-        return functional.mse_loss(velocity.float(), noise - latents)
+        return made.float()
+
+
+class Step(Prompted):
+    """One training step's loss."""
+
+    def __init__(self, pipe: FluxPipeline, *, compiled: bool) -> None:
+        super().__init__(pipe, TEXT_TOKENS, compiled=compiled)
+
+    def forward(self, latents: Tensor, noise: Tensor, sigmas: Tensor, texts: list[str]) -> Tensor:
+        """Return the mean square error of the velocity, for packed latents [B, T, D]."""
+        level = sigmas[:, None, None]
+        velocity = self.velocity((1 - level) * latents + level * noise, sigmas, texts)
+        return functional.mse_loss(velocity, noise - latents)
 
 
 @torch.no_grad()
@@ -119,20 +144,10 @@ def encode_pictures(autoencoder: AutoencoderKL, pictures: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How to train: the learning rate follows the clock, so `minutes` sets the whole course.
+class Plan(course.Plan):
+    """How to train."""
 
-    Attributes:
-        seed: of the weights, the pictures, the order and the noise.
-        minutes: how long to train, parts of a resumed run together.
-        resume: go on from the last checkpoint.
-        compiled: compile the denoiser, which is faster after some minutes.
-    """
-
-    seed: int = 0
     minutes: float = 66.0
-    resume: bool = False
-    compiled: bool = True
 
 
 def train(out: Path, autoencoder: AutoencoderKL, plan: Plan) -> FluxPipeline:
@@ -140,107 +155,40 @@ def train(out: Path, autoencoder: AutoencoderKL, plan: Plan) -> FluxPipeline:
 
     Args:
         out: folder with `text.safetensors`; gets `flux.safetensors` (averaged weights),
-            `flux.state` and `flux.jsonl`.
+            `flux.state`, `flux.jsonl` and `latents.safetensors`.
         autoencoder: trained, with its factors set.
         plan: how to train.
 
     Returns:
         The pipeline with averaged weights, in float32.
     """
-    seed, resume = plan.seed, plan.resume
-    torch.manual_seed(seed)
+    torch.manual_seed(plan.seed)
     pipe = build_pipeline(autoencoder)
     step = Step(pipe, compiled=plan.compiled)
-    weights = nn.ModuleDict(
-        {name: getattr(pipe, name) for name in ("transformer", "text_encoder", "text_encoder_2")}
-    )
+    weights = nn.ModuleDict({name: getattr(pipe, name) for name in TRAINED})
     weights.load_state_dict(load_file(out / "text.safetensors"), strict=False)
     scenes, latents = _data(out, autoencoder, plan)
     singles = torch.tensor([i for i, scene in enumerate(scenes) if len(scene.figures) == 1])
-    optimiser = _optimiser(weights)
-    average = Average(weights, 0.999)
-    log = Log(out / "flux.jsonl", resume=resume)
-    start = _restore(out, weights, optimiser, average) if resume else 0
-    losses: list[float] = []
-    bar = tqdm(shuffled(len(scenes), BATCH, seed, start), desc="flux", mininterval=10)
-    for index, chosen in enumerate(bar, start=start):
-        progress = log.seconds() / (60 * plan.minutes)
-        if progress >= 1:
-            break
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+
+    def loss(chosen: Tensor, index: int, progress: float) -> Tensor:
+        generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + index)
         if progress < SINGLES_FIRST:
             chosen[::2] = singles[chosen[::2] % len(singles)]
-        texts = write_prompts([scenes[i] for i in chosen], np.random.default_rng([seed, index]))
+        rng = np.random.default_rng([plan.seed, index])
+        texts = write_prompts([scenes[i] for i in chosen], rng)
         batch = latents[chosen].float()
         noise = torch.randn(batch.shape, generator=generator)
-        sigmas = draw_sigmas(len(batch), generator, progress)
-        lr = RATE * rate(progress)
-        losses.append(_update(step, weights, optimiser, (batch, noise, sigmas, texts), lr))
-        average.update(weights)
-        if index % 25 == 0:
-            log.write(step=index, loss=float(np.mean(losses)), lr=lr)
-            bar.set_postfix(loss=f"{np.mean(losses):.4f}")
-            losses = []
-        if index > start and index % SAVE_EVERY == 0:
-            _save(out, index + 1, weights, optimiser, average)
-    if losses:
-        log.write(step=index, loss=float(np.mean(losses)), lr=lr)
-    _save(out, index, weights, optimiser, average)
-    average.copy_to(weights)
+        error: Tensor = step(batch, noise, draw_sigmas(len(batch), generator, progress), texts)
+        return error
+
+    course.train(out, weights, loss, COURSE, plan)
     pipe.transformer.set_attn_processor(FluxAttnProcessor())
     return pipe
 
 
-def _optimiser(weights: nn.ModuleDict) -> torch.optim.Optimizer:
-    groups = [
-        {"params": module.parameters(), "factor": 1.0 if name == "transformer" else TEXT_FACTOR}
-        for name, module in weights.items()
-    ]
-    return torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-
-
-def _update(
-    step: Step,
-    weights: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    batch: tuple[Tensor, Tensor, Tensor, list[str]],
-    lr: float,
-) -> float:
-    for group in optimiser.param_groups:
-        group["lr"] = lr * group["factor"]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = step(*batch)
-    optimiser.zero_grad(set_to_none=True)
-    loss.backward()
-    nn.utils.clip_grad_norm_(weights.parameters(), 1.0)
-    optimiser.step()
-    return float(loss.detach())
-
-
 def _data(out: Path, autoencoder: AutoencoderKL, plan: Plan) -> tuple[list[Scene], Tensor]:
-    scenes, pictures = draw(PICTURES, plan.seed + 10)
+    scenes, pictures = draw(COURSE.examples, plan.seed + 10)
     path = out / "latents.safetensors"
     if not (plan.resume and path.exists()):
-        save_file({"latents": encode_pictures(autoencoder, pictures)}, path)
+        write_tensors(path, {"latents": encode_pictures(autoencoder, pictures)})
     return scenes, load_file(path)["latents"]
-
-
-def _save(
-    out: Path, step: int, weights: nn.Module, optimiser: torch.optim.Optimizer, average: Average
-) -> None:
-    state = {"step": step, "weights": weights.state_dict(), "optimiser": optimiser.state_dict()}
-    state |= {"average": average.weights, "average_steps": average.steps}
-    torch.save(state, out / "flux.state.part")
-    (out / "flux.state.part").replace(out / "flux.state")
-    save_file({k: v.contiguous() for k, v in average.weights.items()}, out / "flux.part")
-    (out / "flux.part").replace(out / "flux.safetensors")
-
-
-def _restore(
-    out: Path, weights: nn.Module, optimiser: torch.optim.Optimizer, average: Average
-) -> int:
-    state = torch.load(out / "flux.state", weights_only=True)
-    weights.load_state_dict(state["weights"])
-    optimiser.load_state_dict(state["optimiser"])
-    average.weights, average.steps = state["average"], state["average_steps"]
-    return int(state["step"])

@@ -12,80 +12,60 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKL, FluxKontextPipeline
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from diffcache.pipelines.small import course
+from diffcache.pipelines.small.checkpoint import write_tensors
+from diffcache.pipelines.small.course import Course
 from diffcache.pipelines.small.edits import Edit, draw_edits
 from diffcache.pipelines.small.export_kontext import TRAINED, export, record
 from diffcache.pipelines.small.kontext import TEXT_TOKENS, build_pipeline
-from diffcache.pipelines.small.loop import Average, Log, rate, shuffled
-from diffcache.pipelines.small.plain_attention import PlainFluxAttention
-from diffcache.pipelines.small.train_flux import draw_sigmas, encode_pictures
-from diffcache.pipelines.small.train_kontext_text import Course, train_text, write_instructions
+from diffcache.pipelines.small.loop import Log
+from diffcache.pipelines.small.train_flux import Prompted, draw_sigmas, encode_pictures
+from diffcache.pipelines.small.train_kontext_text import TextCourse, train_text, write_instructions
 
-EDITS = 6_000
-BATCH = 8
-RATE = 7e-4
+COURSE = Course(
+    "kontext",
+    examples=6_000,
+    batch=8,
+    rate=7e-4,
+    factors={"text_encoder": 0.25, "text_encoder_2": 0.25},
+)
 CHANGED_WEIGHT = 3.0
 CHANGED_LATENT = 0.3
-TEXT_FACTOR = 0.25
-SAVE_EVERY = 250
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How to train: the learning rate follows the clock, so `minutes` sets the whole course.
+class Plan(course.Plan):
+    """How to train, the text encoders first.
 
     Attributes:
-        seed: of the edits, the order and the noise.
-        minutes: how long to train the denoiser, parts of a resumed run together.
         text_minutes: how long to train the text encoders before.
-        resume: go on from the last checkpoint.
-        compiled: compile the denoiser, which is faster after some minutes.
         edits: how many pairs of pictures to draw.
     """
 
-    seed: int = 0
     minutes: float = 45.0
-    text_minutes: float = 2.0
-    resume: bool = False
     compiled: bool = False
-    edits: int = EDITS
+    text_minutes: float = 2.0
+    edits: int = COURSE.examples
 
 
-class Step(nn.Module):
-    """One training step's loss; holds the three trained modules under the pipeline's names."""
+class Step(Prompted):
+    """One training step's loss."""
 
     def __init__(self, pipe: FluxKontextPipeline, *, compiled: bool) -> None:
-        super().__init__()
-        self.transformer = pipe.transformer
-        self.text_encoder = pipe.text_encoder
-        self.text_encoder_2 = pipe.text_encoder_2
-        self.tokenizers = (pipe.tokenizer, pipe.tokenizer_2)
-        ids = pipe._prepare_latent_image_ids(1, 8, 8, "cpu", torch.float32)
-        reference = ids.clone()
+        super().__init__(pipe, TEXT_TOKENS, compiled=compiled)
+        reference = self.image_ids.clone()
         reference[..., 0] = 1
-        self.image_ids = torch.cat([ids, reference])
-        self.text_ids = torch.zeros(TEXT_TOKENS, 3)
-        pipe.transformer.set_attn_processor(PlainFluxAttention())
-        self.denoise = torch.compile(pipe.transformer) if compiled else pipe.transformer
-
-    def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
-        """Return text states [B, T, D] and the pooled vector [B, D]."""
-        clip, t5 = self.tokenizers
-        pad: dict[str, Any] = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
-        first = clip(texts, max_length=clip.model_max_length, **pad).input_ids
-        second = t5(texts, max_length=TEXT_TOKENS, **pad).input_ids
-        return self.text_encoder_2(second)[0], self.text_encoder(first).pooler_output
+        self.image_ids = torch.cat([self.image_ids, reference])
 
     def forward(
         self, latents: Tensor, reference: Tensor, noise: Tensor, sigmas: Tensor, texts: list[str]
@@ -95,19 +75,9 @@ class Step(nn.Module):
         Tokens that the edit changes count more: they are few, and the rest is copied soon.
         """
         level = sigmas[:, None, None]
-        states, pooled = self.encode(texts)
         noisy = (1 - level) * latents + level * noise
-        velocity = self.denoise(
-            hidden_states=torch.cat([noisy, reference], dim=1),
-            timestep=sigmas,
-            pooled_projections=pooled,
-            encoder_hidden_states=states,
-            txt_ids=self.text_ids,
-            img_ids=self.image_ids,
-            joint_attention_kwargs={},
-            return_dict=False,
-        )[0][:, : latents.shape[1]]
-        error = (velocity.float() - (noise - latents)).square().mean(dim=-1)
+        velocity = self.velocity(torch.cat([noisy, reference], dim=1), sigmas, texts)
+        error = (velocity[:, : latents.shape[1]] - (noise - latents)).square().mean(dim=-1)
         changed = (latents - reference).abs().amax(dim=-1) > CHANGED_LATENT
         weight = 1 + (CHANGED_WEIGHT - 1) * changed
         loss: Tensor = (error * weight).sum() / weight.sum()
@@ -131,33 +101,16 @@ def train(out: Path, plan: Plan) -> FluxKontextPipeline:
     edits, before, after = _data(out, pipe.vae, plan)
     step = Step(pipe, compiled=plan.compiled)
     weights = nn.ModuleDict({name: getattr(pipe, name) for name in TRAINED})
-    resume = plan.resume and (out / "kontext.state").exists()
-    if not resume:
-        course = Course(plan.seed, plan.text_minutes)
-        train_text(step, edits, Log(out / "text.jsonl"), course)
-    optimiser, average = _optimiser(weights), Average(weights, 0.999)
-    start = _restore(out, weights, optimiser, average) if resume else 0
-    log = Log(out / "kontext.jsonl", resume=resume)
-    losses: list[float] = []
-    bar = tqdm(shuffled(len(edits), BATCH, plan.seed, start), desc="kontext", mininterval=10)
-    for index, chosen in enumerate(bar, start=start):
-        progress = log.seconds() / (60 * plan.minutes)
-        if progress >= 1:
-            break
-        batch = _batch(edits, (before, after), chosen, (plan.seed, index), progress)
-        lr = RATE * rate(progress)
-        losses.append(_update(step, weights, optimiser, batch, lr))
-        average.update(weights)
-        if index % 25 == 0:
-            log.write(step=index, loss=float(np.mean(losses)), lr=lr)
-            bar.set_postfix(loss=f"{np.mean(losses):.4f}")
-            losses = []
-        if index > start and index % SAVE_EVERY == 0:
-            _save(out, index + 1, weights, optimiser, average)
-    if losses:
-        log.write(step=index, loss=float(np.mean(losses)), lr=lr)
-    _save(out, index, weights, optimiser, average)
-    average.copy_to(weights)
+    plan = replace(plan, resume=plan.resume and (out / "kontext.state").exists())
+    if not plan.resume:
+        text = TextCourse(plan.seed, plan.text_minutes)
+        train_text(step, edits, Log(out / "text.jsonl"), text)
+
+    def loss(chosen: Tensor, index: int, progress: float) -> Tensor:
+        error: Tensor = step(*_batch(edits, (before, after), chosen, (plan.seed, index), progress))
+        return error
+
+    course.train(out, weights, loss, replace(COURSE, examples=len(edits)), plan)
     pipe.transformer.set_attn_processor(FluxAttnProcessor())
     return pipe
 
@@ -186,63 +139,14 @@ def _batch(
     return clean, reference, noise, sigmas, texts
 
 
-def _optimiser(weights: nn.ModuleDict) -> torch.optim.Optimizer:
-    groups = [
-        {"params": module.parameters(), "factor": 1.0 if name == "transformer" else TEXT_FACTOR}
-        for name, module in weights.items()
-    ]
-    return torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-
-
-def _update(
-    step: Step,
-    weights: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    batch: tuple[Tensor, Tensor, Tensor, Tensor, list[str]],
-    lr: float,
-) -> float:
-    for group in optimiser.param_groups:
-        group["lr"] = lr * group["factor"]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = step(*batch)
-    optimiser.zero_grad(set_to_none=True)
-    loss.backward()
-    nn.utils.clip_grad_norm_(weights.parameters(), 1.0)
-    optimiser.step()
-    return float(loss.detach())
-
-
 def _data(out: Path, autoencoder: AutoencoderKL, plan: Plan) -> tuple[list[Edit], Tensor, Tensor]:
     edits, before, after = draw_edits(plan.edits, plan.seed + 10)
     path = out / "latents.safetensors"
     if not (plan.resume and path.exists()):
-        encoded = {"before": before, "after": after}
-        save_file(
-            {name: encode_pictures(autoencoder, side) for name, side in encoded.items()}, path
-        )
+        sides = {"before": before, "after": after}
+        write_tensors(path, {k: encode_pictures(autoencoder, side) for k, side in sides.items()})
     latents = load_file(path)
     return edits, latents["before"], latents["after"]
-
-
-def _save(
-    out: Path, step: int, weights: nn.Module, optimiser: torch.optim.Optimizer, average: Average
-) -> None:
-    state = {"step": step, "weights": weights.state_dict(), "optimiser": optimiser.state_dict()}
-    state |= {"average": average.weights, "average_steps": average.steps}
-    torch.save(state, out / "kontext.state.part")
-    (out / "kontext.state.part").replace(out / "kontext.state")
-    save_file({k: v.contiguous() for k, v in average.weights.items()}, out / "kontext.part")
-    (out / "kontext.part").replace(out / "kontext.safetensors")
-
-
-def _restore(
-    out: Path, weights: nn.Module, optimiser: torch.optim.Optimizer, average: Average
-) -> int:
-    state = torch.load(out / "kontext.state", weights_only=True)
-    weights.load_state_dict(state["weights"])
-    optimiser.load_state_dict(state["optimiser"])
-    average.weights, average.steps = state["average"], state["average_steps"]
-    return int(state["step"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -268,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "python -m diffcache.pipelines.small.train_kontext "
         f"--seed {chosen.seed} --minutes {chosen.minutes:g}"
     )
-    done = record(chosen.out, {"seed": chosen.seed, "command": command, "batch": BATCH})
+    done = record(chosen.out, {"seed": chosen.seed, "command": command, "batch": COURSE.batch})
     print(f"exported {size / 1e6:.2f} MB after {done['steps']} steps")
 
 

@@ -39,7 +39,7 @@ class Encoders(Protocol):
 
 
 @dataclass(frozen=True)
-class Course:
+class TextCourse:
     """Seed of the order and the phrasings, and minutes to train."""
 
     seed: int
@@ -87,7 +87,7 @@ def stated(edits: Sequence[Edit], texts: Sequence[str]) -> Tensor:
     return torch.tensor(rows)
 
 
-def train_text(encoders: Encoders, edits: Sequence[Edit], log: Log, course: Course) -> float:
+def train_text(encoders: Encoders, edits: Sequence[Edit], log: Log, course: TextCourse) -> float:
     """Teach the text encoders what instructions state, from the pooled vector and from tokens.
 
     Args:

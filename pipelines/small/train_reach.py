@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,8 @@ from tqdm import tqdm
 
 from diffcache.pipelines.policy import DiffusionPolicyPipeline, rollout
 from diffcache.pipelines.small import reach
-from diffcache.pipelines.small.export import versions
+from diffcache.pipelines.small.checkpoint import restore, save
+from diffcache.pipelines.small.export import save_pipeline, versions, write_json
 from diffcache.pipelines.small.loop import Average, Log, rate, shuffled
 
 BENCH = reach.DIRECTORY.parents[1] / "bench"
@@ -149,7 +149,8 @@ def train(out: Path, plan: Plan) -> DiffusionPolicyPipeline:
     average = Average(model, 0.999)
     seen, moves = demonstrate(plan.demonstrations, plan.seed)
     log = Log(out / "reach.jsonl", resume=plan.resume)
-    start = _restore(out, model, optimiser, average) if plan.resume else 0
+    state = out / "reach.state"
+    start = restore(state, model, optimiser, average) if plan.resume else 0
     step, losses = start, []
     bar = tqdm(shuffled(len(seen), BATCH, plan.seed, start), desc="reach", mininterval=10)
     for step, chosen in enumerate(bar, start=start):
@@ -170,10 +171,9 @@ def train(out: Path, plan: Plan) -> DiffusionPolicyPipeline:
             log.write(step=step + 1, loss=float(np.mean(losses)), lr=RATE * rate(progress))
             losses.clear()
         if (step + 1) % SAVE_EVERY == 0:
-            _save(out, step + 1, model, optimiser, average)
+            save(state, step + 1, model, optimiser, average, weights_file=False)
     if step > start:
-        _save(out, step, model, optimiser, average)
-    average.weights |= dict(model.named_buffers())  # infinite in masks, which no average survives
+        save(state, step, model, optimiser, average, weights_file=False)
     average.copy_to(model)
     model.eval()
     return pipe
@@ -204,21 +204,6 @@ def success_rate(pipe: DiffusionPolicyPipeline, episodes: int, seed: int, steps:
     return float(environment.succeeded.float().mean())
 
 
-def export(pipe: DiffusionPolicyPipeline, directory: Path = reach.DIRECTORY) -> int:
-    """Save the policy in bfloat16, files replaced one by one; return its size in bytes."""
-    part = directory.with_name(f".{directory.name}.part")
-    pipe.to(torch.bfloat16).save_pretrained(part)
-    for file in sorted(path for path in part.rglob("*") if path.is_file()):
-        target = directory / file.relative_to(part)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        file.chmod(0o644)
-        file.replace(target)
-    for folder in sorted(part.rglob("*"), reverse=True):
-        folder.rmdir()
-    part.rmdir()
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-
-
 def record(out: Path, plan: Plan, path: Path = BENCH / "reach-policy-training.json") -> None:
     """Write what was trained, how, and the curve of the loss."""
     rows = Log(out / "reach.jsonl", resume=True).rows()
@@ -236,28 +221,7 @@ def record(out: Path, plan: Plan, path: Path = BENCH / "reach-policy-training.js
         "versions": versions(),
         "curve": rows[:: max(len(rows) // 100, 1)],
     }
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
-
-
-def _save(
-    out: Path, step: int, model: nn.Module, optimiser: torch.optim.Optimizer, average: Average
-) -> None:
-    state = {"step": step, "weights": model.state_dict(), "optimiser": optimiser.state_dict()}
-    state |= {"average": average.weights, "average_steps": average.steps}
-    torch.save(state, out / "reach.state.part")
-    (out / "reach.state.part").replace(out / "reach.state")
-
-
-def _restore(
-    out: Path, model: nn.Module, optimiser: torch.optim.Optimizer, average: Average
-) -> int:
-    state = torch.load(out / "reach.state", weights_only=True)
-    model.load_state_dict(state["weights"])
-    optimiser.load_state_dict(state["optimiser"])
-    average.weights, average.steps = state["average"], state["average_steps"]
-    return int(state["step"])
+    write_json(path, done)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -286,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pipe.set_progress_bar_config(disable=True)
     print(f"success rate {success_rate(pipe, chosen.episodes, chosen.seed, 100):.3f}", flush=True)
     if chosen.export:
-        print(f"exported {export(pipe)} bytes")
+        print(f"exported {save_pipeline(pipe, reach.DIRECTORY)} bytes")
         record(chosen.out, plan)
 
 

@@ -9,7 +9,6 @@ prompts, is where the text side starts. One prompt in ten is empty.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import time
 from collections.abc import Sequence
@@ -20,33 +19,27 @@ import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
 from diffusers.models.attention_processor import AttnProcessor
-from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from diffcache.pipelines.small.classifier import prompt_accuracy
+from diffcache.pipelines.small.course import Course, Plan, train
 from diffcache.pipelines.small.diffusion import (
-    Course,
-    Plan,
     disturb,
     draw_timesteps,
-    export,
     kept_latents,
     load_autoencoder,
     record,
-    train,
     velocity_error,
-    write,
 )
-from diffcache.pipelines.small.export import versions
+from diffcache.pipelines.small.export import save_pipeline
 from diffcache.pipelines.small.loop import draw
-from diffcache.pipelines.small.measure import draw_grid
+from diffcache.pipelines.small.measure import draw_grid, draw_pictures, write_report
 from diffcache.pipelines.small.scenes import held_out_prompts, shipped_prompts
 from diffcache.pipelines.small.small_unet import CALL, DIRECTORY, build_pipeline, load
 from diffcache.pipelines.small.train_flux import write_prompts
 
-COURSE = Course("unet", pictures=24_000, batch=16, decay=0.998, factors={"text_encoder": 0.25})
+COURSE = Course("unet", examples=24_000, batch=16, decay=0.998, factors={"text_encoder": 0.25})
 PROMPT_DROPOUT = 0.1
 SINGLES_FIRST = 0.15
 EVEN_FIRST = 0.5
@@ -91,13 +84,13 @@ def fit(out: Path, plan: Plan, course: Course = COURSE) -> StableDiffusionPipeli
     """Train the denoiser with its text encoder; return averaged weights, in float32.
 
     Args:
-        out: folder; gets `latents.safetensors` and the files of `diffusion.train`.
+        out: folder; gets `latents.safetensors` and the files of `course.train`.
         plan: how to train.
         course: on how many pictures, in batches of how many.
     """
     torch.manual_seed(plan.seed)
     pipe = build_pipeline(load_autoencoder())
-    scenes, pictures = draw(course.pictures, plan.seed + 10)
+    scenes, pictures = draw(course.examples, plan.seed + 10)
     latents = kept_latents(out / "latents.safetensors", pipe.vae, pictures)
     singles = torch.tensor([i for i, scene in enumerate(scenes) if len(scene.figures) == 1])
     step = Step(pipe, compiled=plan.compiled)
@@ -124,32 +117,6 @@ def assemble(out: Path) -> StableDiffusionPipeline:
     return pipe
 
 
-def draw_pictures(
-    pipe: StableDiffusionPipeline,
-    prompts: Sequence[str],
-    *,
-    steps: int,
-    seed: int,
-    batch: int = 32,
-) -> list[Image.Image]:
-    """Draw one picture for each prompt; picture i starts from the noise of seed + i.
-
-    Args:
-        pipe: the pipeline.
-        prompts: what to draw.
-        steps: sampling steps.
-        seed: of the first picture.
-        batch: pictures drawn at once.
-    """
-    pictures: list[Image.Image] = []
-    for start in tqdm(range(0, len(prompts), batch), desc=f"{steps} steps", leave=False):
-        part = list(prompts[start : start + batch])
-        seeds = range(seed + start, seed + start + len(part))
-        noise = [torch.Generator("cpu").manual_seed(number) for number in seeds]
-        pictures += pipe(part, num_inference_steps=steps, generator=noise, **CALL).images
-    return pictures
-
-
 def measure(
     pipe: StableDiffusionPipeline, *, steps: int, samples: int, seed: int
 ) -> dict[str, Any]:
@@ -163,7 +130,7 @@ def measure(
     """
     prompts = held_out_prompts(samples, seed)
     begin = time.monotonic()
-    pictures = draw_pictures(pipe, prompts, steps=steps, seed=seed)
+    pictures = draw_pictures(pipe, prompts, steps=steps, seed=seed, call=CALL)
     seconds = time.monotonic() - begin
     overall, parts = prompt_accuracy(pictures, prompts)
     given = {"steps": steps, **CALL, "samples": samples, "seed": seed}
@@ -183,19 +150,11 @@ def judge(steps: Sequence[int], samples: int, seed: int) -> None:
     for count in steps:
         runs.append(measure(pipe, steps=count, samples=samples, seed=seed))
         print(json.dumps(runs[-1]))
-    report = {
-        "model": "shapes-unet",
-        "measure": "share of the attributes stated in held-out prompts that the classifier reads",
-        "dtype": "float32",
-        "device": "cpu",
-        "threads": torch.get_num_threads(),
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "runs": runs,
-    }
-    write(BENCH / "shapes-unet-quality.json", json.dumps(report, indent=1) + "\n")
+    measured = "share of the attributes stated in held-out prompts that the classifier reads"
+    about = {"model": "shapes-unet", "measure": measured, "dtype": "float32"}
+    write_report(BENCH / "shapes-unet-quality.json", about, runs)
     prompts = shipped_prompts()[:24]
-    pictures = draw_pictures(pipe, prompts, steps=steps[0], seed=seed)
+    pictures = draw_pictures(pipe, prompts, steps=steps[0], seed=seed, call=CALL)
     draw_grid(pictures, prompts).save(DIRECTORY / "grid.png", optimize=True)
 
 
@@ -225,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen.out.mkdir(parents=True, exist_ok=True)
         fit(chosen.out, Plan(chosen.seed, chosen.minutes, chosen.resume, chosen.compile))
     if "export" in chosen.stages:
-        size = export(assemble(chosen.out), DIRECTORY)
+        size = save_pipeline(assemble(chosen.out), DIRECTORY)
         command = f"python -m {MODULE} --seed {chosen.seed} --minutes {chosen.minutes:g}"
         done = record(chosen.out, COURSE.name, command, BENCH / "shapes-unet-training.json")
         print(f"exported {size / 1e6:.2f} MB after {done['steps']} steps")

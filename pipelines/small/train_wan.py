@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from diffcache.pipelines.small import measure_wan, train_wan_text, train_wan_vae
-from diffcache.pipelines.small.loop import Average, Log, rate, shuffled
+from diffcache.pipelines.small import course, measure_wan, train_wan_text, train_wan_vae
+from diffcache.pipelines.small.checkpoint import write_tensors
+from diffcache.pipelines.small.course import Course
 from diffcache.pipelines.small.scenes import Scene
 from diffcache.pipelines.small.train_flux import write_prompts
 from diffcache.pipelines.small.train_wan_vae import draw_scenes_and_films, to_unit
@@ -31,35 +32,31 @@ from diffcache.pipelines.small.wan import TEXT_TOKENS, build_pipeline
 from diffcache.pipelines.small.wan_step import Step, draw_sigmas
 from diffcache.pipelines.small.wan_whole import encode
 
-FILMS = 4_000
+COURSE = Course(
+    "denoiser",
+    examples=4_000,
+    decay=0.998,
+    rate=1.5e-3,
+    save_every=200,
+    factors={"text_encoder": 0.2},
+)
 PART = 200
-BATCH = 32
-RATE = 1.5e-3
-TEXT_FACTOR = 0.2
 PROMPT_DROPOUT = 0.1
 MOST_TEXT_TOKENS = 512
-SAVE_EVERY = 200
 STAGES = ("autoencoder", "text", "denoiser", "decoder", "export", "measure")
 MINUTES = {"autoencoder": 13, "text": 3, "denoiser": 28, "decoder": 15}
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How to train: the learning rate follows the clock, so `minutes` sets the whole course.
+class Plan(course.Plan):
+    """How to train, and on how much.
 
     Attributes:
-        seed: of the weights, the films, the order and the noise.
-        minutes: how long to train, parts of a resumed run together.
-        resume: go on from the last checkpoint.
         films: how many are encoded and trained on.
-        compiled: compile the denoiser's block, once for all of them.
     """
 
-    seed: int = 0
     minutes: float = float(MINUTES["denoiser"])
-    resume: bool = False
-    films: int = FILMS
-    compiled: bool = True
+    films: int = COURSE.examples
 
 
 @torch.no_grad()
@@ -93,8 +90,7 @@ def draw_latents(
         drawn, films = draw_scenes_and_films(min(PART, plan.films - len(scenes)), seed)
         scenes += drawn
         latents.append(encode_films(autoencoder, films))
-        save_file({"latents": latents[-1]}, path.with_suffix(".part"))
-        path.with_suffix(".part").replace(path)
+        write_tensors(path, {"latents": latents[-1]})
     return scenes, torch.cat(latents)
 
 
@@ -110,43 +106,24 @@ def train(out: Path, autoencoder: AutoencoderKLWan, plan: Plan) -> WanPipeline:
     Returns:
         The pipeline with averaged weights, in float32.
     """
-    seed, resume = plan.seed, plan.resume
-    torch.manual_seed(seed)
+    torch.manual_seed(plan.seed)
     pipe = build_pipeline(autoencoder)
     pipe.text_encoder.load_state_dict(load_file(out / "text.safetensors"))
     step = Step(pipe, compiled=plan.compiled)
     weights = nn.ModuleDict({name: getattr(pipe, name) for name in measure_wan.TRAINED})
     scenes, latents = draw_latents(out, autoencoder, plan)
-    optimiser = _optimiser(weights)
-    average = Average(weights, 0.998)
-    log = Log(out / "denoiser.jsonl", resume=resume)
-    start = _restore(out, weights, optimiser, average) if resume else 0
-    losses: list[float] = []
-    bar = tqdm(shuffled(len(scenes), BATCH, seed, start), desc="denoiser", mininterval=10)
-    for index, chosen in enumerate(bar, start=start):
-        progress = log.seconds() / (60 * plan.minutes)
-        if progress >= 1:
-            break
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-        rng = np.random.default_rng([seed, index])
+
+    def loss(chosen: Tensor, index: int, progress: float) -> Tensor:
+        generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + index)
+        rng = np.random.default_rng([plan.seed, index])
         texts = write_prompts([scenes[i] for i in chosen], rng, PROMPT_DROPOUT)
         batch = latents[chosen].float()
         noise = torch.randn(batch.shape, generator=generator)
         sigmas = draw_sigmas(len(batch), generator, progress)
-        lr = RATE * rate(progress)
-        drawn = (batch, noise, sigmas, texts, draw_text_tokens(rng))
-        losses.append(update(step, weights, optimiser, drawn, lr))
-        average.update(weights)
-        if index % 25 == 0:
-            log.write(step=index, loss=float(np.mean(losses)), lr=lr)
-            bar.set_postfix(loss=f"{np.mean(losses):.4f}")
-            losses = []
-        if index > start and index % SAVE_EVERY == 0:
-            _save(out, index + 1, weights, optimiser, average)
-    if losses:
-        log.write(step=index, loss=float(np.mean(losses)), lr=lr)
-    _save(out, index, weights, optimiser, average)
-    average.copy_to(weights)
+        error: Tensor = step(batch, noise, sigmas, texts, draw_text_tokens(rng))
+        return error
+
+    course.train(out, weights, loss, replace(COURSE, examples=len(scenes)), plan)
     pipe.transformer.set_attn_processor(WanAttnProcessor())
     return pipe
 
@@ -157,54 +134,6 @@ def draw_text_tokens(rng: np.random.Generator) -> int:
         return TEXT_TOKENS
     low, high = np.log(TEXT_TOKENS), np.log(MOST_TEXT_TOKENS)
     return round(float(np.exp(rng.uniform(low, high))))
-
-
-def update(
-    step: Step,
-    weights: nn.Module,
-    optimiser: torch.optim.Optimizer,
-    batch: tuple[Tensor, Tensor, Tensor, list[str], int],
-    lr: float,
-) -> float:
-    """Take one optimiser step and return its loss."""
-    for group in optimiser.param_groups:
-        group["lr"] = lr * group["factor"]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = step(*batch)
-    optimiser.zero_grad(set_to_none=True)
-    loss.backward()
-    nn.utils.clip_grad_norm_(weights.parameters(), 1.0)
-    optimiser.step()
-    return float(loss.detach())
-
-
-def _optimiser(weights: nn.ModuleDict) -> torch.optim.Optimizer:
-    groups = [
-        {"params": module.parameters(), "factor": 1.0 if name == "transformer" else TEXT_FACTOR}
-        for name, module in weights.items()
-    ]
-    return torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-
-
-def _save(
-    out: Path, step: int, weights: nn.Module, optimiser: torch.optim.Optimizer, average: Average
-) -> None:
-    state = {"step": step, "weights": weights.state_dict(), "optimiser": optimiser.state_dict()}
-    state |= {"average": average.weights, "average_steps": average.steps}
-    torch.save(state, out / "denoiser.state.part")
-    (out / "denoiser.state.part").replace(out / "denoiser.state")
-    save_file({k: v.contiguous() for k, v in average.weights.items()}, out / "denoiser.part")
-    (out / "denoiser.part").replace(out / "denoiser.safetensors")
-
-
-def _restore(
-    out: Path, weights: nn.Module, optimiser: torch.optim.Optimizer, average: Average
-) -> int:
-    state = torch.load(out / "denoiser.state", weights_only=True)
-    weights.load_state_dict(state["weights"])
-    optimiser.load_state_dict(state["optimiser"])
-    average.weights, average.steps = state["average"], state["average_steps"]
-    return int(state["step"])
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
 from transformers import UMT5EncoderModel
 
+from diffcache.pipelines.small.checkpoint import write_tensors
 from diffcache.pipelines.small.loop import Log, rate
 from diffcache.pipelines.small.scenes import COLOURS, POSITIONS, SHAPES, SIZES, Scene, sample_scene
 from diffcache.pipelines.small.train_flux import write_prompts
@@ -76,6 +76,6 @@ def train(out: Path, *, seed: int, minutes: float) -> UMT5EncoderModel:
             log.write(step=step, loss=float(loss.detach()))
         step += 1
     log.write(step=step, loss=float(loss.detach()))
-    state = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
-    save_file(state, out / "text.safetensors")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    write_tensors(out / "text.safetensors", state)
     return model

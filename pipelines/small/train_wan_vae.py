@@ -16,6 +16,7 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor
 from tqdm import tqdm
 
+from diffcache.pipelines.small.checkpoint import restore, save
 from diffcache.pipelines.small.loop import Average, Log, rate, shuffled
 from diffcache.pipelines.small.moving import film
 from diffcache.pipelines.small.scenes import Scene, sample_scene
@@ -93,7 +94,8 @@ def train(out: Path, *, seed: int, minutes: float, resume: bool = False) -> Auto
     average = Average(model, 0.995)
     optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=1e-3)
     log = Log(out / "autoencoder.jsonl", resume=resume)
-    start = _restore(out, model, optimiser, average) if resume else 0
+    state = out / "autoencoder.state"
+    start = restore(state, model, optimiser, average) if resume else 0
     bar = tqdm(shuffled(FILMS, BATCH, seed, start), desc="autoencoder", mininterval=10)
     for step, chosen in enumerate(bar, start=start):
         progress = log.seconds() / (60 * minutes)
@@ -109,9 +111,9 @@ def train(out: Path, *, seed: int, minutes: float, resume: bool = False) -> Auto
             log.write(step=step, loss=loss, kl=divergence, lr=lr)
             bar.set_postfix(loss=f"{loss:.4f}")
         if step > start and step % SAVE_EVERY == 0:
-            _save(out, step + 1, model, optimiser, average)
+            save(state, step + 1, model, optimiser, average, weights_file=False)
             log.write(step=step, lr=lr, **measure(_averaged(average), to_unit(held[:16])))
-    _save(out, step, model, optimiser, average)
+    save(state, step, model, optimiser, average, weights_file=False)
     final = narrow(_averaged(average), to_unit(films[:200]))
     log.write(step=step, lr=0.0, **measure(final, to_unit(held)))
     final.save_pretrained(out / "autoencoder")
@@ -280,26 +282,3 @@ def set_factors(model: AutoencoderKLWan, films: Tensor) -> None:
         latents_mean=[round(float(value), 5) for value in flat.mean(dim=1)],
         latents_std=[round(float(value), 5) for value in flat.std(dim=1)],
     )
-
-
-def _save(
-    out: Path,
-    step: int,
-    model: AutoencoderKLWan,
-    optimiser: torch.optim.Optimizer,
-    average: Average,
-) -> None:
-    state = {"step": step, "weights": model.state_dict(), "optimiser": optimiser.state_dict()}
-    state |= {"average": average.weights, "average_steps": average.steps}
-    torch.save(state, out / "autoencoder.state.part")
-    (out / "autoencoder.state.part").replace(out / "autoencoder.state")
-
-
-def _restore(
-    out: Path, model: AutoencoderKLWan, optimiser: torch.optim.Optimizer, average: Average
-) -> int:
-    state = torch.load(out / "autoencoder.state", weights_only=True)
-    model.load_state_dict(state["weights"])
-    optimiser.load_state_dict(state["optimiser"])
-    average.weights, average.steps = state["average"], state["average_steps"]
-    return int(state["step"])

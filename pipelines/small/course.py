@@ -1,0 +1,143 @@
+"""Train a denoiser by the clock: optimiser, learning rate, averaged weights, checkpoints, log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from diffcache.pipelines.small.checkpoint import restore, save
+from diffcache.pipelines.small.loop import Average, Log, rate, shuffled
+
+Loss = Callable[[Tensor, int, float], Tensor]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to train: the learning rate follows the clock, so `minutes` sets the whole course.
+
+    Attributes:
+        seed: of the weights, the examples, the order and the noise.
+        minutes: how long to train, parts of a resumed run together.
+        resume: go on from the last checkpoint.
+        compiled: compile the denoiser, which is faster after some minutes.
+    """
+
+    seed: int = 0
+    minutes: float = 85.0
+    resume: bool = False
+    compiled: bool = True
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is trained, on how much.
+
+    Attributes:
+        name: of the files.
+        examples: their number.
+        batch: examples in a step.
+        decay: of the averaged weights.
+        rate: the highest learning rate.
+        save_every: steps from one checkpoint to the next.
+        factors: of the learning rate, by module; 1 where it says nothing.
+    """
+
+    name: str
+    examples: int
+    batch: int = 32
+    decay: float = 0.999
+    rate: float = 1e-3
+    save_every: int = 250
+    factors: Mapping[str, float] = field(default_factory=dict)
+
+
+def train(out: Path, weights: nn.ModuleDict, loss: Loss, course: Course, plan: Plan) -> Log:
+    """Train modules, save checkpoints on the way, and load the averaged weights in the end.
+
+    Args:
+        out: folder; gets `NAME.safetensors` (averaged weights), `NAME.state` and `NAME.jsonl`.
+        weights: the modules to train.
+        loss: of the examples with these numbers [B], at a step, at a share of the run.
+        course: what is trained.
+        plan: how.
+
+    Returns:
+        The log.
+    """
+    optimiser = build_optimiser(weights, course)
+    average = Average(weights, course.decay)
+    if plan.compiled:
+        # Compiling takes minutes that are none of the clock's.
+        _gradients(weights, loss, (torch.arange(course.batch), 0, 0.0))
+    log = Log(out / f"{course.name}.jsonl", resume=plan.resume)
+    state = out / f"{course.name}.state"
+    start = restore(state, weights, optimiser, average) if plan.resume else 0
+    losses: list[float] = []
+    order = shuffled(course.examples, course.batch, plan.seed, start)
+    bar = tqdm(order, desc=course.name, mininterval=10)
+    for index, chosen in enumerate(bar, start=start):
+        progress = log.seconds() / (60 * plan.minutes)
+        if progress >= 1:
+            break
+        lr = course.rate * rate(progress)
+        losses.append(update(weights, optimiser, loss, (chosen, index, progress), lr))
+        average.update(weights)
+        if index % 25 == 0:
+            log.write(step=index, loss=float(np.mean(losses)), lr=lr)
+            bar.set_postfix(loss=f"{np.mean(losses):.4f}")
+            losses = []
+        if index > start and index % course.save_every == 0:
+            save(state, index + 1, weights, optimiser, average, weights_file=True)
+    if losses:
+        log.write(step=index, loss=float(np.mean(losses)), lr=lr)
+    save(state, index, weights, optimiser, average, weights_file=True)
+    average.copy_to(weights)
+    return log
+
+
+def build_optimiser(weights: nn.ModuleDict, course: Course) -> torch.optim.Optimizer:
+    """Build AdamW with one group for each module, which holds its factor of the learning rate."""
+    groups = [
+        {"params": module.parameters(), "factor": course.factors.get(name, 1.0)}
+        for name, module in weights.items()
+    ]
+    return torch.optim.AdamW(groups, course.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+
+
+def update(
+    weights: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    loss: Callable[..., Tensor],
+    given: tuple[Any, ...],
+    lr: float,
+) -> float:
+    """Take one optimiser step on a loss of what is given, and return the loss.
+
+    Args:
+        weights: the modules that are trained.
+        optimiser: whose groups hold factors.
+        loss: to lower, in bfloat16 where autocast allows it.
+        given: to the loss.
+        lr: the learning rate where the factor is 1.
+    """
+    for group in optimiser.param_groups:
+        group["lr"] = lr * group["factor"]
+    error = _gradients(weights, loss, given)
+    nn.utils.clip_grad_norm_(weights.parameters(), 1.0)
+    optimiser.step()
+    return error
+
+
+def _gradients(weights: nn.Module, loss: Callable[..., Tensor], given: tuple[Any, ...]) -> float:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        error = loss(*given)
+    weights.zero_grad(set_to_none=True)
+    error.backward()
+    return float(error.detach())
