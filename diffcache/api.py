@@ -73,7 +73,7 @@ def wrapped(
     """Do as `wrap` and return the handle: `with diffcache.wrapped(pipe, method) as handle: ...`."""
     chosen = make_method(method, **settings, **({} if hold is None else {"hold": hold}))
     denoisers = denoisers_of(target, components)
-    _check_free(target, denoisers, chosen)
+    check_free(target, denoisers, chosen)
     return Handle(target, denoisers, chosen)
 
 
@@ -168,8 +168,18 @@ def denoisers_of(target: Any, names: Sequence[str] | None = None) -> dict[str, n
     return found
 
 
-def _check_free(target: Any, denoisers: dict[str, nn.Module], method: FeatureMethod) -> None:
-    """Raise unless nothing else caches or compiles the denoisers as a whole."""
+def check_free(target: Any, denoisers: dict[str, nn.Module], method: FeatureMethod) -> None:
+    """Raise unless nothing else caches the denoisers, and they can be cached as compiled.
+
+    Args:
+        target: The pipeline or denoiser that is about to be wrapped.
+        denoisers: Its denoisers by name.
+        method: What it is about to be wrapped with; only its site counts.
+
+    Raises:
+        AttachError: If it is wrapped already, runs under another cache, or is compiled as a whole
+            or where the method looks inside.
+    """
     for owner in [owner_of(target), *map(owner_of, denoisers.values())]:
         if owner is not None:
             raise AttachError(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import hashlib
 import importlib
+import inspect
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,21 +14,21 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from diffcache.api import denoisers_of
+from diffcache.api import check_free, denoisers_of
 from diffcache.attach.facts import facts_of
 from diffcache.catalog import make_method
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.base import FeatureMethod
 from diffcache.features.collect import Calibrated, Collector
+from diffcache.features.resume import content, digest, read_state, write_state
 from diffcache.features.tables import Tables
-from diffcache.watching import Watch, batches_of, call_pipeline
+from diffcache.watching import Traced, Watch, batches_of, call_pipeline
 
 M = TypeVar("M", bound=Calibrated)
 Progress = Callable[[int, int, str], None]
 BATCH_SIZE = 4
+GUIDANCE = ("guidance_scale", "true_cfg_scale")
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,27 @@ class Plan:
         """Return the prompts in batches."""
         return batches_of(self.prompts, self.batch_size)
 
+    def about(self) -> dict[str, Any]:
+        """Return what two calibrations must have alike to be one, as plain data."""
+        return {"prompts": digest(list(self.prompts)), "steps": self.steps, "seed": self.seed,
+                "batch_size": self.batch_size, "call": content(dict(self.call))}  # fmt: skip
+
+    def guidance(self, pipe: Any) -> dict[str, Any]:
+        """Return the guidance that the runs have, by the argument of the pipeline's call.
+
+        An argument that is not given counts with its default; one in which prompts differ is left
+        out.
+        """
+        taken = inspect.signature(type(pipe).__call__).parameters
+        found: dict[str, Any] = {}
+        for name in (name for name in GUIDANCE if name in taken):
+            default = taken[name].default
+            given = self.call.get(name, None if default is inspect.Parameter.empty else default)
+            each = [p.get(name, given) if isinstance(p, Mapping) else given for p in self.prompts]
+            if all(one == each[0] for one in each):
+                found[name] = each[0]
+        return found
+
     def run(self, pipe: Any, number: int) -> Any:
         """Draw one batch."""
         given = dict(self.call)
@@ -97,9 +117,11 @@ def calibrate(pipe: Any, method: Any, prompts: Sequence[Any], **settings: Any) -
         The method with its tables; with `out` they are that file's. A list for several methods.
 
     Raises:
-        AttachError: If the pipeline has several denoisers, or cannot be cached with the method.
-        TablesError: If `<out>.part` is of another calibration.
-        ValueError: If a method takes no tables or a setting is out of its range.
+        AttachError: If the pipeline has several denoisers, is wrapped, or cannot be cached with
+            the method.
+        TablesError: If `<out>.part` is damaged, or of another calibration.
+        ValueError: If a method takes no tables, a setting is out of its range, or something that
+            is measured is not finite.
 
     Example:
         >>> method = diffcache.calibrate(pipe, ERTACache(), prompts)  # doctest: +SKIP
@@ -141,7 +163,10 @@ def _collect(pipe: Any, methods: list[Calibrated], plan: Plan) -> list[Calibrate
     count = len(plan.batches())
     total = len(jobs) * count
     name, model = _denoiser(pipe)
-    saved = _Saved(plan, methods, facts_of(model, getattr(pipe, "scheduler", None)))
+    for collector in collectors:
+        check_free(pipe, {name: model}, Traced(collector.site()))
+    facts = facts_of(model, getattr(pipe, "scheduler", None))
+    saved = _Saved(plan, methods, {**facts, "guidance": plan.guidance(pipe)})
     done = saved.load(collectors)
     watch = Watch()
     for index in range(done, total):
@@ -217,7 +242,7 @@ def header_of(
         "date": datetime.date.today().isoformat(),
         "fields": json.loads(json.dumps(fields, default=repr)),
         "prompts": len(plan.prompts),
-        "call": json.loads(json.dumps(dict(plan.call), default=repr)),
+        "call": json.loads(json.dumps(dict(plan.call), default=content)),
         **json.loads(json.dumps(dict(facts), default=repr)),
         **more,
     }
@@ -229,20 +254,15 @@ class _Saved:
     def __init__(self, plan: Plan, methods: list[Calibrated], facts: dict[str, Any]) -> None:
         self.facts, self.plan = facts, plan
         self.path = None if plan.out is None else plan.out.with_name(plan.out.name + ".part")
-        about = [list(map(repr, methods)), list(map(repr, plan.prompts)), plan.steps,
-                 plan.batch_size, plan.seed, repr(sorted(plan.call.items())), facts]  # fmt: skip
-        text = json.dumps(about, sort_keys=True, default=repr)
-        self.about = hashlib.sha256(text.encode()).hexdigest()
+        self.about = digest([list(methods), plan.about(), facts])
         self.seen: dict[str, Any] = {}
 
     def load(self, collectors: list[Collector]) -> int:
         """Give the collectors their sums; return how many runs are behind them."""
         if self.path is None or not self.path.exists() or not self.plan.resume:
             return 0
-        with safe_open(self.path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if metadata.get("about") != self.about:
+        tensors, metadata = read_state(self.path, "about", "seen", "done")
+        if metadata["about"] != self.about:
             raise TablesError(
                 f"{self.path} is of another calibration (other method, prompts, steps, seed or "
                 "model); delete it, or pass resume=False"
@@ -261,18 +281,12 @@ class _Saved:
         if self.path is None:
             return
         tensors = {
-            f"{index}/{name}": tensor.detach().cpu().contiguous().clone()
+            f"{index}/{name}": tensor
             for index, collector in enumerate(collectors)
             for name, tensor in collector.state().items()
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_name(self.path.name + ".new")
-        save_file(
-            tensors,
-            new,
-            metadata={"about": self.about, "done": str(done), "seen": json.dumps(self.seen)},
-        )
-        os.replace(new, self.path)
+        seen = json.dumps(self.seen)
+        write_state(self.path, tensors, {"about": self.about, "done": str(done), "seen": seen})
 
     def header(self, method: Calibrated, collector: Collector, watch: Watch) -> dict[str, Any]:
         """Return the header of one method's tables."""

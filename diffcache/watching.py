@@ -73,7 +73,8 @@ class Watch(Observer):
     """Shows traced runs to collectors.
 
     Attributes:
-        steps: Length of the last run.
+        steps: Length of the last run, in steps that were taken: of a run that starts in the middle
+            of its schedule (`strength=0.6`) those from there on.
         shape: Of its sample, without the batch.
     """
 
@@ -82,7 +83,9 @@ class Watch(Observer):
         self.shape: list[int] = []
         self._collectors: list[Collector] = []
         self._place = (0, 0)
-        self._began = False
+        self._handle: Handle | None = None
+        self._times: tuple[Tensor, Tensor | None] | None = None
+        self._waits = False
 
     def run(
         self,
@@ -102,47 +105,84 @@ class Watch(Observer):
             call: Runs the pipeline.
 
         Raises:
-            AttachError: If the pipeline never set its scheduler's times.
+            AttachError: If the pipeline never set its scheduler's times, or never called its
+                denoiser after it.
+            ValueError: If a number that is seen is not finite.
         """
-        self._collectors, self._place, self._began = list(collectors), place, False
+        self._prepare(collectors, place)
         site = collectors[0].site()
         parts = replace(site, when=Always(site.when.probe), instead=Reuse())
         method = Traced(parts, tuple(a for c in collectors for a in c.abilities()))
         with ExitStack() as stack:
-            stack.enter_context(Handle(pipe, denoisers, method, observer=self))
+            self._handle = stack.enter_context(Handle(pipe, denoisers, method, observer=self))
+            stack.callback(setattr, self, "_handle", None)
+            for model in denoisers.values():  # before the wrap's own hook, which shows layers
+                hook = model.register_forward_pre_hook(self._arrive, prepend=True)
+                stack.callback(hook.remove)
             if any(c.wants_attention for c in collectors):
                 for model in denoisers.values():
                     stack.enter_context(_AttentionWatch(model, collectors))
             out = call()
-        if not self._began:
+        if self._times is None:
             raise AttachError(f"{type(pipe).__name__} never set its scheduler's times")
+        if self._waits:
+            raise AttachError(
+                f"{type(pipe).__name__} did not call its {', '.join(denoisers)} after it set its "
+                "scheduler's times"
+            )
         for collector in collectors:
             collector.end()
         return out
 
+    def _prepare(self, collectors: Sequence[Collector], place: tuple[int, int]) -> None:
+        self._collectors, self._place = list(collectors), place
+        self._times, self._waits = None, False
+
     def times(self, scheduler: Any) -> None:
-        """Tell the collectors that a run starts."""
+        """Note that a run starts; where in its schedule is known when the denoiser is called."""
         timesteps = torch.as_tensor(scheduler.timesteps).detach().cpu().float()
         sigmas = getattr(scheduler, "sigmas", None)
         if sigmas is not None:
             sigmas = torch.as_tensor(sigmas).detach().cpu().float()
-        self.steps, self._began = len(timesteps), True
+        self._times, self._waits = (timesteps, sigmas), True
+
+    def _arrive(self, *_: Any) -> None:
+        """Tell the collectors that a run starts, at the first call of the denoiser."""
+        if not self._waits:
+            return
+        assert self._times is not None
+        assert self._handle is not None
+        (timesteps, sigmas), first = self._times, self._handle.run().begin
+        timesteps, sigmas = timesteps[first:], None if sigmas is None else sigmas[first:]
+        self.steps, self._waits = len(timesteps), False
         for collector in self._collectors:
             collector.begin(RunInfo(*self._place, timesteps, sigmas, self.steps))
 
+    def _check(self, what: str, step: Step, value: Tensor) -> None:
+        """Raise ValueError for numbers of which no table can be made."""
+        if not torch.isfinite(value).all():
+            raise ValueError(
+                f"{what} at step {step.index} of batch {self._place[1]} is not finite (nan or "
+                "inf), so nothing can be measured: run the pipeline in a wider dtype "
+                "(torch.bfloat16 or torch.float32), or leave these prompts out"
+            )
+
     def feature(self, step: Step, site: str, index: int, value: Tensor) -> Tensor | None:
         """Show a fresh feature; a lone collector may replace it."""
+        self._check(f"the feature of {site}", step, value)
         seen = [c.feature(step, site, index, value) for c in self._collectors]
         return seen[0] if len(seen) == 1 else None
 
     def output(self, step: Step, given: Tensor, value: Tensor) -> Tensor | None:
         """Show an output; a lone collector may replace it."""
+        self._check("the denoiser's output", step, value)
         self.shape = list(given.shape[1:])
         seen = [c.output(step, given, value) for c in self._collectors]
         return seen[0] if len(seen) == 1 else None
 
     def probe(self, step: Step, value: Tensor) -> None:
         """Show a probe."""
+        self._check("what the gate looks at", step, value)
         for collector in self._collectors:
             collector.probe(step, value)
 

@@ -1,18 +1,28 @@
 """calibrate and tune on the shipped model: files that work again, resume, and refuse."""
 
+import copy
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import diffcache
 from diffcache import Combine, FittedForecast, Listed, Tables, Taylor
+from diffcache.calibration import Plan
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.collect import Collector
+from diffcache.features.resume import content
 from diffcache.pipelines.small.flux import CALL, load
+from diffcache.pipelines.zoo.pipes import pipes
+from diffcache.step import Step
 from diffcache.tuning.search import Goal, front_of
 from diffcache.tuning.space import moves, schedules
-from diffcache.tuning.trial import Trial, psnr
+from diffcache.tuning.trial import Bench, Trial, psnr
+from diffcache.watching import Watch
 
 STEPS = 5
 PROMPTS = ["a small red ring on the left, on a yellow background"] * 3
@@ -55,7 +65,7 @@ def test_the_tables_are_inner_products_of_the_features(pipe, calibrated):
         def tables(self):
             return {}
 
-    from diffcache.watching import Watch, call_pipeline
+    from diffcache.watching import call_pipeline
 
     expected = 0
     for number, batch in enumerate((PROMPTS[:2], PROMPTS[2:])):
@@ -177,11 +187,15 @@ def test_tune_returns_the_best_of_what_it_saw_and_goes_on(pipe, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         diffcache.tune(pipe, PROMPTS, progress=stop, **settings)
     assert (tmp_path / "b.safetensors.trials").exists()
+    for other in ({"seed": 1}, {"batch_size": 1}, {"steps": STEPS + 1}):
+        with pytest.raises(TablesError, match="of another search"):
+            diffcache.tune(pipe, PROMPTS, **{**settings, **other})
     best = diffcache.tune(pipe, PROMPTS, progress=stop, **settings)
     assert not (tmp_path / "b.safetensors.trials").exists()
     front = best.front
     assert [t["cost"] for t in front] == sorted(t["cost"] for t in front)
     assert [t["psnr_db"] for t in front] == sorted(t["psnr_db"] for t in front)
+    assert best.tables.header["seed"] == 0
     chosen = next(t for t in front if t["validation_psnr_db"] is not None)
     assert chosen["cost"] <= 1 / 1.5
     again = diffcache.features.tuned.Tuned(out)
@@ -215,3 +229,244 @@ def test_ranks_fronts_and_moves():
     assert psnr(torch.tensor([[11.0, 0.0]]), torch.tensor([[10.0, 0.0]]))[0] == pytest.approx(
         10 * torch.log10(torch.tensor(100 / 0.5)).item()
     )
+
+
+# what a review found --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["bac", "fitted-forecast", "harmonica"])
+def test_a_wrapped_pipeline_is_refused_and_stays_wrapped(pipe, method):
+    plain = draw(pipe)
+    diffcache.wrap(pipe, "interval", every=2, warmup=1)
+    wrapped = draw(pipe)
+    with pytest.raises(AttachError, match="unwrap it"):
+        diffcache.calibrate(pipe, method, PROMPTS[:1], **SETTINGS)
+    with pytest.raises(AttachError, match="unwrap it"):
+        diffcache.tune(pipe, PROMPTS, speedup=2, **SETTINGS)
+    assert torch.equal(draw(pipe), wrapped)
+    assert torch.equal(draw(diffcache.unwrap(pipe)), plain)
+    assert not pipe.transformer._forward_pre_hooks
+
+
+def test_a_pipeline_under_another_cache_is_refused(pipe):
+    from diffusers import FirstBlockCacheConfig
+
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    try:
+        with pytest.raises(AttachError, match="already runs under diffusers' "):
+            diffcache.calibrate(pipe, FittedForecast(), PROMPTS[:1], **SETTINGS)
+    finally:
+        pipe.transformer.disable_cache()
+
+
+def test_compiled_blocks_are_refused_where_modules_are_seen(pipe):
+    block = pipe.transformer.transformer_blocks[0]
+    block._compiled_call_impl = block._call_impl
+    try:
+        with pytest.raises(AttachError, match="transformer_blocks.0 is compiled"):
+            diffcache.calibrate(pipe, "bac", PROMPTS[:1], **SETTINGS)
+    finally:
+        block._compiled_call_impl = None
+
+
+def test_a_run_that_starts_in_the_middle_of_its_schedule():
+    case = pipes()["FluxImg2ImgPipeline"]
+    img2img = case.build(0)
+    img2img.set_progress_bar_config(disable=True)
+    given = case.call(img2img, 0, 8)
+    del given["generator"]
+    assert given["strength"] == 0.6  # 5 of 8 steps
+    method = diffcache.calibrate(img2img, FittedForecast(computed=3), [given])
+    tables = method.tables
+    sigmas = img2img.scheduler.sigmas.double()
+    assert tables.steps == 5
+    assert (tables["products"].diagonal() > 0).all()
+    torch.testing.assert_close(tables["moves"], sigmas[4:] - sigmas[3:-1])
+    with diffcache.wrapped(img2img, method):
+        img2img(**given, generator=torch.Generator().manual_seed(0))
+        assert diffcache.report(img2img).steps_computed == 3
+    bench = Bench(img2img, [[given]], 0, {})
+    bench.reference(0)
+    assert bench.total == 5
+
+
+def test_the_header_has_the_guidance(pipe, calibrated):
+    assert calibrated.tables.header["guidance"] == {
+        "guidance_scale": CALL.get("guidance_scale", 3.5), "true_cfg_scale": 1.0
+    }  # fmt: skip
+    plain, guided = {"prompt": "a"}, {"prompt": "a", "guidance_scale": 2.0}
+    given = {"true_cfg_scale": 4.0}
+    plan = Plan([guided, guided], call=given)
+    assert plan.guidance(pipe) == {"guidance_scale": 2.0, "true_cfg_scale": 4.0}
+    assert Plan([plain, guided], call=given).guidance(pipe) == {"true_cfg_scale": 4.0}
+
+
+def test_inputs_count_by_their_content():
+    def noise(seed):
+        return torch.Generator().manual_seed(seed)
+
+    def inputs():
+        big = torch.zeros(1, 64, 24, dtype=torch.bfloat16)  # its print leaves the middle out
+        return {
+            "embeds": big, "array": np.arange(4), "noise": [noise(1), "a", 1],
+            "picture": Image.new("RGB", (8, 8)),
+        }  # fmt: skip
+
+    first = inputs()
+    assert content(first) == content(inputs())
+    middle = first["embeds"].clone()
+    middle[0, 30, 12] = 1
+    assert repr(middle) == repr(first["embeds"])
+    others = [
+        {"embeds": middle},
+        {"embeds": first["embeds"].float()},
+        {"embeds": first["embeds"].reshape(64, 24)},
+        {"array": np.arange(4)[::-1]},
+        {"array": np.arange(4, dtype=np.int16)},
+        {"noise": [noise(2), "a", 1]},
+        {"noise": [noise(1), "a", "1"]},
+        {"picture": Image.new("RGB", (8, 8), (1, 0, 0))},
+        {"picture": Image.new("RGB", (4, 16))},
+    ]
+    for other in others:
+        assert content({**first, **other}) != content(first), other
+        assert Plan([{**first, **other}]).about() != Plan([first]).about()
+        assert Plan(["a"], call={**first, **other}).about() != Plan(["a"], call=first).about()
+    assert Plan([inputs()], call=inputs()).about() == Plan([first], call=first).about()
+
+
+def interrupted(pipe, prompts, out, done=1):
+    def stop(number, total, word):
+        if number == done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        diffcache.calibrate(pipe, FittedForecast(), prompts, out=out, progress=stop, **SETTINGS)
+
+
+def test_prompts_with_generators_go_on(pipe, tmp_path):
+    def prompts():
+        return [
+            {"prompt": PROMPTS[:1], "generator": torch.Generator().manual_seed(n)} for n in (1, 2)
+        ]
+
+    interrupted(pipe, prompts(), tmp_path / "a.st")
+    done = []
+    diffcache.calibrate(
+        pipe, FittedForecast(), prompts(), out=tmp_path / "a.st",
+        progress=lambda *a: done.append(a[0]), **SETTINGS,
+    )  # fmt: skip
+    assert done == [1, 2]
+
+
+def test_a_damaged_state_says_to_delete_it(pipe, tmp_path):
+    out, state = tmp_path / "a.st", tmp_path / "a.st.part"
+    interrupted(pipe, PROMPTS, out)
+    for held in (b"", state.read_bytes()[:100], b"nonsense"):
+        state.write_bytes(held)
+        with pytest.raises(TablesError, match="a.st.part: .*damaged.*; delete it"):
+            diffcache.calibrate(pipe, FittedForecast(), PROMPTS, out=out, **SETTINGS)
+    Tables({"method": "x"}, {}).save(state)
+    with pytest.raises(TablesError, match="has no 'about'.*; delete it"):
+        diffcache.calibrate(pipe, FittedForecast(), PROMPTS, out=out, **SETTINGS)
+
+
+def test_tables_that_cannot_be_written_leave_the_state(pipe, calibrated, tmp_path, monkeypatch):
+    def full(tensors, path, metadata=None):
+        Path(path).write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    out = tmp_path / "a.safetensors"
+    method, done = FittedForecast(computed=3), []
+    with monkeypatch.context() as patch:
+        patch.setattr("diffcache.features.tables.save_file", full)
+        with pytest.raises(OSError, match="No space"):
+            diffcache.calibrate(pipe, method, PROMPTS, out=out, **SETTINGS)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors.part"]
+    made = diffcache.calibrate(
+        pipe, method, PROMPTS, out=out, progress=lambda *a: done.append(a[0]), **SETTINGS
+    )
+    assert done == [2] and made.tables == calibrated.tables  # no batch was run again
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_a_calibrated_method_can_be_copied_and_pickled(pipe, calibrated, tmp_path):
+    saved = replace(calibrated, tables=calibrated.tables.save(tmp_path / "a.safetensors"))
+    for method in (calibrated, saved):
+        for made in (copy.deepcopy(method), pickle.loads(pickle.dumps(method))):
+            assert made == method and repr(made) == repr(method)
+            assert made.parts() == method.parts()
+    with diffcache.wrapped(pipe, saved):
+        expected = draw(pipe)
+    with diffcache.wrapped(pipe, made):
+        assert torch.equal(draw(pipe), expected)
+
+
+def test_numbers_that_are_not_finite_are_refused(pipe):
+    calls = []
+
+    def overflow(module, args, out):
+        calls.append(module)
+        return torch.full_like(out, torch.inf) if len(calls) == 3 else None
+
+    hook = pipe.transformer.transformer_blocks[0].ff.register_forward_hook(overflow)
+    try:
+        with pytest.raises(ValueError, match="at step 2 of batch 0 is not finite"):
+            diffcache.calibrate(pipe, FittedForecast(), PROMPTS, **SETTINGS)
+    finally:
+        hook.remove()
+    watch, step, one = Watch(), Step(4), torch.tensor([1.0, torch.nan])
+    for see in (
+        lambda: watch.feature(step, "blocks.0", 0, one),
+        lambda: watch.output(step, torch.ones(2, 1), one),
+        lambda: watch.probe(step, one),
+    ):
+        with pytest.raises(ValueError, match="at step 4 .* not finite"):
+            see()
+
+
+def test_a_log_of_trials_that_was_cut_off(tmp_path, monkeypatch):
+    log = tmp_path / "a.trials"
+    measured = []
+
+    def measure(self, method, batches):
+        measured.append(batches)
+        return Trial(repr(method), 0.5, 30.0, 1.0, len(batches))
+
+    monkeypatch.setattr(Bench, "_measure", measure)
+
+    def bench(about="x"):
+        opened = Bench(None, [["a"], ["b"]], 0, {}, log)
+        opened.open_log(about)
+        return opened
+
+    method = Combine(Listed((0, 2), STEPS), Taylor(0), site="stack")
+    first = bench()
+    for batches in ([0], [1], [0, 1]):
+        first.measure(method, batches)
+    log.write_bytes(log.read_bytes()[:-20])
+    again = bench()
+    trial = again.measure(method, [0])
+    again.measure(method, [1])
+    assert measured == [[0], [1], [0, 1]]
+    again.measure(method, [0, 1])  # its line was cut off
+    assert len(measured) == 4 and bench().measure(method, [0, 1]) == replace(trial, batches=2)
+    assert len(measured) == 4
+    with pytest.raises(TablesError, match="of another search"):
+        bench("y")
+    for held in (b"", b'{"search'):
+        log.write_bytes(held)
+        bench("y").measure(method, [0])
+        bench("y").measure(method, [0])
+    assert len(measured) == 6
+
+
+def test_trials_count_by_the_tables_in_a_file(calibrated, tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(Bench, "_measure", lambda *given: measured.append(given))
+    bench, path = Bench(None, [["a"]], 0, {}), tmp_path / "a.safetensors"
+    for factor in (1.0, 1.0, 2.0):
+        tensors = {name: factor * calibrated.tables[name] for name in calibrated.tables.names()}
+        tables = Tables(calibrated.tables.header, tensors).save(path)
+        bench.measure(FittedForecast(computed=3, tables=tables), [0])
+    assert len(measured) == 2

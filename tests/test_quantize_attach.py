@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from diffcache.attach.quantize import QuantizedLayers, WatchedLayers
+from diffcache.attach.quantize import QuantizedLayers, WatchedLayers, watch
 from diffcache.errors import AttachError
+from diffcache.features.quantize import WatchLayers
 from diffcache.features.quantize_layers import LayerCalibration
 from diffcache.quant.calibrate import grid_of, weight_grid
 from diffcache.quant.plan import LayerPlan, QuantPlan
@@ -123,3 +127,33 @@ def test_only_layers_inside_blocks_are_watched() -> None:
     watched.remove()
     for (_, _, state), (_, _, now) in zip(snapshot(model), before, strict=True):
         assert all(state[key] is value or state[key] == value for key, value in now.items())
+
+
+def test_modes_and_gradients_reach_the_layers_that_are_put_back() -> None:
+    model = Model()
+    names = [name for name, _ in model.named_parameters()]
+    layers = QuantizedLayers(model, plan_for(model, "first", "blocks.0.0"))
+    assert [name for name, _ in model.named_parameters()] == names
+    model.eval().requires_grad_(False)
+    assert not layers.layers["first"].training and not model.first.dense.training
+    layers.remove()
+    assert not any(module.training for module in model.modules())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    layers.put()
+    model.train().requires_grad_(True)
+    layers.remove()
+    assert all(module.training for module in model.modules())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_compiled_parts_of_blocks_are_not_watched() -> None:
+    model, watcher = Model(), LayerCalibration("w8a8", (), (), False)
+    lists = (SimpleNamespace(key="blocks"),)
+    engine: Any = SimpleNamespace(model=model, anatomy=SimpleNamespace(lists=lists, singles=()))
+    model.first._compiled_call_impl = model.first._call_impl  # outside the blocks
+    watch(engine, WatchLayers(watcher)).remove()
+    layer = model.get_submodule("blocks.1.0")
+    layer._compiled_call_impl = layer._call_impl
+    with pytest.raises(AttachError, match="blocks.1.0 is compiled.*before you compile"):
+        watch(engine, WatchLayers(watcher))
+    assert not any(module._forward_pre_hooks for module in model.modules())

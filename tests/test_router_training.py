@@ -464,6 +464,41 @@ def test_the_state_of_another_training_is_refused(pipe, tmp_path, monkeypatch):
     assert len(curve_of(train(pipe, HarmoniCa(epochs=1), plan_of(out=out, resume=False, **short)).measured())) == 1  # fmt: skip
 
 
+def test_fewer_epochs_than_were_trained_are_refused(pipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("diffcache.router.training.SAVE_EVERY", 1)
+
+    def full(tensors, path, metadata=None):
+        raise OSError("No space left on device")
+
+    out, short = tmp_path / "router.safetensors", dict(steps=2, batch_size=1)
+    noise = {"generator": torch.Generator().manual_seed(1)}
+    with monkeypatch.context() as patch:
+        patch.setattr("diffcache.features.tables.save_file", full)
+        with pytest.raises(OSError, match="No space"):
+            train(pipe, HarmoniCa(epochs=3), plan_of(out=out, call=noise, **short))
+    assert [path.name for path in tmp_path.iterdir()] == ["router.safetensors.part"]
+
+    def anew():
+        return {"generator": torch.Generator().manual_seed(1)}
+
+    with pytest.raises(TablesError, match=r"epochs=2: .* holds 3 already; give at least as many"):
+        train(pipe, HarmoniCa(epochs=2), plan_of(out=out, call=anew(), **short))
+    done = []
+    goes_on = plan_of(out=out, call=anew(), progress=lambda *given: done.append(given), **short)
+    made = train(pipe, HarmoniCa(epochs=3), goes_on).measured()
+    assert len(curve_of(made)) == 3 and done == []
+    assert made.header["guidance"] == {"guidance_scale": 4.0}
+    assert [path.name for path in tmp_path.iterdir()] == ["router.safetensors"]
+
+
+def test_one_step_is_refused_before_anything_runs(pipe, monkeypatch):
+    monkeypatch.setattr(Replay, "__init__", None)
+    with pytest.raises(ValueError, match="steps=1: HarmoniCa always computes the first step"):
+        train(pipe, HarmoniCa(epochs=2), plan_of(steps=1))
+    with pytest.raises(ValueError, match="steps=1"):
+        train(pipe, HarmoniCa(epochs=2), plan_of(steps=None, call={"num_inference_steps": 1}))
+
+
 def test_the_curve_is_drawn(pipe, tmp_path):
     pytest.importorskip("matplotlib")
     trained = train(pipe, HarmoniCa(epochs=2), plan_of(steps=2, batch_size=1))

@@ -13,9 +13,12 @@ from torch import Tensor
 import diffcache
 from diffcache import Combine, Every, Interval, Taylor
 from diffcache.api import handle_of
+from diffcache.attach.tap import FRAME
+from diffcache.features.when import Listed, Table
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.pipelines.zoo.pipe import noise
 from diffcache.pipelines.zoo.pipes import pipes
+from diffcache.step import CURRENT
 
 CASES, PIPES = cases(), pipes()
 EVERY = Interval(every=3)
@@ -240,3 +243,104 @@ def test_features_of_an_earlier_run_are_gone(flux: Any):
         assert not torch.isfinite(model(**calls(5, 0)[0]).sample).any()
         for s in range(STEPS):  # the timestep turns back: a new run
             assert torch.equal(model(**calls(s, 0)[0]).sample, clean[s][0])
+
+
+# bare models: nobody ends their runs -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+@pytest.mark.parametrize("method", [EVERY, Combine(Every(3), site="module")], ids=["list", "child"])
+def test_an_interrupt_leaves_nothing_behind_in_a_bare_model(flux: Any, method: Any, at: int):
+    """No hook of torch hears of it, so that the next call has to clear up."""
+    model, calls = flux
+    fresh = drive(model, [calls(s, 0) for s in range(STEPS)], method)
+    with diffcache.wrapped(model, method) as handle:
+        seen: list[int] = []
+
+        def interrupt(*_: Any) -> None:
+            seen.append(0)
+            if len(seen) > at:
+                raise KeyboardInterrupt
+
+        hook = model.proj_out.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            [model(**calls(s, 0)[0]) for s in range(STEPS)]
+        hook.remove()
+        again = [model(**calls(s, 0)[0]).sample.clone() for s in range(STEPS)]
+        assert marks(model) == "CssCss"
+        assert {call.branch for call in handle.last.calls} == {0}
+        assert all(torch.equal(a, b[0]) for a, b in zip(again, fresh, strict=True))
+
+
+@pytest.mark.parametrize("how", ["reset", "unwrap"])
+def test_reset_and_unwrap_leave_a_call_that_an_interrupt_cut_short(flux: Any, how: str):
+    model, calls = flux
+    blocks = list(model.transformer_blocks)
+    diffcache.wrap(model, SEER)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.norm_out.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**calls(0, 0)[0])
+    hook.remove()
+    assert FRAME.get() is not None
+    getattr(diffcache, how)(model)
+    assert FRAME.get() is None and CURRENT.get() is None
+    assert all(a is b for a, b in zip(model.transformer_blocks, blocks, strict=True))
+    if how == "reset":
+        diffcache.unwrap(model)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_behind_the_forward_drops_the_half_done_step(flux: Any, error: Any):
+    """The first call of a kind is checked behind its forward, where memory may run out."""
+    model, calls = flux
+    fresh = drive(model, [calls(s, 0) for s in range(STEPS)])
+    with diffcache.wrapped(model, EVERY) as handle:
+        seen: list[int] = []
+
+        def fail(*_: Any) -> None:
+            seen.append(0)
+            if len(seen) > 1:  # the model itself, then the check
+                raise error("out of memory")
+
+        hook = model.proj_out.register_forward_pre_hook(fail)
+        with pytest.raises(error, match="out of memory"):
+            model(**calls(0, 0)[0])
+        hook.remove()
+        assert handle.held_bytes() == 0
+        again = [model(**calls(s, 0)[0]).sample.clone() for s in range(STEPS)]
+        assert {call.branch for call in handle.last.calls} == {0}
+        assert all(torch.equal(a, b[0]) for a, b in zip(again, fresh, strict=True))
+
+
+def test_an_interrupt_leaves_no_step_behind_in_a_pipeline():
+    pipe = wrapped_pipe("FluxPipeline")
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = pipe.transformer.proj_out.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(pipe, "FluxPipeline")
+    hook.remove()
+    assert CURRENT.get() is None and FRAME.get() is None
+
+
+@pytest.mark.parametrize(
+    "when", [Listed((0, 3), total=4), Table({"transformer_blocks.1": (0, 3)}, total=4)]
+)
+def test_a_bare_model_that_runs_past_its_tables_is_refused(flux: Any, when: Any):
+    model, calls = flux
+    method = Combine(when, site="block")
+    with diffcache.wrapped(model, method):
+        short = [[model(**calls(s, 0)[0]).sample.clone() for s in range(4)] for _ in range(2)]
+        assert all(map(torch.equal, *short))  # as many as they are for, and anew
+        for s in range(4):
+            model(**calls(s, 0)[0])
+        with pytest.raises(diffcache.AttachError, match="made for runs of 4 steps, .* has more"):
+            model(**calls(4, 0)[0])
+        again = [model(**calls(s, 0)[0]).sample for s in range(4)]
+        assert all(map(torch.equal, again, short[0]))

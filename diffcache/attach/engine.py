@@ -12,6 +12,7 @@ from diffcache.attach.account import account
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.anchor import claim, release
 from diffcache.attach.clock import Branch, Run, Timeline
+from diffcache.attach.conditions import other_shape
 from diffcache.attach.context import current_context
 from diffcache.attach.extension import Extension, install
 from diffcache.attach.facts import facts_of
@@ -67,6 +68,7 @@ class Engine:
                 "use site='stack' or site='block'"
             )
         method.check_model(facts_of(model, handle.scheduler))
+        self.total = self.parts.when.total or method.total
         self.apart = frozenset(self.parts.when.sites)
         anatomy.check_sites(self.parts)
         modulated = self.parts.when.probe == "modulated"
@@ -127,13 +129,10 @@ class Engine:
         run = self.handle.run()
         timeline = run.timeline(self)
         context = current_context(self.model)
-        if timeline.arrive(context, timestep) and timeline.index == 0:
-            timeline.when_state = self.parts.when.init()
+        if timeline.arrive(context, timestep):
             self._check_length(timeline)
-            if not run.in_pipeline:
-                self.handle.new_record(run)
-            if self.taps.refresh():
-                self.layouts.clear()
+            if timeline.index == 0:
+                self._start(timeline, kwargs.get(anatomy.sample, args[0] if args else None))
         signature = signature_of(args, kwargs, anatomy.timestep)
         branch = timeline.branch_of(
             context, signature, lambda: conditions_of(args, kwargs, anatomy.timestep)
@@ -156,12 +155,26 @@ class Engine:
 
     def _check_length(self, timeline: Timeline) -> None:
         """Raise unless the run has as many steps as the method's tables are made for."""
-        made_for, has = self.parts.when.total or self.method.total, timeline.total
-        if made_for is not None and has is not None and made_for != has:
-            raise AttachError(
-                f"{self.method!r} is made for runs of {made_for} steps, this one has {has}: pass "
-                f"num_inference_steps={made_for}, or calibrate with steps={has}"
-            )
+        made_for, has = self.total, timeline.total
+        if made_for is None or (has in (None, made_for) and timeline.index < made_for):
+            return
+        more = "more" if has in (None, made_for) else has  # nobody said how many, or more came
+        raise AttachError(
+            f"{self.method!r} is made for runs of {made_for} steps, this one has {more}: pass "
+            f"num_inference_steps={made_for}, or calibrate with "
+            f"steps={'...' if more == 'more' else has}"
+        )
+
+    def _start(self, timeline: Timeline, sample: Any) -> None:
+        """Start a run, whose sample is known."""
+        handle, run = self.handle, timeline.run
+        timeline.when_state = self.parts.when.init()
+        if not run.in_pipeline:
+            handle.new_record(run)
+        if handle.tables and isinstance(sample, Tensor):
+            handle.remark(run, other_shape(handle.tables, sample.shape[1:]))
+        if self.taps.refresh():
+            self.layouts.clear()
 
     def _named(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """Return a call with its positional arguments named, and its timestep."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from diffcache.attach.anatomy import anatomy_of
 from diffcache.attach.anchor import owner_of
 from diffcache.attach.clock import Run
+from diffcache.attach.conditions import tables_of
 from diffcache.attach.context import listen, unlisten
 from diffcache.attach.engine import Engine
+from diffcache.attach.facts import facts_of
 from diffcache.attach.frame import Frame
+from diffcache.attach.hooks import leave
 from diffcache.attach.record import Call, RunRecord
 from diffcache.attach.solver import tap_pipeline, tap_scheduler, untap
 from diffcache.errors import CacheWarning
@@ -48,6 +51,7 @@ class Handle:
         observer: Observer | None = None,
     ) -> None:
         self.method, self.observer = method, observer
+        self.tables = tables_of(method)
         self.target = weakref.ref(target)
         self.last = RunRecord()
         self._live: weakref.WeakSet[Run] = weakref.WeakSet()
@@ -137,12 +141,20 @@ class Handle:
         if self.observer is not None and timeline is not None and timeline.index >= 0:
             self.observer.guided(timeline.step(0), sample, output)
 
+    def remark(self, run: Run, remarks: Iterable[str]) -> None:
+        """Warn that a run is unlike those of the calibration, of each thing once a run."""
+        for text in remarks:
+            if text not in run.record.remarks:
+                run.record.remarks.append(text)
+                warnings.warn(text, CacheWarning, stacklevel=3)
+
     def abandon(self) -> None:
         """Forget this thread's features after an exception inside a denoiser."""
         self.run().drop()
 
     def reset(self) -> None:
         """Forget the features of every run, in every thread."""
+        leave(self)
         for run in list(self._live):
             run.drop()
 
@@ -191,11 +203,17 @@ class Handle:
     # attaching -----------------------------------------------------------------------------
 
     def follow(self, pipeline: Any) -> None:
-        """Listen to the pipeline's scheduler, which users replace."""
+        """Listen to the pipeline's scheduler, which users replace.
+
+        Raises:
+            AttachError: If the method was made for another scheduler.
+        """
         scheduler = getattr(pipeline, "scheduler", None)
         if scheduler is None or not hasattr(scheduler, "set_timesteps"):
             return
         if owner_of(scheduler) is not self:
+            for engine in self.engines:
+                self.method.check_model(facts_of(engine.model, scheduler))
             for old in self.schedulers:
                 untap(old, self)
             tap_scheduler(scheduler, self)

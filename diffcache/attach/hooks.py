@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from diffcache.attach.anchor import owner_of
 from diffcache.attach.tap import FRAME
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.step import CURRENT
+
+if TYPE_CHECKING:
+    from diffcache.attach.handle import Handle
 
 
 def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -23,7 +26,15 @@ def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if engine is None:
         _orphan(module)
         return None
-    frame, given = engine.open(args, kwargs)
+    stale = FRAME.get()
+    if stale is not None and stale.engine is engine:  # left by an interrupt, which no hook sees
+        leave(engine.handle)
+        engine.handle.abandon()
+    try:
+        frame, given = engine.open(args, kwargs)
+    except BaseException:
+        engine.handle.abandon()
+        raise
     frame.token = FRAME.set(frame), CURRENT.set(frame.step)
     return given
 
@@ -41,7 +52,19 @@ def close_frame(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
     if out is None:  # an exception is on its way
         engine.handle.abandon()
         return None
-    return engine.close(frame, kwargs, out)
+    try:
+        return engine.close(frame, kwargs, out)
+    except BaseException:  # the step is half done
+        engine.handle.abandon()
+        raise
+
+
+def leave(handle: Handle) -> None:
+    """Leave the denoiser call that an interrupt left open in this thread, if it is a handle's."""
+    frame = FRAME.get()
+    if frame is not None and frame.engine.handle is handle:
+        FRAME.set(None)
+        CURRENT.set(None)
 
 
 # not torch.compiler.disable, which imports the compiler at once

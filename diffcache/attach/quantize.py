@@ -43,9 +43,20 @@ def install(engine: Engine, ability: Quantize) -> QuantizedLayers:
 
 
 def watch(engine: Engine, ability: WatchLayers) -> WatchedLayers:
-    """Show the layers inside the blocks to a watcher."""
+    """Show the layers inside the blocks to a watcher.
+
+    Raises:
+        AttachError: If a block or a part of one is compiled, or no layer is left to watch.
+    """
     anatomy = engine.anatomy
     inside = (*(entry.key for entry in anatomy.lists), *anatomy.singles)
+    for name, module in engine.model.named_modules():
+        compiled = module._compiled_call_impl is not None
+        if (compiled or type(module).__name__ == "OptimizedModule") and _is_in(name, inside):
+            raise AttachError(
+                f"{name} is compiled, so what its layers are given cannot be seen; calibrate "
+                "before you compile"
+            )
     return WatchedLayers(engine.model, inside, ability.watcher)
 
 
@@ -105,9 +116,7 @@ class WatchedLayers(Extension):
         self.dense = {
             name: module
             for name, module in model.named_modules()
-            if type(module) in KINDS
-            and any(name.startswith(f"{part}.") for part in inside)
-            and not watcher.excludes(name)
+            if type(module) in KINDS and _is_in(name, inside) and not watcher.excludes(name)
         }
         if not self.dense:
             raise AttachError(
@@ -175,6 +184,11 @@ class WatchedLayers(Extension):
         if self._swapped is not None:
             self._swapped.remove()
         self._swapped = self._plan = None
+
+
+def _is_in(name: str, parts: tuple[str, ...]) -> bool:
+    """Return whether a module is one of these parts of the model, or inside one."""
+    return any(f"{name}.".startswith(f"{part}.") for part in parts)
 
 
 def now() -> Step | None:

@@ -54,11 +54,13 @@ class RunRecord:
         calls: The denoiser calls in order.
         peak_bytes: Most bytes held at the end of any call.
         finished: Whether the run ended without an exception.
+        remarks: What was said of the run when it started.
     """
 
     calls: list[Call] = field(default_factory=list)
     peak_bytes: int = 0
     finished: bool = False
+    remarks: list[str] = field(default_factory=list)
 
     @property
     def computed(self) -> int:

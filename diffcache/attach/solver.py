@@ -6,11 +6,14 @@ Both keep their class's name and pickle as their class; a copy of a tapped objec
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from diffcache.attach.anchor import claim, owner_of, release, subclass
+from diffcache.attach.conditions import effective, other_guidance
 from diffcache.attach.tap import FRAME
+from diffcache.step import CURRENT
 
 if TYPE_CHECKING:
     from diffcache.attach.handle import Handle
@@ -52,6 +55,8 @@ def untap(tapped: Any, handle: Handle) -> None:
 
 
 def _call(base: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(base)
+
     @functools.wraps(base)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         handle: Handle | None = owner_of(self)
@@ -59,14 +64,18 @@ def _call(base: Callable[..., Any]) -> Callable[..., Any]:
             return base(self, *args, **kwargs)
         handle.follow(self)
         run, token = handle.begin(in_pipeline=True)
-        frame_token = FRAME.set(None)
+        tokens = FRAME.set(None), CURRENT.set(None)
         finished = False
         try:
+            if handle.tables:
+                call = effective(signature, (self, *args), kwargs)
+                handle.remark(run, other_guidance(handle.tables, call))
             out = base(self, *args, **kwargs)
             finished = not getattr(self, "_interrupt", False)
             return out
         finally:  # after an interrupt as well, which no module hook sees
-            FRAME.reset(frame_token)
+            FRAME.reset(tokens[0])
+            CURRENT.reset(tokens[1])
             handle.end(run, token, finished)
 
     return __call__

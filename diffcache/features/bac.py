@@ -89,6 +89,8 @@ class BAC(Calibrated):
             raise ValueError(f"metric={self.metric!r}: must be one of {', '.join(METRICS)}")
         if self.objective not in ("anchor", "adjacent"):
             raise ValueError(f"objective={self.objective!r}: must be 'anchor' or 'adjacent'")
+        if not isinstance(self.official, bool):
+            raise ValueError(f"official={self.official!r}: must be True or False")
         self.load_tables()
         if isinstance(self.tables, Tables):
             self._check_tables(self.tables)

@@ -207,8 +207,7 @@ class CacheQuant(Calibrated):
         if self.schedule not in ("dynamic", "uniform"):
             raise ValueError(f"schedule={self.schedule!r}: must be 'dynamic' or 'uniform'")
         for name in ("blocks", "corrected", "exempt"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+            object.__setattr__(self, name, _names(name, getattr(self, name)))
         if not isinstance(self.official, bool):
             raise ValueError(f"official={self.official!r}: must be True or False")
         plain = self.plain()
@@ -272,6 +271,23 @@ class CacheQuant(Calibrated):
         for table in ("starts", *(["quant/"] if self.bits else [])):
             if not any(name.startswith(table) for name in tables.names()):
                 raise TablesError(f"tables={tables!r}: hold no {table}; calibrate again")
+
+
+def _names(argument: str, value: Any) -> tuple[str, ...]:
+    """Return one name or several as a tuple.
+
+    Raises:
+        ValueError: If they are none.
+    """
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, (tuple, list)) or not all(isinstance(name, str) for name in value):
+        example = "'blocks.2-9'" if argument == "blocks" else "'*.ff.net.2'"
+        raise ValueError(
+            f"{argument}={value!r}: must be a name such as {example} or a tuple of names, () for "
+            "none"
+        )
+    return tuple(value)
 
 
 def feature_names(tables: Tables) -> list[str]:

@@ -165,7 +165,16 @@ class _Products(Collector):
         return Combine(Every(1), site=self._site, feature=_feature(self._site))
 
     def begin(self, run: RunInfo) -> None:
-        """Learn how far the solver moves in every step."""
+        """Learn how far the solver moves in every step.
+
+        Raises:
+            ValueError: If the runs differ in length.
+        """
+        if self._sum is not None and len(self._sum) != run.total:
+            raise ValueError(
+                f"a run of {run.total} steps after one of {len(self._sum)}: calibrate with prompts "
+                "of one num_inference_steps"
+            )
         self._run = {}
         self._weights = moves(run)
         if self._sum is None:

@@ -108,6 +108,8 @@ class HarmoniCa(Calibrated):
                 raise ValueError(f"{name}={value!r}: must be a finite number of at least 0")
         if self.proxy not in ("paper", "official"):
             raise ValueError(f"proxy={self.proxy!r}: must be 'paper' or 'official'")
+        if not isinstance(self.relative, bool):
+            raise ValueError(f"relative={self.relative!r}: must be True or False")
         self.load_tables()
         if isinstance(self.tables, Tables):
             _check_router(self.tables)

@@ -129,6 +129,11 @@ class MagCache(Calibrated):
                 raise ValueError("ratios and tables: give one of them")
             object.__setattr__(self, "ratios", check_ratios(self.ratios))
 
+    @property
+    def total(self) -> None:
+        """None: a run of another length takes the ratios of the nearest steps."""
+        return None
+
     def parts(self) -> Combine:
         """Return the schedule that follows from the ratios, and reuse."""
         if self.threshold == 0:
@@ -149,7 +154,7 @@ def check_ratios(values: Any) -> tuple[float, ...]:
     """
     try:
         made = tuple(float(value) for value in values)
-    except TypeError:
+    except (TypeError, ValueError):
         made = ()
     if not made or not all(0 < value < math.inf for value in made):
         raise ValueError(f"ratios={values!r}: must be positive finite numbers, one a step")

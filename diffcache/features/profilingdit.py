@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,76 +14,15 @@ from torch import Tensor
 from diffcache.features.base import When, check_int
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
+from diffcache.features.decreasing import Decreasing
 from diffcache.features.instead import Reuse
 from diffcache.features.profile import OVERLAP, Foreground, ProfileCollector
 from diffcache.features.tables import Tables
-from diffcache.features.when import Every, LastComputed, Table
+from diffcache.features.when import Every, Table
 from diffcache.step import Site, Step
 
 _NAME = re.compile(r"(.+)\.(\d+)(?:-(\d+))?")
 _HUNYUAN_STEPS = (6, 18, 26, 32, 38, 42, 46, 48)
-
-
-@dataclass(frozen=True)
-class Decreasing(When):
-    """Compute at an interval that shrinks over the run.
-
-    With `T_s = longest - (longest - shortest) * (s - warmup) / (S - warmup)` a step `s` behind the
-    warm-up is computed when `s mod T_s == 0` (ProfilingDiT, arXiv 2504.03140, section 3). The
-    paper does not say how `T_s` becomes a whole number: here it is rounded to the nearest one,
-    halves up. Where `T_s` changes, a gap can be longer than `T_s` by the paper's own rule.
-
-    Args:
-        longest: Interval behind the warm-up, in steps.
-        shortest: Interval that the end of the run comes near, in steps; at most `longest`.
-        warmup: First steps that are always computed; the first one is in any case.
-        total: Number of steps S of the run; None takes the run's own.
-
-    Raises:
-        ValueError: If a number is out of its range.
-    """
-
-    longest: int
-    shortest: int
-    warmup: int = 0
-    total: int | None = None
-
-    def __post_init__(self) -> None:
-        check_int("shortest", self.shortest, 1)
-        check_int("longest", self.longest, self.shortest, f" (shortest is {self.shortest})")
-        check_int("warmup", self.warmup, 0)
-        if self.total is not None:
-            check_int("total", self.total, 1)
-
-    def init(self) -> LastComputed:
-        """Return an empty run."""
-        return LastComputed()
-
-    def interval(self, index: int, total: int) -> int:
-        """Return the interval at a step of a run of `total` steps."""
-        span = max(total - self.warmup, 1)
-        exact = self.longest - (self.longest - self.shortest) * (index - self.warmup) / span
-        return max(math.floor(exact + 0.5), 1)
-
-    def should_compute(self, state: LastComputed, step: Step, probe: Tensor | None) -> bool:
-        """Return whether the step is warm-up or a multiple of its interval.
-
-        Raises:
-            ValueError: If the length of the run is not known.
-        """
-        total = step.total if self.total is None else self.total
-        if total is None:
-            raise ValueError(
-                "interval='decreasing': the number of steps is not known; wrap the pipeline, whose "
-                "scheduler says it, or set total=50"
-            )
-        if state.index is None or step.index < self.warmup:
-            return True
-        return step.index % self.interval(step.index, total) == 0
-
-    def computed(self, state: LastComputed, step: Step, probe: Tensor | None) -> None:
-        """Note that there is something to reuse."""
-        state.index = step.index
 
 
 @dataclass(frozen=True)
@@ -155,6 +94,10 @@ class ProfilingDiT(Calibrated):
     def __post_init__(self) -> None:
         if isinstance(self.background, str):
             object.__setattr__(self, "background", (self.background,))
+        if not isinstance(self.background, (tuple, list, type(None))):
+            raise ValueError(
+                f"background={self.background!r}: must be names such as 'blocks.2-9', or None"
+            )
         check_int("every", self.every, 1, " (1 turns the cache off)")
         check_int("warmup", self.warmup, 0)
         check_int("sampled", self.sampled, 1)
@@ -162,11 +105,18 @@ class ProfilingDiT(Calibrated):
             raise ValueError(f"interval={self.interval!r}: must be 'fixed' or 'decreasing'")
         if self.text not in (None, "first", "last"):
             raise ValueError(f"text={self.text!r}: must be 'first', 'last' or None")
-        if self.share is not None and not 0 <= self.share <= 1:
-            raise ValueError(f"share={self.share!r}: must be from 0 to 1")
+        _check_share(self.share)
+        if not (self.foreground is None or isinstance(self.foreground, Tensor)
+                or callable(self.foreground)):  # fmt: skip
+            raise ValueError(
+                f"foreground={self.foreground!r}: must be a bool tensor over the image tokens, a "
+                "function that returns one, or None to find it in the output"
+            )
+        if self.total is not None:
+            check_int("total", self.total, 1)
         if self.listed and self.total is None:
             raise ValueError("total=None: listed steps need the number of steps, such as total=50")
-        object.__setattr__(self, "listed", tuple((k, tuple(s)) for k, s in self.listed))
+        object.__setattr__(self, "listed", _pairs(self.listed))
         self.load_tables()
         when = self._when()
         if self.background is not None:
@@ -275,6 +225,31 @@ def merged(names: Iterable[str]) -> tuple[str, ...]:
         for first, last in zip(starts, ends, strict=True):
             ranges.append(f"{key}.{first}" if first == last else f"{key}.{first}-{last}")
     return tuple(ranges)
+
+
+def _check_share(share: Any) -> None:
+    number = isinstance(share, (int, float)) and not isinstance(share, bool)
+    if share is not None and not (number and 0 <= share <= 1):
+        raise ValueError(f"share={share!r}: must be a number from 0 to 1, or None for the median")
+
+
+def _pairs(listed: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return lists of blocks with their computed steps as tuples.
+
+    Raises:
+        ValueError: If they are none.
+    """
+    try:
+        pairs = listed.items() if isinstance(listed, Mapping) else listed
+        made = tuple((str(key), tuple(steps)) for key, steps in pairs)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"listed={listed!r}: must be pairs such as (('blocks', (7, 12, 20)),)"
+        ) from None
+    for _, steps in made:
+        for index in steps:
+            check_int("listed", index, 0)
+    return made
 
 
 def _parsed(name: str) -> tuple[str, int, int]:

@@ -131,6 +131,9 @@ class LayerCalibration(LayerWatcher):
             width = max(part.shape[1] for part in parts)
             empty = torch.zeros(ROWS, width, dtype=torch.float64)
             state[f"errors/{name}"] = torch.stack([p if p.shape[1] else empty for p in parts])
+        for name, (scale, zero) in self._grids.items():  # no layer is shown after the last run
+            state |= {f"scale/{name}": scale, f"zero/{name}": zero}
+        state |= {f"bias/{name}": b for name, b in self._biases.items() if b is not None}
         return state
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -145,6 +148,10 @@ class LayerCalibration(LayerWatcher):
                 self.errors[name] = [
                     AffineSums(part if bool(part[0].any()) else None) for part in tensor
                 ]
+            elif kind == "scale":
+                self._grids[name] = tensor.clone(), state[f"zero/{name}"].clone()
+            elif kind == "bias":
+                self._biases[name] = tensor.clone()
 
 
 def _any(patterns: tuple[str, ...], layer: str) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from diffcache.errors import TablesError
+from diffcache.errors import AttachError, TablesError
 from diffcache.features.base import check_int
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
@@ -46,11 +47,19 @@ _QWEN_2509 = (
 
 @dataclass(frozen=True)
 class Published:
-    """The published settings for one model: ratios of the velocity's norm, and two thresholds."""
+    """The published settings for one model: ratios of the velocity's norm, and two thresholds.
+
+    Attributes:
+        ratios: As printed, one for every step but the first.
+        threshold: Cosine similarity up to which a token is edited.
+        decay: Most decay through which steps are skipped.
+        denoiser: Class of the model's denoiser; empty where diffusers has none.
+    """
 
     ratios: str
     threshold: float
     decay: float
+    denoiser: str = ""
 
     @property
     def gamma(self) -> tuple[float, ...]:
@@ -59,11 +68,11 @@ class Published:
 
 
 MODELS = {
-    "flux-kontext": Published(_KONTEXT, 0.93, 0.04),
+    "flux-kontext": Published(_KONTEXT, 0.93, 0.04, "FluxTransformer2DModel"),
     "step1x-edit": Published(_STEP1X, 0.88, 0.02),
     "step1x-edit-v1p2": Published(_STEP1X_V1P2, 0.88, 0.02),
-    "qwen-image-edit": Published(_QWEN, 0.80, 0.03),
-    "qwen-image-edit-2509": Published(_QWEN_2509, 0.80, 0.03),
+    "qwen-image-edit": Published(_QWEN, 0.80, 0.03, "QwenImageTransformer2DModel"),
+    "qwen-image-edit-2509": Published(_QWEN_2509, 0.80, 0.03, "QwenImageTransformer2DModel"),
 }
 
 
@@ -145,6 +154,11 @@ class RegionE(Calibrated):
         _check_number("decay", self.decay)
         check_int("warmup", self.warmup, 1, " (the first step has no keys to attend to)")
         check_int("post", self.post, 0)
+        for name in ("morphology", "official"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
+        if not isinstance(self.refresh, (tuple, list)):
+            raise ValueError(f"refresh={self.refresh!r}: must be a tuple of steps such as (15,)")
         object.__setattr__(self, "refresh", tuple(self.refresh))
         self.load_tables()
         self.plan()
@@ -186,6 +200,17 @@ class RegionE(Calibrated):
             )
         return tuple(float(value) for value in gamma)
 
+    def check_model(self, facts: Mapping[str, Any]) -> None:
+        """Raise unless the ratios, fitted or published, are of this model.
+
+        Raises:
+            TablesError: If they were fitted to another model or scheduler.
+            AttachError: If they were published for another model.
+        """
+        super().check_model(facts)
+        if self.tables is None:
+            _check_published(self.model, facts.get("model"))
+
     def parts(self) -> Combine:
         """Return the planned skips, the decayed velocity, at the denoiser's output."""
         return Combine(Planned(self.steps), Decayed(), Site.MODEL)
@@ -197,6 +222,20 @@ class RegionE(Calibrated):
     def collector(self) -> Ratios:
         """Return what fits the ratios of another model or number of steps."""
         return Ratios(self.plan().threshold, self.warmup)
+
+
+def _check_published(model: str, denoiser: object) -> None:
+    """Raise AttachError if published settings of one model are asked for with another's denoiser.
+
+    A denoiser of a class that no published settings are for may be a model's own, and is served.
+    """
+    fitting = [repr(name) for name, entry in MODELS.items() if entry.denoiser == denoiser]
+    if fitting and MODELS[model].denoiser != denoiser:
+        raise AttachError(
+            f"model={model!r}: its published ratios are of another model than this {denoiser}; set "
+            f"model={' or '.join(fitting)}, or fit ratios: diffcache.calibrate(pipe, RegionE(...), "
+            "prompts=[...])"
+        )
 
 
 def _check_number(name: str, value: object) -> None:

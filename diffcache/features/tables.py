@@ -84,6 +84,10 @@ class Tables:
         """Return the path of the file as Python text, so that a method's `repr` is valid."""
         return repr(str(self.path)) if self.path else f"<Tables {self.digest}, not saved>"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how copies and pickles are made, which read-only views cannot be."""
+        return Tables, (dict(self._header), dict(self._tensors), self.path)
+
     def _plain(self) -> dict[str, Any]:
         return dict(self._header)
 
@@ -91,10 +95,14 @@ class Tables:
         """Write one safetensors file, header in its metadata; return the tables of that file."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
+        # not `.part`: that is what an interrupted calibration goes on from until this is written
+        new = path.with_name(path.name + ".tmp")
         metadata = {"format": FORMAT, "header": json.dumps(self._plain(), sort_keys=True)}
-        save_file(dict(self._tensors), part, metadata=metadata)
-        os.replace(part, path)
+        try:
+            save_file(dict(self._tensors), new, metadata=metadata)
+            os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
         return Tables(self._header, self._tensors, path)
 
     @classmethod

@@ -129,6 +129,11 @@ class TemporalTable(FeatureMethod):
             return Combine(Every(1), Reuse(), Site.MODEL)
         return self.method.parts()
 
+    @property
+    def total(self) -> int | None:
+        """Length in steps of the runs that the method that goes with it is made for."""
+        return None if self.method is None else self.method.total
+
     def abilities(self) -> tuple[Ability, ...]:
         """Return the inner method's abilities and the tables, which see what those changed."""
         tables = TimeTables(self.entries, self.bits, self.scale, self.keep, self.by)

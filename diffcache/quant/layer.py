@@ -58,7 +58,9 @@ class QuantizedLayer(nn.Module, ABC):
                 f"{name}: the plan is made for {len(plan.weight_scale)} output channels, the layer "
                 f"has {weight.shape[0]}"
             )
-        self.__dict__["dense"] = dense  # no child: it is not moved, counted or shown
+        self.__dict__["dense"] = dense  # no child: it has no name of its own
+        # the same: what is done to the model's parameters is done to those that are put back
+        self.__dict__["_parameters"] = dense._parameters
         self.name, self.bits, self._now = name, bits, now
         self.input_scale: list[float] = plan.input_scale.tolist()
         self.input_zero: list[int] = plan.input_zero.tolist()
@@ -195,10 +197,11 @@ class QuantizedLayer(nn.Module, ABC):
         """Return the bytes of codes and settings."""
         return sum(buffer.nbytes for buffer in self.buffers())
 
-    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        self.dense._apply(fn, recurse)  # so that it fits the model when it is put back
-        moved: nn.Module = super()._apply(fn, recurse)
-        return moved
+    def train(self, mode: bool = True) -> QuantizedLayer:
+        """Set the mode of the dense layer as well, which is put back as it is left."""
+        self.dense.train(mode)
+        super().train(mode)
+        return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self.dense._save_to_state_dict(destination, prefix, keep_vars)

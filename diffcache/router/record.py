@@ -17,6 +17,9 @@ from diffcache import api
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.anchor import owner_of
 from diffcache.errors import AttachError
+from diffcache.features.combine import Combine
+from diffcache.features.when import Every
+from diffcache.step import Site
 from diffcache.watching import call_pipeline
 
 
@@ -127,7 +130,7 @@ def denoiser_of(pipe: Any) -> tuple[nn.Module, Anatomy]:
     """Return the denoiser of a pipeline that has one, uncached.
 
     Raises:
-        AttachError: If it is no pipeline, has several denoisers, or is wrapped.
+        AttachError: If it is no pipeline, has several denoisers, or is wrapped or compiled.
     """
     if isinstance(pipe, nn.Module) or not hasattr(pipe, "scheduler"):
         raise AttachError(f"{type(pipe).__name__}: a router is trained on a pipeline, not a model")
@@ -141,6 +144,7 @@ def denoiser_of(pipe: Any) -> tuple[nn.Module, Anatomy]:
     model: nn.Module = getattr(pipe, name)
     if owner_of(model) is not None:
         raise AttachError(f"{type(pipe).__name__} is wrapped; unwrap it before training a router")
+    api.check_free(pipe, {name: model}, Combine(Every(1), site=Site.MODULE))
     return model, anatomy
 
 

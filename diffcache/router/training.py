@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from diffcache.attach.facts import facts_of
 from diffcache.errors import TablesError
 from diffcache.features.harmonica import HarmoniCa
+from diffcache.features.resume import read_state, write_state
 from diffcache.features.tables import Tables
 from diffcache.router.mixing import Mixer, frozen, image_errors, step_loss
 from diffcache.router.record import denoiser_of
@@ -60,14 +57,18 @@ def train(pipe: Any, method: HarmoniCa, plan: Plan) -> HarmoniCa:
 
     Raises:
         AttachError: If the pipeline's loop cannot be replayed.
-        TablesError: If `<out>.part` holds the state of another training.
+        TablesError: If `<out>.part` is damaged, holds the state of another training, or of one
+            that is longer.
+        ValueError: If a run has one step, which is always computed.
     """
     call = dict(plan.call)
     if plan.steps is not None:
         call["num_inference_steps"] = plan.steps
+    _check_steps(call.get("num_inference_steps"))
     model, _ = denoiser_of(pipe)
     with frozen(model):
         replay = Replay(pipe, call, _drawn(plan, _generator(plan.seed, 0)))
+        _check_steps(replay.total)
         trainer = _Trainer(replay, method, plan)
         try:
             trainer.run()
@@ -75,7 +76,9 @@ def train(pipe: Any, method: HarmoniCa, plan: Plan) -> HarmoniCa:
             trainer.mixer.remove()
     tables = Tables(trainer.header(), trainer.tables())
     if plan.out is not None:
-        tables = tables.save(plan.out)  # over the state, which has the same name until it is whole
+        tables = tables.save(plan.out)
+        if trainer.path is not None:
+            trainer.path.unlink(missing_ok=True)
     return dataclasses.replace(method, tables=tables)
 
 
@@ -131,6 +134,7 @@ class _Trainer:
         self.beta = method.beta * (of / len(self.sites) if of else 1.0)
         out = plan.out
         self.path = None if out is None else out.with_name(out.name + ".part")
+        self.about = self._about()  # now: runs move the state of a generator in the call
 
     def logits(self) -> Tensor:
         """Return the router, `[T, sites]`, detached."""
@@ -198,18 +202,16 @@ class _Trainer:
         facts = facts_of(self.replay.model, self.replay.pipe.scheduler)
         replay, plan = self.replay, self.plan
         return header_of(self.method, facts, plan, steps=replay.total, shape=replay.shape,
-                         sites=self.sites, seed=plan.seed, batch_size=plan.batch_size)  # fmt: skip
+                         guidance=plan.guidance(replay.pipe), sites=self.sites, seed=plan.seed,
+                         batch_size=plan.batch_size)  # fmt: skip
 
     def _about(self) -> dict[str, Any]:
         """Return what must be alike for a training to go on, as plain data."""
-        plan = self.plan
-        prompts = hashlib.sha256(_json(list(plan.prompts)).encode()).hexdigest()[:16]
         about = {
             **{f.name: getattr(self.method, f.name) for f in dataclasses.fields(self.method)
                if f.name not in NOT_TRAINING},
             **facts_of(self.replay.model, self.replay.pipe.scheduler),
-            "prompts": prompts, "steps": self.replay.total, "batch_size": plan.batch_size,
-            "seed": plan.seed, "call": dict(plan.call),
+            **self.plan.about(), "steps": self.replay.total,
         }  # fmt: skip
         plain: dict[str, Any] = json.loads(_json(about))
         return plain
@@ -223,24 +225,21 @@ class _Trainer:
             "first_moments": torch.stack([state["exp_avg"] for state in states]),
             "second_moments": torch.stack([state["exp_avg_sq"] for state in states]),
         }  # fmt: skip
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(path.name + ".new")
-        metadata = {"format": FORMAT, "about": _json(self._about())}
-        save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, new, metadata)
-        os.replace(new, path)
+        write_state(path, tensors, {"format": FORMAT, "about": _json(self.about)})
 
     def _load(self, path: Path) -> None:
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise TablesError(f"{path}: not the state of a training ({error})") from error
-        mine, theirs = self._about(), json.loads(metadata.get("about", "{}"))
+        held, metadata = read_state(path, "about", "format")
+        mine, theirs = self.about, dict(json.loads(metadata["about"]))
         odd = [f"{k}: {theirs.get(k)!r}, now {v!r}" for k, v in mine.items() if theirs.get(k) != v]
-        if metadata.get("format") != FORMAT or odd:
+        if metadata["format"] != FORMAT or odd:
             raise TablesError(
                 f"{path} is of another training ({'; '.join(odd)}); delete it, or pass resume=False"
+            )
+        epochs = self.method.epochs
+        if len(held["curve"]) > epochs:
+            raise TablesError(
+                f"epochs={epochs}: {path} holds {len(held['curve'])} already; give at least as "
+                "many, delete it, or pass resume=False"
             )
         self.weights, self.curve = held["weights"], held["curve"].tolist()
         with torch.no_grad():
@@ -251,6 +250,15 @@ class _Trainer:
                     "exp_avg": held["first_moments"][number].to(row),
                     "exp_avg_sq": held["second_moments"][number].to(row),
                 }
+
+
+def _check_steps(steps: Any) -> None:
+    """Raise ValueError for a run with nothing to decide."""
+    if steps is not None and steps < 2:
+        raise ValueError(
+            f"steps={steps}: HarmoniCa always computes the first step, so that nothing is left to "
+            "train; use at least 2"
+        )
 
 
 def _generator(seed: int, number: int) -> torch.Generator:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +19,8 @@ from diffcache.api import denoisers_of, report, wrapped
 from diffcache.attach.flops import counted
 from diffcache.errors import CacheWarning, TablesError
 from diffcache.features.base import FeatureMethod
+from diffcache.features.resume import digest
+from diffcache.features.tables import Tables
 from diffcache.watching import call_pipeline
 
 CAP = 100.0  # dB, of two outputs that are equal
@@ -70,40 +72,42 @@ class Bench:
         self._flops: dict[str, float | None] = {}
         self._known: dict[str, Trial] = {}
 
-    def open_log(self, about: str) -> None:
+    def open_log(self, about: Any) -> None:
         """Read the trials of an interrupted search, or start a new file.
+
+        A file that was cut off keeps its whole lines; without its first it is started anew.
+
+        Args:
+            about: What two searches must have alike to be one, for `content`.
 
         Raises:
             TablesError: If the file is of another search.
         """
         if self.log is None:
             return
-        mark = hashlib.sha256(about.encode()).hexdigest()[:16]
-        if not self.log.exists():
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            self.log.write_text(json.dumps({"search": mark}) + "\n", encoding="utf-8")
-            return
-        first, *rows = self.log.read_text(encoding="utf-8").splitlines()
-        if json.loads(first).get("search") != mark:
-            raise TablesError(
-                f"{self.log} is of another search (other prompts, steps, goal or model); delete it"
-            )
-        for row in rows:
-            try:
-                data = json.loads(row)
-            except json.JSONDecodeError:
-                continue  # the line that was being written
-            key = data.pop("key")
-            self._known[key] = Trial(**data)
+        first, rows = {"search": digest(about)}, []
+        if self.log.exists():
+            mine, *rows = _records(self.log) or [first]
+            if mine.get("search") != first["search"]:
+                raise TablesError(
+                    f"{self.log} is of another search (other prompts, steps, seed, batch size, "
+                    "goal or model); delete it, or pass resume=False"
+                )
+        self._known = {row["key"]: Trial(**row["trial"]) for row in rows}
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        new = self.log.with_name(self.log.name + ".new")
+        new.write_text("".join(json.dumps(row) + "\n" for row in (first, *rows)), "utf-8")
+        os.replace(new, self.log)
 
     def measure(self, method: FeatureMethod, batches: Sequence[int]) -> Trial:
         """Return what a method does on some of the batches."""
-        key = hashlib.sha256(repr((method, tuple(batches))).encode()).hexdigest()[:16]
+        key = digest([method, [tables.digest for tables in _tables_in(method)], batches])
         if key not in self._known:
             self._known[key] = self._measure(method, batches)
             if self.log is not None:
                 with self.log.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"key": key, **asdict(self._known[key])}) + "\n")
+                    row = {"key": key, "trial": asdict(self._known[key])}
+                    file.write(json.dumps(row) + "\n")
         return self._known[key]
 
     def _measure(self, method: FeatureMethod, batches: Sequence[int]) -> Trial:
@@ -162,7 +166,8 @@ class Bench:
                 name: counted(found[name], args, kwargs)[1] for name, (args, kwargs) in seen.items()
             }
         timesteps = getattr(getattr(self.pipe, "scheduler", None), "timesteps", None)
-        self.total = 0 if timesteps is None else len(timesteps)
+        first = getattr(self.pipe.scheduler, "begin_index", None) if timesteps is not None else 0
+        self.total = 0 if timesteps is None else len(timesteps) - (first or 0)
 
     def _cost(self) -> float:
         """Return what the last run cost, as a share of the uncached run."""
@@ -171,6 +176,26 @@ class Bench:
             return done.computed / max(done.computed + done.skipped, 1)
         full = sum(self._flops.get(call.denoiser) or 0.0 for call in done.steps)
         return 1 - done.flops_saved / full if full else 1.0
+
+
+def _records(log: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a log, up to the first that is cut off."""
+    found: list[dict[str, Any]] = []
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            found.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            break
+    return found
+
+
+def _tables_in(part: Any) -> Iterator[Tables]:
+    """Yield the tables of a method and of what it is made of; its `repr` may name but a file."""
+    if isinstance(part, Tables):
+        yield part
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from _tables_in(getattr(part, field.name))
 
 
 def psnr(output: Tensor, reference: Tensor) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from diffcache.api import denoisers_of
+from diffcache.api import check_free, denoisers_of
 from diffcache.attach.facts import facts_of
 from diffcache.calibration import BATCH_SIZE, Plan, calibrate, header_of
 from diffcache.errors import AttachError
@@ -20,7 +19,7 @@ from diffcache.features.instead import Reuse
 from diffcache.features.plain import to_plain
 from diffcache.features.tables import Tables
 from diffcache.features.tuned import Tuned
-from diffcache.features.when import Listed
+from diffcache.features.when import Every, Listed
 from diffcache.step import Site
 from diffcache.tuning import space
 from diffcache.tuning.search import Goal, Search, front_of
@@ -63,7 +62,8 @@ def tune(
         its name on command lines.
 
     Raises:
-        AttachError: If nothing that was tried meets the goal, or nothing fits the pipeline.
+        AttachError: If the pipeline is wrapped, nothing that was tried meets the goal, or nothing
+            fits the pipeline.
         TablesError: If `<out>.trials` is of another search.
         ValueError: If there are too few prompts, or a setting is out of its range.
 
@@ -79,6 +79,8 @@ def tune(
             f"{len(plan.prompts)} prompts in batches of {plan.batch_size}: at least two batches "
             "are needed, to search and to validate on; give more prompts or batch_size=1"
         )
+    denoisers = denoisers_of(pipe)
+    check_free(pipe, denoisers, Combine(Every(1), site=Site.MODEL))
     call = dict(plan.call)
     if plan.steps is not None:
         call["num_inference_steps"] = plan.steps
@@ -86,10 +88,11 @@ def tune(
     bench = Bench(pipe, batches, plan.seed, call, log)
     if log is not None and not plan.resume:
         log.unlink(missing_ok=True)
-    facts = facts_of(next(iter(denoisers_of(pipe).values())), getattr(pipe, "scheduler", None))
-    bench.open_log(
-        json.dumps([asdict(goal), list(map(repr, batches)), repr(call), facts], default=repr)
-    )
+    model = next(iter(denoisers.values()))
+    facts = facts_of(model, getattr(pipe, "scheduler", None))
+    facts["guidance"] = plan.guidance(pipe)
+    weights = sorted({f"{p.device.type} {p.dtype}" for p in model.parameters()})
+    bench.open_log([asdict(goal), plan.about(), facts, weights])
     half = (len(batches) + 1) // 2
     bench.reference(0)
     chosen = _methods(pipe, methods, goal, bench, replace(plan, prompts=[*chain(*batches[:half])]))
@@ -192,7 +195,8 @@ def _tuned(
     ]
     more = {"choice": choice, "front": front, "goal": asdict(search.goal), "tried": search.used,
             "steps": search.bench.total, "chosen": repr(method),
-            "validation": asdict(validated[repr(method)])}  # fmt: skip
+            "validation": asdict(validated[repr(method)]), "seed": plan.seed,
+            "batch_size": plan.batch_size}  # fmt: skip
     tables = Tables(header_of(Tuned(), facts, plan, **more), tensors)  # type: ignore[arg-type]
     if plan.out is not None:
         tables = tables.save(plan.out)

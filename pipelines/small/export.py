@@ -37,12 +37,15 @@ def versions() -> dict[str, str]:
     }
 
 
-def save_pipeline(pipe: DiffusionPipeline, directory: Path) -> int:
+def save_pipeline(
+    pipe: DiffusionPipeline, directory: Path, call: Mapping[str, Any] | None = None
+) -> int:
     """Save a pipeline in bfloat16; files are replaced one by one, each whole.
 
     Args:
         pipe: with trained weights, which are converted in place.
         directory: where `from_pretrained` will look; what else it holds stays.
+        call: arguments that every call needs; the command line reads them from `diffcache.json`.
 
     Returns:
         The size of the directory in bytes.
@@ -61,6 +64,8 @@ def save_pipeline(pipe: DiffusionPipeline, directory: Path) -> int:
         file.chmod(0o644)
         file.replace(target)
     shutil.rmtree(part)
+    if call is not None:
+        write_json(directory / "diffcache.json", {"call": dict(call)})
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 

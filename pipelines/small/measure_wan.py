@@ -60,7 +60,7 @@ def export(out: Path, directory: Path = DIRECTORY, *, shift: float = SHIFT) -> i
     Returns:
         The size of the directory in bytes.
     """
-    return save_pipeline(assemble(out, shift), directory)
+    return save_pipeline(assemble(out, shift), directory, CALL)
 
 
 def record(out: Path, *, seed: int, minutes: float, path: Path = RECORD) -> dict[str, Any]:

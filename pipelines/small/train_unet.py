@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen.out.mkdir(parents=True, exist_ok=True)
         fit(chosen.out, Plan(chosen.seed, chosen.minutes, chosen.resume, chosen.compile))
     if "export" in chosen.stages:
-        size = save_pipeline(assemble(chosen.out), DIRECTORY)
+        size = save_pipeline(assemble(chosen.out), DIRECTORY, CALL)
         command = f"python -m {MODULE} --seed {chosen.seed} --minutes {chosen.minutes:g}"
         done = record(chosen.out, COURSE.name, command, BENCH / "shapes-unet-training.json")
         print(f"exported {size / 1e6:.2f} MB after {done['steps']} steps")

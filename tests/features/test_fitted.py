@@ -134,3 +134,11 @@ def test_a_file_cannot_name_any_class():
             from_plain({"class": name, "fields": {}}, {})
     with pytest.raises(ValueError, match="cannot be written to a file"):
         to_plain(object(), {})
+
+
+def test_runs_of_different_lengths_are_refused():
+    collector = FittedForecast().collector()
+    for total in (4, 4):
+        collector.begin(RunInfo(0, 0, torch.arange(total), None, total))
+    with pytest.raises(ValueError, match="a run of 5 steps after one of 4: calibrate with"):
+        collector.begin(RunInfo(0, 0, torch.arange(5), None, 5))

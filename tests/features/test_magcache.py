@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 
+import diffcache
 from diffcache.errors import TablesError, UncalibratedError
 from diffcache.features.collect import RunInfo
 from diffcache.features.magcache import MagCache, Ratios, ratio_at
 from diffcache.features.tables import Tables
+from diffcache.features.temporal_table import TemporalTable
 from diffcache.step import Step
 
 RATIOS = tuple(1 - 0.002 * i - (0.03 * (i - 20) if i > 20 else 0) for i in range(28))
@@ -146,6 +148,26 @@ def test_tables_of_a_calibration_serve_any_length():
     assert len(computed_steps(method, 40)) < 40
 
 
+def test_a_wrapped_pipeline_runs_at_other_lengths_than_the_calibration():
+    from diffcache.attach.facts import facts_of
+    from diffcache.pipelines.zoo.pipes import pipes
+
+    case = pipes()["FluxPipeline"]
+    pipe = case.build(0)
+    header = {"method": "magcache", "steps": 28, **facts_of(pipe.transformer, pipe.scheduler)}
+    tables = Tables(header, {"ratios": torch.tensor(RATIOS, dtype=torch.float64)})
+    method = MagCache(threshold=0.06, tables=tables)
+    assert method.total is None
+    for carried in (method, TemporalTable(method)):
+        for total in (7, 12):
+            with diffcache.wrapped(pipe, carried), torch.no_grad():
+                case.run(pipe, 0, total)
+                calls = diffcache.report(pipe).steps
+            wanted = computed_steps(MagCache(0.06, ratios=RATIOS), total)
+            assert [call.index for call in calls if call.computed] == wanted
+            assert 1 < len(wanted) < total
+
+
 def test_bad_settings_and_foreign_tables_are_refused():
     with pytest.raises(UncalibratedError, match=r"diffcache.calibrate\(pipe, MagCache"):
         MagCache().parts()
@@ -157,6 +179,7 @@ def test_bad_settings_and_foreign_tables_are_refused():
         ({"retention": 1.5}, "retention=1.5: must be a number from 0 to 1"),
         ({"ratios": (1.0, -0.5)}, "ratios=.*must be positive finite numbers"),
         ({"ratios": (1.0, math.nan)}, "must be positive finite numbers"),
+        ({"ratios": "ten"}, "ratios='ten': must be positive finite numbers"),
         ({"ratios": ()}, "must be positive finite numbers"),
         ({"ratios": (1.0,), "tables": Tables({"method": "magcache"}, {})}, "give one of them"),
     ]:

@@ -72,3 +72,23 @@ def test_stages_of_layers() -> None:
     patterns.enter("done", 2)
     with pytest.raises(ValueError, match="exempt fewer"):
         patterns.plan()
+
+
+@pytest.mark.parametrize("official", [False, True])
+def test_the_plan_is_the_same_from_the_sums_alone(official: bool) -> None:
+    made = layers(official)
+    made.layer("without", torch.randn(2, 4), None)
+    for step in range(2):
+        made.compare("l", step, torch.randn(8, 3), torch.randn(8, 3))
+    again = LayerCalibration("w8a8", (), ("*",), official)  # shown no layer
+    again.load(made.state())
+    assert again.state().keys() == made.state().keys()
+    tensors = []
+    for one in (made, again):
+        one.enter("done", 2)
+        plan = one.plan()
+        assert plan is not None
+        tensors.append(plan.tensors())
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, tensor in tensors[0].items():
+        assert torch.equal(tensor, tensors[1][name]), name

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffcache.errors import TablesError
+from diffcache.errors import AttachError, TablesError
 from diffcache.features.collect import RunInfo
 from diffcache.features.region_mask import (
     edited_tokens,
@@ -131,6 +131,9 @@ def test_stages_scale_with_the_number_of_steps(steps: int) -> None:
         ({"refresh": (6,)}, r"refresh=\(6,\): must be from 7 to 24"),
         ({"refresh": (25,)}, r"refresh=\(25,\): must be from 7 to 24"),
         ({"refresh": (15, 16)}, "no two may be neighbours"),
+        ({"refresh": 15}, r"refresh=15: must be a tuple of steps such as \(15,\)"),
+        ({"morphology": "no"}, "morphology='no': must be True or False"),
+        ({"official": 1}, "official=1: must be True or False"),
         ({"refresh": (1.5,)}, "refresh=1.5: must be a whole number"),
         ({"warmup": 20, "post": 8, "refresh": ()}, "leave no step"),
     ],
@@ -143,6 +146,24 @@ def test_bad_settings_are_refused(settings: dict, message: str) -> None:
 def test_the_first_and_last_places_of_a_refresh_are_allowed() -> None:
     assert RegionE(refresh=(7, 24)).plan().refresh == (7, 24)
     assert RegionE(refresh=()).plan().regions == frozenset(range(6, 26))
+
+
+@pytest.mark.parametrize(
+    ("model", "denoiser", "named"),
+    [
+        ("flux-kontext", "QwenImageTransformer2DModel", "'qwen-image-edit'"),
+        ("step1x-edit", "QwenImageTransformer2DModel", "'qwen-image-edit-2509'"),
+        ("step1x-edit", "FluxTransformer2DModel", "model='flux-kontext',"),
+        ("qwen-image-edit-2509", "FluxTransformer2DModel", "model='flux-kontext',"),
+    ],
+)
+def test_published_ratios_of_another_model_are_refused(model, denoiser, named) -> None:
+    with pytest.raises(AttachError, match=f"model='{model}': .* {denoiser}; set .*{named}"):
+        RegionE(model).check_model({"model": denoiser})
+    RegionE(model).check_model({"model": "OwnTransformer2DModel"})
+    about = {"method": "regione", "steps": 28, "model": denoiser}
+    ratios = Tables(about, {"gamma": torch.ones(27)})
+    RegionE(model, tables=ratios).check_model({"model": denoiser})  # fitted to it, whatever it is
 
 
 def test_foreign_and_broken_tables_are_refused(tmp_path) -> None:

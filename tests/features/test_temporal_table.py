@@ -766,3 +766,10 @@ def test_it_passes_on_what_the_inner_method_is_made_of():
     with pytest.raises(TablesError, match="measured with model=None"):
         diffcache.wrap(toy(), TemporalTable(foreign))
     assert eval(repr(method)) == method and hash(method) == hash(TemporalTable(inner, entries=7))
+
+
+def test_the_length_of_runs_is_that_of_the_method_inside() -> None:
+    tables = Tables({"method": "bac", "steps": 9, "metric": "cosine", "sites": ["a.ff"]},
+                    {"pairs.a.ff": torch.ones(9, 9), "shift.a.ff": torch.zeros(9, 9)})  # fmt: skip
+    assert TemporalTable(diffcache.BAC(count=2, union=1, tables=tables)).total == 9
+    assert TemporalTable().total is TemporalTable(TaylorSeer()).total is None
