@@ -52,6 +52,7 @@ class HarmoniCa(Calibrated):
         proxy: Training: which image error weighs a step's loss. `paper`: that of the router at
             this step alone, a squared norm, so that `beta` is larger by the values of a sample;
             `official`: what switching it on adds, steps before it being on, a mean square.
+            `typical` (ours): as `paper`, with geometric means over the samples of a batch.
         refresh: Training: iterations (epochs times steps) between measurements of that error.
         relative: Training: weigh the squared error of a step by the image error it causes per
             unit, both measured together, not by the image error itself, so that the losses add up
@@ -88,7 +89,7 @@ class HarmoniCa(Calibrated):
     rate: float = 0.01
     beta: float = 7e-8
     beta_sites: int | None = None
-    proxy: Literal["paper", "official"] = "official"
+    proxy: Literal["paper", "official", "typical"] = "official"
     refresh: int = 500
     relative: bool = False
 
@@ -106,8 +107,8 @@ class HarmoniCa(Calibrated):
                 or not 0 <= value < inf
             ):
                 raise ValueError(f"{name}={value!r}: must be a finite number of at least 0")
-        if self.proxy not in ("paper", "official"):
-            raise ValueError(f"proxy={self.proxy!r}: must be 'paper' or 'official'")
+        if self.proxy not in ("paper", "official", "typical"):
+            raise ValueError(f"proxy={self.proxy!r}: must be 'paper', 'official' or 'typical'")
         if not isinstance(self.relative, bool):
             raise ValueError(f"relative={self.relative!r}: must be True or False")
         self.load_tables()

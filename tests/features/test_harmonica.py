@@ -146,7 +146,7 @@ def test_without_a_router_the_error_says_how_to_get_one(pipe):
         ({"rate": -1.0}, "rate=-1.0"),
         ({"beta": float("inf")}, "beta=inf"),
         ({"beta_sites": 0}, "beta_sites=0"),
-        ({"proxy": "code"}, "proxy='code': must be 'paper' or 'official'"),
+        ({"proxy": "code"}, "proxy='code': must be 'paper', 'official' or 'typical'"),
         ({"refresh": 0}, "refresh=0"),
     ],
 )
