@@ -67,10 +67,12 @@ def kept_latents(path: Path, autoencoder: AutoencoderKL, pictures: Tensor) -> Te
     return latents
 
 
-def draw_timesteps(count: int, generator: torch.Generator, even: float = 0.5) -> Tensor:
-    """Draw timesteps 0 to 999, int64 [B]: a share of them uniform, the rest normal about 350."""
+def draw_timesteps(
+    count: int, generator: torch.Generator, even: float = 0.5, middle: float = 350
+) -> Tensor:
+    """Draw timesteps 0 to 999, int64 [B]: a share of them uniform, the rest normal about one."""
     uniform = torch.rand(count, generator=generator) * 1000
-    peaked = 350 + 180 * torch.randn(count, generator=generator)
+    peaked = middle + 180 * torch.randn(count, generator=generator)
     drawn = torch.where(torch.arange(count) < even * count, uniform, peaked)
     return drawn.clamp(0, 999).long()
 

@@ -43,6 +43,7 @@ COURSE = Course("unet", examples=24_000, batch=16, decay=0.998, factors={"text_e
 PROMPT_DROPOUT = 0.1
 SINGLES_FIRST = 0.15
 EVEN_FIRST = 0.5
+PLACES_UNTIL = 0.85
 STAGES = ("train", "export", "measure")
 BENCH = DIRECTORY.parents[1] / "bench"
 MODULE = "diffcache.pipelines.small.train_unet"
@@ -65,9 +66,12 @@ class Step(nn.Module):
     ) -> Tensor:
         """Return the error of the velocity, for latents [B, 4, 16, 16] and their prompts.
 
-        Timesteps are uniform at first, where many of them leave only the prompt to go by.
+        Timesteps are uniform at first, where many of them leave only the prompt to go by; then half
+        of them are where the places of objects are decided, and at last where their outlines are.
         """
-        times = draw_timesteps(len(latents), generator, 1.0 if progress < EVEN_FIRST else 0.5)
+        even = 1.0 if progress < EVEN_FIRST else 0.5
+        middle = 620 if progress < PLACES_UNTIL else 350
+        times = draw_timesteps(len(latents), generator, even, middle)
         noise = torch.randn(latents.shape, generator=generator)
         signal = self.signal[times]
         length = self.tokenizer.model_max_length
