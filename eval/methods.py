@@ -9,6 +9,9 @@ from diffcache.catalog import make_method
 from diffcache.errors import UnknownMethodError
 from diffcache.eval.diffusers_caches import PREFIX, DiffusersCache
 from diffcache.features.base import FeatureMethod
+from diffcache.features.combine import Combine
+from diffcache.features.instead import Reuse
+from diffcache.features.when import Listed
 
 _OPEN, _CLOSE, _QUOTES = "([{", ")]}", "'\""
 
@@ -39,19 +42,45 @@ def parse_row(text: str) -> FeatureMethod | DiffusersCache:
     """Return what a row of an evaluation stands for: a method, or a cache of diffusers.
 
     Args:
-        text: As `parse_method` takes it, or `diffusers/name:key=value,key=value`.
+        text: As `parse_method` takes it, or `diffusers/name:key=value,key=value`, or
+            `even:computed=13,steps=20`.
 
     Raises:
         UnknownMethodError: If there is no such name.
         ValueError: As `parse_method`.
     """
-    if not text.strip().startswith(PREFIX):
-        return parse_method(text)
-    return DiffusersCache(*_parsed(text))
+    name, settings = _parsed(text)
+    if name == EVEN:
+        return even(**settings)
+    return DiffusersCache(name, settings) if name.startswith(PREFIX) else parse_method(text)
+
+
+EVEN = "even"
+
+
+def even(computed: int, steps: int, site: str = "stack") -> Combine:
+    """Return reuse between steps at even distances, whatever their number.
+
+    `Interval` computes one step in a whole number; this stands beside a method that computes any
+    share of a run.
+
+    Args:
+        computed: Steps to compute, the first among them.
+        steps: Of the run.
+        site: Where features are taken.
+
+    Raises:
+        ValueError: If there are not so many steps.
+    """
+    if not 1 <= computed <= steps:
+        raise ValueError(f"computed={computed}: must be 1 to steps={steps}")
+    return Combine(Listed([i * steps // computed for i in range(computed)], steps), Reuse(), site)
 
 
 def make_row(name: str, **settings: Any) -> FeatureMethod | DiffusersCache:
-    """Return a method of the catalogue, or a cache of diffusers, by name."""
+    """Return a method of the catalogue, a cache of diffusers, or `even`, by name."""
+    if name == EVEN:
+        return even(**settings)
     is_theirs = name.startswith(PREFIX)
     return DiffusersCache(name, settings) if is_theirs else make_method(name, **settings)
 

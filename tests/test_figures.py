@@ -8,6 +8,8 @@ import torch
 
 from diffcache.eval import figures
 from diffcache.eval.record import FOLDER
+from diffcache.eval.runs.measure import evaluate
+from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.sweep import read_sweep, read_values
 
 ROOT = Path(__file__).parents[1]
@@ -74,3 +76,14 @@ def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         figures.main(["shapes-none"])
     assert "no sweep of 'shapes-none'" in capsys.readouterr().err
+
+
+def test_methods_made_for_a_number_of_steps_can_be_timed(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    sweep, file = tmp_path / "sweep.toml", tmp_path / "magcache.safetensors"
+    text = SWEEP.format(file).replace("rounds = 0", "rounds = 1\nsite_errors = false")
+    sweep.write_text(text.replace("magcache", "teacache"))
+    figures.calibrate(sweep, samples=2)
+    (plan,) = read_sweep(sweep, tmp_path / "runs")
+    record = evaluate(plan, Progress(quiet=True))
+    assert set(plan.methods) <= set(record["timing"]["rows"])

@@ -4,7 +4,7 @@ import pytest
 
 from diffcache import FirstBlock, TaylorSeer
 from diffcache.errors import UnknownMethodError
-from diffcache.eval.methods import parse_method
+from diffcache.eval.methods import parse_method, parse_row
 
 
 def test_methods_from_one_word():
@@ -37,3 +37,11 @@ def test_methods_that_cannot_be_read(text, message):
 def test_an_unknown_method_is_named():
     with pytest.raises(UnknownMethodError, match="'taylorser:every=4': .*did you mean"):
         parse_method("taylorser:every=4")
+
+
+def test_even_steps_stand_beside_methods() -> None:
+    found = parse_row("even:computed=13,steps=20,site=module")
+    assert found.when.steps == tuple(i * 20 // 13 for i in range(13)) and found.when.total == 20
+    assert len(set(found.when.steps)) == 13 and found.site.value == "module"
+    with pytest.raises(ValueError, match="computed=21: must be 1 to steps=20"):
+        parse_row("even:computed=21,steps=20")

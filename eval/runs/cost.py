@@ -89,12 +89,19 @@ class _Turns:
             self.joules.stop()
 
     def prepare(self) -> None:
-        """Draw two steps untimed, and start to measure."""
-        short = Case(self.case.name, self.case.kind, min(2, self.case.steps), self.case.method)
+        """Draw two steps untimed, or all where a method is made for their number; then measure."""
+        steps = self.case.steps if self._is_bound() else min(2, self.case.steps)
+        short = Case(self.case.name, self.case.kind, steps, self.case.method)
         self.run.drawer.draw(short, self.run.batches[0], timed=True)
         self.clock.reset()
         self.setting.wait()
         self.joules.start()  # before the timed call: NVML takes milliseconds to start
+
+    def _is_bound(self) -> bool:
+        method = self.case.method
+        return isinstance(method, FeatureMethod) and (
+            method.total is not None or method.parts().when.total is not None
+        )
 
     def readings(self) -> Mapping[str, float | None]:
         """Return seconds within the denoiser, and joules where NVML gives them."""
