@@ -57,7 +57,7 @@ class TestShipped:
         pictures = draw_pictures(pipe, labels, steps=14, seed=5, call=CALL)
         assert pictures[0].size == (64, 64)
         shares = train_dit.marks(pictures, labels)
-        assert shares["right"] >= 0.15 and shares["colour"] >= 0.35
+        assert shares["right"] >= 0.25 and shares["colour"] >= 0.4
 
     def test_without_guidance_no_empty_class_is_asked_for(self, pipe):
         seen = []
