@@ -37,7 +37,8 @@ OUT = Path("runs")
 SAMPLES = 32
 COLUMNS = (
     "evaluations", "flops_ratio", "ratio", "psnr_db", "ssim", "lpips_lite", "temporal_error",
-    "prompt_accuracy", "prompt_accuracy_change", "fid_lite_change", "fvd_lite_change", "held_bytes",
+    "prompt_accuracy", "prompt_accuracy_change", "fid_lite_to_uncached", "fvd_lite_to_uncached",
+    "held_bytes",
 )  # fmt: skip
 HEAD = """# Figures
 
