@@ -131,9 +131,15 @@ def draw(model: str, folder: Path = FOLDER, out: Path = OUT) -> None:
         return
     record["command"] = f"python -m diffcache.eval.figures {model}"
     write_json(folder / f"{name}.json", record)
+    write_plot(record, folder / f"{name}.png")
+
+
+def write_plot(record: Record, file: Path) -> None:
+    """Draw PSNR, or the first metric there is, of all rows against what they saved."""
     plots, _ = draw_pareto(record)
+    plots.sort(key=lambda plot: plot.stem != "pareto-psnr_db")
     if plots:
-        write_file(folder / f"{name}.png", picture_of(plots[0]).png)
+        write_file(file, picture_of(plots[0]).png)
 
 
 def page(folder: Path = FOLDER) -> str:
