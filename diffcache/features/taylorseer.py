@@ -19,15 +19,17 @@ class TaylorSeer(FeatureMethod):
     Reference: From Reusing to Forecasting, arXiv 2503.06923, section 3.3, with the schedule and
     the difference rules of its official code: `warmup` steps are computed, then one in `every`;
     differences start one step before the warm-up ends and divide by the distance of the last two
-    computed steps. At the paper's site, `module`, each attention and feed-forward output is kept
-    before its gate, so that gates follow the current timestep; `site="stack"` keeps one residual
-    a stream and list, a small fraction of the memory and the fastest to skip.
+    computed steps. The default site is not the paper's: `stack` keeps one residual for each
+    stream of each list of blocks. The paper's site is `module`: each attention and feed-forward
+    output, kept before its gate, so that gates follow the current timestep. It holds `2 n + m`
+    times a token's width in a model of `n` double and `m` fused blocks (4.3 GB against 0.11 GB in
+    bfloat16 on FLUX.1-dev at 1024 x 1024) and skips less of the run.
 
     Args:
         every: Interval in steps; 1 turns the cache off. 4 to 6 at 50 steps in the paper.
         order: Highest order of differences, 0 (reuse) to 4; `order + 1` tensors a feature.
         warmup: First steps that are always computed, at least 1.
-        site: Where features are taken, a `Site` or its name.
+        site: Where features are taken, a `Site` or its name; `module` is the paper's.
         form: `taylor` is the paper's formula; `newton` interpolates through the computed steps,
             exact on polynomials of degree `order` at any spacing.
 
@@ -35,7 +37,7 @@ class TaylorSeer(FeatureMethod):
         ValueError: If a value is out of its range.
 
     Example:
-        >>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5, site="stack"))  # doctest: +SKIP
+        >>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5))  # doctest: +SKIP
     """
 
     name: ClassVar[str] = "taylorseer"
@@ -52,7 +54,7 @@ class TaylorSeer(FeatureMethod):
     every: int = 5
     order: int = 1
     warmup: int = 3
-    site: Site | str = Site.MODULE
+    site: Site | str = Site.STACK
     form: Literal["taylor", "newton"] = "taylor"
 
     def __post_init__(self) -> None:

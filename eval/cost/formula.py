@@ -21,7 +21,7 @@ from torch.utils.flop_counter import sdpa_flop_count
 from diffcache.attach.anatomy import anatomy_of
 from diffcache.errors import AttachError
 from diffcache.eval.cost.flops import counting
-from diffcache.eval.cost.inputs import Size, inputs_of
+from diffcache.attach.inputs import Size, inputs_of
 
 _COMPONENTS = ("transformer", "unet", "prior")
 

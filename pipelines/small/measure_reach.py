@@ -64,7 +64,7 @@ _BAC: tuple[dict[str, Any], ...] = (
 _METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("interval", {"every": 4}),
     ("interval", {"every": 4, "site": "module"}),
-    ("taylorseer", {"every": 4}),
+    ("taylorseer", {"every": 4, "site": "module"}),
     ("taylorseer", {"every": 4, "site": "stack"}),
     ("fitted-forecast", {"computed": 25}),
     ("cachequant", {"every": 4, "lead": 0, "tail": 0}),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffcache.eval.cost import flops, formula
-from diffcache.eval.cost.inputs import INPUTS, Size, inputs_of
+from diffcache.attach.inputs import INPUTS, Size, inputs_of
 from diffcache.pipelines.small import flux
 from diffcache.pipelines.zoo.catalog import cases
 

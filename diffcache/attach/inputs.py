@@ -1,4 +1,4 @@
-"""What denoisers of diffusers are called with at a given picture or film size, shapes only."""
+"""Make the inputs of diffusers' denoisers for an image or video of a given size, shapes only."""
 
 from __future__ import annotations
 

@@ -1,0 +1,131 @@
+"""Compute the bytes that a method will hold, before a run and without the model's weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from diffcache.attach.handle import Handle
+from diffcache.attach.inputs import INPUTS, Size, inputs_of
+from diffcache.errors import AttachError
+from diffcache.features.base import FeatureMethod
+from diffcache.step import Step
+
+_RECORDS = 8  # computed steps after which every forecast holds as many tensors as it ever will
+
+
+def expectation(handle: Handle) -> tuple[int, Size] | None:
+    """Return the bytes that a wrapped pipeline will hold in a branch at its default size.
+
+    Returns:
+        Bytes of all denoisers, and the size; None where either is not known.
+    """
+    target, total, size = handle.target(), 0, None
+    try:
+        for engine in handle.engines:
+            size = size_of(target, engine.model, {})
+            total += bytes_of(target, engine.model, handle.method, size)
+    except (ValueError, AttachError):
+        return None
+    return None if size is None else (total, size)
+
+
+def bytes_of(target: Any, model: nn.Module, method: FeatureMethod, size: Size) -> int:
+    """Return the bytes of a method's features in one branch of a denoiser.
+
+    A copy of the denoiser without weights, on torch's `meta` device, is called once with inputs
+    of the right shapes, so that the count is that of a real run.
+
+    Args:
+        target: The pipeline, or the denoiser itself.
+        model: The denoiser.
+        method: The method.
+        size: What a call makes.
+
+    Raises:
+        AttachError: If the denoiser cannot be cached with this method.
+        ValueError: If the method holds more than features, or the size does not fit.
+    """
+    cls: Any = type(model)
+    config: Mapping[str, Any] = model.config  # type: ignore[assignment]
+    inputs = inputs_of(cls.__name__, config, size, _compression(target))
+    if method.abilities():
+        raise ValueError(f"{method!r}: holds more than features, which only a run can tell")
+    with torch.device("meta"):
+        empty = cls.from_config(config).eval()
+    # Streams have the dtypes of the weights, some of which a model keeps in float32.
+    weights = {name: torch.empty_like(value, device="meta") for name, value in
+               model.state_dict().items()}  # fmt: skip
+    empty.load_state_dict(weights, strict=False, assign=True)
+    dtype = next(model.parameters()).dtype
+    floats = {
+        key: value.to(dtype) if getattr(value, "dtype", None) == torch.float32 else value
+        for key, value in inputs.items()
+    }
+    with Handle(empty, {"model": empty}, method) as handle, torch.no_grad():
+        handle.restart(None)
+        run = handle.run()
+        run.ticks = 1  # the scheduler tells the steps: a timestep without a value cannot
+        empty(**floats)
+        engine = handle.engines[0]
+        for branch in run.timelines[engine].branches:
+            for held in branch.features.values():
+                for state, (shape, kind, device) in zip(held.states, held.shapes, strict=True):
+                    for index in range(1, _RECORDS):
+                        fresh = torch.empty(shape, dtype=kind, device=device)
+                        engine.instead.record(state, Step(index), fresh)
+        return sum(tensor.nbytes for tensor in engine.tensors(run))
+
+
+def size_of(target: Any, model: nn.Module, given: Mapping[str, int | None]) -> Size:
+    """Return the size of a call: what was given, else the defaults of the pipeline's call.
+
+    Args:
+        target: The pipeline, or the denoiser itself.
+        model: The denoiser.
+        given: Fields of `Size`; None and those left out have the default.
+
+    Raises:
+        ValueError: If the inputs of the denoiser's class are not known, or it has no default size.
+    """
+    cls = type(model).__name__
+    known = INPUTS.get(cls)
+    if known is None:
+        raise ValueError(f"{cls}: its inputs are not known; known are {', '.join(INPUTS)}")
+    pipeline = not isinstance(target, nn.Module)
+    call = inspect.signature(type(target).__call__).parameters if pipeline else {}
+    rows = getattr(target, "default_sample_size", None) or model.config.get("sample_size")  # type: ignore[operator]
+    compression = _compression(target) or (known.spatial, known.temporal)
+    side = rows * compression[0] if isinstance(rows, int) else None
+    defaults = {
+        "height": _default(call, "height") or side,
+        "width": _default(call, "width") or side,
+        "frames": _default(call, "num_frames") or 1,
+        "text_tokens": _default(call, "max_sequence_length") or 77,
+        "batch": 1,
+    }
+    size = {key: given.get(key) or value for key, value in defaults.items()}
+    missing = [key for key, value in size.items() if value is None]
+    if missing:
+        raise ValueError(f"{missing[0]}=None: {cls} has no default size; give height= and width=")
+    return Size(**size)
+
+
+def _default(call: Mapping[str, inspect.Parameter], name: str) -> int | None:
+    """Return the default of an argument of a pipeline's call, None where it has none."""
+    value = call[name].default if name in call else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _compression(target: Any) -> tuple[int, int] | None:
+    """Return pixels of a latent row and frames of a latent frame of a pipeline's autoencoder."""
+    spatial = [getattr(target, f"vae_{name}", None) for name in
+               ("spatial_compression_ratio", "scale_factor_spatial", "scale_factor")]  # fmt: skip
+    temporal = [getattr(target, f"vae_{name}", None) for name in
+                ("temporal_compression_ratio", "scale_factor_temporal")]  # fmt: skip
+    rows = next((value for value in spatial if value), None)
+    return None if rows is None else (rows, next((value for value in temporal if value), 1))

@@ -1,0 +1,73 @@
+"""Bytes that are expected before a run, against those that a real run holds."""
+
+import pytest
+import torch
+
+import diffcache
+from diffcache import Site
+from diffcache.attach.inputs import INPUTS, Size, inputs_of
+from diffcache.pipelines.zoo.catalog import cases
+from diffcache.pipelines.zoo.pipes import pipes
+
+METHODS = [
+    ("taylorseer", {"every": 3, "warmup": 3, "order": 2}),
+    ("taylorseer", {"every": 3, "site": "module"}),
+    ("interval", {"every": 3, "site": "block", "hold": "int8"}),
+    ("first-block", {"threshold": 1e9}),
+]
+
+
+@pytest.mark.parametrize("cls", INPUTS)
+def test_a_run_holds_what_was_expected(cls):
+    case, known = cases()[cls], INPUTS[cls]
+    model = case.build(0)
+    text = model.config.get("max_text_seq_length", 6)
+    frames = 1 + known.temporal if known.temporal > 1 else 1
+    size = Size(8 * known.spatial, 4 * known.spatial, frames, text, batch=2)
+    inputs = inputs_of(cls, model.config, size, device="cpu")
+    inputs |= {key: torch.ones_like(value) for key, value in inputs.items() if "mask" in key}
+    for name, settings in METHODS:
+        if settings.get("site") == "module" and not diffcache.inspect(model).supports(Site.MODULE):
+            continue
+        expected = diffcache.expected_bytes(
+            model, name, height=size.height, width=size.width, frames=size.frames,
+            text_tokens=text, batch=2, **settings,
+        )  # fmt: skip
+        with diffcache.wrapped(model, name, **settings) as handle, torch.no_grad():
+            for step in range(7):
+                model(**{**inputs, "timestep": inputs["timestep"] + 9 - step})
+            assert handle.last.peak_bytes == expected["model"] > 0, (name, settings)
+
+
+def test_flux_dev_at_its_real_size_by_arithmetic():
+    from diffusers import FluxTransformer2DModel
+
+    with torch.device("meta"):
+        model = FluxTransformer2DModel(guidance_embeds=True, num_layers=19, num_single_layers=38)
+    size = {"height": 1024, "width": 1024, "text_tokens": 512}
+    token = 4608 * 3072 * 4 * 2  # float32, two factors
+    assert diffcache.expected_bytes(model, **size) == {"model": 2 * token}
+    wide = diffcache.expected_bytes(model, "taylorseer", site="module", **size)
+    assert wide == {"model": (2 * 19 + 38) * token}
+
+
+def test_a_report_before_a_run_says_what_will_be_held():
+    case = pipes()["FluxPipeline"]
+    pipe = case.build(0)
+    with diffcache.wrapped(pipe, "interval"):
+        text = str(diffcache.report(pipe))
+        (expected,) = diffcache.expected_bytes(pipe, "interval").values()
+    assert f"{expected / 1e6:.3g} MB expected for each guidance branch at" in text
+
+
+@pytest.mark.parametrize(
+    ("cls", "given", "message"),
+    [
+        ("AllegroTransformer3DModel", {}, "its inputs are not known; known are AuraFlow"),
+        ("FluxTransformer2DModel", {}, "has no default size; give height= and width="),
+        ("FluxTransformer2DModel", {"height": 13, "width": 16}, "height=13: must be a multiple"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(cls, given, message):
+    with pytest.raises(ValueError, match=message):
+        diffcache.expected_bytes(cases()[cls].build(0), "interval", **given)
