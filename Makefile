@@ -3,14 +3,17 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
+LOWEST ?= $(shell command -v python3.10 || echo $(PYTHON))
 ARGS ?=
+LOWEST_TESTS := FluxTransformer2DModel or FluxPipeline or WanTransformer3DModel or WanPipeline or \
+  TestPipeline or TestDemo or TestRun or kv
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test lint types fix bench figures build models docs gpu-test gpu-bench clean
+.PHONY: help demo test test-lowest lint types fix bench figures build models docs gpu-test gpu-bench clean
 
 help: ## Show this list; ARGS="..." is passed on to the command a target runs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -20,6 +23,20 @@ demo: $(READY) ## Run the shipped model with and without a cache
 
 test: $(READY) ## Run the tests on two cores (WORKERS=0: in one process), without a network
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+# Transitive dependencies stay at their newest: what is tested is the bounds of pyproject.toml.
+test-lowest: ## Test the main job, FLUX, Wan and a KV recipe on the lowest versions that are claimed
+	$(LOWEST) -m venv --clear build/lowest
+	build/lowest/bin/python -m pip -qq --disable-pip-version-check install uv
+	build/lowest/bin/uv pip install --quiet --python build/lowest/bin/python \
+	  --resolution lowest-direct --editable .
+	build/lowest/bin/uv pip freeze --exclude-editable --python build/lowest/bin/python >build/lowest/versions.txt
+	build/lowest/bin/uv pip install --quiet --python build/lowest/bin/python \
+	  --constraint build/lowest/versions.txt 'pytest>=8' 'pytest-timeout>=2.3' 'tomli>=2'
+	@grep -E '^(torch|diffusers|transformers|accelerate|typer|numpy)==' build/lowest/versions.txt
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest \
+	  tests/test_shapes.py tests/test_cli.py tests/test_exactness.py tests/test_pipelines.py \
+	  tests/kv/test_adapter.py tests/kv/test_generate.py -k "$(LOWEST_TESTS)" $(ARGS)
 
 lint: $(READY) ## Check style and formatting
 	$(BIN)/ruff check

@@ -98,7 +98,8 @@ def size_of(target: Any, model: nn.Module, given: Mapping[str, int | None]) -> S
         raise ValueError(f"{cls}: its inputs are not known; known are {', '.join(INPUTS)}")
     pipeline = not isinstance(target, nn.Module)
     call = inspect.signature(type(target).__call__).parameters if pipeline else {}
-    rows = getattr(target, "default_sample_size", None) or model.config.get("sample_size")  # type: ignore[operator]
+    config: Mapping[str, Any] = model.config  # type: ignore[assignment]
+    rows = getattr(target, "default_sample_size", None) or config.get("sample_size")
     compression = _compression(target) or (known.spatial, known.temporal)
     side = rows * compression[0] if isinstance(rows, int) else None
     defaults = {
@@ -108,11 +109,12 @@ def size_of(target: Any, model: nn.Module, given: Mapping[str, int | None]) -> S
         "text_tokens": _default(call, "max_sequence_length") or 77,
         "batch": 1,
     }
-    size = {key: given.get(key) or value for key, value in defaults.items()}
-    missing = [key for key, value in size.items() if value is None]
+    size = {key: defaults[key] if given.get(key) is None else given[key] for key in defaults}
+    known_size = {key: value for key, value in size.items() if value is not None}
+    missing = [key for key in size if key not in known_size]
     if missing:
         raise ValueError(f"{missing[0]}=None: {cls} has no default size; give height= and width=")
-    return Size(**size)
+    return Size(**known_size)
 
 
 def _default(call: Mapping[str, inspect.Parameter], name: str) -> int | None:

@@ -77,6 +77,10 @@ class Listener:
         """Keep nothing; the state is the engine's."""
         return module
 
+    def _set_context(self, module: nn.Module, name: str | None) -> None:
+        """Note the context as diffusers before 0.41 announces it: through the hook itself."""
+        self.manager.set_context(name)
+
 
 def _listener(manager_class: type, model: nn.Module, had_registry: bool) -> Listener:
     """Return a listener whose state manager notes every context."""
