@@ -195,6 +195,8 @@ class Engine:
             return "inputs changed"
         if branch.anchor < timeline.last_computed < timeline.index:
             return "missed a step"
+        if branch.layout is None and not self.site.is_module:
+            return "output not finite"  # so that nothing could be learned from it
         return "writes a KV cache" if self._has_cache and writes_cache(kwargs) else ""
 
     def _decide(self, frame: Frame, reason: str) -> None:
@@ -240,9 +242,10 @@ class Engine:
     def _learn(self, frame: Frame, trace: Trace, kwargs: dict[str, Any], out: Any) -> None:
         """Lay out the method over a traced call."""
         learn(self, frame, trace, frame.given)
-        if not writes_cache(kwargs):
-            verify(self, frame, trace, frame.given, out)
         branch = frame.branch
+        if not writes_cache(kwargs) and not verify(self, frame, trace, frame.given, out):
+            branch.features.clear()  # the next call is traced again
+            return
         assert frame.layout is not None
         self.layouts[branch.signature] = branch.layout = frame.layout
         if self.hold is not None:
