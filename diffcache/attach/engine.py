@@ -59,7 +59,7 @@ class Engine:
         self.instead = self.parts.instead
         self.hold = self.instead if isinstance(self.instead, Hold) else None
         self.layouts: dict[Any, Layout] = {}
-        self.flops: dict[Any, dict[str, float] | None] = {}
+        self.costs: dict[Any, dict[str, float | None]] = {}  # of module sites
         self._arguments = list(inspect.signature(type(model).forward).parameters)[1:]
         self._has_cache = any("kv_cache" in name for name in self._arguments)
         if not anatomy.supports(self.site):
@@ -213,7 +213,8 @@ class Engine:
     def _hand_out(self, frame: Frame) -> None:
         """Choose what stands for the blocks in this call."""
         if self.site.is_module:
-            frame.tally = None if frame.branch.signature in self.flops else {}
+            whole = frame.computes and not frame.apart
+            frame.tally = {} if whole and frame.branch.signature not in self.costs else None
             frame.items = self.taps.module_items
             return
         layout = frame.layout = frame.branch.layout
@@ -231,7 +232,7 @@ class Engine:
         elif frame.decides and (probe := self.parts.when.probe) is not None:
             frame.items = gated_items(layout, self.taps.blocks, probe)
         elif frame.computes and frame.apart:
-            frame.items, frame.counts = layout.mix(
+            frame.items, frame.mixed = layout.mix(
                 frozenset(site for site in layout.sites if not frame.runs(site))
             )
         elif frame.computes:

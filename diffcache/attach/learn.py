@@ -60,10 +60,6 @@ def learn(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> 
         argument = main_stream(layout, lead[0].list_key)[0]
         number = main_stream(layout, lead[-1].list_key)[1]
         frame.decide(frame.probe_of(lead[0].arguments[argument], lead[-1].outputs[number]))
-    tally: dict[str, list[float | None]] = {}
-    for traced in trace.calls:
-        tally.setdefault(traced.list_key, []).append(traced.flops)
-    layout.flops = means(tally)
 
 
 def verify(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any], out: Any) -> bool:
@@ -184,21 +180,3 @@ def _again(engine: Engine, frame: Frame, items: dict[str, list[Any]], call: Any)
         return engine.model.forward(*args, **kwargs)
     finally:
         FRAME.reset(token)
-
-
-def means(
-    tally: dict[str, list[float | None]], evaluations: dict[str, int] | None = None
-) -> dict[str, float] | None:
-    """Return the mean operations of one evaluation of every site, None if one was not counted.
-
-    Args:
-        tally: Site -> operations of the modules that ran for it.
-        evaluations: Site -> evaluations; None where each module is one.
-    """
-    means: dict[str, float] = {}
-    for key, values in tally.items():
-        counts = [value for value in values if value is not None]
-        if len(counts) != len(values):
-            return None
-        means[key] = sum(counts) / (len(counts) if evaluations is None else evaluations[key])
-    return means
