@@ -59,7 +59,7 @@ class Engine:
         self.instead = self.parts.instead
         self.hold = self.instead if isinstance(self.instead, Hold) else None
         self.layouts: dict[Any, Layout] = {}
-        self.flops: dict[Any, dict[str, float] | None] = {}
+        self.costs: dict[Any, dict[str, float | None]] = {}  # of module sites
         self._arguments = list(inspect.signature(type(model).forward).parameters)[1:]
         self._has_cache = any("kv_cache" in name for name in self._arguments)
         if not anatomy.supports(self.site):
@@ -195,6 +195,8 @@ class Engine:
             return "inputs changed"
         if branch.anchor < timeline.last_computed < timeline.index:
             return "missed a step"
+        if branch.layout is None and not self.site.is_module:
+            return "output not finite"  # so that nothing could be learned from it
         return "writes a KV cache" if self._has_cache and writes_cache(kwargs) else ""
 
     def _decide(self, frame: Frame, reason: str) -> None:
@@ -211,7 +213,8 @@ class Engine:
     def _hand_out(self, frame: Frame) -> None:
         """Choose what stands for the blocks in this call."""
         if self.site.is_module:
-            frame.tally = None if frame.branch.signature in self.flops else {}
+            whole = frame.computes and not frame.apart
+            frame.tally = {} if whole and frame.branch.signature not in self.costs else None
             frame.items = self.taps.module_items
             return
         layout = frame.layout = frame.branch.layout
@@ -229,7 +232,7 @@ class Engine:
         elif frame.decides and (probe := self.parts.when.probe) is not None:
             frame.items = gated_items(layout, self.taps.blocks, probe)
         elif frame.computes and frame.apart:
-            frame.items, frame.counts = layout.mix(
+            frame.items, frame.mixed = layout.mix(
                 frozenset(site for site in layout.sites if not frame.runs(site))
             )
         elif frame.computes:
@@ -240,9 +243,10 @@ class Engine:
     def _learn(self, frame: Frame, trace: Trace, kwargs: dict[str, Any], out: Any) -> None:
         """Lay out the method over a traced call."""
         learn(self, frame, trace, frame.given)
-        if not writes_cache(kwargs):
-            verify(self, frame, trace, frame.given, out)
         branch = frame.branch
+        if not writes_cache(kwargs) and not verify(self, frame, trace, frame.given, out):
+            branch.features.clear()  # the next call is traced again
+            return
         assert frame.layout is not None
         self.layouts[branch.signature] = branch.layout = frame.layout
         if self.hold is not None:
