@@ -190,7 +190,9 @@ def _timestep(model: nn.Module) -> str | None:
 def _sample(model: nn.Module) -> str:
     """Return the name of the argument that carries what is denoised."""
     names = list(inspect.signature(type(model).forward).parameters)[1:]
-    return next((n for n in ("hidden_states", "sample", "x", "latents") if n in names), names[0])
+    exact = [name for name in ("hidden_states", "sample", "x", "latents") if name in names]
+    tokens = [name for name in names if name.endswith("_tokens")]
+    return next(iter(exact + tokens), names[0])
 
 
 def _modules(parent: nn.Module, path: str, list_key: str) -> list[ModuleSite]:

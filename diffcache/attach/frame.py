@@ -53,8 +53,8 @@ class Frame:
 
     __slots__ = ("_probe_input", "apart", "bases", "branch", "call", "closed", "computes",
                  "decides", "engine", "foreseen", "given", "instead", "items", "lasts", "layout",
-                 "looked", "mixed", "sample", "started", "step", "tally", "timeline", "token", "trace",
-                 "visits")  # fmt: skip
+                 "looked", "mixed", "sample", "started", "step", "tally", "timeline", "token",
+                 "trace", "visits")  # fmt: skip
 
     def __init__(self, engine: Engine, timeline: Timeline, branch: Branch, step: Step) -> None:
         self.engine = engine
@@ -221,37 +221,32 @@ def gated_items(
     """Return what to hand out while the decision waits for the probe."""
     if layout.gated is not None:
         return layout.gated
-    if probe == "modulated":
-        layout.gated = {
-            key: [PeekTap(module, key, index) for index, module in enumerate(group)]
-            for key, group in blocks.items()
-        }
-        return layout.gated
-    lead = layout.lead_calls
     items: dict[str, list[Any]] = {}
+    late = PeekTap if probe == "modulated" else LateTap
     for key, group in blocks.items():
-        items[key] = [LateTap(module, key, index) for index, module in enumerate(group)]
+        if key in layout.whole.counts:
+            items[key] = [late(module, key, index) for index, module in enumerate(group)]
+    layout.gated = items
+    if probe == "modulated":
+        return items
+    lead = layout.lead_calls
     for key, index in lead:
         place = main_stream(layout, key)
         items[key][index] = LeadTap(
             layout.compute[key][index], place, (key, index) == lead[0], (key, index) == lead[-1]
         )
-    layout.gated = items
     return items
 
 
 def main_stream(layout: Layout, list_key: str) -> tuple[Any, int]:
     """Return where a lead block takes the stream of the sample, and which output it becomes.
 
-    It is the stream called `hidden_states` where there is one, else the first argument's.
+    It is a stream that changes with the sample, one called `hidden_states` before others.
     """
-    carry = layout.wirings[list_key].carry
-    for number, key in carry.items():
-        if key == "hidden_states":
-            return key, number
-    first = layout.first_arguments[list_key]
-    for number, key in carry.items():
-        if key == first:
-            return key, number
+    carry, streams = layout.wirings[list_key].carry, layout.streams[list_key]
+    for stream in streams:
+        for number, key in carry.items():
+            if key == stream:
+                return key, number
     number = next(iter(carry), 0)
-    return carry.get(number, first), number
+    return carry.get(number, streams[0]), number

@@ -21,7 +21,7 @@ from diffcache.attach.stand_in import (
     PassTap,
     protect,
 )
-from diffcache.attach.trace import BlockCall, Wiring
+from diffcache.attach.trace import BlockCall, Trace, Wiring
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
 from diffcache.step import Site
@@ -65,7 +65,7 @@ class Layout:
         gated: What to hand out while a decision waits for its probe, once it was needed.
         costs: The blocks in the order of their calls, with the operations of each.
         look: Operations of the gate's look into the first block, None until it was counted.
-        first_arguments: List -> where its first block takes its first tensor.
+        streams: List -> where its first block may take the stream of the sample, likeliest first.
         sites: Site that decides apart -> its blocks.
         mixes: Skipped sites -> what `mix` returns of them.
     """
@@ -80,7 +80,7 @@ class Layout:
     wirings: dict[str, Wiring]
     foreseen: list[tuple[str, int]]
     lead_calls: list[tuple[str, int]]
-    first_arguments: dict[str, Any]
+    streams: dict[str, list[Any]]
     costs: list[tuple[Place, float | None]]
     look: float | None = None
     gated: dict[str, list[Any]] | None = None
@@ -111,8 +111,7 @@ class Layout:
 
 def plan(
     parts: Combine,
-    calls: list[BlockCall],
-    wirings: dict[str, Wiring],
+    trace: Trace,
     blocks: dict[str, list[nn.Module]],
     is_unet: bool,
     live: str = "mixed",
@@ -121,8 +120,7 @@ def plan(
 
     Args:
         parts: The method.
-        calls: The block calls of one forward, in order.
-        wirings: How each list is chained.
+        trace: What one forward showed.
         blocks: The blocks of each list.
         is_unet: Whether blocks change shapes and hand tensors to later blocks on the side.
         live: Which spans leave what the loop adds between their blocks out of their features:
@@ -131,6 +129,7 @@ def plan(
     Raises:
         AttachError: If nothing would be skipped.
     """
+    wirings, calls = trace.wirings(), _members(parts, trace)
     order = [(call.list_key, call.index) for call in calls]
     lead = order[: parts.lead]
     tail = order[len(order) - parts.tail :] if parts.tail else []
@@ -175,9 +174,28 @@ def plan(
         closes=len({d.span for d in duties.values() if d.closes and not _adds(d)}),
         wirings=wirings, lead_calls=lead,
         foreseen=foreseen,
-        first_arguments={c.list_key: next(iter(c.shapes_in), 0) for c in reversed(calls)},
+        streams={c.list_key: _streams(c, trace) for c in reversed(calls)},
         sites=sites_of(parts, spans, order),
     )  # fmt: skip
+
+
+def _members(parts: Combine, trace: Trace) -> list[BlockCall]:
+    """Return the calls that the method works on.
+
+    A list of the text alone always runs, as in the official codes of the methods: it is small
+    beside the image's blocks, and a gate before it would decide by what never changes. Where
+    blocks are named, and where the whole model is skipped, it counts as any other.
+    """
+    reach, sites = trace.reach, (Site.STACK, Site.BLOCK)
+    if reach is None or (parts.site not in sites and parts.when.probe is None):
+        return trace.calls
+    return [call for call in trace.calls if reach.get(call.list_key)]
+
+
+def _streams(first: BlockCall, trace: Trace) -> list[Any]:
+    """Return where the first block of a list may take the stream of the sample."""
+    known = trace.reach.get(first.list_key) if trace.reach is not None else None
+    return sorted(known or first.shapes_in or [0], key=lambda key: key != "hidden_states")
 
 
 def keep(frame: Frame, layout: Layout, calls: list[BlockCall]) -> bool:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from diffcache.attach.frame import Frame, main_stream
 from diffcache.attach.layout import Layout, keep, plan
-from diffcache.attach.peek import PlainTap, look
+from diffcache.attach.peek import PlainTap, UnwatchedTap, look
+from diffcache.attach.reach import reach_of
 from diffcache.attach.tap import FRAME
 from diffcache.attach.trace import Trace
 from diffcache.attach.tree import leaves, unshared
@@ -41,25 +42,31 @@ def learn(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> 
     """
     if not trace.calls:
         raise AttachError(f"{engine.anatomy.model}: no block of its lists ran; nothing to cache")
+    trace.reach = reach_of(engine, frame, trace, call)
     layout = lay_out(engine, trace, engine.parts)
     frame.layout = layout
     if not keep(frame, layout, trace.calls):
         _again(engine, frame, layout.compute, call)
-    when, lead = engine.parts.when, trace.calls[: engine.parts.lead]
-    if frame.decides and when.probe == "modulated":
+    when = engine.parts.when
+    if when.probe == "modulated":
         frame.items = {
-            key: [PlainTap(block) for block in group] for key, group in engine.taps.blocks.items()
+            key: [PlainTap(b) if key in layout.whole.counts else UnwatchedTap(b) for b in group]
+            for key, group in engine.taps.blocks.items()
         }
         args, kwargs = unshared(call)
         token = FRAME.set(frame)
         try:
-            frame.decide(look(engine, engine.model.forward, args, kwargs))
+            probe = look(engine, engine.model.forward, args, kwargs)
+            if frame.decides:
+                frame.decide(probe)
         finally:
             FRAME.reset(token)
     elif frame.decides and when.probe is not None:
-        argument = main_stream(layout, lead[0].list_key)[0]
-        number = main_stream(layout, lead[-1].list_key)[1]
-        frame.decide(frame.probe_of(lead[0].arguments[argument], lead[-1].outputs[number]))
+        places = {(traced.list_key, traced.index): traced for traced in trace.calls}
+        first, last = places[layout.lead_calls[0]], places[layout.lead_calls[-1]]
+        argument = main_stream(layout, first.list_key)[0]
+        number = main_stream(layout, last.list_key)[1]
+        frame.decide(frame.probe_of(first.arguments[argument], last.outputs[number]))
 
 
 def verify(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any], out: Any) -> bool:
@@ -140,9 +147,7 @@ def _way_out(engine: Engine, frame: Frame, trace: Trace, seen: tuple[Any, Any]) 
 
 def lay_out(engine: Engine, trace: Trace, parts: Combine, live: str = "mixed") -> Layout:
     """Return the layout of a method's parts over a traced call."""
-    return plan(
-        parts, trace.calls, trace.wirings(), engine.taps.blocks, engine.anatomy.is_unet, live
-    )
+    return plan(parts, trace, engine.taps.blocks, engine.anatomy.is_unet, live)
 
 
 def _check(engine: Engine, frame: Frame, call: tuple[Any, Any], out: Any, site: Site) -> None:

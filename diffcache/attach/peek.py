@@ -19,13 +19,13 @@ PEEKING: ContextVar[bool] = ContextVar("diffcache_peeking", default=False)
 
 
 class Seen(BaseException):
-    """Carries the first attention's input out of a block that is cut short.
+    """Carries the first attention's inputs out of a block that is cut short.
 
     No `Exception`, which a model might handle.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, inputs: dict[int | str, Tensor]) -> None:
+        self.inputs = inputs
 
 
 class Peek:
@@ -34,6 +34,10 @@ class Peek:
     Every block's first attention gets a forward pre-hook that does nothing but in a peek: any
     block may be the first that runs, and blocks that are alike compile to one graph. Hooks of
     offloading sit in the modules' `forward` and work as in a full call.
+
+    Attributes:
+        other: What the first attention was given in a call with another sample; the next look
+            learns from it which of its inputs changes with the sample.
 
     Args:
         model: The denoiser.
@@ -45,6 +49,8 @@ class Peek:
 
     def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
         self._model, self._name = model, anatomy.model
+        self.other: dict[int | str, Tensor] | None = None
+        self._key: int | str = "hidden_states"
         found: dict[str, str] = {}
         for site in anatomy.modules:
             block = ".".join(site.parent.split(".")[: site.list_key.count(".") + 2])
@@ -79,7 +85,36 @@ class Peek:
         self._watched = {}
 
     def look(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Return the input of the first attention that `run` comes to.
+        """Return the input `[B, T, D]` of the first attention that `run` comes to.
+
+        It is the first that differs from `other`, else one called `hidden_states` or the first.
+
+        Args:
+            run: A block's forward, or the forward of the model with `plain` blocks.
+            args: What it is called with.
+            kwargs: What it is called with.
+
+        Raises:
+            AttachError: As `inputs`, or if none differs from `other`.
+        """
+        inputs = self.inputs(run, args, kwargs)
+        if self.other is not None:
+            other, self.other = self.other, None
+            changed = [
+                k for k, v in inputs.items() if k not in other or not torch.equal(v, other[k])
+            ]
+            if not changed:
+                raise AttachError(
+                    f"{self._name}: what its first attention is given does not change with the "
+                    "sample; use a gate of='residual' with lead=1, as FirstBlock"
+                )
+            self._key = changed[0]
+        return inputs[self._key if self._key in inputs else next(iter(inputs))]
+
+    def inputs(
+        self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[int | str, Tensor]:
+        """Return the tensors that the first attention that `run` comes to is about to be given.
 
         Args:
             run: A block's forward, or the forward of the model with `plain` blocks.
@@ -87,7 +122,7 @@ class Peek:
             kwargs: What it is called with.
 
         Returns:
-            The tensor `[B, T, D]` that the attention was about to be given first.
+            The tensors by place or name; one called `hidden_states` comes first.
 
         Raises:
             AttachError: If no attention is come to, or the way there changes an argument.
@@ -105,7 +140,7 @@ class Peek:
                     f"{self._name}: its first block writes to its input before its attention, so "
                     "it cannot be looked into; use a gate of='residual' with lead=1, as FirstBlock"
                 ) from None
-            return seen.tensor
+            return seen.inputs
         finally:
             PEEKING.reset(token)
         raise AttachError(
@@ -130,19 +165,35 @@ class PlainTap(Tap):
         return plain(self.module)(*args, **kwargs)
 
 
+class UnwatchedTap(Tap):
+    """A block that runs in full in a peek: what is looked at comes after it."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the block."""
+        token = PEEKING.set(False)
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            PEEKING.reset(token)
+
+
 def plain(block: nn.Module) -> Any:
     """Return a block's forward as written, which `torch.compile` would run without its hooks."""
     return getattr(block, "_orig_mod", block).forward
 
 
 def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of an attention: in a peek, end the call with its first tensor."""
+    """Forward pre-hook of an attention: in a peek, end the call with its tensors."""
     if torch.compiler.is_compiling() or not PEEKING.get():
         return
-    given = [kwargs.get("hidden_states"), *args, *kwargs.values()]
-    tensor = next((value for value in given if isinstance(value, Tensor)), None)
-    if tensor is not None:
-        raise Seen(tensor.detach())
+    given: dict[int | str, Any] = {"hidden_states": kwargs.get("hidden_states")}
+    given.update(enumerate(args))
+    given.update(kwargs)
+    inputs = {key: value.detach() for key, value in given.items() if isinstance(value, Tensor)}
+    if inputs:
+        raise Seen(inputs)
 
 
 def unwatch(module: nn.Module) -> None:

@@ -9,14 +9,17 @@ from torch import Tensor, nn
 
 from diffcache.attach.flops import counted
 from diffcache.attach.tap import Tap
-from diffcache.attach.tree import outputs_of
+from diffcache.attach.tree import hollow, outputs_of
 
 Key = int | str  # where a block takes an argument: a place or a name
 
 
 @dataclass(eq=False)
 class BlockCall:
-    """One call of a block in the traced forward; tensors are dropped once they are not needed."""
+    """One call of a block in the traced forward; tensors are dropped once they are not needed.
+
+    `hollow` is what the block returned, as zeros that take no memory.
+    """
 
     list_key: str
     index: int
@@ -26,6 +29,7 @@ class BlockCall:
     outputs: tuple[Any, ...]
     container: type
     shapes_out: tuple[Any, ...]
+    hollow: Any
     flops: float | None = None
 
 
@@ -43,8 +47,16 @@ class Wiring:
     source: str
 
 
+# List -> the arguments of its first block that change with the sample; for a list of the text
+# alone there are none.
+Reach = dict[str, list[Key]]
+
+
 class Trace:
     """Watches one forward and answers with the wiring of every list that was called.
+
+    Attributes:
+        reach: What of the blocks' inputs changes with the sample, None if that was not learned.
 
     Args:
         keep_all: Whether the inputs and outputs of every block are kept to the end (BLOCK, RUN).
@@ -55,6 +67,7 @@ class Trace:
         self.keep_all = keep_all
         self.lead = lead
         self.calls: list[BlockCall] = []
+        self.reach: Reach | None = None
         self._last: dict[str, BlockCall] = {}
         self._links: dict[str, list[dict[int, Key]]] = {}
         self._given: dict[str, dict[Key, Tensor]] = {}
@@ -88,6 +101,7 @@ class Trace:
             outputs=outputs,
             container=type(out) if isinstance(out, (tuple, list)) else Tensor,
             shapes_out=tuple(getattr(value, "shape", None) for value in outputs),
+            hollow=hollow(out),
             flops=flops,
         )
         self.calls.append(call)
