@@ -38,7 +38,7 @@ def learn(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> 
     if not keep(frame, layout, trace.calls):
         _again(engine, frame, layout.compute, call)
     when, lead = engine.parts.when, trace.calls[: engine.parts.lead]
-    if frame.decides and when.probe == "modulated":
+    if frame.decides and engine.peek is not None:
         frame.items = {
             key: [PlainTap(block) for block in group] for key, group in engine.taps.blocks.items()
         }
