@@ -64,8 +64,10 @@ class Engine:
         self._arguments = list(inspect.signature(type(model).forward).parameters)[1:]
         self._has_cache = any("kv_cache" in name for name in self._arguments)
         if not anatomy.supports(self.site):
+            fused = any("TransformerEncoderLayer" in entry.classes for entry in anatomy.lists)
+            why = " (layers of nn.TransformerEncoder run as one fused operation)" if fused else ""
             raise AttachError(
-                f"{anatomy.model} has nothing at site {self.site!r} inside its blocks; "
+                f"{anatomy.model} has nothing at site {self.site!r} inside its blocks{why}; "
                 "use site='stack' or site='block'"
             )
         method.check_model(facts_of(model, handle.scheduler))

@@ -99,7 +99,7 @@ class TimePeek:
         )
         return (
             f"{self._name}: its {self._probe} embedding must be computed once in a call, before "
-            f"its blocks; it ran {counts}; use input='modulated', and no look-up table with it"
+            f"its blocks; it ran {counts}; use input='modulated'"
         )
 
 
