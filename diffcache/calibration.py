@@ -171,6 +171,8 @@ def _collect(pipe: Any, methods: list[Calibrated], plan: Plan) -> list[Calibrate
     for collector in collectors:
         check_free(pipe, {name: model}, collector.site().site)
     facts = facts_of(model, getattr(pipe, "scheduler", None))
+    for method in methods:  # what could not be used afterwards is not measured
+        dataclasses.replace(method, tables=None).check_model(facts)  # type: ignore[type-var]
     saved = _Saved(plan, methods, {**facts, "guidance": plan.guidance(pipe)})
     done = saved.load(collectors)
     watch = Watch()

@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import diffcache
+from diffcache import FirstBlock, Interval, TaylorSeer
+from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
-from diffcache.features.when import Every
+from diffcache.features.when import Every, Table
 from diffcache.pipelines.policy import DiffusionPolicyPipeline, load_policy, rollout, scheduler
 from diffcache.pipelines.policy_transformer import TransformerForDiffusion
 from diffcache.pipelines.small import reach
@@ -73,6 +75,96 @@ def test_published_weights_load_by_name(causal, cond_layers):
         torch.testing.assert_close(model(sample, times, cond), expected, atol=2e-5, rtol=1e-4)
         one = model(sample[3:4], torch.tensor(50), cond[3:4])
         torch.testing.assert_close(one, expected[3:4], atol=2e-5, rtol=1e-4)
+
+
+def denoise(model, steps=12):
+    """A chunk from a loop of one's own, `[6, 5, 3]`."""
+    noise = torch.Generator().manual_seed(0)
+    sample = torch.randn(6, 5, 3, generator=noise)
+    cond = torch.randn(6, 2, 4, generator=noise)
+    with torch.no_grad():
+        for step in range(steps - 1, -1, -1):
+            times = torch.full((6,), 8 * step)
+            sample = sample - 0.05 * model(sample, timestep=times, cond=cond)
+    return sample
+
+
+TABLE = Table({"decoder.layers.0.self_attn": [0, 4, 8], "decoder.layers.1.linear2": [0, 6]})
+CACHED = [
+    (Interval(every=4, site="stack"), 0),
+    (Interval(every=4, site="stack"), 2),
+    (TaylorSeer(every=4, warmup=1, site="block"), 2),
+    (TaylorSeer(every=4, warmup=1, site="module"), 0),
+    (TaylorSeer(every=4, warmup=1, site="attention"), 0),
+    (Combine(TABLE, site="module"), 0),
+    (FirstBlock(1.0), 0),
+]
+
+
+@pytest.mark.parametrize(("method", "cond_layers"), CACHED, ids=str)
+def test_the_published_architecture_is_cached_as_it_is(method, cond_layers):
+    """Torch's own layers, against the same weights in layers that were written to be cached."""
+    torch.manual_seed(0)
+    published = Published(True, cond_layers).eval()
+    model = TransformerForDiffusion(**SIZES, causal_attn=True, n_cond_layers=cond_layers).eval()
+    model.load_state_dict(published.state_dict(), strict=True)
+    plain, counts, made = denoise(published), [], []
+    for wrapped in (published, model):
+        with diffcache.wrapped(wrapped, method) as handle:
+            made.append(denoise(wrapped))
+            counts.append((handle.last.computed, handle.last.skipped))
+    assert counts[0] == counts[1] and counts[0][1] > 0
+    torch.testing.assert_close(made[0], made[1], atol=2e-5, rtol=1e-4)
+    assert not torch.allclose(made[0], plain, atol=1e-4)
+    assert torch.equal(denoise(published), plain)
+
+
+@pytest.mark.parametrize("site", ["stack", "block", "module", "model"])
+def test_an_interval_of_one_changes_nothing_in_layers_of_torch(site):
+    published = Published(True, 2).eval()
+    plain = denoise(published)
+    with diffcache.wrapped(published, Interval(every=1, site=site)) as handle:
+        assert torch.equal(denoise(published), plain)
+        assert handle.last.skipped == 0 < handle.last.computed
+    assert torch.equal(denoise(published), plain)
+
+
+class Encoded(nn.Module):
+    """A denoiser of torch's encoder layers, which run fused where no gradients are wanted."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=nested)
+
+    def forward(self, sample, timestep, padding=None):
+        return self.encoder(sample + timestep / 1000, src_key_padding_mask=padding)
+
+
+def test_encoder_layers_are_cached_whole_and_show_no_modules():
+    model = Encoded(nested=True).eval()
+    tokens, padding = torch.randn(2, 6, 16), torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 4:] = True
+
+    def draw(**more):
+        with torch.no_grad():
+            return torch.stack([model(tokens, torch.tensor(t), **more) for t in range(8, 0, -1)])
+
+    plain = draw()
+    with diffcache.wrapped(model, Interval(every=1)):
+        assert torch.equal(draw(), plain)
+    with diffcache.wrapped(model, Interval(every=4)) as handle:
+        cached = draw()
+        assert (handle.last.computed, handle.last.skipped) == (6, 18)
+    assert torch.equal(cached[[0, 4]], plain[[0, 4]])
+    with pytest.raises(AttachError, match="layers of nn.TransformerEncoder run as one fused"):
+        diffcache.wrap(model, Interval(every=4, site="module"))
+    with diffcache.wrapped(model, Interval(every=4)), pytest.raises(AttachError, match="nested"):
+        draw(padding=padding)
+    model.encoder.use_nested_tensor = False
+    with diffcache.wrapped(model, Interval(every=4)):
+        cached = draw(padding=padding)
+    assert torch.equal(cached[[0, 4]], draw(padding=padding)[[0, 4]])
 
 
 def test_a_whole_published_policy_loads():

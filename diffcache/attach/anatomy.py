@@ -173,10 +173,16 @@ def _lists(model: nn.Module) -> list[tuple[str, nn.ModuleList, int]]:
             continue
         if any(key.startswith(other + ".") for other, _, _ in found):
             continue
-        if all(not type(block).__module__.startswith("torch.nn.") for block in module):
+        if not any(_is_plain(block) for block in module):
             size = sum(parameter.numel() for parameter in module.parameters())
             found.append((key, module, size))
     return found
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a member of a list is one of torch's own modules that are no blocks."""
+    home = type(module).__module__
+    return home.startswith("torch.nn.") and home != nn.TransformerDecoderLayer.__module__
 
 
 def _timestep(model: nn.Module) -> str | None:
@@ -196,7 +202,13 @@ def _sample(model: nn.Module) -> str:
 
 
 def _modules(parent: nn.Module, path: str, list_key: str) -> list[ModuleSite]:
-    """Return the attention and feed-forward modules below `parent`, in order."""
+    """Return the attention and feed-forward modules below `parent`, in order.
+
+    Torch's own encoder layer shows none: without gradients it runs as one fused operation, which
+    calls none of its modules.
+    """
+    if type(parent).forward is nn.TransformerEncoderLayer.forward:
+        return []
     children = dict(parent.named_children())
     sites: list[ModuleSite] = []
     for name, child in children.items():

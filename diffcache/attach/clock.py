@@ -22,7 +22,10 @@ MAX_BRANCHES = 8
 
 @dataclass(eq=False)
 class Branch:
-    """One guidance branch of one denoiser in one run: its features and what its calls look like."""
+    """One guidance branch of one denoiser in one run: its features and what its calls look like.
+
+    The last four are those of `Timeline`, for schedules that decide by branch.
+    """
 
     number: int
     name: str | None
@@ -32,6 +35,10 @@ class Branch:
     anchor: int | None = None
     seen_at: int = -1
     features: dict[Any, Any] = field(default_factory=dict)
+    decided_at: int = -1
+    computes: bool = True
+    last_computed: int = -1
+    when_state: Any = None
 
 
 @dataclass(eq=False)

@@ -25,6 +25,7 @@ from diffcache.attach.output import keep_output, stand_in
 from diffcache.attach.peek import Peek
 from diffcache.attach.record import Call
 from diffcache.attach.signature import conditions_of, signature_of, writes_cache
+from diffcache.attach.time_peek import time_peek
 from diffcache.attach.trace import Trace
 from diffcache.attach.tree import unshared
 from diffcache.errors import AttachError
@@ -63,16 +64,18 @@ class Engine:
         self._arguments = list(inspect.signature(type(model).forward).parameters)[1:]
         self._has_cache = any("kv_cache" in name for name in self._arguments)
         if not anatomy.supports(self.site):
+            fused = any("TransformerEncoderLayer" in entry.classes for entry in anatomy.lists)
+            why = " (layers of nn.TransformerEncoder run as one fused operation)" if fused else ""
             raise AttachError(
-                f"{anatomy.model} has nothing at site {self.site!r} inside its blocks; "
+                f"{anatomy.model} has nothing at site {self.site!r} inside its blocks{why}; "
                 "use site='stack' or site='block'"
             )
         method.check_model(facts_of(model, handle.scheduler))
         self.total = self.parts.when.total or method.total
         self.apart = frozenset(self.parts.when.sites)
         anatomy.check_sites(self.parts)
-        modulated = self.parts.when.probe == "modulated"
-        self.peek = Peek(model, anatomy) if modulated else None
+        probe = self.parts.when.probe
+        self.peek = Peek(model, anatomy) if probe == "modulated" else time_peek(model, probe)
         self.taps = Taps(self, model, anatomy, self.site)
         self.extensions: list[Extension] = []
         try:
@@ -110,8 +113,9 @@ class Engine:
             for held in list(branch.features.values()):
                 for state in held.states:
                     yield from instead.held(state)
-        if timeline.when_state is not None:
-            yield from self.parts.when.held(timeline.when_state)
+        for decider in (timeline, *list(timeline.branches)):
+            if decider.when_state is not None:
+                yield from self.parts.when.held(decider.when_state)
 
     # one call ------------------------------------------------------------------------------
 
@@ -138,6 +142,8 @@ class Engine:
         branch = timeline.branch_of(
             context, signature, lambda: conditions_of(args, kwargs, anatomy.timestep)
         )
+        if self.parts.when.by_branch and branch.when_state is None:
+            branch.when_state = self.parts.when.init()
         frame = Frame(self, timeline, branch, timeline.step(branch.number))
         reason = self._must_compute(timeline, branch, signature, kwargs)
         self._decide(frame, reason)
@@ -172,7 +178,8 @@ class Engine:
     def _start(self, timeline: Timeline, sample: Any) -> None:
         """Start a run, whose sample is known."""
         handle, run = self.handle, timeline.run
-        timeline.when_state = self.parts.when.init()
+        if not self.parts.when.by_branch:
+            timeline.when_state = self.parts.when.init()
         if not run.in_pipeline:
             handle.new_record(run)
         if handle.tables and isinstance(sample, Tensor):
@@ -201,10 +208,10 @@ class Engine:
 
     def _decide(self, frame: Frame, reason: str) -> None:
         """Decide now where the probe is not needed; a forced first branch decides for all."""
-        timeline, when = frame.timeline, self.parts.when
-        frame.decides = timeline.decided_at != frame.step.index
+        when = self.parts.when
+        frame.decides = frame.decider.decided_at != frame.step.index
         if not frame.decides:
-            frame.computes = timeline.computes or bool(reason)
+            frame.computes = frame.decider.computes or bool(reason)
         elif reason:
             frame.computes = True
         if frame.decides and when.probe is None:

@@ -34,6 +34,7 @@ class Frame:
         branch: The guidance branch of this call, which holds the features.
         step: The current step, as methods see it.
         instead: What keeps features and stands in for them.
+        decider: Who holds the decision of the step: the timeline, or the branch by itself.
         decides: Whether this call takes the decision of the step.
         apart: Whether sites decide for themselves in this call.
         computes: Whether the sites are computed; None until the probe was seen.
@@ -46,15 +47,16 @@ class Frame:
         lasts: Span -> what its last computed block returned.
         visits: Module site -> how often it was called.
         closed: Number of spans whose estimates were used.
+        times: Path of a module that embeds the timestep -> its outputs in this call.
         sample: What the denoiser was given to denoise.
         mixed: What runs and what is skipped where blocks decide apart, None elsewhere.
         looked: Whether the gate looked into the first block.
     """
 
     __slots__ = ("_probe_input", "apart", "bases", "branch", "call", "closed", "computes",
-                 "decides", "engine", "foreseen", "given", "instead", "items", "lasts", "layout",
-                 "looked", "mixed", "sample", "started", "step", "tally", "timeline", "token",
-                 "trace", "visits")  # fmt: skip
+                 "decider", "decides", "engine", "foreseen", "given", "instead", "items", "lasts",
+                 "layout", "looked", "mixed", "sample", "started", "step", "tally", "timeline",
+                 "times", "token", "trace", "visits")  # fmt: skip
 
     def __init__(self, engine: Engine, timeline: Timeline, branch: Branch, step: Step) -> None:
         self.engine = engine
@@ -62,6 +64,7 @@ class Frame:
         self.branch = branch
         self.step = step
         self.instead = engine.instead
+        self.decider = branch if engine.parts.when.by_branch else timeline
         self.decides = False
         self.apart = False
         self.computes: bool | None = None
@@ -74,6 +77,7 @@ class Frame:
         self.visits: dict[Any, int] = {}
         self.foreseen: list[list[Tensor]] = []
         self.closed = 0
+        self.times: dict[str, list[Tensor]] = {}
         self.sample: Any = None
         self.mixed: Work | None = None
         self.looked = False
@@ -96,24 +100,24 @@ class Frame:
         return site not in engine.apart or engine.parts.when.computes_at(self.step, site)
 
     def decide(self, probe: Tensor | None) -> None:
-        """Take the decision of this step, for all its branches."""
-        when, timeline = self.engine.parts.when, self.timeline
+        """Take the decision of this step, for all its branches or for this one."""
+        when, decider = self.engine.parts.when, self.decider
         observer = self.engine.handle.observer
         if observer is not None and probe is not None:
             observer.probe(self.step, probe.detach())
         if self.computes is None and probe is None:
-            self.computes = when.should_compute(timeline.when_state, self.step, None)
+            self.computes = when.should_compute(decider.when_state, self.step, None)
         elif self.computes is None:
             token = RANKS.set(ranks_of(self.engine.model))
             try:
-                self.computes = when.should_compute(timeline.when_state, self.step, probe)
+                self.computes = when.should_compute(decider.when_state, self.step, probe)
             finally:
                 RANKS.reset(token)
         if self.computes:
-            when.computed(timeline.when_state, self.step, probe)
-            timeline.last_computed = self.step.index
-        timeline.decided_at = self.step.index
-        timeline.computes = self.computes
+            when.computed(decider.when_state, self.step, probe)
+            decider.last_computed = self.step.index
+        decider.decided_at = self.step.index
+        decider.computes = self.computes
 
     def counted(self, site: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module; the first time, count its operations as those of a site."""
@@ -185,7 +189,7 @@ class LateTap(Tap):
 
 
 class PeekTap(Tap):
-    """A block of a model whose first block is looked into before anything is decided."""
+    """A block of a model where something is looked at before any block runs."""
 
     __slots__ = ("late",)
 
@@ -196,7 +200,7 @@ class PeekTap(Tap):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block; the first one decides for the step."""
         frame: Frame = FRAME.get()  # type: ignore[assignment]
-        if frame.timeline.decided_at != frame.step.index:
+        if frame.decider.decided_at != frame.step.index:
             frame.looked = True
             frame.decide(self._look(frame, args, kwargs))
         return self.late(*args, **kwargs)
@@ -222,12 +226,13 @@ def gated_items(
     if layout.gated is not None:
         return layout.gated
     items: dict[str, list[Any]] = {}
-    late = PeekTap if probe == "modulated" else LateTap
+    peeks = probe not in ("residual", "output")
+    late = PeekTap if peeks else LateTap
     for key, group in blocks.items():
         if key in layout.whole.counts:
             items[key] = [late(module, key, index) for index, module in enumerate(group)]
     layout.gated = items
-    if probe == "modulated":
+    if peeks:
         return items
     lead = layout.lead_calls
     for key, index in lead:

@@ -48,7 +48,7 @@ def learn(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> 
     if not keep(frame, layout, trace.calls):
         _again(engine, frame, layout.compute, call)
     when = engine.parts.when
-    if when.probe == "modulated":
+    if engine.peek is not None:
         frame.items = {
             key: [PlainTap(b) if key in layout.whole.counts else UnwatchedTap(b) for b in group]
             for key, group in engine.taps.blocks.items()

@@ -17,9 +17,10 @@ from diffcache.attach.depend import TimeSite, time_sites
 from diffcache.attach.extension import Extension
 from diffcache.attach.signature import writes_cache
 from diffcache.attach.tap import FRAME, Tap, TapDict, tap_children, untap_children
+from diffcache.attach.time_peek import TimePeek
 from diffcache.attach.tree import leaves, unshared
 from diffcache.attach.weights import Weights
-from diffcache.errors import CacheWarning
+from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.temporal_table import TimeTables, disturbance
 from diffcache.step import CURRENT
 
@@ -273,5 +274,15 @@ class TimeTable(Extension):
 
 
 def install(engine: Engine, ability: TimeTables) -> TimeTable:
-    """Return the tables of a denoiser."""
+    """Return the tables of a denoiser.
+
+    Raises:
+        AttachError: If the method's gate looks at the time embedding, which tables would look up
+            instead of running what makes it.
+    """
+    if isinstance(engine.peek, TimePeek):
+        raise AttachError(
+            f"{engine.anatomy.model}: a gate on the time embedding and look-up tables of the "
+            "modules that make it do not go together; use input='modulated', or no tables"
+        )
     return TimeTable(engine, ability)

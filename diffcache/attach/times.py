@@ -9,11 +9,10 @@ from torch import Tensor
 
 from diffcache.attach.extension import Extension
 from diffcache.errors import AttachError
+from diffcache.features.ertacache import check_scheduler
 
 if TYPE_CHECKING:
     from diffcache.attach.engine import Engine
-
-EULER = "FlowMatchEulerDiscreteScheduler"
 
 
 class TimeRule(Protocol):
@@ -53,15 +52,8 @@ class Times(Extension):
 
     def check(self, scheduler: Any) -> None:
         """Raise AttachError unless this is a deterministic Euler scheduler."""
-        name = type(scheduler).__name__
         config = getattr(scheduler, "config", {})
-        if name == EULER and not config.get("stochastic_sampling"):
-            return
-        what = f"{name} with stochastic_sampling" if name == EULER else name
-        raise AttachError(
-            f"{self.model}: the lengths of steps can be changed with {EULER} only, not with "
-            f"{what}; {self.rule.advice}, or replace the scheduler"
-        )
+        check_scheduler(self.model, type(scheduler).__name__, config, self.rule.advice)
 
 
 def install(engine: Engine, ability: Any) -> Times:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from diffcache.attach.flops import counted
 from diffcache.attach.tap import Tap
 from diffcache.attach.tree import hollow, outputs_of
+from diffcache.errors import AttachError
 
 Key = int | str  # where a block takes an argument: a place or a name
 
@@ -82,6 +83,11 @@ class Trace:
         given: dict[Key, Any] = dict(enumerate(args))
         given.update(kwargs)
         arguments = {key: value for key, value in given.items() if isinstance(value, Tensor)}
+        if any(value.is_nested for value in arguments.values()):
+            raise AttachError(
+                f"{tap.key}.{tap.index} is given nested tensors, which cannot be kept as features; "
+                "make the nn.TransformerEncoder with enable_nested_tensor=False"
+            )
         before = self._last.get(tap.key)
         if before is not None:
             self._link(before, arguments)

@@ -1,4 +1,4 @@
-"""When to compute: where the changes of the first block's input, step by step, added up."""
+"""When to compute: where the changes of an indicator, step by step, added up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from diffcache.features.base import Probe, When, check_int, check_threshold
+from diffcache.features.base import Probe, When, check_bool, check_int, check_threshold
 from diffcache.features.when import relative_l1
 from diffcache.step import Step
 
@@ -67,10 +67,10 @@ class Sum:
 
 @dataclass(frozen=True)
 class Accumulated(When):
-    """Skip while the changes of the modulated input, step by step, add up to little.
+    """Skip while the changes of an indicator, step by step, add up to little.
 
-    The first and the last step are always computed; after a computed step the sum starts at 0.
-    The question whether to compute leaves in the state what was seen at the step; asked again, the
+    The first steps are always computed, and the last one if `last` says so; after a computed step
+    the sum starts at 0. The question whether to compute leaves in the state what was seen at the step; asked again, the
     answer is the same.
 
     Args:
@@ -78,6 +78,10 @@ class Accumulated(When):
         indicator: What is compared, and what its change counts for.
         warmup: First steps that are always computed, at least 1.
         longest: Steps that are skipped in a row at most, None for any number.
+        last: Whether the last step of the run is always computed.
+        of: Which probe: the `modulated` input of the first attention, the `time` embedding, or its
+            `time-projection`.
+        by_branch: Whether every guidance branch adds up its own changes and decides for itself.
 
     Raises:
         ValueError: If a value is out of its range.
@@ -87,17 +91,22 @@ class Accumulated(When):
     indicator: Indicator = field(default_factory=Rescaled)
     warmup: int = 1
     longest: int | None = None
+    last: bool = True
+    of: Probe = "modulated"
+    by_branch: bool = False
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold, " (0 turns the cache off)")
         check_int("warmup", self.warmup, 1, " (the first step has nothing to stand in for it)")
         if self.longest is not None:
             check_int("longest", self.longest, 1, " (None for any number)")
+        for name in ("last", "by_branch"):
+            check_bool(name, getattr(self, name))
 
     @property
     def probe(self) -> Probe:
-        """The input of the first attention."""
-        return "modulated"
+        """What is compared from step to step."""
+        return self.of
 
     def init(self) -> Sum:
         """Return an empty run."""
@@ -105,13 +114,13 @@ class Accumulated(When):
 
     def should_compute(self, state: Sum, step: Step, probe: Tensor | None) -> bool:
         """Return whether the sum reached the threshold."""
-        if state.value is None or step.is_last or step.index == state.anchor:
+        if state.value is None or step.index == state.anchor or (self.last and step.is_last):
             return True
         limit = math.inf if self.longest is None else self.longest
         if step.index < self.warmup or step.index - state.anchor > limit:
             return True
         if probe is None:
-            raise ValueError("a gate needs a probe, and was given no input of the first attention")
+            raise ValueError(f"a gate needs a probe, and was given none ({self.of})")
         if step.index != state.index:
             value = self.indicator.see(probe, step)
             if value.shape != state.value.shape:  # other tokens, which cannot be compared

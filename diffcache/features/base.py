@@ -13,7 +13,7 @@ from diffcache.step import Step
 if TYPE_CHECKING:
     from diffcache.features.combine import Combine
 
-Probe = Literal["residual", "output", "modulated"]
+Probe = Literal["residual", "output", "modulated", "time", "time-projection"]
 
 # What is this project's own and has no paper is cited as software.
 OWN = """@software{diffcache,
@@ -26,20 +26,24 @@ OWN = """@software{diffcache,
 class When(ABC):
     """Decides which steps are computed. Immutable; the run's state is made by `init`.
 
-    The decision is taken once a step, by the first guidance branch, and shared by the others.
+    The decision is taken once a step, by the first guidance branch, and shared by the others,
+    unless `by_branch` says that every branch takes its own.
 
     Attributes:
         total: Length in steps of the runs it is made for, None for any; other runs are refused.
+        by_branch: Whether every guidance branch decides for itself, with a state of its own.
     """
 
     total: int | None = None
+    by_branch: bool = False
 
     @property
     def probe(self) -> Probe | None:
         """What `should_compute` looks at.
 
         The `residual` or the `output` of the lead blocks' main stream, `[B, T, D]`, the
-        `modulated` input of the first block's attention (the block need not run for it), or None
+        `modulated` input of the first block's attention (the block need not run for it), the
+        `time` embedding or the `time-projection` that modulates every block, `[B, D]`, or None
         when the step alone decides. A `residual` falls back to the output where the lead block
         changes the shape (UNets).
         """
@@ -189,6 +193,12 @@ def check_int(name: str, value: object, least: int, hint: str = "") -> None:
     """Raise ValueError unless `value` is an int of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}{hint}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: must be True or False")
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from diffcache.errors import TablesError
+from diffcache.errors import AttachError, TablesError
 from diffcache.features.base import Ability, Instead, check_threshold
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
@@ -20,6 +21,8 @@ from diffcache.features.when import Every, Listed
 from diffcache.step import Site, Step
 
 THRESHOLD = 0.3  # of a calibration that names none
+EULER = "FlowMatchEulerDiscreteScheduler"  # the one whose steps may have other lengths
+ADVICE = "set time=False"
 
 
 def adjust(sigmas: Tensor, factors: tuple[float, ...]) -> Tensor:
@@ -54,6 +57,24 @@ def adjust(sigmas: Tensor, factors: tuple[float, ...]) -> Tensor:
     return made.to(sigmas)
 
 
+def check_scheduler(model: str, name: str | None, config: Mapping[str, Any], advice: str) -> None:
+    """Raise AttachError unless a scheduler is a deterministic Euler scheduler.
+
+    Args:
+        model: Class name of the denoiser.
+        name: Class name of the scheduler, None where there is none.
+        config: Its settings.
+        advice: How a user gets by without it.
+    """
+    if name == EULER and not config.get("stochastic_sampling"):
+        return
+    what = f"{name} with stochastic_sampling" if name == EULER else name
+    raise AttachError(
+        f"{model}: the lengths of steps can be changed with {EULER} only, not with {what}; "
+        f"{advice}, or replace the scheduler"
+    )
+
+
 @dataclass(frozen=True)
 class SigmaRule(Ability):
     """Give the steps of an Euler scheduler other lengths, and evaluate the model at their times.
@@ -64,7 +85,7 @@ class SigmaRule(Ability):
     """
 
     factors: tuple[float, ...]
-    advice: str = "set time=False"
+    advice: str = ADVICE
 
     def apply(self, sigmas: Tensor) -> Tensor:
         """Return the adjusted schedule of `sigmas`, [T + 1]."""
@@ -234,6 +255,13 @@ class ERTACache(Calibrated):
             return ()
         factors = self.measured()[READINGS[self.reading]].tolist()
         return (SigmaRule(tuple(factors)),) if min(factors) < 1 else ()
+
+    def check_model(self, facts: Mapping[str, Any]) -> None:
+        """Raise unless the tables fit the model, or may be measured with this scheduler."""
+        super().check_model(facts)
+        if self.time and self.threshold != 0 and not isinstance(self.tables, Tables):
+            scheduler, config = facts["scheduler"], facts["scheduler_config"]
+            check_scheduler(facts["model"], scheduler, config, ADVICE)
 
     def collector(self) -> Profile:
         """Return what profiles the denoiser in three passes over the prompts."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from diffcache.errors import AttachError
 from diffcache.features.base import When, check_int, check_threshold, is_number
 from diffcache.features.collect import Calibrated, Collector, RunInfo
 from diffcache.features.combine import Combine
@@ -28,16 +29,26 @@ class Magnitude(When):
     `longest`. The decisions follow from the ratios and the step alone.
 
     Args:
-        ratios: Norm of the residual of every step over that of the step before.
+        ratios: Norm of the residual of every step over that of the step before: one list for all
+            guidance branches, or one for each.
         threshold: Sums below it skip; 0 turns the cache off.
         longest: Steps that are skipped in a row at most.
         retention: First part of the run that is always computed, 0 to 1.
+        always: Positions in a list of ratios whose steps are always computed.
+        by_branch: Whether every guidance branch decides for itself, as lists of its own ask for.
     """
 
-    ratios: tuple[float, ...]
+    ratios: tuple[tuple[float, ...], ...]
     threshold: float
     longest: int
     retention: float
+    always: tuple[int, ...] = ()
+    by_branch: bool = False
+
+    def __post_init__(self) -> None:
+        count = len(self.ratios[0])
+        if any(place >= count for place in self.always):
+            raise ValueError(f"always={self.always!r}: must be below {count}, as many as ratios")
 
     def init(self) -> LastComputed:
         """Return an empty run."""
@@ -45,13 +56,16 @@ class Magnitude(When):
 
     def should_compute(self, state: LastComputed, step: Step, probe: Tensor | None) -> bool:
         """Return whether the summed error reached the threshold, or the limit the row of skips."""
-        total = step.total or len(self.ratios)
+        ratios = self._ratios(step.branch)
+        total = step.total or len(ratios)
         kept = int(self.retention * total + 0.5)
         if state.index is None or step.index < kept or step.index - state.index > self.longest:
             return True
+        if step.index < total and place_of(step.index, total, len(ratios)) in self.always:
+            return True
         product, error = 1.0, 0.0
         for index in range(max(state.index + 1, kept), step.index + 1):
-            product *= ratio_at(self.ratios, index, total)
+            product *= ratio_at(ratios, index, total)
             error += abs(1 - product)
         return not error < self.threshold
 
@@ -59,19 +73,31 @@ class Magnitude(When):
         """Start the product anew."""
         state.index = step.index
 
+    def _ratios(self, branch: int) -> tuple[float, ...]:
+        """Return the ratios of a guidance branch."""
+        if len(self.ratios) == 1:
+            return self.ratios[0]
+        if branch >= len(self.ratios):
+            raise AttachError(
+                f"ratios: lists for {len(self.ratios)} guidance branches, and this is branch "
+                f"{branch + 1} of the run; give one for each, or one for all"
+            )
+        return self.ratios[branch]
+
+
+def place_of(index: int, total: int, count: int) -> int:
+    """Return which of `count` ratios is that of step `index` of `total`, the nearest."""
+    if total == count:
+        return index
+    return count - 1 if total == 1 else round(index * (count - 1) / (total - 1))
+
 
 def ratio_at(ratios: tuple[float, ...], index: int, total: int) -> float:
     """Return the ratio of step `index` of `total`: that of the nearest step of the calibration.
 
     Beyond the run, whose length nobody may have said, it is 1.
     """
-    if index >= total:
-        return 1.0
-    if total == len(ratios):
-        return ratios[index]
-    if total == 1:
-        return ratios[-1]
-    return ratios[round(index * (len(ratios) - 1) / (total - 1))]
+    return 1.0 if index >= total else ratios[place_of(index, total, len(ratios))]
 
 
 @dataclass(frozen=True)
@@ -80,18 +106,27 @@ class MagCache(Calibrated):
 
     Reference: MagCache, arXiv 2506.09045, section 3 (magnitude law, error model and adaptive
     caching), with the schedule of its released code as diffusers has it. Differs: a sum that
-    equals the threshold is computed, so that 0 turns the cache off; the ratios are means over the
-    prompts and guidance branches of the calibration, and over the tokens of all streams; each
-    list of blocks keeps its own residual.
+    equals the threshold is computed, so that 0 turns the cache off; the retained part is rounded
+    to the nearest step, as in the scripts for images, where those for videos round down; the
+    ratios of a calibration are means over its prompts and guidance branches, and over the tokens
+    of all streams; each list of blocks keeps its own residual.
+
+    The official files leave out the first ratio and prepend `[1.0]`. Those for Wan and Qwen-Image
+    hold two branches in turn, behind `[1.0] * 2`: pass `ratios=(both[0::2], both[1::2])`. The
+    script for FLUX never skips the step at position 11 of its 28 ratios: pass `always=(11,)`.
 
     Args:
         threshold: Smallest summed error that is computed; dimensionless; 0 turns the cache off.
             0.06 to 0.24.
         longest: Steps that are skipped in a row at most, 2 to 6 in the paper.
         retention: First part of the run that is always computed, 0 to 1.
-        ratios: Published ratios of a model of the same family, one a step of a run of any length;
-            None takes those of the tables.
+        ratios: Published ratios of a model of the same family, one a step, the first 1.0; or a
+            list of them for every guidance branch in the order of the calls, each of which then
+            decides for itself. Runs of another length take those of the nearest steps. None takes
+            those of the tables.
         tables: From `diffcache.calibrate`, or a file it wrote; for runs of any length too.
+        always: Positions in the list of ratios, from 0, whose steps are always computed; at
+            another number of steps those that take these ratios.
 
     Raises:
         ValueError: If a value is out of its range.
@@ -114,19 +149,22 @@ class MagCache(Calibrated):
     threshold: float = 0.06
     longest: int = 3
     retention: float = 0.2
-    ratios: tuple[float, ...] | None = None
+    ratios: tuple[float, ...] | tuple[tuple[float, ...], ...] | None = None
     tables: Tables | str | None = None
+    always: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold, " (0 turns the cache off)")
         check_int("longest", self.longest, 1)
         if not is_number(self.retention) or not 0 <= self.retention <= 1:
             raise ValueError(f"retention={self.retention!r}: must be a number from 0 to 1")
+        object.__setattr__(self, "always", check_always(self.always))
         self.load_tables()
         if self.ratios is not None:
             if self.tables is not None:
                 raise ValueError("ratios and tables: give one of them")
             object.__setattr__(self, "ratios", check_ratios(self.ratios))
+            self.parts()
 
     @property
     def total(self) -> None:
@@ -137,27 +175,54 @@ class MagCache(Calibrated):
         """Return the schedule that follows from the ratios, and reuse."""
         if self.threshold == 0:
             return Combine(Every(1), Reuse())
-        ratios = self.ratios or tuple(self.measured()["ratios"].tolist())
-        return Combine(Magnitude(ratios, self.threshold, self.longest, self.retention), Reuse())
+        ratios: Any = self.ratios or tuple(self.measured()["ratios"].tolist())
+        lists = ratios if isinstance(ratios[0], tuple) else (ratios,)
+        when = Magnitude(
+            lists, self.threshold, self.longest, self.retention, self.always, len(lists) > 1
+        )
+        return Combine(when, Reuse())
 
     def collector(self) -> Ratios:
         """Return what measures the magnitude ratios of the stack's residual."""
         return Ratios()
 
 
-def check_ratios(values: Any) -> tuple[float, ...]:
-    """Return positive finite ratios as a tuple.
+def check_ratios(values: Any) -> Any:
+    """Return ratios as a tuple, or as a tuple of them for every guidance branch.
 
     Raises:
-        ValueError: If there are none or one is no positive finite number.
+        ValueError: If there are none, one is no positive finite number, the first is not 1, or the
+            lists of branches differ in length.
     """
+    nested = isinstance(values, (list, tuple)) and values and not is_number(values[0])
     try:
-        made = tuple(float(value) for value in values)
+        lists = tuple(
+            tuple(float(value) for value in row) for row in (values if nested else [values])
+        )
     except (TypeError, ValueError):
-        made = ()
-    if not made or not all(0 < value < math.inf for value in made):
+        lists = ((),)
+    if not all(row and all(0 < value < math.inf for value in row) for row in lists):
         raise ValueError(f"ratios={values!r}: must be positive finite numbers, one a step")
-    return made
+    if any(row[0] != 1 for row in lists):
+        raise ValueError(
+            f"ratios={values!r}: must begin with 1.0, that of the first step, which the lists of "
+            "the official files leave out: pass (1.0, *ratios)"
+        )
+    if len({len(row) for row in lists}) > 1:
+        raise ValueError(f"ratios={values!r}: must be as many for every guidance branch")
+    return lists if nested else lists[0]
+
+
+def check_always(values: Any) -> tuple[int, ...]:
+    """Return positions in a list of ratios as a tuple; a lone one may stand for itself.
+
+    Raises:
+        ValueError: If one is no whole number of at least 0.
+    """
+    places = tuple(values) if isinstance(values, (list, tuple)) else (values,)
+    for place in places:
+        check_int("always", place, 0)
+    return places
 
 
 class Ratios(Collector):

@@ -6,7 +6,7 @@ import math
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -112,15 +112,22 @@ def gain(grid: tuple[int, ...], signal: float, noise: float, power: float) -> Te
     return made / made.mean()
 
 
+def power_of(grid: tuple[int, ...]) -> float:
+    """Return the usual exponent of the spectrum: 3 for several frames, 2 for an image."""
+    return 3.0 if len(grid) > 2 and grid[0] > 1 else 2.0
+
+
 @dataclass(frozen=True)
 class Filtered(Indicator):
     """The probe behind the filter of its noise level.
 
     Args:
-        power: Exponent of the spectrum.
+        power: Exponent of the spectrum; None is 3 where the grid has frames, else 2.
+        plain: First steps whose probe is left as it is.
     """
 
-    power: float
+    power: float | None = None
+    plain: int = 0
 
     def see(self, probe: Tensor, step: Step) -> Tensor:
         """Return the filtered tokens `[B, *grid, D]`."""
@@ -130,9 +137,13 @@ class Filtered(Indicator):
         tokens = probe.detach().float()
         tokens = tokens.reshape(tokens.shape[0], -1, tokens.shape[-1])
         grid = scene.grid(tokens.shape[1])
-        filtered = gain(grid, scene.signal, scene.noise, self.power)
+        tokens = tokens.unflatten(1, grid)
+        if step.index < self.plain:
+            return tokens.clone()
+        power = power_of(grid) if self.power is None else self.power
+        filtered = gain(grid, scene.signal, scene.noise, power)
         axes = tuple(range(1, 1 + len(grid)))
-        spectrum = torch.fft.fftn(tokens.unflatten(1, grid), dim=axes)
+        spectrum = torch.fft.fftn(tokens, dim=axes)
         weights = filtered.to(tokens)[None, ..., None]
         found: Tensor = torch.fft.ifftn(spectrum * weights, dim=axes).real
         return found.contiguous()
@@ -154,17 +165,24 @@ class SeaCache(FeatureMethod):
     residual. `order=1`, `warmup`, `last` and `longest` are those of diffusers' `SeaCacheConfig`,
     which filters the latents of videos instead.
 
+    The official scripts differ in what the first step leaves to be compared with: that for
+    HunyuanVideo filters it (`first="filtered"`), those for FLUX and Wan2.1 leave the steps of the
+    warm-up as they are (`first="plain"`), so that the step after them is nearly always computed.
+    With `use_ret_steps` the script for Wan2.1 takes `warmup=5, last=False`.
+
     Args:
         threshold: Smallest sum that is computed; dimensionless; 0 turns the cache off. 0.3 to 0.6
-            on FLUX.
-        power: Exponent of the signal's power spectrum; 2 is usual for pictures, diffusers takes 3
-            for videos.
+            on FLUX, 0.1 to 0.2 for videos.
+        power: Exponent of the signal's power spectrum; None is that of the official scripts, 3
+            where the token grid has several frames and 2 for images.
         order: Of the forecast of the residual, 0 (reuse, as in the paper) to 4; through the last
             `order + 1` computed steps.
         warmup: First steps that are always computed, at least 1.
+        last: Whether the last step of the run is always computed.
         longest: Steps that are skipped in a row at most, None for any number.
         grid: Token grid, `(height, width)` or `(frames, height, width)`, for models whose call
             does not show it.
+        first: Whether the steps of the warm-up are kept `plain` or `filtered`, to be compared with.
 
     Raises:
         ValueError: If a value is out of its range.
@@ -186,26 +204,29 @@ class SeaCache(FeatureMethod):
 }"""
 
     threshold: float = 0.3
-    power: float = 2.0
+    power: float | None = None
     order: int = 0
     warmup: int = 1
     longest: int | None = None
     grid: tuple[int, ...] | None = None
+    first: Literal["plain", "filtered"] = "plain"
+    last: bool = True
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold, " (0 turns the cache off)")
-        if not is_number(self.power) or not 0 < self.power < 99:
-            raise ValueError(f"power={self.power!r}: must be a positive number below 99")
+        if self.power is not None and not (is_number(self.power) and 0 < self.power < 99):
+            raise ValueError(f"power={self.power!r}: must be a positive number below 99, or None")
+        if self.first not in ("plain", "filtered"):
+            raise ValueError(f"first={self.first!r}: must be 'plain' or 'filtered'")
         if self.grid is not None:
             object.__setattr__(self, "grid", check_grid(self.grid))
         self.parts()
 
     def parts(self) -> Combine:
         """Return a gate on the change of the filtered input, and the forecast behind it."""
-        if self.threshold == 0:
-            return Combine(Every(1), Newton(self.order))
-        when = Accumulated(self.threshold, Filtered(self.power), self.warmup, self.longest)
-        return Combine(when, Newton(self.order))
+        filtered = Filtered(self.power, self.warmup if self.first == "plain" else 0)
+        when = Accumulated(self.threshold, filtered, self.warmup, self.longest, self.last)
+        return Combine(Every(1) if self.threshold == 0 else when, Newton(self.order))
 
     def abilities(self) -> tuple[Ability, ...]:
         """Return the rule that tells the noise level and the token grid."""

@@ -1,18 +1,18 @@
-"""Skip while the rescaled changes of the first block's input add up to little (TeaCache)."""
+"""Skip while the rescaled changes of the input or of the time add up to little (TeaCache)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from diffcache.errors import AttachError, TablesError
 from diffcache.features.accumulated import Accumulated, Rescaled
-from diffcache.features.base import check_threshold
 from diffcache.features.collect import Calibrated, Collector, RunInfo
 from diffcache.features.combine import Combine
 from diffcache.features.instead import Reuse
@@ -20,30 +20,57 @@ from diffcache.features.tables import Tables
 from diffcache.features.when import Every, relative_l1
 from diffcache.step import Step
 
+Input = Literal["modulated", "time", "time-projection"]
+CHANGE = (1.0, 0.0)  # the polynomial that is the change itself
+_EMBEDDING = "the time embedding (input='time')"
+# Classes of the families whose official scripts feed the polynomial the time: what they look at.
+BY_TIME = {
+    "WanTransformer3DModel": "the time embedding (input='time'), or with use_ret_steps its "
+    "projection (input='time-projection', warmup=5, last=False)",
+    "CogVideoXTransformer3DModel": _EMBEDDING,
+    "ConsisIDTransformer3DModel": _EMBEDDING,
+    "HiDreamImageTransformer2DModel": _EMBEDDING,
+}
+
 
 @dataclass(frozen=True)
 class TeaCache(Calibrated):
     """Reuse the stack's residual until the rescaled change of its modulated input adds up.
 
-    At every step the first block's normed and modulated input is compared with that of the step
-    before, `mean|new - old| / mean|old|`; a polynomial turns the change into an estimate of the
-    change of the output, and the estimates are summed since the last computed step. Below
-    `threshold` all blocks are skipped and the residual of every list is used again. Reference:
-    TeaCache, arXiv 2411.19108, section 3 (equations 5 to 7 and the polynomial fit). Differs: the
-    first guidance branch decides for all; the comparison is in float32; each list of blocks keeps
-    its own residual; outside of the changes seen at calibration the polynomial stays at its value
-    at the nearer end, where published `coefficients` are used as they are.
+    At every step the first block's normed and modulated input, or the time embedding, is compared
+    with that of the step before, `mean|new - old| / mean|old|`; a polynomial turns the change into
+    an estimate of the change of the output, and the estimates are summed since the last computed
+    step. Below `threshold` all blocks are skipped and the residual of every list is used again.
+    Reference: TeaCache, arXiv 2411.19108, section 3 (equations 5 to 7 and the polynomial fit).
+    Differs: the first guidance branch decides for all unless `by_branch` is set; the comparison is
+    in float32; each list of blocks keeps its own residual; outside of the changes seen at
+    calibration the polynomial stays at its value at the nearer end, where published `coefficients`
+    are used as they are.
+
+    The official scripts for Wan2.1 look at the time embedding (`input="time"`), or with
+    `use_ret_steps` at its projection (`input="time-projection", warmup=5, last=False`), those for
+    CogVideoX and ConsisID at the time embedding, that for HiDream at it with a tenth of the steps
+    as `warmup` and `last=False`; all others at the modulated input. Guidance branches share the
+    time, so that their separate sums in the script for Wan2.1 always agree.
 
     Args:
         threshold: Smallest sum that is computed; dimensionless; 0 turns the cache off. 0.1 to 0.6.
-        coefficients: A published polynomial, highest power first, for a model of the same family;
-            None takes that of the tables.
+        coefficients: A published polynomial, highest power first, for a model of the same family
+            and the same `input`; (1, 0) is the change itself; None takes that of the tables.
         degree: Of the polynomial that a calibration fits, 1 to 8; 4 in the paper.
         tables: From `diffcache.calibrate`, or a file it wrote.
+        input: What is compared: the `modulated` input of the first attention, the `time`
+            embedding, or the `time-projection` that modulates the blocks of Wan. None takes that
+            of the tables or `modulated`, and is refused with `coefficients` on the families whose
+            published ones are for the time embedding.
+        warmup: First steps that are always computed, at least 1.
+        last: Whether the last step of the run is always computed.
+        by_branch: Whether every guidance branch adds up its own changes and decides for itself.
 
     Raises:
         ValueError: If a value is out of its range.
-        TablesError: If the tables are another method's.
+        TablesError: If the tables are another method's, or were measured with another `input`.
+        AttachError: If the model shows no such `input`, or it must be named.
 
     Example:
         >>> method = diffcache.calibrate(pipe, TeaCache(0.25), prompts=[...])  # doctest: +SKIP
@@ -66,18 +93,25 @@ class TeaCache(Calibrated):
     coefficients: tuple[float, ...] | None = None
     degree: int = 4
     tables: Tables | str | None = None
+    input: Input | None = None
+    warmup: int = 1
+    last: bool = True
+    by_branch: bool = False
 
     def __post_init__(self) -> None:
-        check_threshold(self.threshold, " (0 turns the cache off)")
+        if self.input is not None and self.input not in get_args(Input):
+            known = ", ".join(map(repr, get_args(Input)))
+            raise ValueError(f"input={self.input!r}: must be {known} or None")
         check_degree(self.degree)
         self.load_tables()
+        self._gate(Rescaled())
         if self.coefficients is not None:
             if self.tables is not None:
                 raise ValueError("coefficients and tables: give one of them")
             object.__setattr__(self, "coefficients", check_coefficients(self.coefficients))
 
     def parts(self) -> Combine:
-        """Return a gate on the rescaled change of the modulated input, and reuse behind it."""
+        """Return a gate on the rescaled change of the input, and reuse behind it."""
         if self.threshold == 0:
             return Combine(Every(1), Reuse())
         if self.coefficients is not None:
@@ -86,11 +120,47 @@ class TeaCache(Calibrated):
             tables = self.measured()
             low, high = tables["range"].tolist()
             rescaled = Rescaled(tuple(tables["coefficients"].tolist()), low, high)
-        return Combine(Accumulated(self.threshold, rescaled), Reuse())
+        return Combine(self._gate(rescaled), Reuse())
+
+    def _gate(self, rescaled: Rescaled) -> Accumulated:
+        """Return the gate, whose settings are checked where it is made."""
+        return Accumulated(
+            self.threshold,
+            rescaled,
+            warmup=self.warmup,
+            last=self.last,
+            of=self._input(),
+            by_branch=self.by_branch,
+        )
+
+    def _input(self) -> Input:
+        """Return what is compared."""
+        if not isinstance(self.tables, Tables):
+            return self.input or "modulated"
+        measured: Input = self.tables.header.get("input", "modulated")
+        if self.input not in (None, measured):
+            raise TablesError(
+                f"tables={self.tables!r}: measured with input={measured!r}, not {self.input!r}; "
+                "leave input out, or calibrate again"
+            )
+        return measured
+
+    def check_model(self, facts: Mapping[str, Any]) -> None:
+        """Raise AttachError where it is not said what the coefficients are for."""
+        super().check_model(facts)
+        family = facts["model"]
+        published = self.coefficients not in (None, CHANGE)
+        if not published or self.input is not None or family not in BY_TIME:
+            return
+        raise AttachError(
+            f"coefficients={self.coefficients!r} on {family}: the published ones of this family "
+            f"are for {BY_TIME[family]}; name it, or pass input='modulated' for a polynomial that "
+            "was fitted to the modulated input"
+        )
 
     def collector(self) -> Changes:
-        """Return what notes how the output changes where the modulated input does."""
-        return Changes(self.degree)
+        """Return what notes how the output changes where the input does."""
+        return Changes(self.degree, self._input())
 
 
 def check_degree(value: object) -> None:
@@ -115,21 +185,22 @@ def check_coefficients(values: Any) -> tuple[float, ...]:
 
 
 class Changes(Collector):
-    """Pairs of relative L1 changes: of the modulated input and of the stack's output.
+    """Pairs of relative L1 changes: of the input and of the stack's output.
 
     Pairs of neighbouring steps in the first guidance branch, as the decision is taken there.
 
     Args:
         degree: Of the polynomial.
+        of: What is compared.
     """
 
-    def __init__(self, degree: int) -> None:
-        self.degree = degree
+    def __init__(self, degree: int, of: Input = "modulated") -> None:
+        self.degree, self.of = degree, of
         self.points = torch.zeros(0, 2, dtype=torch.float64)
 
     def site(self) -> Combine:
-        """Return the stack's output, with the modulated input as the probe."""
-        return Combine(Accumulated(0.0), Reuse(), feature="output")
+        """Return the stack's output, with the input as the probe."""
+        return Combine(Accumulated(0.0, of=self.of), Reuse(), feature="output")
 
     def begin(self, run: RunInfo) -> None:
         """Start a run without pairs."""
@@ -141,7 +212,7 @@ class Changes(Collector):
         self._outputs: dict[int, float] = {}
 
     def probe(self, step: Step, value: Tensor) -> None:
-        """Note the change of the modulated input."""
+        """Note the change of the input."""
         before, self._probe = self._probe, value.detach().clone()
         if before is not None:
             self._inputs[step.index] = relative_l1(before, self._probe, "forecast")
@@ -199,8 +270,8 @@ class Changes(Collector):
         }
 
     def settings(self) -> dict[str, Any]:
-        """Return the degree."""
-        return {"degree": self.degree}
+        """Return the degree, and what was compared."""
+        return {"degree": self.degree, "input": self.of}
 
 
 def fit(inputs: Tensor, outputs: Tensor, degree: int) -> Tensor:

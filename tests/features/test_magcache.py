@@ -2,15 +2,17 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 import diffcache
-from diffcache.errors import TablesError, UncalibratedError
+from diffcache.errors import AttachError, TablesError, UncalibratedError
 from diffcache.features.collect import RunInfo
 from diffcache.features.magcache import MagCache, Ratios, ratio_at
 from diffcache.features.tables import Tables
 from diffcache.features.temporal_table import TemporalTable
+from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.step import Step
 
 RATIOS = tuple(1 - 0.002 * i - (0.03 * (i - 20) if i > 20 else 0) for i in range(28))
@@ -94,6 +96,74 @@ def test_ratios_of_other_lengths_are_those_of_the_nearest_step():
     assert ratio_at(RATIOS, 30, 28) == 1
 
 
+@pytest.mark.parametrize("total", [28, 50, 17])
+def test_a_step_may_be_fixed_as_for_flux(total):
+    """The rule of MagCache4FLUX with its published settings, by a loop of its own."""
+    from diffusers.hooks.mag_cache import FLUX_MAG_RATIOS
+
+    ratios = FLUX_MAG_RATIOS.tolist()
+    places = np.round(np.arange(total) * (27 / (total - 1))).astype(int)
+    steps, product, error, skipped = [], 1.0, 0.0, 0
+    for index, place in enumerate(places):
+        if index >= int(0.1 * total + 0.5):
+            product, skipped = product * ratios[place], skipped + 1
+            error += abs(1 - product)
+            if error <= 0.24 and skipped <= 5 and place != 11:
+                continue
+        product, error, skipped = 1.0, 0.0, 0
+        steps.append(index)
+    found = computed_steps(MagCache(0.24, 5, 0.1, tuple(ratios), always=(11,)), total)
+    assert found == steps
+    free = computed_steps(MagCache(0.24, 5, 0.1, tuple(ratios)), total)
+    assert (found == free) == (total == 17)  # where no step is at that position
+    if total == 28:
+        assert found == [0, 1, 2, 5, 9, 11, 17, 23, 26]
+
+
+def official_branches(both, threshold, longest, retention, total):
+    """Computed steps of two branches by one counter over all calls, as MagCache4Wan2.1 has it."""
+    product, error, skipped, steps = [1.0, 1.0], [0.0, 0.0], [0, 0], [[], []]
+    for call in range(2 * total):
+        branch = call % 2
+        if call >= int(2 * total * retention):
+            product[branch] *= both[call]
+            skipped[branch] += 1
+            error[branch] += abs(1 - product[branch])
+            if error[branch] < threshold and skipped[branch] <= longest:
+                continue
+        product[branch], error[branch], skipped[branch] = 1.0, 0.0, 0
+        steps[branch].append(call // 2)
+    return steps
+
+
+@pytest.mark.parametrize("threshold", [0.03, 0.06, 0.12])
+def test_ratios_of_two_branches_decide_apart_on_a_pipeline(threshold):
+    """Guidance in two calls; an official list holds the ratios of both in turn."""
+    case = pipes()["WanPipeline"]
+    pipe = case.build(0)
+    total = 20
+    both = [1.0, 1.0]
+    for step in range(1, total):
+        both += [1 - 0.002 * step, 1 - 0.004 * step]
+    expected = official_branches(both, threshold, 4, 0.2, total)
+    method = MagCache(threshold, 4, 0.2, (both[0::2], both[1::2]))
+    with diffcache.wrapped(pipe, method) as handle, torch.no_grad():
+        case.run(pipe, steps=total)
+        calls = handle.last.calls
+    found = [[c.index for c in calls if c.computed and c.branch == name]
+             for name in ("cond", "uncond")]  # fmt: skip
+    assert found == expected
+    assert expected[0] != expected[1]
+
+
+def test_more_branches_than_lists_are_refused():
+    when = MagCache(0.1, 3, 0.0, ((1.0, 0.9), (1.0, 0.8))).parts().when
+    state = when.init()
+    when.computed(state, Step(0), None)
+    with pytest.raises(AttachError, match="lists for 2 guidance branches, and this is branch 3"):
+        when.should_compute(state, Step(1, branch=2), None)
+
+
 def test_threshold_zero_computes_everything_even_where_nothing_changes():
     assert computed_steps(MagCache(0.0, ratios=(1.0,) * 9, retention=0.0), 9) == list(range(9))
     assert computed_steps(MagCache(1e-9, 3, 0.0, (1.0,) * 9), 9) == [0, 4, 8]
@@ -150,7 +220,6 @@ def test_tables_of_a_calibration_serve_any_length():
 
 def test_a_wrapped_pipeline_runs_at_other_lengths_than_the_calibration():
     from diffcache.attach.facts import facts_of
-    from diffcache.pipelines.zoo.pipes import pipes
 
     case = pipes()["FluxPipeline"]
     pipe = case.build(0)
@@ -181,6 +250,12 @@ def test_bad_settings_and_foreign_tables_are_refused():
         ({"ratios": (1.0, math.nan)}, "must be positive finite numbers"),
         ({"ratios": "ten"}, "ratios='ten': must be positive finite numbers"),
         ({"ratios": ()}, "must be positive finite numbers"),
+        ({"ratios": ((1.0, 0.9), 3.0)}, "must be positive finite numbers"),
+        ({"ratios": RATIOS[1:]}, r"must begin with 1.0.*pass \(1.0, \*ratios\)"),
+        ({"ratios": (RATIOS, RATIOS[1:])}, "must begin with 1.0"),
+        ({"ratios": (RATIOS, RATIOS[:5])}, "as many for every guidance branch"),
+        ({"ratios": RATIOS, "always": (28,)}, r"always=\(28,\): must be below 28"),
+        ({"always": (-1,)}, "always=-1: must be a whole number of at least 0"),
         ({"ratios": (1.0,), "tables": Tables({"method": "magcache"}, {})}, "give one of them"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -68,24 +68,33 @@ def test_the_filter_is_that_of_diffusers(sigma, power):
     assert torch.allclose(mine[0], theirs, atol=1e-5)
 
 
-def test_the_schedule_follows_an_independent_trace():
-    """Tokens on a 4 x 4 grid whose pattern and level move; distances by a loop written here."""
+@pytest.mark.parametrize(
+    ("first", "warmup", "last"), [("filtered", 1, True), ("plain", 1, True), ("plain", 3, False)]
+)
+def test_the_schedule_follows_an_independent_trace(first, warmup, last):
+    """Tokens on a 4 x 4 grid whose pattern and level move; distances by a loop written here.
+
+    What is plain follows the official scripts: filtered always for HunyuanVideo, at the questions
+    only for FLUX and Wan2.1.
+    """
     torch.manual_seed(2)
     base, drift = torch.randn(1, 16, 3), torch.randn(1, 16, 3)
     values = [base + 0.06 * s * drift for s in range(30)]
     sigmas = [1 - s / 30 for s in range(30)]
-    threshold, steps, total, last = 0.15, [], 0.0, None
+    threshold, steps, total, before = 0.15, [], 0.0, None
     for index, (value, sigma) in enumerate(zip(values, sigmas, strict=True)):
         spectrum = torch.fft.fft2(value.double().reshape(4, 4, 3), dim=(0, 1))
         weights = gain((4, 4), 1 - sigma, sigma, 2.0)[..., None]
         now = torch.fft.ifft2(spectrum * weights, dim=(0, 1)).real
-        if last is not None:
-            total += float((now - last).abs().mean() / last.abs().mean())
-        if index in (0, 29) or total >= threshold:
+        if first == "plain" and index < warmup:
+            now = value.double().reshape(4, 4, 3)
+        if before is not None:
+            total += float((now - before).abs().mean() / before.abs().mean())
+        if index < warmup or (last and index == 29) or total >= threshold:
             steps.append(index)
             total = 0.0
-        last = now
-    when = SeaCache(threshold).parts().when
+        before = now
+    when = SeaCache(threshold, first=first, warmup=warmup, last=last).parts().when
     state, found = when.init(), []
     for index, (value, sigma) in enumerate(zip(values, sigmas, strict=True)):
         SceneRule().tell((1 - sigma, sigma), ((4, 4),), ())
@@ -94,6 +103,16 @@ def test_the_schedule_follows_an_independent_trace():
             found.append(index)
     assert found == steps
     assert 2 < len(steps) < 30
+    assert (warmup in steps) == (first == "plain")  # what is left plain is far off
+    assert (29 in steps) == last
+
+
+def test_the_power_is_that_of_the_official_scripts():
+    values = torch.randn(1, 24, 5)
+    for grid, power in (((4, 6), 2.0), ((1, 4, 6), 2.0), ((2, 3, 4), 3.0)):
+        SCENE.set(Scene(0.4, 0.6, (grid,)))
+        see = [Filtered(given).see(values, Step(3)) for given in (None, power, 5.0 - power)]
+        assert torch.equal(see[0], see[1]) and not torch.equal(see[0], see[2])
 
 
 # what a call is about -------------------------------------------------------------------------
@@ -194,6 +213,8 @@ def test_a_wrong_grid_and_a_bare_model_are_refused():
         ({"warmup": 0}, "warmup=0"),
         ({"longest": 0}, "longest=0"),
         ({"grid": ()}, r"grid=\(\): must be"),
+        ({"first": "raw"}, "first='raw': must be 'plain' or 'filtered'"),
+        ({"last": 0}, "last=0: must be True or False"),
         ({"grid": (4, 0)}, "grid=0: must be a whole number of at least 1"),
     ],
 )
