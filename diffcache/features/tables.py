@@ -16,6 +16,7 @@ from torch import Tensor
 
 from diffcache.errors import TablesError
 from diffcache.features.resume import bits_of
+from diffcache.features.schema import Schema, header_fault, shown, tensors_fault
 
 FORMAT = "diffcache.tables/1"
 
@@ -109,6 +110,8 @@ class Tables:
     def load(cls, path: str | Path) -> Tables:
         """Read a file that `save` wrote.
 
+        What the method in its header wants of them is checked where they are given to it.
+
         Raises:
             TablesError: If there is none, or it is another kind of file.
         """
@@ -125,11 +128,14 @@ class Tables:
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"its format is {metadata.get('format')!r}")
             header = json.loads(metadata["header"])
-        except (SafetensorError, ValueError, KeyError) as error:
+            fault = header_fault(header)
+            if fault:
+                raise ValueError(fault)
+            return cls(header, tensors, path)
+        except (SafetensorError, ValueError, KeyError, RecursionError) as error:
             raise TablesError(
                 f"tables={str(path)!r}: not a file of tables that diffcache wrote ({error})"
             ) from error
-        return cls(header, tensors, path)
 
     @classmethod
     def of(cls, value: Tables | str | Path | None, method: str) -> Tables | None:
@@ -151,9 +157,17 @@ class Tables:
             raise ValueError(f"tables={value!r}: must be Tables, a file, or None")
         if value.header.get("method") != method:
             raise TablesError(
-                f"tables={value!r}: made for method {value.header.get('method')!r}, not {method!r}"
+                f"tables={value!r}: made for method {shown(value.header.get('method'))}, not "
+                f"{method!r}"
             )
         return value
+
+    def fit(self, schema: Schema) -> None:
+        """Raise TablesError unless header and tensors are what a method needs, and nothing else."""
+        fault = header_fault(self._header, schema)
+        fault = fault or tensors_fault(self._header, self._tensors, schema)
+        if fault:
+            raise TablesError(f"tables={self!r}: {fault}; calibrate again")
 
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise TablesError unless they were measured on this model and scheduler.
@@ -168,6 +182,15 @@ class Tables:
             mine, theirs = self._header.get(key), facts.get(key)
             if mine != json.loads(json.dumps(theirs, default=repr)):
                 raise TablesError(
-                    f"tables={self!r}: measured with {key}={mine!r}, this one has {theirs!r}; "
-                    "calibrate on this pipeline: diffcache.calibrate(pipe, method, prompts=[...])"
+                    f"tables={self!r}: measured with {key}={shown(mine)} on "
+                    f"{_model_of(self._header)}, this one has {shown(theirs)} and is "
+                    f"{_model_of(facts)}; calibrate on this pipeline: diffcache.calibrate(pipe, "
+                    "method, prompts=[...])"
                 )
+
+
+def _model_of(facts: Mapping[str, Any]) -> str:
+    """Return the class of a model, and the folder it was loaded from where that is known."""
+    model, folder = facts.get("model"), facts.get("folder")
+    name = model if isinstance(model, str) else "a model"
+    return shown(f"{name} of {folder}" if folder else name)[1:-1]
