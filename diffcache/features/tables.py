@@ -179,18 +179,24 @@ class Tables:
         for key in ("model", "config", "scheduler", "scheduler_config"):
             if key.startswith("scheduler") and facts.get("scheduler") is None:
                 continue
-            mine, theirs = self._header.get(key), facts.get(key)
-            if mine != json.loads(json.dumps(theirs, default=repr)):
+            mine = self._header.get(key)
+            theirs = json.loads(json.dumps(facts.get(key), default=repr))
+            if mine != theirs:
+                if isinstance(mine, dict) and isinstance(theirs, dict):  # only what differs
+                    apart = {k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k)}
+                    mine, theirs = ({k: d.get(k) for k in sorted(apart)} for d in (mine, theirs))
+                was, this = (
+                    _model_of(about) + ("" if key == "model" else f" with {key}={shown(value)}")
+                    for about, value in ((self._header, mine), (facts, theirs))
+                )
                 raise TablesError(
-                    f"tables={self!r}: measured with {key}={shown(mine)} on "
-                    f"{_model_of(self._header)}, this one has {shown(theirs)} and is "
-                    f"{_model_of(facts)}; calibrate on this pipeline: diffcache.calibrate(pipe, "
-                    "method, prompts=[...])"
+                    f"tables={self!r}: measured on {was}, this is {this}; calibrate on this "
+                    "pipeline: diffcache.calibrate(pipe, method, prompts=[...])"
                 )
 
 
 def _model_of(facts: Mapping[str, Any]) -> str:
     """Return the class of a model, and the folder it was loaded from where that is known."""
     model, folder = facts.get("model"), facts.get("folder")
-    name = model if isinstance(model, str) else "a model"
-    return shown(f"{name} of {folder}" if folder else name)[1:-1]
+    name = model if isinstance(model, str) else "an unknown model"
+    return shown(f"{name} ({folder})" if folder else name).strip("'")

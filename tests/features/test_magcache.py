@@ -173,6 +173,7 @@ def test_bad_settings_and_foreign_tables_are_refused():
         MagCache().parts()
     with pytest.raises(TablesError, match="made for method 'teacache'"):
         MagCache(tables=Tables({"method": "teacache", "steps": 3}, {}))
+    tables = Tables({"method": "magcache", "steps": 2}, {"ratios": torch.ones(2)})
     for settings, message in [
         ({"threshold": -1}, "threshold=-1"),
         ({"longest": 0}, "longest=0: must be a whole number of at least 1"),
@@ -181,7 +182,7 @@ def test_bad_settings_and_foreign_tables_are_refused():
         ({"ratios": (1.0, math.nan)}, "must be positive finite numbers"),
         ({"ratios": "ten"}, "ratios='ten': must be positive finite numbers"),
         ({"ratios": ()}, "must be positive finite numbers"),
-        ({"ratios": (1.0,), "tables": Tables({"method": "magcache"}, {})}, "give one of them"),
+        ({"ratios": (1.0,), "tables": tables}, "give one of them"),
     ]:
         with pytest.raises(ValueError, match=message):
             MagCache(**settings)
