@@ -192,7 +192,9 @@ class CacheQuant(Calibrated):
 
     schema: ClassVar[Schema] = Schema(
         {
-            "starts": Entry(("computed",), whole=True, low=0, high="steps-1", ascending=True, first=0),
+            "starts": Entry(
+                ("computed",), whole=True, low=0, high="steps-1", ascending=True, first=0
+            ),
             "cache/*/a": Entry(("steps", "channels")),
             "cache/*/b": Entry(("steps", "channels")),
             "quant/*/weight_scale": Entry(("channels",), positive=True),
@@ -282,8 +284,8 @@ class CacheQuant(Calibrated):
             theirs = tables.header.get(name)
             if theirs != mine:
                 raise TablesError(
-                    f"tables={tables!r}: made for {name}={shown(theirs)}, not {name}={mine!r}; give "
-                    "the method the same settings or calibrate it"
+                    f"tables={tables!r}: made for {name}={shown(theirs)}, not {name}={mine!r}; "
+                    "give the method the same settings or calibrate it"
                 )
         for table in (["cache/"] if self.every > 1 else []) + (["quant/"] if self.bits else []):
             if not any(name.startswith(table) for name in tables.names()):

@@ -46,7 +46,9 @@ class Weighted(Instead):
     def __post_init__(self) -> None:
         check_int("history", self.history, 1)
         for step, anchors, values in self.weights:
-            if not 0 < len(anchors) == len(values) <= self.history or not all(map(isfinite, values)):
+            if not 0 < len(anchors) == len(values) <= self.history or not all(
+                map(isfinite, values)
+            ):
                 raise ValueError(
                     f"weights: {shown(values)} for step {step} after {shown(anchors)}: must be a "
                     f"finite number for each of up to {self.history} computed steps"

@@ -67,23 +67,32 @@ def from_plain(data: Any, tensors: Mapping[str, Tensor]) -> Any:
         return data
     if data.get("float") in ("inf", "-inf"):
         return float(data["float"])
-    mark, header = data.get("tables"), data.get("header")
-    if isinstance(mark, str):
-        fault = header_fault(header)
-        if fault:
-            raise TablesError(fault)
-        own = {k.removeprefix(mark): t for k, t in tensors.items() if k.startswith(mark)}
-        return Tables(header or {}, own)
+    if isinstance(data.get("tables"), str):
+        return _tables(data["tables"], data.get("header"), tensors)
     found, given = _class(data.get("class")), data.get("fields")
     if not isinstance(given, dict):
         raise TablesError(f"{found.__name__} with fields={shown(given)}: must be values by name")
-    fields = {name: from_plain(value, tensors) for name, value in given.items()}
+    return _made(found, {name: from_plain(value, tensors) for name, value in given.items()})
+
+
+def _tables(mark: str, header: Any, tensors: Mapping[str, Tensor]) -> Tables:
+    """Return the tables whose tensors' names begin with a mark."""
+    fault = header_fault(header)
+    if fault:
+        raise TablesError(fault)
+    own = {k.removeprefix(mark): t for k, t in tensors.items() if k.startswith(mark)}
+    return Tables(header, own)
+
+
+def _made(found: type, fields: dict[str, Any]) -> Any:
+    """Return a dataclass of fields that fit it."""
     known = get_type_hints(found)
+    taken = {f.name: known[f.name] for f in dataclasses.fields(found) if f.init}
     for name, value in fields.items():
-        if name not in (f.name for f in dataclasses.fields(found) if f.init):
+        if name not in taken:
             raise TablesError(f"{found.__name__} has no {shown(name)}")
-        if not _fits(value, known[name]):
-            raise TablesError(f"{found.__name__} with {name}={shown(value)}: must be {known[name]}")
+        if not _fits(value, taken[name]):
+            raise TablesError(f"{found.__name__} with {name}={shown(value)}: must be {taken[name]}")
     try:
         return found(**fields)
     except TablesError:

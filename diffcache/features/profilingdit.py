@@ -78,9 +78,7 @@ class ProfilingDiT(Calibrated):
   year={2025}
 }"""
 
-    schema: ClassVar[Schema] = Schema(
-        {OVERLAP + "*": Entry(("blocks",), low=0, high=1, gaps=True)}
-    )
+    schema: ClassVar[Schema] = Schema({OVERLAP + "*": Entry(("blocks",), low=0, high=1, gaps=True)})
 
     background: tuple[str, ...] | str | None = None
     every: int = 6

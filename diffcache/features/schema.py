@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -187,7 +187,9 @@ def _wrong(tensor: Tensor, entry: Entry, shape: list[int | None], high: float) -
         return given
     values = tensor.reshape(-1).double()
     fine = (values >= entry.low) & (values <= high) & ((values > 0) | (not entry.positive))
-    if entry.gaps and bool(fine.any()):
+    if entry.gaps:
+        if not bool(fine.any()):
+            return f"{given} without a number that may be"
         fine |= values.isnan()
     if entry.ascending:
         fine[1:] &= values[1:] > values[:-1]
@@ -213,7 +215,7 @@ def _words(entry: Entry, shape: list[int | None], high: float) -> str:
     return words + (", NaN for some" if entry.gaps else "")
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

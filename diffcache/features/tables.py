@@ -43,7 +43,8 @@ class Tables:
         self.path = path
         found = hashlib.sha256(json.dumps(self._plain(), sort_keys=True).encode())
         for name, tensor in sorted(self._tensors.items()):
-            found.update(name.encode() + bits_of(tensor).numpy().tobytes())
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            found.update(bits_of(tensor).numpy().tobytes())
         self.digest = found.hexdigest()[:16]
 
     @property

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from diffcache.errors import DiffcacheError, TablesError, UncalibratedError
 from diffcache.features.base import OWN, Ability, FeatureMethod, is_number
 from diffcache.features.combine import Combine
@@ -101,7 +103,8 @@ def _made(tables: Tables) -> FeatureMethod:
         method = from_plain(tables.header.get("choice"), tensors)
         if not isinstance(method, FeatureMethod):
             raise TablesError(f"its choice is {shown(method)}; must be a method")
-        to_plain(method, used := {})
+        used: dict[str, Tensor] = {}
+        to_plain(method, used)
         extra = sorted(set(tensors) - set(used))
         if extra:
             raise TablesError(f"it has {shown(extra[0])}, which is no table of its choice")

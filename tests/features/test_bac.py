@@ -151,7 +151,10 @@ def test_other_families(name):
         ),
         ({"tables": tables(random_pairs(0)), "union": 7}, "union=7: must be at most the 6 sites"),
         ({"tables": tables(random_pairs(0)), "metric": "mse"}, "metric='cosine', not 'mse'"),
-        ({"tables": tables(random_pairs(0), sites=[])}, r"sites=\[\]; must be a list of different names"),
+        (
+            {"tables": tables(random_pairs(0), sites=[])},
+            r"sites=\[\]; must be a list of different names",
+        ),
         ({"tables": tables(random_pairs(0), steps=11)}, r"must be \[11, 11\] real numbers"),
         ({"tables": tables(random_pairs(0), sites=["x"])}, "it lacks 'pairs.x'"),
         ({"tables": tables(random_pairs(0), method="interval")}, "'interval', not 'bac'"),
