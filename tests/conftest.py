@@ -1,6 +1,9 @@
 """What every test shares: one thread, one seed, no network, and no GPU tests without a GPU."""
 
 import os
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -17,6 +20,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gpu_tests and not torch.cuda.is_available():
         config.hook.pytest_deselected(items=gpu_tests)
         items[:] = [item for item in items if item not in gpu_tests]
+
+
+@pytest.fixture
+def stops_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let the next training that has a time limit of a minute reach it after so many steps."""
+    from diffcache.pipelines.small import loop
+
+    asked: list[float] = []  # what the clock says next; it is asked at the start and each step
+
+    def stops(steps: int) -> None:
+        asked[:] = [*[0.0] * (steps + 1), 60.0]
+        clock = SimpleNamespace(
+            monotonic=lambda: asked.pop(0) if asked else 0.0, perf_counter=time.perf_counter
+        )
+        monkeypatch.setattr(loop, "time", clock)
+
+    return stops
 
 
 @pytest.fixture(autouse=True)

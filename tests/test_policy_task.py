@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from diffcache.pipelines.policy import rollout
 from diffcache.pipelines.small import reach, train_reach
+from diffcache.pipelines.small.loop import Stopped
 
 # The task ------------------------------------------------------------------------------------
 
@@ -139,9 +141,9 @@ def test_a_rollout_does_not_depend_on_its_neighbours():
     torch.testing.assert_close(whole.position[:2], part.position)
 
 
-def test_training_lowers_the_loss_and_resumes(tmp_path):
+def test_training_lowers_the_loss_and_resumes(tmp_path, stops_after):
     """A tiny run; its continuation starts where it ended."""
-    plan = train_reach.Plan(demonstrations=40, minutes=5, steps=30)
+    plan = train_reach.Plan(demonstrations=40, steps=30)
     pipe = train_reach.train(tmp_path, plan)
     seen, moves = train_reach.demonstrate(40, 0)
     torch.manual_seed(0)
@@ -154,11 +156,18 @@ def test_training_lowers_the_loss_and_resumes(tmp_path):
     assert losses[1] < 0.8 * losses[0]
     state = torch.load(tmp_path / "reach.state", weights_only=True)
     assert state["step"] == 30
-    again = train_reach.train(tmp_path, train_reach.Plan(0, 5, True, 40, 30))
-    for one, other in zip(
-        again.transformer.parameters(), pipe.transformer.parameters(), strict=True
-    ):
-        assert torch.equal(one, other)
+    again = train_reach.train(tmp_path, replace(plan, resume=True))
+    stops_after(7)
+    with pytest.raises(Stopped, match="reach: stopped after 7 of 30 updates"):
+        train_reach.train(tmp_path / "parts", replace(plan, minutes=1))
+    resumed = train_reach.train(tmp_path / "parts", replace(plan, resume=True))
+    for same in (again, resumed):
+        for one, other in zip(
+            same.transformer.parameters(), pipe.transformer.parameters(), strict=True
+        ):
+            assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="updates=31: .*reach.state is of a run of 30"):
+        train_reach.train(tmp_path, replace(plan, steps=31, resume=True))
 
 
 def test_building_is_deterministic():

@@ -2,8 +2,6 @@
 
 import json
 import math
-from itertools import count
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,9 +81,9 @@ def trained(steps=0):
 class TestCheckpoint:
     def test_goes_on_as_if_never_stopped(self, tmp_path):
         path = tmp_path / "some.state"
-        checkpoint.save(path, 7, *trained(3), weights_file=True)
+        checkpoint.save(path, (7, 9), *trained(3), weights_file=True)
         model, optimiser, average = trained()
-        assert checkpoint.restore(path, model, optimiser, average) == 7
+        assert checkpoint.restore(path, model, optimiser, average, 9) == 7
         assert average.steps == 3
         for one, other in zip((model, optimiser), trained(3)[:2], strict=True):
             assert str(one.state_dict()) == str(other.state_dict())
@@ -98,21 +96,31 @@ class TestCheckpoint:
         ]
 
     def test_holds_what_it_always_held(self, tmp_path):
-        checkpoint.save(tmp_path / "some.state", 7, *trained(1), weights_file=False)
+        checkpoint.save(tmp_path / "some.state", (7, 9), *trained(1), weights_file=False)
         state = torch.load(tmp_path / "some.state", weights_only=True)
-        assert set(state) == {"step", "weights", "optimiser", "average", "average_steps"}
+        assert set(state) == {
+            "step",
+            "total",
+            "weights",
+            "optimiser",
+            "average",
+            "average_steps",
+            "random",
+        }
         assert [file.name for file in tmp_path.iterdir()] == ["some.state"]
 
     def test_averages_that_were_nan_are_mended(self, tmp_path):
         model, optimiser, average = trained(2)
         average.weights["mask"][1:] = math.nan
-        checkpoint.save(tmp_path / "some.state", 2, model, optimiser, average, weights_file=False)
-        checkpoint.restore(tmp_path / "some.state", model, optimiser, average)
+        checkpoint.save(
+            tmp_path / "some.state", (2, 9), model, optimiser, average, weights_file=False
+        )
+        checkpoint.restore(tmp_path / "some.state", model, optimiser, average, 9)
         assert torch.equal(average.weights["mask"], model.mask)
 
     def test_a_save_that_fails_leaves_the_last_one(self, tmp_path, monkeypatch):
         path = tmp_path / "some.state"
-        checkpoint.save(path, 1, *trained(), weights_file=True)
+        checkpoint.save(path, (1, 9), *trained(), weights_file=True)
         before = {file: file.read_bytes() for file in tmp_path.iterdir()}
 
         def broken(tensors, path, metadata=None):
@@ -122,7 +130,7 @@ class TestCheckpoint:
         monkeypatch.setattr(checkpoint, "save_file", broken)
         monkeypatch.setattr(torch, "save", lambda state, path: broken(state, path))
         for call in (
-            lambda: checkpoint.save(path, 2, *trained(1), weights_file=True),
+            lambda: checkpoint.save(path, (2, 9), *trained(1), weights_file=True),
             lambda: checkpoint.write_tensors(tmp_path / "some.safetensors", {}),
         ):
             with pytest.raises(OSError, match="disk full"):
@@ -131,31 +139,50 @@ class TestCheckpoint:
 
 
 class TestCourse:
-    def test_follows_the_clock_and_factors_and_resumes(self, tmp_path, monkeypatch):
-        ticks = count()  # a clock that tells one second more each time it is asked
-        monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    def test_the_steps_set_the_course_and_the_clock_only_breaks_it_off(self, tmp_path, stops_after):
+        """A seed gives the same weights, whole or in parts; losses draw torch's own numbers too."""
         seen = []
 
         def loss(chosen, index, progress):
             seen.append((index, progress))
-            return sum(module(torch.ones(2)) for module in weights.values()).square()
+            disturbed = torch.ones(2) + 0.1 * torch.randn(2)
+            return sum(module(disturbed) for module in weights.values()).square()
 
-        some = course.Course("some", examples=8, batch=2, save_every=4, factors={"still": 0.0})
-        weights = nn.ModuleDict({"moving": Masked(), "still": Masked()})
-        start = weights["still"].weight.detach().clone()
-        course.train(tmp_path, weights, loss, some, course.Plan(minutes=0.2, compiled=False))
-        assert [index for index, _ in seen] == list(range(len(seen)))
-        assert all(0 < progress < 1 for _, progress in seen)
-        assert torch.equal(weights["still"].weight, start)
-        assert weights["moving"].weight.lt(start).all()
-        kept = load_file(tmp_path / "some.safetensors")
-        assert all(torch.equal(kept[name], value) for name, value in weights.state_dict().items())
-        steps = torch.load(tmp_path / "some.state", weights_only=True)["step"]
-        assert steps == len(seen)
+        def run(name, **settings):
+            torch.manual_seed(settings.get("seed", 0))
+            weights.update({"moving": Masked(), "still": Masked()})
+            course.train(
+                tmp_path / name, weights, loss, some, course.Plan(compiled=False, **settings)
+            )
+            return load_file(tmp_path / name / "some.safetensors")
+
+        some = course.Course(
+            "some", examples=8, steps=10, batch=2, save_every=4, factors={"still": 0.0}
+        )
+        weights = nn.ModuleDict()
+        first = run("first")
+        assert seen == [(index, index / 10) for index in range(10)]
+        assert torch.equal(weights["still"].weight, Masked().weight)
+        assert weights["moving"].weight.lt(Masked().weight).all()
+        assert all(torch.equal(first[name], value) for name, value in weights.state_dict().items())
+        again, other = run("second"), run("third", seed=1)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+        assert not torch.equal(first["moving.weight"], other["moving.weight"])
         seen.clear()
-        plan = course.Plan(minutes=0.4, resume=True, compiled=False)
-        course.train(tmp_path, weights, loss, some, plan)
-        assert seen[0][0] == steps and seen[0][1] > 0.5
+        for parts in (3, 3):
+            stops_after(parts)
+            with pytest.raises(loop.Stopped, match="some: stopped after . of 10 updates"):
+                run("parts", minutes=1, resume=bool(seen))
+        parts = run("parts", resume=True)
+        assert seen == [(index, index / 10) for index in range(10)]
+        assert all(torch.equal(first[name], parts[name]) for name in first)
+        rates = [
+            [row["lr"] for row in loop.Log(tmp_path / name / "some.jsonl", resume=True).rows()]
+            for name in ("first", "parts")
+        ]
+        assert rates[0][-1] == rates[1][-1] == pytest.approx(1e-3 * loop.rate(0.9), rel=1e-4)
+        with pytest.raises(ValueError, match="updates=9: .*some.state is of a run of 10"):
+            run("parts", resume=True, steps=9)
 
 
 class TestRecords:

@@ -27,7 +27,7 @@ from diffcache.pipelines.small.dit import (
     load,
 )
 from diffcache.pipelines.small.export import save_pipeline
-from diffcache.pipelines.small.loop import Log
+from diffcache.pipelines.small.loop import Stopped
 from diffcache.pipelines.small.measure import draw_pictures
 
 MEGABYTE = 1_000_000
@@ -164,19 +164,18 @@ class TestTraining:
             losses.append(float(loss.detach()))
         assert losses[-1] < 0.7 * losses[0]
 
-    def test_resumes_and_exports(self, tmp_path):
-        course = Course("dit", examples=8, batch=2)
-        train_dit.fit(tmp_path, Plan(minutes=0.005, compiled=False), course)
-        first = torch.load(tmp_path / "dit.state", weights_only=True)["step"]
-        spent = Log(tmp_path / "dit.jsonl", resume=True).rows()[-1]["seconds"]
-        plan = Plan(minutes=spent / 60 + 0.03, compiled=False, resume=True)
-        train_dit.fit(tmp_path, plan, course)
+    def test_resumes_and_exports(self, tmp_path, stops_after):
+        course = Course("dit", examples=8, steps=3, batch=2)
+        stops_after(1)
+        with pytest.raises(Stopped, match="dit: stopped after 1 of 3 updates; --resume goes on"):
+            train_dit.fit(tmp_path, Plan(compiled=False, minutes=1), course)
+        train_dit.fit(tmp_path, Plan(compiled=False, resume=True), course)
         last = torch.load(tmp_path / "dit.state", weights_only=True)["step"]
-        assert last > first > 0
+        assert last == 3
         assert not list(tmp_path.glob("*.part"))
         pipe = train_dit.assemble(tmp_path)
         kept = pipe.transformer.proj_out_2.weight.detach().bfloat16().float()
         assert save_pipeline(pipe, tmp_path / "model") < 10 * MEGABYTE
         assert torch.equal(load(directory=tmp_path / "model").transformer.proj_out_2.weight, kept)
         done = record(tmp_path, "dit", "python", tmp_path / "some-training.json")
-        assert done["model"] == "some" and 0 < done["steps"] <= last
+        assert done["model"] == "some" and done["steps"] == last

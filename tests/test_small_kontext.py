@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -205,21 +203,23 @@ def test_a_training_step_learns(built: Any) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_training_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: Any) -> None:
+def test_training_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: Any, stops_after: Any
+) -> None:
     from diffcache.pipelines.small import train_kontext
     from diffcache.pipelines.small.export_kontext import assemble, export, record
     from diffcache.pipelines.small.train_kontext import Plan, train
 
-    ticks = count()  # a clock that tells one second more each time it is asked
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
     monkeypatch.setattr(train_kontext, "COURSE", replace(train_kontext.COURSE, batch=2))
-    short = {"text_minutes": 0.05, "edits": 4}
-    train(tmp_path, Plan(minutes=0.05, **short))
+    short = {"steps": 2, "text_steps": 2, "edits": 4}
+    stops_after(1)
+    with pytest.raises(loop.Stopped, match="kontext: stopped after 1 of 2 updates"):
+        train(tmp_path, Plan(minutes=1, **short))
     rows = loop.Log(tmp_path / "kontext.jsonl", resume=True).rows()
-    pipe = train(tmp_path, Plan(minutes=0.1, resume=True, **short))
+    pipe = train(tmp_path, Plan(resume=True, **short))
     more = loop.Log(tmp_path / "kontext.jsonl", resume=True).rows()
     assert more[: len(rows)] == rows
-    assert more[-1]["step"] > rows[-1]["step"]
+    assert more[-1]["step"] == 2
     kept = assemble(tmp_path)
     weight = pipe.transformer.x_embedder.weight
     assert torch.equal(kept.transformer.x_embedder.weight, weight)

@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from diffcache.pipelines.small import train_unet
 from diffcache.pipelines.small.classifier import prompt_accuracy
 from diffcache.pipelines.small.course import Course, Plan
 from diffcache.pipelines.small.diffusion import load_autoencoder
 from diffcache.pipelines.small.export import save_pipeline
-from diffcache.pipelines.small.loop import Log
+from diffcache.pipelines.small.loop import Stopped
 from diffcache.pipelines.small.measure import draw_pictures
 from diffcache.pipelines.small.scenes import shipped_prompts
 from diffcache.pipelines.small.small_unet import (
@@ -106,16 +107,17 @@ class TestTraining:
         used = [name for name, p in pipe.text_encoder.named_parameters() if p.grad is not None]
         assert len(used) == len(list(pipe.text_encoder.parameters()))
 
-    def test_resumes_and_exports(self, tmp_path):
-        course = Course("unet", examples=12, batch=2)
-        train_unet.fit(tmp_path, Plan(minutes=0.005, compiled=False), course)
-        first = torch.load(tmp_path / "unet.state", weights_only=True)["step"]
-        spent = Log(tmp_path / "unet.jsonl", resume=True).rows()[-1]["seconds"]
-        plan = Plan(minutes=spent / 60 + 0.03, compiled=False, resume=True)
-        train_unet.fit(tmp_path, plan, course)
-        last = torch.load(tmp_path / "unet.state", weights_only=True)["step"]
-        assert last > first > 0
-        pipe = train_unet.assemble(tmp_path)
+    def test_resumes_and_exports(self, tmp_path, stops_after):
+        course = Course("unet", examples=12, steps=2, batch=2, save_every=1)
+        whole, parts = tmp_path / "whole", tmp_path / "parts"
+        train_unet.fit(whole, Plan(compiled=False), course)
+        stops_after(1)
+        with pytest.raises(Stopped, match="unet: stopped after 1 of 2 updates; --resume goes on"):
+            train_unet.fit(parts, Plan(compiled=False, minutes=1), course)
+        pipe = train_unet.fit(parts, Plan(compiled=False, resume=True), course)
+        kept = load_file(whole / "unet.safetensors")
+        assert all(torch.equal(kept[f"unet.{n}"], p) for n, p in pipe.unet.state_dict().items())
+        pipe = train_unet.assemble(parts)
         kept = pipe.unet.conv_out.weight.detach().bfloat16().float()
         assert save_pipeline(pipe, tmp_path / "model") < 7 * MEGABYTE
         assert torch.equal(load(directory=tmp_path / "model").unet.conv_out.weight, kept)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 
 def facts_of(model: nn.Module, scheduler: Any) -> dict[str, Any]:
-    """Return `model`, `config`, `scheduler` and `scheduler_config`, as plain data.
+    """Return `model`, `config`, `scheduler`, `scheduler_config` and `folder`, as plain data.
+
+    The folder is the last two names of where the model was loaded from, for people to read; empty
+    where it is not known.
 
     Args:
         model: A denoiser; without a diffusers configuration its parameters' shapes stand for it.
         scheduler: Of its pipeline, or None.
     """
     config = getattr(model, "config", None)
+    folder = ""
     if isinstance(config, dict):
-        known = _plain(config)
+        known, folder = _plain(config), config.get("_name_or_path") or ""
     else:
         known = {name: list(p.shape) for name, p in model.named_parameters()}
     text = json.dumps(known, sort_keys=True, default=repr)
@@ -28,6 +33,7 @@ def facts_of(model: nn.Module, scheduler: Any) -> dict[str, Any]:
         "config": hashlib.sha256(text.encode()).hexdigest()[:16],
         "scheduler": cls,
         "scheduler_config": _plain(getattr(scheduler, "config", {})),
+        "folder": "/".join(Path(str(folder)).parts[-2:]),
     }
 
 

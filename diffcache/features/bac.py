@@ -16,6 +16,7 @@ from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.dynamic import adjacent_costs, anchor_costs, best_starts
 from diffcache.features.instead import Reuse
+from diffcache.features.schema import Entry, Schema, shown
 from diffcache.features.tables import Tables
 from diffcache.features.when import Table
 from diffcache.step import Site
@@ -75,6 +76,14 @@ class BAC(Calibrated):
   year={2026}
 }"""
 
+    schema: ClassVar[Schema] = Schema(
+        {
+            PAIRS + "{sites}": Entry(("steps", "steps")),
+            SHIFT + "{sites}": Entry(("steps", "steps"), low=0),
+        },
+        header={"sites": "names", "metric": "text"},
+    )
+
     count: int = 10
     metric: Metric = "cosine"
     objective: Objective = "anchor"
@@ -97,22 +106,12 @@ class BAC(Calibrated):
 
     def _check_tables(self, tables: Tables) -> None:
         """Raise unless the tables are pairs of this metric, and the settings fit them."""
-        sites, steps = tables.header.get("sites"), tables.steps
-        if not isinstance(sites, (list, tuple)) or not sites:
-            raise TablesError(f"tables={tables!r}: its header must name the `sites`")
-        if tables.header.get("metric") != self.metric:
+        sites, steps, metric = tables.header["sites"], tables.steps, tables.header["metric"]
+        if metric != self.metric:
             raise TablesError(
-                f"tables={tables!r}: measured with metric={tables.header.get('metric')!r}, not "
-                f"{self.metric!r}; calibrate again, or set that metric"
+                f"tables={tables!r}: measured with metric={shown(metric)}, not {self.metric!r}; "
+                "calibrate again, or set that metric"
             )
-        for kind in (PAIRS, SHIFT):
-            for site in sites:
-                pairs = tables[kind + site]
-                if tuple(pairs.shape) != (steps, steps) or not pairs.isfinite().all():
-                    raise TablesError(
-                        f"tables={tables!r}: {kind + site} of shape {tuple(pairs.shape)}: must be "
-                        f"finite, {steps} by {steps} steps"
-                    )
         if self.count > steps:
             raise ValueError(f"count={self.count}: must be at most the {steps} steps of the run")
         if self.union > len(sites):

@@ -15,6 +15,7 @@ from diffcache.features.collect import Calibrated, Collector
 from diffcache.features.combine import Combine
 from diffcache.features.correction import channel_axis
 from diffcache.features.quantize import Quantize
+from diffcache.features.schema import Entry, Schema, shown
 from diffcache.features.tables import Tables
 from diffcache.features.when import Every, Listed
 from diffcache.quant.plan import Bits, QuantPlan, check_bits
@@ -189,6 +190,23 @@ class CacheQuant(Calibrated):
   year={2025}
 }"""
 
+    schema: ClassVar[Schema] = Schema(
+        {
+            "starts": Entry(
+                ("computed",), whole=True, low=0, high="steps-1", ascending=True, first=0
+            ),
+            "cache/*/a": Entry(("steps", "channels")),
+            "cache/*/b": Entry(("steps", "channels")),
+            "quant/*/weight_scale": Entry(("channels",), positive=True),
+            "quant/*/weight_zero": Entry(("channels",), whole=True, low=0, high=255),
+            "quant/*/input_scale": Entry(("steps",), positive=True),
+            "quant/*/input_zero": Entry(("steps",), whole=True, low=0, high=255),
+            "quant/*/gain": Entry(("steps", "channels"), optional=True),
+            "quant/*/shift": Entry(("steps", "channels"), optional=True),
+        },
+        may_lack=("cache/", "quant/"),
+    )
+
     every: int = 5
     bits: Bits | None = None
     site: Site | str = Site.STACK
@@ -266,10 +284,10 @@ class CacheQuant(Calibrated):
             theirs = tables.header.get(name)
             if theirs != mine:
                 raise TablesError(
-                    f"tables={tables!r}: made for {name}={theirs!r}, not {name}={mine!r}; give the "
-                    "method the same settings or calibrate it"
+                    f"tables={tables!r}: made for {name}={shown(theirs)}, not {name}={mine!r}; "
+                    "give the method the same settings or calibrate it"
                 )
-        for table in ("starts", *(["quant/"] if self.bits else [])):
+        for table in (["cache/"] if self.every > 1 else []) + (["quant/"] if self.bits else []):
             if not any(name.startswith(table) for name in tables.names()):
                 raise TablesError(f"tables={tables!r}: hold no {table}; calibrate again")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from diffcache.errors import UncalibratedError
 from diffcache.features.base import Ability, FeatureMethod
 from diffcache.features.combine import Combine
+from diffcache.features.schema import Schema
 from diffcache.features.tables import Tables
 from diffcache.step import Step
 
@@ -127,10 +128,12 @@ class Calibrated(FeatureMethod):
     A subclass is a frozen dataclass with a field `tables: Tables | str | None = None`.
 
     Attributes:
+        schema: What its tables must hold; others are refused when they are given to it.
         trainer: `module:function` that makes the tables by training instead of collecting,
             called as `function(pipe, method, plan)`; empty for most.
     """
 
+    schema: ClassVar[Schema]
     trainer: ClassVar[str] = ""
 
     tables: Tables | str | None
@@ -145,12 +148,16 @@ class Calibrated(FeatureMethod):
         """Return a new, empty collector for this method's settings."""
 
     def load_tables(self) -> None:
-        """Read `tables` if it is a file, and check whose it is; for `__post_init__`.
+        """Read `tables` if it is a file, and check it; for `__post_init__`.
 
         Raises:
-            TablesError: If it cannot be read, or belongs to another method.
+            TablesError: If it cannot be read, belongs to another method, or does not hold what
+                `schema` says.
         """
-        object.__setattr__(self, "tables", Tables.of(self.tables, self.name))
+        tables = Tables.of(self.tables, self.name)
+        if tables is not None:
+            tables.fit(self.schema)
+        object.__setattr__(self, "tables", tables)
 
     def measured(self) -> Tables:
         """Return the tables.

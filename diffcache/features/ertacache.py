@@ -16,6 +16,7 @@ from diffcache.features.combine import Combine
 from diffcache.features.correction import channel_axis, channels_last
 from diffcache.features.ertacache_profile import READINGS, Profile
 from diffcache.features.instead import Reuse
+from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
 from diffcache.features.when import Every, Listed
 from diffcache.step import Site, Step
@@ -203,6 +204,18 @@ class ERTACache(Calibrated):
   journal={arXiv preprint arXiv:2508.21091},
   year={2025}
 }"""
+
+    schema: ClassVar[Schema] = Schema(
+        {
+            "reuse": Entry(("reused",), whole=True, low=1, high="steps-2", ascending=True),
+            READINGS["A"]: Entry(("steps",), low=0, high=1),
+            READINGS["B"]: Entry(("steps",), low=0, high=1),
+            "scale": Entry(("steps", "channels")),
+            "shift": Entry(("steps", "channels")),
+            "errors": Entry(("steps",), low=0),
+        },
+        header={"threshold": "number"},
+    )
 
     threshold: float | None = None
     time: bool = True

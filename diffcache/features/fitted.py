@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
+from math import isfinite
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from diffcache.errors import TablesError
 from diffcache.features.base import OWN, Instead, check_int
 from diffcache.features.collect import Calibrated, Collector, RunInfo
 from diffcache.features.combine import Combine
+from diffcache.features.schema import Entry, Schema, shown
 from diffcache.features.tables import Tables
 from diffcache.features.when import Every, Listed
 from diffcache.step import Site, Step
@@ -42,6 +45,14 @@ class Weighted(Instead):
 
     def __post_init__(self) -> None:
         check_int("history", self.history, 1)
+        for step, anchors, values in self.weights:
+            if not 0 < len(anchors) == len(values) <= self.history or not all(
+                map(isfinite, values)
+            ):
+                raise ValueError(
+                    f"weights: {shown(values)} for step {step} after {shown(anchors)}: must be a "
+                    f"finite number for each of up to {self.history} computed steps"
+                )
         table = {(step, anchors): values for step, anchors, values in self.weights}
         object.__setattr__(self, "_table", table)
 
@@ -102,6 +113,10 @@ class FittedForecast(Calibrated):
     source: ClassVar[str] = "diffcache"
     bibtex: ClassVar[str] = OWN
 
+    schema: ClassVar[Schema] = Schema(
+        {"products": Entry(("steps", "steps")), "moves": Entry(("steps",))}, header={"site": "text"}
+    )
+
     computed: int = 8
     history: int = 2
     ridge: float = 1e-2
@@ -118,9 +133,13 @@ class FittedForecast(Calibrated):
         object.__setattr__(self, "site", Site.of(self.site))
         self.load_tables()
         if isinstance(self.tables, Tables):
-            site = self.tables.header.get("site")
+            site = self.tables.header["site"]
             if site != Site.of(self.site).value:
-                raise ValueError(f"site={self.site!r}: the tables were measured at site {site!r}")
+                raise TablesError(
+                    f"site={self.site!r}: tables={self.tables!r} were measured at site "
+                    f"{shown(site)}"
+                )
+            _check_products(self.tables)
 
     def parts(self) -> Combine:
         """Return the schedule and the weights that the tables give."""
@@ -138,6 +157,22 @@ class FittedForecast(Calibrated):
     def collector(self) -> Collector:
         """Return what sums the inner products."""
         return _Products(self.site)
+
+
+def _check_products(tables: Tables) -> None:
+    """Raise TablesError unless `products` are the inner products of something.
+
+    A matrix that is not symmetric, or has an eigenvalue below 0 by more than rounding, has fits
+    without bound.
+    """
+    products = tables["products"].double()
+    scale = float(products.abs().max())
+    even = float((products - products.T).abs().max()) <= 1e-6 * scale
+    if not even or float(torch.linalg.eigvalsh(products)[0]) < -1e-6 * scale:
+        raise TablesError(
+            f"tables={tables!r}: 'products' are no inner products: must be symmetric, with no "
+            "eigenvalue below 0; calibrate again"
+        )
 
 
 def _feature(site: Site | str) -> Any:

@@ -19,6 +19,7 @@ from diffcache.features.base import check_int, check_threshold, is_number
 from diffcache.features.collect import Calibrated, Collector
 from diffcache.features.combine import Combine
 from diffcache.features.instead import Reuse
+from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
 from diffcache.features.when import Table
 from diffcache.step import Site
@@ -81,6 +82,9 @@ class HarmoniCa(Calibrated):
   year={2025}
 }"""
 
+    schema: ClassVar[Schema] = Schema(
+        {"logits": Entry(("steps", "sites"))}, header={"sites": "names"}
+    )
     trainer: ClassVar[str] = "diffcache.router.training:train"
 
     threshold: float = 0.1
@@ -108,8 +112,6 @@ class HarmoniCa(Calibrated):
         if not isinstance(self.relative, bool):
             raise ValueError(f"relative={self.relative!r}: must be True or False")
         self.load_tables()
-        if isinstance(self.tables, Tables):
-            _check_router(self.tables)
 
     def parts(self) -> Combine:
         """Return the router's steps of every site, reused.
@@ -159,9 +161,9 @@ class HarmoniCa(Calibrated):
         """
         if not isinstance(self.tables, Tables) or not self.tables.header.get("official"):
             super().check_model(facts)
-        elif facts.get("model") != self.tables.header["model"]:
+        elif facts.get("model") != self.tables.header.get("model"):
             raise TablesError(
-                f"tables={self.tables!r}: an official router of {self.tables.header['model']}, "
+                f"tables={self.tables!r}: an official router of {self.tables.header.get('model')}, "
                 f"this model is {facts.get('model')!r}"
             )
 
@@ -204,19 +206,6 @@ class HarmoniCa(Calibrated):
         header = {"method": cls.name, "steps": steps, "sites": names, "model": model,
                   "official": True}  # fmt: skip
         return cls(threshold, Tables(header, {"logits": probs.flip(0)}))
-
-
-def _check_router(tables: Tables) -> None:
-    """Raise TablesError unless tables hold a finite logit for every step and named site."""
-    sites = tables.header.get("sites")
-    if not isinstance(sites, (list, tuple)) or not sites or len(set(sites)) < len(sites):
-        raise TablesError(f"tables={tables!r}: its header must name the `sites`, each once")
-    logits, wanted = tables["logits"], (tables.steps, len(sites))
-    if tuple(logits.shape) != wanted or not logits.isfinite().all():
-        raise TablesError(
-            f"tables={tables!r}: logits of shape {tuple(logits.shape)}: must be finite, "
-            f"{wanted[0]} steps by {wanted[1]} sites"
-        )
 
 
 def _read_official(path: Path) -> tuple[Tensor, dict[str, Any]]:

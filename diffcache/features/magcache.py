@@ -15,6 +15,7 @@ from diffcache.features.base import When, check_int, check_threshold, is_number
 from diffcache.features.collect import Calibrated, Collector, RunInfo
 from diffcache.features.combine import Combine
 from diffcache.features.instead import Reuse
+from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
 from diffcache.features.when import Every, LastComputed
 from diffcache.step import Step
@@ -145,6 +146,8 @@ class MagCache(Calibrated):
   booktitle={Advances in Neural Information Processing Systems},
   year={2025}
 }"""
+
+    schema: ClassVar[Schema] = Schema({"ratios": Entry(("steps",), positive=True)})
 
     threshold: float = 0.06
     longest: int = 3

@@ -17,6 +17,7 @@ from diffcache.features.combine import Combine
 from diffcache.features.decreasing import Decreasing
 from diffcache.features.instead import Reuse
 from diffcache.features.profile import OVERLAP, Foreground, ProfileCollector
+from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
 from diffcache.features.when import Every, Table
 from diffcache.step import Site, Step
@@ -76,6 +77,8 @@ class ProfilingDiT(Calibrated):
   booktitle={Proceedings of the IEEE/CVF International Conference on Computer Vision},
   year={2025}
 }"""
+
+    schema: ClassVar[Schema] = Schema({OVERLAP + "*": Entry(("blocks",), low=0, high=1, gaps=True)})
 
     background: tuple[str, ...] | str | None = None
     every: int = 6

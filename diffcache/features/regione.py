@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from diffcache.errors import AttachError, TablesError
+from diffcache.errors import AttachError
 from diffcache.features.base import check_int, is_number
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.region_mask import Decayed, Planned, RegionPlan
 from diffcache.features.regione_ratios import STEPS, Ratios, scaled
+from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
 from diffcache.step import Site
 
@@ -137,6 +138,8 @@ class RegionE(Calibrated):
   year={2026}
 }"""
 
+    schema: ClassVar[Schema] = Schema({"gamma": Entry(("steps-1",))})
+
     model: str = "flux-kontext"
     threshold: float | None = None
     decay: float | None = None
@@ -192,13 +195,7 @@ class RegionE(Calibrated):
     def _gamma(self) -> tuple[float, ...]:
         if not isinstance(self.tables, Tables):
             return MODELS[self.model].gamma
-        gamma = self.tables["gamma"]
-        if gamma.shape != (self.steps - 1,) or not bool(torch.isfinite(gamma).all()):
-            raise TablesError(
-                f"tables={self.tables!r}: gamma {list(gamma.shape)} must hold {self.steps - 1} "
-                f"finite ratios, for runs of {self.steps} steps"
-            )
-        return tuple(float(value) for value in gamma)
+        return tuple(self.tables["gamma"].tolist())
 
     def check_model(self, facts: Mapping[str, Any]) -> None:
         """Raise unless the ratios, fitted or published, are of this model.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from diffcache.errors import TablesError
 from diffcache.features.resume import bits_of
+from diffcache.features.schema import Schema, header_fault, shown, tensors_fault
 
 FORMAT = "diffcache.tables/1"
 
@@ -42,7 +43,8 @@ class Tables:
         self.path = path
         found = hashlib.sha256(json.dumps(self._plain(), sort_keys=True).encode())
         for name, tensor in sorted(self._tensors.items()):
-            found.update(name.encode() + bits_of(tensor).numpy().tobytes())
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            found.update(bits_of(tensor).numpy().tobytes())
         self.digest = found.hexdigest()[:16]
 
     @property
@@ -109,6 +111,8 @@ class Tables:
     def load(cls, path: str | Path) -> Tables:
         """Read a file that `save` wrote.
 
+        What the method in its header wants of them is checked where they are given to it.
+
         Raises:
             TablesError: If there is none, or it is another kind of file.
         """
@@ -125,11 +129,14 @@ class Tables:
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"its format is {metadata.get('format')!r}")
             header = json.loads(metadata["header"])
-        except (SafetensorError, ValueError, KeyError) as error:
+            fault = header_fault(header)
+            if fault:
+                raise ValueError(fault)
+            return cls(header, tensors, path)
+        except (SafetensorError, ValueError, KeyError, RecursionError) as error:
             raise TablesError(
                 f"tables={str(path)!r}: not a file of tables that diffcache wrote ({error})"
             ) from error
-        return cls(header, tensors, path)
 
     @classmethod
     def of(cls, value: Tables | str | Path | None, method: str) -> Tables | None:
@@ -151,9 +158,17 @@ class Tables:
             raise ValueError(f"tables={value!r}: must be Tables, a file, or None")
         if value.header.get("method") != method:
             raise TablesError(
-                f"tables={value!r}: made for method {value.header.get('method')!r}, not {method!r}"
+                f"tables={value!r}: made for method {shown(value.header.get('method'))}, not "
+                f"{method!r}"
             )
         return value
+
+    def fit(self, schema: Schema) -> None:
+        """Raise TablesError unless header and tensors are what a method needs, and nothing else."""
+        fault = header_fault(self._header, schema)
+        fault = fault or tensors_fault(self._header, self._tensors, schema)
+        if fault:
+            raise TablesError(f"tables={self!r}: {fault}; calibrate again")
 
     def check(self, facts: Mapping[str, Any]) -> None:
         """Raise TablesError unless they were measured on this model and scheduler.
@@ -165,9 +180,24 @@ class Tables:
         for key in ("model", "config", "scheduler", "scheduler_config"):
             if key.startswith("scheduler") and facts.get("scheduler") is None:
                 continue
-            mine, theirs = self._header.get(key), facts.get(key)
-            if mine != json.loads(json.dumps(theirs, default=repr)):
-                raise TablesError(
-                    f"tables={self!r}: measured with {key}={mine!r}, this one has {theirs!r}; "
-                    "calibrate on this pipeline: diffcache.calibrate(pipe, method, prompts=[...])"
+            mine = self._header.get(key)
+            theirs = json.loads(json.dumps(facts.get(key), default=repr))
+            if mine != theirs:
+                if isinstance(mine, dict) and isinstance(theirs, dict):  # only what differs
+                    apart = {k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k)}
+                    mine, theirs = ({k: d.get(k) for k in sorted(apart)} for d in (mine, theirs))
+                was, this = (
+                    _model_of(about) + ("" if key == "model" else f" with {key}={shown(value)}")
+                    for about, value in ((self._header, mine), (facts, theirs))
                 )
+                raise TablesError(
+                    f"tables={self!r}: measured on {was}, this is {this}; calibrate on this "
+                    "pipeline: diffcache.calibrate(pipe, method, prompts=[...])"
+                )
+
+
+def _model_of(facts: Mapping[str, Any]) -> str:
+    """Return the class of a model, and the folder it was loaded from where that is known."""
+    model, folder = facts.get("model"), facts.get("folder")
+    name = model if isinstance(model, str) else "an unknown model"
+    return shown(f"{name} ({folder})" if folder else name).strip("'")

@@ -16,6 +16,7 @@ from diffcache.features.accumulated import Accumulated, Rescaled
 from diffcache.features.collect import Calibrated, Collector, RunInfo
 from diffcache.features.combine import Combine
 from diffcache.features.instead import Reuse
+from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
 from diffcache.features.when import Every, relative_l1
 from diffcache.step import Step
@@ -88,6 +89,15 @@ class TeaCache(Calibrated):
   booktitle={Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition},
   year={2025}
 }"""
+
+    schema: ClassVar[Schema] = Schema(
+        {
+            "coefficients": Entry(("degree+1",)),
+            "range": Entry((2,), low=0),
+            "points": Entry(("pairs", 2), low=0),
+        },
+        header={"degree": "count"},
+    )
 
     threshold: float = 0.25
     coefficients: tuple[float, ...] | None = None

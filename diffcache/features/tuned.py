@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from diffcache.errors import UncalibratedError
-from diffcache.features.base import OWN, Ability, FeatureMethod
+from torch import Tensor
+
+from diffcache.errors import DiffcacheError, TablesError, UncalibratedError
+from diffcache.features.base import OWN, Ability, FeatureMethod, is_number
 from diffcache.features.combine import Combine
-from diffcache.features.plain import from_plain
+from diffcache.features.plain import from_plain, to_plain
+from diffcache.features.schema import header_fault, shown
 from diffcache.features.tables import Tables
 
 
@@ -24,7 +27,7 @@ class Tuned(FeatureMethod):
 
     Raises:
         UncalibratedError: If there are none.
-        TablesError: If the file cannot be read.
+        TablesError: If the file cannot be read, or holds anything but a choice that `tune` made.
 
     Example:
         >>> pipe = diffcache.wrap(pipe, "tuned", tables="fast.safetensors")  # doctest: +SKIP
@@ -38,7 +41,7 @@ class Tuned(FeatureMethod):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tables", Tables.of(self.tables, self.name))
-        if self.tables is not None and self.method.bibtex:
+        if self.tables is not None and self.method.bibtex:  # which checks the choice
             object.__setattr__(self, "source", self.method.source)
             object.__setattr__(self, "bibtex", self.method.bibtex)
 
@@ -87,6 +90,39 @@ class Tuned(FeatureMethod):
 
 @lru_cache(maxsize=32)
 def _made(tables: Tables) -> FeatureMethod:
+    """Return the method that tables hold.
+
+    Raises:
+        TablesError: If they hold none, or anything else.
+    """
     tensors = {name: tables[name] for name in tables.names()}
-    method: FeatureMethod = from_plain(tables.header["choice"], tensors)
+    fault = header_fault(tables.header) or _front_fault(tables.header.get("front"))
+    if fault:
+        raise TablesError(f"tables={tables!r}: {fault}; tune again")
+    try:
+        method = from_plain(tables.header.get("choice"), tensors)
+        if not isinstance(method, FeatureMethod):
+            raise TablesError(f"its choice is {shown(method)}; must be a method")
+        used: dict[str, Tensor] = {}
+        to_plain(method, used)
+        extra = sorted(set(tensors) - set(used))
+        if extra:
+            raise TablesError(f"it has {shown(extra[0])}, which is no table of its choice")
+        if method.parts().when.total not in (tables.steps, None):
+            raise TablesError(f"its choice is not for the {tables.steps} steps of its header")
+        method.abilities()
+    except (DiffcacheError, ValueError, RecursionError) as error:
+        raise TablesError(f"tables={tables!r}: {error}; tune again") from error
     return method
+
+
+def _front_fault(front: Any) -> str:
+    """Return what is wrong with the trials of a header, empty if nothing is."""
+    numbers = ("cost", "psnr_db", "validation_psnr_db")
+    for trial in front if isinstance(front, list) else [front]:
+        known = isinstance(trial, dict) and {"method", *numbers} <= set(trial)
+        if not known or not isinstance(trial["method"], str) or not all(
+            is_number(trial[n]) or trial[n] is None for n in numbers
+        ):  # fmt: skip
+            return f"its header has {shown(trial)} in front; must be trials with their numbers"
+    return ""

@@ -15,6 +15,8 @@ from PIL import Image
 class Samples:
     """The files of a run's samples, found by row and number.
 
+    A run's folder may be somebody else's: links that lead out of it are not followed.
+
     Args:
         folders: Of the runs.
     """
@@ -25,8 +27,11 @@ class Samples:
     def picture(self, row: dict[str, Any], number: int) -> Any:
         """Return a picture as uint8 [H, W, 3]; None where there is no whole one."""
         for case in self._cases(row):
+            file = self._inside(case / "samples" / f"{number:05d}.png")
+            if file is None:
+                continue
             try:
-                with Image.open(case / "samples" / f"{number:05d}.png") as opened:
+                with Image.open(file) as opened:
                     return np.array(opened.convert("RGB"))
             except (OSError, SyntaxError):
                 continue  # Not there, or not a whole picture.
@@ -37,22 +42,23 @@ class Samples:
         from diffcache.eval.clips import read_clip
 
         for case in self._cases(row):
-            file = case / "clips" / f"{number:05d}.mp4"
-            if file.is_file():
+            file = self._inside(case / "clips" / f"{number:05d}.mp4")
+            if file is not None:
                 return read_clip(file).movedim(1, -1).numpy()
         return None
 
     def preview(self, row: dict[str, Any], number: int) -> bytes | None:
         """Return the bytes of a small film for browsers; None where there is none."""
-        files = [c / "clips" / f"{number:05d}.preview.mp4" for c in self._cases(row)]
-        return next((file.read_bytes() for file in files if file.is_file()), None)
+        named = (c / "clips" / f"{number:05d}.preview.mp4" for c in self._cases(row))
+        return next((file.read_bytes() for file in map(self._inside, named) if file), None)
 
     @cached_property
     def prompts(self) -> dict[int, str]:
         """The prompts by number of sample, from the manifests' `ids` and `prompts`."""
         found: dict[int, str] = {}
         for folder in self._folders:
-            for file in sorted(folder.glob("cases/*/manifest*.jsonl")):
+            named = sorted(folder.glob("cases/*/manifest*.jsonl"))
+            for file in filter(None, map(self._inside, named)):
                 for text in file.read_text(encoding="utf-8").splitlines():
                     try:
                         line = json.loads(text)
@@ -70,5 +76,12 @@ class Samples:
                 found.append((folder / str(row["folder"])).resolve())
             elif row.get("hash"):
                 found += sorted(folder.glob(f"cases/*-{str(row['hash'])[:8]}"))
-            found = [case for case in found if any(map(case.is_relative_to, self._folders))]
-        return found
+        return [case.resolve() for case in found if self._holds(case)]
+
+    def _holds(self, place: Path) -> bool:
+        """Return whether a place is in a run's folder, with links followed."""
+        return any(map(place.resolve().is_relative_to, self._folders))
+
+    def _inside(self, file: Path) -> Path | None:
+        """Return a file that is in a run's folder, None if there is none."""
+        return file if self._holds(file) and file.is_file() else None

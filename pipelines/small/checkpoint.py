@@ -30,7 +30,7 @@ def write_tensors(
 
 def save(
     path: Path,
-    step: int,
+    steps: tuple[int, int],
     weights: nn.Module,
     optimiser: torch.optim.Optimizer,
     average: Average,
@@ -41,14 +41,16 @@ def save(
 
     Args:
         path: `NAME.state`.
-        step: the next one to take.
+        steps: the next one to take, and how many the run has.
         weights: the modules that are trained.
         optimiser: of them.
         average: of them.
         weights_file: also write the averaged weights to `NAME.safetensors`.
     """
+    step, total = steps
     state = {"step": step, "weights": weights.state_dict(), "optimiser": optimiser.state_dict()}
     state |= {"average": average.weights, "average_steps": average.steps}
+    state |= {"total": total, "random": torch.get_rng_state()}
     part = path.with_name(path.name + ".part")
     torch.save(state, part)
     part.replace(path)
@@ -57,17 +59,26 @@ def save(
 
 
 def restore(
-    path: Path, weights: nn.Module, optimiser: torch.optim.Optimizer, average: Average
+    path: Path, weights: nn.Module, optimiser: torch.optim.Optimizer, average: Average, total: int
 ) -> int:
-    """Load what `save` wrote and return the next step.
+    """Load what `save` wrote, torch's random numbers included, and return the next step.
 
     Args:
         path: `NAME.state`.
         weights: the modules that are trained.
         optimiser: of them.
         average: of them.
+        total: steps of the run that goes on.
+
+    Raises:
+        ValueError: If the checkpoint is of a run of another length, whose learning rate was
+            another one.
     """
     state = torch.load(path, weights_only=True)
+    if state.get("total", total) != total:
+        raise ValueError(
+            f"updates={total}: {path} is of a run of {state['total']}; resume it with as many"
+        )
     weights.load_state_dict(state["weights"])
     optimiser.load_state_dict(state["optimiser"])
     # Averages of masks with infinities were NaN in older files.
@@ -76,4 +87,6 @@ def restore(
         for name, value in state["average"].items()
     }
     average.steps = state["average_steps"]
+    if "random" in state:
+        torch.set_rng_state(state["random"])
     return int(state["step"])

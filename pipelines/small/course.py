@@ -1,7 +1,8 @@
-"""Train a denoiser by the clock: optimiser, learning rate, averaged weights, checkpoints, log."""
+"""Train a denoiser: optimiser, learning rate, averaged weights, checkpoints, log."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,26 +14,28 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from diffcache.pipelines.small.checkpoint import restore, save
-from diffcache.pipelines.small.loop import Average, Log, rate, shuffled
+from diffcache.pipelines.small.loop import Average, Log, check_done, paced, rate, shuffled
 
 Loss = Callable[[Tensor, int, float], Tensor]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to train: the learning rate follows the clock, so `minutes` sets the whole course.
+    """How to train: a seed and a number of steps give the same weights, broken off or not.
 
     Attributes:
         seed: of the weights, the examples, the order and the noise.
-        minutes: how long to train, parts of a resumed run together.
+        steps: length of the schedule in steps; None is the course's.
         resume: go on from the last checkpoint.
         compiled: compile the denoiser, which is faster after some minutes.
+        minutes: after which to break off, at a checkpoint.
     """
 
     seed: int = 0
-    minutes: float = 85.0
+    steps: int | None = None
     resume: bool = False
     compiled: bool = True
+    minutes: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Course:
     Attributes:
         name: of the files.
         examples: their number.
+        steps: of the whole run.
         batch: examples in a step.
         decay: of the averaged weights.
         rate: the highest learning rate.
@@ -51,6 +55,7 @@ class Course:
 
     name: str
     examples: int
+    steps: int
     batch: int = 32
     decay: float = 0.999
     rate: float = 1e-3
@@ -70,22 +75,25 @@ def train(out: Path, weights: nn.ModuleDict, loss: Loss, course: Course, plan: P
 
     Returns:
         The log.
+
+    Raises:
+        Stopped: If the time limit broke the run off; the checkpoint is saved.
+        ValueError: If the checkpoint is of a run of another length.
     """
+    total = course.steps if plan.steps is None else plan.steps
     optimiser = build_optimiser(weights, course)
     average = Average(weights, course.decay)
     if plan.compiled:
-        # Compiling takes minutes that are none of the clock's.
+        # Compiling takes minutes that do not count.
         _gradients(weights, loss, (torch.arange(course.batch), 0, 0.0))
     log = Log(out / f"{course.name}.jsonl", resume=plan.resume)
     state = out / f"{course.name}.state"
-    start = restore(state, weights, optimiser, average) if plan.resume else 0
+    start = restore(state, weights, optimiser, average, total) if plan.resume else 0
+    done, lr = start, 0.0
     losses: list[float] = []
     order = shuffled(course.examples, course.batch, plan.seed, start)
     bar = tqdm(order, desc=course.name, mininterval=10)
-    for index, chosen in enumerate(bar, start=start):
-        progress = log.seconds() / (60 * plan.minutes)
-        if progress >= 1:
-            break
+    for index, progress, chosen in paced(bar, total, start, minutes=plan.minutes):
         lr = course.rate * rate(progress)
         losses.append(update(weights, optimiser, loss, (chosen, index, progress), lr))
         average.update(weights)
@@ -93,11 +101,13 @@ def train(out: Path, weights: nn.ModuleDict, loss: Loss, course: Course, plan: P
             log.write(step=index, loss=float(np.mean(losses)), lr=lr)
             bar.set_postfix(loss=f"{np.mean(losses):.4f}")
             losses = []
-        if index > start and index % course.save_every == 0:
-            save(state, index + 1, weights, optimiser, average, weights_file=True)
+        done = index + 1
+        if done % course.save_every == 0:
+            save(state, (done, total), weights, optimiser, average, weights_file=True)
     if losses:
-        log.write(step=index, loss=float(np.mean(losses)), lr=lr)
-    save(state, index, weights, optimiser, average, weights_file=True)
+        log.write(step=done, loss=float(np.mean(losses)), lr=lr)
+    save(state, (done, total), weights, optimiser, average, weights_file=True)
+    check_done(course.name, done, total)
     average.copy_to(weights)
     return log
 

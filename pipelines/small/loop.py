@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from diffcache.pipelines.small.scenes import Scene, render, sample_scene
 
 
 def training_parser(
-    script: str, description: str, *, out: str, minutes: float, stages: Sequence[str] = ()
+    script: str, description: str, *, out: str, updates: int, stages: Sequence[str] = ()
 ) -> argparse.ArgumentParser:
     """Return a parser of the arguments that every training script has.
 
@@ -29,7 +29,7 @@ def training_parser(
         script: the name of its module.
         description: what it does, one sentence.
         out: the training folder where none is given.
-        minutes: of training where no number is given.
+        updates: of training where no number is given.
         stages: what can be run alone; without any there is no such argument.
     """
     made = argparse.ArgumentParser(
@@ -38,7 +38,10 @@ def training_parser(
     made.add_argument("--out", type=Path, default=Path(out), help="training folder")
     made.add_argument("--seed", type=int, default=0, help="of weights, examples, order and noise")
     made.add_argument(
-        "--minutes", type=float, default=minutes, help="of training, resumed parts too"
+        "--updates", type=int, default=updates, help="optimizer steps, the length of the schedule"
+    )
+    made.add_argument(
+        "--minutes", type=float, default=math.inf, help="stop after so long; --resume goes on"
     )
     if stages:
         made.add_argument("--stages", nargs="+", choices=stages, default=stages, help="what to run")
@@ -86,6 +89,36 @@ def shuffled(count: int, batch: int, seed: int, start: int = 0) -> Iterator[Tens
         for index in range(offset, per_epoch):
             yield order[index * batch : (index + 1) * batch]
             step += 1
+
+
+def paced(
+    batches: Iterable[Tensor], total: int, start: int = 0, *, minutes: float = math.inf
+) -> Iterator[tuple[int, float, Tensor]]:
+    """Yield the number of each step, its share of the run, and its batch.
+
+    The clock decides on nothing but whether the run is broken off.
+
+    Args:
+        batches: from step `start` on.
+        total: steps of the whole run.
+        start: the first step.
+        minutes: after which no more steps are begun.
+    """
+    end = None if minutes == math.inf else time.monotonic() + 60 * minutes
+    for step, batch in zip(range(start, total), batches, strict=False):
+        if end is not None and time.monotonic() >= end:
+            return
+        yield step, step / total, batch
+
+
+class Stopped(SystemExit):
+    """A run was broken off by its time limit; what was done is in its checkpoint."""
+
+
+def check_done(name: str, done: int, total: int) -> None:
+    """Raise Stopped unless all steps of a run were taken."""
+    if done < total:
+        raise Stopped(f"{name}: stopped after {done} of {total} updates; --resume goes on")
 
 
 def rate(progress: float, *, warmup: float = 0.03, floor: float = 0.02) -> float:
@@ -141,11 +174,11 @@ class Log:
             self.before = rows[-1]["seconds"] if rows else 0.0
         else:
             path.write_text("", encoding="utf-8")
-        self.start = time.monotonic()
+        self.start = time.perf_counter()
 
     def seconds(self) -> float:
         """Return the training time in seconds, earlier parts of a resumed run included."""
-        return self.before + time.monotonic() - self.start
+        return self.before + time.perf_counter() - self.start
 
     def write(self, **values: Any) -> None:
         """Append one row; floats are rounded to five significant digits."""

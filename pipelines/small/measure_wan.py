@@ -63,13 +63,13 @@ def export(out: Path, directory: Path = DIRECTORY, *, shift: float = SHIFT) -> i
     return save_pipeline(assemble(out, shift), directory, CALL)
 
 
-def record(out: Path, *, seed: int, minutes: float, path: Path = RECORD) -> dict[str, Any]:
+def record(out: Path, *, seed: int, updates: int, path: Path = RECORD) -> dict[str, Any]:
     """Write the training record: seed, versions, steps, seconds and thinned curves.
 
     Args:
         out: the training folder.
         seed: that was used.
-        minutes: the command's `--minutes`.
+        updates: the command's `--updates`.
         path: of the JSON file.
 
     Returns:
@@ -82,7 +82,7 @@ def record(out: Path, *, seed: int, minutes: float, path: Path = RECORD) -> dict
         rows = Log(out / f"{name}.jsonl", resume=True).rows()
         steps, seconds = rows[-1]["step"], rows[-1]["seconds"]
         stages[name] = {"steps": steps, "seconds": seconds, "curve": thin(rows)}
-    command = f"python -m diffcache.pipelines.small.train_wan --seed {seed} --minutes {minutes:g}"
+    command = f"python -m diffcache.pipelines.small.train_wan --seed {seed} --updates {updates}"
     done: dict[str, Any] = {"model": "shapes-wan", "seed": seed, "command": command}
     done |= {"versions": versions(), "stages": stages}
     write_json(path, done)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from diffcache.pipelines.small.flux import build_autoencoder
-from diffcache.pipelines.small.loop import Average, Log, draw, psnr, rate, shuffled, to_unit
+from diffcache.pipelines.small.loop import Average, Log, draw, paced, psnr, rate, shuffled, to_unit
 
 PICTURES = 16_000
 BATCH = 16
@@ -23,13 +23,13 @@ KL_WEIGHT = 3e-4
 NOISE = 0.05
 
 
-def train(out: Path, *, seed: int, minutes: float) -> AutoencoderKL:
+def train(out: Path, *, seed: int, steps: int) -> AutoencoderKL:
     """Train, measure and save the autoencoder.
 
     Args:
         out: folder for `autoencoder/` and `autoencoder.jsonl`.
         seed: of the weights, the pictures and the order.
-        minutes: how long to train; the learning rate follows the clock.
+        steps: how many to train.
 
     Returns:
         The averaged autoencoder in float32, with shift and scaling factors from the data.
@@ -42,10 +42,7 @@ def train(out: Path, *, seed: int, minutes: float) -> AutoencoderKL:
     optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=1e-3)
     log = Log(out / "autoencoder.jsonl")
     bar = tqdm(shuffled(PICTURES, BATCH, seed), desc="autoencoder", mininterval=5, leave=False)
-    for step, chosen in enumerate(bar):
-        progress = log.seconds() / (60 * minutes)
-        if progress >= 1:
-            break
+    for step, progress, chosen in paced(bar, steps):
         lr = RATE * rate(progress)
         optimiser.param_groups[0]["lr"] = lr
         batch = to_unit(pictures[chosen])
@@ -66,18 +63,18 @@ def train(out: Path, *, seed: int, minutes: float) -> AutoencoderKL:
             log.write(step=step, psnr=measure(_averaged(average), to_unit(held)), lr=lr)
     final = _averaged(average)
     set_factors(final, to_unit(pictures[:2000]))
-    log.write(step=step, psnr=measure(final, to_unit(held)), lr=0.0)
+    log.write(step=steps, psnr=measure(final, to_unit(held)), lr=0.0)
     final.save_pretrained(out / "autoencoder")
     return final
 
 
-def refine(out: Path, *, seed: int, minutes: float) -> AutoencoderKL:
+def refine(out: Path, *, seed: int, steps: int) -> AutoencoderKL:
     """Train the decoder on, against fixed latents, for sharper edges; the latents stay as they are.
 
     Args:
         out: folder with `autoencoder/`; `autoencoder-refined/` and `decoder.jsonl` are added.
         seed: of the pictures, the order and the noise.
-        minutes: how long to train; the learning rate follows the clock.
+        steps: how many to train.
 
     Returns:
         The autoencoder in float32.
@@ -95,10 +92,7 @@ def refine(out: Path, *, seed: int, minutes: float) -> AutoencoderKL:
     log = Log(out / "decoder.jsonl")
     spread = NOISE / model.config.scaling_factor
     bar = tqdm(shuffled(PICTURES, BATCH, seed), desc="decoder", mininterval=5, leave=False)
-    for step, chosen in enumerate(bar):
-        progress = log.seconds() / (60 * minutes)
-        if progress >= 1:
-            break
+    for step, progress, chosen in paced(bar, steps):
         optimiser.param_groups[0]["lr"] = 0.5 * RATE * rate(progress)
         batch = to_unit(pictures[chosen])
         disturbed = latents[chosen] + spread * torch.randn_like(latents[chosen])
@@ -114,7 +108,7 @@ def refine(out: Path, *, seed: int, minutes: float) -> AutoencoderKL:
             log.write(step=step, loss=float(loss.detach()))
             bar.set_postfix(loss=f"{float(loss.detach()):.4f}")
     average.copy_to(model)
-    log.write(step=step, psnr=measure(model.eval(), to_unit(held)))
+    log.write(step=steps, psnr=measure(model.eval(), to_unit(held)))
     model.save_pretrained(out / "autoencoder-refined")
     return model
 

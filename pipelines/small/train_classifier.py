@@ -18,7 +18,7 @@ from diffcache.pipelines.small.classifier import (
     compare,
     scenes_of,
 )
-from diffcache.pipelines.small.loop import Log, draw, rate, shuffled, to_unit
+from diffcache.pipelines.small.loop import Log, draw, paced, rate, shuffled, to_unit
 from diffcache.pipelines.small.scenes import COLOURS, POSITIONS, SHAPES, SIZES, Scene
 
 PICTURES = 20_000
@@ -66,13 +66,13 @@ def loss_of(reading: Reading, background: Tensor, cells: Tensor) -> Tensor:
     return total
 
 
-def train(out: Path, *, seed: int, minutes: float) -> dict[str, float]:
+def train(out: Path, *, seed: int, steps: int) -> dict[str, float]:
     """Train, measure on held-out scenes and save the network.
 
     Args:
         out: folder for `model.safetensors`, `config.json` and `classifier.jsonl`.
         seed: of the weights, the pictures, the order and the disturbance.
-        minutes: how long to train; the learning rate follows the clock.
+        steps: how many to train.
 
     Returns:
         The share of attributes read correctly on 2,000 held-out pictures, and per attribute.
@@ -85,10 +85,7 @@ def train(out: Path, *, seed: int, minutes: float) -> dict[str, float]:
     log = Log(out / "classifier.jsonl")
     generator = torch.Generator().manual_seed(seed)
     bar = tqdm(shuffled(PICTURES, BATCH, seed), desc="classifier", mininterval=5, leave=False)
-    for step, chosen in enumerate(bar):
-        progress = log.seconds() / (60 * minutes)
-        if progress >= 1:
-            break
+    for step, progress, chosen in paced(bar, steps):
         optimiser.param_groups[0]["lr"] = RATE * rate(progress)
         batch = blur_and_noise(to_unit(pictures[chosen]), generator)
         loss = loss_of(model(batch), background[chosen], cells[chosen])
@@ -99,8 +96,8 @@ def train(out: Path, *, seed: int, minutes: float) -> dict[str, float]:
             log.write(step=step, loss=float(loss.detach()), lr=optimiser.param_groups[0]["lr"])
             bar.set_postfix(loss=f"{float(loss.detach()):.4f}")
     scores = measure(model.eval(), seed)
-    log.write(step=step, **scores)
-    _save(out, model, {"seed": seed, "steps": step, "held_out": scores})
+    log.write(step=steps, **scores)
+    _save(out, model, {"seed": seed, "steps": steps, "held_out": scores})
     return scores
 
 

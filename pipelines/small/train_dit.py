@@ -37,7 +37,7 @@ from diffcache.pipelines.small.export import save_pipeline
 from diffcache.pipelines.small.loop import training_parser
 from diffcache.pipelines.small.measure import draw_grid, draw_pictures, write_report
 
-COURSE = Course("dit", examples=24_000)
+COURSE = Course("dit", examples=24_000, steps=8186)
 CLASS_DROPOUT = 0.1
 STAGES = ("train", "export", "measure")
 BENCH = DIRECTORY.parents[1] / "bench"
@@ -157,7 +157,7 @@ def parser() -> argparse.ArgumentParser:
         "train_dit",
         "Train, export and measure the class-conditional shapes pipeline on a CPU.",
         out="out/shapes-dit",
-        minutes=85,
+        updates=COURSE.steps,
         stages=STAGES,
     )
     made.add_argument("--eager", action="store_true", help="do not compile (no C++ compiler)")
@@ -172,12 +172,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(chosen.threads)
     if "train" in chosen.stages:
         chosen.out.mkdir(parents=True, exist_ok=True)
-        fit(chosen.out, Plan(chosen.seed, chosen.minutes, chosen.resume, not chosen.eager))
+        settings = (chosen.seed, chosen.updates, chosen.resume, not chosen.eager)
+        fit(chosen.out, Plan(*settings, minutes=chosen.minutes))
     if "export" in chosen.stages:
         size = save_pipeline(assemble(chosen.out), DIRECTORY, CALL)
         command = (
             "python -m diffcache.pipelines.small.train_dit "
-            f"--seed {chosen.seed} --minutes {chosen.minutes:g}"
+            f"--seed {chosen.seed} --updates {chosen.updates}"
         )
         done = record(chosen.out, COURSE.name, command, BENCH / "shapes-dit-training.json")
         print(f"exported {size / 1e6:.2f} MB after {done['steps']} steps")

@@ -6,7 +6,6 @@ to the same length without a mask, sigma as the timestep, and `noise - latents` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tqdm import tqdm
 
 from diffcache.pipelines.small import course
 from diffcache.pipelines.small.checkpoint import write_tensors
-from diffcache.pipelines.small.course import Course
+from diffcache.pipelines.small.course import Course, Plan
 from diffcache.pipelines.small.export import TRAINED
 from diffcache.pipelines.small.flux import TEXT_TOKENS, build_pipeline
 from diffcache.pipelines.small.loop import draw, to_unit
@@ -31,6 +30,7 @@ from diffcache.pipelines.small.scenes import Scene, prompt
 COURSE = Course(
     "flux",
     examples=60_000,
+    steps=6485,
     save_every=500,
     factors={"text_encoder": 0.25, "text_encoder_2": 0.25},
 )
@@ -141,13 +141,6 @@ def encode_pictures(autoencoder: AutoencoderKL, pictures: Tensor) -> Tensor:
         count, channels, height, width = latents.shape
         parts.append(FluxPipeline._pack_latents(latents, count, channels, height, width).half())
     return torch.cat(parts)
-
-
-@dataclass(frozen=True)
-class Plan(course.Plan):
-    """How to train."""
-
-    minutes: float = 66.0
 
 
 def train(out: Path, autoencoder: AutoencoderKL, plan: Plan) -> FluxPipeline:

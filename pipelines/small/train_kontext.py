@@ -1,6 +1,6 @@
 """Train, export and measure the small FluxKontextPipeline, starting from shapes-flux.
 
-    python -m diffcache.pipelines.small.train_kontext --out out/kontext --minutes 45
+    python -m diffcache.pipelines.small.train_kontext --out out/kontext
 
 The model sees what `FluxKontextPipeline` will show it: the packed latents of the noisy picture with
 those of the reference behind them, position ids that differ in their first coordinate, text padded
@@ -35,6 +35,7 @@ from diffcache.pipelines.small.train_kontext_text import TextCourse, train_text,
 COURSE = Course(
     "kontext",
     examples=6_000,
+    steps=2418,
     batch=8,
     rate=7e-4,
     factors={"text_encoder": 0.25, "text_encoder_2": 0.25},
@@ -48,13 +49,12 @@ class Plan(course.Plan):
     """How to train, the text encoders first.
 
     Attributes:
-        text_minutes: how long to train the text encoders before.
+        text_steps: how many to train the text encoders before.
         edits: how many pairs of pictures to draw.
     """
 
-    minutes: float = 45.0
     compiled: bool = False
-    text_minutes: float = 2.0
+    text_steps: int = 475
     edits: int = COURSE.examples
 
 
@@ -103,7 +103,7 @@ def train(out: Path, plan: Plan) -> FluxKontextPipeline:
     weights = nn.ModuleDict({name: getattr(pipe, name) for name in TRAINED})
     plan = replace(plan, resume=plan.resume and (out / "kontext.state").exists())
     if not plan.resume:
-        text = TextCourse(plan.seed, plan.text_minutes)
+        text = TextCourse(plan.seed, plan.text_steps)
         train_text(step, edits, Log(out / "text.jsonl"), text)
 
     def loss(chosen: Tensor, index: int, progress: float) -> Tensor:
@@ -153,21 +153,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and write the model and the record of its training."""
     parser = training_parser(
         "train_kontext",
-        "Train the small editing pipeline from shapes-flux on a CPU; minutes are the denoiser's.",
+        "Train the small editing pipeline from shapes-flux on a CPU; updates are the denoiser's.",
         out="out/kontext",
-        minutes=45.0,
+        updates=COURSE.steps,
     )
     parser.add_argument("--compile", action="store_true", help="compile the denoiser")
     parser.add_argument("--export-only", action="store_true", help="write what was trained so far")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(chosen.threads)
-    plan = Plan(chosen.seed, chosen.minutes, resume=chosen.resume, compiled=chosen.compile)
+    plan = Plan(chosen.seed, chosen.updates, chosen.resume, chosen.compile, chosen.minutes)
     if not chosen.export_only:
         train(chosen.out, plan)
     size = export(chosen.out)
     command = (
         "python -m diffcache.pipelines.small.train_kontext "
-        f"--seed {chosen.seed} --minutes {chosen.minutes:g}"
+        f"--seed {chosen.seed} --updates {chosen.updates}"
     )
     done = record(chosen.out, {"seed": chosen.seed, "command": command, "batch": COURSE.batch})
     print(f"exported {size / 1e6:.2f} MB after {done['steps']} steps")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diffcache.pipelines.small.edits import KINDS, Edit, instruction
-from diffcache.pipelines.small.loop import Log, rate, shuffled
+from diffcache.pipelines.small.loop import Log, paced, rate, shuffled
 from diffcache.pipelines.small.scenes import COLOURS, POSITIONS, SHAPES, SIZES
 
 BATCH = 64
@@ -40,10 +40,10 @@ class Encoders(Protocol):
 
 @dataclass(frozen=True)
 class TextCourse:
-    """Seed of the order and the phrasings, and minutes to train."""
+    """Seed of the order and the phrasings, and steps to train."""
 
     seed: int
-    minutes: float
+    steps: int
 
 
 def write_instructions(
@@ -94,7 +94,7 @@ def train_text(encoders: Encoders, edits: Sequence[Edit], log: Log, course: Text
         encoders: The text encoders and how to call them.
         edits: To write instructions for.
         log: Of this stage.
-        course: Seed, and minutes by whose clock the learning rate falls.
+        course: Seed, and steps over which the learning rate falls.
 
     Returns:
         The last loss.
@@ -104,10 +104,8 @@ def train_text(encoders: Encoders, edits: Sequence[Edit], log: Log, course: Text
     trained = [*encoders.text_encoder.parameters(), *encoders.text_encoder_2.parameters()]
     optimiser = torch.optim.AdamW([*trained, *heads.parameters()], RATE, betas=(0.9, 0.98))
     last = float("nan")
-    for index, chosen in enumerate(shuffled(len(edits), min(BATCH, len(edits)), course.seed + 1)):
-        progress = log.seconds() / max(60 * course.minutes, 1e-9)
-        if progress >= 1:
-            break
+    batches = shuffled(len(edits), min(BATCH, len(edits)), course.seed + 1)
+    for index, progress, chosen in paced(batches, course.steps):
         rng = np.random.default_rng([course.seed, index, 1])
         part = [edits[i] for i in chosen]
         texts = write_instructions(part, rng, dropout=0.0)
@@ -124,7 +122,7 @@ def train_text(encoders: Encoders, edits: Sequence[Edit], log: Log, course: Text
         last = float(loss.detach())
         if index % 25 == 0:
             log.write(step=index, loss=last)
-    log.write(step=index, loss=last)
+    log.write(step=course.steps, loss=last)
     return last
 
 

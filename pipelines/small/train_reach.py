@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,15 @@ from diffcache.pipelines.policy import DiffusionPolicyPipeline, rollout
 from diffcache.pipelines.small import reach
 from diffcache.pipelines.small.checkpoint import restore, save
 from diffcache.pipelines.small.export import save_pipeline, versions, write_json
-from diffcache.pipelines.small.loop import Average, Log, rate, shuffled, training_parser
+from diffcache.pipelines.small.loop import (
+    Average,
+    Log,
+    check_done,
+    paced,
+    rate,
+    shuffled,
+    training_parser,
+)
 
 BENCH = reach.DIRECTORY.parents[1] / "bench"
 DEMONSTRATIONS = 30_000
@@ -113,21 +122,21 @@ def _windows(seen: Tensor, moves: Tensor, angles: Tensor) -> tuple[Tensor, Tenso
 
 @dataclass(frozen=True)
 class Plan:
-    """How to train: the learning rate follows the clock, so `minutes` sets the whole course.
+    """How to train: a seed and a number of steps give the same weights, broken off or not.
 
     Attributes:
         seed: Of the weights, the demonstrations, the order and the noise.
-        minutes: How long to train, parts of a resumed run together.
+        steps: Length of the schedule in steps.
         resume: Go on from the last checkpoint.
         demonstrations: How many to attempt.
-        steps: Stop after so many, whatever the clock says; None for no limit.
+        minutes: After which to break off, at a checkpoint.
     """
 
     seed: int = 0
-    minutes: float = 15.0
+    steps: int = 2850
     resume: bool = False
     demonstrations: int = DEMONSTRATIONS
-    steps: int | None = None
+    minutes: float = math.inf
 
 
 def train(out: Path, plan: Plan) -> DiffusionPolicyPipeline:
@@ -139,6 +148,10 @@ def train(out: Path, plan: Plan) -> DiffusionPolicyPipeline:
 
     Returns:
         The pipeline with averaged weights.
+
+    Raises:
+        Stopped: If the time limit broke the run off; the checkpoint is saved.
+        ValueError: If the checkpoint is of a run of another length.
     """
     torch.manual_seed(plan.seed)
     pipe = reach.build()
@@ -150,13 +163,10 @@ def train(out: Path, plan: Plan) -> DiffusionPolicyPipeline:
     seen, moves = demonstrate(plan.demonstrations, plan.seed)
     log = Log(out / "reach.jsonl", resume=plan.resume)
     state = out / "reach.state"
-    start = restore(state, model, optimiser, average) if plan.resume else 0
-    step, losses = start, []
+    start = restore(state, model, optimiser, average, plan.steps) if plan.resume else 0
+    done, losses = start, []
     bar = tqdm(shuffled(len(seen), BATCH, plan.seed, start), desc="reach", mininterval=10)
-    for step, chosen in enumerate(bar, start=start):
-        progress = log.seconds() / (60 * plan.minutes)
-        if progress >= 1 or step == plan.steps:
-            break
+    for step, progress, chosen in paced(bar, plan.steps, start, minutes=plan.minutes):
         generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step)
         loss = policy_loss(pipe, seen[chosen], moves[chosen], generator)
         for group in optimiser.param_groups:
@@ -167,13 +177,15 @@ def train(out: Path, plan: Plan) -> DiffusionPolicyPipeline:
         optimiser.step()
         average.update(model)
         losses.append(float(loss.detach()))
-        if (step + 1) % 50 == 0:
-            log.write(step=step + 1, loss=float(np.mean(losses)), lr=RATE * rate(progress))
+        done = step + 1
+        if done % 50 == 0:
+            log.write(step=done, loss=float(np.mean(losses)), lr=RATE * rate(progress))
             losses.clear()
-        if (step + 1) % SAVE_EVERY == 0:
-            save(state, step + 1, model, optimiser, average, weights_file=False)
-    if step > start:
-        save(state, step, model, optimiser, average, weights_file=False)
+        if done % SAVE_EVERY == 0 or done == plan.steps:
+            save(state, (done, plan.steps), model, optimiser, average, weights_file=False)
+    if done < plan.steps:
+        save(state, (done, plan.steps), model, optimiser, average, weights_file=False)
+    check_done("reach", done, plan.steps)
     average.copy_to(model)
     model.eval()
     return pipe
@@ -216,7 +228,7 @@ def record(out: Path, plan: Plan, path: Path = BENCH / "reach-policy-training.js
         "seconds": rows[-1]["seconds"],
         "seconds_per_step": round(rows[-1]["seconds"] / rows[-1]["step"], 4),
         "command": "python -m diffcache.pipelines.small.train_reach "
-        f"--seed {plan.seed} --minutes {plan.minutes:g}",
+        f"--seed {plan.seed} --updates {plan.steps}",
         "date": datetime.date.today().isoformat(),
         "versions": versions(),
         "curve": rows[:: max(len(rows) // 100, 1)],
@@ -230,7 +242,7 @@ def parser() -> argparse.ArgumentParser:
         "train_reach",
         "Train the policy that reaches a goal round obstacles, on a CPU.",
         out="out/reach",
-        minutes=15.0,
+        updates=Plan.steps,
     )
     made.add_argument("--episodes", type=int, default=64, help="of a quick trial at the end")
     made.add_argument("--export", action="store_true", help="write the shipped directory")
@@ -242,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser().parse_args(arguments)
     torch.set_num_threads(chosen.threads)
     chosen.out.mkdir(parents=True, exist_ok=True)
-    plan = Plan(chosen.seed, chosen.minutes, chosen.resume)
+    plan = Plan(chosen.seed, chosen.updates, chosen.resume, minutes=chosen.minutes)
     pipe = train(chosen.out, plan)
     pipe.set_progress_bar_config(disable=True)
     print(f"success rate {success_rate(pipe, chosen.episodes, chosen.seed, 100):.3f}", flush=True)

@@ -53,7 +53,8 @@ from diffcache.pipelines.small.recall_llama import (
     load,
 )
 
-COURSE = Course("recall", examples=1, batch=1, rate=1.5e-3)  # every step draws new samples
+# every step draws new samples
+COURSE = Course("recall", examples=1, steps=8920, batch=1, rate=1.5e-3)
 TOKENS = 4096  # in a step
 FIRST = ((0, 33), (1200, 65), (1800, 129))  # from which step on which context, queries repeated
 REPEATED = 2500  # steps, before lengths are mixed
@@ -242,16 +243,16 @@ def judge(samples: int) -> None:
     write_report(BENCH / "recall-llama-quality.json", about, runs)
 
 
-def keep(out: Path, seed: int, minutes: float) -> dict[str, Any]:
+def keep(out: Path, seed: int, updates: int) -> dict[str, Any]:
     """Write the training record, with the accuracies that were seen on the way.
 
     Args:
         out: the training folder.
         seed: that was used.
-        minutes: of the whole run.
+        updates: of the whole run.
     """
     path = BENCH / "recall-llama-training.json"
-    done = record(out, COURSE.name, f"{RUN} --seed {seed} --minutes {minutes:g}", path)
+    done = record(out, COURSE.name, f"{RUN} --seed {seed} --updates {updates}", path)
     rows = Log(out / "accuracy.jsonl", resume=True).rows()
     model = {"weights": sum(p.numel() for p in build_model().parameters())}
     done = {"model": done["model"], "seed": seed} | model | done | {"accuracy": thin(rows)}
@@ -265,7 +266,7 @@ def parser() -> argparse.ArgumentParser:
         "train_recall",
         "Train, export and measure the language model that recalls, on a CPU.",
         out="out/recall-llama",
-        minutes=74,
+        updates=COURSE.steps,
         stages=STAGES,
     )
     made.add_argument("--eager", action="store_true", help="do not compile (no C++ compiler)")
@@ -279,10 +280,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(chosen.threads)
     if "train" in chosen.stages:
         chosen.out.mkdir(parents=True, exist_ok=True)
-        fit(chosen.out, Plan(chosen.seed, chosen.minutes, chosen.resume, not chosen.eager))
+        settings = (chosen.seed, chosen.updates, chosen.resume, not chosen.eager)
+        fit(chosen.out, Plan(*settings, minutes=chosen.minutes))
     if "export" in chosen.stages:
         size = export(chosen.out)
-        done = keep(chosen.out, chosen.seed, chosen.minutes)
+        done = keep(chosen.out, chosen.seed, chosen.updates)
         print(f"exported {size / 1e6:.2f} MB after {done['steps']} steps")
     if "measure" in chosen.stages:
         judge(chosen.samples)

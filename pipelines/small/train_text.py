@@ -22,7 +22,7 @@ from transformers import CLIPTextModel, T5EncoderModel, T5TokenizerFast
 
 from diffcache.pipelines.small.classifier import Reading
 from diffcache.pipelines.small.flux import TEXT_TOKENS, build_text_encoders, build_tokenizers
-from diffcache.pipelines.small.loop import Log, rate, shuffled
+from diffcache.pipelines.small.loop import Log, paced, rate, shuffled
 from diffcache.pipelines.small.scenes import COLOURS, POSITIONS, SHAPES, SIZES, Scene, sample_scene
 from diffcache.pipelines.small.train_classifier import loss_of, targets
 from diffcache.pipelines.small.train_flux import write_prompts
@@ -69,13 +69,13 @@ def token_targets(scenes: list[Scene], texts: list[str], t5: T5TokenizerFast) ->
     return found
 
 
-def train(out: Path, *, seed: int, minutes: float) -> tuple[CLIPTextModel, T5EncoderModel]:
+def train(out: Path, *, seed: int, steps: int) -> tuple[CLIPTextModel, T5EncoderModel]:
     """Train both text encoders and save them in `text.safetensors`.
 
     Args:
         out: folder for `text.safetensors` and `text.jsonl`.
         seed: of the weights, the prompts and the order.
-        minutes: how long to train; the learning rate follows the clock.
+        steps: how many to train.
     """
     torch.manual_seed(seed)
     clip, t5 = build_tokenizers()
@@ -88,10 +88,7 @@ def train(out: Path, *, seed: int, minutes: float) -> tuple[CLIPTextModel, T5Enc
     optimiser = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
     log = Log(out / "text.jsonl")
     bar = tqdm(shuffled(SCENES, BATCH, seed), desc="text", mininterval=5, leave=False)
-    for step, chosen in enumerate(bar):
-        progress = log.seconds() / (60 * minutes)
-        if progress >= 1:
-            break
+    for step, progress, chosen in paced(bar, steps):
         optimiser.param_groups[0]["lr"] = RATE * rate(progress)
         part = [scenes[i] for i in chosen]
         texts = write_prompts(part, rng, dropout=0.0)
@@ -110,7 +107,7 @@ def train(out: Path, *, seed: int, minutes: float) -> tuple[CLIPTextModel, T5Enc
             bar.set_postfix(
                 pooled=f"{float(whole.detach()):.3f}", tokens=f"{float(tokens.detach()):.3f}"
             )
-    log.write(step=step, pooled=float(whole.detach()), tokens=float(tokens.detach()))
+    log.write(step=steps, pooled=float(whole.detach()), tokens=float(tokens.detach()))
     state = {name: value.contiguous().clone() for name, value in weights.state_dict().items()}
     save_file(state, out / "text.safetensors")
     return first, second

@@ -39,7 +39,9 @@ from diffcache.pipelines.small.scenes import held_out_prompts, shipped_prompts
 from diffcache.pipelines.small.small_unet import CALL, DIRECTORY, build_pipeline, load
 from diffcache.pipelines.small.train_flux import write_prompts
 
-COURSE = Course("unet", examples=24_000, batch=16, decay=0.998, factors={"text_encoder": 0.25})
+COURSE = Course(
+    "unet", examples=24_000, steps=17117, batch=16, decay=0.998, factors={"text_encoder": 0.25}
+)
 PROMPT_DROPOUT = 0.1
 SINGLES_FIRST = 0.15
 EVEN_FIRST = 0.5
@@ -167,7 +169,7 @@ def parser() -> argparse.ArgumentParser:
         "train_unet",
         "Train, export and measure the small StableDiffusionPipeline on a CPU.",
         out="out/shapes-unet",
-        minutes=85,
+        updates=COURSE.steps,
         stages=STAGES,
     )
     made.add_argument("--compile", action="store_true", help="compile the denoiser")
@@ -182,12 +184,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(chosen.threads)
     if "train" in chosen.stages:
         chosen.out.mkdir(parents=True, exist_ok=True)
-        fit(chosen.out, Plan(chosen.seed, chosen.minutes, chosen.resume, chosen.compile))
+        settings = (chosen.seed, chosen.updates, chosen.resume, chosen.compile)
+        fit(chosen.out, Plan(*settings, minutes=chosen.minutes))
     if "export" in chosen.stages:
         size = save_pipeline(assemble(chosen.out), DIRECTORY, CALL)
         command = (
             "python -m diffcache.pipelines.small.train_unet "
-            f"--seed {chosen.seed} --minutes {chosen.minutes:g}"
+            f"--seed {chosen.seed} --updates {chosen.updates}"
         )
         done = record(chosen.out, COURSE.name, command, BENCH / "shapes-unet-training.json")
         print(f"exported {size / 1e6:.2f} MB after {done['steps']} steps")

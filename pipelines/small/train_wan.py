@@ -36,6 +36,7 @@ from diffcache.pipelines.small.wan_whole import encode
 COURSE = Course(
     "denoiser",
     examples=4_000,
+    steps=9399,
     decay=0.998,
     rate=1.5e-3,
     save_every=200,
@@ -45,7 +46,7 @@ PART = 200
 PROMPT_DROPOUT = 0.1
 MOST_TEXT_TOKENS = 512
 STAGES = ("autoencoder", "text", "denoiser", "decoder", "export", "measure")
-MINUTES = {"autoencoder": 13, "text": 3, "denoiser": 28, "decoder": 15}
+UPDATES = {"autoencoder": 3750, "text": 490, "denoiser": COURSE.steps, "decoder": 2083}
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,6 @@ class Plan(course.Plan):
         films: how many are encoded and trained on.
     """
 
-    minutes: float = float(MINUTES["denoiser"])
     films: int = COURSE.examples
 
 
@@ -141,9 +141,9 @@ def parser() -> argparse.ArgumentParser:
     """Return the command's arguments."""
     made = training_parser(
         "train_wan",
-        "Train the shapes WanPipeline on a CPU.",
+        "Train the shapes WanPipeline on a CPU; updates are the denoiser's, others in proportion.",
         out="out/shapes-wan",
-        minutes=sum(MINUTES.values()),
+        updates=COURSE.steps,
         stages=STAGES,
     )
     made.add_argument("--eager", action="store_true", help="do not compile (no C++ compiler)")
@@ -154,24 +154,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the stages asked for, in order."""
     chosen = parser().parse_args(arguments)
     torch.set_num_threads(chosen.threads)
-    out, seed, resume = chosen.out, chosen.seed, chosen.resume
+    out, seed, resume, minutes = chosen.out, chosen.seed, chosen.resume, chosen.minutes
     out.mkdir(parents=True, exist_ok=True)
-    scale = chosen.minutes / sum(MINUTES.values())
-    minutes = {name: scale * share for name, share in MINUTES.items()}
+    steps = {n: -(-count * chosen.updates // COURSE.steps) for n, count in UPDATES.items()}
     for stage in [name for name in STAGES if name in chosen.stages]:
         print(f"== {stage}", flush=True)
         if stage == "autoencoder":
-            train_wan_vae.train(out, seed=seed, minutes=minutes[stage], resume=resume)
+            train_wan_vae.train(out, seed=seed, steps=steps[stage], resume=resume, minutes=minutes)
         elif stage == "text":
-            train_wan_text.train(out, seed=seed, minutes=minutes[stage])
+            train_wan_text.train(out, seed=seed, steps=steps[stage])
         elif stage == "denoiser":
             trained = AutoencoderKLWan.from_pretrained(out / "autoencoder")
-            train(out, trained, Plan(seed, minutes[stage], resume, compiled=not chosen.eager))
+            train(out, trained, Plan(seed, chosen.updates, resume, not chosen.eager, minutes))
         elif stage == "decoder":
-            train_wan_vae.refine(out, seed=seed, minutes=minutes[stage])
+            train_wan_vae.refine(out, seed=seed, steps=steps[stage])
         elif stage == "export":
             print(f"exported {measure_wan.export(out) / 1e6:.2f} MB")
-            measure_wan.record(out, seed=seed, minutes=chosen.minutes)
+            measure_wan.record(out, seed=seed, updates=chosen.updates)
         else:
             measure_wan.main([])
 

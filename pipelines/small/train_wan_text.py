@@ -38,13 +38,13 @@ def classes(scenes: list[Scene]) -> Tensor:
     return torch.tensor(rows)
 
 
-def train(out: Path, *, seed: int, minutes: float) -> UMT5EncoderModel:
+def train(out: Path, *, seed: int, steps: int) -> UMT5EncoderModel:
     """Train the text encoder and save it in `text.safetensors`.
 
     Args:
         out: folder for `text.safetensors` and `text.jsonl`.
         seed: of the weights and the prompts.
-        minutes: how long to train; the learning rate follows the clock.
+        steps: how many to train.
     """
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
@@ -54,10 +54,8 @@ def train(out: Path, *, seed: int, minutes: float) -> UMT5EncoderModel:
     parameters = [*model.parameters(), *heads.parameters()]
     optimiser = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
     log = Log(out / "text.jsonl")
-    bar = tqdm(desc="text", mininterval=5, leave=False)
-    step = 0
-    while (progress := log.seconds() / (60 * minutes)) < 1:
-        optimiser.param_groups[0]["lr"] = RATE * rate(progress)
+    for step in tqdm(range(steps), desc="text", mininterval=5, leave=False):
+        optimiser.param_groups[0]["lr"] = RATE * rate(step / steps)
         scenes = [sample_scene(rng, figures=1) for _ in range(BATCH)]
         texts = write_prompts(scenes, rng, dropout=0.0)
         tokens = tokenizer(texts, padding=True, return_tensors="pt")
@@ -71,11 +69,9 @@ def train(out: Path, *, seed: int, minutes: float) -> UMT5EncoderModel:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
-        bar.update()
         if step % 25 == 0:
             log.write(step=step, loss=float(loss.detach()))
-        step += 1
-    log.write(step=step, loss=float(loss.detach()))
+    log.write(step=steps, loss=float(loss.detach()))
     state = {name: value.clone() for name, value in model.state_dict().items()}
     write_tensors(out / "text.safetensors", state)
     return model

@@ -8,6 +8,7 @@ films, at a ninth of the cost. Then every second step is on whole films.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from diffcache.pipelines.small.checkpoint import restore, save
-from diffcache.pipelines.small.loop import Average, Log, rate, shuffled, to_unit
+from diffcache.pipelines.small.loop import Average, Log, check_done, paced, rate, shuffled, to_unit
 from diffcache.pipelines.small.moving import film
 from diffcache.pipelines.small.scenes import Scene, sample_scene
 from diffcache.pipelines.small.wan import FRAMES, LATENT_CHANNELS, build_autoencoder
@@ -69,18 +70,24 @@ def draw_scenes_and_films(
     return scenes, films
 
 
-def train(out: Path, *, seed: int, minutes: float, resume: bool = False) -> AutoencoderKLWan:
+def train(
+    out: Path, *, seed: int, steps: int, resume: bool = False, minutes: float = math.inf
+) -> AutoencoderKLWan:
     """Train, measure and save the autoencoder.
 
     Args:
         out: folder for `autoencoder/`, `autoencoder.jsonl` and `autoencoder.state`.
         seed: of the weights, the films and the order.
-        minutes: how long to train, parts of a resumed run together; the learning rate follows the
-            clock.
+        steps: how many to train.
         resume: go on from the last checkpoint.
+        minutes: after which to break off, at a checkpoint.
 
     Returns:
         The averaged autoencoder in float32, with the means and deviations of its latents set.
+
+    Raises:
+        Stopped: If the time limit broke the run off.
+        ValueError: If the checkpoint is of a run of another length.
     """
     torch.manual_seed(seed)
     model = build_autoencoder(WIDE_CHANNELS)
@@ -90,12 +97,9 @@ def train(out: Path, *, seed: int, minutes: float, resume: bool = False) -> Auto
     optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=1e-3)
     log = Log(out / "autoencoder.jsonl", resume=resume)
     state = out / "autoencoder.state"
-    start = restore(state, model, optimiser, average) if resume else 0
+    done = start = restore(state, model, optimiser, average, steps) if resume else 0
     bar = tqdm(shuffled(FILMS, BATCH, seed, start), desc="autoencoder", mininterval=10)
-    for step, chosen in enumerate(bar, start=start):
-        progress = log.seconds() / (60 * minutes)
-        if progress >= 1:
-            break
+    for step, progress, chosen in paced(bar, steps, start, minutes=minutes):
         lr = RATE * rate(progress)
         optimiser.param_groups[0]["lr"] = lr
         whole = progress >= FRAMES_UNTIL and step % 2 == 0
@@ -105,23 +109,25 @@ def train(out: Path, *, seed: int, minutes: float, resume: bool = False) -> Auto
         if step % 25 == 0:
             log.write(step=step, loss=loss, kl=divergence, lr=lr)
             bar.set_postfix(loss=f"{loss:.4f}")
-        if step > start and step % SAVE_EVERY == 0:
-            save(state, step + 1, model, optimiser, average, weights_file=False)
+        done = step + 1
+        if done % SAVE_EVERY == 0:
+            save(state, (done, steps), model, optimiser, average, weights_file=False)
             log.write(step=step, lr=lr, **measure(_averaged(average), to_unit(held[:16])))
-    save(state, step, model, optimiser, average, weights_file=False)
+    save(state, (done, steps), model, optimiser, average, weights_file=False)
+    check_done("autoencoder", done, steps)
     final = narrow(_averaged(average), to_unit(films[:200]))
-    log.write(step=step, lr=0.0, **measure(final, to_unit(held)))
+    log.write(step=steps, lr=0.0, **measure(final, to_unit(held)))
     final.save_pretrained(out / "autoencoder")
     return final
 
 
-def refine(out: Path, *, seed: int, minutes: float) -> AutoencoderKLWan:
+def refine(out: Path, *, seed: int, steps: int) -> AutoencoderKLWan:
     """Train the decoder on, against fixed latents, for sharper edges; the latents stay as they are.
 
     Args:
         out: folder with `autoencoder/`; `autoencoder-refined/` and `decoder.jsonl` are added.
         seed: of the films, the order and the noise.
-        minutes: how long to train; the learning rate follows the clock.
+        steps: how many to train.
 
     Returns:
         The autoencoder in float32.
@@ -137,10 +143,7 @@ def refine(out: Path, *, seed: int, minutes: float) -> AutoencoderKLWan:
     average = Average(model, 0.995)
     log = Log(out / "decoder.jsonl")
     bar = tqdm(shuffled(FILMS, BATCH // 8, seed), desc="decoder", mininterval=10)
-    for step, chosen in enumerate(bar):
-        progress = log.seconds() / (60 * minutes)
-        if progress >= 1:
-            break
+    for step, progress, chosen in paced(bar, steps):
         optimiser.param_groups[0]["lr"] = 0.5 * RATE * rate(progress)
         batch = to_unit(films[chosen])
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -157,7 +160,7 @@ def refine(out: Path, *, seed: int, minutes: float) -> AutoencoderKLWan:
             log.write(step=step, loss=float(loss.detach()))
             bar.set_postfix(loss=f"{float(loss.detach()):.4f}")
     average.copy_to(model)
-    log.write(step=step, **measure(model.eval(), to_unit(held)))
+    log.write(step=steps, **measure(model.eval(), to_unit(held)))
     model.save_pretrained(out / "autoencoder-refined")
     return model
 

@@ -120,3 +120,35 @@ def test_films_have_contact_sheets_and_previews(
     reader = read_page(tmp_path / "report" / "report.html")
     assert reader.tags.count("video") == 2
     assert sum(link.startswith("data:video/mp4;base64,") for link in reader.fetched) == 2
+
+
+def test_links_that_lead_out_of_a_run_are_not_followed(tmp_path: Path) -> None:
+    own, other = tmp_path / "run" / "cases", tmp_path / "other"
+    (other / "clips").mkdir(parents=True)
+    (other / "samples").mkdir()
+    (other / "clips" / "00000.preview.mp4").write_bytes(b"secret")
+    Image.new("RGB", (8, 8)).save(other / "samples" / "00000.png")
+    (other / "manifest.jsonl").write_text('{"ids": [0], "prompts": ["secret"]}\n')
+    linked, whole = own / "a-01234567", own / "b-76543210"
+    for folder, name in (
+        ("clips", "00000.preview.mp4"),
+        ("samples", "00000.png"),
+        (".", "manifest.jsonl"),
+    ):
+        (linked / folder).mkdir(parents=True, exist_ok=True)
+        (linked / folder / name).symlink_to(other / folder / name)
+    whole.symlink_to(other)
+    samples = Samples([tmp_path / "run"])
+    for row in (
+        {"hash": "0123456789"},
+        {"hash": "7654321098"},
+        {"folder": "cases/a-01234567"},
+        {"folder": "cases/b-76543210"},
+    ):
+        assert samples.preview(row, 0) is None
+        assert samples.picture(row, 0) is None
+    assert samples.prompts == {}
+    within = Samples([tmp_path / "run", other])  # the other one is given too
+    assert within.preview({"hash": "7654321098"}, 0) == b"secret"
+    assert within.picture({"hash": "0123456789"}, 0) is not None
+    assert within.prompts == {0: "secret"}

@@ -23,11 +23,12 @@ def tabled(reuse, steps=8, channels=8, **factors):
     for index, factor in factors.items():
         table[int(index[1:])] = factor
     return table, {
-        "reuse": torch.tensor(reuse),
+        "reuse": torch.tensor(reuse, dtype=torch.int64),
         "factors_change": table,
         "factors_norm": table,
         "scale": torch.ones(steps, channels),
         "shift": torch.zeros(steps, channels),
+        "errors": torch.zeros(steps),
     }
 
 

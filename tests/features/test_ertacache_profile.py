@@ -143,7 +143,7 @@ def test_rectification_is_exact_for_affine_errors(shape):
                 guess = given if kept is None else given + kept
                 collector.output(Step(index, total=4), given, guess - (p * guess + q))
             collector.end()
-    tables = made(collector).tables
+    tables = made(collector, steps=4).tables
     instead = Rectified(tables)
     state = instead.init()
     for index in (1, 2):

@@ -242,6 +242,7 @@ def test_bad_settings_and_foreign_tables_are_refused():
         MagCache().parts()
     with pytest.raises(TablesError, match="made for method 'teacache'"):
         MagCache(tables=Tables({"method": "teacache", "steps": 3}, {}))
+    tables = Tables({"method": "magcache", "steps": 2}, {"ratios": torch.ones(2)})
     for settings, message in [
         ({"threshold": -1}, "threshold=-1"),
         ({"longest": 0}, "longest=0: must be a whole number of at least 1"),
@@ -256,7 +257,7 @@ def test_bad_settings_and_foreign_tables_are_refused():
         ({"ratios": (RATIOS, RATIOS[:5])}, "as many for every guidance branch"),
         ({"ratios": RATIOS, "always": (28,)}, r"always=\(28,\): must be below 28"),
         ({"always": (-1,)}, "always=-1: must be a whole number of at least 0"),
-        ({"ratios": (1.0,), "tables": Tables({"method": "magcache"}, {})}, "give one of them"),
+        ({"ratios": (1.0,), "tables": tables}, "give one of them"),
     ]:
         with pytest.raises(ValueError, match=message):
             MagCache(**settings)

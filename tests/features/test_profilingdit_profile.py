@@ -113,7 +113,7 @@ def profile(collector, text_first, tokens=12, words=5, steps=6, given=lambda out
 
 def calibrated(method, collector):
     return dataclasses.replace(
-        method, tables=Tables({"method": "profilingdit"}, collector.tables())
+        method, tables=Tables({"method": "profilingdit", "steps": 6}, collector.tables())
     )
 
 

@@ -113,7 +113,7 @@ def test_calibration_pairs_changes_of_neighbouring_steps():
     resumed.load(collected([[(1.0, 2.0), (1.5, 3.0), (3.0, 3.3)]]).state())
     resumed.points = torch.cat((resumed.points, collected([[(2.0, 1.0), (2.2, 1.8)]]).points))
     assert torch.equal(resumed.tables()["coefficients"], tables["coefficients"])
-    header = {"method": "teacache", "steps": 3}
+    header = {"method": "teacache", "steps": 3, **collector.settings()}
     parts = TeaCache(0.3, tables=Tables(header, tables)).parts()
     assert parts.when.indicator.error(1.0) == pytest.approx(0.1, rel=1e-4)
 
@@ -125,13 +125,16 @@ def test_bad_settings_and_foreign_tables_are_refused():
         TeaCache(tables=Tables({"method": "magcache", "steps": 3}, {}))
     with pytest.raises(ValueError, match="calibrate with steps=2 or more"):
         Changes(4).tables()
+    collector = collected([[(1.0, 2.0), (1.5, 3.0)]])
+    header = {"method": "teacache", "steps": 2, **collector.settings()}
+    tables = Tables(header, collector.tables())
     for settings, message in [
         ({"threshold": -1}, "threshold=-1"),
         ({"degree": 9}, "degree=9: must be a whole number from 1 to 8"),
         ({"coefficients": ()}, "must be finite numbers"),
         ({"coefficients": (math.inf,)}, "must be finite numbers"),
         ({"coefficients": 3.0}, "must be finite numbers"),
-        ({"coefficients": (1.0,), "tables": Tables({"method": "teacache"}, {})}, "one of them"),
+        ({"coefficients": (1.0,), "tables": tables}, "give one of them"),
     ]:
         with pytest.raises(ValueError, match=message):
             TeaCache(**settings)

@@ -39,8 +39,9 @@ def test_it_passes_on_what_the_inner_method_is_made_of():
     method = TemporalTable(inner, entries=7)
     assert method.parts() == inner.parts()
     assert method.abilities() == (TimeTables(7, None, "entry", "table", "step"),)
-    foreign = ProfilingDiT(background="blocks.0", tables=Tables({"method": "profilingdit"}, {}))
-    with pytest.raises(TablesError, match="measured with model=None"):
+    tables = Tables({"method": "profilingdit", "steps": 9}, {"overlap.b": torch.zeros(2)})
+    foreign = ProfilingDiT(background="blocks.0", tables=tables)
+    with pytest.raises(TablesError, match="measured on an unknown model, this is "):
         diffcache.wrap(toy(), TemporalTable(foreign))
     assert eval(repr(method)) == method and hash(method) == hash(TemporalTable(inner, entries=7))
 
