@@ -18,8 +18,8 @@ def split(model: nn.Module, anatomy: Anatomy, parts: Combine) -> tuple[Anatomy, 
     A UNet's blocks loop over layers of their own: a resnet with its attention, and what changes
     the resolution. Each layer of the way up reads the output of one of the way down, the last
     layer that of `conv_in`, the first of them all. The blocks in which the kept layers end are
-    opened: their inner lists become lists of blocks. `lead` and `tail`, in layers, become numbers
-    of calls. Other models are cached at `stack`.
+    opened: their inner lists become lists of blocks. `lead` and `tail`, in layers and at least one,
+    become numbers of calls. Other models are cached at `stack`.
 
     Raises:
         AttachError: If the UNet's blocks have no layers, `lead` is less than `tail`, the schedule
@@ -32,7 +32,7 @@ def split(model: nn.Module, anatomy: Anatomy, parts: Combine) -> tuple[Anatomy, 
             f"site='deep' with when={parts.when!r}: a gate looks at blocks, and those of a UNet "
             "are split here; use site='stack'"
         )
-    lead, tail = max(parts.lead, 1), parts.tail
+    lead, tail = max(parts.lead, 1), max(parts.tail, 1)
     if lead < tail:
         raise AttachError(
             f"lead={parts.lead}, tail={tail} at site 'deep': the last {tail} layers of a UNet read "

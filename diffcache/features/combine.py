@@ -19,9 +19,10 @@ class Combine(FeatureMethod):
         instead: What replaces a skipped feature, such as `Reuse()`, `Taylor(1)` or `Newton(2)`.
         site: Where features are taken, a `Site` or its name.
         lead: Blocks at the start of the stack that always run; a gate needs at least 1. At `deep`
-            on a UNet they are layers, of which `conv_in` is the first.
-        tail: Blocks at the end of the stack that always run; at `deep` on a UNet, layers: `lead`
-            and `tail` of `b + 1` are branch `b` of DeepCache (arXiv 2312.00858, section 3.3).
+            on a UNet they are layers, of which `conv_in` is the first and runs in any case.
+        tail: Blocks at the end of the stack that always run; at `deep` on a UNet, layers, of which
+            the last runs in any case. `lead=b+1, tail=b+1` is branch `b` of DeepCache (arXiv
+            2312.00858, section 3.3).
         blocks: With `site="run"`, the blocks to cache: names such as `transformer_blocks.3` or
             ranges, both ends included, such as `transformer_blocks.2-9`.
         feature: At `stack` and `run`: keep the `residual` of every list or the `output` of the
