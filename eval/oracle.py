@@ -144,7 +144,7 @@ class _Observer:
         key = next(k for k, held in features.items() if any(own is state for own in held.states))
         if site is Site.MODEL:
             name = "output" if key == OUTPUT else None
-        elif site is Site.STACK:
+        elif site in (Site.STACK, Site.DEEP):
             name = key[0]
         else:
             name = key[0] if site.is_module else f"{key[0]}.{key[1]}"

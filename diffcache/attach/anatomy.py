@@ -70,6 +70,7 @@ class Anatomy:
         sample: Name of the forward argument that carries what is denoised.
         modules: Attention and feed-forward modules inside the blocks.
         is_unet: Whether blocks change shapes and have long skips.
+        opened: Paths of blocks whose inner lists stand among the lists, instead of themselves.
     """
 
     model: str
@@ -80,6 +81,7 @@ class Anatomy:
     modules: tuple[ModuleSite, ...]
     is_unet: bool
     sample: str = "hidden_states"
+    opened: tuple[str, ...] = ()
 
     def check_sites(self, parts: Combine) -> None:
         """Raise AttachError if a method names a site that the model has not."""

@@ -14,6 +14,7 @@ from diffcache.attach.anchor import claim, release
 from diffcache.attach.clock import Branch, Run, Timeline
 from diffcache.attach.conditions import other_shape
 from diffcache.attach.context import current_context
+from diffcache.attach.deep import split
 from diffcache.attach.extension import Extension, install
 from diffcache.attach.facts import facts_of
 from diffcache.attach.frame import Frame, gated_items
@@ -55,8 +56,11 @@ class Engine:
         self, handle: Handle, name: str, model: nn.Module, method: FeatureMethod, anatomy: Anatomy
     ) -> None:
         self.handle, self.name, self.model = handle, name, model
-        self.method, self.parts, self.anatomy = method, method.parts(), anatomy
+        self.method, self.parts = method, method.parts()
         self.site = Site.of(self.parts.site)
+        if self.site is Site.DEEP:
+            anatomy, self.parts = split(model, anatomy, self.parts)
+        self.anatomy = anatomy
         self.instead = self.parts.instead
         self.hold = self.instead if isinstance(self.instead, Hold) else None
         self.layouts: dict[Any, Layout] = {}
@@ -234,7 +238,8 @@ class Engine:
                 frame.branch.features.clear()
                 frame.instead = self.hold.inner
             frame.items = {
-                key: frame.trace.items(key, group) for key, group in self.taps.blocks.items()
+                key: frame.trace.items(key, group, self.anatomy.opened)
+                for key, group in self.taps.blocks.items()
             }
         elif frame.decides and (probe := self.parts.when.probe) is not None:
             frame.items = gated_items(layout, self.taps.blocks, probe)

@@ -153,8 +153,12 @@ def plan(
     if parts.feature == "output" and parts.site is Site.STACK:
         skipped = set(order) - set(lead) - set(tail)
     kinds = {(c.list_key, c.index): c.container for c in calls}
-    # A branch that follows another's decision needs no lead blocks if nothing adds to their output.
-    follow_skipped = skipped | set(lead) if parts.feature == "output" else skipped
+    # A branch that follows another's decision needs no lead blocks if nothing adds to their output;
+    # the last blocks of a UNet read what the first return.
+    reads_lead = is_unet and bool(tail)
+    follow_skipped = skipped
+    if parts.feature == "output" and not reads_lead:
+        follow_skipped = skipped | set(lead)
     compute = _items(
         blocks, duties, lambda m, d, p: _compute_tap(m, d) if p in follow_skipped else m
     )

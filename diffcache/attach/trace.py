@@ -74,9 +74,12 @@ class Trace:
         self._given: dict[str, dict[Key, Tensor]] = {}
         self._moving: dict[str, set[Key]] = {}
 
-    def items(self, key: str, blocks: list[nn.Module]) -> list[Any]:
-        """Return a recording stand-in for every block."""
-        return [TraceTap(block, self, key, index) for index, block in enumerate(blocks)]
+    def items(self, key: str, blocks: list[nn.Module], opened: tuple[str, ...]) -> list[Any]:
+        """Return a recording stand-in for every block but those that are opened."""
+        return [
+            block if f"{key}.{index}" in opened else TraceTap(block, self, key, index)
+            for index, block in enumerate(blocks)
+        ]
 
     def call(self, tap: TraceTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block and record its call."""

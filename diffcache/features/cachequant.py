@@ -150,24 +150,31 @@ class CacheQuant(Calibrated):
     feature that would be held and the dense feature that would be wanted, given the same inputs,
     and the maps of features are fitted from the one to the other.
 
-    Departures from the paper: the cached feature enters the last block as a whole instead of its
-    last resolution layer, and on a DiT is the residual over the blocks between `lead` and `tail`
-    (the paper's DiT code is not published); the maps of a layer are fitted on its whole output
-    instead of the half that reads the cached feature, for every layer that `corrected` names
-    instead of two; ranges of activations are those seen instead of moving averages; all layers
-    outside the blocks stay in float instead of the first and the last; weights are rounded to
-    nearest, since reconstruction is left out.
+    The cached feature is the paper's: on a UNet what enters its last layer, so that a skipped step
+    runs `conv_in`, that layer and `conv_out`.
+
+    Departures from the paper: on a DiT the cached feature is the residual over the blocks between
+    `lead` and `tail` (the paper's DiT code is not published); the maps of a layer are fitted on its
+    whole output instead of the half that reads the cached feature, for every layer that
+    `corrected` names instead of two; ranges of activations are those seen, where the released code
+    searches for those of the least error and averages them over batches; all layers outside the
+    blocks stay in float instead of the first and the last. Left out are the quantization of what
+    attention multiplies (queries, keys, values and the softmax), which stays in float here, and
+    the reconstruction of weights (AdaRound), which are rounded to nearest.
 
     Args:
         every: Mean length of a segment in steps, N in the paper; 1 computes every step.
         bits: `w8a8`, `w4a8`, or None for the cache alone.
-        site: Where features are taken: `stack`, `run` or `block`.
-        lead: Blocks at the start that always run.
-        tail: Blocks at the end that always run; 1 on a UNet is the paper's last up block.
+        site: Where features are taken: `deep`, `stack`, `run` or `block`. `deep` splits a UNet
+            between the layers of its blocks, as the paper does, and is `stack` elsewhere.
+        lead: Blocks at the start that always run; at `deep` on a UNet, layers from `conv_in` on.
+        tail: Blocks at the end that always run; at `deep` on a UNet, layers. The paper has 1 and 1
+            for latent models, 4 and 4 on CIFAR-10.
         blocks: With `site="run"`, the blocks to cache.
         schedule: `dynamic`, or `uniform` for one step in `every` (the paper's LSUN settings).
         corrected: Layers whose output is mapped, as patterns of paths with `*` and `?`; the
-            paper's two on a UNet are `up_blocks.3.resnets.0.conv1` and `.conv_shortcut`.
+            paper's two on Stable Diffusion's UNet are `up_blocks.3.resnets.2.conv1` and
+            `up_blocks.3.resnets.2.conv_shortcut`.
         exempt: Layers that stay in float, as patterns, besides those outside the blocks.
         official: Fit as the released code does: the covariance over `n` and the variance over
             `n - 1`, and layers with their bias, which leaves `(1 - a) * bias` too much.
@@ -209,7 +216,7 @@ class CacheQuant(Calibrated):
 
     every: int = 5
     bits: Bits | None = None
-    site: Site | str = Site.STACK
+    site: Site | str = Site.DEEP
     lead: int = 1
     tail: int = 1
     blocks: tuple[str, ...] | str = ()
@@ -232,8 +239,8 @@ class CacheQuant(Calibrated):
         plain = self.plain()
         site = Site.of(plain.site)
         object.__setattr__(self, "site", site)
-        if site not in (Site.STACK, Site.RUN, Site.BLOCK):
-            raise ValueError(f"site={site.value!r}: must be 'stack', 'run' or 'block'")
+        if site not in (Site.DEEP, Site.STACK, Site.RUN, Site.BLOCK):
+            raise ValueError(f"site={site.value!r}: must be 'deep', 'stack', 'run' or 'block'")
         self.load_tables()
         if isinstance(self.tables, Tables):
             self._check_settings(self.tables)

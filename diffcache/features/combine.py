@@ -18,8 +18,11 @@ class Combine(FeatureMethod):
         when: Which steps are computed, such as `Every(4)`, `Listed([0, 5, 9])` or `Gate(0.1)`.
         instead: What replaces a skipped feature, such as `Reuse()`, `Taylor(1)` or `Newton(2)`.
         site: Where features are taken, a `Site` or its name.
-        lead: Blocks at the start of the stack that always run; a gate needs at least 1.
-        tail: Blocks at the end of the stack that always run.
+        lead: Blocks at the start of the stack that always run; a gate needs at least 1. At `deep`
+            on a UNet they are layers, of which `conv_in` is the first and runs in any case.
+        tail: Blocks at the end of the stack that always run; at `deep` on a UNet, layers, of which
+            the last runs in any case. `lead=b+1, tail=b+1` is branch `b` of DeepCache (arXiv
+            2312.00858, section 3.3).
         blocks: With `site="run"`, the blocks to cache: names such as `transformer_blocks.3` or
             ranges, both ends included, such as `transformer_blocks.2-9`.
         feature: At `stack` and `run`: keep the `residual` of every list or the `output` of the
@@ -64,7 +67,7 @@ class Combine(FeatureMethod):
                 f"blocks={self.blocks!r} with site={site.value!r}: name the blocks of site 'run', "
                 "such as 'transformer_blocks.2-9', and of no other site"
             )
-        if self.when.sites and site in (Site.MODEL, Site.STACK):
+        if self.when.sites and site in (Site.MODEL, Site.STACK, Site.DEEP):
             raise ValueError(
                 f"when={type(self.when).__name__} with site={site.value!r}: only blocks, runs of "
                 "blocks and modules inside them decide apart"

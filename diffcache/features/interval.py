@@ -17,7 +17,8 @@ class Interval(FeatureMethod):
     """Reuse features for `every - 1` steps after each computed one.
 
     Reference: FORA, arXiv 2407.01425, section 3 (its site is `module`; `stack` here by default,
-    which holds one tensor a stream instead of several a block).
+    which holds one tensor a stream instead of several a block). On a UNet `site="deep"` is
+    DeepCache, arXiv 2312.00858, with its uniform schedule and branch 0.
 
     Args:
         every: Interval in steps; 1 turns the cache off.

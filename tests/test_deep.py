@@ -1,0 +1,210 @@
+"""Site `deep`: a UNet split between the layers of its blocks, as DeepCache and CacheQuant do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import diffcache
+from diffcache import AttachError, Interval
+from diffcache.attach.handle import Handle
+from diffcache.eval.cost.flops import counting
+from diffcache.eval.cost.formula import Denoiser
+from diffcache.features.combine import Combine
+from diffcache.features.when import Every, Gate
+from diffcache.pipelines.zoo.case import output_tensors
+from diffcache.pipelines.zoo.catalog import cases
+
+CASES = cases()
+WITHOUT = ("Kandinsky3UNet", "StableCascadeUNet", "UNet1DModel", "UNet2DModel-skip")
+SPLIT = [name for name in sorted(CASES) if "UNet" in name and name not in WITHOUT]
+SD14: dict[str, Any] = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def deep(layers: int = 1, every: int = 2) -> Combine:
+    """DeepCache at branch `layers - 1`."""
+    return Combine(Every(every), site="deep", lead=layers, tail=layers)
+
+
+def inputs(name: str, model: nn.Module, extra: str = "", step: int = 0) -> dict[str, Any]:
+    case = CASES[name]
+    return case.kwargs(model, step, step) | (case.extras[extra](model, step) if extra else {})
+
+
+def run(model: nn.Module, given: list[dict[str, Any]], handle: Handle) -> list[Tensor]:
+    """Walk through a run that a scheduler would announce; the outputs."""
+    outs = []
+    handle.restart(len(given))
+    for kwargs in given:
+        outs += output_tensors(model(**kwargs))
+        handle.run().ticks += 1
+    return outs
+
+
+def gap(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_skipping_on_what_was_just_seen_changes_nothing(name: str) -> None:
+    model = CASES[name].build(0)
+    before = {key: (type(m), set(m.__dict__)) for key, m in model.named_modules()}
+    for extra in ("", *CASES[name].extras):
+        expected = output_tensors(model(**inputs(name, model, extra)))
+        for layers in (1,) if name == "UNetControlNetXSModel" else (1, 2, 4):
+            with Handle(model, {"model": model}, deep(layers)) as handle:
+                outs = run(model, [inputs(name, model, extra) for _ in range(4)], handle)
+                calls = handle.last.calls
+            assert [call.computed for call in calls] == [True, False] * 2
+            assert all(gap(out, expected[n % len(expected)]) < 1e-6 for n, out in enumerate(outs))
+            ran, skipped = map(sum, zip(*calls[1].counts.values(), strict=True))
+            assert 0 < ran < skipped or layers == 4
+        with Handle(model, {"model": model}, deep(every=1)) as handle:
+            outs = run(model, [inputs(name, model, extra)], handle)
+        assert all(map(torch.equal, outs, expected))
+    assert before == {key: (type(m), set(m.__dict__)) for key, m in model.named_modules()}
+
+
+def deepcache(model: nn.Module, feature: Tensor, given: dict[str, Any]) -> Tensor:
+    """Return a UNet's output where only its last layer runs, worked out by hand."""
+    emb = model.time_embedding(model.time_proj(given["timestep"].reshape(-1)))
+    if "added_cond_kwargs" in given:
+        more = given["added_cond_kwargs"]
+        ids = model.add_time_proj(more["time_ids"].flatten()).reshape(len(more["time_ids"]), -1)
+        emb = emb + model.add_embedding(torch.cat([more["text_embeds"], ids], -1))
+    skip = model.conv_in(given["sample"])
+    if "down_block_additional_residuals" in given:
+        skip = skip + given["down_block_additional_residuals"][0]
+    last = model.up_blocks[-1]
+    hidden = last.resnets[-1](torch.cat([feature, skip], 1), emb)
+    if hasattr(last, "attentions"):
+        hidden = last.attentions[-1](hidden, given.get("encoder_hidden_states")).sample
+    return model.conv_out(model.conv_act(model.conv_norm_out(hidden)))
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("UNet2DConditionModel", ""),
+        ("UNet2DConditionModel", "controlnet"),
+        ("UNet2DConditionModel-sdxl", ""),
+        ("UNet2DModel", ""),
+        ("UNet2DConditionModel", "lora"),
+    ],
+)
+def test_a_skipped_step_is_deepcaches(name: str, extra: str) -> None:
+    model = CASES[name].build(0)
+    if extra == "lora":
+        from peft import LoraConfig
+
+        extra, targets = "", ["to_q", "conv1", "conv_shortcut"]
+        model.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    given = [inputs(name, model, extra, step) for step in range(4)]
+    last, features = model.up_blocks[-1], []
+    enter = last.attentions[-2] if hasattr(last, "attentions") else last.resnets[-2]
+    hook = enter.register_forward_hook(lambda _, __, out: features.append(output_tensors(out)[0]))
+    full = [output_tensors(model(**kwargs))[0] for kwargs in given]
+    hook.remove()
+    with Handle(model, {"model": model}, Interval(every=2, site="deep")) as handle:
+        outs = run(model, given, handle)
+    for step in (1, 3):
+        assert gap(outs[step], deepcache(model, features[step - 1], given[step])) < 1e-5
+        assert gap(outs[step], full[step]) > 1e-3
+        assert torch.equal(outs[step - 1], full[step - 1])
+
+
+def test_a_skipped_step_of_sd_1_4_costs_what_deepcaches_does() -> None:
+    """What runs is seen on a tiny UNet of the same form, what that costs is counted on `meta`."""
+    name = "UNet2DConditionModel"
+    model, ran = CASES[name].build(0), set()
+    with Handle(model, {"model": model}, deep()) as handle:
+        run(model, [inputs(name, model)], handle)
+        leaves = [n for n, m in model.named_modules() if not any(m.children())]
+        for leaf in leaves:
+            hook = model.get_submodule(leaf).register_forward_hook
+            hook(lambda *_, leaf=leaf: ran.add(leaf))
+        model(**inputs(name, model, step=1))
+        assert not handle.last.calls[-1].computed
+    whole = {
+        part
+        for part, _ in model.named_modules()
+        if part and all(leaf in ran for leaf in leaves if f"{leaf}.".startswith(f"{part}."))
+    }
+    tops = {n for n in whole if n.rpartition(".")[0] not in whole}
+    assert {"conv_in", "conv_out", "up_blocks.3.resnets.2", "up_blocks.3.attentions.2"} <= tops
+    assert not any(n.startswith(("down_blocks", "mid_block")) for n in ran)
+
+    real = Denoiser("UNet2DConditionModel", SD14).build()
+    with torch.device("meta"):
+        given = torch.zeros(2, 4, 64, 64), torch.zeros(2), torch.zeros(2, 77, 768)
+    parts = {n: real.get_submodule(n) for n in tops}
+    with counting({"": real, **parts}) as tally:
+        real(*given)
+    total = dict(tally.calls)[""]
+    share = sum(flops for n, flops in tally.calls if n) / total
+    assert share == pytest.approx(0.079, abs=1e-3)  # 0.383 with the whole first and last block
+    speedups = {every: 1 / (1 / every + (1 - 1 / every) * share) for every in (5, 20)}
+    assert speedups == {5: pytest.approx(3.80, abs=0.01), 20: pytest.approx(8.0, abs=0.05)}
+
+
+@pytest.mark.parametrize("site", ["deep", "stack"])
+def test_every_guidance_call_runs_the_layers_that_the_last_ones_read(site: str) -> None:
+    name = "UNet2DConditionModel"
+    model = CASES[name].build(0)
+    given = [inputs(name, model), inputs(name, model)]
+    given[1]["encoder_hidden_states"] = -given[1]["encoder_hidden_states"]
+    expected = [output_tensors(model(**kwargs))[0] for kwargs in given]
+    method = Combine(Every(2), site=site, lead=2, tail=2, feature="output")
+    with Handle(model, {"model": model}, method) as handle:
+        handle.restart(2)
+        for _ in range(2):
+            for kwargs, wanted in zip(given, expected, strict=True):
+                assert gap(output_tensors(model(**kwargs))[0], wanted) < 1e-6
+            handle.run().ticks += 1
+        assert [call.computed for call in handle.last.calls] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("name", ["Kandinsky3UNet", "UNet2DModel-skip"])
+def test_unets_that_cannot_be_split_are_refused(name: str) -> None:
+    model = CASES[name].build(0)
+    reason = "has no layers called `resnets`|site 'deep': skipping its blocks on inputs they just"
+    with (
+        pytest.raises(AttachError, match=reason),
+        Handle(model, {"model": model}, deep()) as handle,
+    ):
+        run(model, [inputs(name, model)], handle)
+    assert not any("Tap" in type(module).__name__ for module in model.modules())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model = CASES["UNet2DConditionModel"].build(0)
+    with pytest.raises(AttachError, match=r"lead=1, tail=3 at site 'deep': .*set lead=3"):
+        diffcache.wrap(model, Combine(Every(2), site="deep", lead=1, tail=3))
+    with pytest.raises(AttachError, match=r"site='deep' with when=Gate\(.*use site='stack'"):
+        diffcache.wrap(model, Combine(Gate(0.1), site="deep", lead=1))
+    last = model.up_blocks[-1]
+    last._compiled_call_impl = last._call_impl
+    with pytest.raises(AttachError, match=r"up_blocks\.3 is compiled, so site 'deep' cannot split"):
+        diffcache.wrap(model, deep())
+    last._compiled_call_impl = None
+
+
+def test_a_transformer_is_cached_at_its_stack() -> None:
+    name = "SD3Transformer2DModel"
+    model, outs = CASES[name].build(0), []
+    given = [inputs(name, model, step=step) for step in range(4)]
+    for site in ("deep", "stack"):
+        method = Combine(Every(2), site=site, lead=1, tail=1)
+        with Handle(model, {"model": model}, method) as handle:
+            outs.append(run(model, given, handle))
+    assert all(map(torch.equal, *outs))
