@@ -104,6 +104,14 @@ def prompts_of(task: Task, pipeline: str, parameters: Parameters, directory: Pat
 
 
 def _class_count(directory: Path) -> int:
+    """Return how many classes a pipeline has: those that it names, else those that fit its table.
+
+    A table may be longer than what was trained, so names go first.
+    """
+    index = json.loads((directory / "model_index.json").read_text(encoding="utf-8"))
+    names = index.get("id2label")
+    if names:
+        return max(map(int, names)) + 1
     config = directory / "transformer" / "config.json"
     found = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
     return int(found.get("num_embeds_ada_norm") or _CLASSES)

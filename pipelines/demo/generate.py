@@ -191,15 +191,15 @@ def generate(pipe: Any, order: Order, defaults: dict[str, Any]) -> list[Image.Im
 
 def _check_size(made: list[Image.Image], order: Order) -> None:
     """Warn if the images have another size than the one that was asked for."""
-    width, height = made[0].size
-    asked = (order.width or width, order.height or height)
-    if asked != (width, height):
-        warnings.warn(
-            f"--width {asked[0]} --height {asked[1]} were asked for, and the pipeline rounded them "
-            f"to {width} x {height}",
-            diffcache.CacheWarning,
-            stacklevel=2,
-        )
+    for name, asked, side in zip(
+        ("width", "height"), (order.width, order.height), made[0].size, strict=True
+    ):
+        if asked not in (None, side):
+            warnings.warn(
+                f"--{name} {asked}: the pipeline rounded it to {side}",
+                diffcache.CacheWarning,
+                stacklevel=2,
+            )
 
 
 def _place(pipe: Any) -> str:

@@ -106,7 +106,8 @@ def class_number(pipe: Any, text: str) -> int:
         ValueError: If the pipeline has no such class.
     """
     names: dict[str, int] = dict(getattr(pipe, "labels", None) or {})
-    count = getattr(pipe.transformer.config, "num_embeds_ada_norm", None) or len(names)
+    count = getattr(pipe.transformer.config, "num_embeds_ada_norm", None)
+    count = max(names.values(), default=-1) + 1 or count
     if text in names:
         return int(names[text])
     if text.isdecimal() and (not count or int(text) < count):

@@ -197,7 +197,7 @@ def test_fid_errors_name_the_file_or_the_option(
         ((real, fake, "--backend", "lite", "--weights", "w"), "--weights has no effect"),
         ((real, fake, "--backend", "lite", "--device", "gpu"), "--device has no effect"),
         ((real, fake, "--is", "--convention", "clean", "--backend", "real"), "--convention clean"),
-        ((real, fake, "--device", "gpu", "--backend", "real"), "--device gpu"),
+        ((real, fake, "--device", "gpu", "--backend", "real"), "--device 'gpu'"),
         ((real, fake, "--json", str(corrupt / "1.png" / "x.json")), "--json"),
         ((real,), "required: FAKE"),
     ]  # fmt: skip
