@@ -44,8 +44,14 @@ from diffcache.step import Site as Site
 from diffcache.step import Step as Step
 
 if TYPE_CHECKING:
+    from diffcache import kv as kv
+    from diffcache import quant as quant
+    from diffcache.attach.handle import Handle as Handle
     from diffcache.calibration import calibrate as calibrate
     from diffcache.features.bac import BAC as BAC
+    from diffcache.features.base import FeatureMethod as FeatureMethod
+    from diffcache.features.base import Instead as Instead
+    from diffcache.features.base import When as When
     from diffcache.features.cachequant import CacheQuant as CacheQuant
     from diffcache.features.dbcache import DBCache as DBCache
     from diffcache.features.ertacache import ERTACache as ERTACache
@@ -65,13 +71,19 @@ __version__ = "0.1.0"
 # Imported when they are first asked for, so that `import diffcache` stays light: name -> module.
 _LATER = {cls: module for module, cls in (place.split(":") for place in _METHODS.values())}
 _LATER |= {"calibrate": "diffcache.calibration", "tune": "diffcache.tuning.tune"}
+_LATER |= {"FeatureMethod": "diffcache.features.base", "Handle": "diffcache.attach.handle"}
+_LATER |= {"Instead": "diffcache.features.base", "When": "diffcache.features.base"}
+_PACKAGES = ("kv", "quant")
+_HIDDEN = {"Any", "TYPE_CHECKING", "importlib"}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"diffcache.{name}")
     if name not in _LATER:
         raise AttributeError(f"module 'diffcache' has no attribute {name!r}")
     return getattr(importlib.import_module(_LATER[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LATER, *_PACKAGES} - _HIDDEN)

@@ -30,7 +30,7 @@ def wrap(
     target: T,
     method: str | FeatureMethod = "taylorseer",
     *,
-    components: Sequence[str] | None = None,
+    components: str | Sequence[str] | None = None,
     hold: Form | None = None,
     **settings: Any,
 ) -> T:
@@ -41,7 +41,7 @@ def wrap(
             denoiser tells its steps by its timestep argument: a run starts where the timestep
             turns back, or at `diffcache.reset(model)`.
         method: A method, or its catalogue name.
-        components: Names of the pipeline's denoisers to wrap; all of them by default.
+        components: Name or names of the pipeline's denoisers to wrap; all of them by default.
         hold: How features are held: `bf16`; `int8`, with a scale a token, in about half the memory
             of bf16; `host`, in the host's memory, fetched back ahead of use. None leaves them as
             they are.
@@ -67,7 +67,7 @@ def wrapped(
     target: Any,
     method: str | FeatureMethod,
     *,
-    components: Sequence[str] | None = None,
+    components: str | Sequence[str] | None = None,
     hold: Form | None = None,
     **settings: Any,
 ) -> Handle:
@@ -185,8 +185,9 @@ def handle_of(target: Any) -> Handle:
     return owner
 
 
-def denoisers_of(target: Any, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
+def denoisers_of(target: Any, names: str | Sequence[str] | None = None) -> dict[str, nn.Module]:
     """Return the denoisers of a pipeline by name, or a bare one as `model`."""
+    names = [names] if isinstance(names, str) else names
     if isinstance(target, nn.Module):
         if names is not None:
             raise AttachError(f"components={list(names)!r}: a bare model has none; pass a pipeline")
@@ -197,6 +198,11 @@ def denoisers_of(target: Any, names: Sequence[str] | None = None) -> dict[str, n
             f"cannot wrap a {type(target).__name__}: pass a diffusers pipeline or a torch module"
         )
     modules = {n: m for n, m in components.items() if isinstance(m, nn.Module)}
+    if names is not None and not names:
+        raise AttachError(
+            f"components={names!r}: is empty; name at least one of {', '.join(modules)}, or leave "
+            "it out"
+        )
     if names is None:
         found = {name: m for name, m in modules.items() if _DENOISER.fullmatch(name)}
     else:

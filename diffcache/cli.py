@@ -10,17 +10,35 @@ from typing import Annotated
 import typer
 
 from diffcache import __version__
-from diffcache.catalog import make_method, method_class
+from diffcache.catalog import method_class
 from diffcache.catalog import methods as method_names
 from diffcache.cite import cite as bibtex
-from diffcache.command import DEBUG, fail, guarded, parse_settings
+from diffcache.command import (
+    DEBUG,
+    EXIT_LINE,
+    FAILED,
+    METHOD,
+    MODELS,
+    Device,
+    Dtype,
+    Seed,
+    check_target,
+    device_of,
+    fail,
+    guarded,
+)
 from diffcache.eval import offline
 from diffcache.eval.cli import app as eval_app
 from diffcache.eval.kv.command import kv
+from diffcache.eval.methods import parse_method
 from diffcache.pipelines.demo.console import console, print_rows, progress, quiet
 
-DEMO_SETTINGS = ["every=6", "site=stack"]
-NO_SETTINGS: list[str] = []
+NO_IMAGES: list[str] = []
+COMMANDS = {"tuned": "tune"}  # the command that makes a method's tables, if not calibrate
+FIRST = (
+    "Take taylorseer first: it needs no calibration, and its speed is fixed. first-block decides "
+    "by what changes in the sample. diffcache tune searches the best for a model and a speed."
+)
 
 app = typer.Typer(
     name="diffcache",
@@ -32,17 +50,14 @@ app = typer.Typer(
 )
 
 app.add_typer(eval_app, name="eval")
-app.command()(offline.calibrate)
-app.command()(offline.tune)
-app.command()(kv)
+app.command(epilog=EXIT_LINE)(offline.calibrate)
+app.command(epilog=EXIT_LINE)(offline.tune)
+app.command(epilog=EXIT_LINE)(kv)
 
-Method = Annotated[str, typer.Option(help="Name of the method; `diffcache methods` lists them.")]
-Settings = Annotated[
-    list[str],
-    typer.Option("--set", metavar="KEY=VALUE", help="A setting of the method; may be repeated."),
+Method = Annotated[
+    str, typer.Option(metavar=METHOD, help="A method with settings; `diffcache methods` has them.")
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Sampling steps.")]
-Seed = Annotated[int, typer.Option(help="Of the noise.")]
 
 
 def _version(wanted: bool) -> None:
@@ -51,25 +66,21 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(epilog=EXIT_LINE)
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Feature caches for diffusers pipelines: run fewer blocks, see what it costs.
-
-    Exit codes: 0 done, 1 a run failed, 2 something was asked that cannot be done, 130 interrupted.
-    """
+    """Feature caches for diffusers pipelines: run fewer blocks, see what it costs."""
     DEBUG.set(debug)
 
 
-@app.command()
+@app.command(epilog=EXIT_LINE)
 @guarded
 def demo(
-    method: Method = "taylorseer",
-    settings: Settings = DEMO_SETTINGS,
+    method: Method = "taylorseer:every=6,site=stack",
     steps: Steps = 50,
     prompt: Annotated[str, typer.Option(help="What to draw; the default is a good one.")] = "",
     seed: Seed = 0,
@@ -80,56 +91,65 @@ def demo(
     model: Annotated[
         Path | None, typer.Option(help="Another directory of a pipeline like shapes-flux.")
     ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
 ) -> None:
     """Draw with the shipped model, uncached and cached, and measure both.
 
-    The two runs take turns, from the same noise. Naming settings replaces the default ones.
+    The two runs take turns, from the same noise.
 
     [bold]Try[/bold]
 
         diffcache demo
 
-        diffcache demo --set every=4 --set site=module --steps 28
+        diffcache demo --method taylorseer:every=4,site=module --steps 28
 
-        diffcache demo --method first-block --set threshold=0.1 --samples 4
+        diffcache demo --method first-block:threshold=0.1 --samples 4
     """
+    chosen = parse_method(method)
+    chosen.parts()  # raises where tables are missing
+    check_target("--out", out, (".png", ".jpg", ".jpeg", ".webp"))
     quiet()
-    is_default = settings == DEMO_SETTINGS
-    chosen = make_method(
-        method, **parse_settings([] if is_default and method != "taylorseer" else settings)
-    )
     from diffcache.pipelines.demo.compare import PROMPT, Task, compare
     from diffcache.pipelines.demo.panels import figure
 
-    task = Task(prompt or PROMPT, steps, seed, samples)
+    task = Task(prompt or PROMPT, steps, seed, samples, dtype, device)
     with progress("drawing") as show:
         result = compare(task, chosen, model, show)
-    typer.echo(f"{task.prompt!r}, {steps} steps, seed {seed}\n")
+    typer.echo(f"{task.prompt!r}, {steps} steps, seed {seed}, {result.place}\n")
     print_rows(("", "uncached", "cached"), result.rows())
     typer.echo(f"\n{result.report}\n")
-    out.parent.mkdir(parents=True, exist_ok=True)
     figure(result).save(out, optimize=True)
     record = out.with_suffix(".json")
     record.write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
     typer.echo(f"wrote {out} and {record}")
 
 
-@app.command()
+@app.command(epilog=EXIT_LINE)
 @guarded
 def run(
-    model: Annotated[str, typer.Argument(help="Directory of a saved pipeline, or shapes-flux.")],
-    prompt: Annotated[str, typer.Argument(help="What to draw, or a class number.")],
+    model: Annotated[str, typer.Argument(help=f"{MODELS[0].upper()}{MODELS[1:]}.")],
+    prompt: Annotated[str, typer.Argument(help="What to draw, or a class number or name.")],
     method: Method = "taylorseer",
-    settings: Settings = NO_SETTINGS,
+    images: Annotated[
+        list[str],
+        typer.Option(
+            "--image",
+            metavar="[NAME=]FILE",
+            help="Image to edit, animate or follow; with a name, another argument of the "
+            "pipeline's call: control_image=FILE, mask_image=FILE. May be repeated.",
+        ),
+    ] = NO_IMAGES,
     steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps.")] = None,
     seed: Seed = 0,
     height: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
     width: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, mps, ...")] = "cpu",
-    out: Annotated[Path, typer.Option(help="Picture to write; a film becomes a GIF.")] = Path(
-        "out/run.png"
-    ),
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Image, or video as .gif or .mp4 (default: out/run.png or out/run.gif)."),
+    ] = None,
     record: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run uncached too, and tell how close the two are.")
@@ -141,34 +161,44 @@ def run(
 
         diffcache run shapes-flux "a small red ring on the left, on a yellow background"
 
-        diffcache run ./my-flux "a lighthouse" --method first-block --set threshold=0.08 --compare
-    """
-    quiet()
-    chosen = make_method(method, **parse_settings(settings))
-    from diffcache.pipelines.demo import generate
+        diffcache run ./my-flux "a lighthouse" --method first-block:threshold=0.08 --compare
 
-    pipe, defaults = generate.load(model, dtype, device)
-    order = generate.Order(prompt, steps, seed, height, width)
+        diffcache run shapes-kontext "make the ring green" --image out/run.png
+    """
+    chosen = parse_method(method)
+    chosen.parts()  # raises where tables are missing
+    place = device_of(device)
+    quiet()
+    from diffcache.eval import output
+    from diffcache.pipelines.demo import generate, inputs, saved
+
+    directory = saved.locate(model)
+    name, parameters = saved.pipeline_of(directory)
+    given = inputs.read_images(images, name, parameters)
+    target = output.target_of(out, "num_frames" in parameters or "video_length" in parameters)
+    if record is not None:
+        check_target("--json", record)
+    pipe, defaults = generate.load(str(directory), dtype, str(place))
+    order = generate.Order(prompt, steps, seed, height, width, given)
     done = generate.run(pipe, chosen, order, defaults, compare=compare)
     typer.echo(str(done.report))
     typer.echo("")
     for line in done.lines():
         typer.echo(line)
-    typer.echo(f"wrote {generate.save(done.made, out)}")
+    typer.echo(f"wrote {output.save(done.made, target)}")
     if done.plain:
-        beside = out.with_name(f"{out.stem}-uncached{out.suffix}")
-        typer.echo(f"wrote {generate.save(done.plain, beside)}")
+        beside = target.with_name(f"{target.stem}-uncached{target.suffix}")
+        typer.echo(f"wrote {output.save(done.plain, beside)}")
     if record is not None:
-        record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(json.dumps(done.to_dict(), indent=1) + "\n", encoding="utf-8")
         typer.echo(f"wrote {record}")
 
 
-@app.command()
+@app.command(epilog=EXIT_LINE)
 @guarded
 def inspect(
     model: Annotated[
-        str | None, typer.Argument(help="Directory of a pipeline or model, or a diffusers class.")
+        str | None, typer.Argument(help=f"{MODELS[0].upper()}{MODELS[1:]}, or a diffusers class.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every class; writes the table.")] = False,
     out: Annotated[Path, typer.Option(help="The table that --all writes.")] = Path(
@@ -180,7 +210,8 @@ def inspect(
 ) -> None:
     """Show what a cache finds in a model: block lists, streams, attention and feed-forward.
 
-    Weights are not read. With --all, every denoiser of diffusers is run at a tiny size.
+    Weights are not read. A class name is described at the zoo's tiny size. With --all, every
+    denoiser of diffusers is run at that size.
 
     [bold]Try[/bold]
 
@@ -190,9 +221,11 @@ def inspect(
 
         diffcache inspect --all
     """
-    quiet()
     if every == (model is not None):
         raise ValueError("name one model, or pass --all")
+    if every and not check:
+        check_target("--out", out)
+    quiet()
     if model is not None:
         from diffcache.pipelines.zoo.describe import describe, find
 
@@ -207,19 +240,20 @@ def inspect(
         text = coverage(show)
     if check:
         if not out.exists() or out.read_text(encoding="utf-8") != text:
-            fail(f"{out} is not what `diffcache inspect --all` would write", 1)
+            fail(f"{out} is not what `diffcache inspect --all` would write", FAILED)
         typer.echo(f"{out} is up to date")
         return
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     typer.echo(text.split("**")[1])
     typer.echo(f"wrote {out}")
 
 
-@app.command()
+@app.command(epilog=EXIT_LINE)
 @guarded
 def methods() -> None:
-    """List the methods with their settings and defaults.
+    """List the methods with their settings and defaults, and which to take first.
+
+    Methods that need calibration have tables, which `diffcache calibrate` measures on a model.
 
     [bold]Try[/bold]
 
@@ -233,11 +267,13 @@ def methods() -> None:
             field.name if field.default is MISSING else f"{field.name}={field.default!r}"
             for field in fields(method_class(name))  # type: ignore[arg-type]
         ]
-        rows.append((name, sentence, ", ".join(own)))
-    print_rows(("method", "what it does", "settings and defaults"), rows)
+        tables = COMMANDS.get(name, "calibrate") if "tables=None" in own else ""
+        rows.append((name, sentence, tables, ", ".join(own)))
+    print_rows(("method", "what it does", "needs", "settings and defaults"), rows)
+    typer.echo(FIRST)
 
 
-@app.command()
+@app.command(epilog=EXIT_LINE)
 @guarded
 def cite(name: Annotated[str, typer.Argument(help="Name of a method.")]) -> None:
     """Print the BibTeX entry of a method's paper.

@@ -1,30 +1,52 @@
-"""What every command line of the project shares: errors as one line, exit codes, KEY=VALUE."""
+"""What every command line of the project shares: exit codes, errors as one line, KEY=VALUE."""
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
-from typing import Any, NoReturn, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from diffcache.errors import DiffcacheError
+from diffcache.errors import DiffcacheError, MissingError, UncalibratedError
+
+if TYPE_CHECKING:
+    import torch
 
 Command = TypeVar("Command", bound=Callable[..., None])
-EXPECTED = (
-    DiffcacheError, ValueError, FileNotFoundError, FileExistsError, IsADirectoryError,
-    NotADirectoryError, PermissionError,
-)  # fmt: skip
+EXIT_CODES = {
+    0: "done",
+    1: "a run failed or a limit was crossed",
+    2: "a wrong request or file",
+    3: "weights or a package are missing",
+    130: "interrupted",
+}
+DONE, FAILED, WRONG, MISSING, INTERRUPTED = EXIT_CODES
+EXIT_LINE = "Exit codes: " + ", ".join(f"{code} {word}" for code, word in EXIT_CODES.items()) + "."
+MAX_SEED = 2**63 - 1  # torch takes twice as much, so that `seed + i` always fits
+DEVICES = "auto (CUDA where there is one, else cpu), cpu, cuda:1, mps, ..."
+DTYPES = (
+    "auto (float32 on the CPU; elsewhere float16 where the denoiser was saved so, else bfloat16), "
+    "float32, float16, bfloat16"
+)
+MODELS = "directory of a pipeline, a Hugging Face model ID, or a shipped model such as shapes-flux"
+METHOD = "NAME[:KEY=VALUE,...]"
+
+# The options that several commands have, with one meaning.
+Device = Annotated[str, typer.Option(help=f"Device of torch: {DEVICES}")]
+Dtype = Annotated[str, typer.Option(help=f"Dtype of the models: {DTYPES}.")]
+Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the noise.")]
 DEBUG: ContextVar[bool] = ContextVar("diffcache_debug", default=False)
 
 
 def guarded(command: Command) -> Command:
-    """Turn the errors of a command into one line and an exit code.
+    """Turn the errors of a command into one line and one of `EXIT_CODES`.
 
-    What a user can put right ends with 2, a failed run with 1, Ctrl-C with 130. With --debug the
-    exception goes on its way.
+    With --debug the exception goes on its way.
     """
 
     @functools.wraps(command)
@@ -34,15 +56,28 @@ def guarded(command: Command) -> Command:
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
         except KeyboardInterrupt as stop:
-            fail(str(stop) or "interrupted", 130, "")
+            fail(str(stop) or "interrupted", INTERRUPTED, "")
         except Exception as error:
             if DEBUG.get():
                 raise
-            if isinstance(error, EXPECTED):
-                fail(str(error), 2)
-            fail(f"{type(error).__name__}: {error} (diffcache --debug shows where)", 1)
+            fail(*_told(error))
 
     return inner  # type: ignore[return-value]
+
+
+def _told(error: Exception) -> tuple[str, int]:
+    """Return the message of an error as a command line says it, and the exit code."""
+    if isinstance(error, UncalibratedError) and error.method:
+        name = error.method
+        command = "tune --speedup 3" if name == "tuned" else f"calibrate --method {name}"
+        made = f"`diffcache {command} --model MODEL --steps N` writes them"
+        use = f"then take --method {name}:tables={name}.safetensors"
+        return f"method {name!r} has no tables for this model: {made}; {use}", WRONG
+    if isinstance(error, (MissingError, ImportError)):
+        return str(error), MISSING
+    if isinstance(error, (DiffcacheError, ValueError, OSError)):
+        return str(error), WRONG
+    return f"{type(error).__name__}: {error} (diffcache --debug shows where)", FAILED
 
 
 def fail(message: str, code: int, prefix: str = "error: ") -> NoReturn:
@@ -51,7 +86,62 @@ def fail(message: str, code: int, prefix: str = "error: ") -> NoReturn:
     raise typer.Exit(code)
 
 
-def parse_settings(settings: Sequence[str], option: str = "--set") -> dict[str, Any]:
+def check_target(option: str, path: Path, endings: Collection[str] = ()) -> None:
+    """Check that a file can be written before anything is computed; make its folder.
+
+    Args:
+        option: The option that names the file, such as `--out`.
+        path: The file; one that is there stays as it is.
+        endings: Endings the file may have, in lower case with the dot; empty allows any.
+
+    Raises:
+        ValueError: If the ending is another, the path is a folder, or it cannot be written.
+    """
+    if endings and path.suffix.lower() not in endings:
+        raise ValueError(f"{option} {path}: the name must end in {', '.join(endings)}")
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: is a folder; name a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.open("ab").close()
+        else:
+            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name):
+                pass
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path}: cannot be written ({error.strerror}); name a file in a folder that "
+            "can be made"
+        ) from error
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device that `--device` names; `auto` is CUDA where there is one, else the CPU.
+
+    Raises:
+        ValueError: If torch does not know the device, or sees none of its kind here.
+    """
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        count = torch.get_device_module(device).device_count()
+    except (RuntimeError, AttributeError) as error:
+        raise ValueError(f"--device {name!r}: must be auto, cpu, cuda, cuda:1, mps, ...") from error
+    kind = device.type if device.type == "cpu" else device.type.upper()
+    if not count:
+        raise ValueError(f"--device {name!r}: torch sees no {kind} device here; use cpu")
+    if (device.index or 0) >= count:
+        raise ValueError(
+            f"--device {name!r}: torch sees {count} {kind} device{'s' * (count > 1)} here, up to "
+            f"{device.type}:{count - 1}"
+        )
+    return device
+
+
+def parse_settings(settings: Sequence[str], option: str) -> dict[str, Any]:
     """Read KEY=VALUE pairs; a value is Python where it can be read so, else text.
 
     Raises:

@@ -13,8 +13,20 @@ class UnknownMethodError(DiffcacheError, LookupError):
     """A method name is not in the catalogue."""
 
 
+class MissingError(DiffcacheError):
+    """A package or a file of weights that is needed is not installed."""
+
+
 class UncalibratedError(DiffcacheError, ValueError):
-    """A method needs tables that were measured on the model; the message says how to get them."""
+    """A method needs tables that were measured on the model; the message says how to get them.
+
+    Attributes:
+        method: Catalogue name of the method, empty if `diffcache calibrate` cannot make its tables.
+    """
+
+    def __init__(self, message: str, method: str = "") -> None:
+        super().__init__(message)
+        self.method = method
 
 
 class TablesError(DiffcacheError, ValueError):

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from diffcache.features.base import FeatureMethod
 
-SCHEMA = 1
+_DECIMAL = ("", "k", "M", "G", "T")
+SCHEMA = 2
 
 
 class Report:
@@ -32,7 +33,7 @@ class Report:
 
     Attributes:
         method: The method.
-        steps: The denoiser calls in order, each with `denoiser`, `index`, `timestep`, `branch`,
+        calls: The denoiser calls in order, each with `denoiser`, `index`, `timestep`, `branch`,
             `computed`, `reason`, `seconds`, `counts` (site -> computed, skipped) and `flops`.
         sites: Denoiser -> site -> (computed, skipped) evaluations of blocks or modules.
         computed: Block or module evaluations that ran.
@@ -55,18 +56,18 @@ class Report:
     def __init__(self, handle: Handle) -> None:
         record = handle.last
         self.method: FeatureMethod = handle.method
-        self.steps = [replace(call, counts=dict(call.counts)) for call in record.calls]
-        self.sites = _sites(self.steps)
+        self.calls = [replace(call, counts=dict(call.counts)) for call in record.calls]
+        self.sites = _sites(self.calls)
         self.computed, self.skipped = record.computed, record.skipped
-        groups = steps_of(self.steps)
+        groups = steps_of(self.calls)
         self.steps_computed = sum(any(call.computed for call in group) for group in groups)
         self.steps_skipped = len(groups) - self.steps_computed
-        self.flops_computed, self.flops_saved = _flops(self.steps)
-        self.seconds = sum(call.seconds for call in self.steps)
-        computed = [call for call in self.steps if call.computed]
+        self.flops_computed, self.flops_saved = _flops(self.calls)
+        self.seconds = sum(call.seconds for call in self.calls)
+        computed = [call for call in self.calls if call.computed]
         later = [call for call in computed if call.reason != "first call"]
         self.seconds_computed = _mean(later or computed)
-        self.seconds_skipped = _mean([call for call in self.steps if not call.computed])
+        self.seconds_skipped = _mean([call for call in self.calls if not call.computed])
         self.held_bytes = handle.held_bytes()
         self.peak_bytes = record.peak_bytes
         self.finished = record.finished
@@ -89,7 +90,7 @@ class Report:
                 denoiser: {site: _pair(counts) for site, counts in sites.items()}
                 for denoiser, sites in self.sites.items()
             },
-            "steps": [_step_dict(call) for call in self.steps],
+            "calls": [_call_dict(call) for call in self.calls],
         }
 
     def to_json(self, indent: int | None = None) -> str:
@@ -100,7 +101,7 @@ class Report:
 
     def timeline_image(self, width: int = 800, height: int = 200) -> Image:
         """Draw which steps were computed, as an RGB `PIL.Image` of `width` x `height` pixels."""
-        return timeline_image(self.steps, width, height)
+        return timeline_image(self.calls, width, height)
 
     def to_text(self, width: int | None = None, ascii_only: bool = False) -> str:
         """Return the report as plain text without colours.
@@ -117,7 +118,7 @@ class Report:
         if self.sites:
             console.print(self.table(ascii_only))
         text = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-        timeline = timeline_text(self.steps, width, ascii_only)
+        timeline = timeline_text(self.calls, width, ascii_only)
         parts = [repr(self.method), text, "\n".join(self.summary()), timeline]
         return "\n\n".join(part.strip("\n") for part in parts if part)
 
@@ -147,7 +148,7 @@ class Report:
 
     def summary(self) -> list[str]:
         """Return the totals, a sentence each."""
-        if not self.steps:
+        if not self.calls:
             return [*self._expected, "No denoiser call yet: run the pipeline, then ask again."]
         total = self.steps_computed + self.steps_skipped
         lines = [f"steps    {total}: {self.steps_computed} computed, {self.steps_skipped} skipped"]
@@ -171,7 +172,7 @@ class Report:
     def _remarks(self, total: int) -> list[str]:
         """Return what a user should know of a run that did not go as hoped."""
         remarks = []
-        reasons = _forced(self.steps)
+        reasons = _forced(self.calls)
         for reason in sorted(set(reasons)):
             calls = "call was" if reasons.count(reason) == 1 else "calls were"
             remarks.append(f"forced   {reasons.count(reason)} {calls} computed: {reason}")
@@ -184,13 +185,17 @@ class Report:
 
 
 def human(number: float, unit: str = "") -> str:
-    """Return a number with three digits and a unit, such as `1.23 GB`; kilo is 1000."""
-    for prefix in ("", "k", "M", "G", "T"):
+    """Return a number with three digits and a unit.
+
+    Kilo is 1000, as in `1.23 GFLOPs`; of bytes (`B`) it is 1024, as in `1.23 GiB`.
+    """
+    step, prefixes = (1024, ("", "Ki", "Mi", "Gi", "Ti")) if unit == "B" else (1000, _DECIMAL)
+    for prefix in prefixes:
         if abs(number) < 999.5:
             digits = f"{number:.3g}" if prefix else f"{number:.0f}"
             return f"{digits} {prefix}{unit}".rstrip()
-        number /= 1000
-    return f"{number:.3g} P{unit}"
+        number /= step
+    return f"{number:.3g} {'Pi' if unit == 'B' else 'P'}{unit}"
 
 
 def share(part: float, rest: float) -> str:
@@ -248,7 +253,7 @@ def _pair(counts: tuple[int, int]) -> dict[str, int]:
     return {"computed": counts[0], "skipped": counts[1]}
 
 
-def _step_dict(call: Call) -> dict[str, Any]:
+def _call_dict(call: Call) -> dict[str, Any]:
     """Return one denoiser call as plain data."""
     flops = None if call.flops is None else {"computed": call.flops[0], "saved": call.flops[1]}
     return {

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
+from diffcache.command import device_of
 from diffcache.eval.metrics import inception, lite, lpips
 from diffcache.eval.metrics.inception import Convention, MissingPackageError
 from diffcache.eval.weights import MissingWeightsError
@@ -90,7 +90,7 @@ def for_sets(
     def real() -> SetNetwork:
         if with_classes and convention == "clean":
             raise ValueError("--is needs logits, which --convention clean has not: leave one out")
-        network = inception.load(choice.weights, convention, device_of(choice.device))
+        network = inception.load(choice.weights, convention, str(device_of(choice.device)))
 
         def call(pictures: Tensor) -> tuple[Tensor, Tensor | None]:
             seen = network(pictures)
@@ -122,30 +122,13 @@ def for_pairs(choice: Choice, warnings: list[str]) -> PairNetwork:
     """
 
     def real() -> PairNetwork:
-        network = lpips.load(choice.weights, device_of(choice.device))
+        network = lpips.load(choice.weights, str(device_of(choice.device)))
         return PairNetwork("real", network.entry(), network.distances)
 
     def stand_in() -> PairNetwork:
         return PairNetwork("lite", lite.EXTRACTOR.entry(), lite.lpips_lite)
 
     return _chosen(choice.kind, (real, stand_in), ("LPIPS", "LPIPS-lite"), warnings)
-
-
-def device_of(name: str) -> str:
-    """Return the device to use; `auto` is CUDA where there is one.
-
-    Raises:
-        ValueError: If torch does not know it, or sees no CUDA device.
-    """
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(name).type
-    except RuntimeError as error:
-        raise ValueError(f"--device {name}: use auto, cpu, cuda or cuda:0") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: torch sees no CUDA device here; use cpu")
-    return name
 
 
 def _chosen(

@@ -13,7 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diffcache.command import fail, guarded, parse_settings
+from diffcache.command import (
+    EXIT_LINE,
+    FAILED,
+    METHOD,
+    MODELS,
+    Device,
+    Dtype,
+    Seed,
+    check_target,
+    fail,
+    guarded,
+    parse_settings,
+)
+from diffcache.errors import MissingError
 
 if TYPE_CHECKING:
     from diffcache.eval.runs.evaluate import Plan
@@ -40,13 +53,12 @@ PACKAGES = ("report", "vbench")
 app = typer.Typer(
     invoke_without_command=True,
     no_args_is_help=True,
+    epilog=EXIT_LINE,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Model = Annotated[
-    str, typer.Option(help="Directory of a pipeline, a shipped name, or a name on the hub.")
-]
+Model = Annotated[str, typer.Option(help=f"{MODELS[0].upper()}{MODELS[1:]}.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/MODEL-HASH).")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 
@@ -58,7 +70,7 @@ def evaluate(
     model: Model = "",
     methods: Annotated[
         list[str],
-        typer.Option("--method", metavar="NAME[:KEY=VALUE,...]", help="May be repeated."),
+        typer.Option("--method", metavar=METHOD, help="May be repeated."),
     ] = EMPTY,
     samples: Annotated[int, typer.Option(min=1, help="Samples of every case.")] = 256,
     steps: Annotated[
@@ -67,14 +79,14 @@ def evaluate(
     prompts: Annotated[
         str, typer.Option(help="shapes, shapes-held-out, pictures, films, or a file of prompts.")
     ] = "",
-    seed: Annotated[int, typer.Option(min=0, help="Of sample 0; sample i has seed + i.")] = 0,
+    seed: Seed = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts a call.")] = 8,
     call: Annotated[
         list[str],
         typer.Option("--call", metavar="KEY=VALUE", help="An argument of the pipeline's call."),
     ] = EMPTY,
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of torch.")] = 1,
     reference: Annotated[
         Path | None, typer.Option(help="Folder or npz of real pictures, for FID and the like.")
@@ -116,12 +128,12 @@ def evaluate(
     """
     if context.invoked_subcommand is not None:
         if model or methods:
-            raise ValueError(f"options before {context.invoked_subcommand!r}: put them behind it")
+            raise ValueError(f"options before {context.invoked_subcommand!r}: put them after it")
         return
     if not model:
         raise ValueError("--model is missing: name a directory, or shapes-flux")
-    if machine and Path(machine).is_dir():
-        raise ValueError(f"--json {machine}: is a folder; name a file, or - for standard output")
+    if machine not in ("", "-"):
+        check_target("--json", Path(machine))
     _prepare()
     from diffcache.eval.methods import parse_row
     from diffcache.eval.runs.evaluate import Plan
@@ -135,6 +147,9 @@ def evaluate(
     doubles = [name for name in methods if methods.count(name) > 1]
     if doubles:
         raise ValueError(f"--method {doubles[0]}: given twice")
+    if not methods:
+        message = f"no --method: {samples} uncached samples are drawn and measured, nothing else"
+        typer.echo(message, err=True)
     plan = Plan(
         task, {name: parse_row(name) for name in methods}, out, reference, rounds,
         memory, site_errors, reward, shlex.join(["diffcache", *sys.argv[1:]]),
@@ -178,17 +193,17 @@ def _prepare() -> None:
     """Check that the extra is installed, and keep libraries from printing while they load.
 
     Raises:
-        ValueError: If a package is missing; the message says how to install it.
+        MissingError: If a package is missing; the message says how to install it.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"{', '.join(missing)} missing: pip install 'diffcache[eval]'")
+        raise MissingError(f"{', '.join(missing)} missing: pip install 'diffcache[eval]'")
     from diffcache.pipelines.demo.console import quiet
 
     quiet()
 
 
-@app.command()
+@app.command(epilog=EXIT_LINE)
 @guarded
 def sweep(
     file: Annotated[Path, typer.Argument(help="TOML or YAML; docs/evaluation.md shows one.")],
@@ -221,7 +236,7 @@ def sweep(
         show(plan, quiet_bar=quiet)
 
 
-@app.command()
+@app.command(epilog=EXIT_LINE)
 @guarded
 def compare(
     first: Annotated[Path, typer.Argument(help="Folder of a run, or its record.json.")],
@@ -248,7 +263,7 @@ def compare(
     print_rows(("row", "metric", "first", "second", "change"), rows)
     broken = crossed(found, wanted)
     if broken:
-        fail("; ".join(broken), 1, "limit crossed: ")
+        fail("; ".join(broken), FAILED, "limit crossed: ")
 
 
 def _script(name: str, summary: str) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import diffcache
+from diffcache.command import DONE, EXIT_LINE, FAILED
 from diffcache.eval import script, weights
 from diffcache.eval.metrics import clip, reward
 from diffcache.eval.metrics.catalog import METRICS, SHIPPED, Metric
@@ -45,7 +46,7 @@ _INTERPRETER_SECONDS = 60
 EPILOG = f"""\
 exact: no weights needed. real: the published weights are here. lite: a shipped stand-in under a
 name of its own. none: not measured here. Weight files are looked for in ${weights.VARIABLE}.
-exit codes: 0 done, whatever is missing, 1 the self-test failed, 2 a wrong request
+{EXIT_LINE}
 """
 
 
@@ -185,14 +186,14 @@ def _main(arguments: Sequence[str] | None) -> int:
             test = selftest()
         except (ImportError, OSError, ValueError) as error:
             script.warn(f"the self-test cannot run: {error}")
-            return script.FAILED
+            return FAILED
     report = {
         "metrics": [dataclasses.asdict(row) for row in found],
         "packages": [dataclasses.asdict(part) for part in installed],
         "selftest": test,
     }
     script.show(given.json, report, lambda: _show(found, installed, test))
-    return script.DONE if test is None or test["passed"] else script.FAILED
+    return DONE if test is None or test["passed"] else FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

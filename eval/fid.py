@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from diffcache.command import EXIT_LINE
 from diffcache.eval import folders, npz, script
 from diffcache.eval.backends import FEATURES, KINDS, Choice, SetNetwork, for_sets
 from diffcache.eval.metrics.frechet import Moments, moments
@@ -29,7 +30,7 @@ REAL and FAKE are folders of pictures or .npz files (arr_0, as for the ADM evalu
 an .npz of statistics (mu, sigma), which has no KID, precision or recall. Distances of sets fall
 with the number of samples: compare equal numbers only, and read the floor beside them: two sets of
 one distribution are that far apart. Only pictures of the same prompts and seeds are closer.
-{script.EXIT_CODES}
+{EXIT_LINE}
 """
 RESAMPLES = {"real": 100, "lite": 1000}
 ENOUGH = {"real": 10_000, "lite": 2000}

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from diffcache.command import EXIT_LINE
 from diffcache.eval import folders, script
 from diffcache.eval.backends import KINDS, Choice, PairNetwork, for_pairs
 from diffcache.eval.metrics import bootstrap
@@ -31,7 +32,7 @@ EPILOG = f"""\
 A is the reference, B what is compared with it: folders or .npz files of pictures, folders of films,
 or two single files. Only lossless files show what a cache did: encoding a film as usual limits
 PSNR to about 32 dB by itself.
-{script.EXIT_CODES}
+{EXIT_LINE}
 """
 LEAST_SIDE = {"ssim": 11, "ms-ssim": 22, "lpips": 32}  # pixels; LPIPS-lite takes any
 WORST, WORST_SHOWN = 5, 3

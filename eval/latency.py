@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from diffcache.command import DEVICES, DTYPES, EXIT_LINE, MODELS
 from diffcache.eval import script
 from diffcache.report import human
 
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
     from diffcache.eval.cost.turns import Plan
 
 Table = tuple[list[str], list[list[str]]]
-EPILOG = """\
+EPILOG = f"""\
 The uncached pipeline and every method run in turn, so that a busy machine slows all of them; what
 is printed is the median of the rounds and its quartiles. "ratio" is uncached over cached seconds.
   python -m diffcache.eval.latency shapes-flux --method taylorseer --method taylorseer:every=4
-exit codes: 0 done, 1 the run failed, 2 a wrong request, 3 a package is missing
+{EXIT_LINE}
 """
 
 
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("model", help="directory of a saved pipeline, or shapes-flux")
+    add("model", help=MODELS)
     add("--method", action="append", default=[], metavar="NAME[:KEY=VALUE,...]",
         help="a cache to time beside the uncached pipeline; may be repeated")  # fmt: skip
     add("--prompt", default="", help="what to draw, or a class number")
@@ -82,8 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-size", type=int, default=1, help="samples a call (default: 1)")
     add("--rounds", type=int, default=7, help="timed calls of each (default: 7)")
     add("--warmup", type=int, default=1, help="untimed rounds before (default: 1)")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:0 (default: auto)")
-    add("--dtype", default="float32", help="float32, float16, bfloat16 (default: float32)")
+    add("--device", default="auto", help=f"{DEVICES} (default: auto)")
+    add("--dtype", default="auto", help=f"{DTYPES} (default: auto)")
     add("--threads", type=int, default=1, help="CPU threads of torch (default: 1)")
     add("--memory", action="store_true", help="peak memory too, in a fresh process for each")
     add("--json", metavar="FILE|-", help="write the record; - prints it in place of the table")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from diffcache.catalog import make_method
 from diffcache.errors import UnknownMethodError
-from diffcache.eval.diffusers_caches import PREFIX, DiffusersCache
 from diffcache.features.base import FeatureMethod, check_int
 from diffcache.features.combine import Combine
 from diffcache.features.instead import Reuse
 from diffcache.features.when import Listed
+
+if TYPE_CHECKING:
+    from diffcache.eval.diffusers_caches import DiffusersCache
 
 Made = TypeVar("Made")
 EVEN = "even"
@@ -74,8 +76,11 @@ def make_row(name: str, **settings: Any) -> FeatureMethod | DiffusersCache:
     """Return a method of the catalogue, a cache of diffusers, or `even`, by name."""
     if name == EVEN:
         return even(**settings)
-    is_theirs = name.startswith(PREFIX)
-    return DiffusersCache(name, settings) if is_theirs else make_method(name, **settings)
+    if name.startswith("diffusers/"):
+        from diffcache.eval.diffusers_caches import DiffusersCache  # imports diffusers
+
+        return DiffusersCache(name, settings)
+    return make_method(name, **settings)
 
 
 def _read(text: str, make: Callable[..., Made]) -> Made:

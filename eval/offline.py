@@ -12,7 +12,17 @@ import typer
 
 import diffcache
 from diffcache.catalog import METHODS, method_class
-from diffcache.command import guarded, parse_settings
+from diffcache.command import (
+    METHOD,
+    MODELS,
+    Device,
+    Dtype,
+    Seed,
+    check_target,
+    device_of,
+    guarded,
+    parse_settings,
+)
 from diffcache.eval.methods import parse_method
 from diffcache.features.collect import Calibrated
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
@@ -21,21 +31,18 @@ if TYPE_CHECKING:
     from diffcache.eval.runs.task import Task
 
 EMPTY: list[str] = []
-Model = Annotated[str, typer.Option(help="Directory of a pipeline, or the name of a shipped one.")]
+Model = Annotated[str, typer.Option(help=f"{MODELS[0].upper()}{MODELS[1:]}.")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Sampling steps (default: the pipeline's).")]
 Prompts = Annotated[
     str, typer.Option(help="A file or built-in list; scenes or classes for shipped models.")
 ]
 Samples = Annotated[int, typer.Option(min=1, help="Prompts to run.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Prompts a run.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of the noise.")]
 Call = Annotated[
     list[str], typer.Option("--call", metavar="KEY=VALUE", help="An argument of the call.")
 ]
 Out = Annotated[Path | None, typer.Option(help="File of the tables.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Do not go on from an interrupted run.")]
-Dtype = Annotated[str, typer.Option(help="float32, float16 or bfloat16.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, ...")]
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ def inputs_of(task: Task) -> Inputs:
     import torch
 
     from diffcache.eval.runs.draw import Drawer
-    from diffcache.pipelines.demo.generate import locate
+    from diffcache.pipelines.demo.saved import locate
     from diffcache.pipelines.small.scenes import prompt, sample_scene
 
     name = locate(task.model).resolve().name
@@ -91,7 +98,7 @@ def _policy_inputs(task: Task) -> Inputs:
     """Return the shipped policy with observations of demonstrations that it was not trained on."""
     import torch
 
-    from diffcache.pipelines.demo.generate import locate
+    from diffcache.pipelines.demo.saved import locate
     from diffcache.pipelines.small import reach, train_reach
 
     seen, _ = train_reach.demonstrate(8, reach.HELD_OUT // 2 + task.seed)
@@ -102,7 +109,7 @@ def _policy_inputs(task: Task) -> Inputs:
 
 def _edit_inputs(task: Task) -> Inputs:
     """Return the shipped editing pipeline with edits of its training set."""
-    from diffcache.pipelines.demo.generate import DTYPES, locate
+    from diffcache.pipelines.demo.saved import DTYPES, dtype_of, locate
     from diffcache.pipelines.small import edits, kontext
 
     chosen, before, _ = edits.draw_edits(task.samples, task.seed + 77)
@@ -112,7 +119,8 @@ def _edit_inputs(task: Task) -> Inputs:
         {"image": part, "prompt": texts[i * task.batch_size :][: len(part)]}
         for i, part in enumerate(pictures)
     ]
-    pipe = kontext.load(DTYPES[task.dtype], locate(task.model))
+    directory, device = locate(task.model), device_of(task.device)
+    pipe = kontext.load(DTYPES[dtype_of(task.dtype, directory, device)], directory).to(device)
     return Inputs(pipe, prompts, {**kontext.CALL, **task.call})
 
 
@@ -131,7 +139,7 @@ def _resumable(out: Path) -> Iterator[None]:
 
 @guarded
 def calibrate(
-    method: Annotated[str, typer.Option(help="Name, or name:key=value,..., of a method.")],
+    method: Annotated[str, typer.Option(metavar=METHOD, help="Method with tables.")],
     model: Model,
     out: Out = None,
     samples: Samples = 16,
@@ -141,7 +149,7 @@ def calibrate(
     seed: Seed = 0,
     call: Call = EMPTY,
     fresh: Fresh = False,
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
     """Measure a method's tables on a pipeline, and write them to one file.
@@ -153,7 +161,7 @@ def calibrate(
         diffcache calibrate --method ertacache --model shapes-flux --steps 28
 
         diffcache run shapes-flux "a large red ring in the center, on a white background"
-        --steps 28 --method ertacache --set tables=ertacache.safetensors
+        --steps 28 --method ertacache:tables=ertacache.safetensors
     """
     quiet()
     chosen = parse_method(method)
@@ -167,6 +175,7 @@ def calibrate(
         steps=steps, call=parse_settings(call, "--call"), dtype=dtype, device=device,
     )  # fmt: skip
     file = out or Path(f"{chosen.name}.safetensors")
+    check_target("--out", file)
     inputs = inputs_of(task)
     with progress(f"{chosen.name}") as show, _resumable(file):
         made = diffcache.calibrate(
@@ -191,7 +200,7 @@ def tune(
     ] = None,
     methods: Annotated[
         list[str],
-        typer.Option("--method", metavar="NAME[:KEY=VALUE,...]", help="Try these instead."),
+        typer.Option("--method", metavar=METHOD, help="Try these instead."),
     ] = EMPTY,
     trials: Annotated[int, typer.Option(min=1, help="Most methods that are tried.")] = 60,
     out: Out = None,
@@ -202,7 +211,7 @@ def tune(
     seed: Seed = 0,
     call: Call = EMPTY,
     fresh: Fresh = False,
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
     """Search methods, settings, sites and schedules for a pipeline, and write the best to a file.
@@ -214,8 +223,15 @@ def tune(
         diffcache tune --model shapes-flux --steps 28 --speedup 4
 
         diffcache run shapes-flux "a large red ring in the center, on a white background"
-        --steps 28 --method tuned --set tables=tuned.safetensors --compare
+        --steps 28 --method tuned:tables=tuned.safetensors --compare
     """
+    if sum(goal is not None for goal in (speedup, psnr, seconds)) != 1:
+        raise ValueError("say what to aim at: one of --speedup, --psnr and --seconds")
+    if samples <= batch_size:
+        raise ValueError(
+            f"--samples {samples} --batch-size {batch_size}: two batches are needed, to search and "
+            "to validate on; take more samples or a smaller batch"
+        )
     quiet()
     from diffcache.eval.runs.task import Task
 
@@ -225,6 +241,7 @@ def tune(
     )  # fmt: skip
     chosen = [parse_method(text) for text in methods] or None
     file = out or Path("tuned.safetensors")
+    check_target("--out", file)
     inputs = inputs_of(task)
     with progress("tune") as show, _resumable(file):
         best = diffcache.tune(
@@ -241,4 +258,4 @@ def tune(
         ))  # fmt: skip
     print_rows(("operations", "PSNR dB", "validated", "method"), rows)
     typer.echo(f"chosen: {best.method!r}")
-    typer.echo(f"wrote {file}; use it as --method tuned --set tables={file}")
+    typer.echo(f"wrote {file}; use it as --method tuned:tables={file}")

@@ -160,7 +160,7 @@ class Bench:
         model = self._model()
         loop = self._stack.enter_context(Loop(model, method, self.call))
         variant = self._add(name, floor, model, tick=loop.tick)
-        counts = diffcache.report(loop).steps[-1].counts
+        counts = diffcache.report(loop).calls[-1].counts
         skipped = sum(left_out for _, left_out in counts.values())
         if not skipped:
             raise RuntimeError(f"{method!r} skips nothing; the benchmark would time full steps")

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from diffcache.errors import AttachError, DiffcacheError
+from diffcache.command import DONE, FAILED, INTERRUPTED, MISSING, WRONG, check_target
+from diffcache.errors import AttachError, DiffcacheError, MissingError
 
-DONE, FAILED, WRONG, MISSING, INTERRUPTED = 0, 1, 2, 3, 130
-EXIT_CODES = "exit codes: 0 done, 2 a wrong request or file, 3 weights or a package are missing"
 _SHOWN_AFTER_SECONDS = 2.0
 Item = TypeVar("Item")
 
@@ -36,17 +35,14 @@ def guarded(
         lines: Keep the line breaks of messages, such as lists of files.
 
     Returns:
-        0 done, 1 failed, 2 a wrong request or file, 3 weights or a package are missing, 130
-        interrupted.
+        One of `diffcache.command.EXIT_CODES`.
     """
-    from diffcache.eval.weights import MissingWeightsError
-
     expected: tuple[type[Exception], ...] = (DiffcacheError, ValueError, OSError, *failures)
     try:
         return work() or DONE
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
-    except (MissingWeightsError, ImportError) as error:
+    except (MissingError, ImportError) as error:
         return _fail(error, MISSING, lines)
     except expected as error:
         is_failure = isinstance(error, failures) and not isinstance(error, AttachError)
@@ -79,15 +75,14 @@ def check_targets(**targets: str | None) -> None:
         targets: Option -> path. Only that of `json` may be `-`, standard output.
 
     Raises:
-        ValueError: If the path is a folder, or lies in a file.
+        ValueError: If the path is a folder, or cannot be written.
     """
     for option, target in targets.items():
         if target is None or (target == "-" and option == "json"):
             continue
-        place = Path(target)
-        above = next(folder for folder in place.absolute().parents if folder.exists())
-        if target == "-" or place.is_dir() or not above.is_dir():
-            raise ValueError(f"--{option} {target}: name a file, in a folder that can be made")
+        if target == "-":
+            raise ValueError(f"--{option} -: name a file; only --json prints")
+        check_target(f"--{option}", Path(target))
 
 
 def show(target: str | None, report: dict[str, Any], print_table: Callable[[], None]) -> None:

@@ -157,7 +157,7 @@ def first_share(pipe: FluxPipeline, drawing: Drawing) -> float:
     contender = Contender("trial", pipe, FirstBlock(float("inf"))).attach()
     try:
         drawing(contender, held_out_prompts(1, seed=1), 0)
-        ran, saved = diffcache.report(pipe).steps[-1].flops or (0.0, 1.0)
+        ran, saved = diffcache.report(pipe).calls[-1].flops or (0.0, 1.0)
     finally:
         contender.detach()
     return ran / (ran + saved)

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 
-from diffcache.errors import DiffcacheError
+from diffcache.errors import DiffcacheError, MissingError
 
 VARIABLE = "DIFFCACHE_WEIGHTS"
 
 
-class MissingWeightsError(DiffcacheError, FileNotFoundError):
+class MissingWeightsError(MissingError, FileNotFoundError):
     """A weight file is on none of the places where it was looked for."""
 
 

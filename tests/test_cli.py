@@ -1,19 +1,32 @@
 """The command line: what it prints, what it writes, and how it fails."""
 
+import inspect
 import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
+import diffusers
+import huggingface_hub
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import diffcache
 from diffcache import cli, command
-from diffcache.pipelines.demo import compare, generate
+from diffcache.errors import MissingError
+from diffcache.eval import output
+from diffcache.eval.clips import read_clip
+from diffcache.eval.weights import MissingWeightsError
+from diffcache.pipelines.demo import compare, generate, inputs, saved
 from diffcache.pipelines.demo.panels import figure
 from diffcache.pipelines.small import flux
 from diffcache.pipelines.zoo import coverage
 from diffcache.pipelines.zoo.catalog import EXCLUDED, cases
+from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.step import Site
 
 PROMPT = "a small red ring on the left, on a yellow background"
@@ -42,17 +55,51 @@ class TestPlain:
     def test_help_names_every_command_and_the_exit_codes(self):
         text = call("--help").output
         assert all(name in text for name in ("demo", "run", "inspect", "methods", "cite"))
-        assert "Exit codes" in text
+        assert command.EXIT_LINE in " ".join(text.split())
 
-    @pytest.mark.parametrize("name", ["demo", "run", "inspect", "methods", "cite"])
-    def test_help_has_an_example(self, name):
-        assert f"diffcache {name}" in call(name, "--help").output
+    def test_one_table_of_exit_codes(self):
+        page = Path(__file__).parents[1] / "docs" / "evaluation.md"
+        assert command.EXIT_LINE in page.read_text(encoding="utf-8")
+        assert (command.WRONG, command.MISSING, command.INTERRUPTED) == (2, 3, 130)
+
+    @pytest.mark.parametrize(
+        "name", ["demo", "run", "inspect", "methods", "cite", "calibrate", "tune", "eval", "kv"]
+    )
+    def test_help_has_an_example_and_the_exit_codes(self, name):
+        text = " ".join(call(name, "--help").output.split())
+        assert f"diffcache {name}" in text and command.EXIT_LINE in text
+
+    def test_help_version_and_typos_import_no_model_library(self):
+        code = """
+import json, sys
+from diffcache.cli import app
+def words(command, path=()):
+    yield [*path, "--help"]
+    for name, inner in getattr(command, "commands", {}).items():
+        if name not in ("doctor", "fid", "fidelity", "latency", "vbench", "report"):
+            yield from words(inner, (*path, name))
+import typer
+from typer.testing import CliRunner
+for line in [["--version"], ["runn"], ["methods"], *words(typer.main.get_command(app))]:
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == (2 if line == ["runn"] else 0), (line, done.output)
+print(json.dumps([m for m in ("diffusers", "transformers", "matplotlib") if m in sys.modules]))
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == []
 
     def test_methods(self):
         done = call("methods")
         assert done.exit_code == 0
         assert all(name in done.output for name in diffcache.methods())
         assert "every=5, order=1" in done.output
+        rows = [line.split() for line in done.output.splitlines()]
+        needs = {row[0]: {"calibrate", "tune"} & set(row) for row in rows if row}
+        assert needs["taylorseer"] == set() and "Take taylorseer first" in done.output
+        assert (needs["bac"], needs["tuned"]) == ({"calibrate"}, {"tune"})
 
     def test_cite(self):
         assert call("cite", "taylorseer").output.strip() == diffcache.TaylorSeer.bibtex
@@ -65,9 +112,12 @@ class TestErrors:
             (("cite", "taylorser"), "unknown method 'taylorser'; did you mean 'taylorseer'?"),
             (("run", "nowhere", "x"), "no pipeline at 'nowhere': name a directory"),
             (("demo", "--method", "teacach"), "unknown method 'teacach'"),
-            (("demo", "--set", "every=0"), "every=0: must be a whole number of at least 1"),
-            (("demo", "--set", "evry=3"), "TaylorSeer has no setting 'evry'"),
-            (("demo", "--set", "every"), "--set 'every': must be a setting and its value"),
+            (
+                ("demo", "--method", "taylorseer:every=0"),
+                "every=0: must be a whole number of at least 1",
+            ),
+            (("demo", "--method", "taylorseer:evry=3"), "TaylorSeer has no setting 'evry'"),
+            (("demo", "--method", "taylorseer:every"), "'every' must be a setting and its value"),
             (("inspect",), "name one model, or pass --all"),
             (("inspect", "FluxTransformer"), "did you mean FluxTransformer2DModel?"),
             (("inspect", next(iter(EXCLUDED))), "is not cached: control network"),
@@ -97,6 +147,17 @@ class TestErrors:
         assert done.exit_code == 1
         assert done.stderr.startswith("error: RuntimeError: out of memory")
 
+    @pytest.mark.parametrize(
+        "error", [ImportError("no av"), MissingWeightsError("no weights"), MissingError("no cv2")]
+    )
+    def test_what_is_missing_ends_with_three(self, error, monkeypatch):
+        def fail(name):
+            raise error
+
+        monkeypatch.setattr(cli, "bibtex", fail)
+        done = call("cite", "taylorseer")
+        assert (done.exit_code, done.stderr) == (3, f"error: {error}\n")
+
     def test_interrupt(self, monkeypatch):
         def interrupt(name):
             raise KeyboardInterrupt
@@ -117,13 +178,14 @@ class TestSettings:
          ("a=None", None), ("a=b=c", "b=c"), ("a=", "")],
     )  # fmt: skip
     def test_values(self, pair, value):
-        assert command.parse_settings([pair]) == {"a": value}
+        assert command.parse_settings([pair], "--call") == {"a": value}
 
 
 class TestInspect:
     def test_class_name(self):
         done = call("inspect", "FluxTransformer2DModel")
         assert done.exit_code == 0
+        assert "Of the zoo's tiny random FluxTransformer2DModel" in done.output
         assert "single_transformer_blocks" in done.output
         assert "encoder_hidden_states" in done.output
         assert "fused" in done.output
@@ -132,6 +194,7 @@ class TestInspect:
         done = call("inspect", directory)
         assert done.exit_code == 0
         assert "transformer: FluxTransformer2DModel" in done.output
+        assert "tiny random" not in done.output
 
     def test_model_directory(self, directory):
         assert "ff_context" in call("inspect", directory / "transformer").output
@@ -165,8 +228,8 @@ class TestRun:
     def test_picture_report_and_record(self, directory, tmp_path):
         out, record = tmp_path / "x" / "a.png", tmp_path / "a.json"
         done = call(
-            "run", directory, PROMPT, "--steps", 6, "--compare", "--method", "interval",
-            "--set", "every=2", "--out", out, "--json", record,
+            "run", directory, PROMPT, "--steps", 6, "--compare", "--method", "interval:every=2",
+            "--out", out, "--json", record,
         )  # fmt: skip
         assert done.exit_code == 0, done.output
         assert "6: 3 computed, 3 skipped" in done.output
@@ -188,19 +251,155 @@ class TestRun:
         finally:
             file.write_text(before)
 
-    def test_unknown_dtype(self, directory):
-        done = call("run", directory, PROMPT, "--dtype", "float8")
-        assert done.exit_code == 2 and "must be one of float32" in done.stderr
+    def test_a_size_that_is_rounded_is_said(self, directory, tmp_path):
+        with pytest.warns(diffcache.CacheWarning, match="--height 13: the pipeline rounded it to "):
+            call(
+                "run", directory, PROMPT, "--steps", 2, "--height", 13, "--out", tmp_path / "a.png"
+            )
+
+    def test_an_image_to_edit_is_read_and_changes_the_result(self, tmp_path):
+        Image.new("RGB", (64, 64), "red").save(tmp_path / "red.png")
+        Image.new("L", (64, 64), 0).save(tmp_path / "black.png")
+        made = []
+        for name in ("red", "black"):
+            out = tmp_path / "out.png"
+            given = ("--image", tmp_path / f"{name}.png")
+            edit = ("run", "shapes-kontext", "make the ring green", "--steps", 2, "--out", out)
+            done = call(*edit, "--method", "interval:every=2", *given)
+            assert done.exit_code == 0, done.output
+            made.append(Image.open(out).tobytes())
+        assert made[0] != made[1]
+
+    def test_images_by_name(self, tmp_path):
+        file = tmp_path / "a=b.png"
+        Image.new("RGB", (8, 8), "red").save(file)
+        taken = inspect.signature(diffusers.FluxControlNetImg2ImgPipeline.__call__).parameters
+        texts = [str(file), f"control_image={file}"]
+        found = inputs.read_images(texts, "FluxControlNetImg2ImgPipeline", taken)
+        assert {name: image.size for name, image in found.items()} == {
+            "image": (8, 8), "control_image": (8, 8)}  # fmt: skip
+        with pytest.raises(ValueError, match="pass --image control_image=FILE"):
+            inputs.read_images(texts[:1], "FluxControlNetImg2ImgPipeline", taken)
+        with pytest.raises(ValueError, match="image is given twice"):
+            inputs.read_images(texts[:1] * 2, "FluxControlNetImg2ImgPipeline", taken)
+        with pytest.raises(ValueError, match="takes only image, control_image"):
+            inputs.read_images([f"mask_image={file}"], "FluxControlNetImg2ImgPipeline", taken)
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            inputs.read_images(["nowhere.png"], "FluxControlNetImg2ImgPipeline", taken)
+        with pytest.raises(ValueError, match="cannot be read as an image"):
+            inputs.read_images([__file__], "FluxControlNetImg2ImgPipeline", taken)
+
+    def test_control_images_come_first_where_there_is_no_other(self, tmp_path):
+        Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+        taken = inspect.signature(diffusers.FluxControlNetPipeline.__call__).parameters
+        found = inputs.read_images([str(tmp_path / "a.png")], "FluxControlNetPipeline", taken)
+        assert list(found) == ["control_image"]
+
+    @pytest.mark.parametrize(
+        ("name", "needed"),
+        [("FluxPipeline", ()), ("FluxKontextPipeline", ("image",)), ("Flux2Pipeline", ()),
+         ("FluxImg2ImgPipeline", ("image",)), ("WanImageToVideoPipeline", ("image",)),
+         ("StableDiffusionControlNetPipeline", ("image",)), ("WanVideoToVideoPipeline", ("video",)),
+         ("FluxFillPipeline", ("image", "mask_image")), ("WanPipeline", ())],
+    )  # fmt: skip
+    def test_which_pipelines_work_on_an_image(self, name, needed):
+        taken = inspect.signature(getattr(diffusers, name).__call__).parameters
+        assert inputs.needed_inputs(name, taken) == needed
+
+    def test_pipelines_that_need_no_image_are_of_diffusers_and_take_one(self):
+        for name in inputs.TEXT_IS_ENOUGH & set(dir(diffusers)):
+            taken = inspect.signature(getattr(diffusers, name).__call__).parameters
+            assert {"image", "video"} & set(taken) and "prompt" in taken
+
+    def test_class_numbers_and_names(self):
+        config = SimpleNamespace(num_embeds_ada_norm=1000)
+        pipe = SimpleNamespace(
+            transformer=SimpleNamespace(config=config), labels={"ring": 0, "cross": 1, "star": 2}
+        )
+        assert [inputs.class_number(pipe, text) for text in ("2", "cross")] == [2, 1]
+        for text in ("3", "9999", "circle", "-1"):
+            with pytest.raises(ValueError, match="a class number from 0 to 2: ring, cross, star"):
+                inputs.class_number(pipe, text)
+
+    def test_a_wrong_class_is_told_with_the_right_ones(self):
+        done = call("run", "shapes-dit", 9999, "--steps", 2, "--method", "interval")
+        assert done.exit_code == 2
+        assert "prompt '9999': this pipeline takes a class number from 0 to 34: red" in done.stderr
+
+    def test_what_cannot_be_cached_is_refused_before_anything_is_drawn(self, monkeypatch):
+        def draw(*_):
+            raise AssertionError("drawn")
+
+        pipe = diffcache.wrap(pipes()["FluxPipeline"].build(0), "interval")
+        monkeypatch.setattr(generate, "generate", draw)
+        order = generate.Order(PROMPT)
+        with pytest.raises(diffcache.AttachError, match="already runs under"):
+            generate.run(pipe, diffcache.Interval(), order, {}, compare=True)
+
+    @pytest.mark.parametrize("name", ["a.mp4", "a.gif"])
+    def test_videos(self, name, tmp_path):
+        frames = [Image.new("RGB", (9, 8), (80 * i, 0, 0)) for i in range(3)]
+        path = output.save(frames, output.target_of(tmp_path / "new" / name, is_video=True))
+        film = read_clip(path)
+        assert list(film.shape[:2]) == [3, 3] and film.shape[2] == 8
+        assert (film[:, 0].float().mean((1, 2)) - torch.tensor([0.0, 80, 160])).abs().max() < 8
+
+    def test_mp4_needs_av_and_says_so_first(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(output.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(MissingError, match=r"pip install 'diffcache\[eval\]'; or name a .gif"):
+            output.target_of(tmp_path / "a.mp4", is_video=True)
 
     def test_film_becomes_a_gif(self, tmp_path):
         frames = torch.rand(1, 3, 8, 8, 3).numpy()
         made = generate.pictures(type("Output", (), {"frames": frames})())
-        path = generate.save(made, tmp_path / "film.png")
+        path = output.save(made, tmp_path / "film.png")
         assert path.suffix == ".gif" and Image.open(path).n_frames == 3
 
     def test_other_outputs_are_refused(self):
         with pytest.raises(ValueError, match="neither images nor frames but audios"):
             generate.pictures({"audios": [0]})
+
+
+class TestPlace:
+    def test_auto_on_the_host(self, directory):
+        assert saved.dtype_of("auto", directory, torch.device("cpu")) == "float32"
+        pipe, _ = generate.load(str(directory))
+        expected = "cuda" if torch.cuda.is_available() else "cpu"
+        assert pipe.device.type == expected
+
+    @pytest.mark.parametrize(
+        ("kept", "dtype"),
+        [("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")],
+    )
+    def test_auto_on_an_accelerator_follows_the_weights(self, kept, dtype, tmp_path):
+        (tmp_path / "transformer").mkdir()
+        weights = {"a": torch.ones(2, dtype=saved.DTYPES[kept]), "b": torch.ones(1)}
+        weights["c"] = weights["a"].clone()
+        save_file(weights, tmp_path / "transformer" / "model.safetensors")
+        assert saved.dtype_of("auto", tmp_path, torch.device("cuda")) == dtype
+        assert saved.dtype_of("float32", tmp_path, torch.device("cuda")) == "float32"
+
+    def test_auto_without_safetensors(self, tmp_path):
+        assert saved.dtype_of("auto", tmp_path, torch.device("cuda")) == "bfloat16"
+
+    def test_a_model_id_is_found_in_the_hub_cache(self, directory, monkeypatch):
+        asked = []
+
+        def download(model, **_):
+            asked.append(model)
+            return str(directory)
+
+        monkeypatch.setattr(diffusers.DiffusionPipeline, "download", download)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+        assert saved.locate("owner/name") == saved.locate("owner/name", configs_only=True)
+        done = call("inspect", "owner/name")
+        assert "transformer: FluxTransformer2DModel" in done.output
+        assert asked == ["owner/name"] * 3
+
+    @pytest.mark.parametrize("name", ["shapes-flux", "shapes-unet"])
+    def test_every_command_knows_the_shipped_names(self, name):
+        assert saved.locate(name) == saved.MODELS / name
+        assert call("inspect", name).exit_code == 0
 
 
 class TestDemo:
@@ -222,10 +421,6 @@ class TestDemo:
         assert result.to_dict()["psnr_db"] == [None]
         assert ("PSNR to uncached (8 bit, peak 255)", "-", "identical") in result.rows()
         assert figure(result).mode == "RGB"
-
-    def test_missing_model_says_what_to_do(self, tmp_path):
-        done = call("demo", "--model", tmp_path / "none")
-        assert done.exit_code == 2 and "make models" in done.stderr
 
     def test_psnr(self):
         one, other = (Image.new("RGB", (4, 4), (value,) * 3) for value in (10, 15))

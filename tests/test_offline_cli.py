@@ -29,8 +29,8 @@ def test_calibrate_then_run_in_another_process(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "wrote fitted-forecast.safetensors" in done.stdout
-    run = ["run", "shapes-flux", PROMPT, "--method", "fitted-forecast", "--set", "computed=2"]
-    run += ["--set", "tables=fitted-forecast.safetensors", "--compare"]
+    method = "fitted-forecast:computed=2,tables=fitted-forecast.safetensors"
+    run = ["run", "shapes-flux", PROMPT, "--method", method, "--compare"]
     again = diffcache(tmp_path, *run, "--steps", "4")
     assert again.returncode == 0, again.stderr
     assert "PSNR" in again.stdout

@@ -162,7 +162,7 @@ def test_the_same_steps_as_in_a_real_run(pipe, uncached, method):
     assert torch.equal(drawn[0], uncached[1])
     with diffcache.api.wrapped(pipe, method):
         draw(pipe)
-        calls = diffcache.report(pipe).steps
+        calls = diffcache.report(pipe).calls
         paths = {name for name, _ in pipe.transformer.named_modules()}
     assert skipped_steps(errors) == [call.index for call in calls if not call.computed]
     named = [site for site in errors.sites if site in paths]

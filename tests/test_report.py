@@ -73,7 +73,7 @@ class TestCounts:
     def test_operations_of_one_skipped_block(self, flux):
         method = Combine(Listed(range(0, STEPS, 3)), site="run", blocks="transformer_blocks.1")
         report = run(flux, method)
-        (first, *_) = report.steps
+        (first, *_) = report.calls
         assert report.skipped == STEPS - 4
         assert 0.1 < report.flops_saved / (STEPS - 4) / sum(first.flops) < 0.2
 
@@ -110,9 +110,9 @@ class TestCounts:
         pipe = diffcache.wrap(case.build(0), Interval(every=2))
         case.run(pipe, steps=6)
         report = diffcache.report(pipe)
-        assert [c.branch for c in report.steps[:2]] == ["cond", "uncond"]
+        assert [c.branch for c in report.calls[:2]] == ["cond", "uncond"]
         assert report.steps_computed == report.steps_skipped == 3
-        assert [lane.marks for lane in lanes_of(report.steps)] == [[True, False] * 3] * 2
+        assert [lane.marks for lane in lanes_of(report.calls)] == [[True, False] * 3] * 2
         assert report.held_bytes == 0 < report.peak_bytes
         assert "forced" not in str(report)
 
@@ -122,15 +122,15 @@ class TestPlainData:
         report = run(flux, Interval(every=4))
         data = json.loads(report.to_json())
         assert data == report.to_dict()
-        assert data["schema"] == 1
+        assert data["schema"] == 2
         assert eval(data["method"], {"Interval": Interval}) == Interval(every=4)
-        assert len(data["steps"]) == STEPS
-        assert sum(step["computed"] for step in data["steps"]) == 3
+        assert len(data["calls"]) == STEPS
+        assert sum(step["computed"] for step in data["calls"]) == 3
         assert data["sites"]["model"]["transformer_blocks"] == {"computed": 12, "skipped": 36}
 
     def test_empty_report(self, flux):
         report = run(flux, Interval(), steps=0)
-        assert json.loads(report.to_json())["steps"] == []
+        assert json.loads(report.to_json())["calls"] == []
         assert report.flops_computed is None and report.seconds_computed is None
         assert "No denoiser call yet" in str(report)
 
@@ -173,7 +173,8 @@ class TestText:
 
     @pytest.mark.parametrize(
         ("number", "unit", "text"),
-        [(0, "B", "0 B"), (999, "", "999"), (1234, "", "1.23 k"), (2.5e9, "B", "2.5 GB"),
+        [(0, "B", "0 B"), (999, "", "999"), (1234, "", "1.23 k"), (2.5e9, "", "2.5 G"), (2.5 * 2**30, "B", "2.5 GiB"),
+         (1023, "B", "0.999 KiB"), (2**20 - 1, "B", "1 MiB"),
          (999_600, "", "1 M"), (1.5e15, "", "1.5 P")],
     )  # fmt: skip
     def test_human(self, number, unit, text):

@@ -16,13 +16,14 @@ from diffcache.eval.methods import parse_method
 from diffcache.eval.report.records import load
 from diffcache.eval.runs import measure
 from diffcache.eval.runs.cost import _spelled
-from diffcache.eval.runs.draw import Drawer, find_model, relative_errors, samples_of
+from diffcache.eval.runs.draw import Drawer, relative_errors, samples_of
 from diffcache.eval.runs.evaluate import Plan, RunError
 from diffcache.eval.runs.folder import CaseFolder
 from diffcache.eval.runs.lines import evaluations
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.record import check, without_timing
-from diffcache.eval.runs.task import Task, device_of
+from diffcache.eval.runs.task import Task
+from diffcache.pipelines.demo.saved import locate
 from diffcache.pipelines.small import flux
 
 ROOT = Path(__file__).parents[1]
@@ -226,20 +227,13 @@ class TestBadInput:
 
     def test_model(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match="no pipeline at"):
-            find_model(str(tmp_path))
+            locate(str(tmp_path))
         with pytest.raises(FileNotFoundError, match="the hub did not give one"):
-            find_model("nobody/nothing-here")
+            locate("nobody/nothing-here")
 
     def test_call(self) -> None:
         with pytest.raises(ValueError, match="call colour='red': FluxPipeline takes none"):
             Drawer(replace(TASK, call={"colour": "red"}))
-
-    def test_device(self) -> None:
-        with pytest.raises(ValueError, match="device='gpu'"):
-            device_of("gpu")
-        if not torch.cuda.is_available():
-            with pytest.raises(ValueError, match="no CUDA device"):
-                device_of("cuda")
 
     def test_record(self, run: Path, tmp_path: Path) -> None:
         record = load(run)

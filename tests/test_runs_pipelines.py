@@ -113,6 +113,24 @@ def test_classes(tmp_path: Path) -> None:
     check(task, tmp_path / "run", record, {"class_labels": [0, 1]})
 
 
+def test_classes_are_those_that_the_pipeline_names(tmp_path: Path) -> None:
+    assert Drawer(Task("shapes-dit")).prompts.texts == tuple(map(str, range(35)))
+    (tmp_path / "classes.txt").write_text("3\n35\n")
+    with pytest.raises(ValueError, match="takes class numbers from 0 to 34, not '35'"):
+        _ = Drawer(Task("shapes-dit", prompts=str(tmp_path / "classes.txt"))).prompts
+
+
+def test_the_bar_counts_timed_calls(tmp_path: Path) -> None:
+    task = saved(tmp_path, "DiTPipeline")
+    plan = Plan(task, {METHOD: parse_method(METHOD)}, tmp_path / "run", rounds=2, site_errors=False)
+    first, again = Progress(quiet=True), Progress(quiet=True)
+    rows = len(measure.evaluate(plan, first)["rows"])
+    # Three samples of every row, then two timed rounds after a warm-up, of a batch of two.
+    assert first.done == first.total == first.drawn == rows * (3 + 3 * 2)
+    measure.evaluate(plan, again)
+    assert (again.done, again.drawn) == (again.total, 0)
+
+
 def test_no_condition(tmp_path: Path) -> None:
     task = saved(tmp_path, "DDIMPipeline")
     record = evaluate(task, tmp_path / "run", "interval:every=2")

@@ -154,7 +154,7 @@ def test_pipelines_that_share_a_scheduler_take_turns():
     for _ in range(2):
         for pipe, wanted in zip((one, other), expected, strict=True):
             assert torch.equal(case.run(pipe, 0, 6), wanted)
-            calls = diffcache.report(pipe).steps
+            calls = diffcache.report(pipe).calls
             assert [c.index for c in calls if c.computed and c.branch == calls[0].branch] == [0, 3]
     diffcache.unwrap(one)
     assert owner_of(one.scheduler) is handle_of(other)

@@ -169,7 +169,8 @@ class Calibrated(FeatureMethod):
             cls = type(self).__name__
             raise UncalibratedError(
                 f"{cls} has no tables for this model: method = diffcache.calibrate(pipe, "
-                f"{cls}(...), prompts=[...]), or give {cls}(..., tables='file.safetensors')"
+                f"{cls}(...), prompts=[...]), or give {cls}(..., tables='file.safetensors')",
+                self.name,
             )
         return self.tables
 

@@ -50,7 +50,8 @@ class Tuned(FeatureMethod):
         if not isinstance(self.tables, Tables):
             raise UncalibratedError(
                 "Tuned has nothing to run: method = diffcache.tune(pipe, prompts=[...], "
-                "speedup=3), or give Tuned(tables='file.safetensors')"
+                "speedup=3), or give Tuned(tables='file.safetensors')",
+                self.name,
             )
         return self.tables
 

@@ -174,7 +174,7 @@ class Bench:
         done = report(self.pipe)
         if done.flops_saved is None or None in self._flops.values():
             return done.computed / max(done.computed + done.skipped, 1)
-        full = sum(self._flops.get(call.denoiser) or 0.0 for call in done.steps)
+        full = sum(self._flops.get(call.denoiser) or 0.0 for call in done.calls)
         return 1 - done.flops_saved / full if full else 1.0
 
 

@@ -182,7 +182,7 @@ def run_flops(report: Report, full_call_flops: float, calls: int | None = None) 
     """
     if report.flops_saved is None:
         return None
-    return (len(report.steps) if calls is None else calls) * full_call_flops - report.flops_saved
+    return (len(report.calls) if calls is None else calls) * full_call_flops - report.flops_saved
 
 
 def evaluations(report: Report, full_step_flops: float) -> float | None:
@@ -202,7 +202,7 @@ def evaluations(report: Report, full_step_flops: float) -> float | None:
         raise ValueError(f"full_step_flops={full_step_flops}: must be above 0")
     if report.flops_saved is None:
         return None
-    return len(steps_of(report.steps)) - report.flops_saved / full_step_flops
+    return len(steps_of(report.calls)) - report.flops_saved / full_step_flops
 
 
 def denoisers(target: Any) -> dict[str, nn.Module]:

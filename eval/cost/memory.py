@@ -96,7 +96,7 @@ def peak_bytes(
         MeasureError: If the process fails.
     """
     from diffcache.eval.methods import parse_method
-    from diffcache.pipelines.demo.generate import DTYPES, locate
+    from diffcache.pipelines.demo.saved import DTYPES, locate
 
     place = place or Place()
     directory = locate(str(model))

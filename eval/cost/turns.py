@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import diffcache
+from diffcache.command import device_of
 from diffcache.eval.cost.clock import DenoiserClock
 from diffcache.eval.cost.energy import Joules
 from diffcache.eval.cost.flops import Counted, count, evaluations
@@ -25,8 +26,8 @@ from diffcache.eval.cost.interleave import Progress, Timings, Turn, measure, sum
 from diffcache.eval.cost.memory import Peak, Place, peak, peak_bytes
 from diffcache.eval.methods import parse_method
 from diffcache.eval.record import Setting, envelope
-from diffcache.eval.runs.task import device_of
-from diffcache.pipelines.demo import generate
+from diffcache.pipelines.demo import generate, saved
+from diffcache.pipelines.demo.inputs import class_number, needed_inputs
 from diffcache.report import Report
 from diffcache.timeline import steps_of
 
@@ -92,9 +93,11 @@ class Bench:
         self.methods = {text: parse_method(text) for text in plan.methods}
         device = device_of(plan.place.device)
         torch.set_num_threads(plan.place.threads)
-        self.pipe, defaults = generate.load(plan.model, plan.place.dtype, str(device))
+        directory = saved.locate(plan.model)
+        self.dtype = saved.dtype_of(plan.place.dtype, directory, device)
+        self.pipe, defaults = generate.load(str(directory), self.dtype, str(device))
         self.pipe.set_progress_bar_config(disable=True)
-        self.setting = Setting(device, generate.DTYPES[plan.place.dtype])
+        self.setting = Setting(device, saved.DTYPES[self.dtype])
         self.taken = inspect.signature(type(self.pipe).__call__).parameters
         self.call = self._call(defaults)
         self.clock = DenoiserClock(self.pipe, self.setting)
@@ -107,13 +110,15 @@ class Bench:
         unknown = sorted(set(plan.call) - set(taken))
         if unknown:
             raise ValueError(f"{type(self.pipe).__name__} takes no {unknown[0]}")
+        name = type(self.pipe).__name__
+        inputs = needed_inputs(name, taken)
+        if inputs:
+            raise ValueError(f"{name} works on {inputs[0]}: only pipelines without can be timed")
         call = {**{k: v for k, v in defaults.items() if k in taken}, **plan.call}
         if "prompt" in taken:
             call["prompt"] = [plan.prompt or _PROMPT] * plan.batch_size
         elif "class_labels" in taken:
-            if not (plan.prompt or "0").isdecimal():
-                raise ValueError(f"prompt={plan.prompt!r}: this pipeline takes a class number")
-            call["class_labels"] = [int(plan.prompt or "0")] * plan.batch_size
+            call["class_labels"] = [class_number(self.pipe, plan.prompt or "0")] * plan.batch_size
         elif "batch_size" in taken:
             call["batch_size"] = plan.batch_size
         return call
@@ -226,7 +231,7 @@ def _cost(report: Report | None, counted: Counted, steps: float) -> dict[str, An
         total, took = float(steps), float(steps)
         found: dict[str, Any] = {"computed_steps": steps, "held_bytes": 0}
     else:
-        total = float(len(steps_of(report.steps)))
+        total = float(len(steps_of(report.calls)))
         cost = None if full is None else evaluations(report, full)
         took = float(report.steps_computed) if cost is None else cost
         found = {"computed_steps": report.steps_computed, "held_bytes": report.peak_bytes}
@@ -245,7 +250,7 @@ def _peak(plan: Plan, bench: Bench, name: str) -> dict[str, Any]:
     if bench.setting.device.type == "cuda":  # here: a second copy may not fit
         found = bench.peak(name)
     else:
-        place = Place(str(bench.setting.device), place.dtype, place.threads)
+        place = Place(str(bench.setting.device), bench.dtype, place.threads)
         method = None if name == UNCACHED else name
         found = peak_bytes(plan.model, method, {**bench.call, "seed": 0}, place)
     return {"peak_bytes": found.peak_bytes, "loaded_bytes": found.loaded_bytes,

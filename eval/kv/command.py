@@ -9,9 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffcache.command import guarded
-from diffcache.eval.kv.words import parse_row
-from diffcache.kv.recipes.catalog import recipes as recipe_names
+from diffcache.command import Seed, check_target, guarded
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
 from diffcache.report import human
 
@@ -35,7 +33,7 @@ def kv(
     context: Annotated[int, typer.Option(help="Tokens of a context, 1 + 4 n.")] = 513,
     facts: Annotated[int, typer.Option(help="Facts in a context.")] = 64,
     samples: Annotated[int, typer.Option(help="Contexts.")] = 32,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    seed: Seed = 0,
     sweep: Annotated[
         Path | None, typer.Option(help="A TOML file of recipes and budgets, instead of --recipe.")
     ] = None,
@@ -65,23 +63,26 @@ def kv(
 
         diffcache kv --sweep assets/bench/kv-recall.toml --out out/kv-recall.json
     """
-    quiet()
     if show:
-        for name in recipe_names():
-            typer.echo(name)
+        from diffcache.kv.recipes.catalog import recipes as recipe_names
+
+        typer.echo("\n".join(recipe_names()))
         return
     if task != "recall":
         raise ValueError(f"task={task!r}: must be 'recall'")
     if (sweep is None) == (not recipe):
         raise ValueError("give --recipe (may be repeated), --sweep FILE, or --list")
+    if out is not None:
+        check_target("--out", out, (".json",))
+    quiet()
     from diffcache.eval.kv.recall import KVTask
     from diffcache.eval.kv.sweep import Sweep, draw, read_sweep, run
+    from diffcache.eval.kv.words import parse_row
 
     if sweep is None:
         asked = KVTask(model=model, context=context, facts=facts, samples=samples, seed=seed)
         wanted = Sweep(asked, {"recipes": list(recipe)})
-        for word in recipe:
-            parse_row(word)
+        list(map(parse_row, recipe))  # raises before anything is loaded
     else:
         wanted = read_sweep(sweep)
     with progress("asking") as show_progress:
@@ -90,10 +91,10 @@ def kv(
         print_rows(titles, lines)
     if out is not None:
         typer.echo(f"wrote {out}")
-        if plot:
-            picture = out.with_suffix(".png")
-            draw(json.loads(out.read_text(encoding="utf-8")), picture)
-            typer.echo(f"wrote {picture}")
+    if out is not None and plot:
+        picture = out.with_suffix(".png")
+        draw(json.loads(out.read_text(encoding="utf-8")), picture)
+        typer.echo(f"wrote {picture}")
 
 
 def _broken(name: str, width: int = 38) -> str:

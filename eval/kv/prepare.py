@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffcache.command import EXIT_LINE
 from diffcache.eval import script
 from diffcache.eval.kv.offline import Prepared, Samples
 from diffcache.eval.kv.offline_gates import duo_attention
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m diffcache.eval.kv.prepare",
         description="Make the tables that recipes need, on recall-llama.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=script.EXIT_CODES,
+        epilog=EXIT_LINE,
     )
     parser.add_argument("names", nargs="*", help=f"{', '.join(MAKERS)}; default: all")
     parser.add_argument("--model", default=SHIPPED, help="directory (default: recall-llama)")

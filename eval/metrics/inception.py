@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diffcache.errors import DiffcacheError
+from diffcache.errors import MissingError
 from diffcache.eval import weights
 
 Convention = Literal["torch-fidelity", "clean"]
@@ -36,7 +36,7 @@ _RESIZE = {
 }
 
 
-class MissingPackageError(DiffcacheError, ImportError):
+class MissingPackageError(MissingError, ImportError):
     """A library that a metric needs is not installed, or is installed and cannot be imported."""
 
 

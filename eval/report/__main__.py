@@ -7,17 +7,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from diffcache.command import EXIT_LINE
 from diffcache.eval import script
 from diffcache.eval.report import docs
 from diffcache.eval.report.records import load
 from diffcache.eval.report.write import FOLDER, FORMATS, write_joined, write_report, write_reports
 
-EPILOG = """\
+EPILOG = f"""\
   python -m diffcache.eval.report runs/shapes-flux-0123abcd
   python -m diffcache.eval.report runs/one runs/two --join --out both
   python -m diffcache.eval.report --docs README.md RECORD.json --check
 The last one fills what stands between <!-- diffcache.eval: RECORD --> and <!-- /diffcache.eval -->.
-exit codes: 0 done, 1 a document differs from its records (--check), 2 a wrong request or file
+{EXIT_LINE}
 """
 
 

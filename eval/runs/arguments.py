@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import diffusers
-
 from diffcache.eval.prompts import Prompts, load_prompts
 from diffcache.eval.runs.task import Task, digest
+from diffcache.pipelines.demo.inputs import needed_inputs
+from diffcache.pipelines.demo.saved import Parameters
 
-Parameters = Mapping[str, inspect.Parameter]
 _CLASSES = 1000
 # Arguments that a run sets itself, and the field of the task that says what to.
 _OWN = {
@@ -26,25 +25,6 @@ _FIXED = (
     "callback_on_step_end",
 )  # fmt: skip
 _REAL = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-def pipeline_of(directory: Path) -> tuple[str, Parameters]:
-    """Return the class name of a saved pipeline and the parameters of its call.
-
-    Raises:
-        ValueError: If `model_index.json` names no class of diffusers.
-    """
-    place = directory / "model_index.json"
-    try:
-        name = str(json.loads(place.read_text(encoding="utf-8"))["_class_name"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{place} names no pipeline: {error}") from error
-    found = getattr(diffusers, name, None)
-    if found is None:
-        raise ValueError(f"{place}: diffusers {diffusers.__version__} has no {name}")
-    parameters = dict(inspect.signature(found.__call__).parameters)
-    parameters.pop("self", None)
-    return name, parameters
 
 
 def check_call(pipeline: str, parameters: Parameters, task: Task, call: Mapping[str, Any]) -> None:
@@ -70,9 +50,10 @@ def check_call(pipeline: str, parameters: Parameters, task: Task, call: Mapping[
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(f"call {name}={value!r}: must be plain data ({error})") from error
+    inputs = needed_inputs(pipeline, parameters)
     for name, parameter in parameters.items():
         is_needed = parameter.kind in _REAL and parameter.default is parameter.empty
-        if is_needed and name not in call and name not in _OWN:
+        if (is_needed or name in inputs) and name not in call and name not in _OWN:
             raise ValueError(
                 f"{pipeline} needs {name}: only pipelines that draw from prompts or class numbers "
                 "alone can be evaluated; plain values are passed with --call KEY=VALUE"
@@ -123,6 +104,14 @@ def prompts_of(task: Task, pipeline: str, parameters: Parameters, directory: Pat
 
 
 def _class_count(directory: Path) -> int:
+    """Return how many classes a pipeline has: those that it names, else those that fit its table.
+
+    A table may be longer than what was trained, so names go first.
+    """
+    index = json.loads((directory / "model_index.json").read_text(encoding="utf-8"))
+    names = index.get("id2label")
+    if names:
+        return max(map(int, names)) + 1
     config = directory / "transformer" / "config.json"
     found = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
     return int(found.get("num_embeds_ada_norm") or _CLASSES)

@@ -12,13 +12,11 @@ from diffcache.eval.cost.interleave import Turn, measure
 from diffcache.eval.cost.memory import Place, peak, peak_bytes
 from diffcache.eval.diffusers_caches import DiffusersCache
 from diffcache.eval.record import Setting
-from diffcache.eval.runs.evaluate import Run
+from diffcache.eval.runs.evaluate import WARM_UP, Run
 from diffcache.eval.runs.folder import remember
 from diffcache.eval.runs.task import Case, digest
 from diffcache.features.base import FeatureMethod
-from diffcache.pipelines.demo.generate import DTYPES
-
-_WARM_UP = 1
+from diffcache.pipelines.demo.saved import DTYPES
 
 
 def costs(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
@@ -29,13 +27,15 @@ def costs(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
     Raises:
         MeasureError: If a process whose memory was to be measured failed.
     """
-    setting = Setting(run.drawer.device, DTYPES[run.plan.task.dtype])
+    setting = Setting(run.drawer.device, DTYPES[run.drawer.dtype])
     names = [(case.name, case.digest(run.drawer.about)) for case in cases]
     key = digest([names, run.plan.rounds, setting.device_name])
     kept: dict[str, Any] = {"rows": {}, "warning": None}
     if run.plan.rounds:
         place = run.folder / "times.json"
         kept = remember(place, key, lambda: _times(run, cases, setting))
+        left = run.progress.total - run.progress.done  # times that were kept
+        run.progress.advance(left, "time", drawn=False)
     if run.plan.memory or setting.device.type == "cuda":
         key = digest([names, setting.device_name])
         peaks = remember(run.folder / "memory.json", key, lambda: _peaks(run, cases))
@@ -46,11 +46,13 @@ def costs(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
 
 def _times(run: Run, cases: Sequence[Case], setting: Setting) -> dict[str, Any]:
     turns = {case.name: _Turns(run, case, setting).turn() for case in cases}
-    timings = measure(
-        turns, run.plan.rounds, _WARM_UP, setting,
-        lambda done, total, name: run.progress.say(f"time {name}, {done} of {total}"),
-    )  # fmt: skip
-    rows = timings.rows(len(run.batches[0].ids))
+    size = len(run.batches[0].ids)
+
+    def show(done: int, total: int, name: str) -> None:
+        run.progress.advance(size if done else 0, f"time {name}, {done} of {total}")
+
+    timings = measure(turns, run.plan.rounds, WARM_UP, setting, show)
+    rows = timings.rows(size)
     for row in rows.values():
         if "joules" in row:
             row["joules"] = row["joules"]["median"]
@@ -128,7 +130,7 @@ def _peaks(run: Run, cases: Sequence[Case]) -> dict[str, int]:
         call = run.drawer.arguments(batch, case.steps)
         call.pop("generator", None)  # noise takes the same memory whatever its seed
         method = None if case.method is None else _spelled(case.method)
-        place = Place("cpu", task.dtype, task.threads)
+        place = Place("cpu", run.drawer.dtype, task.threads)
         found[case.name] = peak_bytes(run.drawer.directory, method, call, place).peak_bytes
     return found
 

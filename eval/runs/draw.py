@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 import diffcache
+from diffcache.command import device_of
 from diffcache.eval.diffusers_caches import DiffusersCache, observed
 from diffcache.eval.prompts import HELD_OUT, Prompts
-from diffcache.eval.runs.arguments import check_call, pipeline_of, prompts_of
+from diffcache.eval.runs.arguments import check_call, prompts_of
 from diffcache.eval.runs.folder import Batch
 from diffcache.eval.runs.ranks import Ranks
-from diffcache.eval.runs.task import Case, Task, device_of, directory_sha256, versions
+from diffcache.eval.runs.task import Case, Task, directory_sha256, versions
 from diffcache.features.base import FeatureMethod
-from diffcache.pipelines.demo import generate
+from diffcache.pipelines.demo import generate, saved
 from diffcache.timeline import steps_of
 
 
@@ -59,15 +60,16 @@ class Drawer:
 
     def __init__(self, task: Task, ranks: Ranks | None = None) -> None:
         self.task, self.ranks = task, ranks or Ranks()
-        self.directory = find_model(task.model)
-        self.pipeline, self.parameters = pipeline_of(self.directory)
-        defaults = generate.call_defaults(self.directory)
+        self.directory = saved.locate(task.model)
+        self.pipeline, self.parameters = saved.pipeline_of(self.directory)
+        defaults = saved.call_defaults(self.directory)
         self.call = {name: value for name, value in defaults.items() if name in self.parameters}
         self.call |= task.call
         check_call(self.pipeline, self.parameters, task, self.call)
         self.device = device_of(task.device)
         if self.device == torch.device("cuda") and self.ranks.count > 1:
             self.device = torch.device("cuda", self.ranks.local)
+        self.dtype = saved.dtype_of(task.dtype, self.directory, self.device)
 
     @property
     def name(self) -> str:
@@ -124,7 +126,7 @@ class Drawer:
         grows = self.prompts.source == HELD_OUT
         return {
             "model": directory_sha256(self.directory), "pipeline": self.pipeline,
-            "call": self.call, "dtype": task.dtype, "device": self.device.type,
+            "call": self.call, "dtype": self.dtype, "device": self.device.type,
             "threads": task.threads, "batch_size": task.batch_size, "seed": task.seed,
             "prompts": self.prompts.source if grows else self.prompts.sha256,
             "versions": versions(),
@@ -134,7 +136,7 @@ class Drawer:
     def pipe(self) -> Any:
         """The pipeline, loaded when it is first asked for."""
         torch.set_num_threads(self.task.threads)
-        pipe, _ = generate.load(str(self.directory), self.task.dtype, str(self.device))
+        pipe, _ = generate.load(str(self.directory), self.dtype, str(self.device))
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
@@ -202,7 +204,7 @@ def summary(pipe: Any) -> dict[str, Any]:
     """Return what the manifest keeps of the last run's report: no times."""
     report = diffcache.report(pipe)
     steps = []
-    for calls in steps_of(report.steps):
+    for calls in steps_of(report.calls):
         steps.append([calls[0].timestep, int(any(call.computed for call in calls))])
     return {
         "steps": steps, "computed": report.computed, "skipped": report.skipped,
@@ -230,28 +232,6 @@ def samples_of(output: Any) -> list[Tensor]:
 def _tensor(image: Any) -> Tensor:
     array = np.array(generate.picture(image).convert("RGB"))
     return torch.from_numpy(array).movedim(-1, 0)
-
-
-def find_model(model: str) -> Path:
-    """Return the directory of a pipeline: a path, a shipped name, or a hub name.
-
-    A hub name is looked up in the local hub cache, and downloaded unless `HF_HUB_OFFLINE` is set.
-
-    Raises:
-        FileNotFoundError: If there is no such pipeline.
-    """
-    try:
-        return generate.locate(model)
-    except FileNotFoundError:
-        if model.count("/") != 1 or model.startswith((".", "/")):
-            raise
-    try:
-        return Path(diffusers.DiffusionPipeline.download(model))
-    except Exception as error:
-        reason = str(error).split("\n", 1)[0]
-        raise FileNotFoundError(
-            f"no pipeline at {model!r}, and the hub did not give one: {reason}"
-        ) from error
 
 
 def relative_errors(latents: Tensor, others: Tensor) -> list[list[float]]:

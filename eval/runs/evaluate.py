@@ -38,6 +38,7 @@ from diffcache.eval.runs.task import Case, Task, digest
 from diffcache.features.base import FeatureMethod
 
 FOLDER = Path("runs")
+WARM_UP = 1  # untimed rounds before the timed ones
 LATENT_SAMPLES = 16  # the first ones, whose latents are compared step by step
 _LATENT_BYTES = 1 << 28  # of a batch; larger ones are not kept
 _ROUNDING = 1e-6
@@ -163,7 +164,7 @@ def draw_all(run: Run) -> list[Case]:
     steps, count = run.drawer.steps, sum(len(batch.ids) for batch in _share(run))
     uncached = Case("uncached", "uncached", steps)
     cases = [Case(name, "method", steps, method) for name, method in run.plan.methods.items()]
-    run.progress.expect(count * (1 + 2 * len(cases)))
+    run.progress.expect(count * (1 + 2 * len(cases)) + _timed(run, 1 + 2 * len(cases)))
     _try(run, cases)
     draw(run, uncached)
     run.ranks.wait()  # the others compare their latents with these
@@ -171,11 +172,19 @@ def draw_all(run: Run) -> list[Case]:
         draw(run, case, uncached)
     run.ranks.wait()
     fewer = fewer_steps(run, cases)
-    run.progress.expect(count * (1 + len(cases) + len(fewer)))
+    rows = 1 + len(cases) + len(fewer)
+    run.progress.expect(count * rows + _timed(run, rows))
     for case in fewer:
         draw(run, case)
     run.ranks.wait()
     return [uncached, *cases, *fewer]
+
+
+def _timed(run: Run, rows: int) -> int:
+    """Return how many samples the timed calls of so many rows draw, which come last."""
+    if not run.plan.rounds or not run.ranks.is_first:
+        return 0
+    return rows * (run.plan.rounds + WARM_UP) * len(run.batches[0].ids)
 
 
 def _share(run: Run) -> list[Batch]:

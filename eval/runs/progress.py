@@ -12,7 +12,7 @@ _EVERY_SECONDS = 30.0
 
 
 class Progress:
-    """Counts samples; the time left follows from those that were drawn, not found done.
+    """Counts samples, those of timed calls too; the time left follows from those that were drawn.
 
     Args:
         bar: A `rich` progress bar, None for plain lines on standard error.

@@ -24,8 +24,8 @@ from diffcache.eval.runs.evaluate import Run, step_flops
 from diffcache.eval.runs.extractors import Extractors
 from diffcache.eval.runs.folder import CaseFolder
 from diffcache.eval.runs.lines import evaluations, shares
-from diffcache.eval.runs.task import Case, code_sha256, device_of, versions
-from diffcache.pipelines.demo.generate import DTYPES
+from diffcache.eval.runs.task import Case, code_sha256, versions
+from diffcache.pipelines.demo.saved import DTYPES
 
 _ENOUGH = 2000
 _TIME_KEYS = ("timing", "env", "command")
@@ -115,7 +115,7 @@ def assemble(
                 "count": len(drawer.prompts.texts),
             },
             "samples": task.samples, "seed": task.seed, "batch_size": task.batch_size,
-            "steps": drawer.steps, "call": drawer.call, "dtype": task.dtype,
+            "steps": drawer.steps, "call": drawer.call, "dtype": drawer.dtype,
             "device": drawer.device.type, "threads": task.threads,
             "reference": reference_name(run),
             "code_sha256": code_sha256(), "versions": versions(),
@@ -193,7 +193,7 @@ def warnings(run: Run, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def environment(run: Run) -> dict[str, Any]:
     """Return versions, device and processes."""
-    setting = Setting(device_of(run.plan.task.device), DTYPES[run.plan.task.dtype])
+    setting = Setting(run.drawer.device, DTYPES[run.drawer.dtype])
     return {
         "diffcache": diffcache.__version__,
         "python": platform.python_version(),

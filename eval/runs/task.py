@@ -12,12 +12,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 import diffcache
 from diffcache.eval.diffusers_caches import DiffusersCache
 from diffcache.features.base import FeatureMethod
-from diffcache.pipelines.demo.generate import DTYPES
+from diffcache.pipelines.demo.saved import check_dtype
 
 Kind = Literal["uncached", "method", "fewer steps"]
 _PACKAGE = Path(diffcache.__file__).parent
@@ -30,7 +28,7 @@ class Task:
     """What every case of a run draws.
 
     Attributes:
-        model: Directory of a saved pipeline, name of a shipped model, or a hub name.
+        model: Directory of a saved pipeline, name of a shipped model, or a Hugging Face model ID.
         prompts: A built-in list or a file (`diffcache.eval.prompts`); "" is the model's own.
         samples: How many; sample `i` is drawn from prompt `i` (the list is repeated) and from
             noise with seed `seed + i`.
@@ -39,7 +37,7 @@ class Task:
             may decide by its mean.
         steps: Sampling steps; None is the pipeline's default.
         call: More arguments of the pipeline's call.
-        dtype: Of the model.
+        dtype: Of the model, or `auto` (`diffcache.pipelines.demo.saved.dtype_of`).
         device: `auto`, or as torch names it.
         threads: CPU threads of torch; they change the order of sums.
     """
@@ -51,7 +49,7 @@ class Task:
     batch_size: int = 8
     steps: int | None = None
     call: Mapping[str, Any] = field(default_factory=dict)
-    dtype: str = "float32"
+    dtype: str = "auto"
     device: str = "auto"
     threads: int = 1
 
@@ -63,8 +61,7 @@ class Task:
             raise ValueError(f"steps={self.steps!r}: must be at least 1")
         if not isinstance(self.call, Mapping):
             raise ValueError(f"call={self.call!r}: must be arguments by name")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
+        check_dtype(self.dtype)
 
 
 def _is_whole(value: object, least: int) -> bool:
@@ -150,20 +147,3 @@ def directory_sha256(directory: Path) -> str:
                 data.seek(max(size - _SMALL_BYTES, _SMALL_BYTES))
                 found.update(data.read())
     return found.hexdigest()
-
-
-def device_of(name: str) -> torch.device:
-    """Return the device a task names; `auto` is the accelerator where there is one.
-
-    Raises:
-        ValueError: If torch does not know the device, or sees none of its kind here.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device={name!r}: use auto, cpu, cuda or cuda:0") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={name!r}: torch sees no CUDA device here; use cpu")
-    return device

@@ -12,17 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from diffcache.command import EXIT_LINE
 from diffcache.eval import script
 
 Found = tuple[dict[str, Any], Callable[[], None]]
 _INSTALLED = "(installed)"
-_EPILOG = """\
+_EPILOG = f"""\
 own: weights-free dimensions; every key but temporal_flickering starts with lite_, since none is
 VBench's. official: runs the package vbench in $VBENCH_PYTHON (default: this interpreter), finished
 dimensions are kept; with --info as VBench's standard suite, else on films of any prompts.
   python -m diffcache.eval.vbench FILMS --json own.json
   python -m diffcache.eval.vbench FILMS --backend official --dimensions motion_smoothness
-exit codes: 0 done, 1 VBench failed, 2 a wrong request, 3 weight files or a package are missing
+{EXIT_LINE}
 """
 
 

@@ -17,7 +17,9 @@ from PIL import Image
 from torch import nn
 
 import diffcache
+from diffcache.command import device_of
 from diffcache.features.base import FeatureMethod
+from diffcache.pipelines.demo.saved import DTYPES, dtype_of
 from diffcache.pipelines.small import flux, scenes
 from diffcache.pipelines.small.export import versions
 from diffcache.report import Report, human, share
@@ -39,12 +41,16 @@ class Task:
         steps: Sampling steps.
         seed: Of the first picture's noise; picture i starts from `seed + i`.
         samples: Number of pictures.
+        dtype: As `diffcache.pipelines.demo.saved.dtype_of` takes it.
+        device: As `diffcache.command.device_of` takes it.
     """
 
     prompt: str = PROMPT
     steps: int = 50
     seed: int = 0
     samples: int = 1
+    dtype: str = "auto"
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         if self.steps < 1 or not 1 <= self.samples <= 4:
@@ -83,13 +89,23 @@ class Side:
 
 @dataclass
 class Comparison:
-    """The outcome: both sides, the report of the last cached run, and how close they are."""
+    """The outcome: both sides, the report of the last cached run, and how close they are.
+
+    Attributes:
+        task: What was drawn.
+        method: The cache.
+        baseline: The uncached side.
+        cached: The cached side.
+        report: The report of the last cached run.
+        place: Device and dtype.
+    """
 
     task: Task
     method: FeatureMethod
     baseline: Side
     cached: Side
     report: Report
+    place: str = "cpu, float32"
 
     @property
     def psnr(self) -> list[float]:
@@ -137,7 +153,7 @@ class Comparison:
             "schema": 1,
             "task": vars(self.task),
             "method": repr(self.method),
-            "device": "cpu",
+            "place": self.place,
             "threads": torch.get_num_threads(),
             "versions": versions(),
             "speedup": round(self.speedup, 3),
@@ -155,18 +171,27 @@ def psnr(one: Image.Image, other: Image.Image) -> float:
     return float("inf") if error == 0 else 10 * float(np.log10(255**2 / error))
 
 
-def load(model: Path | None = None) -> Any:
+def load(model: Path | None = None, dtype: str = "auto", device: str = "auto") -> Any:
     """Load the shipped pipeline, or one like it from another directory.
 
+    Args:
+        model: Directory; the shipped one by default.
+        dtype: As `diffcache.pipelines.demo.saved.dtype_of` takes it.
+        device: As `diffcache.command.device_of` takes it.
+
     Raises:
-        FileNotFoundError: If there is none; the message says how to make it.
+        FileNotFoundError: If there is none.
+        ValueError: If dtype or device is unknown, or the device is not there.
     """
     directory = model or flux.DIRECTORY
     if not (directory / "model_index.json").exists():
         raise FileNotFoundError(
-            f"no pipeline at {directory}: `make models` trains the shipped one, or name another"
+            f"no pipeline at {directory}: --model takes a directory of a pipeline built like "
+            "shapes-flux; without it the shipped one is taken"
         )
-    return flux.load(directory=directory)
+    place = device_of(device)
+    kind = DTYPES[dtype_of(dtype, directory, place)]
+    return flux.load(kind, directory).to(place)
 
 
 def compare(
@@ -189,7 +214,7 @@ def compare(
         FileNotFoundError: If the model is not there.
         AttachError: If the model cannot be cached with this method.
     """
-    pipes = (load(model), load(model))
+    pipes = tuple(load(model, task.dtype, task.device) for _ in range(2))
     diffcache.wrap(pipes[1], method)
     rounds = max(task.samples, ROUNDS)
     total = 2 * rounds + 2
@@ -205,7 +230,9 @@ def compare(
             progress(2 * turn + number + 3, total)
     for side in sides:
         read(side, task.prompt)
-    return Comparison(task, method, *sides, diffcache.report(pipes[1]))
+    dtype = str(pipes[1].transformer.dtype).removeprefix("torch.")
+    place = f"{pipes[1].device}, {dtype}"
+    return Comparison(task, method, *sides, diffcache.report(pipes[1]), place)
 
 
 def run(pipe: Any, side: Side, task: Task, turn: int) -> None:
@@ -229,13 +256,21 @@ def draw(pipe: Any, task: Task, seed: int, steps: int) -> Image.Image:
 
 @contextmanager
 def clock(model: nn.Module) -> Iterator[list[float]]:
-    """Collect the seconds of every call of a model, its hooks included."""
+    """Collect the seconds of every call of a model, its hooks included.
+
+    An accelerator is waited for at both ends of a call.
+    """
     ticks: list[float] = []
     starts: list[float] = []
-    before = model.register_forward_pre_hook(
-        lambda *_: starts.append(time.perf_counter()), prepend=True
-    )
-    after = model.register_forward_hook(lambda *_: ticks.append(time.perf_counter() - starts.pop()))
+    on_host = next(model.parameters()).device.type == "cpu"
+
+    def now() -> float:
+        if not on_host:
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    before = model.register_forward_pre_hook(lambda *_: starts.append(now()), prepend=True)
+    after = model.register_forward_hook(lambda *_: ticks.append(now() - starts.pop()))
     try:
         yield ticks
     finally:

@@ -1,13 +1,12 @@
-"""Run any saved diffusers pipeline once, and save the picture or the film it makes."""
+"""Load any saved diffusers pipeline and run it once, with and without a cache."""
 
 from __future__ import annotations
 
 import inspect
-import json
 import time
 import warnings
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,13 @@ import torch
 from PIL import Image
 
 import diffcache
+from diffcache.api import denoisers_of
+from diffcache.command import device_of
 from diffcache.features.base import FeatureMethod
 from diffcache.pipelines.demo.compare import psnr
+from diffcache.pipelines.demo.inputs import check_required, class_number
+from diffcache.pipelines.demo.saved import DTYPES, call_defaults, check_dtype, dtype_of, locate
 from diffcache.report import Report
-
-FRAME_MILLISECONDS = 100
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Order:
         seed: Of the noise.
         height: Pixels.
         width: Pixels.
+        images: Input images by argument (`diffcache.pipelines.demo.inputs`).
     """
 
     prompt: str
@@ -40,6 +41,7 @@ class Order:
     seed: int = 0
     height: int | None = None
     width: int | None = None
+    images: Mapping[str, Image.Image] = field(default_factory=dict)
 
 
 @dataclass
@@ -52,6 +54,7 @@ class Done:
         seconds: Of the cached run, the whole pipeline.
         plain: The pictures of the uncached run, empty without one.
         plain_seconds: Of the uncached run.
+        place: Device and dtype of the denoiser.
     """
 
     made: list[Image.Image]
@@ -59,6 +62,7 @@ class Done:
     seconds: float
     plain: list[Image.Image]
     plain_seconds: float | None = None
+    place: str = ""
 
     @property
     def psnr_db(self) -> float | None:
@@ -70,11 +74,12 @@ class Done:
     def lines(self) -> list[str]:
         """Say how long it took, and how close it is to the uncached run."""
         if self.plain_seconds is None or self.psnr_db is None:
-            return [f"the pipeline took {self.seconds:.2f} s"]
+            return [f"the pipeline took {self.seconds:.2f} s on {self.place}"]
         close = "identical" if np.isinf(self.psnr_db) else f"PSNR {self.psnr_db:.1f} dB (peak 255)"
         ratio = self.plain_seconds / self.seconds
+        both = f"uncached {self.plain_seconds:.2f}, cached {self.seconds:.2f}: {ratio:.2f}x"
         return [
-            f"seconds: uncached {self.plain_seconds:.2f}, cached {self.seconds:.2f}: {ratio:.2f}x",
+            f"seconds: {both} on {self.place}",
             f"closeness to the uncached: {close}",
         ]
 
@@ -82,7 +87,8 @@ class Done:
         """Return the numbers as plain data; the PSNR of identical pictures becomes None."""
         value = self.psnr_db
         return {
-            "schema": 1,
+            "schema": 2,
+            "place": self.place,
             "seconds": self.seconds,
             "uncached_seconds": self.plain_seconds,
             "psnr_db": None if value is None or np.isinf(value) else value,
@@ -108,6 +114,8 @@ def run(
         ValueError: If it does not take what was ordered.
     """
     short = order if method.total else replace(order, steps=2)  # tables are for one length
+    with diffcache.wrapped(pipe, method):
+        pass  # what cannot be cached is refused before an uncached run is waited for
     plain: list[Image.Image] = []
     plain_seconds = None
     if compare:
@@ -123,55 +131,32 @@ def run(
     start = time.perf_counter()
     made = generate(pipe, order, defaults)
     seconds = time.perf_counter() - start
-    return Done(made, diffcache.report(pipe), seconds, plain, plain_seconds)
+    _check_size(made, order)
+    return Done(made, diffcache.report(pipe), seconds, plain, plain_seconds, _place(pipe))
 
 
-def locate(model: str) -> Path:
-    """Return the directory of a model: a path, or the name of a shipped model.
-
-    Raises:
-        FileNotFoundError: If there is no saved pipeline.
-    """
-    from diffcache.pipelines.small import flux
-
-    for path in (Path(model), flux.DIRECTORY.parent / model):
-        if (path / "model_index.json").exists():
-            return path
-    raise FileNotFoundError(
-        f"no pipeline at {model!r}: name a directory that holds a model_index.json, as "
-        "`save_pretrained` writes it, or shapes-flux"
-    )
-
-
-def load(model: str, dtype: str = "float32", device: str = "cpu") -> tuple[Any, dict[str, Any]]:
+def load(model: str, dtype: str = "auto", device: str = "auto") -> tuple[Any, dict[str, Any]]:
     """Load a pipeline, and the defaults of its call.
 
     Defaults stand in `diffcache.json` beside the pipeline, as `{"call": {"height": 64}}`.
 
     Args:
-        model: Directory, or name of a shipped model.
-        dtype: One of `DTYPES`.
-        device: As torch names it.
+        model: As `locate` takes it.
+        dtype: As `dtype_of` takes it.
+        device: As `diffcache.command.device_of` takes it.
 
     Raises:
-        FileNotFoundError: If there is no such directory.
-        ValueError: If `dtype` is unknown.
+        FileNotFoundError: If there is no such pipeline.
+        ValueError: If `dtype` or `device` is unknown, or the pipeline cannot be loaded.
     """
     from diffusers import DiffusionPipeline
 
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
+    check_dtype(dtype)
+    place = device_of(device)
     path = locate(model)
-    pipe = DiffusionPipeline.from_pretrained(str(path), torch_dtype=DTYPES[dtype]).to(device)
+    kind = DTYPES[dtype_of(dtype, path, place)]
+    pipe = DiffusionPipeline.from_pretrained(str(path), torch_dtype=kind).to(place)
     return pipe, call_defaults(path)
-
-
-def call_defaults(path: Path) -> dict[str, Any]:
-    """Return the default arguments of the call of a saved pipeline: see `load`."""
-    file = path / "diffcache.json"
-    if not file.exists():
-        return {}
-    return dict(json.loads(file.read_text(encoding="utf-8")).get("call", {}))
 
 
 def generate(pipe: Any, order: Order, defaults: dict[str, Any]) -> list[Image.Image]:
@@ -193,15 +178,34 @@ def generate(pipe: Any, order: Order, defaults: dict[str, Any]) -> list[Image.Im
     if unknown:
         raise ValueError(f"{type(pipe).__name__} takes no {unknown[0]}")
     call = {**{k: v for k, v in defaults.items() if k in taken}, **given}
+    call |= order.images
     if "prompt" in taken:
         call["prompt"] = order.prompt
     elif "class_labels" in taken:
-        if not order.prompt.isdecimal():
-            raise ValueError(f"prompt={order.prompt!r}: this pipeline takes a class number")
-        call["class_labels"] = [int(order.prompt)]
+        call["class_labels"] = [class_number(pipe, order.prompt)]
     if "generator" in taken:
         call["generator"] = torch.Generator("cpu").manual_seed(order.seed)
+    check_required(type(pipe).__name__, {k: v for k, v in taken.items() if k != "self"}, call)
     return pictures(pipe(**call))
+
+
+def _check_size(made: list[Image.Image], order: Order) -> None:
+    """Warn if the images have another size than the one that was asked for."""
+    for name, asked, side in zip(
+        ("width", "height"), (order.width, order.height), made[0].size, strict=True
+    ):
+        if asked not in (None, side):
+            warnings.warn(
+                f"--{name} {asked}: the pipeline rounded it to {side}",
+                diffcache.CacheWarning,
+                stacklevel=2,
+            )
+
+
+def _place(pipe: Any) -> str:
+    """Return device and dtype of a pipeline's denoiser in words."""
+    model = next(iter(denoisers_of(pipe).values()))
+    return f"{pipe.device}, {str(model.dtype).removeprefix('torch.')}"
 
 
 def pictures(output: Any) -> list[Image.Image]:
@@ -216,22 +220,6 @@ def pictures(output: Any) -> list[Image.Image]:
         return [picture(output.images[0])]
     names = ", ".join(output.keys()) if hasattr(output, "keys") else type(output).__name__
     raise ValueError(f"the pipeline makes neither images nor frames but {names}")
-
-
-def save(made: list[Image.Image], path: Path) -> Path:
-    """Save one picture under its name, several as an animated GIF; return the path.
-
-    A film whose path is not a GIF's gets the ending `.gif`.
-    """
-    if len(made) > 1 and path.suffix.lower() != ".gif":
-        path = path.with_suffix(".gif")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if len(made) > 1:
-        first, *rest = made
-        first.save(path, save_all=True, append_images=rest, duration=FRAME_MILLISECONDS, loop=0)
-    else:
-        made[0].save(path)
-    return path
 
 
 def picture(value: Any) -> Image.Image:

@@ -16,12 +16,19 @@ from torch import nn
 import diffcache
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.trace import Wiring
+from diffcache.pipelines.demo.saved import locate
 from diffcache.pipelines.zoo.case import Case
 from diffcache.pipelines.zoo.catalog import EXCLUDED, cases
 from diffcache.pipelines.zoo.coverage import streams, trace
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+
+TINY = (
+    "Of the zoo's tiny random {}: names and streams are those of the class, depth and share not "
+    "those of a real model. Name a directory or a Hugging Face model ID to see those."
+)
 
 
 def find(target: str) -> dict[str, tuple[Anatomy, dict[str, Wiring]]]:
@@ -32,13 +39,14 @@ def find(target: str) -> dict[str, tuple[Anatomy, dict[str, Wiring]]]:
 
     Args:
         target: Directory of a saved pipeline or model (its configuration is enough, weights are
-            not read), or a class name of diffusers, or the name of a zoo case.
+            not read), a shipped name, a Hugging Face model ID, a class name of diffusers, or the
+            name of a zoo case.
 
     Raises:
         ValueError: If it is none of these.
         AttachError: If there is no denoiser with lists of blocks.
     """
-    path = Path(target)
+    path = _directory(target)
     if (path / "model_index.json").exists():
         parts = SimpleNamespace(components=dict(_components(path)))
         anatomies = diffcache.inspect(parts)
@@ -54,6 +62,18 @@ def find(target: str) -> dict[str, tuple[Anatomy, dict[str, Wiring]]]:
         raise ValueError(_unknown(target))
     model = case.build(0)
     return {case.name: (_anatomy(model), _learned(case, model))}
+
+
+def _directory(target: str) -> Path:
+    """Return the directory that a name stands for; one that is not there for a class name."""
+    if case_of(target) is not None or (Path(target) / "config.json").exists():
+        return Path(target)
+    try:
+        return locate(target, configs_only=True)
+    except FileNotFoundError:
+        if "/" in target:
+            raise
+        return Path(target)
 
 
 def case_of(name: str) -> Case | None:
@@ -77,6 +97,8 @@ def describe(
 
     title = anatomy.model if name == anatomy.model else f"{name}: {anatomy.model}"
     yield f"[bold]{title}[/bold]"
+    if case_of(name) is not None:
+        yield TINY.format(anatomy.model)
     yield f"timestep argument: {anatomy.timestep or 'none; the scheduler tells the steps'}"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("blocks", "depth", "share"):
@@ -162,4 +184,7 @@ def _unknown(target: str) -> str:
     close = [name for name in known if len(target) > 2 and target.lower() in name.lower()]
     close = close or difflib.get_close_matches(target, known, n=1)
     hint = f"; did you mean {' or '.join(close[:3])}?" if close else ""
-    return f"{target!r} is neither a directory of a pipeline or model nor a known class{hint}"
+    return (
+        f"{target!r} is neither a directory of a pipeline or model, nor a shipped model, a Hugging "
+        f"Face model ID or a known class{hint}"
+    )

@@ -132,7 +132,7 @@ def test_other_families(name):
     with diffcache.wrapped(pipe, method):
         case.run(pipe, steps=5)
         report = diffcache.report(pipe)
-    calls = len(report.steps) // 5
+    calls = len(report.calls) // 5
     assert ran == {site: calls * len(steps) for site, steps in schedules.items()}
     assert report.skipped > 0
 

@@ -231,7 +231,7 @@ def test_a_wrapped_pipeline_runs_at_other_lengths_than_the_calibration():
         for total in (7, 12):
             with diffcache.wrapped(pipe, carried), torch.no_grad():
                 case.run(pipe, 0, total)
-                calls = diffcache.report(pipe).steps
+                calls = diffcache.report(pipe).calls
             wanted = computed_steps(MagCache(0.06, ratios=RATIOS), total)
             assert [call.index for call in calls if call.computed] == wanted
             assert 1 < len(wanted) < total

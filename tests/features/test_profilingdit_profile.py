@@ -236,6 +236,6 @@ def test_calibration_on_a_pipeline(name, text, tmp_path):
         int(b.rpartition("-")[2].rpartition(".")[2]) - int(b.rpartition(".")[2].split("-")[0]) + 1
         for b in made.parts().blocks
     )
-    calls = len([call for call in report.steps if not call.computed])
+    calls = len([call for call in report.calls if not call.computed])
     assert calls and report.skipped == background * calls
     assert found.isfinite().all() and not torch.equal(found, plain)

@@ -197,7 +197,7 @@ def test_fid_errors_name_the_file_or_the_option(
         ((real, fake, "--backend", "lite", "--weights", "w"), "--weights has no effect"),
         ((real, fake, "--backend", "lite", "--device", "gpu"), "--device has no effect"),
         ((real, fake, "--is", "--convention", "clean", "--backend", "real"), "--convention clean"),
-        ((real, fake, "--device", "gpu", "--backend", "real"), "--device gpu"),
+        ((real, fake, "--device", "gpu", "--backend", "real"), "--device 'gpu'"),
         ((real, fake, "--json", str(corrupt / "1.png" / "x.json")), "--json"),
         ((real,), "required: FAKE"),
     ]  # fmt: skip
@@ -206,7 +206,7 @@ def test_fid_errors_name_the_file_or_the_option(
 
 
 def test_fid_help_and_json_file(capsys: Any, shapes: dict[str, Any], tmp_path: Path) -> None:
-    assert fid.main(["--help"]) == 0 and "exit codes" in capsys.readouterr().out
+    assert fid.main(["--help"]) == 0 and "Exit codes" in capsys.readouterr().out
     file = tmp_path / "fid.json"
     assert fid.main([shapes["real"], shapes["fake"], "--resamples", "0", "--json", str(file)]) == 0
     assert f"wrote {file}" in capsys.readouterr().out.replace("\n", "")

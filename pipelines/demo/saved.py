@@ -1,0 +1,136 @@
+"""Find a saved pipeline by its name, and read its class, its dtype and the defaults of its call."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Parameters = Mapping[str, inspect.Parameter]
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MODELS = Path(__file__).resolve().parents[2] / "assets" / "models"
+_DENOISERS = ("transformer", "unet", "prior")
+_OWN = {"DiffusionPolicyPipeline": "diffcache.pipelines.policy"}
+
+
+def locate(model: str, configs_only: bool = False) -> Path:
+    """Return the directory of a pipeline: a path, a shipped name, or a Hugging Face model ID.
+
+    A model ID is looked up in the local hub cache, and downloaded unless `HF_HUB_OFFLINE` is set.
+
+    Args:
+        model: What a command line names.
+        configs_only: Download configurations only, no weights.
+
+    Raises:
+        FileNotFoundError: If there is no saved pipeline.
+    """
+    for path in (Path(model), MODELS / model):
+        if (path / "model_index.json").exists():
+            return path
+    if model.count("/") == 1 and not model.startswith((".", "/")) and not Path(model).exists():
+        return _from_hub(model, configs_only)
+    shipped = sorted(place.parent.name for place in MODELS.glob("*/model_index.json"))
+    raise FileNotFoundError(
+        f"no pipeline at {model!r}: name a directory that holds a model_index.json, as "
+        "`save_pretrained` writes it, a Hugging Face model ID (owner/name), or a shipped model: "
+        f"{', '.join(shipped)}"
+    )
+
+
+def _from_hub(model: str, configs_only: bool) -> Path:
+    """Return the directory of a Hugging Face model in the local cache."""
+    try:
+        if configs_only:
+            from huggingface_hub import snapshot_download
+
+            names = ["model_index.json", "config.json", "*/config.json"]
+            return Path(snapshot_download(model, allow_patterns=names))
+        from diffusers import DiffusionPipeline
+
+        return Path(DiffusionPipeline.download(model))
+    except Exception as error:
+        reason = str(error).split("\n", 1)[0]
+        raise FileNotFoundError(
+            f"no pipeline at {model!r}, and the hub did not give one: {reason}"
+        ) from error
+
+
+def check_dtype(name: str) -> None:
+    """Raise ValueError unless `name` is `auto` or one of `DTYPES`."""
+    if name != "auto" and name not in DTYPES:
+        raise ValueError(f"dtype={name!r}: must be one of auto, {', '.join(DTYPES)}")
+
+
+def dtype_of(name: str, directory: Path, device: torch.device) -> str:
+    """Return the dtype that `--dtype` names, one of `DTYPES`.
+
+    `auto` is float32 on the CPU, where half precision is slow. On an accelerator it is float16
+    where the denoiser was saved so, else bfloat16.
+
+    Args:
+        name: `auto` or one of `DTYPES`.
+        directory: Directory of the pipeline.
+        device: Where it will run.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    check_dtype(name)
+    if name != "auto":
+        return name
+    if device.type == "cpu":
+        return "float32"
+    return "float16" if _saved_dtype(directory) == "F16" else "bfloat16"
+
+
+def _saved_dtype(directory: Path) -> str:
+    """Return the commonest dtype of the denoiser's first file of weights, as safetensors names it.
+
+    It is empty where there is no such file.
+    """
+    from safetensors import safe_open
+
+    for name in _DENOISERS:
+        for file in sorted((directory / name).glob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                dtypes = [str(tensors.get_slice(key).get_dtype()) for key in tensors.keys()]  # noqa: SIM118
+            return max(set(dtypes), key=dtypes.count) if dtypes else ""
+    return ""
+
+
+def pipeline_of(directory: Path) -> tuple[str, Parameters]:
+    """Return the class name of a saved pipeline and the parameters of its call.
+
+    Raises:
+        ValueError: If `model_index.json` names no class of the installed diffusers.
+    """
+    import diffusers
+
+    place = directory / "model_index.json"
+    try:
+        name = str(json.loads(place.read_text(encoding="utf-8"))["_class_name"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{place} names no pipeline: {error}") from error
+    found = getattr(diffusers, name, None)
+    if found is None and name in _OWN:
+        raise ValueError(f"{place}: {name} is run from Python ({_OWN[name]})")
+    if found is None:
+        raise ValueError(
+            f"{place}: diffusers {diffusers.__version__} has no {name}; it may need a newer one"
+        )
+    parameters = dict(inspect.signature(found.__call__).parameters)
+    parameters.pop("self", None)
+    return name, parameters
+
+
+def call_defaults(path: Path) -> dict[str, Any]:
+    """Return the default arguments of the call of a saved pipeline: see `load`."""
+    file = path / "diffcache.json"
+    if not file.exists():
+        return {}
+    return dict(json.loads(file.read_text(encoding="utf-8")).get("call", {}))

@@ -1,0 +1,112 @@
+"""Wrong requests on the command line: one line that names the option and the way out, exit code 2."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from diffcache import cli, command
+from diffcache.pipelines.demo import generate
+
+PROMPT = "a small red ring on the left, on a yellow background"
+CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
+
+
+def call(*arguments: object):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def broken(tmp_path: Path, text: str) -> Path:
+    """Make a directory whose model_index.json holds `text`."""
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "model_index.json").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def no_loading(monkeypatch):
+    """Make loading a pipeline an error: a wrong request must end before it."""
+
+    def refuse(*_):
+        raise AssertionError("the pipeline was loaded")
+
+    monkeypatch.setattr(generate, "load", refuse)
+
+
+RUN = ("run", "shapes-flux", PROMPT)
+TUNE = ("tune", "--model", "shapes-flux")
+SHIPPED = "shapes-dit, shapes-flux, shapes-kontext, shapes-unet, shapes-wan"
+
+
+@pytest.mark.usefixtures("no_loading")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param((*RUN, "--device", "cuda"), "torch sees no CUDA device", marks=CPU_ONLY),
+        ((*RUN, "--device", "banana"), "--device 'banana': must be auto, cpu, cuda"),
+        ((*RUN, "--device", "cpu:3"), "--device 'cpu:3': torch sees 1 cpu device here"),
+        ((*RUN, "--method", "teacache"), "`diffcache calibrate --method teacache --model MODEL"),
+        ((*RUN, "--method", "tuned"), "`diffcache tune --speedup 3 --model MODEL"),
+        (("demo", "--method", "bac"), "then take --method bac:tables=bac.safetensors"),
+        (("run", "nosuch", "x"), SHIPPED),
+        (("run", "recall-llama", "x"), SHIPPED),
+        (("run", "nobody/nothing", "x"), "the hub did not give one"),
+        (("run", "reach-policy", "x"), "DiffusionPolicyPipeline is run from Python"),
+        (("run", "shapes-kontext", "x"), "FluxKontextPipeline works on an image: pass --image"),
+        ((*RUN, "--image", "x.png"), "--image x.png: FluxPipeline takes no image"),
+        ((*RUN, "--out", "x.mp4"), "--out x.mp4: an image is written as .png, .jpg"),
+        ((*RUN, "--out", "noext"), "--out noext: an image is written as"),
+        ((*RUN, "--out", "/dev/null/x.png"), "--out /dev/null/x.png: cannot be written"),
+        ((*RUN, "--json", "/dev/null/x"), "--json /dev/null/x: cannot be written"),
+        (("run", "shapes-wan", "x", "--out", "x.png"), "a video is written as .gif, .mp4"),
+        (("demo", "--out", "."), "--out .: the name must end in .png"),
+        (("demo", "--out", "/dev/null/x.png"), "--out /dev/null/x.png: cannot be written"),
+        (("demo", "--model", "nowhere"), "--model takes a directory of a pipeline built like"),
+        (TUNE, "one of --speedup, --psnr and --seconds"),
+        ((*TUNE, "--speedup", 4, "--psnr", 40), "one of --speedup, --psnr and --seconds"),
+        ((*TUNE, "--speedup", 4, "--samples", 2), "--samples 2 --batch-size 8: two batches"),
+        ((*TUNE, "--speedup", 4, "--out", "/dev/null/x"), "--out /dev/null/x: cannot be"),
+        (("calibrate", "--method", "bac", "--model", "shapes-flux", "--out", "/dev/null/x"),
+         "--out /dev/null/x: cannot be written"),
+        (("eval", "--model", "shapes-flux", "--json", "/dev/null/x"), "--json /dev/null/x: cannot"),
+        (("eval", "--model", "shapes-kontext", "--method", "interval"), "needs image: only"),
+        (("eval", "--model", "shapes-flux", "--method", "interval", "--device", "banana"), "'banana'"),
+        (("inspect", "nosuch"), "nor a shipped model"),
+        (("inspect", "--all", "--out", "/dev/null/x"), "--out /dev/null/x: cannot be written"),
+        (("kv", "--recipe", "h2o", "--out", "x.png"), "--out x.png: the name must end in .json"),
+    ],
+)  # fmt: skip
+def test_one_line_and_two(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = call(*arguments)
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
+    assert done.stderr.startswith("error: ") and message in done.stderr
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "model_index.json names no pipeline"),
+        ("[]", "model_index.json names no pipeline"),
+        ('{"_class_name": "NoSuchPipeline"}', "has no NoSuchPipeline; it may need a newer one"),
+    ],
+)
+def test_a_broken_index(text, message, tmp_path):
+    done = call("run", broken(tmp_path, text), PROMPT)
+    assert done.exit_code == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize("name", ["demo", "run", "tune", "calibrate", "eval", "kv"])
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_the_range_of_seeds(name, seed):
+    done = call(name, "--seed", seed)
+    assert done.exit_code == 2
+    limit = "0" if seed < 0 else str(command.MAX_SEED)
+    assert "'--seed'" in done.stderr and limit in done.stderr.partition("--seed")[2]
+
+
+def test_the_largest_seed_fits():
+    torch.Generator("cpu").manual_seed(command.MAX_SEED + 1_000_000)
