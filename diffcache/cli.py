@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from diffcache import __version__
-from diffcache.catalog import make_method, method_class
+from diffcache.catalog import make_method, method_class, settings_of
 from diffcache.catalog import methods as method_names
 from diffcache.cite import cite as bibtex
 from diffcache.command import DEBUG, fail, guarded, parse_settings
@@ -219,32 +219,31 @@ def inspect(
 @app.command()
 @guarded
 def methods() -> None:
-    """List the methods with their settings and defaults.
+    """List the methods, and the recipes for key-value caches, with settings and defaults.
 
     [bold]Try[/bold]
 
         diffcache methods
     """
-    from dataclasses import MISSING, fields
+    from diffcache.kv.recipes.catalog import recipe_function, recipes
 
-    rows = []
-    for name, sentence in method_names().items():
-        own = [
-            field.name if field.default is MISSING else f"{field.name}={field.default!r}"
-            for field in fields(method_class(name))  # type: ignore[arg-type]
-        ]
-        rows.append((name, sentence, ", ".join(own)))
-    print_rows(("method", "what it does", "settings and defaults"), rows)
+    rest = ("what it does", "settings and defaults")
+    rows = [(name, text, settings_of(method_class(name))) for name, text in method_names().items()]
+    print_rows(("method", *rest), rows)
+    rows = [(name, text, settings_of(recipe_function(name))) for name, text in recipes().items()]
+    print_rows(("recipe (diffcache.kv)", *rest), rows)
 
 
 @app.command()
 @guarded
-def cite(name: Annotated[str, typer.Argument(help="Name of a method.")]) -> None:
-    """Print the BibTeX entry of a method's paper.
+def cite(name: Annotated[str, typer.Argument(help="Name of a method or recipe.")]) -> None:
+    """Print the BibTeX entry of the paper of a method or recipe.
 
     [bold]Try[/bold]
 
         diffcache cite taylorseer
+
+        diffcache cite snapkv
     """
     typer.echo(bibtex(name))
 

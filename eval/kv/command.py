@@ -11,7 +11,7 @@ import typer
 
 from diffcache.command import guarded
 from diffcache.eval.kv.words import parse_row
-from diffcache.kv.recipes.catalog import recipes as recipe_names
+from diffcache.kv.recipes.catalog import recipes
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
 from diffcache.report import human
 
@@ -67,8 +67,7 @@ def kv(
     """
     quiet()
     if show:
-        for name in recipe_names():
-            typer.echo(name)
+        print_rows(("recipe", "what it does"), list(recipes().items()))
         return
     if task != "recall":
         raise ValueError(f"task={task!r}: must be 'recall'")

@@ -25,7 +25,7 @@ print(cache.nbytes, cache.mode, cache.why)
 generation or one conversation: give it to the next call with the ids of the whole conversation.
 Left-padded batches, grouped queries, hybrids with sliding layers (those stay as they are), chunked
 prompts, beam search and assisted decoding work as without it. `cache.fork()` goes on from the same
-content in two ways, `cache.settle()` compresses now, `release(model)` gives the model its own
+content in two ways, `cache.settle()` compresses now, `detach(model)` gives the model its own
 attention function back.
 
 ### Modes

@@ -39,7 +39,7 @@ def switch(model: nn.Module) -> None:
     _BEFORE[model] = before or "sdpa"
 
 
-def release(model: nn.Module) -> None:
+def detach(model: nn.Module) -> None:
     """Have a model use the attention function it used before `cache_for`."""
     before = _BEFORE.pop(model, None)
     config: Any = model.config

@@ -200,7 +200,7 @@ def staircase(steps: tuple[int, ...] = (32, 128, 512), *, group: int = 32) -> Re
         steps: Ages in tokens at which bits are halved, the first from exact to 8; up to four.
         group: Tokens of a group of keys, which grow old together, and channels of one of values.
 
-    Reference: the shift of PM-KVQ, arXiv 2505.18610, by age as staircase adaptive
+    Reference: PM-KVQ, arXiv 2505.18610, of which the shift; by age as staircase adaptive
     quantization has it, whose details are not public.
 
     Raises:

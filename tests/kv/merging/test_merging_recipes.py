@@ -12,7 +12,7 @@ import torch
 from diffcache.kv.budget import Uniform
 from diffcache.kv.codec.base import Exact, Payload, TensorCodec
 from diffcache.kv.codec.held import Pair
-from diffcache.kv.hf.cache import KVCache, cache_for, release
+from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.learn import lococo as learn_lococo
 from diffcache.kv.learn import locret as learn_locret
 from diffcache.kv.merging.chelsea import SoftMatching
@@ -108,7 +108,7 @@ def test_two_turns_hold_what_the_budget_says(model: Any, name: str) -> None:
     check_held(cache, case)
     assert all(logits.isfinite().all() for logits in second.logits)
     assert all((layer.seen, layer.held < 40) == (72, True) for layer in cache.store.layers)
-    release(model)
+    detach(model)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -129,7 +129,7 @@ def test_with_room_for_all_nothing_changes(model: Any, name: str) -> None:
     mode = {"mode": "official"} if name.endswith("official") else {}
     space = {"space": "pre"} if name.endswith("pre") else {}
     inputs = prompts()
-    release(model)
+    detach(model)
     stock = model.generate(**inputs, **GREEDY)
     out, cache, _ = oracle.run(
         model, function(*given, budget=64, **mode, **space), inputs, **GREEDY
@@ -167,7 +167,7 @@ def test_tags_say_what_is_text(model: Any, mode: str) -> None:
     recipe = merging.look_m(8, recent=0.25, mode=mode)  # type: ignore[arg-type]
     cache = cache_for(model, recipe, mode="native", tags=tags)
     model.generate(**inputs, past_key_values=cache, **GREEDY)
-    release(model)
+    detach(model)
     for layer in cache.store.layers:
         pos = layer.read().pos
         prompt = ((pos >= 0) & (pos < 48)).sum(-1)
