@@ -69,6 +69,5 @@ def settings_of(make: Callable[..., Any]) -> str:
     """Return the settings of a method's class or a recipe's function, with their defaults."""
     own = inspect.signature(make).parameters.values()
     return ", ".join(
-        each.name if each.default is each.empty else f"{each.name}={each.default!r}"
-        for each in own
+        each.name if each.default is each.empty else f"{each.name}={each.default!r}" for each in own
     )

@@ -80,16 +80,20 @@ def unknown(name: str, kind: Literal["method", "recipe"]) -> UnknownMethodError:
         name: What was asked for.
         kind: What was expected; a name of the other kind is told where it belongs.
     """
-    ours, theirs = list(METHODS), recipe_names()
-    ours_key, theirs_key = method_key(name), recipe_key(name)
-    place = "is a recipe for key-value caches; pass it to diffcache.kv.cache_for or `diffcache kv`"
-    if kind == "recipe":
-        ours, theirs, ours_key, theirs_key = theirs, ours, theirs_key, ours_key
-        place = "is a feature method; pass it to diffcache.wrap or `diffcache run --method`"
-    if theirs_key in theirs:
-        return UnknownMethodError(f"unknown {kind} {name!r}: {theirs_key!r} {place}")
-    for key, names, more in ((ours_key, ours, "?"), (theirs_key, theirs, f"? It {place}")):
-        close = difflib.get_close_matches(key, names, n=1)
-        if close:
-            return UnknownMethodError(f"unknown {kind} {name!r}; did you mean {close[0]!r}{more}")
-    return UnknownMethodError(f"unknown {kind} {name!r}; known: {', '.join(ours)}")
+    methods = {recipe_key(method): method for method in METHODS}
+    names = methods | {recipe: recipe for recipe in recipe_names()}
+    close = difflib.get_close_matches(recipe_key(name), names, n=1)
+    if not close:
+        known = methods.values() if kind == "method" else recipe_names()
+        return UnknownMethodError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
+    place = ""
+    if close[0] in methods and kind == "recipe":
+        place = " It is a feature method: pass it to diffcache.wrap or `diffcache run --method`"
+    if close[0] not in methods and kind == "method":
+        place = (
+            " It is a recipe for key-value caches: pass it to diffcache.kv.cache_for or "
+            "`diffcache kv --recipe`"
+        )
+    is_meant = close[0] == recipe_key(name)
+    hint = f"{'this is' if is_meant else 'did you mean'} {names[close[0]]!r}"
+    return UnknownMethodError(f"unknown {kind} {name!r}; {hint}{'.' if is_meant else '?'}{place}")

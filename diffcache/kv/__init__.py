@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 # Imported when they are first asked for: transformers takes seconds. Name -> module.
 _LATER = {name: f"{__name__}.recipes.{module}" for module in _RECIPES for name in _RECIPES[module]}
-_LATER |= {name: f"{__name__}.hf" for name in ("cache_for", "detach", "static_cache_for")}
+_LATER |= dict.fromkeys(("cache_for", "detach", "static_cache_for"), f"{__name__}.hf")
 _LATER |= {"Recipe": f"{__name__}.recipe", "make_recipe": f"{__name__}.recipes.catalog"}
 
-__all__ = ["recipe_names", *_LATER]  # noqa: PLE0604
+__all__ = ["recipe_names", *_LATER]
 
 
 def __getattr__(name: str) -> Any:

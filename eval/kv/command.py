@@ -51,7 +51,8 @@ def kv(
     at best 4; "bytes" and "slots" are held for a context, "share" is of an exact cache, "read" is
     what a query reads of the slots.
 
-    A budget is a number of slots or a share of the tokens, such as 0.25. Values such as
+    A budget is a number of slots, from 2 on, or a share of the tokens, such as 0.25; 1.0 keeps all,
+    and 1 is refused. Values such as
     heads=@duo_attention are read from tables that python -m diffcache.eval.kv.prepare makes.
     kvpress/snapkv:budget=0.25 has kvpress choose the slots, if it is installed.
 

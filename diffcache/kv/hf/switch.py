@@ -13,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 from diffcache.errors import AttachError
 from diffcache.kv.hf.attention import attention
+from diffcache.kv.hf.model import config_of
 
 NAME = "diffcache"
 _BEFORE: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -40,9 +41,13 @@ def switch(model: nn.Module) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Have a model use the attention function it used before `cache_for`."""
+    """Have a model use the attention function it used before `cache_for`.
+
+    Raises:
+        AttachError: If it is no model of transformers.
+    """
+    config = config_of(model)
     before = _BEFORE.pop(model, None)
-    config: Any = model.config
     if before is None and config._attn_implementation == NAME:
         before = "sdpa"  # a copy of a model that was set up, or one that shares its config
     if before is not None:

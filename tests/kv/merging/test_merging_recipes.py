@@ -223,7 +223,7 @@ def turned(distance: int, merge: Any) -> float:
     """Return the norm of two equal keys so far apart, once merged, over what it was."""
     key = torch.randn(1, 1, 1, 64, generator=torch.Generator().manual_seed(1)).double()
     pre = merge.space == "pre"
-    recipe = Recipe("two", score=Recency(), budget=Uniform(1), plan=TopK(), merge=merge,
+    recipe = Recipe("two", score=Recency(), budget=Uniform(0.5), plan=TopK(), merge=merge,
                     space="pre")  # fmt: skip
     store = KVStore(1, recipe, rotary=[ROTARY])
     layer = store.layers[0]
@@ -258,7 +258,7 @@ def test_other_mergers_keep_the_norm_of_unrotated_keys(merge: Any) -> None:
 
 
 def test_merging_unrotated_keys_needs_them() -> None:
-    parts = {"score": Recency(), "budget": Uniform(1), "plan": TopK()}
+    parts = {"score": Recency(), "budget": Uniform(2), "plan": TopK()}
     with pytest.raises(ValueError, match="needs space='pre'"):
         Recipe("bad", merge=NearestMerge(space="pre"), **parts)  # type: ignore[arg-type]
 
