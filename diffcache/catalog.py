@@ -1,48 +1,29 @@
-"""The catalogue: method names for command lines; code imports the classes."""
+"""Feature methods by name, for command lines; code imports the classes."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
-from diffcache.errors import UnknownMethodError
 from diffcache.features.base import FeatureMethod
 from diffcache.features.hold import Held
-
-METHODS = {
-    "interval": "diffcache.features.interval:Interval",
-    "first-block": "diffcache.features.first_block:FirstBlock",
-    "taylorseer": "diffcache.features.taylorseer:TaylorSeer",
-    "confidence-gated-taylor": "diffcache.features.confidence_gated:ConfidenceGatedTaylor",
-    "teacache": "diffcache.features.teacache:TeaCache",
-    "magcache": "diffcache.features.magcache:MagCache",
-    "dbcache": "diffcache.features.dbcache:DBCache",
-    "seacache": "diffcache.features.seacache:SeaCache",
-    "ertacache": "diffcache.features.ertacache:ERTACache",
-    "fitted-forecast": "diffcache.features.fitted:FittedForecast",
-    "bac": "diffcache.features.bac:BAC",
-    "cachequant": "diffcache.features.cachequant:CacheQuant",
-    "harmonica": "diffcache.features.harmonica:HarmoniCa",
-    "profilingdit": "diffcache.features.profilingdit:ProfilingDiT",
-    "regione": "diffcache.features.regione:RegionE",
-    "temporal-table": "diffcache.features.temporal_table:TemporalTable",
-    "tuned": "diffcache.features.tuned:Tuned",
-}
+from diffcache.names import METHODS as METHODS
+from diffcache.names import method_key, unknown
 
 
 def method_class(name: str) -> type[FeatureMethod]:
-    """Return the class of a method by its catalogue name.
+    """Return the class of a method by its catalogue name; "-" and "_" mean the same.
 
     Raises:
         UnknownMethodError: If the catalogue has no such name.
     """
-    if name not in METHODS:
-        close = difflib.get_close_matches(name, METHODS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(METHODS)}"
-        raise UnknownMethodError(f"unknown method {name!r}; {hint}")
-    module, cls = METHODS[name].split(":")
+    key = method_key(name)
+    if key not in METHODS:
+        raise unknown(name, "method")
+    module, cls = METHODS[key].split(":")
     found: type[FeatureMethod] = getattr(importlib.import_module(module), cls)
     return found
 
@@ -69,7 +50,7 @@ def make_method(method: str | FeatureMethod, **settings: Any) -> FeatureMethod:
     if not isinstance(method, str):
         raise TypeError(
             f"method={method!r}: must be a name, such as 'taylorseer', or a method, such as "
-            "TaylorSeer()"
+            "TaylorSeer(); recipes for key-value caches go to diffcache.kv.cache_for"
         )
     cls = method_class(method)
     known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -82,3 +63,11 @@ def make_method(method: str | FeatureMethod, **settings: Any) -> FeatureMethod:
 def methods() -> dict[str, str]:
     """Return the names of all methods with one sentence each."""
     return {name: (method_class(name).__doc__ or "").strip().split("\n")[0] for name in METHODS}
+
+
+def settings_of(make: Callable[..., Any]) -> str:
+    """Return the settings of a method's class or a recipe's function, with their defaults."""
+    own = inspect.signature(make).parameters.values()
+    return ", ".join(
+        each.name if each.default is each.empty else f"{each.name}={each.default!r}" for each in own
+    )

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from diffcache import __version__
-from diffcache.catalog import method_class
+from diffcache.catalog import method_class, settings_of
 from diffcache.catalog import methods as method_names
 from diffcache.cite import cite as bibtex
 from diffcache.command import (
@@ -251,7 +251,7 @@ def inspect(
 @app.command(epilog=EXIT_LINE)
 @guarded
 def methods() -> None:
-    """List the methods with their settings and defaults, and which to take first.
+    """List the methods, which to take first, and the recipes for key-value caches, with settings.
 
     Methods that need calibration have tables, which `diffcache calibrate` measures on a model.
 
@@ -259,28 +259,32 @@ def methods() -> None:
 
         diffcache methods
     """
-    from dataclasses import MISSING, fields
+    from diffcache.kv.recipes.catalog import recipe_function, recipes
 
+    rest = ("what it does", "settings and defaults")
     rows = []
     for name, sentence in method_names().items():
-        own = [
-            field.name if field.default is MISSING else f"{field.name}={field.default!r}"
-            for field in fields(method_class(name))  # type: ignore[arg-type]
-        ]
-        tables = COMMANDS.get(name, "calibrate") if "tables=None" in own else ""
-        rows.append((name, sentence, tables, ", ".join(own)))
-    print_rows(("method", "what it does", "needs", "settings and defaults"), rows)
+        settings = settings_of(method_class(name))
+        tables = COMMANDS.get(name, "calibrate") if "tables=None" in settings else ""
+        rows.append((name, sentence, tables, settings))
+    print_rows(("method", rest[0], "needs", rest[1]), rows)
     typer.echo(FIRST)
+    recipe_rows = [
+        (name, text, settings_of(recipe_function(name))) for name, text in recipes().items()
+    ]
+    print_rows(("recipe (diffcache.kv)", *rest), recipe_rows)
 
 
 @app.command(epilog=EXIT_LINE)
 @guarded
-def cite(name: Annotated[str, typer.Argument(help="Name of a method.")]) -> None:
-    """Print the BibTeX entry of a method's paper.
+def cite(name: Annotated[str, typer.Argument(help="Name of a method or recipe.")]) -> None:
+    """Print the BibTeX entry of the paper of a method or recipe.
 
     [bold]Try[/bold]
 
         diffcache cite taylorseer
+
+        diffcache cite snapkv
     """
     typer.echo(bibtex(name))
 

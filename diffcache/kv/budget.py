@@ -14,18 +14,22 @@ from diffcache.kv.observe import Observation
 Size = int | float
 
 
-def check_size(name: str, size: Size) -> None:
+def check_size(name: str, size: object) -> None:
     """Raise unless it is a number of slots or a share of the tokens.
+
+    A whole number is a count, from 2 on, and a float a share, 1.0 being everything. 1 is refused:
+    other programs' JSON writes it for 1.0, and a single slot is of little use.
 
     Raises:
         ValueError: If it is neither.
     """
     is_share = isinstance(size, float) and 0 < size <= 1
-    is_count = isinstance(size, int) and not isinstance(size, bool) and size >= 1
+    is_count = isinstance(size, int) and not isinstance(size, bool) and size >= 2
     if not (is_share or is_count):
+        hint = "; write 1.0 for everything" if type(size) is int and size == 1 else ""
         raise ValueError(
-            f"{name}={size!r}: must be a whole number of slots, at least 1, or a share of the "
-            "tokens, a float above 0 and at most 1.0"
+            f"{name}={size!r}: must be a count, a whole number of at least 2, or a share, a float "
+            f"above 0 and at most 1.0{hint}"
         )
 
 

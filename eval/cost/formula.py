@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import sdpa_flop_count
 
 from diffcache.attach.anatomy import anatomy_of
+from diffcache.attach.inputs import Size, inputs_of
 from diffcache.errors import AttachError
 from diffcache.eval.cost.flops import counting
-from diffcache.attach.inputs import Size, inputs_of
 
 _COMPONENTS = ("transformer", "unet", "prior")
 

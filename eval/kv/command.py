@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from diffcache.command import Seed, check_target, guarded
+from diffcache.kv.recipes.catalog import recipes
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
 from diffcache.report import human
 
@@ -49,7 +50,8 @@ def kv(
     at best 4; "bytes" and "slots" are held for a context, "share" is of an exact cache, "read" is
     what a query reads of the slots.
 
-    A budget is a number of slots or a share of the tokens, such as 0.25. Values such as
+    A budget is a number of slots, from 2 on, or a share of the tokens, such as 0.25; 1.0 keeps all,
+    and 1 is refused. Values such as
     heads=@duo_attention are read from tables that python -m diffcache.eval.kv.prepare makes.
     kvpress/snapkv:budget=0.25 has kvpress choose the slots, if it is installed.
 
@@ -64,9 +66,7 @@ def kv(
         diffcache kv --sweep assets/bench/kv-recall.toml --out out/kv-recall.json
     """
     if show:
-        from diffcache.kv.recipes.catalog import recipes as recipe_names
-
-        typer.echo("\n".join(recipe_names()))
+        print_rows(("recipe", "what it does"), list(recipes().items()))
         return
     if task != "recall":
         raise ValueError(f"task={task!r}: must be 'recall'")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from diffcache.kv.attend import Query, attend
-from diffcache.kv.hf.cache import KVCache, cache_for, release
+from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import adakv
 from diffcache.kv.recipes.quantised import kivi
@@ -91,7 +91,7 @@ def trained_rows(tokens: int = TOKENS + 1) -> list[dict[str, Any]]:
             rows.append(_row(f"recall-llama, {name}", cache.store, exact, most, error))
         return rows
     finally:
-        release(model)
+        detach(model)
 
 
 def _row(

@@ -14,7 +14,7 @@ diffcache.eval.kv.page --write` from the docstrings, the recipes themselves and 
 ## Use
 
 ```python
-from diffcache.kv import cache_for
+from diffcache.kv import cache_for, kivi, snapkv
 
 cache = cache_for(model, "snapkv", budget=256)  # or a recipe: snapkv(256) | kivi(bits=2)
 out = model.generate(**inputs, past_key_values=cache)
@@ -25,8 +25,8 @@ print(cache.nbytes, cache.mode, cache.why)
 generation or one conversation: give it to the next call with the ids of the whole conversation.
 Left-padded batches, grouped queries, hybrids with sliding layers (those stay as they are), chunked
 prompts, beam search and assisted decoding work as without it. `cache.fork()` goes on from the same
-content in two ways, `cache.settle()` compresses now, `release(model)` gives the model its own
-attention function back.
+content in two ways, `cache.settle()` compresses now, `diffcache.kv.detach(model)` gives the model
+its own attention function back.
 
 ### Modes
 
@@ -47,16 +47,16 @@ slots take over, `codec` and `ladder` how they are held, `retrieve` what a query
 when it happens. `a | b` does what both say and is refused where they contradict each other:
 
 ```python
-from diffcache.kv.recipes.eviction import adakv, snapkv
-from diffcache.kv.recipes.quantised import kivi
-from diffcache.kv.recipes.retrieval import quest
+from diffcache.kv import kivi, quest, snapkv
 
 snapkv(0.5) | kivi(bits=4, residual=32)  # evict, then quantize what is left
 kivi(bits=4) | quest(256)  # hold all in four bits, read 256 slots
 ```
 
-A budget is a whole number of slots or a float, a share of the tokens of each row. On the command
-line the same is one word, and `@name` reads a table that was found offline (`python -m
+Every recipe is in `diffcache.kv` under its name; names on the command line may have `-` for `_`. A
+budget is a whole number of slots, 2 or more, or a float, a share of the tokens of each row; 1.0
+keeps everything, and a whole 1 is refused, as it could mean either. On the command line the same
+is one word, and `@name` reads a table that was found offline (`python -m
 diffcache.eval.kv.prepare`):
 
 ```sh

@@ -10,7 +10,7 @@ from torch import Tensor
 from diffcache.eval.kv.offline import Prepared, Samples, observations, read, seen_by
 from diffcache.eval.kv.tables import basis_tensors
 from diffcache.kv.attend import Query, attend
-from diffcache.kv.hf.cache import release
+from diffcache.kv.hf.cache import detach
 from diffcache.kv.learn import compresskv as heads_that_retrieve
 from diffcache.kv.learn import cskv as low_rank
 from diffcache.kv.learn import kv_heads as fewer_heads
@@ -41,7 +41,7 @@ def razor_attention(model: Any, samples: Samples) -> Prepared:
         cache = read(model, razor.probe(_PERIOD, first=1, groups=groups), ids)
         echo, induction = razor.head_scores(cache.store)
     finally:
-        release(model)
+        detach(model)
     heads = razor.retrieval_heads(echo, induction, groups)
     tensors = {"heads": torch.tensor(heads), "echo": echo, "induction": induction}
     return Prepared("table", tensors, {"period": _PERIOD})
@@ -64,7 +64,7 @@ def compresskv(model: Any, samples: Samples) -> Prepared:
     try:
         errors = [_errors(model, recipe, batch.ids, samples.context) for batch in samples.each()]
     finally:
-        release(model)
+        detach(model)
     weights = heads_that_retrieve.layer_weights(errors)
     tensors = {"heads": torch.tensor(heads), "weights": torch.tensor(weights, dtype=torch.float64)}
     return Prepared("table", tensors)
@@ -94,7 +94,7 @@ def prefixkv(model: Any, samples: Samples) -> Prepared:
             cache = read(model, recipe, batch.context)
             scores.append([recipe.score(seen).float() for seen in observations(cache)])
     finally:
-        release(model)
+        detach(model)
     shares = {f"{budget}": layer_shares(scores, budget) for budget in BUDGETS}
     made = {name: torch.tensor(each, dtype=torch.float64) for name, each in shares.items()}
     return Prepared("table", made)
@@ -107,7 +107,7 @@ def double_sparsity(model: Any, samples: Samples) -> Prepared:
         for batch in samples.each():
             read(model, Recipe(retrieve=watch), batch.context)
     finally:
-        release(model)
+        detach(model)
     channels = torch.tensor(watch.channels(_CHANNELS))
     return Prepared("table", {"channels": channels}, {"by": "qk"})
 
@@ -129,7 +129,7 @@ def lococo(model: Any, samples: Samples, steps: int = 400) -> Prepared:
                 )
                 found.append(mixing.Sample(seen, plan, later))
     finally:
-        release(model)
+        detach(model)
     slots = found[0].seen.slots
     first = mixing.fresh(
         model.config.num_hidden_layers, _MEMORY, slots.k.shape[3] + slots.v.shape[3], _TAPS

@@ -15,7 +15,8 @@ from diffcache.eval.kv.versus import figures_of, joint_figures, peer_lines, timi
 from diffcache.eval.pages import keep_page
 from diffcache.eval.record import ROOT
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.catalog import MODULES, recipe_function
+from diffcache.kv.recipes.catalog import recipe_function, reference
+from diffcache.names import RECIPES
 
 PAGE = Path("docs/kv.md")
 RECORD, TIMES = "kv-recall.json", "kv.json"
@@ -49,7 +50,7 @@ def page(directory: Path = ROOT) -> str:
     """
     record, times = (_read(directory / "assets" / "bench" / name) for name in (RECORD, TIMES))
     parts = [INTRODUCTION, METHODS_HEAD]
-    for module, names in MODULES.items():
+    for module, names in RECIPES.items():
         rows = [_row(recipe_function(name), name, record) for name in names]
         title = TITLES.get(module, module.replace("_", " ").capitalize())
         parts.append(f"### {title}\n\n`diffcache.kv.recipes.{module}`\n\n" + _table(rows) + "\n")
@@ -80,10 +81,7 @@ def story(function: Callable[..., Recipe]) -> dict[str, str]:
     """
     doc = inspect.cleandoc(function.__doc__ or "")
     what = " ".join(re.split(r"\n\n", doc)[0].split()).rstrip(".")
-    match = re.search(r"^Reference: (.*?)(?=\n\n|\Z)", doc, re.DOTALL | re.MULTILINE)
-    if match is None:
-        raise ValueError(f"{function.__name__}: its docstring has no line 'Reference: ...'")
-    text = " ".join(match.group(1).split())
+    text = reference(function)
     source, _, rest = re.split(r"\s*(Departures?:)\s*", text, maxsplit=1) if (
         re.search("Departures?:", text)
     ) else (text, "", "")  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from diffcache.eval.kv.peer import Peer
 from diffcache.eval.metrics.bootstrap import mean_interval
 from diffcache.kv.attend import Query, View
-from diffcache.kv.hf.cache import KVCache, cache_for, release
+from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.life.episodes import compress_by_probe
 from diffcache.kv.recipe import Recipe
@@ -118,7 +118,7 @@ def measure(
             if progress is not None:
                 progress(min((number + 1) * task.batch, task.samples), task.samples, row.name)
     finally:
-        release(model)
+        detach(model)
     return {"name": row.name or "none", **found.row(task.samples), "seconds": spent.per(task)}
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from diffcache.eval.cost import flops, formula
 from diffcache.attach.inputs import INPUTS, Size, inputs_of
+from diffcache.eval.cost import flops, formula
 from diffcache.pipelines.small import flux
 from diffcache.pipelines.zoo.catalog import cases
 

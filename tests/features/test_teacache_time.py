@@ -21,7 +21,13 @@ from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.step import Step
 
 # TeaCache4Wan2.1/teacache_generate.py of ali-vilab/TeaCache (Apache-2.0), lines 883 and 890
-WAN_1_3B_PROJECTION = (-5.21862437e04, 9.23041404e03, -5.28275948e02, 1.36987616e01, -4.99875664e-02)
+WAN_1_3B_PROJECTION = (
+    -5.21862437e04,
+    9.23041404e03,
+    -5.28275948e02,
+    1.36987616e01,
+    -4.99875664e-02,
+)
 WAN_1_3B = (2.39676752e03, -1.31110545e03, 2.01331979e02, -8.29855975e00, 1.37887774e-01)
 SETTINGS = {
     "time": {"input": "time"},
@@ -179,7 +185,9 @@ def test_a_published_polynomial_needs_its_input_named():
             diffcache.wrap(model, TeaCache(0.1, WAN_1_3B))
         for named in ("time", "modulated"):
             diffcache.unwrap(diffcache.wrap(model, TeaCache(0.1, WAN_1_3B, input=named)))
-    diffcache.unwrap(diffcache.wrap(cases()["FluxTransformer2DModel"].build(), TeaCache(0.1, WAN_1_3B)))
+    diffcache.unwrap(
+        diffcache.wrap(cases()["FluxTransformer2DModel"].build(), TeaCache(0.1, WAN_1_3B))
+    )
 
 
 def test_inputs_that_are_not_there_are_refused():

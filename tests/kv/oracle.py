@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from diffcache.kv.attend import Query
-from diffcache.kv.hf.cache import KVCache, cache_for, release
+from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.store import KVStore
 
@@ -84,7 +84,7 @@ def run(model: Any, recipe: Recipe, inputs: Any, **settings: Any) -> tuple[Any, 
     cache = cache_for(model, recipe, mode="native")
     with logged() as log:
         out = model.generate(**inputs, past_key_values=cache, **settings)
-    release(model)
+    detach(model)
     return out, cache, log
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from diffcache.errors import AttachError
 from diffcache.kv.budget import Uniform
 from diffcache.kv.hf import remat_cache_for
-from diffcache.kv.hf.cache import KVCache, cache_for, release
+from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes import eviction, merging, streaming
@@ -42,7 +42,7 @@ def model() -> Iterator[Any]:
     model = llama().double()
     with torch.no_grad():
         yield model
-    release(model)
+    detach(model)
 
 
 def keep(budget: int | float, **changes: Any) -> Recipe:
@@ -126,7 +126,7 @@ def test_a_cache_of_a_released_model_is_refused(make: Any) -> None:
     model = make().double()
     with torch.no_grad():
         cache = filled(model)
-        release(model)
+        detach(model)
         with pytest.raises(AttachError, match="released and uses 'sdpa'.*cache_for"):
             stepped(model, cache)
         cache_for(model, keep(12), mode="native")
@@ -145,7 +145,7 @@ def test_copies_of_a_model_are_released_too(model: Any) -> None:
     other = copy.deepcopy(model)
     sharing = hf.LlamaForCausalLM(other.config)
     cache_for(sharing, keep(12), mode="native")
-    release(sharing)
+    detach(sharing)
     assert other.config._attn_implementation == "sdpa"
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import UnknownMethodError
-from diffcache.kv.hf.cache import KVCache, cache_for, release
+from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.life.save import load, save
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import make_recipe, recipe_function, recipes
@@ -39,7 +39,7 @@ def generate(model: Any, recipe: Recipe, inputs: Any = ROWS, **changes: Any) -> 
     try:
         return model.generate(**inputs, past_key_values=cache, **GREEDY), cache
     finally:
-        release(model)
+        detach(model)
 
 
 def held(thing: object) -> Iterator[Tensor]:
@@ -91,7 +91,7 @@ def test_padded_rows_later_turns_and_fresh_starts(model: Any, name: str) -> None
     assert again.get_seq_length() == more.sequences.shape[1] - 1
     again.reset()
     same(model.generate(**ROWS, past_key_values=again, **GREEDY), first)
-    release(model)
+    detach(model)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -159,7 +159,7 @@ def test_beams_and_guesses_that_are_taken_back(model: Any, name: str) -> None:
     guessed = model.generate(
         **inputs, past_key_values=guessing, assistant_model=llama(seed=1).double(), **GREEDY
     )
-    release(model)
+    detach(model)
     trigger = recipe.trigger
     exact = recipe.codec is None and recipe.retrieve is None and not recipe.ladder
     if exact and (trigger is None or not trigger.decoding):
@@ -191,5 +191,5 @@ def test_what_was_saved_goes_on_bit_for_bit(model: Any, name: str, tmp_path: Any
     for each in (cache, again):
         cache_for(model, recipe, mode=cache.mode)  # has the model use our attention, where needed
         outs.append(model.generate(**turn, past_key_values=each, **GREEDY))
-    release(model)
+    detach(model)
     same(*outs)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from diffcache.kv.budget import Budget, Uniform
-from diffcache.kv.hf.cache import KVCache, cache_for, release
+from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Layout, Recipe
@@ -70,7 +70,7 @@ def exact() -> Any:
 
 
 def stock(model: Any, inputs: Any, **settings: Any) -> Any:
-    release(model)
+    detach(model)
     return model.generate(**inputs, **GREEDY, **settings)
 
 
@@ -90,7 +90,7 @@ def test_keeping_all_is_stock_bit_for_bit(model: Any, mode: Any, way: str, padde
 @pytest.mark.parametrize("mode", ["native", "stock"])
 def test_a_second_turn_with_all_ids_is_stock(model: Any, mode: Any) -> None:
     inputs, full = prompts(), DynamicCache(config=model.config)
-    release(model)
+    detach(model)
     first = model.generate(**inputs, past_key_values=full, **GREEDY)
     turn = second_turn(inputs, first.sequences)
     theirs = model.generate(**turn, past_key_values=full, **GREEDY)
@@ -130,7 +130,7 @@ def test_dropping_is_hiding_in_the_next_turn(exact: Any) -> None:
         first = exact.generate(**inputs, past_key_values=cache, **GREEDY)
         turn = second_turn(inputs, first.sequences)
         ours = exact.generate(**turn, past_key_values=cache, **GREEDY)
-    release(exact)
+    detach(exact)
     with oracle.masked(exact, log, cache.owned):
         exact.generate(**inputs, past_key_values=full, **GREEDY)
         same(ours, exact.generate(**turn, past_key_values=full, **GREEDY), 1e-12)
@@ -169,7 +169,7 @@ def test_beams_of_a_compressed_cache_keep_their_rows_apart(exact: Any) -> None:
             token = beams.sequences[:1, step]
             total += float(logits.log_softmax(-1)[0, token])
             logits = exact(input_ids=token[None], past_key_values=fresh).logits[:, -1]
-    release(exact)
+    detach(exact)
     assert total == pytest.approx(
         float(beams.sequences_scores[0]) * (beams.sequences.shape[1] - length), abs=1e-4
     )
@@ -213,7 +213,7 @@ def test_the_model_is_itself_again_after_release(model: Any) -> None:
     cache_for(model, lots(Uniform(12)))
     assert model.config._attn_implementation == "diffcache"
     same(model.generate(**inputs, **GREEDY), reference)  # another cache, while ours is set up
-    release(model)
+    detach(model)
     assert model.config._attn_implementation == before
 
 
@@ -224,7 +224,7 @@ def test_auto_says_why(model: Any) -> None:
         "native",
         "slots are dropped, and positions say who sees what",
     )
-    release(model)
+    detach(model)
 
 
 def test_a_cache_that_was_compressed_by_hand(exact: Any) -> None:
@@ -236,7 +236,7 @@ def test_a_cache_that_was_compressed_by_hand(exact: Any) -> None:
     cache.settle()
     assert {layer.held for layer in cache.store.layers} == {12}
     assert cache.get_seq_length() == 48
-    release(exact)
+    detach(exact)
 
 
 def test_a_fork_of_a_cache_goes_on_alone(exact: Any) -> None:
@@ -249,5 +249,5 @@ def test_a_fork_of_a_cache_goes_on_alone(exact: Any) -> None:
         again = exact(input_ids=token, past_key_values=cache.fork()).logits
         assert cache.get_seq_length() == 48 and cache.store.layers[0].held == 48
         last = exact(input_ids=token, past_key_values=cache).logits
-    release(exact)
+    detach(exact)
     assert torch.equal(first, again) and torch.equal(first, last)

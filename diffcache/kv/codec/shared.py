@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from diffcache.kv.budget import check_size
 from diffcache.kv.codec.base import (
     Exact,
     Payload,
@@ -77,15 +78,13 @@ class SharedBasis(LayersCodec):
         rank: Coordinates of a slot, or a share of the channels of all layers and heads together.
 
     Raises:
-        ValueError: If `rank` is neither a number of at least 1 nor a share.
+        ValueError: If `rank` is neither a whole number of at least 2 nor a share.
     """
 
     rank: int | float = 0.25
 
     def __post_init__(self) -> None:
-        is_share = isinstance(self.rank, float) and 0 < self.rank <= 1
-        if not is_share and not (isinstance(self.rank, int) and self.rank >= 1):
-            raise ValueError(f"rank={self.rank!r}: must be at least 1, or a share up to 1.0")
+        check_size("rank", self.rank)
 
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:
         """Code the layers."""

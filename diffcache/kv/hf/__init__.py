@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from diffcache.kv.hf.cache import KVCache as KVCache
     from diffcache.kv.hf.cache import cache_for as cache_for
-    from diffcache.kv.hf.cache import release as release
+    from diffcache.kv.hf.cache import detach as detach
     from diffcache.kv.hf.remat import remat_cache_for as remat_cache_for
     from diffcache.kv.hf.static import static_cache_for as static_cache_for
 
 # transformers takes seconds to import, so names are looked up when they are first asked for.
 _LATER = {
-    "KVCache": "cache", "cache_for": "cache", "release": "cache",
+    "KVCache": "cache", "cache_for": "cache", "detach": "cache",
     "remat_cache_for": "remat", "static_cache_for": "static",
 }  # fmt: skip
 

@@ -27,7 +27,7 @@ from diffcache.kv.hf.attention import Writer, announce, check_mask_sizes, forget
 from diffcache.kv.hf.model import Mode, Setup, attentions, choose, decoder_config, output_of, reader
 from diffcache.kv.hf.rotary import RotaryReader
 from diffcache.kv.hf.switch import NAME, switch
-from diffcache.kv.hf.switch import release as release
+from diffcache.kv.hf.switch import detach as detach
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import make_recipe
@@ -49,7 +49,7 @@ def cache_for(
         recipe: What is done to the cache, or its name.
         mode: `"native"` attends over slots by their positions and can do everything; the model is
             told to use the attention function `"diffcache"`, which treats other caches as `"sdpa"`
-            does (`release` undoes it). `"stock"` leaves attention alone: the cache hands out
+            does (`detach` undoes it). `"stock"` leaves attention alone: the cache hands out
             decoded keys and values; rows must be equally long, and prompts must not be padded if
             slots are dropped. `"auto"` takes stock where the recipe drops nothing and reads all.
         tags: int [B, T], of the first T tokens, for recipes that look at tags.

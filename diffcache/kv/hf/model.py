@@ -32,18 +32,35 @@ class Setup:
     config: Any
 
 
+def config_of(model: Any) -> Any:
+    """Return the configuration of a model of transformers.
+
+    Raises:
+        AttachError: If it is no such model.
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(model, nn.Module) or not hasattr(config, "get_text_config"):
+        given = "None" if model is None else f"a {type(model).__name__}"
+        raise AttachError(
+            f"model is {given}: pass a model of transformers, such as "
+            "AutoModelForCausalLM.from_pretrained(...)"
+        )
+    return config
+
+
 def decoder_config(model: nn.Module) -> Any:
     """Return the configuration of a model's decoder.
 
     Raises:
-        AttachError: If it has an encoder as well.
+        AttachError: If it is no model of transformers, or has an encoder as well.
     """
-    if getattr(model.config, "is_encoder_decoder", False):
+    config = config_of(model)
+    if getattr(config, "is_encoder_decoder", False):
         raise AttachError(
             f"{type(model).__name__} has an encoder, and layers that attend to it; use a "
             "decoder-only model, or the cache of transformers"
         )
-    return model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+    return config.get_text_config(decoder=True)
 
 
 def choose(recipe: Recipe, mode: Mode) -> tuple[Mode, str]:

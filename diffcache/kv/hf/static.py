@@ -21,7 +21,7 @@ def static_cache_for(model: nn.Module, capacity: int, *, sinks: int = 4) -> Cach
         sinks: First tokens that always stay.
 
     Raises:
-        AttachError: If the model has an encoder as well.
+        AttachError: If it is no model of transformers, or has an encoder as well.
         ValueError: If `capacity` does not hold the `sinks` and one more.
     """
     config = decoder_config(model)

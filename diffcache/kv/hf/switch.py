@@ -13,6 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 from diffcache.errors import AttachError
 from diffcache.kv.hf.attention import attention
+from diffcache.kv.hf.model import config_of
 
 NAME = "diffcache"
 _BEFORE: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -39,10 +40,14 @@ def switch(model: nn.Module) -> None:
     _BEFORE[model] = before or "sdpa"
 
 
-def release(model: nn.Module) -> None:
-    """Have a model use the attention function it used before `cache_for`."""
+def detach(model: nn.Module) -> None:
+    """Have a model use the attention function it used before `cache_for`.
+
+    Raises:
+        AttachError: If it is no model of transformers.
+    """
+    config = config_of(model)
     before = _BEFORE.pop(model, None)
-    config: Any = model.config
     if before is None and config._attn_implementation == NAME:
         before = "sdpa"  # a copy of a model that was set up, or one that shares its config
     if before is not None:

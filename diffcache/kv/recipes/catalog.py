@@ -1,60 +1,31 @@
-"""The catalogue of recipes: names for command lines; code imports the functions."""
+"""Recipes by name, for command lines; code imports the functions."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
-from diffcache.errors import UnknownMethodError
 from diffcache.kv.recipe import Recipe
-
-# Module of `diffcache.kv.recipes` -> the recipes it defines; "-" on command lines is "_" in code.
-MODULES: dict[str, tuple[str, ...]] = {
-    "streaming": ("streaming_llm", "duo_attention", "razor_attention"),
-    "eviction": (
-        "random", "knorm", "value_norm", "keydiff", "lagkv", "expected_attention", "h2o", "tova",
-        "snapkv", "pyramidkv", "cake", "adakv", "criticalkv",
-    ),
-    "eviction_more": (
-        "scissorhands", "keyformer", "lazy_eviction", "windowkv", "mpcache_static", "critic",
-        "epicache", "kvzip", "curdkv", "compactor",
-    ),
-    "eviction_offline": ("prefixkv", "compresskv", "scalekv"),
-    "merging": (
-        "d2o", "ems", "elastic_cache", "look_m", "kvmerger", "chelsea", "lococo", "kvcrush",
-        "locret",
-    ),
-    "quantised": (
-        "kivi", "gear", "zipcache", "mikv", "rotatekv", "vidkv", "xquant", "staircase", "mustafar",
-    ),
-    "low_rank": ("xkv", "minicache", "cskv", "kv_heads", "rematerialised", "xquant_latent"),
-    "retrieval": (
-        "quest", "mpcache_select", "double_sparsity", "tidal_decode", "sentence_kv", "rekv",
-        "actqkv", "a2ats", "shadowkv",
-    ),
-}  # fmt: skip
+from diffcache.names import RECIPES, recipe_key, recipe_names, unknown
 
 
 def recipe_function(name: str) -> Callable[..., Recipe]:
-    """Return what makes a recipe, by its name.
+    """Return what makes a recipe, by its name; "-" and "_" mean the same.
 
     Raises:
         UnknownMethodError: If the catalogue has no such name.
     """
-    wanted = name.replace("-", "_")
-    for module, names in MODULES.items():
-        if wanted in names:
-            found: Callable[..., Recipe] = getattr(
-                importlib.import_module(f"diffcache.kv.recipes.{module}"), wanted
+    key = recipe_key(name)
+    for module, names in RECIPES.items():
+        if key in names:
+            function: Callable[..., Recipe] = getattr(
+                importlib.import_module(f"diffcache.kv.recipes.{module}"), key
             )
-            return found
-    known = recipes()
-    close = difflib.get_close_matches(wanted, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-    raise UnknownMethodError(f"unknown recipe {name!r}; {hint}")
+            return function
+    raise unknown(name, "recipe")
 
 
 def make_recipe(recipe: str | Recipe, **settings: Any) -> Recipe:
@@ -63,17 +34,23 @@ def make_recipe(recipe: str | Recipe, **settings: Any) -> Recipe:
     Raises:
         UnknownMethodError: If the catalogue has no such name.
         ValueError: If a setting is unknown, missing or out of its range.
+        TypeError: If `recipe` is neither a name nor a recipe.
     """
     if isinstance(recipe, Recipe):
         if settings:
             raise ValueError(f"settings {sorted(settings)} go with a name, not with {recipe!r}")
         return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(
+            f"recipe={recipe!r}: must be a name, such as 'snapkv', or a recipe, such as "
+            "diffcache.kv.snapkv(budget=256); feature methods go to diffcache.wrap"
+        )
     function = recipe_function(recipe)
     taken = inspect.signature(function)
-    unknown = sorted(set(settings) - set(taken.parameters))
-    if unknown:
+    unknown_settings = sorted(set(settings) - set(taken.parameters))
+    if unknown_settings:
         raise ValueError(
-            f"{recipe} has no setting {unknown[0]!r}; it has {', '.join(taken.parameters)}"
+            f"{recipe} has no setting {unknown_settings[0]!r}; it has {', '.join(taken.parameters)}"
         )
     try:
         taken.bind(**settings)
@@ -82,6 +59,45 @@ def make_recipe(recipe: str | Recipe, **settings: Any) -> Recipe:
     return function(**settings)
 
 
-def recipes() -> list[str]:
-    """Return the names of all recipes."""
-    return [name for names in MODULES.values() for name in names]
+def reference(make: Callable[..., Recipe]) -> str:
+    """Return where a recipe comes from, and its departures, as its docstring has them.
+
+    Raises:
+        ValueError: If it names no reference.
+    """
+    doc = inspect.getdoc(make) or ""
+    match = re.search(r"^Reference: (.*?)(?=\n\n|\Z)", doc, re.DOTALL | re.MULTILINE)
+    if match is None:
+        raise ValueError(f"{make.__name__}: its docstring has no line 'Reference: ...'")
+    return " ".join(match.group(1).split())
+
+
+def bibtex(name: str) -> str:
+    """Return the BibTeX entry of a recipe's paper, under the name the method goes by.
+
+    Raises:
+        UnknownMethodError: If the catalogue has no such name.
+        ValueError: If no paper describes it.
+    """
+    source = reference(recipe_function(name))
+    match = re.match(r"(?!none)(.*?),? arXiv ((\d\d)\d\d\.\d{5})", source)
+    if match is None:
+        why = source.removeprefix("none; ")
+        raise ValueError(f"{recipe_key(name)!r} has no paper of its own: {why}")
+    title, number, year = match.groups()
+    return "\n".join([
+        "% The title is the name the method goes by; its page has the full title and the authors.",
+        f"@misc{{{recipe_key(name)}20{year},",
+        f"  title={{{title.strip(chr(34))}}},",
+        f"  eprint={{{number}}},",
+        "  archivePrefix={arXiv},",
+        f"  url={{https://arxiv.org/abs/{number}}},",
+        f"  year={{20{year}}}",
+        "}",
+    ])  # fmt: skip
+
+
+def recipes() -> dict[str, str]:
+    """Return the names of all recipes with one sentence each."""
+    functions = {name: recipe_function(name) for name in recipe_names()}
+    return {name: (inspect.getdoc(make) or "").split("\n")[0] for name, make in functions.items()}

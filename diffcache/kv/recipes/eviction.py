@@ -12,6 +12,7 @@ from diffcache.kv.plan import TopK
 from diffcache.kv.planning.critical import TwoStage
 from diffcache.kv.planning.share import RecentShare
 from diffcache.kv.recipe import Recipe
+from diffcache.kv.recipes.settings import Count, Share, Whole, checked
 from diffcache.kv.score.attention import (
     Groups,
     LastQuery,
@@ -29,7 +30,8 @@ from diffcache.kv.score.value import ValueNorm
 from diffcache.kv.trigger import EveryStep
 
 
-def knorm(budget: Size = 0.5, *, recent: int = 0, skip: int = 0) -> Recipe:
+@checked
+def knorm(budget: Size = 0.5, *, recent: int = 0, skip: Whole = 0) -> Recipe:
     """Keep the keys of the smallest norm after the prompt.
 
     Args:
@@ -45,6 +47,7 @@ def knorm(budget: Size = 0.5, *, recent: int = 0, skip: int = 0) -> Recipe:
     )
 
 
+@checked
 def keydiff(budget: Size = 0.5, *, recent: int = 0) -> Recipe:
     """Keep the keys that are least like the others after the prompt.
 
@@ -59,6 +62,7 @@ def keydiff(budget: Size = 0.5, *, recent: int = 0) -> Recipe:
     )
 
 
+@checked
 def value_norm(budget: Size = 0.5, *, recent: int = 0) -> Recipe:
     """Keep the values of the largest norm after the prompt, for comparison.
 
@@ -71,6 +75,7 @@ def value_norm(budget: Size = 0.5, *, recent: int = 0) -> Recipe:
     return Recipe("value_norm", score=ValueNorm(), budget=Uniform(budget), plan=TopK(recent=recent))
 
 
+@checked
 def random(budget: Size = 0.5, *, seed: int = 0, recent: int = 0) -> Recipe:
     """Keep slots drawn at random after the prompt, for comparison.
 
@@ -84,6 +89,7 @@ def random(budget: Size = 0.5, *, seed: int = 0, recent: int = 0) -> Recipe:
     return Recipe("random", score=Chance(seed), budget=Uniform(budget), plan=TopK(recent=recent))
 
 
+@checked
 def lagkv(budget: Size = 0.5, *, lag: int = 128, sinks: int = 4) -> Recipe:
     """Keep, in each partition of the prompt, what varies most in comparison with the next one.
 
@@ -98,10 +104,11 @@ def lagkv(budget: Size = 0.5, *, lag: int = 128, sinks: int = 4) -> Recipe:
     return Recipe("lagkv", score=Lag(lag, sinks), budget=Uniform(budget), plan=TopK(sinks=sinks))
 
 
+@checked
 def expected_attention(
     budget: Size = 0.5,
     *,
-    queries: int = 1024,
+    queries: Count = 1024,
     future: int = 512,
     sinks: int = 4,
     epsilon: float = 0.0,
@@ -127,7 +134,8 @@ def expected_attention(
     )
 
 
-def h2o(budget: Size = 0.2, *, recent: float = 0.5, mean: bool = False, every: int = 1) -> Recipe:
+@checked
+def h2o(budget: Size = 0.2, *, recent: Share = 0.5, mean: bool = False, every: int = 1) -> Recipe:
     """Keep the slots that got the most attention so far, and the latest, at every step.
 
     Args:
@@ -145,6 +153,7 @@ def h2o(budget: Size = 0.2, *, recent: float = 0.5, mean: bool = False, every: i
     )  # fmt: skip
 
 
+@checked
 def tova(budget: Size = 1024, *, every: int = 1) -> Recipe:
     """Keep what the newest query attends to, the same slots in all heads, at every step.
 
@@ -159,10 +168,11 @@ def tova(budget: Size = 1024, *, every: int = 1) -> Recipe:
     )
 
 
+@checked
 def snapkv(
     budget: Size = 1024,
     *,
-    window: int = 32,
+    window: Count = 32,
     kernel: int = 5,
     pooling: Pooling = "avg",
     groups: Groups = "mean",
@@ -184,8 +194,9 @@ def snapkv(
     )
 
 
+@checked
 def pyramidkv(
-    budget: Size = 1024, *, beta: float = 20.0, window: int = 8, kernel: int = 5
+    budget: Size = 1024, *, beta: float = 20.0, window: Count = 8, kernel: int = 5
 ) -> Recipe:
     """Keep what the end of the prompt attends to, fewer slots the deeper the layer.
 
@@ -203,10 +214,11 @@ def pyramidkv(
     )
 
 
+@checked
 def cake(
     budget: Size = 1024,
     *,
-    window: int = 32,
+    window: Count = 32,
     gamma: float = 200.0,
     tau1: float = 1.0,
     tau2: float = 1.0,
@@ -231,6 +243,7 @@ def cake(
     )
 
 
+@checked
 def adakv(budget: Size = 1024, *, floor: float = 0.2, base: Recipe | None = None) -> Recipe:
     """Share the slots of a layer out among its heads by their highest scores.
 
@@ -250,6 +263,7 @@ def adakv(budget: Size = 1024, *, floor: float = 0.2, base: Recipe | None = None
     return replace(base, name=_named("adakv", base), budget=AdaHead(base.budget, floor))
 
 
+@checked
 def criticalkv(
     budget: Size = 1024, *, first: float = 0.5, epsilon: float = 1e-4, base: Recipe | None = None
 ) -> Recipe:

@@ -14,6 +14,7 @@ from diffcache.kv.plan import TopK
 from diffcache.kv.planning.share import RecentShare
 from diffcache.kv.planning.windows import Windows
 from diffcache.kv.recipe import Recipe
+from diffcache.kv.recipes.settings import Count, Share, checked
 from diffcache.kv.score.attention import Window
 from diffcache.kv.score.blend import Blend, LeaveOut, Surprise
 from diffcache.kv.score.compactor import Compactor
@@ -26,6 +27,7 @@ from diffcache.kv.score.shared import Shared
 from diffcache.kv.trigger import EveryStep, Overflow
 
 
+@checked
 def scissorhands(
     budget: Size = 1024, *, history: int = 400, recent: int = 10, drop: float = 0.5
 ) -> Recipe:
@@ -50,20 +52,21 @@ def scissorhands(
     if isinstance(budget, float):
         return Recipe("scissorhands", score=score, budget=Uniform(budget), plan=plan)
     left = budget - int(budget * drop)
-    if left <= recent:
+    if left <= max(recent, 1):
         raise ValueError(
-            f"budget={budget}, drop={drop}: leaves {left} slots, and recent={recent} are always "
-            "kept; give a larger budget or a smaller drop"
+            f"budget={budget}, drop={drop}: leaves {left} slots; it must be 2 or more, and above "
+            f"recent={recent}, which always stay: give a larger budget or a smaller drop"
         )
     return Recipe(
         "scissorhands", score=score, budget=Uniform(left), plan=plan, trigger=Overflow(budget)
     )
 
 
+@checked
 def keyformer(
     budget: Size = 0.6,
     *,
-    recent: float = 0.3,
+    recent: Share = 0.3,
     temperature: float = 1.0,
     increment: float = 0.01,
     seed: int = 0,
@@ -89,7 +92,8 @@ def keyformer(
     )  # fmt: skip
 
 
-def lazy_eviction(budget: Size = 1024, *, lag: int = 32, threshold: float = 1e-4) -> Recipe:
+@checked
+def lazy_eviction(budget: Size = 1024, *, lag: Count = 32, threshold: float = 1e-4) -> Recipe:
     """Drop, every so many steps, what is overdue to be attended to again.
 
     Args:
@@ -111,13 +115,14 @@ def lazy_eviction(budget: Size = 1024, *, lag: int = 32, threshold: float = 1e-4
     )  # fmt: skip
 
 
+@checked
 def windowkv(
     budget: Size = 1024,
     *,
-    window: int = 8,
+    window: Count = 8,
     size: int = 8,
     task: Literal["aggregation", "localization"] = "localization",
-    best: int = 4,
+    best: Count = 4,
     group: int = 4,
     beta: float = 2.0,
 ) -> Recipe:
@@ -133,15 +138,10 @@ def windowkv(
         group: Layers of a group.
         beta: How many times the average is larger than the smallest budget.
 
-    Raises:
-        ValueError: If there is no such task.
-
     Reference: WindowKV, arXiv 2503.17922, section 2.2. Departures: the task is said here, and not
     found by a classifier; each key-value head keeps windows of its own; the paper's pyramid is
     steeper, with a `beta` of 14, and its groups are of 7 or 8 layers.
     """
-    if task not in ("aggregation", "localization"):
-        raise ValueError(f"task={task!r}: must be 'aggregation' or 'localization'")
     few = min(best, size) if task == "aggregation" else None
     return Recipe(
         "windowkv", score=Shared(Window(window, kernel=1), group),
@@ -149,7 +149,8 @@ def windowkv(
     )  # fmt: skip
 
 
-def mpcache_static(budget: Size = 0.75, *, window: int = 32) -> Recipe:
+@checked
+def mpcache_static(budget: Size = 0.75, *, window: Count = 32) -> Recipe:
     """Drop once, after the prompt, what its end does not attend to.
 
     This is the static part of MPCache; what is kept can then be read in part, by a retriever:
@@ -167,7 +168,8 @@ def mpcache_static(budget: Size = 0.75, *, window: int = 32) -> Recipe:
     )
 
 
-def critic(budget: Size = 1024, *, window: int = 32, kernel: int = 5) -> Recipe:
+@checked
+def critic(budget: Size = 1024, *, window: Count = 32, kernel: int = 5) -> Recipe:
     """Keep what attention, entropy and being left out say is important, weighted by CRITIC.
 
     Each of the three counts, in every row, by its standard deviation times the sum of
@@ -187,6 +189,7 @@ def critic(budget: Size = 1024, *, window: int = 32, kernel: int = 5) -> Recipe:
     return Recipe("critic", score=Blend(scores), budget=CDFLevel(budget), plan=TopK())
 
 
+@checked
 def epicache(
     budget: Size = 1024,
     *,
@@ -213,6 +216,7 @@ def epicache(
     )  # fmt: skip
 
 
+@checked
 def kvzip(budget: Size = 0.3, *, floor: float = 0.0, sinks: int = 4) -> Recipe:
     """Keep what is needed to repeat the prompt, when asked to.
 
@@ -233,7 +237,8 @@ def kvzip(budget: Size = 0.3, *, floor: float = 0.0, sinks: int = 4) -> Recipe:
     )  # fmt: skip
 
 
-def curdkv(budget: Size = 0.5, *, window: int = 16, sinks: int = 4) -> Recipe:
+@checked
+def curdkv(budget: Size = 0.5, *, window: Count = 16, sinks: int = 4) -> Recipe:
     """Keep keys and values whose norms stand out from those nearby, after the prompt.
 
     Args:
@@ -249,6 +254,7 @@ def curdkv(budget: Size = 0.5, *, window: int = 16, sinks: int = 4) -> Recipe:
     )
 
 
+@checked
 def compactor(
     budget: Size = 0.5,
     *,

@@ -12,6 +12,7 @@ from diffcache.kv.budgets.table import LayerTable
 from diffcache.kv.plan import Planner, TopK
 from diffcache.kv.planning.fixed import FixedSlot
 from diffcache.kv.recipe import Recipe
+from diffcache.kv.recipes.settings import Count, checked
 from diffcache.kv.score.attention import Mass
 from diffcache.kv.score.heads import HeadVote
 from diffcache.kv.score.patches import PatchCentres
@@ -19,12 +20,13 @@ from diffcache.kv.score.shared import Shared
 from diffcache.kv.trigger import EveryStep
 
 
+@checked
 def prefixkv(
     budget: Size = 0.2,
     *,
     shares: tuple[float, ...] = (),
     sinks: int = 4,
-    distance: int = 25,
+    distance: Count = 25,
     mode: Literal["paper", "official"] = "paper",
 ) -> Recipe:
     """Keep in every layer the fewest slots that hold the same share of attention.
@@ -38,14 +40,9 @@ def prefixkv(
         mode: `"paper"` drops once, after the prompt; `"official"` then drops, at each token, the
             slot at `distance`.
 
-    Raises:
-        ValueError: If there is no such mode.
-
     Reference: PrefixKV, arXiv 2412.03409; the official code for the slot at a distance.
     Departure: in `"official"` mode one slot goes for each forward, however many tokens it brings.
     """
-    if mode not in ("paper", "official"):
-        raise ValueError(f"mode={mode!r}: must be 'paper' or 'official'")
     official = mode == "official"
     share = LayerTable(budget, shares) if shares else CDFLevel(budget)
     plan: Planner = FixedSlot(distance, sinks, 1) if official else TopK(sinks, 1)
@@ -56,12 +53,13 @@ def prefixkv(
     )  # fmt: skip
 
 
+@checked
 def compresskv(
     budget: Size = 1024,
     *,
     heads: tuple[tuple[int, ...], ...] = (),
     weights: tuple[float, ...] = (),
-    window: int = 8,
+    window: Count = 8,
     kernel: int = 5,
     least: int = 32,
 ) -> Recipe:
@@ -86,13 +84,14 @@ def compresskv(
     )  # fmt: skip
 
 
+@checked
 def scalekv(
     budget: Size = 0.1,
     *,
     scales: tuple[tuple[int, int], ...],
     table: tuple[tuple[int, ...], ...] = (),
     prompt: int = 0,
-    patch: int = 4,
+    patch: Count = 4,
     recent: int = 16,
 ) -> Recipe:
     """Keep, after each scale of a next-scale image model, what patch centres attend to.

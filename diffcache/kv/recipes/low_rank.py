@@ -14,15 +14,17 @@ from diffcache.kv.codec.remat import Deltas, Nothing, Projections, Rematerialise
 from diffcache.kv.codec.shared import SharedBasis, SharedDirection
 from diffcache.kv.learn.cskv import Bases
 from diffcache.kv.recipe import Recipe
+from diffcache.kv.recipes.settings import Count, Whole, check_multiple, checked
 
 
+@checked
 def xkv(
     rank: int | float = 0.125,
     *,
     value_rank: int | float = 0.1875,
-    layers: int = 4,
+    layers: Count = 4,
     block: int = 1024,
-    skip: int = 0,
+    skip: Whole = 0,
 ) -> Recipe:
     """Factor unrotated keys, and values, of neighbouring layers over tokens they share.
 
@@ -42,13 +44,14 @@ def xkv(
     return Recipe("xkv", codec=codec, space="pre", skip=skip)
 
 
+@checked
 def minicache(
     t: float = 0.6,
     *,
     keep: float = 0.05,
     bits: float | None = None,
     block: int = 64,
-    skip: int = 0,
+    skip: Whole = 0,
     mode: Literal["paper", "official"] = "paper",
 ) -> Recipe:
     """Have pairs of layers share the directions of keys and values, and keep their magnitudes.
@@ -68,6 +71,7 @@ def minicache(
     return Recipe("minicache", codec=Together(codec, codec, 2, block, whole=True), skip=skip)
 
 
+@checked
 def cskv(bases: Sequence[Bases], *, recent: int = 32, bits: float | None = None) -> Recipe:
     """Hold unrotated keys, and values, as coordinates in fitted bases, but for the last tokens.
 
@@ -82,6 +86,7 @@ def cskv(bases: Sequence[Bases], *, recent: int = 32, bits: float | None = None)
     return _static("cskv", bases, recent, bits)
 
 
+@checked
 def kv_heads(bases: Sequence[Bases], *, bits: float | None = None) -> Recipe:
     """Hold fewer key and value heads, and make the others of them when they are read.
 
@@ -96,13 +101,14 @@ def kv_heads(bases: Sequence[Bases], *, bits: float | None = None) -> Recipe:
     return _static("kv_heads", bases, 0, bits)
 
 
+@checked
 def rematerialised(
     projections: Sequence[Projections],
     bits: float | None = 4,
     *,
     group: int = 128,
-    residual: int = 32,
-    layers: int = 1,
+    residual: Count = 32,
+    layers: Count = 1,
 ) -> Recipe:
     """Hold the inputs of layers in few bits, and make keys and values of them when they are read.
 
@@ -126,8 +132,9 @@ def rematerialised(
     )
 
 
+@checked
 def xquant_latent(
-    bases: Sequence[Bases], bits: float = 4, *, group: int = 32, residual: int = 32
+    bases: Sequence[Bases], bits: float = 4, *, group: Count = 32, residual: Count = 32
 ) -> Recipe:
     """Hold, of models with grouped queries, the inputs of layers as their projections see them.
 
@@ -139,6 +146,7 @@ def xquant_latent(
 
     Reference: XQuant, arXiv 2508.10395 (models with grouped queries).
     """
+    check_multiple("residual", residual, group)
     keys, values = GroupQuant(bits, "tokens", group), GroupQuant(bits, "channels", group)
     codecs = tuple(
         Pair(

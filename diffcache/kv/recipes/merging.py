@@ -18,6 +18,7 @@ from diffcache.kv.planning.diversity import Anchor, Diversity
 from diffcache.kv.planning.fixed import FixedSlot
 from diffcache.kv.planning.share import RecentShare
 from diffcache.kv.recipe import Recipe, Space
+from diffcache.kv.recipes.settings import Count, Share, Whole, checked
 from diffcache.kv.score.attention import Mass
 from diffcache.kv.score.global_local import GlobalLocal
 from diffcache.kv.score.learned import Retained, RetainingHeads
@@ -27,10 +28,11 @@ from diffcache.kv.trigger import EveryStep
 Mode = Literal["paper", "official"]
 
 
+@checked
 def d2o(
     budget: Size = 0.2,
     *,
-    recent: float = 0.25,
+    recent: Share = 0.25,
     beta: float | None = None,
     mode: Mode = "paper",
     space: Space = "post",
@@ -55,10 +57,11 @@ def d2o(
     )  # fmt: skip
 
 
+@checked
 def ems(
     budget: Size = 256,
     *,
-    window: int = 32,
+    window: Count = 32,
     floor: float = 0.2,
     reach: float = 1.0,
     threshold: float = 0.6,
@@ -83,6 +86,7 @@ def ems(
     )  # fmt: skip
 
 
+@checked
 def elastic_cache(
     budget: Size = 0.2,
     *,
@@ -104,7 +108,6 @@ def elastic_cache(
 
     Reference: Elastic Cache, arXiv 2407.18121.
     """
-    check_mode(mode)
     plan: Planner = FixedSlot(distance, sinks, recent)
     return Recipe(
         "elastic_cache", score=HeadMean(Mass()), budget=Uniform(budget),
@@ -113,10 +116,11 @@ def elastic_cache(
     )  # fmt: skip
 
 
+@checked
 def look_m(
     budget: Size = 0.2,
     *,
-    recent: float = 0.5,
+    recent: Share = 0.5,
     merge: Way = "pivot",
     text: int = 0,
     mode: Mode = "paper",
@@ -136,7 +140,6 @@ def look_m(
 
     Reference: LOOK-M, arXiv 2406.18139, sections 3.2 and 3.3.
     """
-    check_mode(mode)
     plan: Planner = RecentShare(recent)
     return Recipe(
         "look_m", score=TextFirst(Mass(), text), budget=Uniform(budget),
@@ -145,6 +148,7 @@ def look_m(
     )  # fmt: skip
 
 
+@checked
 def kvmerger(
     budget: Size = 0.5,
     *,
@@ -173,6 +177,7 @@ def kvmerger(
     )  # fmt: skip
 
 
+@checked
 def chelsea(
     budget: Size = 0.2,
     *,
@@ -202,8 +207,9 @@ def chelsea(
     )  # fmt: skip
 
 
+@checked
 def lococo(
-    weights: MixWeights, budget: Size = 512, *, recent: int = 128, chunk: int = 512
+    weights: MixWeights, budget: Size = 512, *, recent: int = 128, chunk: Count = 512
 ) -> Recipe:
     """Mix a memory of fixed size from heavy hitters and all else, by a trained convolution.
 
@@ -222,6 +228,7 @@ def lococo(
     )  # fmt: skip
 
 
+@checked
 def kvcrush(
     budget: Size = 0.3,
     *,
@@ -249,8 +256,9 @@ def kvcrush(
     )  # fmt: skip
 
 
+@checked
 def locret(
-    heads: RetainingHeads, budget: Size = 6000, *, stabilizers: int = 2500, chunk: int = 3072
+    heads: RetainingHeads, budget: Size = 6000, *, stabilizers: Whole = 2500, chunk: Count = 3072
 ) -> Recipe:
     """Score tokens once, as they are written, by trained heads; evict after each chunk.
 
@@ -268,13 +276,3 @@ def locret(
         "locret", score=Retained(heads), budget=Uniform(budget), plan=TopK(recent=stabilizers),
         trigger=EveryStep(chunk),
     )  # fmt: skip
-
-
-def check_mode(mode: str) -> None:
-    """Raise unless it is a mode.
-
-    Raises:
-        ValueError: If it is neither.
-    """
-    if mode not in ("paper", "official"):
-        raise ValueError(f"mode={mode!r}: must be 'paper' or 'official'")

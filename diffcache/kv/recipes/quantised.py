@@ -21,6 +21,15 @@ from diffcache.kv.codec.stairs import BalancedRung, Stair
 from diffcache.kv.planning.age import ByAge
 from diffcache.kv.planning.demote import Demote
 from diffcache.kv.recipe import Recipe
+from diffcache.kv.recipes.settings import (
+    Bits,
+    Count,
+    Share,
+    SomeShare,
+    Whole,
+    check_multiple,
+    checked,
+)
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.score.salience import Salience, WithQueries
 from diffcache.kv.trigger import EveryStep
@@ -28,7 +37,8 @@ from diffcache.kv.trigger import EveryStep
 Mode = Literal["paper", "official"]
 
 
-def kivi(bits: float = 2, *, group: int = 32, residual: int = 128) -> Recipe:
+@checked
+def kivi(bits: float = 2, *, group: Count = 32, residual: Count = 128) -> Recipe:
     """Quantize keys per channel in groups of tokens, and values per token in groups of channels.
 
     Keys stay exact until `residual` of them have come, and are then coded all at once; values are
@@ -41,12 +51,14 @@ def kivi(bits: float = 2, *, group: int = 32, residual: int = 128) -> Recipe:
 
     Reference: KIVI, arXiv 2402.02750, section 3.3 and algorithm 1.
     """
+    check_multiple("residual", residual, group)
     keys, values = GroupQuant(bits, "tokens", group), GroupQuant(bits, "channels", group)
     return Recipe("kivi", codec=Pair(keys, values, residual, slide=True))
 
 
+@checked
 def gear(
-    bits: float = 2, *, group: int = 32, rank: int = 4, outliers: float = 0.02, buffer: int = 64
+    bits: float = 2, *, group: Count = 32, rank: int = 4, outliers: float = 0.02, buffer: Count = 64
 ) -> Recipe:
     """Quantize, keep outliers apart, and add a low rank of what is still missing.
 
@@ -60,13 +72,20 @@ def gear(
     Reference: GEAR, arXiv 2403.05527. Departure: tokens that are
     generated get the same rank as the prompt, where the paper gives them 2.
     """
+    check_multiple("buffer", buffer, group)
     keys = Gear(bits, "tokens", group, outliers, rank)
     values = Gear(bits, "channels", group, outliers, rank)
     return Recipe("gear", codec=Pair(keys, values, buffer, whole=True))
 
 
+@checked
 def zipcache(
-    budget: float = 0.6, *, high: float = 4, low: float = 2, every: int = 100, probes: float = 0.1
+    budget: SomeShare = 0.6,
+    *,
+    high: Bits = 4,
+    low: Bits = 2,
+    every: int = 100,
+    probes: SomeShare = 0.1,
 ) -> Recipe:
     """Hold tokens that probes attend to in more bits than the others.
 
@@ -91,8 +110,9 @@ def zipcache(
     )  # fmt: skip
 
 
+@checked
 def mikv(
-    budget: Size = 0.2, *, bits: float = 2, group: int = 32, queries: int = 32, every: int = 16
+    budget: Size = 0.2, *, bits: float = 2, group: int = 32, queries: Count = 32, every: int = 16
 ) -> Recipe:
     """Hold in few bits what H2O would drop.
 
@@ -113,11 +133,12 @@ def mikv(
     )  # fmt: skip
 
 
+@checked
 def rotatekv(
     bits: float = 2,
     *,
     group: int = 32,
-    heads: int = 1,
+    heads: Count = 1,
     sinks: int = 4,
     recent: int = 32,
     order: Tensor | None = None,
@@ -143,8 +164,9 @@ def rotatekv(
     return Recipe("rotatekv", codec=codec, space="pre")
 
 
+@checked
 def vidkv(
-    *, wide: float = 0.5, value_bits: float = 1.58, group: int = 32, residual: int = 128
+    *, wide: Share = 0.5, value_bits: Bits = 1.58, group: Count = 32, residual: Count = 128
 ) -> Recipe:
     """Hold keys in 1.5 bits, by the spectrum of their calm channels, and values in 1.58 bits.
 
@@ -160,18 +182,20 @@ def vidkv(
     between the smallest and the largest of a group, where the paper's threshold is a share of the
     mean magnitude.
     """
+    check_multiple("residual", residual, group)
     keys = RangeSplit(wide, GroupQuant(2, "tokens", group), FourierSigns(group))
     return Recipe("vidkv", codec=Pair(keys, GroupQuant(value_bits, "tokens", group), residual))
 
 
+@checked
 def xquant(
     bits: float = 2,
     *,
-    group: int = 32,
-    residual: int = 128,
+    group: Count = 32,
+    residual: Count = 128,
     relax: float = 0.0,
-    layers: int = 2,
-    skip: int = 0,
+    layers: Count = 2,
+    skip: Whole = 0,
 ) -> Recipe:
     """Quantize as KIVI does; neighbouring layers share their codes and keep their own scales.
 
@@ -186,6 +210,7 @@ def xquant(
     Reference: XQuant, arXiv 2510.11236. Departure: with `relax` codes are the nearest
     of the drawn-in grid, where the paper finds them on the whole range; at 1 bit that is the same.
     """
+    check_multiple("residual", residual, group)
     keys, values = (
         SharedCodes(GroupQuant(bits, axis, group, relax=relax))
         for axis in ("tokens", "channels")  # type: Literal["tokens", "channels"]
@@ -193,14 +218,15 @@ def xquant(
     return Recipe("xquant", codec=Together(keys, values, layers, residual), skip=skip)
 
 
-def staircase(steps: tuple[int, ...] = (32, 128, 512), *, group: int = 32) -> Recipe:
+@checked
+def staircase(steps: tuple[int, ...] = (32, 128, 512), *, group: Count = 32) -> Recipe:
     """Hold tokens in ever fewer bits as they grow old: 8, 4, then 2, by shifting their codes.
 
     Args:
         steps: Ages in tokens at which bits are halved, the first from exact to 8; up to four.
         group: Tokens of a group of keys, which grow old together, and channels of one of values.
 
-    Reference: the shift of PM-KVQ, arXiv 2505.18610, by age as staircase adaptive
+    Reference: PM-KVQ, arXiv 2505.18610, of which the shift; by age as staircase adaptive
     quantization has it, whose details are not public.
 
     Raises:
@@ -215,6 +241,7 @@ def staircase(steps: tuple[int, ...] = (32, 128, 512), *, group: int = 32) -> Re
     )  # fmt: skip
 
 
+@checked
 def mustafar(
     sparsity: float = 0.7, *, recent: int = 32, bits: float | None = None, mode: Mode = "paper"
 ) -> Recipe:

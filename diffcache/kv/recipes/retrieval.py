@@ -9,6 +9,7 @@ from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.learn.codebook import Codebook
 from diffcache.kv.life.tiers import Tiers
 from diffcache.kv.recipe import Recipe
+from diffcache.kv.recipes.settings import Count, Whole, checked
 from diffcache.kv.retrieval.a2ats import KeyCodes
 from diffcache.kv.retrieval.actqkv import ProbeQuery
 from diffcache.kv.retrieval.double_sparsity import Channels, LabelChannels
@@ -22,7 +23,8 @@ from diffcache.kv.retrieval.shadowkv import Landmarks, ShadowKeys
 from diffcache.kv.retrieval.tidal import LayerReuse
 
 
-def quest(budget: Size = 1024, page: int = 16, skip: int = 2, group: Group = "max") -> Recipe:
+@checked
+def quest(budget: Size = 1024, page: Count = 16, skip: int = 2, group: Group = "max") -> Recipe:
     """Read the pages whose bounds allow the highest logits.
 
     Args:
@@ -38,8 +40,9 @@ def quest(budget: Size = 1024, page: int = 16, skip: int = 2, group: Group = "ma
     return Recipe("quest", retrieve=chooser)
 
 
+@checked
 def mpcache_select(
-    budget: Size = 1024, large: int = 32, small: int = 16, alpha: float = 0.6, layers: int = 2
+    budget: Size = 1024, large: int = 32, small: Count = 16, alpha: float = 0.6, layers: int = 2
 ) -> Recipe:
     """Read small clusters within large ones, by a mix of bounds, alike in neighbouring layers.
 
@@ -61,6 +64,7 @@ def mpcache_select(
     return Recipe("mpcache_select", retrieve=chooser)
 
 
+@checked
 def double_sparsity(
     channels: Channels, budget: Size = 0.0625, recent: int = 64, bits: int | None = None
 ) -> Recipe:
@@ -81,6 +85,7 @@ def double_sparsity(
     return Recipe("double_sparsity", retrieve=chooser)
 
 
+@checked
 def tidal_decode(budget: Size = 1024, select: tuple[int, ...] = (2, 9), recent: int = 64) -> Recipe:
     """Let a few layers choose positions by full attention, and the others read the same ones.
 
@@ -95,7 +100,10 @@ def tidal_decode(budget: Size = 1024, select: tuple[int, ...] = (2, 9), recent: 
     return Recipe("tidal_decode", retrieve=chooser)
 
 
-def sentence_kv(budget: Size = 1024, sinks: int = 32, recent: int = 32, block: int = 32) -> Recipe:
+@checked
+def sentence_kv(
+    budget: Size = 1024, sinks: int = 32, recent: int = 32, block: Count = 32
+) -> Recipe:
     """Read the sentences whose mean key the query agrees with.
 
     Args:
@@ -112,8 +120,9 @@ def sentence_kv(budget: Size = 1024, sinks: int = 32, recent: int = 32, block: i
     return Recipe("sentence_kv", retrieve=chooser)
 
 
+@checked
 def rekv(
-    budget: Size = 12544, recent: int = 15000, sinks: int = 4, block: int = 196,
+    budget: Size = 12544, recent: Whole = 15000, sinks: Whole = 4, block: Count = 196,
     tiers: Tiers | None = None,
 ) -> Recipe:  # fmt: skip
     """Let frames of a film see the last tokens, and a question the frames it is about.
@@ -136,8 +145,9 @@ def rekv(
     return Recipe("rekv", retrieve=chooser, codec=codec, space="pre", rebase=True)
 
 
+@checked
 def actqkv(
-    budget: Size = 2048, density: float = 0.95, block: int = 16, sinks: int = 4, recent: int = 64
+    budget: Size = 2048, density: float = 0.95, block: Count = 16, sinks: int = 4, recent: int = 64
 ) -> Recipe:
     """Let the unusual queries of a chunk choose blocks, and tokens those that hold enough mass.
 
@@ -156,6 +166,7 @@ def actqkv(
     return Recipe("actqkv", retrieve=chooser, space="pre")
 
 
+@checked
 def a2ats(
     budget: Size = 0.0625, codes: int = 256, far: int = 64, recent: int = 64,
     codebook: Codebook | None = None,
@@ -175,6 +186,7 @@ def a2ats(
     return Recipe("a2ats", retrieve=chooser, space="pre")
 
 
+@checked
 def shadowkv(
     budget: Size = 2048, rank: int = 160, outliers: int = 48, block: int = 512,
     tiers: Tiers | None = None,

@@ -7,10 +7,12 @@ from diffcache.kv.budgets.heads import Heads, HeadTable
 from diffcache.kv.merging.compensation import Compensation
 from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Recipe
+from diffcache.kv.recipes.settings import Whole, checked
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.trigger import EveryStep
 
 
+@checked
 def streaming_llm(
     budget: Size = 516, *, sinks: int = 4, rotate: bool = True, every: int = 1
 ) -> Recipe:
@@ -32,6 +34,7 @@ def streaming_llm(
     )  # fmt: skip
 
 
+@checked
 def duo_attention(heads: Heads, budget: Size = 320, *, sinks: int = 64, every: int = 1) -> Recipe:
     """Keep everything in retrieval heads, and first and latest tokens in the others.
 
@@ -51,8 +54,9 @@ def duo_attention(heads: Heads, budget: Size = 320, *, sinks: int = 64, every: i
     )  # fmt: skip
 
 
+@checked
 def razor_attention(
-    heads: Heads, budget: Size = 0.2, *, least: int = 4000, sinks: int = 4, every: int = 1
+    heads: Heads, budget: Size = 0.2, *, least: int = 4000, sinks: Whole = 4, every: int = 1
 ) -> Recipe:
     """Keep everything in retrieval heads; in the others one slot stands for what is dropped.
 

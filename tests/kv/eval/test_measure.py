@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from diffcache.eval.kv import peer, recall
 from diffcache.eval.kv.kvpress_inputs import Seen
-from diffcache.kv.hf.cache import cache_for, release
+from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import keydiff
 from diffcache.kv.recipes.eviction_more import kvzip
@@ -112,7 +112,7 @@ def test_what_a_press_keeps_is_what_our_store_holds(
             model(input_ids=ids, past_key_values=cache)
         cache.settle()
     finally:
-        release(model)
+        detach(model)
     for layer, mask in zip(cache.store.layers, said, strict=True):
         pos = layer.read().pos
         for row in range(len(ids)):

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from diffcache.kv.attend import Query, View, attend
-from diffcache.kv.hf.cache import cache_for, release
+from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.learn import duo, razor
 from diffcache.kv.learn.duo import Gates, GateTraining, fit_gates, mixed_attention
 from diffcache.kv.slots import Slots, span
@@ -157,7 +157,7 @@ def test_scores_are_sums_over_eager_attention() -> None:
     cache = cache_for(model, razor.probe(period, first=1, groups=2))
     model(ids, past_key_values=cache)
     echo, induction = razor.head_scores(cache.store)
-    release(model)
+    detach(model)
     model.set_attn_implementation("eager")
     for layer, probs in enumerate(model(ids, output_attentions=True).attentions):
         for head in range(4):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from diffcache.kv.hf.cache import cache_for, release
+from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import (
     adakv,
@@ -67,7 +67,7 @@ def exact() -> Any:
 
 
 def stock(model: Any, inputs: Any) -> Any:
-    release(model)
+    detach(model)
     return model.generate(**inputs, **GREEDY)
 
 
@@ -162,7 +162,7 @@ def test_h2o_is_its_greedy_algorithm(exact: Any) -> None:
     with oracle.masked(exact, log, cache.owned):
         full = DynamicCache(config=exact.config)
         exact.generate(**inputs, **{**GREEDY, "max_new_tokens": 1}, past_key_values=full)
-    release(exact)
+    detach(exact)
     exact.set_attn_implementation("eager")
     ids = found.sequences[:, : inputs["input_ids"].shape[1]]
     first = exact(ids, output_attentions=True).attentions[0]  # layer 0 sees the same in both
@@ -184,7 +184,7 @@ def test_streaming_llm_is_a_model_of_one_layer_on_what_is_kept() -> None:
     model(ids[:, :40], past_key_values=cache)
     for step in range(40, 60):
         found = model(ids[:, step : step + 1], past_key_values=cache).logits[:, -1]
-        release(model)
+        detach(model)
         kept = torch.cat([ids[:, :4], ids[:, step - 12 : step + 1]], 1)
         wanted = model(kept).logits[:, -1]
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
@@ -192,7 +192,7 @@ def test_streaming_llm_is_a_model_of_one_layer_on_what_is_kept() -> None:
     other = cache_for(model, streaming_llm(16, sinks=4, rotate=False))
     model(ids[:, :59], past_key_values=other)
     moved = model(ids[:, 59:], past_key_values=other).logits[:, -1]
-    release(model)
+    detach(model)
     assert (moved - wanted).abs().max() > 1e-2  # with the positions of the text it is another
 
 

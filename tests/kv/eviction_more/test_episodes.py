@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kv.hf.cache import KVCache, cache_for, release
+from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.life.episodes import (
     Library,
     compress_by_probe,
@@ -81,7 +81,7 @@ def test_a_probe_keeps_what_it_attends_to_most(exact: Any) -> None:
     before = cache.store.seen
     compress_by_probe(cache, lambda fork: run(probe, fork))
     assert cache.store.seen == before
-    release(exact)
+    detach(exact)
     exact.set_attn_implementation("eager")
     with torch.no_grad():
         full = exact(torch.cat([ids, probe], 1), output_attentions=True)
@@ -105,7 +105,7 @@ def test_a_conversation_in_blocks_never_holds_more(exact: Any) -> None:
         return found
 
     prefill_by_blocks(cache, watched, ids, probe, 12)
-    release(exact)
+    detach(exact)
     assert [layer.held for layer in cache.store.layers] == [16, 12, 8, 4]
     assert cache.store.seen == 48 and max(map(max, most)) <= 16 + 12 + 6
     for layer in cache.store.layers:
@@ -122,7 +122,7 @@ def test_several_probes_and_heads_of_their_own_size(exact: Any) -> None:
     compress_by_probe(
         cache, lambda fork: run(ids[:, :20], fork), lambda fork: run(ids[:, 20:], fork)
     )
-    release(exact)
+    detach(exact)
     lengths = torch.stack([(layer.read().pos >= 0).sum(-1)[0] for layer in cache.store.layers])
     assert bool((lengths.sum(1) == 24).all()) and len(lengths.unique()) > 1
 
@@ -141,5 +141,5 @@ def test_probes_are_checked(exact: Any) -> None:
         compress_by_probe(asked, lambda fork: None)
     with pytest.raises(ValueError, match="compress_by_probe"):
         asked.store.compress()
-    release(exact)
+    detach(exact)
     assert asked.store.recipe.score == Asked()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kv.hf.cache import cache_for, release
+from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.learn.scalekv import capacities
 from diffcache.kv.planning.windows import Windows
 from diffcache.kv.recipe import Recipe
@@ -69,7 +69,7 @@ def exact() -> Any:
 
 @pytest.fixture(scope="module")
 def stock(model: Any) -> Any:
-    release(model)
+    detach(model)
     return model.generate(**prompts(), **GREEDY)
 
 
@@ -81,7 +81,7 @@ def test_keeping_all_is_stock(model: Any, stock: Any, name: str, size: Any) -> N
     cache = cache_for(model, MAKERS[name](size), mode="native")
     again = 1e-5 if cache.store.recipe.space == "pre" else 0.0  # keys are turned back and forth
     same(model.generate(**prompts(), past_key_values=cache, **GREEDY), stock, again)
-    release(model)
+    detach(model)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_row_alone_is_the_row_in_a_batch(exact: Any, name: str) -> None:
         for one, two in zip(single.store.layers, cache.store.layers, strict=True):
             left = [kept(each.read().pos[at]) for each, at in ((one, 0), (two, number))]
             assert torch.equal(left[0], left[1] - pad)
-    release(exact)
+    detach(exact)
 
 
 def kept(pos: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def test_guesses_that_are_taken_back_change_nothing(exact: Any, name: str) -> No
     guessed = exact.generate(
         **inputs, past_key_values=guessing, prompt_lookup_num_tokens=3, **GREEDY
     )
-    release(exact)
+    detach(exact)
     assert torch.equal(guessed.sequences, greedy.sequences)
 
 
@@ -181,7 +181,7 @@ def test_layers_of_a_group_keep_the_same_windows(exact: Any) -> None:
     inputs = prompts()
     cache = cache_for(exact, windowkv(16, window=4, size=4, group=2, beta=2.0), mode="native")
     exact.generate(**inputs, past_key_values=cache, **GREEDY)
-    release(exact)
+    detach(exact)
     pos = [layer.read().pos for layer in cache.store.layers]
     assert torch.equal(pos[0], pos[1]) and torch.equal(pos[2], pos[3])
     assert pos[0].shape[2] > pos[2].shape[2]
@@ -194,7 +194,7 @@ def test_compresskv_heads_and_prefixkv_heads_keep_the_same(exact: Any) -> None:
         for layer in cache.store.layers:
             pos = layer.read().pos
             assert pos.shape[1] == 1 or torch.equal(pos[:, 0], pos[:, 1])
-    release(exact)
+    detach(exact)
 
 
 def test_scales_hold_what_their_table_says() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffcache.kv.hf.cache import release
+from diffcache.kv.hf.cache import detach
 from tests.kv.tiny import GREEDY, prompts, row
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -21,7 +21,7 @@ def generate(model: Any, cache: Any, inputs: Any, **settings: Any) -> Any:
 
 
 def stock(model: Any, inputs: Any, **settings: Any) -> Any:
-    release(model)
+    detach(model)
     return model.generate(**inputs, **SHORT, **settings)
 
 

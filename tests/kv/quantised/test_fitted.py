@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from diffcache.kv.hf.cache import cache_for, release
+from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.learn import cskv as learn
 from diffcache.kv.learn import kv_heads as heads
 from diffcache.kv.learn.latents import latents
@@ -34,7 +34,7 @@ def noted(model: Any) -> tuple[list[Any], list[list[torch.Tensor]]]:
 
 
 def test_training_lowers_the_error_of_every_layer_and_goes_on_where_it_stopped(model: Any) -> None:
-    release(model)
+    detach(model)
     projections, inputs = noted(model)
     assert [x.shape for x in inputs[0]] == [(128, 64)]
     reports: dict[int, list[float]] = {}
@@ -55,7 +55,7 @@ def test_training_lowers_the_error_of_every_layer_and_goes_on_where_it_stopped(m
 
 
 def test_full_bases_are_stock(model: Any) -> None:
-    release(model)
+    detach(model)
     projections, inputs = noted(model)
     want = stock(model, prompts())
     full = learn.fit(projections, inputs, learn.Fit(32, steps=0))
@@ -65,7 +65,7 @@ def test_full_bases_are_stock(model: Any) -> None:
 
 
 def test_latents_lose_nothing_before_they_are_quantized(model: Any) -> None:
-    release(model)
+    detach(model)
     projections, inputs = noted(model)
     bases = latents(projections)
     x = torch.cat(inputs[1])

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from diffcache.errors import AttachError
-from diffcache.kv.hf.cache import cache_for, release
+from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.hf.remat import projections_of, remat_cache_for
 from diffcache.kv.recipes.low_rank import (
     rematerialised,
@@ -35,7 +35,7 @@ def test_exact_inputs_are_stock(way: str, layers: int) -> None:
     ours = generate(model, cache, inputs, **WAYS[way])
     same(ours, want, tolerance=1e-6)  # logits are rounded to float32
     assert cache.store.layers[0].read().k.shape[1:] == (1, cache.store.seen, 64)
-    release(model)
+    detach(model)
 
 
 def test_a_second_turn_reads_inputs_again() -> None:
@@ -47,7 +47,7 @@ def test_a_second_turn_reads_inputs_again() -> None:
     cache = remat_cache_for(model, None, residual=8)
     generate(model, cache, prompts())
     same(generate(model, cache, turn), want, tolerance=1e-6)
-    release(model)
+    detach(model)
 
 
 def test_keys_and_values_are_projections_of_what_the_codes_say(model: Any) -> None:
@@ -63,7 +63,7 @@ def test_keys_and_values_are_projections_of_what_the_codes_say(model: Any) -> No
     turned = layer.rotary.rotate(k, view.slots.rpos[..., :width])  # type: ignore[union-attr]
     assert torch.equal(view.slots.k[:, :, :width], turned)
     assert layer.tail.length < 8 + 1
-    release(model)
+    detach(model)
 
 
 def test_hooks_go_with_the_cache(model: Any) -> None:
@@ -74,7 +74,7 @@ def test_hooks_go_with_the_cache(model: Any) -> None:
     del cache
     gc.collect()
     assert len(hooks) == before
-    release(model)
+    detach(model)
 
 
 def test_models_that_change_keys_after_the_projection_are_refused() -> None:
@@ -87,7 +87,7 @@ def test_models_that_change_keys_after_the_projection_are_refused() -> None:
     model = Qwen3ForCausalLM(config).eval()
     with pytest.raises(AttachError, match="normalization"):
         generate(model, remat_cache_for(model, 4), prompts())
-    release(model)
+    detach(model)
     model.model.layers[0].self_attn.k_proj = nn.Identity()
     with pytest.raises(AttachError, match="k_proj"):
         projections_of(model, [0])
@@ -99,4 +99,4 @@ def test_a_cache_without_inputs_is_refused(model: Any) -> None:
     recipe = rematerialised(projections_of(model, [0, 1, 2, 3]))
     with pytest.raises(ValueError, match="remat_cache_for"):
         generate(model, cache_for(model, recipe), prompts())
-    release(model)
+    detach(model)

@@ -11,7 +11,7 @@ import torch
 from diffcache.kv.budget import Size
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
-from diffcache.kv.hf.cache import cache_for, release
+from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.learn.label_channels import LabelCalibration
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes import retrieval as recipes
@@ -50,7 +50,7 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def stock(model: Any) -> dict[str, Any]:
     """What the model gives without a cache of ours, by way."""
-    release(model)
+    detach(model)
     return {
         way: model.generate(**_inputs(way), **SHORT, **settings) for way, settings in WAYS.items()
     }
@@ -66,7 +66,7 @@ def _inputs(way: str) -> dict[str, torch.Tensor]:
 def test_reading_all_is_stock(model: Any, stock: Any, name: str, way: str) -> None:
     cache = cache_for(model, RECIPES[name](1.0))
     found = model.generate(**_inputs(way), past_key_values=cache, **SHORT, **WAYS[way])
-    release(model)
+    detach(model)
     same(found, stock[way], TOLERANCE.get(name, 0.0))
 
 
@@ -76,7 +76,7 @@ def test_reading_less_reads_less(model: Any, stock: Any, name: str, way: str) ->
     budget = 44 if name == "shadowkv" else 12  # its last four chunks are exact
     cache = cache_for(model, RECIPES[name](budget))
     found = model.generate(**_inputs(way), past_key_values=cache, **SHORT, **WAYS[way])
-    release(model)
+    detach(model)
     assert found.sequences.shape == stock[way].sequences.shape
     store = cache.store
     read = slots_read(store.layers)
@@ -105,7 +105,7 @@ def test_a_padded_batch_gives_what_rows_give_alone(model: Any, name: str) -> Non
             for a, b in zip(together.logits, alone.logits, strict=True)
         )
         assert worst < 1e-5
-    release(exact)
+    detach(exact)
 
 
 def test_label_channels_are_chosen_from_what_a_model_does(model: Any, stock: Any) -> None:
@@ -118,7 +118,7 @@ def test_label_channels_are_chosen_from_what_a_model_does(model: Any, stock: Any
     recipe = recipes.double_sparsity(channels, 16, recent=4)
     cache = cache_for(model, recipe)
     model.generate(**prompts(), past_key_values=cache, **SHORT)
-    release(model)
+    detach(model)
     assert eval(repr(recipe.retrieve), vars(recipes)) == recipe.retrieve
     assert float(slots_read(cache.store.layers).max()) <= 16
 
@@ -126,7 +126,7 @@ def test_label_channels_are_chosen_from_what_a_model_does(model: Any, stock: Any
 def test_layers_that_follow_read_the_positions_of_the_one_that_chose(model: Any) -> None:
     cache = cache_for(model, RECIPES["tidal_decode"](12))
     model.generate(**prompts(), past_key_values=cache, **SHORT)
-    release(model)
+    detach(model)
     chose, follows = (known(cache.store.layers[index]) for index in (1, 2))
     assert torch.equal(chose.state["chosen"], follows.state["chosen"])
     assert chose.read is not None and follows.read is not None
@@ -145,5 +145,5 @@ def test_retrieval_composes_with_dropping_and_coding(model: Any, name: str, othe
     same(alone, both, 1e-5)
     cache = cache_for(model, other | RECIPES[name](10))
     model.generate(**inputs, past_key_values=cache, **SHORT)
-    release(model)
+    detach(model)
     assert float(slots_read(cache.store.layers)[2]) <= 10

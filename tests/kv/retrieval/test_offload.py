@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffcache.kv.hf.cache import cache_for, release
+from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.life.tiers import Tiers
 from diffcache.kv.recipes import retrieval as recipes
 from diffcache.kv.retrieval.offload import InTiers
@@ -80,7 +80,7 @@ def test_a_model_runs_with_tiers_as_without(name: str, way: dict[str, Any], tier
         recipe = getattr(recipes, name)(48, tiers=where, **settings)
         cache = cache_for(model, recipe)
         found.append(model.generate(**inputs, past_key_values=cache, **SHORT, **way))
-    release(model)
+    detach(model)
     same(found[0], found[1], 1e-4)
     assert tiers.held("host") > 0
 

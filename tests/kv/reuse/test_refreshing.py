@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diffcache.errors import AttachError
 from diffcache.kv.codec.bitstream import CacheGen
-from diffcache.kv.hf.cache import KVCache, cache_for, release
+from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.hf.refresh import recompute
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.refresh import slots_of
@@ -274,7 +274,7 @@ def test_a_model_that_was_released_is_refused() -> None:
     model, ids = llama(), text(12, 0)
     cache = fresh(model, ids)
     recompute(model, cache, ids[None], torch.arange(12))
-    release(model)
+    detach(model)
     with pytest.raises(AttachError, match="LlamaForCausalLM uses the attention function"):
         recompute(model, cache, ids[None], torch.arange(12))
     assert cache.writer.refreshing is None

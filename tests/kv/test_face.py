@@ -1,0 +1,118 @@
+"""What `diffcache.kv` shows, and the one catalogue of methods and recipes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import diffcache
+from diffcache import kv
+from diffcache.cli import app
+from diffcache.errors import AttachError, UnknownMethodError
+from diffcache.kv.recipe import Recipe
+from diffcache.names import METHODS, RECIPES
+
+
+def test_every_recipe_and_door_is_there_and_nothing_else() -> None:
+    doors = {"Recipe", "cache_for", "detach", "make_recipe", "recipe_names", "static_cache_for"}
+    assert set(dir(kv)) == set(kv.__all__) == doors | set(kv.recipe_names())
+    for module, names in RECIPES.items():
+        for name in names:
+            assert getattr(kv, name).__module__ == f"diffcache.kv.recipes.{module}"
+    assert kv.cache_for is sys.modules["diffcache.kv.hf.cache"].cache_for
+    with pytest.raises(AttributeError, match="'diffcache.kv' has no .* 'snapkw'; did you mean 'sn"):
+        kv.snapkw  # noqa: B018
+
+
+def test_type_checkers_see_every_module_of_recipes() -> None:
+    source = open(kv.__file__, encoding="utf-8").read()  # noqa: SIM115
+    for module in RECIPES:
+        assert f"    from diffcache.kv.recipes.{module} import *" in source
+
+
+def test_recipes_need_no_transformers() -> None:
+    code = (
+        "import sys, diffcache.kv as kv\n"
+        "kv.snapkv(8) | kv.kivi(); dir(kv); kv.recipe_names()\n"
+        "assert 'transformers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", [*METHODS, *kv.recipe_names()])
+def test_dashes_and_underscores_mean_the_same(name: str) -> None:
+    for other in (name.replace("-", "_"), name.replace("_", "-")):
+        if name in METHODS:
+            assert diffcache.catalog.method_class(other).name == name
+        else:
+            assert kv.recipes.catalog.recipe_function(other).__name__ == name  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda: diffcache.wrap(torch.nn.Linear(2, 2), "streaming-llm"),
+         "'streaming-llm'; this is 'streaming_llm'. It is a recipe .* diffcache.kv.cache_for"),
+        (lambda: diffcache.wrap(torch.nn.Linear(2, 2), "snapkw"), "did you mean 'snapkv'. It is a"),
+        (lambda: kv.make_recipe("first_block"), "this is 'first-block'. .* diffcache.wrap"),
+        (lambda: kv.make_recipe("teacach"), "did you mean 'teacache'. It is a feature method"),
+        (lambda: kv.make_recipe("snapkw"), "unknown recipe 'snapkw'; did you mean 'snapkv'.$"),
+        (lambda: kv.make_recipe("xyzzy"), "unknown recipe 'xyzzy'; known: streaming_llm, duo"),
+        (lambda: diffcache.cite("xyzzy"), "unknown method 'xyzzy'; known: interval, first-block"),
+    ],
+)  # fmt: skip
+def test_unknown_names_say_where_they_belong(ask: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UnknownMethodError, match=message):
+        ask()
+
+
+def test_objects_of_the_other_kind_say_where_they_belong() -> None:
+    with pytest.raises(TypeError, match=r"recipe=TaylorSeer\(.*methods go to diffcache.wrap"):
+        kv.make_recipe(diffcache.TaylorSeer())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"method=Recipe\(.*go to diffcache.kv.cache_for"):
+        diffcache.wrap(torch.nn.Linear(2, 2), kv.snapkv())  # type: ignore[arg-type]
+
+
+def test_recipes_are_cited() -> None:
+    assert "eprint={2404.14469}" in diffcache.cite("snapkv") and "2024" in diffcache.cite("snapkv")
+    for name in set(kv.recipe_names()) - {"random", "value_norm"}:
+        assert f"@misc{{{name}20" in diffcache.cite(name)
+    both = kv.adakv(base=kv.keydiff(0.5)) | kv.kivi()
+    assert diffcache.cite(both).count("@misc{") == 3
+    with pytest.raises(ValueError, match="'random' has no paper of its own: the baseline"):
+        diffcache.cite("random")
+    with pytest.raises(ValueError, match="has no paper of its own; cite those of its parts"):
+        diffcache.cite(Recipe("mine"))
+
+
+def test_the_command_line_lists_recipes_with_a_sentence() -> None:
+    called = CliRunner().invoke(app, ["methods"], env={"COLUMNS": "200"})
+    listed = CliRunner().invoke(app, ["kv", "--list"], env={"COLUMNS": "200"})
+    for name in kv.recipe_names():
+        sentence = getattr(kv, name).__doc__.split("\n")[0]
+        row = next(x for x in listed.output.splitlines() if x.split()[:1] == [name])
+        assert sentence in row
+        assert any(x.split()[:1] == [name] for x in called.output.splitlines())
+    assert CliRunner().invoke(app, ["cite", "streaming-llm"]).output.count("2309.17453") == 2
+
+
+@pytest.mark.parametrize("model", [None, torch.nn.Linear(2, 2), "gpt2"])
+@pytest.mark.parametrize(
+    "door",
+    [
+        lambda m: kv.cache_for(m, "snapkv"),
+        lambda m: kv.static_cache_for(m, 8),
+        lambda m: kv.detach(m),
+    ],
+)
+def test_what_is_no_model_of_transformers_is_refused(
+    door: Callable[[Any], Any], model: Any
+) -> None:
+    with pytest.raises(AttachError, match="model is .*: pass a model of transformers, such as"):
+        door(model)
