@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.attach.frame import Frame
-from diffcache.attach.peek import plain
+from diffcache.attach.peek import Peek, plain
 from diffcache.attach.signature import writes_cache
 from diffcache.attach.tap import FRAME, Tap
 from diffcache.attach.trace import BlockCall, Reach, Trace
@@ -84,7 +84,7 @@ class Follow:
 
     def __init__(self, engine: Engine, trace: Trace) -> None:
         self.reach: Reach = {}
-        self._peek = engine.peek if engine.parts.when.probe == "modulated" else None
+        self._peek = engine.peek if isinstance(engine.peek, Peek) else None
         self._firsts = {call.list_key: call for call in reversed(trace.calls)}
         self._outputs = {(call.list_key, call.index): call.hollow for call in trace.calls}
 
