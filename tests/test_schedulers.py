@@ -229,7 +229,7 @@ def test_a_scheduler_of_a_derived_class_steps_once():
 def test_a_call_replaced_while_wrapped_is_kept():
     """Another library wraps the class's call; the watch below it ends, and the next one is new."""
     pipe, calls = flux(), []
-    Mine, _ = own_classes(pipe)  # noqa: N806
+    Mine, _ = own_classes(pipe)
     diffcache.wrap(pipe, EVERY)
     watched = Mine.__call__
 

@@ -23,8 +23,11 @@ from diffcache import (
     Newton,
     Taylor,
 )
+from diffcache.api import handle_of
+from diffcache.attach.engine import KINDS
 from diffcache.features.accumulated import Accumulated
 from diffcache.features.when import Gate
+from diffcache.pipelines.zoo.pipes import pipes
 
 DIM, DEPTH = 8, 4
 
@@ -222,3 +225,42 @@ def test_a_refusal_of_a_method_that_no_site_serves_says_so():
     diffcache.wrap(model, Combine(Every(2), lead=1))
     with pytest.raises(AttachError, match="no other site of this method serves it either"):
         call(model, 0)
+
+
+@pytest.mark.parametrize("site", ["stack", "module"])
+def test_kinds_of_calls_are_forgotten_after_many_resolutions(site: str):
+    model = diffcache.wrap(Model(), Interval(every=2, site=site))
+    engine = handle_of(model).engines[0]
+    for tokens in range(1, KINDS + 9):
+        for step in range(2):
+            call(model, step, tokens)
+        diffcache.reset(model)
+        if tokens % 9 == 0:  # in use again and again: never forgotten
+            call(model, 0, 1)
+            diffcache.reset(model)
+    kept = engine.costs if site == "module" else engine.layouts
+    assert len(kept) == KINDS
+    shapes = {str(signature) for signature in kept}
+    assert any("1, 1, 8" in shape for shape in shapes)
+    assert not any("1, 2, 8" in shape for shape in shapes)
+    for step in range(2):  # one that was forgotten is learned again
+        call(model, step, 2)
+    assert marks(model) == "Cs" and diffcache.report(model).flops_saved
+
+
+def test_an_untapped_sibling_holds_nothing_after_its_run():
+    """`from_pipe` shares the denoiser and the scheduler; nobody says when such a run ends."""
+    case = pipes()["FluxPipeline"]
+    pipe = diffcache.wrap(case.build(0), Interval(every=3))
+    wanted = case.run(pipe, 0, 6)
+    sibling = type(pipe)(**pipe.components)
+    sibling.set_progress_bar_config(disable=True)
+    held: list[int] = []
+
+    def look(_: Any, index: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
+        held.append(diffcache.report(pipe).held_bytes)
+        return given
+
+    out = sibling(**case.call(sibling, 0, 6), callback_on_step_end=look)[0]
+    assert torch.equal(out, wanted) and marks(sibling) == "CssCss"
+    assert min(held[:-1]) > 0 == held[-1] == diffcache.report(pipe).held_bytes

@@ -53,8 +53,8 @@ class Frame:
 
     __slots__ = ("_probe_input", "apart", "bases", "branch", "call", "closed", "computes",
                  "decides", "engine", "foreseen", "given", "instead", "items", "lasts", "layout",
-                 "looked", "mixed", "sample", "started", "step", "tally", "timeline", "token", "trace",
-                 "visits")  # fmt: skip
+                 "looked", "mixed", "sample", "started", "step", "tally", "timeline", "token",
+                 "trace", "visits")  # fmt: skip
 
     def __init__(self, engine: Engine, timeline: Timeline, branch: Branch, step: Step) -> None:
         self.engine = engine
