@@ -19,7 +19,7 @@ def account(engine: Engine, frame: Frame, layout: Layout | None) -> None:
     if frame.tally is not None:
         engine.costs[signature] = frame.tally
     if layout is None:
-        call.counts, call.flops = _of_modules(frame, engine.costs.get(signature))
+        call.counts, call.flops = _of_modules(frame, engine.costs.recall(signature))
     else:
         work = _of_blocks(frame, layout)
         call.counts, call.flops = work.counts, work.flops

@@ -20,6 +20,7 @@ from diffcache.attach.facts import facts_of
 from diffcache.attach.frame import Frame, gated_items
 from diffcache.attach.hooks import close_frame, open_frame
 from diffcache.attach.install import Taps
+from diffcache.attach.latest import Latest
 from diffcache.attach.layout import Layout
 from diffcache.attach.learn import learn, verify
 from diffcache.attach.output import keep_output, stand_in
@@ -36,6 +37,8 @@ from diffcache.step import Site
 
 if TYPE_CHECKING:
     from diffcache.attach.handle import Handle
+
+KINDS = 32  # kinds of calls that are remembered; a run rarely has more than a few
 
 
 class Engine:
@@ -63,8 +66,8 @@ class Engine:
         self.anatomy = anatomy
         self.instead = self.parts.instead
         self.hold = self.instead if isinstance(self.instead, Hold) else None
-        self.layouts: dict[Any, Layout] = {}
-        self.costs: dict[Any, dict[str, float | None]] = {}  # of module sites
+        self.layouts: Latest[Layout] = Latest(KINDS)
+        self.costs: Latest[dict[str, float | None]] = Latest(KINDS)  # of module sites
         self._arguments = list(inspect.signature(type(model).forward).parameters)[1:]
         self._has_cache = any("kv_cache" in name for name in self._arguments)
         if not anatomy.supports(self.site):
@@ -152,7 +155,7 @@ class Engine:
         reason = self._must_compute(timeline, branch, signature, kwargs)
         self._decide(frame, reason)
         if branch.signature != signature:
-            branch.signature, branch.layout = signature, self.layouts.get(signature)
+            branch.signature, branch.layout = signature, self.layouts.recall(signature)
         frame.apart = bool(self.apart) and not reason
         self._hand_out(frame)
         frame.sample = sample

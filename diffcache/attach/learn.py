@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from diffcache.attach.chain import leave_loose
 from diffcache.attach.frame import Frame, main_stream
 from diffcache.attach.layout import Layout, keep, plan
 from diffcache.attach.peek import PlainTap, UnwatchedTap, look
 from diffcache.attach.reach import reach_of
+from diffcache.attach.signature import writes_cache
 from diffcache.attach.tap import FRAME
 from diffcache.attach.trace import Trace
 from diffcache.attach.tree import leaves, unshared
@@ -38,10 +40,12 @@ def learn(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> 
         call: Its positional and keyword arguments.
 
     Raises:
-        AttachError: If no block ran or none would be skipped.
+        AttachError: If no chain of blocks ran or no block would be skipped.
     """
     if not trace.calls:
         raise AttachError(f"{engine.anatomy.model}: no block of its lists ran; nothing to cache")
+    if not writes_cache(call[1]):
+        leave_loose(engine, frame, trace, call)
     trace.reach = reach_of(engine, frame, trace, call)
     layout = lay_out(engine, trace, engine.parts)
     frame.layout = layout

@@ -47,6 +47,7 @@ def reach_of(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) 
     frame.items = {
         key: [FollowTap(block, follow, key, index) for index, block in enumerate(group)]
         for key, group in engine.taps.blocks.items()
+        if key in follow.firsts
     }
     args, kwargs = _with(unshared(call), {id(tensor) for tensor in leaves(frame.sample)})
     token, failure = FRAME.set(frame), None
@@ -76,6 +77,7 @@ class Follow:
 
     Attributes:
         reach: List -> the arguments of its first block that changed.
+        firsts: List -> its first call in the traced call.
 
     Args:
         engine: The engine of the denoiser.
@@ -85,13 +87,13 @@ class Follow:
     def __init__(self, engine: Engine, trace: Trace) -> None:
         self.reach: Reach = {}
         self._peek = engine.peek if isinstance(engine.peek, Peek) else None
-        self._firsts = {call.list_key: call for call in reversed(trace.calls)}
+        self.firsts = {call.list_key: call for call in reversed(trace.calls)}
         self._outputs = {(call.list_key, call.index): call.hollow for call in trace.calls}
 
     def call(self, tap: FollowTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block whose list is given what it was, else return zeros."""
         if tap.key not in self.reach:
-            changed = _changed(self._firsts[tap.key], {**dict(enumerate(args)), **kwargs})
+            changed = _changed(self.firsts[tap.key], {**dict(enumerate(args)), **kwargs})
             if changed and self._peek is not None and not any(self.reach.values()):
                 self._peek.other = self._peek.inputs(plain(tap.module), args, kwargs)
             self.reach[tap.key] = changed

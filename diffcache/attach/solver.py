@@ -181,6 +181,11 @@ def _step(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
                 names = ("model_output", "timestep", "sample")
                 handle.stepping(self, {**dict(zip(names, args, strict=False)), **kwargs})
             handle.run().ticks += 1
-        return base(self, *args, **kwargs)
+        out = base(self, *args, **kwargs)
+        if handle is not None:
+            run = handle.run()
+            if not run.in_pipeline and run.ticks == run.total:  # nobody will say that it ends
+                run.drop()
+        return out
 
     return step

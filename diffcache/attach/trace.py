@@ -131,9 +131,13 @@ class Trace:
         if not self.keep_all and before.position >= self.lead:  # what travels on need not be kept
             before.outputs = tuple(None if n in link else o for n, o in enumerate(before.outputs))
 
+    def unlinked(self) -> list[str]:
+        """Return the lists of which no output was seen to arrive at the next block."""
+        return [key for key, links in self._links.items() if not any(links)]
+
     def wirings(self) -> dict[str, Wiring]:
         """Return the wiring of every list that was called."""
-        return {key: self._wiring(key) for key in self._last}
+        return {key: self._wiring(key) for key in dict.fromkeys(c.list_key for c in self.calls)}
 
     def _wiring(self, key: str) -> Wiring:
         calls = [call for call in self.calls if call.list_key == key]
