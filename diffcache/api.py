@@ -205,6 +205,8 @@ def denoisers_of(target: Any, names: str | Sequence[str] | None = None) -> dict[
         )
     if names is None:
         found = {name: m for name, m in modules.items() if _DENOISER.fullmatch(name)}
+        if not found and "UNet" in type(modules.get("decoder")).__name__:  # of StableCascade
+            found = {"decoder": modules["decoder"]}
     else:
         missing = [name for name in names if name not in modules]
         if missing:

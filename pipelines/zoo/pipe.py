@@ -29,7 +29,7 @@ class PipeCase:
         call: Makes the arguments of the call from (pipeline, seed, steps).
         denoisers: Names of the components that run in the sampling loop, in their order.
         branches: Calls of the denoiser in most steps.
-        batched: Guidance branches in the batch of one call.
+        batched: Guidance branches in the batch of one call, 0 where the model has no batch.
         note: What is unusual about the pipeline.
     """
 

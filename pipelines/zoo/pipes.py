@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from diffcache.pipelines.zoo import pipes_flux, pipes_image, pipes_more, pipes_unet, pipes_video
+from diffcache.pipelines.zoo import (
+    pipes_flux,
+    pipes_image,
+    pipes_more,
+    pipes_segments,
+    pipes_unet,
+    pipes_video,
+)
 from diffcache.pipelines.zoo.pipe import PipeCase
 
-_MODULES = (pipes_flux, pipes_image, pipes_video, pipes_unet, pipes_more)
+_MODULES = (pipes_flux, pipes_image, pipes_video, pipes_segments, pipes_unet, pipes_more)
 
 
 def pipes() -> dict[str, PipeCase]:

@@ -77,6 +77,20 @@ def _mask(seed: int) -> torch.Tensor:
     return (noise(3000 + seed, 1, 1, 16, 16) > 0).float()
 
 
+def _bria(seed: int) -> Any:
+    model = denoiser("BriaTransformer2DModel", seed)
+    vae = tiny_vae(seed, 2)
+    return assemble("BriaPipeline", flow_euler(), transformer=model, vae=vae)
+
+
+def _bria_call(pipe: Any, seed: int, steps: int) -> dict[str, Any]:
+    return {
+        **common(seed, steps, 16),
+        **prompt(seed, negative=True),
+        "guidance_scale": 3.0,
+    }
+
+
 _CONTROL = dict(control_image=_image, controlnet_conditioning_scale=0.7)
 
 PIPES = [
@@ -118,5 +132,12 @@ PIPES = [
             16, control_image=_image, controlnet_conditioning_scale=0.7, control_guidance_end=0.5
         ),
         note="control stops after half of the steps",
+    ),
+    PipeCase(
+        "BriaPipeline",
+        _bria,
+        _bria_call,
+        batched=2,
+        note="looks at the very class of its scheduler",
     ),
 ]

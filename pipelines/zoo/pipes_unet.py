@@ -107,6 +107,34 @@ def _unconditional_call(pipe: Any, seed: int, steps: int) -> dict[str, Any]:
     )
 
 
+def _cascade(seed: int) -> Any:
+    from diffusers import DDPMWuerstchenScheduler
+
+    model = denoiser(
+        "StableCascadeUNet",
+        seed,
+        clip_text_in_channels=None,
+        clip_image_in_channels=None,
+        effnet_in_channels=4,
+        clip_text_pooled_in_channels=12,
+    )
+    return assemble("StableCascadeDecoderPipeline", DDPMWuerstchenScheduler(), decoder=model)
+
+
+def _cascade_call(pipe: Any, seed: int, steps: int) -> dict[str, Any]:
+    return dict(
+        image_embeddings=noise(2000 + seed, 1, 4, 2, 2),
+        prompt_embeds=noise(1000 + seed, 1, 6, 24),
+        negative_prompt_embeds=noise(1001 + seed, 1, 6, 24),
+        prompt_embeds_pooled=noise(1002 + seed, 1, 1, 12),
+        negative_prompt_embeds_pooled=noise(1003 + seed, 1, 1, 12),
+        guidance_scale=2.0,
+        num_inference_steps=steps,
+        generator=torch.Generator().manual_seed(seed),
+        output_type="latent",
+    )
+
+
 PIPES = [
     PipeCase("StableDiffusionPipeline", _sd(), _sd_call, ("unet",), batched=2),
     PipeCase(
@@ -135,4 +163,12 @@ PIPES = [
     ),
     PipeCase("StableDiffusionXLPipeline", _sdxl, _sdxl_call, ("unet",), batched=2),
     PipeCase("DDIMPipeline", _unconditional, _unconditional_call, ("unet",), note="unconditional"),
+    PipeCase(
+        "StableCascadeDecoderPipeline",
+        _cascade,
+        _cascade_call,
+        ("decoder",),
+        batched=2,
+        note="the denoiser is called `decoder`",
+    ),
 ]

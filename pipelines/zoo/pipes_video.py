@@ -20,7 +20,8 @@ from diffcache.pipelines.zoo.pipe import (
 _WAN = "WanTransformer3DModel"
 
 
-def _unipc(shift: float = 3.0) -> Any:
+def unipc(shift: float = 3.0) -> Any:
+    """Make Wan's scheduler with a shift of its noise levels."""
     from diffusers import UniPCMultistepScheduler
 
     return UniPCMultistepScheduler(
@@ -29,13 +30,13 @@ def _unipc(shift: float = 3.0) -> Any:
 
 
 def _wan(seed: int) -> Any:
-    return assemble("WanPipeline", _unipc(), transformer=denoiser(_WAN, seed))
+    return assemble("WanPipeline", unipc(), transformer=denoiser(_WAN, seed))
 
 
 def _wan_two(seed: int) -> Any:
     return assemble(
         "WanPipeline",
-        _unipc(1.0),
+        unipc(1.0),
         transformer=denoiser(_WAN, seed),
         transformer_2=denoiser(_WAN, seed + 1),
         boundary_ratio=0.5,
@@ -43,12 +44,11 @@ def _wan_two(seed: int) -> Any:
 
 
 def _wan_tokens(seed: int) -> Any:
-    return assemble(
-        "WanPipeline", _unipc(), transformer=denoiser(_WAN, seed), expand_timesteps=True
-    )
+    return assemble("WanPipeline", unipc(), transformer=denoiser(_WAN, seed), expand_timesteps=True)
 
 
-def _wan_vae(seed: int) -> Any:
+def wan_vae(seed: int) -> Any:
+    """Build Wan's video autoencoder."""
     return component(
         "AutoencoderKLWan",
         seed,
@@ -64,19 +64,24 @@ def _wan_vae(seed: int) -> Any:
     )
 
 
-def _wan_image(seed: int) -> Any:
+def image_encoder(seed: int) -> tuple[Any, Any]:
+    """Build a CLIP image encoder and its processor."""
     from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
     sizes = dict(hidden_size=16, intermediate_size=32, image_size=16, patch_size=8)
     layers = dict(num_hidden_layers=2, num_attention_heads=2)
     encoder = randomize(CLIPVisionModel(CLIPVisionConfig(**sizes, **layers)), seed).eval()
     size = {"height": 16, "width": 16}
-    processor = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=size)
+    return encoder, CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=size)
+
+
+def _wan_image(seed: int) -> Any:
+    encoder, processor = image_encoder(seed)
     return assemble(
         "WanImageToVideoPipeline",
-        _unipc(),
+        unipc(),
         transformer=denoiser("WanTransformer3DModel-i2v", seed),
-        vae=_wan_vae(seed),
+        vae=wan_vae(seed),
         image_encoder=encoder,
         image_processor=processor,
     )
@@ -85,10 +90,10 @@ def _wan_image(seed: int) -> Any:
 def _wan_image_22(seed: int) -> Any:
     return assemble(
         "WanImageToVideoPipeline",
-        _unipc(1.0),
+        unipc(1.0),
         transformer=denoiser(_WAN, seed, in_channels=12),
         transformer_2=denoiser(_WAN, seed + 1, in_channels=12),
-        vae=_wan_vae(seed),
+        vae=wan_vae(seed),
         boundary_ratio=0.5,
     )
 
@@ -108,7 +113,8 @@ def _call(
     return call
 
 
-def _picture(seed: int) -> Any:
+def picture(seed: int) -> Any:
+    """Draw a 32 x 32 image."""
     from PIL import Image
 
     pixels = noise(2000 + seed, 32, 32, 3).sigmoid().mul(255).byte()
@@ -116,7 +122,7 @@ def _picture(seed: int) -> Any:
 
 
 def _wan_image_call(pipe: Any, seed: int, steps: int) -> dict[str, Any]:
-    return {**_call(32)(pipe, seed, steps), "image": _picture(seed)}
+    return {**_call(32)(pipe, seed, steps), "image": picture(seed)}
 
 
 def _hunyuan(seed: int) -> Any:
