@@ -53,9 +53,9 @@ class Frame:
     """
 
     __slots__ = ("_probe_input", "apart", "bases", "branch", "call", "closed", "computes",
-                 "counts", "decider", "decides", "engine", "foreseen", "given", "instead", "items", "lasts",
-                 "layout", "sample", "started", "step", "tally", "timeline", "times", "token",
-                 "trace", "visits")  # fmt: skip
+                 "counts", "decider", "decides", "engine", "foreseen", "given", "instead", "items",
+                 "lasts", "layout", "sample", "started", "step", "tally", "timeline", "times",
+                 "token", "trace", "visits")  # fmt: skip
 
     def __init__(self, engine: Engine, timeline: Timeline, branch: Branch, step: Step) -> None:
         self.engine = engine

@@ -58,7 +58,9 @@ class TimePeek:
 
     def __init__(self, model: nn.Module, probe: Probe) -> None:
         self._name, self._probe = type(model).__name__, probe
-        modules = {path: m for path, m in model.named_modules() if any(True for _ in m.parameters())}
+        modules = {
+            path: m for path, m in model.named_modules() if any(True for _ in m.parameters())
+        }
         known = PATHS[probe]
         self.paths = next((paths for paths in known if all(p in modules for p in paths)), ())
         if not self.paths:
@@ -94,8 +96,7 @@ class TimePeek:
 
     def _refusal(self, times: list[list[Tensor]]) -> str:
         counts = ", ".join(
-            f"{path} {len(outputs)} times"
-            for path, outputs in zip(self.paths, times, strict=True)
+            f"{path} {len(outputs)} times" for path, outputs in zip(self.paths, times, strict=True)
         )
         return (
             f"{self._name}: its {self._probe} embedding must be computed once in a call, before "

@@ -15,6 +15,7 @@ from diffcache.features.base import When, check_int, check_threshold, is_number
 from diffcache.features.collect import Calibrated, Collector, RunInfo
 from diffcache.features.combine import Combine
 from diffcache.features.instead import Reuse
+from diffcache.features.published import MAGCACHE, check_models, settings_of
 from diffcache.features.tables import Tables
 from diffcache.features.when import Every, LastComputed
 from diffcache.step import Step
@@ -127,14 +128,18 @@ class MagCache(Calibrated):
         tables: From `diffcache.calibrate`, or a file it wrote; for runs of any length too.
         always: Positions in the list of ratios, from 0, whose steps are always computed; at
             another number of steps those that take these ratios.
+        models: Class names of the models that the ratios are for; others are refused. None are
+            any.
 
     Raises:
         ValueError: If a value is out of its range.
         TablesError: If the tables are another method's.
+        AttachError: If the ratios are for other models.
 
     Example:
         >>> method = diffcache.calibrate(pipe, MagCache(), prompts=["a cat"])  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, method)  # doctest: +SKIP
+        >>> pipe = diffcache.wrap(pipe, MagCache.published("flux.1-dev"))  # doctest: +SKIP
     """
 
     name: ClassVar[str] = "magcache"
@@ -152,6 +157,7 @@ class MagCache(Calibrated):
     ratios: tuple[float, ...] | tuple[tuple[float, ...], ...] | None = None
     tables: Tables | str | None = None
     always: tuple[int, ...] = ()
+    models: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold, " (0 turns the cache off)")
@@ -165,6 +171,21 @@ class MagCache(Calibrated):
                 raise ValueError("ratios and tables: give one of them")
             object.__setattr__(self, "ratios", check_ratios(self.ratios))
             self.parts()
+
+    @classmethod
+    def published(cls, model: str) -> MagCache:
+        """Return the ratios and settings of the official script for a model.
+
+        Args:
+            model: Such as `flux.1-dev`, `qwen-image`, `hunyuanvideo-720p` or `wan2.1-t2v-14b`.
+
+        Raises:
+            ValueError: If there are none for that model.
+        """
+        settings = settings_of(MAGCACHE, model)
+        both, branches = settings.pop("ratios"), settings.pop("branches")
+        lists = tuple((1.0, *both[branch::branches]) for branch in range(branches))
+        return cls(ratios=lists if branches > 1 else lists[0], **settings)
 
     @property
     def total(self) -> None:
@@ -181,6 +202,11 @@ class MagCache(Calibrated):
             lists, self.threshold, self.longest, self.retention, self.always, len(lists) > 1
         )
         return Combine(when, Reuse())
+
+    def check_model(self, facts: Mapping[str, Any]) -> None:
+        """Raise unless the ratios or the tables are for this model."""
+        super().check_model(facts)
+        check_models("ratios", self.models, facts)
 
     def collector(self) -> Ratios:
         """Return what measures the magnitude ratios of the stack's residual."""

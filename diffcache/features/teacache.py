@@ -16,11 +16,13 @@ from diffcache.features.accumulated import Accumulated, Rescaled
 from diffcache.features.collect import Calibrated, Collector, RunInfo
 from diffcache.features.combine import Combine
 from diffcache.features.instead import Reuse
+from diffcache.features.published import TEACACHE, check_models, settings_of
 from diffcache.features.tables import Tables
 from diffcache.features.when import Every, relative_l1
 from diffcache.step import Step
 
 Input = Literal["modulated", "time", "time-projection"]
+INPUTS: tuple[Input, ...] = get_args(Input)
 CHANGE = (1.0, 0.0)  # the polynomial that is the change itself
 _EMBEDDING = "the time embedding (input='time')"
 # Classes of the families whose official scripts feed the polynomial the time: what they look at.
@@ -66,15 +68,19 @@ class TeaCache(Calibrated):
         warmup: First steps that are always computed, at least 1.
         last: Whether the last step of the run is always computed.
         by_branch: Whether every guidance branch adds up its own changes and decides for itself.
+        models: Class names of the models that the coefficients are for; others are refused. None
+            are any.
 
     Raises:
         ValueError: If a value is out of its range.
         TablesError: If the tables are another method's, or were measured with another `input`.
-        AttachError: If the model shows no such `input`, or it must be named.
+        AttachError: If the model shows no such `input`, it must be named, or the coefficients
+            are for other models.
 
     Example:
         >>> method = diffcache.calibrate(pipe, TeaCache(0.25), prompts=[...])  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, method)  # doctest: +SKIP
+        >>> pipe = diffcache.wrap(pipe, TeaCache.published("flux.1-dev"))  # doctest: +SKIP
     """
 
     name: ClassVar[str] = "teacache"
@@ -97,10 +103,11 @@ class TeaCache(Calibrated):
     warmup: int = 1
     last: bool = True
     by_branch: bool = False
+    models: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.input is not None and self.input not in get_args(Input):
-            known = ", ".join(map(repr, get_args(Input)))
+        if self.input not in (None, *INPUTS):
+            known = ", ".join(map(repr, INPUTS))
             raise ValueError(f"input={self.input!r}: must be {known} or None")
         check_degree(self.degree)
         self.load_tables()
@@ -109,6 +116,21 @@ class TeaCache(Calibrated):
             if self.tables is not None:
                 raise ValueError("coefficients and tables: give one of them")
             object.__setattr__(self, "coefficients", check_coefficients(self.coefficients))
+
+    @classmethod
+    def published(cls, model: str, threshold: float | None = None) -> TeaCache:
+        """Return the settings of the official script for a model.
+
+        Args:
+            model: Such as `flux.1-dev`, `hunyuanvideo`, `cogvideox-5b` or `wan2.1-t2v-14b`; with
+                `-ret` behind it those of Wan2.1 are the ones of `use_ret_steps`.
+            threshold: Smallest sum that is computed; None takes that of the script or its page.
+
+        Raises:
+            ValueError: If there are none for that model.
+        """
+        settings = settings_of(TEACACHE, model)
+        return cls(**settings | ({} if threshold is None else {"threshold": threshold}))
 
     def parts(self) -> Combine:
         """Return a gate on the rescaled change of the input, and reuse behind it."""
@@ -138,6 +160,11 @@ class TeaCache(Calibrated):
         if not isinstance(self.tables, Tables):
             return self.input or "modulated"
         measured: Input = self.tables.header.get("input", "modulated")
+        if measured not in INPUTS:
+            raise TablesError(
+                f"tables={self.tables!r}: input={measured!r} in their header: must be one of "
+                f"{', '.join(INPUTS)}"
+            )
         if self.input not in (None, measured):
             raise TablesError(
                 f"tables={self.tables!r}: measured with input={measured!r}, not {self.input!r}; "
@@ -148,6 +175,7 @@ class TeaCache(Calibrated):
     def check_model(self, facts: Mapping[str, Any]) -> None:
         """Raise AttachError where it is not said what the coefficients are for."""
         super().check_model(facts)
+        check_models("coefficients", self.models, facts)
         family = facts["model"]
         published = self.coefficients not in (None, CHANGE)
         if not published or self.input is not None or family not in BY_TIME:
