@@ -114,7 +114,7 @@ class MagCache(Calibrated):
     of all streams; each list of blocks keeps its own residual.
 
     The official files leave out the first ratio and prepend `[1.0]`. Those for Wan and Qwen-Image
-    hold two branches in turn, behind `[1.0] * 2`: pass `ratios=(both[0::2], both[1::2])`. The
+    hold two branches in turn, after `[1.0] * 2`: pass `ratios=(both[0::2], both[1::2])`. The
     script for FLUX never skips the step at position 11 of its 28 ratios: pass `always=(11,)`.
 
     Args:

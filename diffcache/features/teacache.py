@@ -119,7 +119,7 @@ class TeaCache(Calibrated):
 
         Args:
             model: Such as `flux.1-dev`, `hunyuanvideo`, `cogvideox-5b` or `wan2.1-t2v-14b`; with
-                `-ret` behind it those of Wan2.1 are the ones of `use_ret_steps`.
+                `-ret` after it those of Wan2.1 are the ones of `use_ret_steps`.
             threshold: Smallest sum that is computed; None takes that of the script or its page.
 
         Raises:
@@ -129,7 +129,7 @@ class TeaCache(Calibrated):
         return cls(**settings | ({} if threshold is None else {"threshold": threshold}))
 
     def parts(self) -> Combine:
-        """Return a gate on the rescaled change of the input, and reuse behind it."""
+        """Return a gate on the rescaled change of the input, and reuse between computed steps."""
         if self.threshold == 0:
             return Combine(Every(1), Reuse())
         if self.coefficients is not None:

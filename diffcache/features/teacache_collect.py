@@ -22,7 +22,7 @@ from diffcache.step import Step
 class Changes(Collector):
     """Pairs of relative L1 changes: of the input and of the stack's output.
 
-    Pairs of neighbouring steps in the first guidance branch, as the decision is taken there.
+    Pairs of neighboring steps in the first guidance branch, as the decision is taken there.
 
     Args:
         degree: Of the polynomial.
@@ -94,7 +94,7 @@ class Changes(Collector):
         """
         if not len(self.points):
             raise ValueError(
-                "no pair of neighbouring steps was seen; calibrate with steps=2 or more"
+                "no pair of neighboring steps was seen; calibrate with steps=2 or more"
             )
         coefficients = fit(self.points[:, 0], self.points[:, 1], self.degree)
         low, high = self.points[:, 0].aminmax()
