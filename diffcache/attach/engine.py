@@ -120,9 +120,10 @@ class Engine:
             for held in list(branch.features.values()):
                 for state in held.states:
                     yield from instead.held(state)
-        for decider in (timeline, *list(timeline.branches)):
-            if decider.when_state is not None:
-                yield from self.parts.when.held(decider.when_state)
+        states = [timeline.when_state, *(branch.when_state for branch in list(timeline.branches))]
+        for state in states:
+            if state is not None:
+                yield from self.parts.when.held(state)
 
     # one call ------------------------------------------------------------------------------
 

@@ -70,8 +70,8 @@ class Accumulated(When):
     """Skip while the changes of an indicator, step by step, add up to little.
 
     The first steps are always computed, and the last one if `last` says so; after a computed step
-    the sum starts at 0. The question whether to compute leaves in the state what was seen at the step; asked again, the
-    answer is the same.
+    the sum starts at 0. The question whether to compute leaves in the state what was seen at the
+    step; asked again, the answer is the same.
 
     Args:
         threshold: Sums below it skip the step; 0 turns the cache off.

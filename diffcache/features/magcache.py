@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from diffcache.errors import AttachError
 from diffcache.features.base import When, check_int, check_threshold, is_number
-from diffcache.features.collect import Calibrated, Collector, RunInfo
+from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.instead import Reuse
+from diffcache.features.magcache_collect import Ratios
+from diffcache.features.published import check_models, settings_of
+from diffcache.features.published_ratios import MAGCACHE
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
 from diffcache.features.when import Every, LastComputed
@@ -113,7 +115,7 @@ class MagCache(Calibrated):
     of all streams; each list of blocks keeps its own residual.
 
     The official files leave out the first ratio and prepend `[1.0]`. Those for Wan and Qwen-Image
-    hold two branches in turn, behind `[1.0] * 2`: pass `ratios=(both[0::2], both[1::2])`. The
+    hold two branches in turn, after `[1.0] * 2`: pass `ratios=(both[0::2], both[1::2])`. The
     script for FLUX never skips the step at position 11 of its 28 ratios: pass `always=(11,)`.
 
     Args:
@@ -128,14 +130,18 @@ class MagCache(Calibrated):
         tables: From `diffcache.calibrate`, or a file it wrote; for runs of any length too.
         always: Positions in the list of ratios, from 0, whose steps are always computed; at
             another number of steps those that take these ratios.
+        models: Class names of the models that the ratios are for; others are refused. None are
+            any.
 
     Raises:
         ValueError: If a value is out of its range.
         TablesError: If the tables are another method's.
+        AttachError: If the ratios are for other models.
 
     Example:
         >>> method = diffcache.calibrate(pipe, MagCache(), prompts=["a cat"])  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, method)  # doctest: +SKIP
+        >>> pipe = diffcache.wrap(pipe, MagCache.published("flux.1-dev"))  # doctest: +SKIP
     """
 
     name: ClassVar[str] = "magcache"
@@ -155,6 +161,7 @@ class MagCache(Calibrated):
     ratios: tuple[float, ...] | tuple[tuple[float, ...], ...] | None = None
     tables: Tables | str | None = None
     always: tuple[int, ...] = ()
+    models: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold, " (0 turns the cache off)")
@@ -168,6 +175,21 @@ class MagCache(Calibrated):
                 raise ValueError("ratios and tables: give one of them")
             object.__setattr__(self, "ratios", check_ratios(self.ratios))
             self.parts()
+
+    @classmethod
+    def published(cls, model: str) -> MagCache:
+        """Return the ratios and settings of the official script for a model.
+
+        Args:
+            model: Such as `flux.1-dev`, `qwen-image`, `hunyuanvideo-720p` or `wan2.1-t2v-14b`.
+
+        Raises:
+            ValueError: If there are none for that model.
+        """
+        settings = settings_of(MAGCACHE, model)
+        both, branches = settings.pop("ratios"), settings.pop("branches")
+        lists = tuple((1.0, *both[branch::branches]) for branch in range(branches))
+        return cls(ratios=lists if branches > 1 else lists[0], **settings)
 
     @property
     def total(self) -> None:
@@ -184,6 +206,11 @@ class MagCache(Calibrated):
             lists, self.threshold, self.longest, self.retention, self.always, len(lists) > 1
         )
         return Combine(when, Reuse())
+
+    def check_model(self, facts: Mapping[str, Any]) -> None:
+        """Raise unless the ratios or the tables are for this model."""
+        super().check_model(facts)
+        check_models("ratios", self.models, facts)
 
     def collector(self) -> Ratios:
         """Return what measures the magnitude ratios of the stack's residual."""
@@ -226,79 +253,3 @@ def check_always(values: Any) -> tuple[int, ...]:
     for place in places:
         check_int("always", place, 0)
     return places
-
-
-class Ratios(Collector):
-    """Mean ratios of the norms of the residual's tokens, from step to step.
-
-    The residuals of lists that follow each other are added where they are of one stream, which is
-    taken to be so where place and shape agree.
-    """
-
-    def __init__(self) -> None:
-        self.sums = torch.zeros(2, 0, dtype=torch.float64)
-
-    def site(self) -> Combine:
-        """Return the residual of every list."""
-        return Combine(Every(1), Reuse())
-
-    def begin(self, run: RunInfo) -> None:
-        """Start a run with nothing kept."""
-        if self.sums.shape[1] not in (0, run.total):
-            made = self.sums.shape[1]
-            raise ValueError(f"a run of {run.total} steps after one of {made}: use one length")
-        if not self.sums.shape[1]:
-            self.sums = torch.zeros(2, run.total, dtype=torch.float64)
-        self._sums = torch.zeros_like(self.sums)
-        self._at: dict[int, int] = {}
-        self._now: dict[int, dict[tuple[str, int], Tensor]] = {}
-        self._before: dict[int, dict[Any, Tensor]] = {}
-
-    def feature(self, step: Step, site: str, index: int, value: Tensor) -> None:
-        """Add one list's residual of one stream to that of the step."""
-        branch = step.branch
-        if self._at.get(branch) != step.index:
-            self._close(branch)
-            self._at[branch] = step.index
-        now = self._now.setdefault(branch, {})
-        now[site, index] = value.detach().float().clone()  # the last word on a step counts
-
-    def _close(self, branch: int) -> None:
-        """Compare a finished step's residual with that of the step before."""
-        seen, before = self._now.pop(branch, None), self._before.get(branch)
-        if seen is None:
-            return
-        now: dict[Any, Tensor] = {}
-        for (_, index), value in seen.items():
-            key = (index, value.shape)
-            now[key] = now[key] + value if key in now else value
-        if before is not None and now.keys() == before.keys():
-            ratios = [token_norms(now[key]) / (token_norms(before[key]) + 1e-8) for key in now]
-            self._sums[0, self._at[branch]] += float(torch.cat(ratios).mean())
-            self._sums[1, self._at[branch]] += 1
-        self._before[branch] = now
-
-    def end(self) -> None:
-        """Add the run to the sums."""
-        for branch in list(self._now):
-            self._close(branch)
-        self.sums += self._sums
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the sums so far."""
-        return {"sums": self.sums}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from the sums that `state` returned."""
-        self.sums = state["sums"].clone()
-
-    def tables(self) -> dict[str, Tensor]:
-        """Return the ratios, `[T]`, 1 for the first step."""
-        return {"ratios": torch.where(self.sums[1] > 0, self.sums[0] / self.sums[1], 1.0)}
-
-
-def token_norms(value: Tensor) -> Tensor:
-    """Return the norm of every token of `[..., D]`, of every place of `[B, C, H, W]`."""
-    value = value.movedim(1, -1) if value.ndim > 3 else value
-    norms: Tensor = torch.linalg.vector_norm(value, dim=-1)
-    return norms.reshape(-1)

@@ -137,7 +137,7 @@ class Filtered(Indicator):
         tokens = probe.detach().float()
         tokens = tokens.reshape(tokens.shape[0], -1, tokens.shape[-1])
         grid = scene.grid(tokens.shape[1])
-        tokens = tokens.unflatten(1, grid)
+        tokens = tokens.reshape(tokens.shape[0], *grid, tokens.shape[-1])
         if step.index < self.plain:
             return tokens.clone()
         power = power_of(grid) if self.power is None else self.power

@@ -7,21 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.accumulated import Accumulated, Rescaled
-from diffcache.features.collect import Calibrated, Collector, RunInfo
+from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.instead import Reuse
+from diffcache.features.published import TEACACHE, check_models, settings_of
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
-from diffcache.features.when import Every, relative_l1
-from diffcache.step import Step
+from diffcache.features.teacache_collect import Changes
+from diffcache.features.when import Every
 
 Input = Literal["modulated", "time", "time-projection"]
+INPUTS: tuple[Input, ...] = get_args(Input)
 CHANGE = (1.0, 0.0)  # the polynomial that is the change itself
 _EMBEDDING = "the time embedding (input='time')"
 # Classes of the families whose official scripts feed the polynomial the time: what they look at.
@@ -67,15 +65,19 @@ class TeaCache(Calibrated):
         warmup: First steps that are always computed, at least 1.
         last: Whether the last step of the run is always computed.
         by_branch: Whether every guidance branch adds up its own changes and decides for itself.
+        models: Class names of the models that the coefficients are for; others are refused. None
+            are any.
 
     Raises:
         ValueError: If a value is out of its range.
         TablesError: If the tables are another method's, or were measured with another `input`.
-        AttachError: If the model shows no such `input`, or it must be named.
+        AttachError: If the model shows no such `input`, it must be named, or the coefficients
+            are for other models.
 
     Example:
         >>> method = diffcache.calibrate(pipe, TeaCache(0.25), prompts=[...])  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, method)  # doctest: +SKIP
+        >>> pipe = diffcache.wrap(pipe, TeaCache.published("flux.1-dev"))  # doctest: +SKIP
     """
 
     name: ClassVar[str] = "teacache"
@@ -107,10 +109,11 @@ class TeaCache(Calibrated):
     warmup: int = 1
     last: bool = True
     by_branch: bool = False
+    models: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.input is not None and self.input not in get_args(Input):
-            known = ", ".join(map(repr, get_args(Input)))
+        if self.input not in (None, *INPUTS):
+            known = ", ".join(map(repr, INPUTS))
             raise ValueError(f"input={self.input!r}: must be {known} or None")
         check_degree(self.degree)
         self.load_tables()
@@ -120,8 +123,23 @@ class TeaCache(Calibrated):
                 raise ValueError("coefficients and tables: give one of them")
             object.__setattr__(self, "coefficients", check_coefficients(self.coefficients))
 
+    @classmethod
+    def published(cls, model: str, threshold: float | None = None) -> TeaCache:
+        """Return the settings of the official script for a model.
+
+        Args:
+            model: Such as `flux.1-dev`, `hunyuanvideo`, `cogvideox-5b` or `wan2.1-t2v-14b`; with
+                `-ret` after it those of Wan2.1 are the ones of `use_ret_steps`.
+            threshold: Smallest sum that is computed; None takes that of the script or its page.
+
+        Raises:
+            ValueError: If there are none for that model.
+        """
+        settings = settings_of(TEACACHE, model)
+        return cls(**settings | ({} if threshold is None else {"threshold": threshold}))
+
     def parts(self) -> Combine:
-        """Return a gate on the rescaled change of the input, and reuse behind it."""
+        """Return a gate on the rescaled change of the input, and reuse between computed steps."""
         if self.threshold == 0:
             return Combine(Every(1), Reuse())
         if self.coefficients is not None:
@@ -148,6 +166,11 @@ class TeaCache(Calibrated):
         if not isinstance(self.tables, Tables):
             return self.input or "modulated"
         measured: Input = self.tables.header.get("input", "modulated")
+        if measured not in INPUTS:
+            raise TablesError(
+                f"tables={self.tables!r}: input={measured!r} in their header: must be one of "
+                f"{', '.join(INPUTS)}"
+            )
         if self.input not in (None, measured):
             raise TablesError(
                 f"tables={self.tables!r}: measured with input={measured!r}, not {self.input!r}; "
@@ -158,6 +181,7 @@ class TeaCache(Calibrated):
     def check_model(self, facts: Mapping[str, Any]) -> None:
         """Raise AttachError where it is not said what the coefficients are for."""
         super().check_model(facts)
+        check_models("coefficients", self.models, facts)
         family = facts["model"]
         published = self.coefficients not in (None, CHANGE)
         if not published or self.input is not None or family not in BY_TIME:
@@ -192,111 +216,3 @@ def check_coefficients(values: Any) -> tuple[float, ...]:
     if not made or not all(map(math.isfinite, made)):
         raise ValueError(f"coefficients={values!r}: must be finite numbers, highest power first")
     return made
-
-
-class Changes(Collector):
-    """Pairs of relative L1 changes: of the input and of the stack's output.
-
-    Pairs of neighbouring steps in the first guidance branch, as the decision is taken there.
-
-    Args:
-        degree: Of the polynomial.
-        of: What is compared.
-    """
-
-    def __init__(self, degree: int, of: Input = "modulated") -> None:
-        self.degree, self.of = degree, of
-        self.points = torch.zeros(0, 2, dtype=torch.float64)
-
-    def site(self) -> Combine:
-        """Return the stack's output, with the input as the probe."""
-        return Combine(Accumulated(0.0, of=self.of), Reuse(), feature="output")
-
-    def begin(self, run: RunInfo) -> None:
-        """Start a run without pairs."""
-        self._probe: Tensor | None = None
-        self._index = -1
-        self._now: dict[tuple[str, int], Tensor] = {}
-        self._before: dict[tuple[str, int], Tensor] = {}
-        self._inputs: dict[int, float] = {}
-        self._outputs: dict[int, float] = {}
-
-    def probe(self, step: Step, value: Tensor) -> None:
-        """Note the change of the input."""
-        before, self._probe = self._probe, value.detach().clone()
-        if before is not None:
-            self._inputs[step.index] = relative_l1(before, self._probe, "forecast")
-
-    def feature(self, step: Step, site: str, index: int, value: Tensor) -> None:
-        """Keep one stream of the output of this step; the last word counts."""
-        if step.branch:
-            return
-        if step.index != self._index:
-            self._close()
-            self._index = step.index
-        self._now[site, index] = value.detach().float().clone()
-
-    def _close(self) -> None:
-        """Compare a finished step's output with that of the step before."""
-        now, before = self._now, self._before
-        if before and now.keys() == before.keys():
-            error = sum(float((now[key] - before[key]).abs().sum()) for key in now)
-            scale = sum(float(before[key].abs().sum()) for key in now)
-            self._outputs[self._index] = error / scale if scale else math.inf
-        self._now, self._before = {}, now
-
-    def end(self) -> None:
-        """Add the run's pairs."""
-        self._close()
-        changes = [(self._inputs[i], self._outputs[i]) for i in self._inputs if i in self._outputs]
-        pairs = [pair for pair in changes if all(map(math.isfinite, pair))]
-        more = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
-        self.points = torch.cat((self.points, more))
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the pairs so far."""
-        return {"points": self.points}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from the pairs that `state` returned."""
-        self.points = state["points"].clone()
-
-    def tables(self) -> dict[str, Tensor]:
-        """Return the polynomial of least squared error and the range of its inputs.
-
-        Raises:
-            ValueError: If there is no pair.
-        """
-        if not len(self.points):
-            raise ValueError(
-                "no pair of neighbouring steps was seen; calibrate with steps=2 or more"
-            )
-        coefficients = fit(self.points[:, 0], self.points[:, 1], self.degree)
-        low, high = self.points[:, 0].aminmax()
-        return {
-            "coefficients": coefficients,
-            "range": torch.stack((low, high)),
-            "points": self.points,
-        }
-
-    def settings(self) -> dict[str, Any]:
-        """Return the degree, and what was compared."""
-        return {"degree": self.degree, "input": self.of}
-
-
-def fit(inputs: Tensor, outputs: Tensor, degree: int) -> Tensor:
-    """Return the polynomial through points with the least squared error, highest power first.
-
-    Args:
-        inputs: `[n]` float64, at least one.
-        outputs: `[n]` float64.
-        degree: Highest power; lower where there are too few different inputs for it.
-
-    Returns:
-        `[degree + 1]` float64.
-    """
-    scale = float(inputs.abs().max()) or 1.0  # powers of small numbers would not be told apart
-    used = min(degree, len(inputs.unique()) - 1)
-    made = np.polyfit((inputs / scale).numpy(), outputs.numpy(), used)
-    padded = np.concatenate((np.zeros(degree - used), made))
-    return torch.from_numpy(padded / scale ** np.arange(degree, -1, -1))

@@ -9,7 +9,8 @@ import torch
 import diffcache
 from diffcache.errors import AttachError, TablesError, UncalibratedError
 from diffcache.features.collect import RunInfo
-from diffcache.features.magcache import MagCache, Ratios, ratio_at
+from diffcache.features.magcache import MagCache, ratio_at
+from diffcache.features.magcache_collect import Ratios
 from diffcache.features.tables import Tables
 from diffcache.features.temporal_table import TemporalTable
 from diffcache.pipelines.zoo.pipes import pipes

@@ -12,7 +12,8 @@ from diffcache.features.accumulated import Accumulated, Rescaled
 from diffcache.features.collect import RunInfo
 from diffcache.features.combine import Combine
 from diffcache.features.tables import Tables
-from diffcache.features.teacache import Changes, TeaCache, fit
+from diffcache.features.teacache import TeaCache
+from diffcache.features.teacache_collect import Changes, fit
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.step import Step
 

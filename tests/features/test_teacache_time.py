@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from diffcache.features.accumulated import Accumulated, Rescaled
 from diffcache.features.combine import Combine
 from diffcache.features.tables import Tables
 from diffcache.features.teacache import BY_TIME, TeaCache
+from diffcache.features.temporal_table import TemporalTable
 from diffcache.pipelines.small.wan import DIRECTORY
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.pipelines.zoo.pipes import pipes
@@ -204,6 +206,9 @@ def test_inputs_that_are_not_there_are_refused():
     tables = Tables({"method": "teacache", "steps": 3}, {})
     with pytest.raises(TablesError, match="measured with input='modulated', not 'time'"):
         TeaCache(tables=tables, input="time")
+    strange = Tables({"method": "teacache", "steps": 3, "input": ["time"]}, {})
+    with pytest.raises(TablesError, match=r"input=\['time'\] in their header: must be"):
+        TeaCache(tables=strange)
 
 
 def test_an_embedding_that_is_made_twice_is_refused():
@@ -211,13 +216,22 @@ def test_an_embedding_that_is_made_twice_is_refused():
     case = cases()["HiDreamImageTransformer2DModel"]
     model = case.build()
     clean = torch.zeros(2), torch.float32
-    model.x_embedder.register_forward_pre_hook(lambda *_: [model.t_embedder(*clean)] and None)
-    with (
-        diffcache.wrapped(model, TeaCache(0.1, (1.0, 0.0), input="time")),
-        pytest.raises(AttachError, match="must be computed once in a call.*t_embedder 2 times"),
-    ):
-        for step in range(2):
-            model(**case.kwargs(model, 0, step=step, steps=4))
+
+    def embed(*_):
+        model.t_embedder(*clean)
+
+    model.x_embedder.register_forward_pre_hook(embed)
+    with diffcache.wrapped(model, TeaCache(0.1, (1.0, 0.0), input="time")):
+        model(**case.kwargs(model, 0, step=0, steps=4))
+        with pytest.raises(AttachError, match="must be computed once in a call.*t_embedder 2 tim"):
+            model(**case.kwargs(model, 0, step=1, steps=4))
+
+
+def test_tables_and_gates_on_the_time_embedding_do_not_go_together():
+    pipe = pipes()["WanPipeline"].build(0)
+    with pytest.raises(AttachError, match="look-up tables of the modules that make it"):
+        diffcache.wrap(pipe, TemporalTable(TeaCache(0.1, (1.0, 0.0), input="time")))
+    diffcache.unwrap(diffcache.wrap(pipe, TeaCache(0.1, (1.0, 0.0), input="time")))
 
 
 def test_calibration_on_the_time_embedding(tmp_path):
@@ -229,8 +243,7 @@ def test_calibration_on_the_time_embedding(tmp_path):
     method = TeaCache(0.3, degree=1, input="time")
     made = diffcache.calibrate(pipe, method, [prompt], steps=6, batch_size=1, out=file)
     rows = embeddings(pipe.transformer, pipe.scheduler.timesteps, "time")
-    moved = [float((b - a).abs().sum() / a.abs().sum())
-             for a, b in zip(rows[:-1], rows[1:], strict=True)]  # fmt: skip
+    moved = [float((b - a).abs().sum() / a.abs().sum()) for a, b in pairwise(rows)]
     assert made.tables["points"][:, 0].tolist() == pytest.approx(moved, rel=1e-5)
     loaded = TeaCache(0.3, tables=str(file))
     assert loaded.parts().when.of == "time"
