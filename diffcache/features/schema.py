@@ -40,8 +40,8 @@ class Entry:
         positive: Whether all numbers are above 0.
         ascending: Whether every number is above the one before.
         first: What the first number must be, None for any.
-        inner: Whether it is a matrix of inner products: symmetric, and no eigenvalue below 0 by more
-            than rounding, without which a least-squares fit has no bound.
+        inner: Whether it is a matrix of inner products: symmetric, and no eigenvalue below 0 by
+            more than rounding, without which a least-squares fit has no bound.
         gaps: Whether some numbers, though not all, may be NaN: nothing was measured there.
         optional: Whether it may be missing, with all other optional tensors of its feature.
     """
