@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -245,10 +246,26 @@ def header_of(
         "date": datetime.date.today().isoformat(),
         "fields": json.loads(json.dumps(fields, default=repr)),
         "prompts": len(plan.prompts),
+        "prompt_hashes": sorted({prompt_hash(text) for text in _texts(plan.prompts)}),
         "call": json.loads(json.dumps(dict(plan.call), default=content)),
         **json.loads(json.dumps(dict(facts), default=repr)),
         **more,
     }
+
+
+def prompt_hash(text: str) -> str:
+    """Return 16 hexadecimal digits of a prompt, by which it is known again but cannot be read."""
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _texts(prompts: Iterable[Any]) -> Iterator[str]:
+    """Yield the texts of prompts, which may be arguments of the call."""
+    for prompt in prompts:
+        given = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        yield from (
+            text for text in (given if isinstance(given, (list, tuple)) else [given])
+            if isinstance(text, str)
+        )  # fmt: skip
 
 
 class _Saved:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 EMPTY: list[str] = []
 Model = Annotated[str, typer.Option(help=f"{MODELS[0].upper()}{MODELS[1:]}.")]
+SEEDS = 1 << 31  # first of the noise; torch's generator on the CPU has 32 bits
 Steps = Annotated[int | None, typer.Option(min=1, help="Sampling steps (default: the pipeline's).")]
 Prompts = Annotated[
     str, typer.Option(help="A file or built-in list; scenes or classes for shipped models.")
@@ -53,17 +54,20 @@ class Inputs:
         pipe: The pipeline.
         prompts: As `diffcache.calibrate` takes them.
         call: Further arguments of the pipeline's call.
+        seed: Of the noise, none that an evaluation draws from.
     """
 
     pipe: Any
     prompts: list[Any]
     call: dict[str, Any]
+    seed: int = SEEDS
 
 
 def inputs_of(task: Task) -> Inputs:
-    """Load a pipeline with prompts to calibrate it on.
+    """Load a pipeline with prompts and noise to calibrate it on.
 
-    They are not those that an evaluation draws by default.
+    They are not those that an evaluation draws by default: prompts are of a list of their own, of
+    the half of a file that a hash tells, or of the scenes that shipped models were trained on.
 
     Raises:
         FileNotFoundError: If there is no such model or list of prompts.
@@ -72,6 +76,7 @@ def inputs_of(task: Task) -> Inputs:
     import numpy as np
     import torch
 
+    from diffcache.eval.prompts import HELD_OUT, calibration_prompts
     from diffcache.eval.runs.draw import Drawer
     from diffcache.pipelines.demo.saved import locate
     from diffcache.pipelines.small.scenes import prompt, sample_scene
@@ -79,7 +84,7 @@ def inputs_of(task: Task) -> Inputs:
     name = locate(task.model).resolve().name
     if name in OWN:
         torch.set_num_threads(task.threads)
-        return OWN[name](task)
+        return replace(OWN[name](task), seed=SEEDS + task.seed)
     drawer = Drawer(task)
     call = dict(drawer.call)
     rng = np.random.default_rng([task.seed, 77])
@@ -87,11 +92,14 @@ def inputs_of(task: Task) -> Inputs:
         known = [int(text) for text in drawer.prompts.texts]
         order = rng.permutation(-(-task.samples // len(known)) * len(known)) % len(known)
         prompts: list[Any] = [known[i] for i in order[: task.samples]]
-    elif "prompt" in drawer.parameters and not task.prompts and name.startswith("shapes-"):
+    elif "prompt" not in drawer.parameters:
+        prompts = [drawer.prompts[i] for i in range(task.samples)]
+    elif drawer.prompts.source in ("shapes", HELD_OUT):
         prompts = [prompt(sample_scene(rng, held=False), 0) for _ in range(task.samples)]
     else:
-        prompts = [drawer.prompts[i] for i in range(task.samples)]
-    return Inputs(drawer.pipe, prompts, call)
+        chosen = calibration_prompts(task.prompts or drawer.prompts.source)
+        prompts = [chosen[i] for i in range(task.samples)]
+    return Inputs(drawer.pipe, prompts, call, SEEDS + task.seed)
 
 
 def _policy_inputs(task: Task) -> Inputs:
@@ -179,8 +187,8 @@ def calibrate(
     inputs = inputs_of(task)
     with progress(f"{chosen.name}") as show, _resumable(file):
         made = diffcache.calibrate(
-            inputs.pipe, chosen, inputs.prompts, steps=steps, batch_size=batch_size, seed=seed,
-            out=file, resume=not fresh, progress=show, **inputs.call,
+            inputs.pipe, chosen, inputs.prompts, steps=steps, batch_size=batch_size,
+            seed=inputs.seed, out=file, resume=not fresh, progress=show, **inputs.call,
         )  # fmt: skip
     typer.echo(repr(made))
     typer.echo(f"{len(inputs.prompts)} prompts, {made.measured().steps} steps; wrote {file}")
@@ -246,8 +254,8 @@ def tune(
     with progress("tune") as show, _resumable(file):
         best = diffcache.tune(
             inputs.pipe, inputs.prompts, speedup=speedup, psnr=psnr, seconds=seconds,
-            methods=chosen, trials=trials, steps=steps, batch_size=batch_size, seed=seed,
-            out=file, resume=not fresh, progress=show, **inputs.call,
+            methods=chosen, trials=trials, steps=steps, batch_size=batch_size,
+            seed=inputs.seed, out=file, resume=not fresh, progress=show, **inputs.call,
         )  # fmt: skip
     rows = []
     for seen in best.front:

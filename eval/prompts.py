@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diffcache.calibration import prompt_hash
 from diffcache.pipelines.small.scenes import held_out_prompts
 
 SHIPPED = {
@@ -24,7 +25,10 @@ SHIPPED = {
     "pictures": "100 prompts for pictures",
     "films": "50 prompts for films",
 }
+# Built-in lists that have another to calibrate on, in `<name>-calibration.txt`.
+PAIRED = ("pictures", "films")
 HELD_OUT = "shapes-held-out"
+HALF = "held-out:"  # before a file: the half that is never calibrated on
 HELD_OUT_COUNT = 1000
 # DrawBench names its column Prompts, PartiPrompts Prompt.
 COLUMNS = ("prompts", "prompt", "caption")
@@ -62,7 +66,8 @@ def load_prompts(
         source: `shapes`, `pictures`, `films`, `shapes-held-out` (as many as `limit` says, 1,000
             without one); or a file: `.txt` (one a line; blank lines and those that begin with #
             are left out), `.csv` and `.tsv` with a header, `.json` (COCO captions, VBench's full
-            info, a list of texts or of objects), `.jsonl`. `FILE:COLUMN` names a column.
+            info, a list of texts or of objects), `.jsonl`. `FILE:COLUMN` names a column;
+            `held-out:FILE` is the half of its prompts that `calibration_prompts` leaves.
         limit: Only so many, from the start.
         column: Of a table, or field of the objects of a JSON file, if not one of the usual names.
 
@@ -77,11 +82,48 @@ def load_prompts(
         if column is not None:
             raise ValueError(f"column={column!r}: the built-in list {name!r} has no columns")
         return _built_in(name, limit)
+    if name.startswith(HALF):
+        whole = load_prompts(name.removeprefix(HALF), column=column)
+        texts = [text for text in whole.texts if not is_for_calibration(text)]
+        if not texts:
+            raise ValueError(f"{whole.source} holds no prompt to hold out; give a longer list")
+        return Prompts(HALF + whole.source, tuple(texts[:limit]), _sha256(texts))
     file, column = _locate(source, column)
     texts = _read(file, column)
     if not texts:
         raise ValueError(f"{file} holds no prompt")
     return Prompts(str(file), tuple(texts[:limit]), _sha256(texts))
+
+
+def calibration_prompts(source: str) -> Prompts:
+    """Load prompts to calibrate on, none of which is to be evaluated on.
+
+    Of the built-in lists `pictures` and `films` these are lists of their own; of any other list
+    the half that a hash of each prompt tells, wherever the prompt stands.
+
+    Args:
+        source: As `load_prompts` takes it.
+
+    Raises:
+        FileNotFoundError: If there is neither such a list nor such a file.
+        ValueError: If the file cannot be read, or no prompt falls into the half.
+    """
+    if source in PAIRED:
+        texts = _read(_FOLDER / f"{source}-calibration.txt", None)
+        return Prompts(f"{source}-calibration", tuple(texts), _sha256(texts))
+    whole = load_prompts(source)
+    texts = [text for text in whole.texts if is_for_calibration(text)]
+    if not texts:
+        raise ValueError(
+            f"prompts={source!r}: none of its {len(whole.texts)} prompts may be calibrated on, "
+            "since all fall into the half that is held out for evaluations; give a longer list"
+        )
+    return Prompts(whole.source, tuple(texts), _sha256(texts))
+
+
+def is_for_calibration(text: str) -> bool:
+    """Return whether a prompt is in the half to calibrate on, by its hash alone."""
+    return int(prompt_hash(text), 16) % 2 == 0
 
 
 def _built_in(name: str, limit: int | None) -> Prompts:

@@ -28,20 +28,19 @@ from diffcache.quant.plan import Bits
 _LAYERS = "quant/"
 
 
-def separate(inputs: Inputs, every: int, bits: Bits, steps: int | None, seed: int = 0) -> Tables:
+def separate(inputs: Inputs, every: int, bits: Bits, steps: int | None) -> Tables:
     """Return tables whose schedule knows nothing of the quantization, and the other way round.
 
     Args:
-        inputs: Pipeline, prompts and call.
+        inputs: Pipeline, prompts, call and seed.
         every: Mean length of a segment.
         bits: Of the layers.
         steps: Sampling steps; None is the pipeline's default.
-        seed: Of the noise.
     """
     dense = CacheQuant(every=every)
     rounded = CacheQuant(every=every, bits=bits, corrected=())
     parts = [
-        calibrate(inputs.pipe, method, inputs.prompts, steps=steps, seed=seed, **inputs.call)
+        calibrate(inputs.pipe, method, inputs.prompts, steps=steps, seed=inputs.seed, **inputs.call)
         for method in (dense, rounded)
     ]
     cached, quantized = (method.measured() for method in parts)

@@ -114,21 +114,15 @@ print(*(p.relative_to(package.parent).as_posix() for p in files), sep="\\n")
 
 def test_import_is_light() -> None:
     code = """
-import json, sys, time, torch
-before, start = set(sys.modules), time.thread_time()
+import json, sys, torch
+before = set(sys.modules)
 import diffcache
-seconds = time.thread_time() - start
-heavy = {"diffusers", "transformers", "torch._dynamo", "matplotlib", "typer"}
-print(json.dumps([seconds, sorted(heavy & (set(sys.modules) - before))]))
+more = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(json.dumps([sorted(more - sys.stdlib_module_names), len(set(sys.modules) - before)]))
 """
-    best = float("inf")
-    for _ in range(3):
-        seconds, heavy = json.loads(run(sys.executable, "-c", code))
-        assert heavy == []
-        best = min(best, seconds)
-        if best < 0.1:
-            return
-    pytest.fail(f"import diffcache takes {best:.3f} s on top of torch, at best")
+    packages, count = json.loads(run(sys.executable, "-c", code))
+    assert set(packages) <= {"diffcache", "safetensors", "torch", "numpy"}
+    assert count < 120  # whatever the machine: seconds would tell of its other work
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diffcache.eval.prompts import SHIPPED, Prompts, load_prompts
+from diffcache.eval.prompts import PAIRED, SHIPPED, Prompts, calibration_prompts, load_prompts
 from diffcache.pipelines.small import scenes
 
 TEXTS = ("a red kite", 'a sign that says "stop", twice', "zwei Hüte")
@@ -131,3 +131,28 @@ def test_quotation_marks_at_the_start_of_a_tsv_cell_stay(tmp_path: Path) -> None
     rows = ['"HI" painted on a wall', '"one" beside "two"', "plain"]
     file = written(tmp_path, "quotes.tsv", "Prompt\tn\n" + "".join(f"{row}\t1\n" for row in rows))
     assert load_prompts(file).texts == tuple(rows)
+
+
+def test_what_is_calibrated_on_is_not_evaluated_on(tmp_path: Path) -> None:
+    for name in PAIRED:
+        own = calibration_prompts(name)
+        assert len(own.texts) >= 32 and len(set(own.texts)) == len(own.texts)
+        assert not {text.lower() for text in own.texts} & {
+            text.lower() for text in load_prompts(name).texts
+        }
+    texts = [f"prompt {number}" for number in range(60)]
+    file = written(tmp_path, "own.txt", "\n".join(texts))
+    one, other = calibration_prompts(str(file)), load_prompts(f"held-out:{file}")
+    assert sorted([*one.texts, *other.texts]) == sorted(texts)
+    assert 20 <= len(one.texts) <= 40 and one.sha256 != other.sha256
+    assert other.source == f"held-out:{file}"
+    turned = written(tmp_path, "turned.txt", "\n".join(reversed(texts)))
+    assert set(calibration_prompts(str(turned)).texts) == set(one.texts)  # by content, not place
+    few = written(tmp_path, "few.csv", f"x,words\n1,{other.texts[0]}\n")
+    with pytest.raises(ValueError, match="none of its 1 prompts may be calibrated on.*longer list"):
+        calibration_prompts(f"{few}:words")
+    only = written(tmp_path, "only.txt", one.texts[0])
+    with pytest.raises(ValueError, match=r"only.txt holds no prompt to hold out"):
+        load_prompts(f"held-out:{only}")
+    with pytest.raises(FileNotFoundError, match="no prompts 'nowhere.txt'"):
+        load_prompts("held-out:nowhere.txt")

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +40,21 @@ def evaluate(out: Path, **changes: object) -> dict:
     task = replace(TASK, **{k: v for k, v in changes.items() if k != "methods"})
     methods = changes.get("methods", METHODS)
     return measure.evaluate(plan(out, task, methods), Progress(quiet=True))
+
+
+# The command line, killed at the sixth picture.
+KILLED = """
+import itertools, os, signal
+from diffcache.eval.runs import folder
+written, write = itertools.count(), folder.write_file
+def write_file(path, data):
+    if path.suffix == ".png" and next(written) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path, data)
+folder.write_file = write_file
+from diffcache.__main__ import main
+main()
+"""
 
 
 def pictures(out: Path) -> dict[str, bytes]:
@@ -171,16 +185,12 @@ class TestRun:
 
     def test_killed_and_started_again_is_the_same(self, run: Path, tmp_path: Path) -> None:
         out = tmp_path / "killed"
-        command = [sys.executable, "-m", "diffcache", "eval", "--model", "shapes-flux"]
+        command = ["eval", "--model", "shapes-flux"]
         command += [word for name in METHODS for word in ("--method", name)]
-        command += [*SETTINGS, "--quiet", "--out"]
-        process = subprocess.Popen([*command, str(out)], cwd=tmp_path, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while len(pictures(out)) < 5 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert not (out / "record.json").exists()
+        command += [*SETTINGS, "--quiet", "--out", str(out)]
+        done = subprocess.run([sys.executable, "-c", KILLED, *command], cwd=tmp_path, check=False)
+        assert done.returncode == -signal.SIGKILL
+        assert len(pictures(out)) == 5 and not (out / "record.json").exists()
         evaluate(out)
         assert pictures(out) == pictures(run)
         mine, theirs = without_timing(load(out)), without_timing(load(run))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import count
 from math import isfinite
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ from diffcache.errors import TablesError
 from diffcache.features.base import OWN, Instead, check_int
 from diffcache.features.collect import Calibrated, Collector, RunInfo
 from diffcache.features.combine import Combine
+from diffcache.features.fit import Fit
 from diffcache.features.schema import Entry, Schema, shown
 from diffcache.features.tables import Tables
 from diffcache.features.when import Every, Listed
@@ -46,11 +46,10 @@ class Weighted(Instead):
     def __post_init__(self) -> None:
         check_int("history", self.history, 1)
         for step, anchors, values in self.weights:
-            if not 0 < len(anchors) == len(values) <= self.history or not all(
-                map(isfinite, values)
-            ):
+            fits = 0 < len(anchors) == len(values) <= self.history
+            if not fits or not all(map(isfinite, values)):
                 raise ValueError(
-                    f"weights: {shown(values)} for step {step} after {shown(anchors)}: must be a "
+                    f"weights of step {step} after {shown(anchors)}: {shown(values)} must be a "
                     f"finite number for each of up to {self.history} computed steps"
                 )
         table = {(step, anchors): values for step, anchors, values in self.weights}
@@ -114,7 +113,8 @@ class FittedForecast(Calibrated):
     bibtex: ClassVar[str] = OWN
 
     schema: ClassVar[Schema] = Schema(
-        {"products": Entry(("steps", "steps")), "moves": Entry(("steps",))}, header={"site": "text"}
+        {"products": Entry(("steps", "steps"), inner=True), "moves": Entry(("steps",))},
+        header={"site": "text"},
     )
 
     computed: int = 8
@@ -136,10 +136,8 @@ class FittedForecast(Calibrated):
             site = self.tables.header["site"]
             if site != Site.of(self.site).value:
                 raise TablesError(
-                    f"site={self.site!r}: tables={self.tables!r} were measured at site "
-                    f"{shown(site)}"
+                    f"tables={self.tables!r}: measured at site {shown(site)}, not {self.site!r}"
                 )
-            _check_products(self.tables)
 
     def parts(self) -> Combine:
         """Return the schedule and the weights that the tables give."""
@@ -157,22 +155,6 @@ class FittedForecast(Calibrated):
     def collector(self) -> Collector:
         """Return what sums the inner products."""
         return _Products(self.site)
-
-
-def _check_products(tables: Tables) -> None:
-    """Raise TablesError unless `products` are the inner products of something.
-
-    A matrix that is not symmetric, or has an eigenvalue below 0 by more than rounding, has fits
-    without bound.
-    """
-    products = tables["products"].double()
-    scale = float(products.abs().max())
-    even = float((products - products.T).abs().max()) <= 1e-6 * scale
-    if not even or float(torch.linalg.eigvalsh(products)[0]) < -1e-6 * scale:
-        raise TablesError(
-            f"tables={tables!r}: 'products' are no inner products: must be symmetric, with no "
-            "eigenvalue below 0; calibrate again"
-        )
 
 
 def _feature(site: Site | str) -> Any:
@@ -268,80 +250,3 @@ def _solved(tables: Tables, computed: int, history: int, ridge: float) -> tuple[
     fit = Fit(tables["products"], tables["moves"], history, ridge)
     steps = fit.schedule(computed)
     return steps, fit.weights(steps)
-
-
-class Fit:
-    """Least-squares forecasts from the inner products of the features of a run's steps.
-
-    Args:
-        products: float64 [T, T].
-        moves: float64 [T], how far the solver moves in each step.
-        history: Features a forecast is made of.
-        ridge: Share of the mean of the diagonal that is added to it.
-    """
-
-    def __init__(self, products: Tensor, moves: Tensor, history: int, ridge: float) -> None:
-        self.products, self.moves = products.double(), moves.double()
-        self.history, self.ridge, self.total = history, ridge, len(products)
-        self._costs: dict[tuple[int, ...], Tensor] = {}
-
-    def coefficients(self, anchors: tuple[int, ...]) -> Tensor:
-        """Return the weights of the features at `anchors` for every step, [len(anchors), T]."""
-        first, *older = anchors
-        rows = torch.eye(self.total, dtype=torch.float64)
-        if not older:
-            return torch.ones(1, self.total, dtype=torch.float64)
-        past = rows[older] - rows[first]  # older features less the last one
-        inner = past @ self.products @ past.T
-        wanted = past @ self.products @ (rows - rows[first]).T
-        eye = torch.eye(len(older), dtype=torch.float64)
-        damped = inner + self.ridge * inner.diagonal().mean().clamp_min(1e-300) * eye
-        solved = torch.linalg.solve(damped, wanted)
-        return torch.cat([1 - solved.sum(0, keepdim=True), solved])
-
-    def costs(self, anchors: tuple[int, ...]) -> Tensor:
-        """Return the error of a gap from `anchors[0]` to every next computed step, [T + 1].
-
-        Entry n is `|sum_{anchors[0] < s < n} w_s (forecast_s - F_s)|^2`.
-        """
-        if anchors not in self._costs:
-            first = anchors[0]
-            errors = torch.zeros(self.total, self.total, dtype=torch.float64)
-            errors[:, list(anchors)] = self.coefficients(anchors).T
-            errors -= torch.eye(self.total, dtype=torch.float64)
-            errors *= self.moves[:, None]
-            errors[: first + 1] = 0
-            sums = torch.cat([torch.zeros_like(errors[:1]), errors.cumsum(0)])
-            self._costs[anchors] = ((sums @ self.products) * sums).sum(1).clamp_min(0)
-        return self._costs[anchors]
-
-    def schedule(self, computed: int) -> tuple[int, ...]:
-        """Return the `computed` steps with the least sum of errors; the first is step 0."""
-        best: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {(0,): (0.0, (0,))}
-        for made in range(1, computed):
-            longer: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
-            for anchors, (cost, steps) in best.items():
-                costs = self.costs(anchors).tolist()
-                for following in range(anchors[0] + 1, self.total - (computed - made) + 1):
-                    key = (following, *anchors)[: self.history]
-                    value = cost + costs[following]
-                    if key not in longer or value < longer[key][0]:
-                        longer[key] = value, (*steps, following)
-            best = longer
-        ends = [
-            (cost + float(self.costs(a)[self.total]), steps) for a, (cost, steps) in best.items()
-        ]
-        return min(ends)[1]
-
-    def weights(self, steps: tuple[int, ...]) -> tuple[Any, ...]:
-        """Return `(step, anchors, weights)` of every skipped step of a schedule."""
-        found = []
-        for position, anchor in zip(count(), steps, strict=False):
-            anchors = tuple(reversed(steps[: position + 1]))[: self.history]
-            coefficients = self.coefficients(anchors)
-            end = steps[position + 1] if position + 1 < len(steps) else self.total
-            found += [
-                (step, anchors, tuple(coefficients[:, step].tolist()))
-                for step in range(anchor + 1, end)
-            ]
-        return tuple(found)

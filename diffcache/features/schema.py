@@ -40,6 +40,8 @@ class Entry:
         positive: Whether all numbers are above 0.
         ascending: Whether every number is above the one before.
         first: What the first number must be, None for any.
+        inner: Whether it is a matrix of inner products: symmetric, and no eigenvalue below 0 by
+            more than rounding, without which a least-squares fit has no bound.
         gaps: Whether some numbers, though not all, may be NaN: nothing was measured there.
         optional: Whether it may be missing, with all other optional tensors of its feature.
     """
@@ -51,6 +53,7 @@ class Entry:
     positive: bool = False
     ascending: bool = False
     first: int | None = None
+    inner: bool = False
     gaps: bool = False
     optional: bool = False
 
@@ -90,6 +93,9 @@ def header_fault(header: Any, schema: Schema | None = None) -> str:
     shape = header.get("shape")
     if shape is not None and not (isinstance(shape, (list, tuple)) and all(map(_is_count, shape))):
         return f"its header has shape={shown(shape)}; must be a list of lengths"
+    hashes = header.get("prompt_hashes", [])
+    if not (isinstance(hashes, list) and all(isinstance(one, str) for one in hashes)):
+        return f"its header has prompt_hashes={shown(hashes)}; must be a list of texts"
     for name, kind in () if schema is None else schema.header.items():
         if not _is_of_kind(header.get(name), kind):
             return f"its header has {name}={shown(header.get(name))}; must be {KINDS[kind]}"
@@ -195,8 +201,16 @@ def _wrong(tensor: Tensor, entry: Entry, shape: list[int | None], high: float) -
         fine[1:] &= values[1:] > values[:-1]
     if entry.first is not None and (not len(values) or values[0] != entry.first):
         return f"{given} that begins with {values[0].item():g}" if len(values) else given
+    if entry.inner and bool(fine.all()) and not _is_inner(values.reshape(tensor.shape)):
+        return f"{given} of something else"
     bad = (~fine).nonzero().flatten().tolist()
     return f"{given} with {values[bad[0]].item():g} in it" if bad else None
+
+
+def _is_inner(matrix: Tensor) -> bool:
+    rounding = 1e-6 * float(matrix.abs().max())
+    even = float((matrix - matrix.T).abs().max()) <= rounding
+    return even and float(torch.linalg.eigvalsh(matrix)[0]) >= -rounding
 
 
 def _words(entry: Entry, shape: list[int | None], high: float) -> str:
@@ -211,6 +225,7 @@ def _words(entry: Entry, shape: list[int | None], high: float) -> str:
     else:
         words += " that are finite in float32"
     words += ", ascending" if entry.ascending else ""
+    words += ", inner products (symmetric, no eigenvalue below 0)" if entry.inner else ""
     words += "" if entry.first is None else f" from {entry.first}"
     return words + (", NaN for some" if entry.gaps else "")
 

@@ -10,7 +10,8 @@ from diffcache.features.base import FeatureMethod, Instead
 from diffcache.features.combine import Combine
 from diffcache.features.confidence_gated import ConfidenceGatedTaylor
 from diffcache.features.first_block import FirstBlock
-from diffcache.features.fitted import Fit, FittedForecast, Weighted
+from diffcache.features.fit import Fit
+from diffcache.features.fitted import FittedForecast, Weighted
 from diffcache.features.instead import Newton, Taylor
 from diffcache.features.tables import Tables
 from diffcache.features.when import Every, Listed

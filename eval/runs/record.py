@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 import diffcache
+from diffcache.attach.conditions import tables_of
+from diffcache.calibration import prompt_hash
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.pixels import ms_ssim_variant
-from diffcache.eval.prompts import HELD_OUT
+from diffcache.eval.prompts import HALF, HELD_OUT
 from diffcache.eval.record import Setting, commit
 from diffcache.eval.report.records import SCHEMA, checked
 from diffcache.eval.runs.evaluate import Run, step_flops
@@ -25,6 +27,7 @@ from diffcache.eval.runs.extractors import Extractors
 from diffcache.eval.runs.folder import CaseFolder
 from diffcache.eval.runs.lines import evaluations, shares
 from diffcache.eval.runs.task import Case, code_sha256, versions
+from diffcache.features.base import FeatureMethod
 from diffcache.pipelines.demo.saved import DTYPES
 
 _ENOUGH = 2000
@@ -188,6 +191,22 @@ def warnings(run: Run, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for this in rows:
         if this["kind"] == "method" and this["evaluations"] >= this["steps"]:
             found.append(f"{this['name']} skipped nothing: too strict settings, or too few steps")
+    return [*found, *calibrated_on(run)]
+
+
+def calibrated_on(run: Run) -> list[str]:
+    """Return what to say of methods whose tables were measured on prompts of this run."""
+    drawn = {prompt_hash(text) for batch in run.batches for text in batch.prompts}
+    found = []
+    for name, method in run.plan.methods.items():
+        tables = tables_of(method) if isinstance(method, FeatureMethod) else []
+        known = {one for entry in tables for one in entry.header.get("prompt_hashes", [])}
+        if drawn & known:
+            found.append(
+                f"{name}: {len(drawn & known)} of the {len(drawn)} prompts are among those that "
+                "its tables were calibrated on, so it may look better than it is; evaluate on "
+                f"others, such as --prompts {HALF}FILE"
+            )
     return found
 
 

@@ -182,7 +182,9 @@ def test_an_error_says_what_is_there_and_what_must_be():
 def test_products_that_are_none_are_refused():
     header, tensors, _ = good("fitted-forecast")
     for wrong in (-tensors["products"], torch.randn(20, 20, dtype=torch.float64)):
-        with pytest.raises(TablesError, match="'products' are no inner products"):
+        with pytest.raises(
+            TablesError, match="'products' is float64 .* must be .*, inner products"
+        ):
             use("fitted-forecast", header, tensors | {"products": wrong}, {})
 
 
