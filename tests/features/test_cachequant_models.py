@@ -112,6 +112,8 @@ def test_cache_alone_from_end_to_end(name: str) -> None:
     expected = sample(model)
     method = calibrated(model, CacheQuant(every=2))
     starts = method.tables["starts"].tolist()
+    feature = "up_blocks.1.resnets.0" if name == "unet" else "transformer_blocks.2"
+    assert {n for n in method.tables.names() if n.endswith("/a")} == {f"cache/{feature}/0/a"}
     assert len(starts) == 2 and torch.equal(sample(model), expected)
     with attached(model, method) as handle:
         out = sample(model)
