@@ -189,7 +189,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; see `tokens_to_crop`."""
-        count = tokens_to_crop(tokens_to_remove, self.store.seen)
+        count = tokens_to_crop(tokens_to_remove, self.store)
         for layer in self.store.layers:
             layer.check_rollback(count)
         self._others("crop", tokens_to_remove)

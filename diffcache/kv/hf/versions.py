@@ -9,27 +9,36 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from diffcache.errors import AttachError
+from diffcache.kv.store import KVStore
+
 _CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
 
 
-def tokens_to_crop(given: int, seen: int) -> int:
+def tokens_to_crop(given: int, store: KVStore) -> int:
     """Return how many of the last tokens `Cache.crop(given)` is to forget.
 
-    A negative number is that many. Others are refused, or, in earlier versions, are the tokens
-    that are left.
+    A negative number is that many. A positive one is refused, or, in earlier versions, is the
+    number of tokens that are left; most of those do not announce that tokens may be taken back.
 
     Args:
         given: What `crop` was called with.
-        seen: Tokens before that.
+        store: Of the cache.
 
     Raises:
         ValueError: If it is positive, and this version takes no length.
+        AttachError: If slots are dropped, and nobody said that tokens may be taken back.
     """
-    if given >= 0 and _CROPS_TO_LENGTH:
-        return max(seen - given, 0)
-    if given > 0:
+    if given <= 0:
+        return -given
+    if not _CROPS_TO_LENGTH:
         raise ValueError(f"tokens_to_remove={given}: must be negative")
-    return -given
+    if store.recipe.evicts and not store.speculative:
+        raise AttachError(
+            "this version of transformers does not tell caches that guesses may be taken back; "
+            "call cache.activate_past_recording() before generate, or update transformers"
+        )
+    return max(store.seen - given, 0)
 
 
 def query_count(queries: int | Tensor) -> int:
