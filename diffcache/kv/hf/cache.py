@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -28,6 +27,7 @@ from diffcache.kv.hf.model import Mode, Setup, attentions, choose, decoder_confi
 from diffcache.kv.hf.rotary import RotaryReader
 from diffcache.kv.hf.switch import NAME, switch
 from diffcache.kv.hf.switch import detach as detach
+from diffcache.kv.hf.versions import has_shared_layers, query_count, tokens_to_crop
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import make_recipe
@@ -71,7 +71,7 @@ def cache_for(
             f"{type(model).__name__} has no layer of full attention, only {', '.join(kinds)}; "
             "there is nothing to compress"
         )
-    if mode == "native" and any(isinstance(layer, DummyLayer) for layer in stock):
+    if mode == "native" and has_shared_layers(config, stock):
         raise AttachError(
             f"{type(model).__name__} has layers that read the keys of others; use mode='stock' "
             "with a recipe that drops nothing"
@@ -188,14 +188,13 @@ class KVCache(Cache):  # type: ignore[misc]
     # what generate calls -------------------------------------------------------------------
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; a negative number, as in transformers."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"tokens_to_remove={tokens_to_remove}: must be negative")
+        """Forget the last tokens; see `tokens_to_crop`."""
+        count = tokens_to_crop(tokens_to_remove, self.store)
         for layer in self.store.layers:
-            layer.check_rollback(-tokens_to_remove)
+            layer.check_rollback(count)
         self._others("crop", tokens_to_remove)
-        if tokens_to_remove:
-            self.store.rollback(-tokens_to_remove)
+        if count:
+            self.store.rollback(count)
 
     def activate_past_recording(self) -> None:
         """Expect that tokens are taken back."""
@@ -302,17 +301,19 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         """Return the tokens seen, whether or not they are still held."""
         return self.core.seen
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Return how many keys the mask is for, and the position of the first.
 
         In native mode the mask is by position: all that were ever seen.
         """
         self.cache.check()  # transformers asks before the first layer
         if self.cache.mode == "native":
-            return self.core.seen + query_length, 0
-        self._masked = self.core.held + query_length
+            return self.core.seen + query_count(query_length), 0
+        self._masked = self.core.held + query_count(query_length)
         return self._masked, self.core.seen - self.core.held
 
     def get_max_length(self) -> int:
         """Return -1: there is no bound."""
         return -1
+
+    get_max_cache_shape = get_max_length  # its name in earlier versions

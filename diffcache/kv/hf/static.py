@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache, StaticLayer
 
 from diffcache.kv.hf.model import decoder_config
+from diffcache.kv.hf.versions import query_count
 from diffcache.kv.static import StaticWindow
 
 
@@ -59,13 +60,15 @@ class _Static(CacheLayerMixin):  # type: ignore[misc]
         """Return the tokens seen, as a tensor that compiled code reads."""
         return self.core.seen if self.is_initialized else 0
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Return how many keys the mask is for, and the position of the first."""
-        return self.core.sizes(query_length)
+        return self.core.sizes(query_count(query_length))
 
     def get_max_length(self) -> int:
         """Return -1: any number of tokens can be written."""
         return -1
+
+    get_max_cache_shape = get_max_length  # its name in earlier versions
 
     def reset(self) -> None:
         """Forget everything, in place."""

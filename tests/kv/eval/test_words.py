@@ -37,9 +37,12 @@ def test_recipes_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "match"),
     [
         ("snapvk:budget=0.25", "did you mean 'snapkv'"),
-        ("snapkv:window=0", "recipe 'snapkv:window=0': size=0: must be at least 1"),
+        (
+            "snapkv:window=0",
+            "recipe 'snapkv:window=0': window=0: must be a whole number of at least 1",
+        ),
         ("snapkv:size=4", "snapkv has no setting 'size'; it has budget, window"),
-        ("snapkv:budget=2.5", r"budget.*2\.5|size=2\.5"),
+        ("snapkv:budget=2.5", r"budget=2\.5: must be a count"),
         ("snapkv:budget", "must be a setting and its value"),
         ("snapkv|keydiff", "both set score"),
         ("snapkv||keydiff", "a name is missing between"),
@@ -86,7 +89,7 @@ def test_weights_come_back_as_what_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "FOLDER", tmp_path)
-    monkeypatch.setattr(catalog, "MODULES", {"merging": ("locret",)})
+    monkeypatch.setattr(catalog, "RECIPES", {"merging": ("locret",)})
     heads = RetainingHeads(torch.randn(2, 6, 4), torch.randn(2, 4, 2))
     tables.write_table(tmp_path / "locret.safetensors", vars(heads), {"kind": "RetainingHeads"})
     found = words.parse_recipe("locret:budget=0.5,heads=@locret,stabilizers=2").score

@@ -224,7 +224,7 @@ def test_budgets_compose() -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: Pyramid(0), "size=0: must be a whole number"),
+        (lambda: Pyramid(0), "size=0: must be a count, a whole number"),
         (lambda: Pyramid(4, beta=0.5), "beta=0.5: must be at least 1"),
         (lambda: Pyramid(4, window=-1), "window=-1"),
         (lambda: EntropyVariance(1.5), "size=1.5"),

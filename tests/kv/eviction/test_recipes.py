@@ -206,10 +206,3 @@ def test_names_and_what_composes() -> None:
         criticalkv(base=h2o())
     with pytest.raises(ValueError, match="both set score"):
         _ = snapkv() | knorm()
-
-
-@pytest.mark.parametrize("make", [knorm, keydiff, h2o, tova, snapkv, pyramidkv, cake, random])
-def test_bad_budgets(make: Any) -> None:
-    for size in (0, 1.5, -2):
-        with pytest.raises(ValueError, match=f"size={size}: must be a whole number of slots"):
-            make(size)

@@ -48,7 +48,7 @@ def drawn(seen: list[Observation], seed: int = 0, power: float = 4.0) -> list[Te
     return found
 
 
-@pytest.mark.parametrize("size", [1, 7, 20, 33, 40, 0.1, 0.5, 0.83, 1.0])
+@pytest.mark.parametrize("size", [2, 7, 20, 33, 40, 0.1, 0.5, 0.83, 1.0])
 def test_one_level_for_all_layers_holds_what_uniform_holds(size: Any) -> None:
     seen = held([40, 25])
     scores = drawn(seen)
@@ -211,7 +211,7 @@ def test_refiners_save_for_drafters() -> None:
     assert table[:, 1].tolist() == [50, 250, 50, 50]
     assert bool((table.sum(0) == 400).all())
     assert set(sum(scalekv.capacities(index, 7, drafters=0), ())) == {7}
-    assert Scheduled(1, (3, 4), scalekv.capacities(index, 9, drafters=2)).table
+    assert Scheduled(2, (3, 4), scalekv.capacities(index, 9, drafters=2)).table
     with pytest.raises(ValueError, match="drafters=5"):
         scalekv.capacities(index, 100, drafters=5)
 
@@ -233,7 +233,7 @@ def test_selectivity_is_attention_on_the_map_and_on_few_slots() -> None:
     ("make", "says"),
     [
         (lambda: CDFLevel(0), "size=0"),
-        (lambda: CDFLevel(1, -1), "least=-1"),
+        (lambda: CDFLevel(2, -1), "least=-1"),
         (lambda: LayerTable(1.5), r"size=1\.5"),
         (lambda: LayerTable(4, (0.0, 0.0)), "weights="),
         (lambda: LayerTable(4, least=-1), "least=-1"),

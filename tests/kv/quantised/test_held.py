@@ -190,17 +190,17 @@ def test_a_codec_for_each_layer() -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: kivi(group=32, residual=48), "multiple of 32"),
-        (lambda: kivi(residual=0), "block=0"),
+        (lambda: kivi(group=32, residual=48), "residual=48: must be a multiple of group=32"),
+        (lambda: kivi(residual=0), "residual=0"),
         (lambda: Pair(Exact(), Exact(), recent=-1), "recent=-1"),
         (lambda: Pair(Exact(), Exact(), sinks=-1), "sinks=-1"),
         (lambda: Pair(Exact(), GroupQuant(2, "tokens", 8), 8, slide=True), "slide"),
         (lambda: mustafar(1.0), "sparsity"),
-        (lambda: zipcache(probes=0.0), "share"),
-        (lambda: zipcache(1.5), "size"),
-        (lambda: mikv(queries=0), "size=0"),
-        (lambda: xquant(layers=0), "scope=0"),
-        (lambda: xquant(group=32, residual=40), "multiple of 32"),
+        (lambda: zipcache(probes=0.0), "probes=0.0"),
+        (lambda: zipcache(1.5), "budget=1.5"),
+        (lambda: mikv(queries=0), "queries=0"),
+        (lambda: xquant(layers=0), "layers=0"),
+        (lambda: Pair(GroupQuant(2, "tokens", 32), Exact(), 48), "multiple of 32"),
         (lambda: rotatekv(mode="code"), "mode"),  # type: ignore[arg-type]
     ],
 )

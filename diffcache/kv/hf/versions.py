@@ -1,0 +1,59 @@
+"""What differs between the versions of transformers, 5.0 and later."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from diffcache.errors import AttachError
+from diffcache.kv.store import KVStore
+
+_CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+
+
+def tokens_to_crop(given: int, store: KVStore) -> int:
+    """Return how many of the last tokens `Cache.crop(given)` is to forget.
+
+    A negative number is that many. A positive one is refused, or, in earlier versions, is the
+    number of tokens that are left; most of those do not announce that tokens may be taken back.
+
+    Args:
+        given: What `crop` was called with.
+        store: Of the cache.
+
+    Raises:
+        ValueError: If it is positive, and this version takes no length.
+        AttachError: If slots are dropped, and nobody said that tokens may be taken back.
+    """
+    if given <= 0:
+        return -given
+    if not _CROPS_TO_LENGTH:
+        raise ValueError(f"tokens_to_remove={given}: must be negative")
+    if store.recipe.evicts and not store.speculative:
+        raise AttachError(
+            "this version of transformers does not tell caches that guesses may be taken back; "
+            "call cache.activate_past_recording() before generate, or update transformers"
+        )
+    return max(store.seen - given, 0)
+
+
+def query_count(queries: int | Tensor) -> int:
+    """Return how many queries a mask is for; in 5.0 their positions are given, int64 [n]."""
+    return queries.shape[0] if isinstance(queries, Tensor) else queries
+
+
+def has_shared_layers(config: Any, layers: Sequence[Any]) -> bool:
+    """Return whether layers of a model read the keys of others.
+
+    Later versions have a dummy in the place of each; earlier ones leave the last layers out.
+
+    Args:
+        config: Of the decoder.
+        layers: Of a cache of transformers for it.
+    """
+    is_short = len(layers) < config.num_hidden_layers
+    return is_short or any(type(layer).__name__ == "DummyLayer" for layer in layers)
