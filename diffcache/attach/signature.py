@@ -6,6 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from diffcache.attach.anatomy import Anatomy, is_time
+from diffcache.attach.content import others_in, tensors_in
+
 
 def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any], timestep: str | None) -> Any:
     """Return a hashable description of a call.
@@ -50,6 +53,17 @@ def conditions_of(args: tuple[Any, ...], kwargs: dict[str, Any], timestep: str |
         if name not in (timestep, "hidden_states", "sample") and isinstance(value, Tensor):
             named[name] = value
     return named
+
+
+def all_conditions_of(kwargs: dict[str, Any], anatomy: Anatomy) -> dict[str, Any]:
+    """Return what a call is given besides its sample and its time, by path.
+
+    Args:
+        kwargs: All arguments of the call by name.
+        anatomy: Anatomy of the model, which names its sample.
+    """
+    others = {n: v for n, v in kwargs.items() if n != anatomy.sample and not is_time(n)}
+    return {**tensors_in(others), **dict(others_in(others))}
 
 
 def writes_cache(kwargs: dict[str, Any]) -> bool:

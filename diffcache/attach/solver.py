@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from diffcache.attach.handle import Handle
 
 _SUBCLASSES: dict[type, type] = {}
+_CALLBACKS = ("callback_on_step_end", "callback")
 
 
 def tap_pipeline(pipeline: Any, handle: Handle) -> None:
@@ -66,6 +67,9 @@ def _call(base: Callable[..., Any]) -> Callable[..., Any]:
         run, token = handle.begin(in_pipeline=True)
         tokens = FRAME.set(None), CURRENT.set(None)
         finished = False
+        for name in _CALLBACKS:  # official ones are told by their class, and run no pipeline
+            if callable(kwargs.get(name)) and not hasattr(kwargs[name], "tensor_inputs"):
+                kwargs[name] = handle.aside(kwargs[name])
         try:
             if handle.tables:
                 call = effective(signature, (self, *args), kwargs)
