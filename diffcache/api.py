@@ -17,7 +17,7 @@ from diffcache.attach.handle import Handle
 from diffcache.attach.peers import check_alone
 from diffcache.catalog import make_method
 from diffcache.errors import AttachError
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import FeatureMethod, check_int
 from diffcache.features.hold import Form
 from diffcache.report import Report
 from diffcache.step import Site
@@ -130,8 +130,8 @@ def run(target: Any, *, steps: int | None = None) -> AbstractContextManager[None
         ...     for t in timesteps:
         ...         x = step(model(x, t, cond), t, x)
     """
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        raise ValueError(f"steps={steps!r}: must be a whole number of 1 or more, or None")
+    if steps is not None:
+        check_int("steps", steps, 1)
     return handle_of(target).told(steps)
 
 

@@ -53,8 +53,10 @@ class Kept:
         self.tensor = tensor.clone() if self.version is None else tensor
 
     def equals(self, given: Tensor) -> bool:
-        """Return whether a tensor holds the same; reads it, which waits for its device, only
-        where it is not the very memory that was given before, unwritten since.
+        """Return whether a tensor holds the same.
+
+        It is read, which waits for its device, only where it is not the very memory that was given
+        before, unwritten since.
         """
         held = self.tensor
         if (held.shape, held.dtype, held.device) != (given.shape, given.dtype, given.device):
@@ -103,8 +105,8 @@ def tell(
         The branch, and what to say of it, an empty string where all is well.
     """
     index, is_named = timeline.index, name is not None
-    known = [b for b in timeline.branches if b.name == name]
-    known = known if is_named else [b for b in known if b.signature == signature]
+    named = [b for b in timeline.branches if b.name == name]
+    known = named if is_named else [b for b in named if b.signature == signature]
     branch = None
     if not timeline.doubt and not is_named and _is_another_sample(timeline, sample):
         timeline.doubt = "several samples"
@@ -116,7 +118,10 @@ def tell(
         timeline.branches.clear()
         return Branch(timeline.calls - 1, name, {}), f"{_COMPUTED}: {DOUBTS[timeline.doubt]}"
     said = ""
-    if branch is None:
+    if branch is None and not known and len(named) == 1 and named[0].seen_at < index:
+        branch = named[0]  # of another look, so that this call is computed
+        branch.conditions = keep(conditions)
+    elif branch is None:
         said = CHANGED if sum(b.seen_at < index for b in known) > 1 else ""
         branch = timeline.add(name, {} if is_named else keep(conditions))
     branch.seen_at = index

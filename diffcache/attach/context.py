@@ -1,7 +1,8 @@
 """Hearing what is said of a call: the branch's name, the step.
 
-A user names a branch with `branch`, a pipeline with diffusers' `cache_context`. diffusers hands the context to the stateful hooks in a model's registry. A `Listener` sits there as
-a hook that never touches the forward; what it hears is kept per thread.
+A user names a branch with `branch`, a pipeline with diffusers' `cache_context`. diffusers hands the
+context to the stateful hooks in a model's registry. A `Listener` sits there as a hook that never
+touches the forward; what it hears is kept per thread.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def branch(name: str) -> AbstractContextManager[None]:
         >>> with diffcache.branch("uncond"):  # doctest: +SKIP
         ...     noise = model(x, t, encoder_hidden_states=blank)
     """
-    if not isinstance(name, str) or not name:
+    given: object = name
+    if not isinstance(given, str) or not given:
         raise ValueError(f"branch name {name!r}: must be text, such as 'uncond'")
     return _named(Context(name))
 

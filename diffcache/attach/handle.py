@@ -111,9 +111,11 @@ class Handle:
         """
         place = self._place()
         run = None if place is None else place.run()
-        if run is None or not (run.in_pipeline or run.is_told or place.is_here):
+        if place is None or run is None:
             return self.begin()[0]
-        return run
+        if run.in_pipeline or run.is_told or place.is_here:
+            return run
+        return self.begin()[0]
 
     def _place(self) -> Place | None:
         places = _PLACES.get()
@@ -151,7 +153,7 @@ class Handle:
         """
         place = self._place()
         around = None if place is None else place.run()
-        if around is not None and around.is_told and place.is_here:
+        if place is not None and around is not None and around.is_told and place.is_here:
             raise AttachError(
                 "a diffcache.run of this model is open in this thread already; end it first, or "
                 "sample in another thread or task"
