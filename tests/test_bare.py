@@ -202,8 +202,18 @@ def test_samples_at_one_timestep_are_no_branches(caught: Any, many: int, cond: A
     for together in zip(*tracks, strict=True):
         for call in together:
             assert torch.equal(model(*call), PLAIN(*call))
-    assert said(caught, "calls at one timestep are given different samples") == 1
+    assert said(caught, "calls at one timestep are given the same conditions") == 1
     assert handle_of(model).held_bytes() == 0
+
+
+def test_samples_at_one_timestep_that_differ_in_their_conditions_are_told_apart(caught: Any):
+    model = diffcache.wrap(Toy(), EVERY)
+    tracks = [track(k, cond=torch.full((1, 4, 8), float(k))) for k in range(10)]
+    own = [alone(calls) for calls in tracks]
+    for step, together in enumerate(zip(*tracks, strict=True)):
+        for number, call in enumerate(together):
+            assert torch.equal(model(*call), own[number][step])
+    assert marks(model, 9) == "CssCss" and not caught
 
 
 def test_samples_at_one_timestep_can_be_named():
@@ -223,7 +233,7 @@ def test_two_calls_that_look_alike_are_computed_and_said_once(caught: Any):
     for x, t, _ in track(0):
         for _ in range(2):
             assert torch.equal(model(x, t), PLAIN(x, t))
-    assert said(caught, "nothing tells them apart") == 1
+    assert said(caught, "calls at one timestep are given the same conditions") == 1
 
 
 def test_a_name_that_is_used_twice_at_a_timestep_is_computed_and_said_once(caught: Any):

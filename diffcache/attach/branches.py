@@ -13,17 +13,14 @@ import torch
 from torch import Tensor
 
 from diffcache.attach.clock import Branch, Timeline
-from diffcache.attach.tree import leaves
 
 _NAME = 'name its guidance branches: with diffcache.branch("uncond"): ...'
 _RUN = "put each sampling run into a `with diffcache.run(model):` of its own"
 
 # What a timeline doubts -> what to say of it.
 DOUBTS = {
-    "several samples": "calls at one timestep are given different samples, so they may belong to "
-    f"different sampling runs; {_RUN}, one after the other or in threads, or {_NAME}",
-    "calls alike": "calls at one timestep are given the same sample and the same conditions, so "
-    f"nothing tells them apart; {_NAME}",
+    "calls alike": "calls at one timestep are given the same conditions, so nothing tells which "
+    f"guidance branch, or which sampling run, they belong to; {_NAME}, or {_RUN}",
     "name twice": "calls at one timestep are in the same diffcache.branch, so they may belong to "
     f"different sampling runs; {_RUN}, or give each a name of its own",
     "runs in turns": "the timestep turned back and then went past where it had been, so sampling "
@@ -90,7 +87,7 @@ def alike(held: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
 
 
 def tell(
-    timeline: Timeline, name: str | None, signature: Any, sample: Any, conditions: dict[str, Any]
+    timeline: Timeline, name: str | None, signature: Any, conditions: dict[str, Any]
 ) -> tuple[Branch, str]:
     """Return the branch that a call belongs to, a new one when it is none of those so far.
 
@@ -98,8 +95,7 @@ def tell(
         timeline: Where the denoiser is; its doubt is set where nothing tells the branch.
         name: Name that was said for the branch, None when none was.
         signature: Look of the call.
-        sample: Argument that is denoised.
-        conditions: Other arguments by path, without those that tell the time.
+        conditions: Arguments by path that stay the same from step to step.
 
     Returns:
         The branch, and what to say of it, an empty string where all is well.
@@ -108,9 +104,7 @@ def tell(
     named = [b for b in timeline.branches if b.name == name]
     known = named if is_named else [b for b in named if b.signature == signature]
     branch = None
-    if not timeline.doubt and not is_named and _is_another_sample(timeline, sample):
-        timeline.doubt = "several samples"
-    elif not timeline.doubt:
+    if not timeline.doubt:
         branch = next((b for b in known if is_named or alike(b.conditions, conditions)), None)
         if branch is not None and branch.seen_at == index:
             timeline.doubt = "name twice" if is_named else "calls alike"
@@ -126,12 +120,3 @@ def tell(
         branch = timeline.add(name, {} if is_named else keep(conditions))
     branch.seen_at = index
     return branch, said
-
-
-def _is_another_sample(timeline: Timeline, sample: Any) -> bool:
-    """Return whether an earlier call of this step, of no name, was given another sample."""
-    tensors = {str(place): tensor for place, tensor in enumerate(leaves(sample))}
-    if timeline.sample is None or timeline.sample[0] != timeline.index:
-        timeline.sample = timeline.index, keep(tensors)
-        return False
-    return not alike(timeline.sample[1], tensors)

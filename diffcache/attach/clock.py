@@ -104,8 +104,8 @@ class Timeline:
     """
 
     __slots__ = ("at", "branches", "calls", "computes", "decided_at", "direction", "doubt",
-                 "index", "last_computed", "mark", "paused", "run", "sample", "started_at",
-                 "stride", "timestep", "when_state")  # fmt: skip
+                 "index", "last_computed", "mark", "paused", "run", "started_at", "stride",
+                 "timestep", "when_state")  # fmt: skip
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -126,7 +126,6 @@ class Timeline:
         self.when_state: Any = None
         self.started_at = 0
         self.doubt = ""  # why nothing tells which run or branch the calls belong to
-        self.sample: tuple[int, dict[str, Any]] | None = None  # of a step's first call
         self.stride = 0.0  # the longest step so far, in units of the timestep
         # where the run before turned back, from which it may still go on, and its direction
         self.paused: tuple[float, int] | None = None

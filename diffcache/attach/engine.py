@@ -190,13 +190,8 @@ class Engine:
     ) -> Branch:
         """Return the branch of a call that no pipeline makes, and warn where nothing tells it."""
         _, named, _ = self._named(*call)
-        branch, said = tell(
-            timeline,
-            None if context is None else context.name,
-            signature,
-            named.get(self.anatomy.sample),
-            all_conditions_of(named, self.anatomy),
-        )
+        name = None if context is None else context.name
+        branch, said = tell(timeline, name, signature, all_conditions_of(named, self.anatomy))
         if said:
             self.handle.remark(timeline.run, [f"{self.anatomy.model}: {said}"])
         return branch
