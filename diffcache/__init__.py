@@ -9,10 +9,12 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from diffcache.api import branch as branch
 from diffcache.api import expected_bytes as expected_bytes
 from diffcache.api import inspect as inspect
 from diffcache.api import report as report
 from diffcache.api import reset as reset
+from diffcache.api import run as run
 from diffcache.api import unwrap as unwrap
 from diffcache.api import wrap as wrap
 from diffcache.api import wrapped as wrapped

@@ -1,20 +1,23 @@
-"""The front door: wrap, unwrap, report, expected_bytes, reset, inspect."""
+"""The front door: wrap, unwrap, report, expected_bytes, reset, run, branch, inspect."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
 
 from torch import nn
 
 from diffcache.attach.anatomy import Anatomy, anatomy_of
 from diffcache.attach.anchor import owner_of
+from diffcache.attach.context import branch as branch
 from diffcache.attach.engine import Engine
 from diffcache.attach.handle import Handle
+from diffcache.attach.peers import check_alone
 from diffcache.catalog import make_method
 from diffcache.errors import AttachError
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import FeatureMethod, check_int
 from diffcache.features.hold import Form
 from diffcache.memory import bytes_of, size_of
 from diffcache.report import Report
@@ -22,8 +25,6 @@ from diffcache.step import Site
 
 T = TypeVar("T")
 _DENOISER = re.compile(r"(transformer|unet|dit|denoiser|prior)(_\d+)?")
-_PEERS = ("first_block_cache", "mag_cache", "taylorseer_cache", "pyramid_attention_broadcast",
-          "faster_cache", "sea_cache", "text_kv_cache")  # fmt: skip
 
 
 def wrap(
@@ -39,7 +40,9 @@ def wrap(
     Args:
         target: A diffusers pipeline, or a denoiser (any module with lists of blocks). A bare
             denoiser tells its steps by its timestep argument: a run starts where the timestep
-            turns back, or at `diffcache.reset(model)`.
+            turns back, or at `diffcache.reset(model)`; `diffcache.run` and `diffcache.branch` say
+            which calls belong together, and what cannot be told is computed, with a warning. Calls
+            that gradients go through are computed.
         method: A method, or its catalogue name.
         components: Name or names of the pipeline's denoisers to wrap; all of them by default.
         hold: How features are held: `bf16`; `int8`, with a scale a token, in about half the memory
@@ -151,6 +154,33 @@ def reset(target: Any) -> None:
     handle_of(target).reset()
 
 
+def run(target: Any, *, steps: int | None = None) -> AbstractContextManager[None]:
+    """Let the denoiser calls inside be one sampling run.
+
+    The run starts with nothing held and frees its features at its end. It belongs to this thread
+    and task, and to tasks and `asyncio.to_thread` calls that are started inside; runs in other
+    threads and tasks are apart. Calls of a pipeline are runs already.
+
+    Args:
+        target: A wrapped denoiser, or a pipeline with one.
+        steps: Number of timesteps of the run, so that methods know its last step; None if nobody
+            knows, or a wrapped pipeline's scheduler tells it.
+
+    Raises:
+        AttachError: If the target is not wrapped, a run of it is open already in this thread, or
+            more steps are taken.
+        ValueError: If `steps` is no whole number of 1 or more.
+
+    Example:
+        >>> with diffcache.run(model, steps=len(timesteps)):  # doctest: +SKIP
+        ...     for t in timesteps:
+        ...         x = step(model(x, t, cond), t, x)
+    """
+    if steps is not None:
+        check_int("steps", steps, 1)
+    return handle_of(target).told(steps)
+
+
 @overload
 def inspect(target: nn.Module) -> Anatomy: ...
 @overload
@@ -242,10 +272,11 @@ def check_free(target: Any, denoisers: dict[str, nn.Module], site: Site | str) -
     if getattr(type(target), "_is_cached", False):
         raise AttachError("cache-dit is active on this pipeline class; disable it first")
     for model in denoisers.values():
-        _check_model(model, Site.of(site))
+        _check_compiled(model, Site.of(site))
+        check_alone(model)
 
 
-def _check_model(model: nn.Module, site: Site) -> None:
+def _check_compiled(model: nn.Module, site: Site) -> None:
     name = type(model).__name__
     if name == "OptimizedModule" or model._compiled_call_impl is not None:
         raise AttachError(
@@ -258,10 +289,3 @@ def _check_model(model: nn.Module, site: Site) -> None:
                 f"{path} is compiled, so its attention and feed-forward cannot be told apart; use "
                 "site='stack' or site='block'"
             )
-        registry = getattr(module, "_diffusers_hook", None)
-        for hook in registry.hooks.values() if registry is not None else ():
-            if type(hook).__module__.rpartition(".")[2] in _PEERS:
-                raise AttachError(
-                    f"{name} already runs under diffusers' {type(hook).__name__}; call "
-                    "disable_cache() first"
-                )

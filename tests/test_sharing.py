@@ -144,17 +144,14 @@ def test_reset_starts_a_run():
 
 
 def test_the_same_timestep_over_and_over_is_never_taken_for_guidance():
-    """A one-step model is called with one timestep only: after eight calls a run starts."""
+    """A one-step model is called with one timestep only."""
     case = CASES["FluxTransformer2DModel"]
     model = diffcache.wrap(case.build(0), EVERY)
     exact = case.build(0)
     for seed in range(20):
         out = model(**case.kwargs(model, seed)).sample
         assert torch.equal(out, exact(**case.kwargs(exact, seed)).sample)
-        assert (
-            len(next(iter(handle_of(model)._live)).timelines[handle_of(model).engines[0]].branches)
-            <= 8
-        )
+        assert handle_of(model).held_bytes() == 0 or seed == 0
 
 
 # other things that touch a model ------------------------------------------------------------------------
@@ -270,21 +267,6 @@ def test_held_bytes_follow_the_formula(method: Any, tensors: Any):
         assert handle.held_bytes() == tensors(depth, joint, joint)
         assert handle.last.peak_bytes == handle.held_bytes()
     assert handle.held_bytes() == 0
-
-
-@pytest.mark.parametrize("site", ["stack", "block", "module", "model"])
-def test_no_gradient_graph_is_kept(site: str):
-    case = CASES["FluxTransformer2DModel"]
-    model = case.build(0)
-    with (
-        torch.enable_grad(),
-        diffcache.wrapped(model, Combine(Every(3), Taylor(1), site=site)) as handle,
-    ):
-        for step in range(5):
-            out = model(**case.kwargs(model, 0, step, 9)).sample
-            held = list(handle._tensors([handle.run()]))
-            assert held and not any(t.requires_grad or t.grad_fn for t in held)
-        assert out.requires_grad or site == "model"
 
 
 def test_an_exception_inside_a_bare_denoiser_forgets_the_run():

@@ -191,8 +191,13 @@ def _timestep(model: nn.Module) -> str | None:
     """Return the name of the argument that carries the timestep."""
     names = inspect.signature(type(model).forward).parameters
     exact = [name for name in TIMESTEPS if name in names]
-    close = [name for name in names if "timestep" in name or name.endswith("_time")]
+    close = [name for name in names if is_time(name)]
     return next(iter(exact + close), None)
+
+
+def is_time(name: str) -> bool:
+    """Return whether an argument of that name tells where in the run a call is."""
+    return name in TIMESTEPS or "timestep" in name or name.endswith("_time")
 
 
 def _sample(model: nn.Module) -> str:

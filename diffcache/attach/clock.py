@@ -2,7 +2,8 @@
 
 A run starts at the pipeline's call or at `set_timesteps` of its scheduler, a step where the
 scheduler stepped since the last call of the denoiser, a branch with every further call in a step.
-Without a scheduler a step starts where the timestep changes, and a run where it turns back.
+Without a scheduler a step starts where the timestep changes, and a run where it turns back; where
+that may be wrong, the timeline is in doubt, and everything is computed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from diffcache.attach.record import RunRecord
 from diffcache.errors import AttachError
 from diffcache.step import Step
 
-MAX_BRANCHES = 8
+LONG = 4  # times the longest step so far: a longer one may be another run's
 
 
 @dataclass(eq=False)
@@ -29,7 +30,7 @@ class Branch:
 
     number: int
     name: str | None
-    conditions: dict[Any, Tensor]
+    conditions: dict[Any, Any]
     signature: Any = None
     layout: Any = None
     anchor: int | None = None
@@ -53,10 +54,13 @@ class Run:
     """One sampling run: what the scheduler said, and a timeline for every denoiser."""
 
     __slots__ = ("__weakref__", "begin", "by_timestep", "chunk", "epoch", "extras", "in_pipeline",
-                 "length", "record", "scheduled", "ticks", "timelines")  # fmt: skip
+                 "is_told", "length", "record", "scheduled", "steps", "ticks",
+                 "timelines")  # fmt: skip
 
-    def __init__(self, in_pipeline: bool) -> None:
-        self.in_pipeline = in_pipeline
+    def __init__(
+        self, in_pipeline: bool = False, is_told: bool = False, steps: int | None = None
+    ) -> None:
+        self.in_pipeline, self.is_told, self.steps = in_pipeline, is_told, steps
         self.record = RunRecord()
         self.timelines: dict[Any, Timeline] = {}
         self.epoch = 0
@@ -90,12 +94,13 @@ class Run:
         """Forget every feature and the place in the run."""
         self._clear()
         self.extras.clear()
-        for timeline in self.timelines.values():
-            timeline.clear()
+        self.timelines = {}
 
     @property
     def total(self) -> int | None:
-        """Number of steps the scheduler will take, None when nobody said it."""
+        """Number of steps the user said or the scheduler will take, None when nobody said it."""
+        if self.steps is not None:
+            return self.steps
         return None if self.length is None else self.length - self.begin
 
 
@@ -105,9 +110,9 @@ class Timeline:
     A denoiser counts its own steps: of two that share a run, the second starts at 0.
     """
 
-    __slots__ = ("at", "branches", "calls", "computes", "decided_at", "direction", "index",
-                 "last_computed", "mark", "run", "started_at", "timestep",
-                 "when_state")  # fmt: skip
+    __slots__ = ("at", "branches", "calls", "computes", "decided_at", "direction", "doubt",
+                 "index", "last_computed", "mark", "paused", "run", "started_at", "stride",
+                 "timestep", "when_state")  # fmt: skip
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -127,6 +132,10 @@ class Timeline:
         self.last_computed = -1
         self.when_state: Any = None
         self.started_at = 0
+        self.doubt = ""  # why nothing tells which run or branch the calls belong to
+        self.stride = 0.0  # the longest step so far, in units of the timestep
+        # where the run before turned back, from which it may still go on, and its direction
+        self.paused: tuple[float, int] | None = None
 
     def arrive(self, context: Context | None, timestep: Any) -> bool:
         """Note a call of the denoiser; return whether it starts a step."""
@@ -144,11 +153,9 @@ class Timeline:
                 )
             self._turn(value)
             mark = (run.epoch, "timestep", value)
-        if mark == self.mark and (mark[1] != "timestep" or self.calls < MAX_BRANCHES):
+        if mark == self.mark:
             self.calls += 1
             return False
-        if mark == self.mark:  # nobody guides with so many passes: these are runs of one step
-            self.clear()
         if self.index < 0:
             self.started_at = run.ticks
         self.mark = mark
@@ -180,14 +187,25 @@ class Timeline:
         return run.by_timestep
 
     def _turn(self, value: float) -> None:
-        """Start a new run where the timestep turns back."""
+        """Start a new run where the timestep turns back; doubt what may be another run's step."""
         if self.at is None or value == self.at:
             return
         direction = 1 if value > self.at else -1
         if self.direction and direction != self.direction:
+            paused = self.at, self.direction
             self.clear()
-        else:
-            self.direction = direction
+            self.paused = paused
+            return
+        self.direction = direction
+        if self.run.in_pipeline:
+            return
+        stride = abs(value - self.at)
+        stop, before = self.paused or (value, direction)
+        if before == direction and (value - stop) * direction > 0:
+            self.doubt = self.doubt or "runs in turns"
+        elif self.stride and stride > LONG * self.stride and not self.run.is_told:
+            self.doubt = self.doubt or "long step"
+        self.stride = max(self.stride, stride)
 
     @property
     def total(self) -> int | None:
@@ -199,13 +217,20 @@ class Timeline:
         """Return the current step for a method."""
         return Step(self.index, self.timestep, self.total, branch, max(self.run.chunk, 0))
 
+    def add(self, name: str | None, conditions: dict[Any, Any]) -> Branch:
+        """Return a new branch; one of no name that has missed a step is forgotten."""
+        kept = [b for b in self.branches if b.name is not None or b.seen_at >= self.index - 1]
+        branch = Branch(max((b.number for b in kept), default=-1) + 1, name, conditions)
+        self.branches = [*kept, branch]
+        return branch
+
     def branch_of(
         self, context: Context | None, signature: Any, conditions: Callable[[], dict[Any, Tensor]]
     ) -> Branch:
-        """Return the branch this call belongs to, a new one when none fits.
+        """Return the branch a pipeline's call belongs to, a new one when none fits.
 
         The pipeline's own name for the branch decides; then which branch was given the very same
-        condition tensors; then the order of the calls.
+        condition tensors; then the order of the calls, which a pipeline keeps.
         """
         index = self.index
         name = context.name if context is not None else None

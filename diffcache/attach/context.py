@@ -1,11 +1,14 @@
-"""Hearing what a pipeline says with diffusers' `cache_context`: the branch's name, the step.
+"""Hearing what is said of a call: the branch's name, the step.
 
-diffusers hands the context to the stateful hooks in a model's registry. A `Listener` sits there as
-a hook that never touches the forward; what it hears is kept per thread.
+A user names a branch with `branch`, a pipeline with diffusers' `cache_context`. diffusers hands the
+context to the stateful hooks in a model's registry. A `Listener` sits there as a hook that never
+touches the forward; what it hears is kept per thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,12 +18,49 @@ from diffcache.attach.clock import Context
 
 _NAME = "diffcache"
 _HEARD: ContextVar[tuple[int, Context] | None] = ContextVar("diffcache_context", default=None)
+_BRANCH: ContextVar[Context | None] = ContextVar("diffcache_branch", default=None)
+
+
+def branch(name: str) -> AbstractContextManager[None]:
+    """Name the guidance branch of the calls inside.
+
+    A bare denoiser tells the branches of a step by what they are conditioned on, and computes where
+    that does not tell. Calls inside this context belong to the branch of this name instead: it has
+    features of its own, whatever its calls are given. One call a timestep may have the name; the
+    first branch of a step decides for all of them whether the step is computed.
+
+    Args:
+        name: Any text, the same at every step.
+
+    Raises:
+        ValueError: If the name is no text, or empty.
+
+    Example:
+        >>> with diffcache.branch("uncond"):  # doctest: +SKIP
+        ...     noise = model(x, t, encoder_hidden_states=blank)
+    """
+    given: object = name
+    if not isinstance(given, str) or not given:
+        raise ValueError(f"branch name {name!r}: must be text, such as 'uncond'")
+    return _named(Context(name))
+
+
+@contextmanager
+def _named(context: Context) -> Iterator[None]:
+    token = _BRANCH.set(context)
+    try:
+        yield
+    finally:
+        _BRANCH.reset(token)
 
 
 def current_context(model: nn.Module) -> Context | None:
-    """Return the context opened for `model` in this thread, None when there is none."""
+    """Return the context opened for `model` in this thread, None when there is none.
+
+    A pipeline's goes before the user's, which is outside it.
+    """
     heard = _HEARD.get()
-    return heard[1] if heard is not None and heard[0] == id(model) else None
+    return heard[1] if heard is not None and heard[0] == id(model) else _BRANCH.get()
 
 
 def listen(model: nn.Module) -> bool:

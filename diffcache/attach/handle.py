@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,12 +25,40 @@ from diffcache.attach.frame import Frame
 from diffcache.attach.hooks import leave
 from diffcache.attach.record import Call, RunRecord
 from diffcache.attach.solver import tap_pipeline, tap_scheduler, untap
-from diffcache.errors import CacheWarning
+from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.base import FeatureMethod
 from diffcache.features.collect import Observer
 
-Runs = weakref.WeakKeyDictionary["Handle", Run]
-_RUNS: ContextVar[Runs | None] = ContextVar("diffcache_runs", default=None)
+
+class Place:
+    """Stands for a run in the context of a thread or task; the handle, not the context, owns it.
+
+    So a run ends with whichever goes first, and no context keeps a model alive.
+    """
+
+    __slots__ = ("__weakref__", "run", "task", "thread")
+
+    def __init__(self, run: Run) -> None:
+        self.run = weakref.ref(run)
+        self.thread, self.task = threading.get_ident(), _task()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the run was started by this very thread and task."""
+        return self.thread == threading.get_ident() and self.task == _task()
+
+
+def _task() -> Any:
+    """Return a weak reference to the task that is running, None outside of tasks."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        return None
+    return None if task is None else weakref.ref(task)
+
+
+Places = weakref.WeakKeyDictionary["Handle", Place]
+_PLACES: ContextVar[Places | None] = ContextVar("diffcache_places", default=None)
 
 
 class Handle:
@@ -54,7 +86,7 @@ class Handle:
         self.tables = tables_of(method)
         self.target = weakref.ref(target)
         self.last = RunRecord()
-        self._live: weakref.WeakSet[Run] = weakref.WeakSet()
+        self._runs: weakref.WeakKeyDictionary[Place, Run] = weakref.WeakKeyDictionary()
         self.schedulers: list[Any] = []
         self.engines: list[Engine] = []
         anatomies = {name: anatomy_of(model) for name, model in denoisers.items()}
@@ -72,28 +104,82 @@ class Handle:
     # runs ----------------------------------------------------------------------------------
 
     def run(self) -> Run:
-        """Return the run of this thread, a new one if there is none."""
-        runs = _RUNS.get()
-        run = runs.get(self) if runs is not None else None
-        return run if run is not None else self.begin()[0]
+        """Return the run of this thread or task, a new one if there is none.
 
-    def begin(self, in_pipeline: bool = False) -> tuple[Run, Any]:
-        """Start a run in this thread; return it with the token that ends it."""
-        run = Run(in_pipeline)
+        One that nobody began in so many words is its thread's or task's alone: those that are
+        started later copy the context, but do their own sampling.
+        """
+        place = self._place()
+        run = None if place is None else place.run()
+        if place is None or run is None:
+            return self.begin()[0]
+        if run.in_pipeline or run.is_told or place.is_here:
+            return run
+        return self.begin()[0]
+
+    def _place(self) -> Place | None:
+        places = _PLACES.get()
+        return None if places is None else places.get(self)
+
+    def begin(
+        self, in_pipeline: bool = False, is_told: bool = False, steps: int | None = None
+    ) -> tuple[Run, Any]:
+        """Start a run in this thread or task; return it with the token that ends it."""
+        run = Run(in_pipeline, is_told, steps)
         self.last = run.record
-        self._live.add(run)
-        runs: Runs = weakref.WeakKeyDictionary(_RUNS.get() or {})
-        runs[self] = run
-        return run, _RUNS.set(runs)
+        place = Place(run)
+        self._runs[place] = run
+        places: Places = weakref.WeakKeyDictionary(_PLACES.get() or {})
+        places[self] = place
+        return run, _PLACES.set(places)
 
     def end(self, run: Run, token: Any, finished: bool) -> None:
         """End a run started with `begin`: free its features and speak up if it skipped nothing."""
         run.drop()
-        self._live.discard(run)
-        _RUNS.reset(token)
+        for place in [place for place, live in self._runs.items() if live is run]:
+            del self._runs[place]
+        _PLACES.reset(token)
+        self.last = run.record
         run.record.finished = finished
         if finished:
             self._speak_up(run.record)
+
+    @contextmanager
+    def told(self, steps: int | None) -> Iterator[None]:
+        """Let the calls inside be one run, as the user says.
+
+        Raises:
+            AttachError: If one is open already in this thread or task.
+        """
+        place = self._place()
+        around = None if place is None else place.run()
+        if place is not None and around is not None and around.is_told and place.is_here:
+            raise AttachError(
+                "a diffcache.run of this model is open in this thread already; end it first, or "
+                "sample in another thread or task"
+            )
+        run, token = self.begin(is_told=True, steps=steps)
+        finished = False
+        try:
+            yield
+            finished = True
+        finally:
+            self.end(run, token, finished)
+
+    def aside(self, callback: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a pipeline's callback whose own calls of the denoisers are no part of its run."""
+
+        @functools.wraps(callback)
+        def apart(*args: Any, **kwargs: Any) -> Any:
+            places: Places = weakref.WeakKeyDictionary(_PLACES.get() or {})
+            places.pop(self, None)
+            token = _PLACES.set(places)
+            try:
+                return callback(*args, **kwargs)
+            finally:
+                _PLACES.reset(token)
+
+        return apart
 
     def restart(self, length: int | None) -> None:
         """Start the run anew at `set_timesteps`; within a pipeline's call it stays one record."""
@@ -155,7 +241,7 @@ class Handle:
     def reset(self) -> None:
         """Forget the features of every run, in every thread."""
         leave(self)
-        for run in list(self._live):
+        for run in list(self._runs.values()):
             run.drop()
 
     def note(self, frame: Frame, call: Call) -> None:
@@ -168,7 +254,7 @@ class Handle:
 
     def _speak_up(self, record: RunRecord) -> None:
         """Warn if a run of more than one step skipped nothing."""
-        if not record.calls:
+        if not record.calls and not record.remarks:
             _warn(f"{self.method!r}: the run called no wrapped denoiser, so nothing was cached")
             return
         steps = len({(call.denoiser, call.index) for call in record.calls})
@@ -189,10 +275,10 @@ class Handle:
     def held_bytes(self) -> int:
         """Return the bytes of all features held now, each storage once."""
         storages: dict[int, int] = {}
-        for tensor in self._tensors(list(self._live)):
+        for tensor in self._tensors(list(self._runs.values())):
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-        return sum(storages.values()) + self._extra_bytes(list(self._live))
+        return sum(storages.values()) + self._extra_bytes(list(self._runs.values()))
 
     def _extra_bytes(self, runs: list[Run]) -> int:
         """Return the bytes that extensions keep of runs, or beyond them."""
@@ -223,6 +309,7 @@ class Handle:
     def detach(self) -> None:
         """Leave everything as it was found; detaching twice does nothing."""
         self.reset()
+        self._runs.clear()
         for engine in self.engines:
             unlisten(engine.model)
             engine.detach()

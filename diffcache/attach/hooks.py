@@ -30,6 +30,8 @@ def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if stale is not None and stale.engine is engine:  # left by an interrupt, which no hook sees
         leave(engine.handle)
         engine.handle.abandon()
+    if torch.is_grad_enabled() and engine.trains(args, kwargs):
+        return None
     try:
         frame, given = engine.open(args, kwargs)
     except BaseException:

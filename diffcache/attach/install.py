@@ -109,3 +109,4 @@ class Taps:
             untap_list(blocks)
         for parent in self._parents:
             untap_children(parent)
+        self.owner = None  # which holds this: both and the model are then freed at once

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import Tensor
+
+from diffcache.attach.anatomy import Anatomy, is_time
+from diffcache.attach.content import others_in, tensors_in
+
+_CONTROL = re.compile("control|residual")
 
 
 def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any], timestep: str | None) -> Any:
@@ -50,6 +56,23 @@ def conditions_of(args: tuple[Any, ...], kwargs: dict[str, Any], timestep: str |
         if name not in (timestep, "hidden_states", "sample") and isinstance(value, Tensor):
             named[name] = value
     return named
+
+
+def all_conditions_of(kwargs: dict[str, Any], anatomy: Anatomy) -> dict[str, Any]:
+    """Return what a call is conditioned on, by path: what stays the same from step to step.
+
+    Left out are the sample, the time and the outputs of control networks, which move with them.
+
+    Args:
+        kwargs: All arguments of the call by name.
+        anatomy: Anatomy of the model, which names its sample.
+    """
+    others = {
+        name: value
+        for name, value in kwargs.items()
+        if name != anatomy.sample and not is_time(name) and not _CONTROL.search(name)
+    }
+    return {**tensors_in(others), **dict(others_in(others))}
 
 
 def writes_cache(kwargs: dict[str, Any]) -> bool:

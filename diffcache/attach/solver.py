@@ -22,6 +22,7 @@ from diffcache.step import CURRENT
 if TYPE_CHECKING:
     from diffcache.attach.handle import Handle
 
+_CALLBACKS = ("callback_on_step_end", "callback")
 Make = Callable[["_Watch", Callable[..., Any]], Callable[..., Any]]
 
 _LOCK = threading.RLock()  # a finalizer may run inside
@@ -132,6 +133,9 @@ def _call(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
         run, token = handle.begin(in_pipeline=True)
         tokens = FRAME.set(None), CURRENT.set(None)
         finished = False
+        for name in _CALLBACKS:  # official ones are told by their class, and run no pipeline
+            if callable(kwargs.get(name)) and not hasattr(kwargs[name], "tensor_inputs"):
+                kwargs[name] = handle.aside(kwargs[name])
         try:
             if handle.tables:
                 call = effective(signature, (self, *args), kwargs)

@@ -7,13 +7,19 @@ denoiser call of the wrapped model both behave as before.
 
 from __future__ import annotations
 
+import inspect
+import sys
+import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from diffcache.attach.anchor import ATTRIBUTE, subclass
+from diffcache.errors import CacheWarning
 
 if TYPE_CHECKING:
     from diffcache.attach.frame import Frame
@@ -37,12 +43,45 @@ class Tap:
         return type(self.module)
 
 
+def notice(engine: Any) -> None:
+    """Warn once if a wrapped model's forward was called directly, which its hooks do not see.
+
+    Its blocks are then asked for with no frame open, and the forward is on the stack, but not the
+    call of the module that would have opened one.
+    """
+    frame = FRAME.get()
+    if engine.is_noticed or torch.compiler.is_compiling():
+        return
+    if frame is not None and frame.engine is engine:
+        return
+    model = engine.model
+    forward = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    hooked = nn.Module._call_impl.__code__
+    place: FrameType | None = sys._getframe(2)
+    runs = False
+    while place is not None:
+        if place.f_code in (forward, hooked) and place.f_locals.get("self") is model:
+            if place.f_code is hooked:
+                return
+            runs = True
+        place = place.f_back
+    if runs:
+        engine.is_noticed = True
+        warnings.warn(
+            f"{type(model).__name__}.forward was called directly (forward_with_cfg does), so it "
+            "runs uncached; call the model itself: model(...)",
+            CacheWarning,
+            stacklevel=4,
+        )
+
+
 def _iterate(self: nn.ModuleList) -> Iterator[Any]:
     frame = FRAME.get()
     if frame is not None:
         items = frame.items_of(self)
         if items is not None:
             return iter(items)
+    notice(self.__dict__[ATTRIBUTE][0])
     return nn.ModuleList.__iter__(self)
 
 
@@ -52,6 +91,7 @@ def _get(self: nn.ModuleList, index: Any) -> Any:
         items = frame.items_of(self)
         if items is not None:
             return items[index]
+    notice(self.__dict__[ATTRIBUTE][0])
     if isinstance(index, slice):
         return nn.ModuleList(list(self._modules.values())[index])
     return nn.ModuleList.__getitem__(self, index)
@@ -89,6 +129,7 @@ class TapDict(dict[str, nn.Module]):
                 if module is not tap.module:  # replaced since, by an adapter for instance
                     tap.module = module
                 return tap
+            notice(self.owner)
         return dict.__getitem__(self, name)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,0 +1,122 @@
+"""Telling guidance branches apart where no pipeline orders the calls: by name, or by content.
+
+A call belongs to the branch that was given the same conditions. Where that does not tell, the
+timeline is in doubt: every call is computed, and nothing of it is kept, until a new run starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcache.attach.clock import Branch, Timeline
+
+_NAME = 'name its guidance branches: with diffcache.branch("uncond"): ...'
+_RUN = "put each sampling run into a `with diffcache.run(model):` of its own"
+
+# What a timeline doubts -> what to say of it.
+DOUBTS = {
+    "calls alike": "calls at one timestep are given the same conditions, so nothing tells which "
+    f"guidance branch, or which sampling run, they belong to; {_NAME}, or {_RUN}",
+    "name twice": "calls at one timestep are in the same diffcache.branch, so they may belong to "
+    f"different sampling runs; {_RUN}, or give each a name of its own",
+    "runs in turns": "the timestep turned back and then went past where it had been, so sampling "
+    "runs may be taking turns, and outputs of this run so far may be made of another's features; "
+    f"{_RUN}, or call diffcache.reset(model) where a run starts",
+    "long step": "the timestep moved much further than at any step before, so another sampling run "
+    f"may have started; {_RUN}, or call diffcache.reset(model) where it starts",
+}
+_COMPUTED = "every call is computed until a new run starts"
+CHANGED = (
+    "this call is computed: its conditions are not those of any branch so far, step after step;"
+    f" {_NAME}"
+)
+
+
+class Kept:
+    """A tensor as a call was given it.
+
+    It is held itself, and known to be unchanged by its version. An inference tensor has none, so a
+    copy is held.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.version = None if tensor.is_inference() else tensor._version
+        self.tensor = tensor.clone() if self.version is None else tensor
+
+    def equals(self, given: Tensor) -> bool:
+        """Return whether a tensor holds the same.
+
+        It is read, which waits for its device, only where it is not the very memory that was given
+        before, unwritten since.
+        """
+        held = self.tensor
+        if (held.shape, held.dtype, held.device) != (given.shape, given.dtype, given.device):
+            return False
+        if self.version is not None:
+            if held._version != self.version:  # what it held is lost
+                return False
+            if held is given:
+                return True
+            same_memory = held.data_ptr() == given.data_ptr() and held.stride() == given.stride()
+            if same_memory and not given.is_inference() and given._version == self.version:
+                return True
+        return torch.equal(held, given)
+
+
+def keep(conditions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return conditions with their tensors as they are now."""
+    return {p: Kept(v) if isinstance(v, Tensor) else v for p, v in conditions.items()}
+
+
+def alike(held: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    """Return whether a call's conditions are those that were kept."""
+    if held.keys() != given.keys():
+        return False
+    plain = {p for p, kept in held.items() if not isinstance(kept, Kept)}
+    if any(isinstance(given[p], Tensor) or given[p] != held[p] for p in plain):
+        return False
+    return all(
+        isinstance(given[p], Tensor) and held[p].equals(given[p]) for p in held.keys() - plain
+    )
+
+
+def tell(
+    timeline: Timeline, name: str | None, signature: Any, conditions: dict[str, Any]
+) -> tuple[Branch, str]:
+    """Return the branch that a call belongs to, a new one when it is none of those so far.
+
+    Args:
+        timeline: Where the denoiser is; its doubt is set where nothing tells the branch.
+        name: Name that was said for the branch, None when none was.
+        signature: Look of the call.
+        conditions: Arguments by path that stay the same from step to step.
+
+    Returns:
+        The branch, and what to say of it, an empty string where all is well.
+    """
+    index, is_named = timeline.index, name is not None
+    named = [b for b in timeline.branches if b.name == name]
+    known = named if is_named else [b for b in named if b.signature == signature]
+    branch = None
+    if not timeline.doubt:
+        branch = next((b for b in known if is_named or alike(b.conditions, conditions)), None)
+        if branch is not None and branch.seen_at == index:
+            timeline.doubt = "name twice" if is_named else "calls alike"
+    if timeline.doubt:
+        timeline.branches.clear()
+        return Branch(timeline.calls - 1, name, {}), f"{_COMPUTED}: {DOUBTS[timeline.doubt]}"
+    said = ""
+    if branch is None and not known and len(named) == 1 and named[0].seen_at < index:
+        branch = named[0]  # of another look, so that this call is computed
+        branch.conditions = keep(conditions)
+    elif branch is None:
+        said = CHANGED if sum(b.seen_at < index for b in known) > 1 else ""
+        branch = timeline.add(name, {} if is_named else keep(conditions))
+    branch.seen_at = index
+    return branch, said
