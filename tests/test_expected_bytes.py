@@ -8,6 +8,7 @@ from diffcache import Site
 from diffcache.attach.inputs import INPUTS, Size, inputs_of
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.pipelines.zoo.pipes import pipes
+from diffcache.report import human
 
 METHODS = [
     ("taylorseer", {"every": 3, "warmup": 3, "order": 2}),
@@ -57,7 +58,7 @@ def test_a_report_before_a_run_says_what_will_be_held():
     with diffcache.wrapped(pipe, "interval"):
         text = str(diffcache.report(pipe))
         (expected,) = diffcache.expected_bytes(pipe, "interval").values()
-    assert f"{expected / 1e6:.3g} MB expected for each guidance branch at" in text
+    assert f"{human(expected, 'B')} expected for each guidance branch at" in text
 
 
 @pytest.mark.parametrize(

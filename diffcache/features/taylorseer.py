@@ -22,7 +22,7 @@ class TaylorSeer(FeatureMethod):
     computed steps. The default site is not the paper's: `stack` keeps one residual for each
     stream of each list of blocks. The paper's site is `module`: each attention and feed-forward
     output, kept before its gate, so that gates follow the current timestep. It holds `2 n + m`
-    times a token's width in a model of `n` double and `m` fused blocks (4.3 GB against 0.11 GB in
+    times a token's width in a model of `n` double and `m` fused blocks (4.0 GiB against 0.11 GiB in
     bfloat16 on FLUX.1-dev at 1024 x 1024) and skips less of the run.
 
     Args:
