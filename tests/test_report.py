@@ -78,7 +78,7 @@ class TestCounts:
         assert 0.1 < report.flops_saved / (STEPS - 4) / sum(first.flops) < 0.2
 
     def test_unknown_operations_are_none(self):
-        report = Report(Record([call(0, flops_each={"blocks": 2.0}), call(1, computed=False)]))
+        report = Report(Record([call(0, flops=(8.0, 0.0)), call(1, computed=False)]))
         assert report.flops_computed is None and report.flops_saved is None
         assert "not counted" in str(report)
 

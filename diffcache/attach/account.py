@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from diffcache.attach.layout import Layout
-from diffcache.attach.learn import means
+from diffcache.attach.layout import Layout, Work
 
 if TYPE_CHECKING:
     from diffcache.attach.engine import Engine
@@ -17,11 +16,15 @@ def account(engine: Engine, frame: Frame, layout: Layout | None) -> None:
     """Note what a call computed and skipped."""
     call, signature = frame.call, frame.branch.signature
     assert call is not None
-    call.counts = _of_modules(frame) if layout is None else _of_blocks(frame, layout)
-    if layout is None and frame.tally is not None:
-        evaluations = {key: number for key, (number, _) in call.counts.items()}
-        engine.flops[signature] = means(frame.tally, evaluations)
-    call.flops_each = engine.flops.get(signature) if layout is None else layout.flops
+    if frame.tally is not None:
+        engine.costs[signature] = frame.tally
+    if layout is None:
+        call.counts, call.flops = _of_modules(frame, engine.costs.recall(signature))
+    else:
+        work = _of_blocks(frame, layout)
+        call.counts, call.flops = work.counts, work.flops
+        if frame.looked and work.flops is not None and layout.look is not None:
+            call.flops = work.flops[0] + layout.look, work.flops[1] - layout.look
     call.computed = bool(frame.computes)
     if frame.apart:
         call.computed = any(ran for ran, _ in call.counts.values())
@@ -32,19 +35,26 @@ def account(engine: Engine, frame: Frame, layout: Layout | None) -> None:
     engine.handle.note(frame, call)
 
 
-def _of_modules(frame: Frame) -> dict[str, tuple[int, int]]:
-    """Return, per group of module sites, how many ran and were skipped."""
+def _of_modules(
+    frame: Frame, costs: dict[str, float | None] | None
+) -> tuple[dict[str, tuple[int, int]], tuple[float, float] | None]:
+    """Return, per group of module sites, how many ran and were skipped, and their operations."""
     counts: dict[str, list[int]] = {}
+    flops, known = [0.0, 0.0], costs is not None
     for tap, visits in frame.visits.items():
-        ran = counts.setdefault(tap.group, [0, 0])
-        ran[0 if frame.runs(tap.name) else 1] += visits
-    return {key: (ran, skipped) for key, (ran, skipped) in counts.items()}
+        skipped = not frame.runs(tap.name)
+        counts.setdefault(tap.group, [0, 0])[skipped] += visits
+        cost = costs.get(tap.name) if costs is not None else None
+        flops[skipped] += cost or 0.0
+        known = known and cost is not None
+    totals = {key: (ran, skipped) for key, (ran, skipped) in counts.items()}
+    return totals, (flops[0], flops[1]) if known else None
 
 
-def _of_blocks(frame: Frame, layout: Layout) -> dict[str, tuple[int, int]]:
-    """Return, per list, how many blocks ran and were skipped."""
-    if frame.counts:
-        return frame.counts
+def _of_blocks(frame: Frame, layout: Layout) -> Work:
+    """Return how many blocks ran and were skipped."""
+    if frame.mixed is not None:
+        return frame.mixed
     if frame.computes:
-        return {key: (ran, 0) for key, ran in layout.totals.items()}
-    return layout.counts if frame.decides else layout.follow_counts
+        return layout.whole
+    return layout.less if frame.decides else layout.follow_less

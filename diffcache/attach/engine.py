@@ -19,6 +19,7 @@ from diffcache.attach.facts import facts_of
 from diffcache.attach.frame import Frame, gated_items
 from diffcache.attach.hooks import close_frame, open_frame
 from diffcache.attach.install import Taps
+from diffcache.attach.latest import Latest
 from diffcache.attach.layout import Layout
 from diffcache.attach.learn import learn, verify
 from diffcache.attach.output import keep_output, stand_in
@@ -34,6 +35,8 @@ from diffcache.step import Site
 
 if TYPE_CHECKING:
     from diffcache.attach.handle import Handle
+
+KINDS = 32  # kinds of calls that are remembered; a run rarely has more than a few
 
 
 class Engine:
@@ -58,8 +61,8 @@ class Engine:
         self.site = Site.of(self.parts.site)
         self.instead = self.parts.instead
         self.hold = self.instead if isinstance(self.instead, Hold) else None
-        self.layouts: dict[Any, Layout] = {}
-        self.flops: dict[Any, dict[str, float] | None] = {}
+        self.layouts: Latest[Layout] = Latest(KINDS)
+        self.costs: Latest[dict[str, float | None]] = Latest(KINDS)  # of module sites
         self._arguments = list(inspect.signature(type(model).forward).parameters)[1:]
         self._has_cache = any("kv_cache" in name for name in self._arguments)
         if not anatomy.supports(self.site):
@@ -142,7 +145,7 @@ class Engine:
         reason = self._must_compute(timeline, branch, signature, kwargs)
         self._decide(frame, reason)
         if branch.signature != signature:
-            branch.signature, branch.layout = signature, self.layouts.get(signature)
+            branch.signature, branch.layout = signature, self.layouts.recall(signature)
         frame.apart = bool(self.apart) and not reason
         self._hand_out(frame)
         frame.sample = sample
@@ -195,6 +198,8 @@ class Engine:
             return "inputs changed"
         if branch.anchor < timeline.last_computed < timeline.index:
             return "missed a step"
+        if branch.layout is None and not self.site.is_module:
+            return "output not finite"  # so that nothing could be learned from it
         return "writes a KV cache" if self._has_cache and writes_cache(kwargs) else ""
 
     def _decide(self, frame: Frame, reason: str) -> None:
@@ -211,7 +216,8 @@ class Engine:
     def _hand_out(self, frame: Frame) -> None:
         """Choose what stands for the blocks in this call."""
         if self.site.is_module:
-            frame.tally = None if frame.branch.signature in self.flops else {}
+            whole = frame.computes and not frame.apart
+            frame.tally = {} if whole and frame.branch.signature not in self.costs else None
             frame.items = self.taps.module_items
             return
         layout = frame.layout = frame.branch.layout
@@ -229,7 +235,7 @@ class Engine:
         elif frame.decides and (probe := self.parts.when.probe) is not None:
             frame.items = gated_items(layout, self.taps.blocks, probe)
         elif frame.computes and frame.apart:
-            frame.items, frame.counts = layout.mix(
+            frame.items, frame.mixed = layout.mix(
                 frozenset(site for site in layout.sites if not frame.runs(site))
             )
         elif frame.computes:
@@ -240,9 +246,10 @@ class Engine:
     def _learn(self, frame: Frame, trace: Trace, kwargs: dict[str, Any], out: Any) -> None:
         """Lay out the method over a traced call."""
         learn(self, frame, trace, frame.given)
-        if not writes_cache(kwargs):
-            verify(self, frame, trace, frame.given, out)
         branch = frame.branch
+        if not writes_cache(kwargs) and not verify(self, frame, trace, frame.given, out):
+            branch.features.clear()  # the next call is traced again
+            return
         assert frame.layout is not None
         self.layouts[branch.signature] = branch.layout = frame.layout
         if self.hold is not None:

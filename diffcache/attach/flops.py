@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,17 +40,26 @@ class _Counter(TorchDispatchMode):
         return out
 
 
-def counted(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, float | None]:
+def counted(
+    module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any] | None = None
+) -> tuple[Any, float | None]:
     """Call a module and count its operations (a multiply-add is two).
 
+    Args:
+        module: The module.
+        args: What it is called with.
+        kwargs: What it is called with.
+        call: Calls a part of the module instead.
+
     Returns:
-        The module's output and the count; None for compiled modules and for those whose kernels
+        What the call returned and the count; None for compiled modules and for those whose kernels
         run under no dispatch mode (flex attention).
     """
+    call = module if call is None else call
     if _refuses_modes(module):
-        return module(*args, **kwargs), None
+        return call(*args, **kwargs), None
     with _Counter() as counter:
-        return module(*args, **kwargs), float(counter.total)
+        return call(*args, **kwargs), float(counter.total)
 
 
 def _refuses_modes(module: nn.Module) -> bool:

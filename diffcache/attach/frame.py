@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from diffcache.attach.anchor import ATTRIBUTE
 from diffcache.attach.clock import Branch, Timeline
 from diffcache.attach.flops import counted
-from diffcache.attach.layout import Layout
+from diffcache.attach.layout import Layout, Work
 from diffcache.attach.peek import look, plain
 from diffcache.attach.record import Call
 from diffcache.attach.stand_in import ComputeTap, LiveTap
@@ -41,19 +41,20 @@ class Frame:
         trace: The recorder of the traced call, else None.
         bases: Span -> the streams at its start.
         given: In the traced call its arguments, with the lists that a model may empty.
-        tally: Operations of the modules, counted in the first call of its kind.
+        tally: Module site -> its operations, in the call where they are counted; None elsewhere.
         foreseen: Estimates made at the start of the call, by block.
         lasts: Span -> what its last computed block returned.
         visits: Module site -> how often it was called.
         closed: Number of spans whose estimates were used.
         sample: What the denoiser was given to denoise.
-        counts: What runs and what is skipped where sites decide apart, empty elsewhere.
+        mixed: What runs and what is skipped where blocks decide apart, None elsewhere.
+        looked: Whether the gate looked into the first block.
     """
 
     __slots__ = ("_probe_input", "apart", "bases", "branch", "call", "closed", "computes",
-                 "counts", "decides", "engine", "foreseen", "given", "instead", "items", "lasts",
-                 "layout", "sample", "started", "step", "tally", "timeline", "token", "trace",
-                 "visits")  # fmt: skip
+                 "decides", "engine", "foreseen", "given", "instead", "items", "lasts", "layout",
+                 "looked", "mixed", "sample", "started", "step", "tally", "timeline", "token",
+                 "trace", "visits")  # fmt: skip
 
     def __init__(self, engine: Engine, timeline: Timeline, branch: Branch, step: Step) -> None:
         self.engine = engine
@@ -74,8 +75,9 @@ class Frame:
         self.foreseen: list[list[Tensor]] = []
         self.closed = 0
         self.sample: Any = None
-        self.counts: dict[str, tuple[int, int]] = {}
-        self.tally: dict[str, list[float | None]] | None = None
+        self.mixed: Work | None = None
+        self.looked = False
+        self.tally: dict[str, float | None] | None = None
         self._probe_input: Tensor | None = None
         self.token: Any = None
         self.call: Call | None = None
@@ -113,12 +115,13 @@ class Frame:
         timeline.decided_at = self.step.index
         timeline.computes = self.computes
 
-    def counted(self, group: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a module; the first time, count its operations."""
+    def counted(self, site: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a module; the first time, count its operations as those of a site."""
         if self.tally is None:
             return module(*args, **kwargs)
         out, flops = counted(module, args, kwargs)
-        self.tally.setdefault(group, []).append(flops)
+        before = self.tally.get(site, 0.0)
+        self.tally[site] = None if flops is None or before is None else before + flops
         return out
 
     def probe_of(self, before: Tensor, after: Tensor) -> Tensor:
@@ -194,8 +197,22 @@ class PeekTap(Tap):
         """Answer the model's call of the block; the first one decides for the step."""
         frame: Frame = FRAME.get()  # type: ignore[assignment]
         if frame.timeline.decided_at != frame.step.index:
-            frame.decide(look(frame.engine, plain(self.module), args, kwargs))
+            frame.looked = True
+            frame.decide(self._look(frame, args, kwargs))
         return self.late(*args, **kwargs)
+
+    def _look(self, frame: Frame, args: Any, kwargs: Any) -> Tensor:
+        """Return the probe; the first time, count the operations that it takes."""
+
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            return look(frame.engine, plain(self.module), args, kwargs)
+
+        layout = frame.layout
+        assert layout is not None
+        if layout.whole.flops is None or layout.look is not None:
+            return call(*args, **kwargs)
+        probe, layout.look = counted(self.module, args, kwargs, call)
+        return probe  # type: ignore[no-any-return]
 
 
 def gated_items(
@@ -207,7 +224,7 @@ def gated_items(
     items: dict[str, list[Any]] = {}
     late = PeekTap if probe == "modulated" else LateTap
     for key, group in blocks.items():
-        if key in layout.totals:
+        if key in layout.streams:
             items[key] = [late(module, key, index) for index, module in enumerate(group)]
     layout.gated = items
     if probe == "modulated":

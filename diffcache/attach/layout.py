@@ -30,7 +30,21 @@ if TYPE_CHECKING:
     from diffcache.attach.frame import Frame
 
 
-Mix = tuple[dict[str, list[Any]], dict[str, tuple[int, int]]]
+@dataclass(frozen=True)
+class Work:
+    """What the blocks of one kind of call do.
+
+    Attributes:
+        counts: List -> (blocks that run, blocks that are skipped).
+        flops: Their operations, of those that run and of those that are skipped; None where a
+            block's could not be counted.
+    """
+
+    counts: dict[str, tuple[int, int]]
+    flops: tuple[float, float] | None
+
+
+Mix = tuple[dict[str, list[Any]], Work]
 
 
 @dataclass
@@ -41,14 +55,16 @@ class Layout:
         compute: List -> its modules, with taps where features are taken.
         skip: List -> stand-ins for the skipped blocks.
         follow: As `skip`, for branches that need no probe and whose lead blocks may be skipped.
-        counts: Site -> (blocks that run, blocks that are skipped) on a skipped step.
-        totals: Site -> blocks that run on a computed step.
+        whole: What a computed step does.
+        less: What a skipped step does.
+        follow_less: What it does in branches that `follow`.
         closes: Number of spans of several blocks that a skipped step must close.
         wirings: What was learned of each list.
         foreseen: Blocks whose estimates are made at the start of a skipped step.
         lead_calls: The lead blocks.
         gated: What to hand out while a decision waits for its probe, once it was needed.
-        flops: List -> mean operations of one block, None where they were not counted.
+        costs: The blocks in the order of their calls, with the operations of each.
+        look: Operations of the gate's look into the first block, None until it was counted.
         streams: List -> where its first block may take the stream of the sample, likeliest first.
         sites: Site that decides apart -> its blocks.
         mixes: Skipped sites -> what `mix` returns of them.
@@ -57,15 +73,16 @@ class Layout:
     compute: dict[str, list[Any]]
     skip: dict[str, list[Any]]
     follow: dict[str, list[Any]]
-    counts: dict[str, tuple[int, int]]
-    follow_counts: dict[str, tuple[int, int]]
-    totals: dict[str, int]
+    whole: Work
+    less: Work
+    follow_less: Work
     closes: int
     wirings: dict[str, Wiring]
     foreseen: list[tuple[str, int]]
     lead_calls: list[tuple[str, int]]
     streams: dict[str, list[Any]]
-    flops: dict[str, float] | None = None
+    costs: list[tuple[Place, float | None]]
+    look: float | None = None
     gated: dict[str, list[Any]] | None = None
     sites: dict[str, set[Place]] = field(default_factory=dict)
     mixes: dict[frozenset[str], Mix] = field(default_factory=dict)
@@ -81,9 +98,7 @@ class Layout:
                 ]
                 for key, group in self.compute.items()
             }
-            out = {key: sum(k == key for k, _ in places) for key in self.totals}
-            counts = {key: (ran - out[key], out[key]) for key, ran in self.totals.items()}
-            self.mixes[skipped] = items, counts
+            self.mixes[skipped] = items, _work(self.costs, places)
         return self.mixes[skipped]
 
     def protect(self) -> None:
@@ -114,7 +129,7 @@ def plan(
     Raises:
         AttachError: If nothing would be skipped.
     """
-    wirings, calls = trace.wirings(), _members(parts, trace)
+    wirings, calls = trace.wirings(), trace.members(parts)
     order = [(call.list_key, call.index) for call in calls]
     lead = order[: parts.lead]
     tail = order[len(order) - parts.tail :] if parts.tail else []
@@ -152,35 +167,16 @@ def plan(
     foreseen = [place for place in order if place in skipped and _adds(duties[place])]
     for number, (key, index) in enumerate(foreseen):
         skip[key][index].number = number
+    costs = [((c.list_key, c.index), c.flops) for c in calls]
     return Layout(
-        compute, skip, follow,
-        counts=_counts(order, skipped), follow_counts=_counts(order, follow_skipped),
-        totals={key: ran for key, (ran, _) in _counts(order, set()).items()},
+        compute, skip, follow, whole=_work(costs, set()), less=_work(costs, skipped),
+        follow_less=_work(costs, follow_skipped), costs=costs,
         closes=len({d.span for d in duties.values() if d.closes and not _adds(d)}),
         wirings=wirings, lead_calls=lead,
         foreseen=foreseen,
-        streams={c.list_key: _streams(c, trace) for c in reversed(calls)},
+        streams={c.list_key: trace.streams(c) for c in reversed(calls)},
         sites=sites_of(parts, spans, order),
     )  # fmt: skip
-
-
-def _members(parts: Combine, trace: Trace) -> list[BlockCall]:
-    """Return the calls that the method works on.
-
-    A list of the text alone always runs, as in the official codes of the methods: it is small
-    beside the image's blocks, and a gate before it would decide by what never changes. Where
-    blocks are named, and where the whole model is skipped, it counts as any other.
-    """
-    reach, sites = trace.reach, (Site.STACK, Site.BLOCK)
-    if reach is None or (parts.site not in sites and parts.when.probe is None):
-        return trace.calls
-    return [call for call in trace.calls if reach.get(call.list_key)]
-
-
-def _streams(first: BlockCall, trace: Trace) -> list[Any]:
-    """Return where the first block of a list may take the stream of the sample."""
-    known = trace.reach.get(first.list_key) if trace.reach is not None else None
-    return sorted(known or first.shapes_in or [0], key=lambda key: key != "hidden_states")
 
 
 def keep(frame: Frame, layout: Layout, calls: list[BlockCall]) -> bool:
@@ -299,12 +295,13 @@ def _adds(duty: Duty) -> bool:
     return duty.opens and duty.closes and duty.residual and not duty.sides and not duty.bare
 
 
-def _counts(
-    order: list[tuple[str, int]], skipped: set[tuple[str, int]]
-) -> dict[str, tuple[int, int]]:
-    """Return for every list how many of its calls run and are skipped."""
+def _work(costs: list[tuple[Place, float | None]], skipped: set[Place]) -> Work:
+    """Return what is done where some blocks are skipped."""
     counts: dict[str, tuple[int, int]] = {}
-    for place in order:
+    flops, known = [0.0, 0.0], True
+    for place, cost in costs:
         ran, left_out = counts.get(place[0], (0, 0))
         counts[place[0]] = (ran + (place not in skipped), left_out + (place in skipped))
-    return counts
+        flops[place in skipped] += cost or 0.0
+        known = known and cost is not None
+    return Work(counts, (flops[0], flops[1]) if known else None)

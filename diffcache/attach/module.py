@@ -47,7 +47,7 @@ class ModuleTap(Tap):
         if not frame.runs(self.name):
             held: Held = frame.branch.features[key]
             return held.template.build(estimates(frame, held))
-        out = frame.counted(self.group, self.module, args, kwargs)
+        out = frame.counted(self.name, self.module, args, kwargs)
         engine = frame.engine
         if engine.handle.observer is not None:
             out = observed(frame, self.name, out)
@@ -76,6 +76,6 @@ class EmptyTap(Tap):
         frame: Frame = FRAME.get()  # type: ignore[assignment]
         if not frame.runs(self.site):
             return frame.branch.features[self.name, 0].hollow
-        out = frame.counted(self.group, self.module, args, kwargs)
+        out = frame.counted(self.site, self.module, args, kwargs)  # its work is that of the site
         frame.branch.features[self.name, 0] = Held([], [], Template(None), hollow(out))
         return out

@@ -18,7 +18,9 @@ class Call:
         reason: Why: `schedule`, `first call`, `inputs changed`, `missed a step`, ...
         seconds: Wall time of the call on the host.
         counts: Per site, evaluations that ran and that were skipped.
-        flops_each: Per site, mean floating-point operations of one evaluation.
+        flops: Floating-point operations of the sites that ran, a gate's look at them included, and
+            of those that were skipped, less that look. None where they could not be counted
+            (compiled blocks, flex attention).
     """
 
     denoiser: str
@@ -29,21 +31,7 @@ class Call:
     reason: str
     seconds: float = 0.0
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    flops_each: dict[str, float] | None = None
-
-    @property
-    def flops(self) -> tuple[float, float] | None:
-        """Floating-point operations of the sites that ran and of those that were skipped.
-
-        None where they could not be counted (compiled blocks, flex attention).
-        """
-        if self.flops_each is None:
-            return None
-        ran = sum(self.flops_each.get(key, 0.0) * count for key, (count, _) in self.counts.items())
-        skipped = sum(
-            self.flops_each.get(key, 0.0) * count for key, (_, count) in self.counts.items()
-        )
-        return ran, skipped
+    flops: tuple[float, float] | None = None
 
 
 @dataclass

@@ -243,9 +243,9 @@ class Regions(Extension):
         progress, call, layout = self._progress(frame.timeline.run), frame.call, frame.layout
         if progress is None or call is None or layout is None:
             return {}
-        if call.flops_each is not None:
-            whole = sum(call.flops_each.get(key, 0.0) * n for key, n in layout.totals.items())
-            call.flops_each = {TOKENS: whole / max(sum(progress.tokens), 1)}
+        if layout.whole.flops is not None:
+            each = layout.whole.flops[0] / max(sum(progress.tokens), 1)
+            call.flops = progress.tokens[0] * each, progress.tokens[1] * each
         return {TOKENS: progress.tokens}
 
 

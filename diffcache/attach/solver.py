@@ -1,16 +1,20 @@
 """Taps on a pipeline's call and on its scheduler: when runs and steps begin and end.
 
-Both keep their class's name and pickle as their class; a copy of a tapped object is untapped.
+The methods of their classes are watched for as long as one of their instances is tapped, so that
+`type(pipeline)` and `type(scheduler)` stay what they were: pipelines compare them. All other
+instances pass straight through. A copy of a tapped object is untapped.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from diffcache.attach.anchor import claim, owner_of, release, subclass
+from diffcache.attach.anchor import ATTRIBUTE, claim, owner_of, release
 from diffcache.attach.conditions import effective, other_guidance
 from diffcache.attach.tap import FRAME
 from diffcache.step import CURRENT
@@ -18,48 +22,110 @@ from diffcache.step import CURRENT
 if TYPE_CHECKING:
     from diffcache.attach.handle import Handle
 
-_SUBCLASSES: dict[type, type] = {}
+Make = Callable[["_Watch", Callable[..., Any]], Callable[..., Any]]
+
+_LOCK = threading.RLock()  # a finalizer may run inside
+_TAPPED: dict[int, tuple[type, Any]] = {}  # id of a tapped object -> its class and its finalizer
+_WATCHED: dict[type, _Watch] = {}
+
+
+class _Watch:
+    """The methods put into one class while any of its instances is tapped.
+
+    Args:
+        kind: The class.
+        makers: Method's name -> maker of what stands in for it.
+    """
+
+    def __init__(self, kind: type, makers: dict[str, Make]) -> None:
+        self.kind = kind
+        self._own = {name: vars(kind)[name] for name in makers if name in vars(kind)}
+        self._put = {name: make(self, getattr(kind, name)) for name, make in makers.items()}
+        for name, method in self._put.items():
+            setattr(kind, name, method)
+
+    def handle_of(self, instance: Any) -> Handle | None:
+        """Return the handle of an instance; None for others, and from a watch that is over.
+
+        An instance of a subclass that calls `super()` is watched in its own class, if at all.
+        """
+        handle: Handle | None = owner_of(instance)
+        return handle if _WATCHED.get(type(instance)) is self else None
+
+    def end(self) -> None:
+        """Give the class its own methods back, but for those that somebody replaced since."""
+        for name, method in self._put.items():
+            if vars(self.kind).get(name) is not method:
+                continue
+            if name in self._own:
+                setattr(self.kind, name, self._own[name])
+            else:
+                delattr(self.kind, name)
 
 
 def tap_pipeline(pipeline: Any, handle: Handle) -> None:
     """Let every call of a pipeline be a run of `handle`."""
-    base = type(pipeline)
-    if base not in _SUBCLASSES:
-        _SUBCLASSES[base] = subclass(base, __call__=_call(base.__call__))
-    pipeline.__class__ = _SUBCLASSES[base]
-    claim(pipeline, handle)
+    _tap(pipeline, handle, {"__call__": _call})
 
 
 def tap_scheduler(scheduler: Any, handle: Handle) -> None:
     """Tell `handle` of a scheduler's runs and steps."""
-    base = type(scheduler)
-    if base in _SUBCLASSES.values():  # tapped for another pipeline that shares it
-        claim(scheduler, handle)
-        return
-    if base not in _SUBCLASSES:
-        members = {"set_timesteps": _set_timesteps(base.set_timesteps), "step": _step(base.step)}
-        if hasattr(base, "set_begin_index"):
-            members["set_begin_index"] = _set_begin_index(base.set_begin_index)
-        _SUBCLASSES[base] = subclass(base, **members)
-    scheduler.__class__ = _SUBCLASSES[base]
-    claim(scheduler, handle)
+    makers: dict[str, Make] = {"set_timesteps": _set_timesteps, "step": _step}
+    if hasattr(type(scheduler), "set_begin_index"):
+        makers["set_begin_index"] = _set_begin_index
+    _tap(scheduler, handle, makers)
+
+
+def _tap(of: Any, handle: Handle, makers: dict[str, Make]) -> None:
+    kind = type(of)
+    with _LOCK:
+        if id(of) not in _TAPPED:  # else tapped for another pipeline that shares it
+            ending = weakref.finalize(of, _leave, id(of))
+            ending.atexit = False
+            _TAPPED[id(of)] = kind, ending
+        if kind not in _WATCHED:
+            _WATCHED[kind] = _Watch(kind, {**makers, "__reduce_ex__": _reduce_ex})
+    claim(of, handle)
+
+
+def _leave(number: int) -> None:
+    """Watch an object no longer; the last of its class ends the watch of the class."""
+    with _LOCK:
+        if number not in _TAPPED:
+            return
+        kind, ending = _TAPPED.pop(number)
+        ending.detach()
+        if all(other is not kind for other, _ in list(_TAPPED.values())):
+            watch = _WATCHED.pop(kind, None)
+            if watch is not None:
+                watch.end()
 
 
 def untap(tapped: Any, handle: Handle) -> None:
-    """Give a pipeline or scheduler its own class back, unless another handle took it over."""
-    if owner_of(tapped) is not handle:
-        return
-    if type(tapped) in _SUBCLASSES.values():
-        tapped.__class__ = type(tapped).__mro__[1]
-    release(tapped)
+    """Let go of a pipeline or scheduler, unless another handle took it over."""
+    if owner_of(tapped) is handle:
+        release(tapped)
+        _leave(id(tapped))
 
 
-def _call(base: Callable[..., Any]) -> Callable[..., Any]:
+def _reduce_ex(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(base)
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
+        reduced = base(self, protocol)
+        if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+            return reduced
+        state = {key: value for key, value in reduced[2].items() if key != ATTRIBUTE}
+        return (*reduced[:2], state, *reduced[3:])  # a copy is untapped
+
+    return __reduce_ex__
+
+
+def _call(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(base)
 
     @functools.wraps(base)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        handle: Handle | None = owner_of(self)
+        handle = watch.handle_of(self)
         if handle is None:
             return base(self, *args, **kwargs)
         handle.follow(self)
@@ -81,11 +147,11 @@ def _call(base: Callable[..., Any]) -> Callable[..., Any]:
     return __call__
 
 
-def _set_timesteps(base: Callable[..., Any]) -> Callable[..., Any]:
+def _set_timesteps(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(base)
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = base(self, *args, **kwargs)
-        handle: Handle | None = owner_of(self)
+        handle = watch.handle_of(self)
         if handle is not None:
             timesteps = getattr(self, "timesteps", None)
             handle.restart(None if timesteps is None else len(timesteps))
@@ -95,10 +161,10 @@ def _set_timesteps(base: Callable[..., Any]) -> Callable[..., Any]:
     return set_timesteps
 
 
-def _set_begin_index(base: Callable[..., Any]) -> Callable[..., Any]:
+def _set_begin_index(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(base)
     def set_begin_index(self: Any, begin_index: int = 0) -> Any:
-        handle: Handle | None = owner_of(self)
+        handle = watch.handle_of(self)
         if handle is not None:
             handle.run().begin = int(begin_index)
         return base(self, begin_index)
@@ -106,15 +172,20 @@ def _set_begin_index(base: Callable[..., Any]) -> Callable[..., Any]:
     return set_begin_index
 
 
-def _step(base: Callable[..., Any]) -> Callable[..., Any]:
+def _step(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(base)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        handle: Handle | None = owner_of(self)
+        handle = watch.handle_of(self)
         if handle is not None:
             if handle.watches_steps:
                 names = ("model_output", "timestep", "sample")
                 handle.stepping(self, {**dict(zip(names, args, strict=False)), **kwargs})
             handle.run().ticks += 1
-        return base(self, *args, **kwargs)
+        out = base(self, *args, **kwargs)
+        if handle is not None:
+            run = handle.run()
+            if not run.in_pipeline and run.ticks == run.total:  # nobody will say that it ends
+                run.drop()
+        return out
 
     return step

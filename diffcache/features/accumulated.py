@@ -114,6 +114,8 @@ class Accumulated(When):
             raise ValueError("a gate needs a probe, and was given no input of the first attention")
         if step.index != state.index:
             value = self.indicator.see(probe, step)
+            if value.shape != state.value.shape:  # other tokens, which cannot be compared
+                return True
             change = relative_l1(state.value, value, "forecast")
             state.total += self.indicator.error(change)
             state.index, state.value = step.index, value

@@ -157,10 +157,11 @@ class Table(When):
 
 @dataclass
 class GateState:
-    """What a gate knows of a run: the state of its forecast and the last computed step."""
+    """What a gate knows of a run: its forecast, the last computed step, the shape of its probe."""
 
     forecast: Any
     index: int | None = None
+    shape: torch.Size | None = None
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,8 @@ class Gate(When):
             return True
         if probe is None:
             raise ValueError("a gate needs a probe; give the method lead=1 or more")
+        if probe.shape != state.shape:  # other tokens, of which nothing is foretold
+            return True
         guess = self.forecast.estimate(state.forecast, step)
         return not relative_l1(guess, probe, self.relative_to) < self.threshold
 
@@ -221,6 +224,8 @@ class Gate(When):
         """Let the forecast learn the probe of a computed step."""
         state.index = step.index
         if probe is not None:
+            if probe.shape != state.shape:
+                state.forecast, state.shape = self.forecast.init(), probe.shape
             self.forecast.record(state.forecast, step, probe.detach().clone())
 
     def held(self, state: GateState) -> list[Tensor]:

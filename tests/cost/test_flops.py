@@ -1,16 +1,33 @@
 """FLOPs as they are counted, against closed forms and what ran under a cache."""
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import diffcache
-from diffcache import FirstBlock, TaylorSeer
+from diffcache import AttachError, CacheWarning, Combine, Every, FirstBlock, TaylorSeer
+from diffcache.attach.flops import _refuses_modes
 from diffcache.eval.cost import flops
+from diffcache.features.base import Probe
+from diffcache.features.when import Gate
 from diffcache.pipelines.small import flux
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.pipelines.zoo.pipes import pipes
+
+ALWAYS = float("inf")
+MODULES = Combine(Every(3), site="module")
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # which torch leaves out
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
 
 
 def test_a_real_call_counts_what_the_layers_say(pipe, call, flux_form):
@@ -55,6 +72,64 @@ def test_flops_of_a_cached_run_are_those_that_ran(pipe, method, call):
     assert flops.run_flops(report, full) == pytest.approx(tally.total, rel=1e-9)
     assert flops.evaluations(report, full) == pytest.approx(tally.total / full, rel=1e-9)
     assert flops.run_flops(report, full, calls=7) == flops.run_flops(report, full) + full
+
+
+def gated(probe: Probe) -> Combine:
+    """Blocks that always run at both ends, and a gate that skips all it may after its look."""
+    return Combine(Gate(ALWAYS, of=probe), lead=1, tail=1)
+
+
+@contextmanager
+def torch_counts(models: list[nn.Module]) -> Iterator[list[float]]:
+    """Collect what torch's own counter says of every call of the models."""
+    counts: list[float] = []
+
+    def counting(forward: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            mode = FlopCounterMode(display=False, custom_mapping={_ATTENTION: _attention})
+            with mode:
+                out = forward(*args, **kwargs)
+            counts.append(mode.get_total_flops())
+            return out
+
+        return call
+
+    for model in models:
+        model.forward = counting(model.forward)
+    try:
+        yield counts
+    finally:
+        for model in models:
+            del model.forward
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in pipes() if not name.endswith(("-heun", "-pndm"))]
+)  # another solver of the same calls
+def test_flops_saved_are_those_that_the_calls_lack(name):
+    case = pipes()[name]
+    pipe = case.build(0)
+    models = [getattr(pipe, part) for part in case.denoisers]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", CacheWarning)
+        with torch_counts(models) as full:
+            case.run(pipe, 0, 2)
+        for method in (gated("modulated"), MODULES):
+            try:
+                diffcache.wrap(pipe, method)
+            except AttachError:  # a UNet whose first block has no attention to look into
+                diffcache.wrap(pipe, method := gated("residual"))
+            case.run(pipe, 0, 2)  # learns the wiring, which runs the denoiser once more
+            with torch_counts(models) as cached:
+                case.run(pipe, 0, 2)
+            report = diffcache.report(pipe)
+            diffcache.unwrap(pipe)
+            assert len(report.steps) == len(full) == len(cached)
+            if any(map(_refuses_modes, models)):  # flex attention, which is said to be not counted
+                assert report.flops_saved is None
+                continue
+            assert report.skipped and report.flops_saved > 0, method
+            assert report.flops_saved == pytest.approx(sum(full) - sum(cached), rel=0.01), method
 
 
 def test_flops_need_an_uncached_and_uncompiled_denoiser(pipe, call):

@@ -48,11 +48,8 @@ def test_threads_have_masks_and_stores_of_their_own() -> None:
             run, token = handle.begin(in_pipeline=True)
             mine.scheduler = copy.deepcopy(pipe.scheduler)
             tap_scheduler(mine.scheduler, handle)
-            out = (
-                type(pipe)
-                .__mro__[1]
-                .__call__(mine, **kontext_call((number,)), callback_on_step_end=wait)[0]
-            )
+            own = type(pipe).__call__.__wrapped__
+            out = own(mine, **kontext_call((number,)), callback_on_step_end=wait)[0]
             handle.end(run, token, True)
             return out
 

@@ -1,0 +1,93 @@
+"""Which lists are chains of blocks: what a block returns reaches the next one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from diffcache.attach.tap import FRAME, Tap
+from diffcache.attach.trace import Trace
+from diffcache.attach.tree import Template, leaves, unshared
+from diffcache.errors import AttachError
+from diffcache.step import Site
+
+if TYPE_CHECKING:
+    from diffcache.attach.engine import Engine
+    from diffcache.attach.frame import Frame
+
+
+class _Arrived(BaseException):
+    """Says that a later block was reached; no `Exception`, which a model might handle."""
+
+
+class _PoisonTap(Tap):
+    """A block of a list whose first call returns NaN, and whose later calls look for it."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self, module: Any, calls: list[None]) -> None:
+        super().__init__(module)
+        self.calls = calls  # of the whole list
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the block."""
+        if self.calls and any(bool(t.isnan().any()) for t in leaves([args, kwargs])):
+            raise _Arrived
+        out = self.module(*args, **kwargs)
+        if self.calls:
+            return out
+        self.calls.append(None)
+        return Template(out).build([_poisoned(tensor) for tensor in leaves(out)])
+
+
+def leave_loose(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
+    """Leave lists out of a trace whose blocks do not feed each other: they always run.
+
+    Where no output was seen to arrive unchanged at the next block, the model's loop may have
+    transformed it, or the blocks stand side by side, such as one projection for every layer of a
+    text encoder. The forward runs once more to tell: NaN in the place of the first block's output
+    reaches a later one, or it does not.
+
+    Args:
+        engine: The engine of the denoiser.
+        frame: The frame of the traced call.
+        trace: What it recorded.
+        call: Its positional and keyword arguments.
+
+    Raises:
+        AttachError: If no list is left.
+    """
+    if engine.anatomy.is_unet:
+        return
+    loose = {key for key in trace.unlinked() if not _is_chain(engine, frame, key, call)}
+    chained = [traced for traced in trace.calls if traced.list_key not in loose]
+    if not chained:
+        raise AttachError(
+            f"{engine.anatomy.model}: the blocks of {', '.join(sorted(loose))} do not feed each "
+            "other, and no other list of at least two blocks ran, so there is nothing to skip"
+        )
+    if engine.site is not Site.MODEL:  # where what they return is not needed either
+        trace.calls = chained
+
+
+def _is_chain(engine: Engine, frame: Frame, key: str, call: tuple[Any, Any]) -> bool:
+    """Return whether what the first block of a list returns reaches a later one."""
+    calls: list[None] = []
+    frame.items = {key: [_PoisonTap(block, calls) for block in engine.taps.blocks[key]]}
+    token = FRAME.set(frame)
+    try:
+        args, kwargs = unshared(call)
+        engine.model.forward(*args, **kwargs)
+    except _Arrived:
+        return True
+    except Exception:  # it does not work with NaN; the check of the layout will tell
+        return True
+    finally:
+        FRAME.reset(token)
+    return False
+
+
+def _poisoned(tensor: Tensor) -> Tensor:
+    return torch.full_like(tensor, float("nan")) if tensor.is_floating_point() else tensor

@@ -1,0 +1,266 @@
+"""What single models do that no other does: empty outputs, NaN, lists that are no chain, and more."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import diffcache
+from diffcache import (
+    AttachError,
+    CacheWarning,
+    Combine,
+    ConfidenceGatedTaylor,
+    DBCache,
+    Every,
+    FirstBlock,
+    Interval,
+    Newton,
+    Taylor,
+)
+from diffcache.api import handle_of
+from diffcache.attach.engine import KINDS
+from diffcache.features.accumulated import Accumulated
+from diffcache.features.when import Gate
+from diffcache.pipelines.zoo.pipes import pipes
+
+DIM, DEPTH = 8, 4
+
+
+class Attention(nn.Module):
+    """Stands for an attention: the anatomy goes by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return torch.tanh(self.out(hidden_states))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Attention()
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        self.seen: Tensor | None = self.attn(hidden_states)
+        return hidden_states + self.seen
+
+    def take(self) -> Tensor | None:
+        seen, self.seen = self.seen, None
+        return seen
+
+
+class Model(nn.Module):
+    """A chain of blocks."""
+
+    def __init__(self, depth: int = DEPTH) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> Any:
+        for block in self.blocks:
+            hidden_states = block(hidden_states)
+        return hidden_states
+
+
+class EmptyCache(Model):
+    """Returns a cache that nothing is in yet, as AnyFlow-FAR does."""
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(hidden_states, timestep), hidden_states.new_zeros(0, 3)
+
+
+class Reader(Model):
+    """Its loop reads what a block left behind, which a skipped block does not."""
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden_states = block(hidden_states)
+            hidden_states = hidden_states + 0.5 * block.take()
+        return hidden_states
+
+
+class Side(Model):
+    """Projects captions side by side, before a single block, as HiDream and BriaFibo may."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth)
+        self.caption_projection = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
+        captions = [project(torch.ones(1, 1, DIM)) for project in self.caption_projection]
+        for number, block in enumerate(self.blocks):
+            hidden_states = block(hidden_states * 1.0 + captions[number % 3])
+        return hidden_states
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", CacheWarning)
+        yield
+
+
+def sample(step: int, tokens: int = 4) -> Tensor:
+    generator = torch.Generator().manual_seed(17)
+    return torch.randn(1, tokens, DIM, generator=generator) + 0.1 * step
+
+
+def call(model: nn.Module, step: int, tokens: int = 4) -> Any:
+    return model(sample(step, tokens), torch.tensor([9.0 - step]))
+
+
+def marks(model: nn.Module) -> str:
+    return "".join("sC"[c.computed] for c in diffcache.report(model).steps)
+
+
+@pytest.mark.parametrize("site", ["stack", "block", "model", "module"])
+def test_an_output_without_elements_is_no_trouble(site: str):
+    model = diffcache.wrap(EmptyCache(), Interval(every=2, site=site))
+    for step in range(3):
+        assert [tuple(leaf.shape) for leaf in call(model, step)] == [(1, 4, DIM), (0, 3)]
+    assert marks(model) == "CsC"
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        FirstBlock(float("inf")),
+        DBCache(float("inf"), warmup=1, order=1),
+        ConfidenceGatedTaylor(float("inf"), warmup=2, start=0),
+        Combine(Gate(float("inf"), forecast=Newton(2)), Taylor(1), lead=2),
+        Combine(Accumulated(float("inf"))),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_a_gate_computes_where_the_number_of_tokens_changes(method: Any):
+    """FLUX.2-klein's KV pipeline drops its reference tokens after the first step."""
+    model = Model()
+    expected = [call(model, step, tokens) for step, tokens in enumerate([7, 7, 4, 4, 4, 7])]
+    diffcache.wrap(model, method)
+    for step, tokens in enumerate([7, 7, 4, 4, 4, 7]):
+        out, computed = call(model, step, tokens), diffcache.report(model).steps[-1].computed
+        assert out.shape == expected[step].shape
+        assert not computed or torch.equal(out, expected[step])
+    assert marks(model) in ("CsCssC", "CCCssC")  # a warm-up of one or two steps
+
+
+def test_a_gate_asked_about_other_tokens_computes():
+    """Guidance branches may differ in their number of tokens, and come in another order."""
+    step = diffcache.Step(index=1, timestep=None, total=9, branch=0)
+    for when in (Gate(float("inf"), forecast=Taylor(1)), Accumulated(float("inf"))):
+        state = when.init()
+        first = diffcache.Step(index=0, timestep=None, total=9, branch=0)
+        when.computed(state, first, torch.ones(1, 4, 2))
+        assert not when.should_compute(state, step, torch.ones(1, 4, 2))
+        state = when.init()
+        when.computed(state, first, torch.ones(1, 4, 2))
+        assert when.should_compute(state, step, torch.ones(1, 7, 2))
+
+
+@pytest.mark.parametrize("method", [Interval(every=3), FirstBlock(float("inf"))])
+def test_nan_goes_through_and_is_learned_from_once_it_is_gone(method: Any):
+    model = Model()
+    good = model.blocks[0].attn.out.weight.clone()
+    wanted = call(model, 2)
+    model.blocks[0].attn.out.weight.fill_(float("nan"))
+    diffcache.wrap(model, method)
+    for step in range(2):
+        assert call(model, step).isnan().all()
+    reasons = [c.reason for c in diffcache.report(model).steps]
+    assert reasons == ["first call", "output not finite"]
+    model.blocks[0].attn.out.weight.copy_(good)
+    assert torch.equal(call(model, 2), wanted)
+    assert call(model, 3).isfinite().all() and marks(model) == "CCCs"
+
+
+def test_a_list_whose_blocks_do_not_feed_each_other_is_no_stack():
+    model, ran = Side(depth=DEPTH), []
+    for part in (*model.blocks, *model.caption_projection):
+        part.register_forward_hook(lambda module, *_: ran.append(module))
+    diffcache.wrap(model, Interval(every=3))
+    call(model, 0)
+    ran.clear()
+    for step in range(1, 6):
+        call(model, step)
+    report = diffcache.report(model)
+    assert report.sites == {"model": {"blocks": (8, 16)}}
+    assert [ran.count(block) for block in model.blocks] == [1] * DEPTH
+    assert [ran.count(project) for project in model.caption_projection] == [5] * 3
+
+
+@pytest.mark.parametrize("site", ["stack", "block", "model"])
+def test_a_model_without_a_chain_is_refused(site: str):
+    model = diffcache.wrap(Side(depth=1), Interval(every=3, site=site))
+    for _ in range(2):
+        with pytest.raises(AttachError, match="caption_projection do not feed each other"):
+            call(model, 0)
+
+
+@pytest.mark.parametrize("site", ["stack", "block", "model"])
+def test_a_refusal_names_the_sites_that_serve(site: str):
+    diffcache.wrap(model := Reader(), Interval(every=2, site=site))
+    with pytest.raises(AttachError, match="fails with its blocks skipped") as refusal:
+        call(model, 0)
+    assert re.findall(r"site='(\w+)'", str(refusal.value).partition(";")[2]) == ["module"]
+    diffcache.unwrap(model)
+    expected = call(model, 0)
+    diffcache.wrap(model, Interval(every=2, site="module"))
+    for _ in range(2):
+        assert torch.equal(call(model, 0), expected)
+
+
+def test_a_refusal_of_a_method_that_no_site_serves_says_so():
+    model = diffcache.wrap(Reader(), FirstBlock(0.1))
+    with pytest.raises(AttachError, match="no other site of this method serves it either"):
+        call(model, 0)
+    diffcache.unwrap(model)
+    diffcache.wrap(model, Combine(Every(2), lead=1))
+    with pytest.raises(AttachError, match="no other site of this method serves it either"):
+        call(model, 0)
+
+
+@pytest.mark.parametrize("site", ["stack", "module"])
+def test_kinds_of_calls_are_forgotten_after_many_resolutions(site: str):
+    model = diffcache.wrap(Model(), Interval(every=2, site=site))
+    engine = handle_of(model).engines[0]
+    for tokens in range(1, KINDS + 9):
+        for step in range(2):
+            call(model, step, tokens)
+        diffcache.reset(model)
+        if tokens % 9 == 0:  # in use again and again: never forgotten
+            call(model, 0, 1)
+            diffcache.reset(model)
+    kept = engine.costs if site == "module" else engine.layouts
+    assert len(kept) == KINDS
+    shapes = {str(signature) for signature in kept}
+    assert any("1, 1, 8" in shape for shape in shapes)
+    assert not any("1, 2, 8" in shape for shape in shapes)
+    for step in range(2):  # one that was forgotten is learned again
+        call(model, step, 2)
+    assert marks(model) == "Cs" and diffcache.report(model).flops_saved
+
+
+def test_an_untapped_sibling_holds_nothing_after_its_run():
+    """`from_pipe` shares the denoiser and the scheduler; nobody says when such a run ends."""
+    case = pipes()["FluxPipeline"]
+    pipe = diffcache.wrap(case.build(0), Interval(every=3))
+    wanted = case.run(pipe, 0, 6)
+    sibling = type(pipe)(**pipe.components)
+    sibling.set_progress_bar_config(disable=True)
+    held: list[int] = []
+
+    def look(_: Any, index: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
+        held.append(diffcache.report(pipe).held_bytes)
+        return given
+
+    out = sibling(**case.call(sibling, 0, 6), callback_on_step_end=look)[0]
+    assert torch.equal(out, wanted) and marks(sibling) == "CssCss"
+    assert min(held[:-1]) > 0 == held[-1] == diffcache.report(pipe).held_bytes
