@@ -138,7 +138,7 @@ def test_a_threshold_near_zero_computes_every_step(name: str):
             assert [call.computed for call in handle.last.calls] == [True] * 3
             (engine,) = handle.engines
             (layout,) = engine.layouts.values()
-            text = {entry.key for entry in engine.anatomy.lists} - set(layout.totals)
+            text = {entry.key for entry in engine.anatomy.lists} - set(layout.streams)
             assert text == TEXT.get(name, set())
 
 

@@ -229,7 +229,7 @@ def gated_items(
     peeks = probe not in ("residual", "output")
     late = PeekTap if peeks else LateTap
     for key, group in blocks.items():
-        if key in layout.whole.counts:
+        if key in layout.streams:
             items[key] = [late(module, key, index) for index, module in enumerate(group)]
     layout.gated = items
     if peeks:

@@ -129,7 +129,7 @@ def plan(
     Raises:
         AttachError: If nothing would be skipped.
     """
-    wirings, calls = trace.wirings(), _members(parts, trace)
+    wirings, calls = trace.wirings(), trace.members(parts)
     order = [(call.list_key, call.index) for call in calls]
     lead = order[: parts.lead]
     tail = order[len(order) - parts.tail :] if parts.tail else []
@@ -178,28 +178,9 @@ def plan(
         closes=len({d.span for d in duties.values() if d.closes and not _adds(d)}),
         wirings=wirings, lead_calls=lead,
         foreseen=foreseen,
-        streams={c.list_key: _streams(c, trace) for c in reversed(calls)},
+        streams={c.list_key: trace.streams(c) for c in reversed(calls)},
         sites=sites_of(parts, spans, order),
     )  # fmt: skip
-
-
-def _members(parts: Combine, trace: Trace) -> list[BlockCall]:
-    """Return the calls that the method works on.
-
-    A list of the text alone always runs, as in the official codes of the methods: it is small
-    beside the image's blocks, and a gate before it would decide by what never changes. Where
-    blocks are named, and where the whole model is skipped, it counts as any other.
-    """
-    reach, sites = trace.reach, (Site.STACK, Site.BLOCK)
-    if reach is None or (parts.site not in sites and parts.when.probe is None):
-        return trace.calls
-    return [call for call in trace.calls if reach.get(call.list_key)]
-
-
-def _streams(first: BlockCall, trace: Trace) -> list[Any]:
-    """Return where the first block of a list may take the stream of the sample."""
-    known = trace.reach.get(first.list_key) if trace.reach is not None else None
-    return sorted(known or first.shapes_in or [0], key=lambda key: key != "hidden_states")
 
 
 def keep(frame: Frame, layout: Layout, calls: list[BlockCall]) -> bool:

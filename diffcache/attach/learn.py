@@ -46,7 +46,7 @@ def learn(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> 
         raise AttachError(f"{engine.anatomy.model}: no block of its lists ran; nothing to cache")
     if not writes_cache(call[1]):
         leave_loose(engine, frame, trace, call)
-    trace.reach = reach_of(engine, frame, trace, call)
+        trace.reach = reach_of(engine, frame, trace, call)
     layout = lay_out(engine, trace, engine.parts)
     frame.layout = layout
     if not keep(frame, layout, trace.calls):
@@ -54,7 +54,7 @@ def learn(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> 
     when = engine.parts.when
     if engine.peek is not None:
         frame.items = {
-            key: [PlainTap(b) if key in layout.whole.counts else UnwatchedTap(b) for b in group]
+            key: [PlainTap(b) if key in layout.streams else UnwatchedTap(b) for b in group]
             for key, group in engine.taps.blocks.items()
         }
         args, kwargs = unshared(call)

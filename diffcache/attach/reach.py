@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from diffcache.attach.frame import Frame
 from diffcache.attach.peek import Peek, plain
-from diffcache.attach.signature import writes_cache
 from diffcache.attach.tap import FRAME, Tap
 from diffcache.attach.trace import BlockCall, Reach, Trace
 from diffcache.attach.tree import Template, leaves, unshared
@@ -32,8 +31,8 @@ def reach_of(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) 
         call: Its positional and keyword arguments.
 
     Returns:
-        None where nothing depends on it (a UNet, one list without a gate), where the call may not
-        be repeated or has no values, and without a gate where nothing is seen to change.
+        None where nothing depends on it (a UNet, one list without a gate), where the call has no
+        values, and without a gate where nothing is seen to change.
 
     Raises:
         AttachError: If a gate would have nothing to look at.
@@ -41,13 +40,15 @@ def reach_of(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) 
     gated = engine.parts.when.probe is not None
     needed = gated or len(engine.taps.blocks) > 1
     has_values = not any(leaf.is_meta for leaf in leaves(frame.sample))
-    if engine.anatomy.is_unet or not needed or writes_cache(call[1]) or not has_values:
+    if engine.anatomy.is_unet or not needed or not has_values:
         return None
     follow = Follow(engine, trace)
     frame.items = {
-        key: [FollowTap(block, follow, key, index) for index, block in enumerate(group)]
-        for key, group in engine.taps.blocks.items()
-        if key in follow.firsts
+        key: [
+            FollowTap(block, follow, key, index)
+            for index, block in enumerate(engine.taps.blocks[key])
+        ]
+        for key in follow.firsts
     }
     args, kwargs = _with(unshared(call), {id(tensor) for tensor in leaves(frame.sample)})
     token, failure = FRAME.set(frame), None

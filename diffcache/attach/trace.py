@@ -11,6 +11,8 @@ from diffcache.attach.flops import counted
 from diffcache.attach.tap import Tap
 from diffcache.attach.tree import hollow, outputs_of
 from diffcache.errors import AttachError
+from diffcache.features.combine import Combine
+from diffcache.step import Site
 
 Key = int | str  # where a block takes an argument: a place or a name
 
@@ -134,6 +136,23 @@ class Trace:
     def unlinked(self) -> list[str]:
         """Return the lists of which no output was seen to arrive at the next block."""
         return [key for key, links in self._links.items() if not any(links)]
+
+    def members(self, parts: Combine) -> list[BlockCall]:
+        """Return the calls that a method works on.
+
+        A list of the text alone always runs, as in the official codes of the methods: it is small
+        beside the image's blocks, and a gate before it would decide by what never changes. Where
+        blocks are named, and where the whole model is skipped, it counts as any other.
+        """
+        named = parts.site not in (Site.STACK, Site.BLOCK) and parts.when.probe is None
+        if self.reach is None or named:
+            return self.calls
+        return [call for call in self.calls if self.reach.get(call.list_key)]
+
+    def streams(self, first: BlockCall) -> list[Key]:
+        """Return where the first block of a list may take the stream of the sample."""
+        known = None if self.reach is None else self.reach.get(first.list_key)
+        return sorted(known or first.shapes_in or [0], key=lambda key: key != "hidden_states")
 
     def wirings(self) -> dict[str, Wiring]:
         """Return the wiring of every list that was called."""
