@@ -83,7 +83,11 @@ class HarmoniCa(Calibrated):
 }"""
 
     schema: ClassVar[Schema] = Schema(
-        {"logits": Entry(("steps", "sites"))}, header={"sites": "names"}
+        {
+            "logits": Entry(("steps", "sites")),
+            "curve": Entry(("epochs", 5), optional=True),  # of the training
+        },
+        header={"sites": "names"},
     )
     trainer: ClassVar[str] = "diffcache.router.training:train"
 

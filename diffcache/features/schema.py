@@ -160,7 +160,8 @@ def _wanted(
             for owner in header[listed[1]]:
                 yield pattern.replace(listed[0], owner), entry, owner
         elif not star:
-            yield pattern, entry, ""
+            if not entry.optional or pattern in tensors:
+                yield pattern, entry, ""
         else:
             none = [] if front in schema.may_lack else ["*"]
             for owner in dict.fromkeys(owners[front] or none):
