@@ -45,7 +45,7 @@ diffcache.eval.method_page --write` from the docstrings, the table of tested mod
 in `assets/bench/`; a test holds it to them.
 
 Use any of them by name, `diffcache.wrap(pipe, "taylorseer", every=5)`, as a class, or on the
-command line, `--method taylorseer --set every=5`. Those marked *calibrated* need tables that are
+command line, `--method taylorseer:every=5`. Those marked *calibrated* need tables that are
 measured on the model first: `diffcache.calibrate(pipe, method, prompts)` or `diffcache calibrate`.
 `diffcache.tune` chooses among methods and settings. Every method can hold its features as bf16,
 int8 or on the host: `hold="int8"`.

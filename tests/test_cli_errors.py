@@ -92,6 +92,10 @@ def test_one_line_and_two(arguments, message, tmp_path, monkeypatch):
         ("{", "model_index.json names no pipeline"),
         ("[]", "model_index.json names no pipeline"),
         ('{"_class_name": "NoSuchPipeline"}', "has no NoSuchPipeline; it may need a newer one"),
+        (
+            '{"_class_name": "FluxPipeline", "transformer": ["diffusers", "NoSuchModel"]}',
+            "has no NoSuchModel; it may need a newer one",
+        ),
     ],
 )
 def test_a_broken_index(text, message, tmp_path):

@@ -64,7 +64,7 @@ def test_the_record_of_a_run(capsys, tmp_path, monkeypatch):
     assert found["shapes"]["num_inference_steps"] == 4 and found["shapes"]["batch_size"] == 2
     assert not file.with_name("latency.json.tmp").exists()
     shown = capsys.readouterr().out
-    assert "3 kB" in shown and "2/4" in shown and "note: " in shown
+    assert "3 KiB" in shown and "2/4" in shown and "note: " in shown
 
 
 def test_json_alone_on_standard_output(capsys):
@@ -87,7 +87,7 @@ def test_json_alone_on_standard_output(capsys):
         (["shapes-flux", "--method", "interval:evry=4"], "has no setting 'evry'"),
         (["shapes-flux", *["--method", "interval"] * 2], "--method interval: is a row already"),
         (["shapes-flux", "--frames", "9"], "FluxPipeline takes no num_frames"),
-        (["shapes-flux", "--device", "moon"], "device='moon'"),
+        (["shapes-flux", "--device", "moon"], "--device 'moon'"),
         (["shapes-flux", "--dtype", "int8"], "dtype='int8'"),
         ([], "the following arguments are required: model"),
     ],
@@ -141,7 +141,7 @@ def test_the_clock_counts_denoiser_calls_only():
 def test_plans_of_command_lines():
     plan, out = latency.plan_of([*WORDS, "--height", "32", "--json", "-"])
     assert plan.call == {"num_inference_steps": 4, "height": 32} and out == "-"
-    assert plan.place == Place("cpu", "float32", 1) and plan.batch_size == 2 and not plan.memory
+    assert plan.place == Place("cpu", "auto", 1) and plan.batch_size == 2 and not plan.memory
 
 
 def test_energy_has_its_column():

@@ -112,6 +112,19 @@ print(*(p.relative_to(package.parent).as_posix() for p in files), sep="\\n")
     assert set(run(fresh_python, "-c", code).splitlines()) == ASSETS
 
 
+def test_names_of_the_package() -> None:
+    code = """
+import json, sys, diffcache
+later = ("diffcache.kv", "diffcache.quant")
+print(json.dumps([[name for name in later if name in sys.modules], dir(diffcache),
+                  [getattr(diffcache, name).__name__ for name in ("kv", "quant")]]))
+"""
+    loaded, names, packages = json.loads(run(sys.executable, "-c", code))
+    assert loaded == [] and packages == ["diffcache.kv", "diffcache.quant"]
+    assert {"When", "Instead", "FeatureMethod", "Handle", "kv", "quant", "tune"} <= set(names)
+    assert not {"Any", "TYPE_CHECKING", "importlib"} & set(names)
+
+
 def test_import_is_light() -> None:
     code = """
 import json, sys, time, torch

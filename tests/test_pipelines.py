@@ -228,3 +228,16 @@ def test_a_run_that_skips_nothing_says_so():
     diffcache.wrap(pipe, diffcache.Interval(every=9, warmup=9))
     with pytest.warns(diffcache.CacheWarning, match="skipped nothing in a run of 4 steps"):
         case.run(pipe, 0, 4)
+
+
+def test_components_by_name_or_names() -> None:
+    pipe = pipes()["FluxPipeline"].build(0)
+    for components in ("transformer", ["transformer"], ("transformer",)):
+        with diffcache.wrapped(pipe, "interval", components=components) as handle:
+            assert len(handle.engines) == 1
+    with pytest.raises(diffcache.AttachError, match="no 'trans'; the pipeline has transformer"):
+        diffcache.wrap(pipe, "interval", components="trans")
+    with pytest.raises(
+        diffcache.AttachError, match=r"components=\[\]: is empty; name at least one"
+    ):
+        diffcache.wrap(pipe, "interval", components=[])

@@ -19,7 +19,7 @@ from transformers import (
 import diffcache
 from diffcache.eval.cost.flops import denoisers
 from diffcache.eval.methods import parse_method
-from diffcache.eval.runs import measure
+from diffcache.eval.runs import arguments, measure
 from diffcache.eval.runs.draw import Drawer, samples_of
 from diffcache.eval.runs.evaluate import Plan, RunError
 from diffcache.eval.runs.folder import CaseFolder
@@ -168,13 +168,18 @@ def test_films_of_two_denoisers(tmp_path: Path) -> None:
 
 
 class TestRefused:
-    def test_a_pipeline_that_needs_a_picture(self, tmp_path: Path) -> None:
-        task = saved(tmp_path, "WanImageToVideoPipeline")
-        with pytest.raises(ValueError, match="WanImageToVideoPipeline needs image"):
+    @pytest.mark.parametrize("name", ["WanImageToVideoPipeline", "FluxKontextPipeline"])
+    def test_a_pipeline_that_needs_a_picture(self, name: str, tmp_path: Path) -> None:
+        task = saved(tmp_path, name)
+        with pytest.raises(ValueError, match=f"{name} needs image"):
             evaluate(task, tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
-    def test_one_that_says_so_only_when_it_is_called(self, tmp_path: Path) -> None:
+    def test_one_that_says_so_only_when_it_is_called(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # As for a pipeline whose input is not known by its name.
+        monkeypatch.setattr(arguments, "needed_inputs", lambda *_: ())
         parts = dict(tokenizer=tokenizer(), text_encoder=clip(), vae=tiny_vae(0, 4))
         task = saved(tmp_path, "StableDiffusionControlNetPipeline", **parts)
         with pytest.raises(RunError, match=r"cannot draw from prompts.*image must be passed"):

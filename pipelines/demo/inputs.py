@@ -106,8 +106,9 @@ def class_number(pipe: Any, text: str) -> int:
         ValueError: If the pipeline has no such class.
     """
     names: dict[str, int] = dict(getattr(pipe, "labels", None) or {})
-    count = getattr(pipe.transformer.config, "num_embeds_ada_norm", None)
-    count = max(names.values(), default=-1) + 1 or count
+    config = getattr(getattr(pipe, "transformer", None), "config", None)
+    # A table of classes may be longer than what was trained, so names go first.
+    count = max(names.values(), default=-1) + 1 or getattr(config, "num_embeds_ada_norm", None)
     if text in names:
         return int(names[text])
     if text.isdecimal() and (not count or int(text) < count):

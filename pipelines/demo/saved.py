@@ -107,23 +107,27 @@ def pipeline_of(directory: Path) -> tuple[str, Parameters]:
     """Return the class name of a saved pipeline and the parameters of its call.
 
     Raises:
-        ValueError: If `model_index.json` names no class of the installed diffusers.
+        ValueError: If `model_index.json` cannot be read, or names a class that the installed
+            libraries do not have.
     """
     import diffusers
+    import transformers
 
     place = directory / "model_index.json"
     try:
-        name = str(json.loads(place.read_text(encoding="utf-8"))["_class_name"])
+        index = json.loads(place.read_text(encoding="utf-8"))
+        name = str(index["_class_name"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{place} names no pipeline: {error}") from error
-    found = getattr(diffusers, name, None)
-    if found is None and name in _OWN:
+    if name in _OWN:
         raise ValueError(f"{place}: {name} is run from Python ({_OWN[name]})")
-    if found is None:
-        raise ValueError(
-            f"{place}: diffusers {diffusers.__version__} has no {name}; it may need a newer one"
-        )
-    parameters = dict(inspect.signature(found.__call__).parameters)
+    libraries = {"diffusers": diffusers, "transformers": transformers}
+    parts = [part for part in index.values() if isinstance(part, list) and len(part) == 2]
+    for library, cls in [("diffusers", name), *parts]:
+        if library in libraries and cls and not hasattr(libraries[library], str(cls)):
+            version = libraries[library].__version__
+            raise ValueError(f"{place}: {library} {version} has no {cls}; it may need a newer one")
+    parameters = dict(inspect.signature(getattr(diffusers, name).__call__).parameters)
     parameters.pop("self", None)
     return name, parameters
 

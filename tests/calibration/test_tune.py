@@ -65,7 +65,7 @@ def test_tune_returns_the_best_of_what_it_saw_and_goes_on(pipe, tmp_path):
         draw(pipe)
         done = diffcache.report(pipe)
     listed = sorted({0, *best.parts().when.steps})
-    assert [call.index for call in done.steps if call.computed] == listed
+    assert [call.index for call in done.calls if call.computed] == listed
 
 
 def test_a_goal_that_nothing_meets_says_so(pipe):
