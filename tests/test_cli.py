@@ -8,11 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import diffusers
-import huggingface_hub
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import diffcache
@@ -21,7 +19,7 @@ from diffcache.errors import MissingError
 from diffcache.eval import output
 from diffcache.eval.clips import read_clip
 from diffcache.eval.weights import MissingWeightsError
-from diffcache.pipelines.demo import compare, generate, inputs, saved
+from diffcache.pipelines.demo import compare, generate, inputs
 from diffcache.pipelines.demo.panels import figure
 from diffcache.pipelines.small import flux
 from diffcache.pipelines.zoo import coverage
@@ -358,48 +356,6 @@ class TestRun:
     def test_other_outputs_are_refused(self):
         with pytest.raises(ValueError, match="neither images nor frames but audios"):
             generate.pictures({"audios": [0]})
-
-
-class TestPlace:
-    def test_auto_on_the_host(self, directory):
-        assert saved.dtype_of("auto", directory, torch.device("cpu")) == "float32"
-        pipe, _ = generate.load(str(directory))
-        expected = "cuda" if torch.cuda.is_available() else "cpu"
-        assert pipe.device.type == expected
-
-    @pytest.mark.parametrize(
-        ("kept", "dtype"),
-        [("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")],
-    )
-    def test_auto_on_an_accelerator_follows_the_weights(self, kept, dtype, tmp_path):
-        (tmp_path / "transformer").mkdir()
-        weights = {"a": torch.ones(2, dtype=saved.DTYPES[kept]), "b": torch.ones(1)}
-        weights["c"] = weights["a"].clone()
-        save_file(weights, tmp_path / "transformer" / "model.safetensors")
-        assert saved.dtype_of("auto", tmp_path, torch.device("cuda")) == dtype
-        assert saved.dtype_of("float32", tmp_path, torch.device("cuda")) == "float32"
-
-    def test_auto_without_safetensors(self, tmp_path):
-        assert saved.dtype_of("auto", tmp_path, torch.device("cuda")) == "bfloat16"
-
-    def test_a_model_id_is_found_in_the_hub_cache(self, directory, monkeypatch):
-        asked = []
-
-        def download(model, **_):
-            asked.append(model)
-            return str(directory)
-
-        monkeypatch.setattr(diffusers.DiffusionPipeline, "download", download)
-        monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-        assert saved.locate("owner/name") == saved.locate("owner/name", configs_only=True)
-        done = call("inspect", "owner/name")
-        assert "transformer: FluxTransformer2DModel" in done.output
-        assert asked == ["owner/name"] * 3
-
-    @pytest.mark.parametrize("name", ["shapes-flux", "shapes-unet"])
-    def test_every_command_knows_the_shipped_names(self, name):
-        assert saved.locate(name) == saved.MODELS / name
-        assert call("inspect", name).exit_code == 0
 
 
 class TestDemo:
