@@ -33,7 +33,7 @@ from diffcache.attach.signature import (
     writes_cache,
 )
 from diffcache.attach.trace import Trace
-from diffcache.attach.tree import leaves, unshared
+from diffcache.attach.tree import unshared
 from diffcache.errors import AttachError
 from diffcache.features.base import FeatureMethod
 from diffcache.features.hold import Hold
@@ -41,11 +41,6 @@ from diffcache.step import Site
 
 if TYPE_CHECKING:
     from diffcache.attach.handle import Handle
-
-_TRAINS = (
-    "{}: gradients are on, so every block is computed and nothing is kept; to sample, call it "
-    "under torch.no_grad()"
-)
 
 
 class Engine:
@@ -128,20 +123,6 @@ class Engine:
             yield from self.parts.when.held(timeline.when_state)
 
     # one call ------------------------------------------------------------------------------
-
-    def trains(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether gradients go through a call; it then runs as if it were not wrapped.
-
-        No frame is open: what is skipped has no gradient, and checkpointed blocks run once more
-        when the call is over. Features of this run are forgotten, which are of earlier steps.
-        """
-        tensors = [*leaves(args), *leaves(kwargs), *self.model.parameters()]
-        if not any(tensor.requires_grad for tensor in tensors):
-            return False
-        run = self.handle.run()
-        run.timeline(self).clear()
-        self.handle.remark(run, [_TRAINS.format(self.anatomy.model)])
-        return True
 
     def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Frame, Any]:
         """Start the frame of a denoiser call: which step and branch it is, and what will run.
