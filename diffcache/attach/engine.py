@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from diffcache.attach.account import account
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.anchor import claim, release
-from diffcache.attach.branches import tell
-from diffcache.attach.clock import Branch, Context, Run, Timeline
+from diffcache.attach.branches import told_branch
+from diffcache.attach.clock import Branch, Run, Timeline
 from diffcache.attach.conditions import other_shape
 from diffcache.attach.context import current_context
 from diffcache.attach.extension import Extension, install
@@ -26,12 +26,7 @@ from diffcache.attach.output import keep_output, stand_in
 from diffcache.attach.peek import Peek
 from diffcache.attach.peers import check_alone
 from diffcache.attach.record import Call
-from diffcache.attach.signature import (
-    all_conditions_of,
-    conditions_of,
-    signature_of,
-    writes_cache,
-)
+from diffcache.attach.signature import conditions_of, signature_of, writes_cache
 from diffcache.attach.trace import Trace
 from diffcache.attach.tree import unshared
 from diffcache.errors import AttachError
@@ -149,7 +144,7 @@ class Engine:
                 context, signature, lambda: conditions_of(args, kwargs, anatomy.timestep)
             )
         else:
-            branch = self._told(timeline, context, signature, (args, kwargs))
+            branch = told_branch(self, timeline, context, signature, (args, kwargs))
         frame = Frame(self, timeline, branch, timeline.step(branch.number))
         reason = self._must_compute(timeline, branch, signature, kwargs)
         self._decide(frame, reason)
@@ -165,17 +160,6 @@ class Engine:
         label = branch.name or branch.number
         frame.call = Call(self.name, timeline.index, timeline.timestep, label, True, reason)
         return frame, given if self.extensions else None
-
-    def _told(
-        self, timeline: Timeline, context: Context | None, signature: Any, call: tuple[Any, Any]
-    ) -> Branch:
-        """Return the branch of a call that no pipeline makes, and warn where nothing tells it."""
-        _, named, _ = self._named(*call)
-        name = None if context is None else context.name
-        branch, said = tell(timeline, name, signature, all_conditions_of(named, self.anatomy))
-        if said:
-            self.handle.remark(timeline.run, [f"{self.anatomy.model}: {said}"])
-        return branch
 
     def _check_length(self, timeline: Timeline) -> None:
         """Raise unless the run has as many steps as the method's tables are made for."""

@@ -199,7 +199,7 @@ class Handle:
             self.observer.guided(timeline.step(0), sample, output)
 
     def remark(self, run: Run, remarks: Iterable[str]) -> None:
-        """Warn that a run is unlike those of the calibration, of each thing once a run."""
+        """Warn of what a run should not be, such as unlike the calibration, once a run."""
         for text in remarks:
             if text not in run.record.remarks:
                 run.record.remarks.append(text)
