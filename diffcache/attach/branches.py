@@ -7,15 +7,21 @@ timeline is in doubt: every call is computed, and nothing of it is kept, until a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from diffcache.attach.clock import Branch, Timeline
+from diffcache.attach.clock import Branch, Context, Timeline
+from diffcache.attach.signature import all_conditions_of
+
+if TYPE_CHECKING:
+    from diffcache.attach.engine import Engine
 
 _NAME = 'name its guidance branches: with diffcache.branch("uncond"): ...'
 _RUN = "put each sampling run into a `with diffcache.run(model):` of its own"
+
+MAX_BRANCHES = 16  # in one step, each of which holds features
 
 # What a timeline doubts -> what to say of it.
 DOUBTS = {
@@ -23,6 +29,8 @@ DOUBTS = {
     f"guidance branch, or which sampling run, they belong to; {_NAME}, or {_RUN}",
     "name twice": "calls at one timestep are in the same diffcache.branch, so they may belong to "
     f"different sampling runs; {_RUN}, or give each a name of its own",
+    "many calls": f"more than {MAX_BRANCHES} calls are at one timestep, so they may be runs of one "
+    f"step, of which nothing can be skipped; {_RUN}, or call diffcache.reset(model) between them",
     "runs in turns": "the timestep turned back and then went past where it had been, so sampling "
     "runs may be taking turns, and outputs of this run so far may be made of another's features; "
     f"{_RUN}, or call diffcache.reset(model) where a run starts",
@@ -108,6 +116,8 @@ def tell(
         branch = next((b for b in known if is_named or alike(b.conditions, conditions)), None)
         if branch is not None and branch.seen_at == index:
             timeline.doubt = "name twice" if is_named else "calls alike"
+        elif branch is None and sum(b.seen_at == index for b in timeline.branches) >= MAX_BRANCHES:
+            timeline.doubt = "many calls"
     if timeline.doubt:
         timeline.branches.clear()
         return Branch(timeline.calls - 1, name, {}), f"{_COMPUTED}: {DOUBTS[timeline.doubt]}"
@@ -120,3 +130,27 @@ def tell(
         branch = timeline.add(name, {} if is_named else keep(conditions))
     branch.seen_at = index
     return branch, said
+
+
+def told_branch(
+    engine: Engine,
+    timeline: Timeline,
+    context: Context | None,
+    signature: Any,
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+) -> Branch:
+    """Return the branch of a call that no pipeline makes; warn where nothing tells it.
+
+    Args:
+        engine: The engine of the denoiser.
+        timeline: Where the denoiser is.
+        context: What was said of the call, None for nothing.
+        signature: Look of the call.
+        call: Its positional and keyword arguments.
+    """
+    named = {**dict(zip(engine._arguments, call[0], strict=False)), **call[1]}
+    name = None if context is None else context.name
+    branch, said = tell(timeline, name, signature, all_conditions_of(named, engine.anatomy))
+    if said:
+        engine.handle.remark(timeline.run, [f"{engine.anatomy.model}: {said}"])
+    return branch

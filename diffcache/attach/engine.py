@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from diffcache.attach.account import account
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.anchor import claim, release
-from diffcache.attach.branches import tell
-from diffcache.attach.clock import Branch, Context, Run, Timeline
+from diffcache.attach.branches import told_branch
+from diffcache.attach.clock import Branch, Run, Timeline
 from diffcache.attach.conditions import other_shape
 from diffcache.attach.context import current_context
 from diffcache.attach.deep import split
@@ -28,15 +28,10 @@ from diffcache.attach.output import keep_output, stand_in
 from diffcache.attach.peek import Peek
 from diffcache.attach.peers import check_alone
 from diffcache.attach.record import Call
-from diffcache.attach.signature import (
-    all_conditions_of,
-    conditions_of,
-    signature_of,
-    writes_cache,
-)
+from diffcache.attach.signature import conditions_of, signature_of, writes_cache
 from diffcache.attach.time_peek import time_peek
 from diffcache.attach.trace import Trace
-from diffcache.attach.tree import leaves, unshared
+from diffcache.attach.tree import unshared
 from diffcache.errors import AttachError
 from diffcache.features.base import FeatureMethod
 from diffcache.features.hold import Hold
@@ -46,10 +41,6 @@ if TYPE_CHECKING:
     from diffcache.attach.handle import Handle
 
 KINDS = 32  # kinds of calls that are remembered; a run rarely has more than a few
-_TRAINS = (
-    "{}: gradients are on, so every block is computed and nothing is kept; to sample, call it "
-    "under torch.no_grad()"
-)
 
 
 class Engine:
@@ -140,20 +131,6 @@ class Engine:
 
     # one call ------------------------------------------------------------------------------
 
-    def trains(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether gradients go through a call; it then runs as if it were not wrapped.
-
-        No frame is open: what is skipped has no gradient, and checkpointed blocks run once more
-        when the call is over. Features of this run are forgotten, which are of earlier steps.
-        """
-        tensors = [*leaves(args), *leaves(kwargs), *self.model.parameters()]
-        if not any(tensor.requires_grad for tensor in tensors):
-            return False
-        run = self.handle.run()
-        run.timeline(self).clear()
-        self.handle.remark(run, [_TRAINS.format(self.anatomy.model)])
-        return True
-
     def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Frame, Any]:
         """Start the frame of a denoiser call: which step and branch it is, and what will run.
 
@@ -179,7 +156,7 @@ class Engine:
                 context, signature, lambda: conditions_of(args, kwargs, anatomy.timestep)
             )
         else:
-            branch = self._told(timeline, context, signature, (args, kwargs))
+            branch = told_branch(self, timeline, context, signature, (args, kwargs))
         if self.parts.when.by_branch and branch.when_state is None:
             branch.when_state = self.parts.when.init()
         frame = Frame(self, timeline, branch, timeline.step(branch.number))
@@ -197,17 +174,6 @@ class Engine:
         label = branch.name or branch.number
         frame.call = Call(self.name, timeline.index, timeline.timestep, label, True, reason)
         return frame, given if self.extensions else None
-
-    def _told(
-        self, timeline: Timeline, context: Context | None, signature: Any, call: tuple[Any, Any]
-    ) -> Branch:
-        """Return the branch of a call that no pipeline makes, and warn where nothing tells it."""
-        _, named, _ = self._named(*call)
-        name = None if context is None else context.name
-        branch, said = tell(timeline, name, signature, all_conditions_of(named, self.anatomy))
-        if said:
-            self.handle.remark(timeline.run, [f"{self.anatomy.model}: {said}"])
-        return branch
 
     def _check_length(self, timeline: Timeline) -> None:
         """Raise unless the run has as many steps as the method's tables are made for."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -23,39 +21,12 @@ from diffcache.attach.engine import Engine
 from diffcache.attach.facts import facts_of
 from diffcache.attach.frame import Frame
 from diffcache.attach.hooks import leave
+from diffcache.attach.place import Place
 from diffcache.attach.record import Call, RunRecord
 from diffcache.attach.solver import tap_pipeline, tap_scheduler, untap
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.base import FeatureMethod
 from diffcache.features.collect import Observer
-
-
-class Place:
-    """Stands for a run in the context of a thread or task; the handle, not the context, owns it.
-
-    So a run ends with whichever goes first, and no context keeps a model alive.
-    """
-
-    __slots__ = ("__weakref__", "run", "task", "thread")
-
-    def __init__(self, run: Run) -> None:
-        self.run = weakref.ref(run)
-        self.thread, self.task = threading.get_ident(), _task()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the run was started by this very thread and task."""
-        return self.thread == threading.get_ident() and self.task == _task()
-
-
-def _task() -> Any:
-    """Return a weak reference to the task that is running, None outside of tasks."""
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no loop runs in this thread
-        return None
-    return None if task is None else weakref.ref(task)
-
 
 Places = weakref.WeakKeyDictionary["Handle", Place]
 _PLACES: ContextVar[Places | None] = ContextVar("diffcache_places", default=None)
@@ -228,7 +199,7 @@ class Handle:
             self.observer.guided(timeline.step(0), sample, output)
 
     def remark(self, run: Run, remarks: Iterable[str]) -> None:
-        """Warn that a run is unlike those of the calibration, of each thing once a run."""
+        """Warn of what a run should not be, such as unlike the calibration, once a run."""
         for text in remarks:
             if text not in run.record.remarks:
                 run.record.remarks.append(text)

@@ -10,10 +10,12 @@ from torch import nn
 
 from diffcache.attach.anchor import owner_of
 from diffcache.attach.tap import FRAME
+from diffcache.attach.tree import leaves
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.step import CURRENT
 
 if TYPE_CHECKING:
+    from diffcache.attach.engine import Engine
     from diffcache.attach.handle import Handle
 
 
@@ -30,7 +32,7 @@ def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if stale is not None and stale.engine is engine:  # left by an interrupt, which no hook sees
         leave(engine.handle)
         engine.handle.abandon()
-    if torch.is_grad_enabled() and engine.trains(args, kwargs):
+    if torch.is_grad_enabled() and _trains(engine, args, kwargs):
         return None
     try:
         frame, given = engine.open(args, kwargs)
@@ -39,6 +41,25 @@ def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         raise
     frame.token = FRAME.set(frame), CURRENT.set(frame.step)
     return given
+
+
+def _trains(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether gradients go through a call; it then runs as if it were not wrapped.
+
+    No frame is open: what is skipped has no gradient, and checkpointed blocks run once more when
+    the call is over. Features of this run are forgotten, which are of earlier steps.
+    """
+    tensors = [*leaves(args), *leaves(kwargs), *engine.model.parameters()]
+    if not any(tensor.requires_grad for tensor in tensors):
+        return False
+    run = engine.handle.run()
+    run.timeline(engine).clear()
+    text = (
+        f"{engine.anatomy.model}: gradients are on, so every block is computed and nothing is "
+        "kept; to sample, call it under torch.no_grad()"
+    )
+    engine.handle.remark(run, [text])
+    return True
 
 
 def close_frame(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:

@@ -110,8 +110,6 @@ class TimeTable(Extension):
             sites = self._sites(frame, given, tensors, (args, kwargs))
             if not sites or self.weights is None or self.weights.trained():
                 return
-            if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
-                return
             common = self._common(frame, given, tensors)
             pages: dict[frozenset[str], Page | None] = {}
             for site in sites:

@@ -197,7 +197,7 @@ def test_gradients_flow_and_nothing_is_kept():
         assert counts(handle)[-1] == (0, 8)
         found = gradient()
         assert torch.equal(found, plain) and found.abs().max() > 0
-        assert COUNTED not in handle.last.calls[-1].counts
+        assert len(handle.last.calls) == 2  # it runs as if nothing were wrapped
 
 
 def test_autocast_has_entries_of_its_own():
