@@ -73,15 +73,15 @@ class Asked(FeatureMethod):
         assert self.votes and min(index for index, _, _ in self.votes) == 1
 
 
-def near_zero(*, in_pipeline: bool) -> dict[str, Asked]:
-    """Return the methods by what they look at.
+def near_zero(*without: str) -> dict[str, Asked]:
+    """Return the methods by what they look at, but some.
 
     The stream after the lead block and its residual are one stream, and who looks at nothing may
     be asked with anyone.
     """
     groups: dict[str, list[FeatureMethod]] = {"residual": [], "modulated": []}
     for name, more in SETTINGS.items():
-        if name == "seacache" and not in_pipeline:
+        if name in without:
             continue
         method = make_method(name, threshold=TINY, **more)
         looks = "modulated" if method.parts().when.probe == "modulated" else "residual"

@@ -125,7 +125,7 @@ def test_a_threshold_near_zero_computes_every_step(name: str):
     """Bit for bit: gates look at what changes; or the model is refused, with the reason."""
     case, model = CASES[name], CASES[name].build(0)
     expected = [output_tensors(model(**inputs(case, model, step=step))) for step in range(3)]
-    for probe, methods in near_zero(in_pipeline=False).items():
+    for probe, methods in near_zero("seacache").items():
         reason = BLIND.get((name, probe)) or BLIND.get((name, ""))
         with (
             pytest.raises(AttachError, match=reason) if reason else nullcontext(),

@@ -13,8 +13,10 @@ from torch import nn
 
 import diffcache
 from diffcache.api import handle_of
+from diffcache.pipelines.zoo.families import KINDS
 from diffcache.pipelines.zoo.pipe import PipeCase
 from diffcache.pipelines.zoo.pipes import pipes
+from tests.near_zero import TINY, near_zero
 
 PIPES = pipes()
 STEPS, EVERY = 6, 3
@@ -40,8 +42,28 @@ CALLS: dict[str, Any] = {
     "SkyReelsV2DiffusionForcingPipeline": [[0, 1]] * (STEPS + 2 * 2),
     "LTX2Pipeline": [[0, 1, 2]] * STEPS,
 }
+# Pipelines that a look at the first attention does not serve, and those of SeaCache.
+REFUSED = {
+    "DDIMPipeline": "down_blocks.0 has no attention module",
+    "StableCascadeDecoderPipeline": "calls none of the attentions that were found",
+    "StableDiffusionXLPipeline": "down_blocks.0 has no attention module",
+}
+NO_LEVELS = {
+    "AnyFlowFARPipeline": "neither a flow's sigmas nor alphas_cumprod tell its noise levels",
+    "Cosmos3OmniPipeline": "which lie on no grid that the call shows",
+    "SkyReelsV2DiffusionForcingPipeline": "the noise level of step 6 is not known",
+    "StableCascadeDecoderPipeline": "neither a flow's sigmas nor alphas_cumprod tell",
+    "ZImagePipeline": "which lie on no grid that the call shows",
+}
+# Its frames go on after the steps that its scheduler announced, where MagCache's ratios are 1.
+LONGER = {"SkyReelsV2DiffusionForcingPipeline"}
+# Where the first attention is looked at: one pipeline of each kind, and those of a text list.
+LOOKED = {*KINDS, *REFUSED, *NO_LEVELS, "BriaPipeline", "WanAnimatePipeline", "Lumina2Pipeline",
+          "Kandinsky5T2VPipeline", "CogVideoXPipeline", "QwenImagePipeline"} & set(PIPES)  # fmt: skip
 # Runs of a pipeline that makes a video piece by piece.
-RUNS = {"WanAnimatePipeline": 2}
+RUNS = {"WanAnimatePipeline": 2, "AnyFlowFARPipeline": 2}
+# Calls that write a KV cache between two runs: they are computed.
+WRITES = {"AnyFlowFARPipeline": ([STEPS], [True])}
 # The blocks of the denoisers whose evaluations are counted with hooks of our own.
 BLOCKS = {
     "FluxPipeline": ("transformer_blocks", "single_transformer_blocks"),
@@ -153,6 +175,34 @@ def test_every_1_changes_nothing(case: PipeCase):
         assert handle.last.skipped == 0 < handle.last.computed
 
 
+def test_a_threshold_near_zero_computes_every_step(case: PipeCase):
+    """Bit for bit, and gates leave no trace; or a gate is refused, with the reason."""
+    pipe, out = plain(case.name)
+    before = traces(pipe)
+    unlike = {"seacache"} if case.name in NO_LEVELS else set()
+    groups = near_zero(*unlike, *({"magcache"} if case.name in LONGER else ()))
+    if case.name not in LOOKED:
+        del groups["modulated"]
+    elif case.name in REFUSED:
+        with (
+            pytest.raises(diffcache.AttachError, match=REFUSED[case.name]),
+            diffcache.wrapped(pipe, groups.pop("modulated")),
+        ):
+            case.run(pipe, 0, STEPS)
+    if unlike:
+        with (
+            pytest.raises(diffcache.AttachError, match=NO_LEVELS[case.name]),
+            diffcache.wrapped(pipe, "seacache", threshold=TINY),
+        ):
+            case.run(pipe, 0, STEPS)
+    for methods in groups.values():
+        with diffcache.wrapped(pipe, methods) as handle:
+            assert torch.equal(case.run(pipe, 0, STEPS), out)
+            assert handle.last.skipped == 0 < handle.last.computed
+            methods.check()
+    assert traces(pipe) == before
+
+
 def test_every_3_skips_by_the_formula_and_repeats(case: PipeCase):
     pipe, out = plain(case.name)
     with diffcache.wrapped(pipe, diffcache.Interval(every=EVERY)) as handle:
@@ -160,9 +210,12 @@ def test_every_3_skips_by_the_formula_and_repeats(case: PipeCase):
         for name, steps in schedule(case, pipe).items():
             calls = [call for call in handle.last.calls if call.denoiser == name]
             indices = [index for index, branches in enumerate(steps) for _ in branches]
-            runs = RUNS.get(case.name, 1)
-            assert [call.index for call in calls] == indices * runs
-            assert [call.computed for call in calls] == expected(steps, EVERY) * runs
+            computed = expected(steps, EVERY)
+            for _ in range(RUNS.get(case.name, 1) - 1):
+                wrote, ran = WRITES.get(case.name, ([], []))
+                indices, computed = indices + wrote + indices, computed + ran + computed
+            assert [call.index for call in calls] == indices
+            assert [call.computed for call in calls] == computed
             for call in calls:
                 place = 1 if call.computed else 0
                 assert all(both[place] == 0 < sum(both) for both in call.counts.values()), call

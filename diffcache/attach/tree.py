@@ -82,7 +82,8 @@ def _build(node: Any, tensors: Iterator[Tensor]) -> Any:
         return keys
     built = [_build(item, tensors) for item in items]
     if keys is not None:
-        return kind(**dict(zip(keys, built, strict=True)))
+        named = dict(zip(keys, built, strict=True))
+        return named if kind is dict else kind(**named)
     if hasattr(kind, "_fields"):
         return kind(*built)
     return kind(built)
