@@ -106,7 +106,8 @@ def calibrate(sweep: Path, samples: int = SAMPLES) -> None:
             raise ValueError(f"{sweep}: {name} takes no tables, yet names {file}")
         with progress(name) as bar:
             diffcache.calibrate(
-                inputs.pipe, method, inputs.prompts, steps=task.steps, out=file, progress=bar,
+                inputs.pipe, method, inputs.prompts, steps=task.steps, seed=inputs.seed,
+                out=file, progress=bar,
                 **inputs.call,
             )  # fmt: skip
 
