@@ -19,7 +19,7 @@ from diffcache.catalog import make_method
 from diffcache.errors import AttachError
 from diffcache.features.base import FeatureMethod, check_int
 from diffcache.features.hold import Form
-from diffcache.memory import bytes_of, size_of
+from diffcache.memory import bytes_of, compression_of, size_of
 from diffcache.report import Report
 from diffcache.step import Site
 
@@ -142,7 +142,8 @@ def expected_bytes(
     asked = {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
     denoisers = denoisers_of(target)
     sizes = {n: size_of(target, m, {**asked, "batch": batch}) for n, m in denoisers.items()}
-    return {n: bytes_of(target, m, chosen, sizes[n]) for n, m in denoisers.items()}
+    compression = compression_of(target)
+    return {n: bytes_of(m, chosen, sizes[n], compression) for n, m in denoisers.items()}
 
 
 def reset(target: Any) -> None:

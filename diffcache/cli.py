@@ -207,17 +207,23 @@ def inspect(
     check: Annotated[
         bool, typer.Option("--check", help="With --all: write nothing, exit 1 if it would change.")
     ] = False,
+    method: Annotated[
+        str | None, typer.Option(metavar=METHOD, help="Say what a method will hold, in bfloat16.")
+    ] = None,
+    height: Annotated[int, typer.Option(min=1, help="With --method: pixels.")] = 1024,
+    width: Annotated[int, typer.Option(min=1, help="With --method: pixels.")] = 1024,
+    frames: Annotated[int, typer.Option(min=1, help="With --method: frames of a video.")] = 1,
 ) -> None:
     """Show what a cache finds in a model: block lists, streams, attention and feed-forward.
 
-    Weights are not read. A class name is described at the zoo's tiny size. With --all, every
-    denoiser of diffusers is run at that size.
+    Weights are not read. A class name is described at the zoo's tiny size; what a method holds is
+    computed at the class's own size. With --all, every denoiser of diffusers is run at that size.
 
     [bold]Try[/bold]
 
         diffcache inspect FluxTransformer2DModel
 
-        diffcache inspect ./my-pipeline
+        diffcache inspect ./my-pipeline --method taylorseer --height 1024 --width 1024
 
         diffcache inspect --all
     """
@@ -233,6 +239,8 @@ def inspect(
         for name, (anatomy, wirings) in find(model).items():
             for part in describe(name, anatomy, wirings):
                 screen.print(part, highlight=False)
+        if method is not None:
+            screen.print(_holds(model, method, (height, width, frames)), highlight=False)
         return
     from diffcache.pipelines.zoo.coverage import coverage
 
@@ -246,6 +254,28 @@ def inspect(
     out.write_text(text, encoding="utf-8")
     typer.echo(text.split("**")[1])
     typer.echo(f"wrote {out}")
+
+
+def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
+    """Say what a method will hold in a guidance branch of a saved model or a class."""
+    import torch
+
+    from diffcache.attach.inputs import Size
+    from diffcache.eval.cost.formula import resolve
+    from diffcache.eval.methods import parse_method
+    from diffcache.memory import bytes_of
+    from diffcache.pipelines.zoo.describe import directory_of
+    from diffcache.report import human
+
+    denoiser = resolve(directory_of(model))
+    built = denoiser.build().to(torch.bfloat16)
+    amount = bytes_of(built, parse_method(method), Size(*size), denoiser.compression)
+    height, width, frames = size
+    length = f", {frames} frames" if frames > 1 else ""
+    return (
+        f"{method} will hold {human(amount, 'B')} in bfloat16 for each sample and guidance branch "
+        f"at {width} x {height}{length}"
+    )
 
 
 @app.command(epilog=EXIT_LINE)

@@ -28,23 +28,26 @@ def expectation(handle: Handle) -> tuple[int, Size] | None:
     try:
         for engine in handle.engines:
             size = size_of(target, engine.model, {})
-            total += bytes_of(target, engine.model, handle.method, size)
+            total += bytes_of(engine.model, handle.method, size, compression_of(target))
     except (ValueError, AttachError):
         return None
     return None if size is None else (total, size)
 
 
-def bytes_of(target: Any, model: nn.Module, method: FeatureMethod, size: Size) -> int:
+def bytes_of(
+    model: nn.Module, method: FeatureMethod, size: Size, compression: tuple[int, int] | None = None
+) -> int:
     """Return the bytes of a method's features in one branch of a denoiser.
 
     A copy of the denoiser without weights, on torch's `meta` device, is called once with inputs
     of the right shapes, so that the count is that of a real run.
 
     Args:
-        target: The pipeline, or the denoiser itself.
-        model: The denoiser.
+        model: The denoiser; it may be on the `meta` device itself.
         method: The method.
         size: What a call makes.
+        compression: Pixels of a latent row and frames of a latent frame; None is what the usual
+            autoencoder of the denoiser's class has.
 
     Raises:
         AttachError: If the denoiser cannot be cached with this method.
@@ -52,7 +55,7 @@ def bytes_of(target: Any, model: nn.Module, method: FeatureMethod, size: Size) -
     """
     cls: Any = type(model)
     config: Mapping[str, Any] = model.config  # type: ignore[assignment]
-    inputs = inputs_of(cls.__name__, config, size, _compression(target))
+    inputs = inputs_of(cls.__name__, config, size, compression)
     if method.abilities():
         raise ValueError(f"{method!r}: holds more than features, which only a run can tell")
     with torch.device("meta"):
@@ -100,7 +103,7 @@ def size_of(target: Any, model: nn.Module, given: Mapping[str, int | None]) -> S
     call = inspect.signature(type(target).__call__).parameters if pipeline else {}
     config: Mapping[str, Any] = model.config  # type: ignore[assignment]
     rows = getattr(target, "default_sample_size", None) or config.get("sample_size")
-    compression = _compression(target) or (known.spatial, known.temporal)
+    compression = compression_of(target) or (known.spatial, known.temporal)
     side = rows * compression[0] if isinstance(rows, int) else None
     defaults = {
         "height": _default(call, "height") or side,
@@ -123,7 +126,7 @@ def _default(call: Mapping[str, inspect.Parameter], name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _compression(target: Any) -> tuple[int, int] | None:
+def compression_of(target: Any) -> tuple[int, int] | None:
     """Return pixels of a latent row and frames of a latent frame of a pipeline's autoencoder."""
     spatial = [getattr(target, f"vae_{name}", None) for name in
                ("spatial_compression_ratio", "scale_factor_spatial", "scale_factor")]  # fmt: skip

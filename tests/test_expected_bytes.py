@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import diffcache
 from diffcache import Site
 from diffcache.attach.inputs import INPUTS, Size, inputs_of
+from diffcache.cli import app
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.report import human
@@ -72,3 +74,10 @@ def test_a_report_before_a_run_says_what_will_be_held():
 def test_sizes_that_do_not_fit_are_refused(cls, given, message):
     with pytest.raises(ValueError, match=message):
         diffcache.expected_bytes(cases()[cls].build(0), "interval", **given)
+
+
+def test_inspect_says_what_a_method_will_hold():
+    words = ["inspect", "FluxTransformer2DModel", "--method", "taylorseer:every=4,order=0"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "54 MiB in bfloat16 for each sample and guidance branch" in " ".join(done.output.split())

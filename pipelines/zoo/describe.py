@@ -46,7 +46,7 @@ def find(target: str) -> dict[str, tuple[Anatomy, dict[str, Wiring]]]:
         ValueError: If it is none of these.
         AttachError: If there is no denoiser with lists of blocks.
     """
-    path = _directory(target)
+    path = directory_of(target)
     if (path / "model_index.json").exists():
         parts = SimpleNamespace(components=dict(_components(path)))
         anatomies = diffcache.inspect(parts)
@@ -64,7 +64,7 @@ def find(target: str) -> dict[str, tuple[Anatomy, dict[str, Wiring]]]:
     return {case.name: (_anatomy(model), _learned(case, model))}
 
 
-def _directory(target: str) -> Path:
+def directory_of(target: str) -> Path:
     """Return the directory that a name stands for; one that is not there for a class name."""
     if case_of(target) is not None or (Path(target) / "config.json").exists():
         return Path(target)
