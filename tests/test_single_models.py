@@ -118,7 +118,7 @@ def call(model: nn.Module, step: int, tokens: int = 4) -> Any:
 
 
 def marks(model: nn.Module) -> str:
-    return "".join("sC"[c.computed] for c in diffcache.report(model).steps)
+    return "".join("sC"[c.computed] for c in diffcache.report(model).calls)
 
 
 @pytest.mark.parametrize("site", ["stack", "block", "model", "module"])
@@ -146,7 +146,7 @@ def test_a_gate_computes_where_the_number_of_tokens_changes(method: Any):
     expected = [call(model, step, tokens) for step, tokens in enumerate([7, 7, 4, 4, 4, 7])]
     diffcache.wrap(model, method)
     for step, tokens in enumerate([7, 7, 4, 4, 4, 7]):
-        out, computed = call(model, step, tokens), diffcache.report(model).steps[-1].computed
+        out, computed = call(model, step, tokens), diffcache.report(model).calls[-1].computed
         assert out.shape == expected[step].shape
         assert not computed or torch.equal(out, expected[step])
     assert marks(model) in ("CsCssC", "CCCssC")  # a warm-up of one or two steps
@@ -174,7 +174,7 @@ def test_nan_goes_through_and_is_learned_from_once_it_is_gone(method: Any):
     diffcache.wrap(model, method)
     for step in range(2):
         assert call(model, step).isnan().all()
-    reasons = [c.reason for c in diffcache.report(model).steps]
+    reasons = [c.reason for c in diffcache.report(model).calls]
     assert reasons == ["first call", "output not finite"]
     model.blocks[0].attn.out.weight.copy_(good)
     assert torch.equal(call(model, 2), wanted)

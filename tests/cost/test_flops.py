@@ -124,7 +124,7 @@ def test_flops_saved_are_those_that_the_calls_lack(name):
                 case.run(pipe, 0, 2)
             report = diffcache.report(pipe)
             diffcache.unwrap(pipe)
-            assert len(report.steps) == len(full) == len(cached)
+            assert len(report.calls) == len(full) == len(cached)
             if any(map(_refuses_modes, models)):  # flex attention, which is said to be not counted
                 assert report.flops_saved is None
                 continue

@@ -203,10 +203,11 @@ def test_inputs_that_are_not_there_are_refused():
     with pytest.raises(AttachError, match=r"no time-projection embedding.*time_proj"):
         diffcache.wrap(flux, TeaCache(0.1, WAN_1_3B, input="time-projection"))
     assert {name: sorted(m.__dict__) for name, m in flux.named_modules()} == before
-    tables = Tables({"method": "teacache", "steps": 3}, {})
+    entries = {"coefficients": torch.ones(2), "range": torch.ones(2), "points": torch.ones(3, 2)}
+    tables = Tables({"method": "teacache", "steps": 3, "degree": 1}, entries)
     with pytest.raises(TablesError, match="measured with input='modulated', not 'time'"):
         TeaCache(tables=tables, input="time")
-    strange = Tables({"method": "teacache", "steps": 3, "input": ["time"]}, {})
+    strange = Tables({"method": "teacache", "steps": 3, "degree": 1, "input": ["time"]}, entries)
     with pytest.raises(TablesError, match=r"input=\['time'\] in their header: must be"):
         TeaCache(tables=strange)
 
