@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from diffcache.attach.tap import FRAME, Tap
+from diffcache.attach.again import again
+from diffcache.attach.tap import Tap
 from diffcache.attach.trace import Trace
-from diffcache.attach.tree import Template, leaves, unshared
+from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError
 from diffcache.step import Site
 
@@ -75,17 +76,13 @@ def leave_loose(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any
 def _is_chain(engine: Engine, frame: Frame, key: str, call: tuple[Any, Any]) -> bool:
     """Return whether what the first block of a list returns reaches a later one."""
     calls: list[None] = []
-    frame.items = {key: [_PoisonTap(block, calls) for block in engine.taps.blocks[key]]}
-    token = FRAME.set(frame)
+    items = {key: [_PoisonTap(block, calls) for block in engine.taps.blocks[key]]}
     try:
-        args, kwargs = unshared(call)
-        engine.model.forward(*args, **kwargs)
+        again(engine, frame, items, call)
     except _Arrived:
         return True
     except Exception:  # it does not work with NaN; the check of the layout will tell
         return True
-    finally:
-        FRAME.reset(token)
     return False
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from diffcache.attach.account import account
+from diffcache.attach.again import Random
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.anchor import claim, release
 from diffcache.attach.branches import told_branch
@@ -170,7 +171,7 @@ class Engine:
         for extension in self.extensions:
             given = extension.open(frame, *given) or given
         if frame.trace is not None:
-            frame.given = unshared(given)
+            frame.given, frame.random = unshared(given), Random(given)
         label = branch.name or branch.number
         frame.call = Call(self.name, timeline.index, timeline.timestep, label, True, reason)
         return frame, given if self.extensions else None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from diffcache.attach.again import Random
 from diffcache.attach.anchor import ATTRIBUTE
 from diffcache.attach.clock import Branch, Timeline
 from diffcache.attach.flops import counted
@@ -49,14 +50,16 @@ class Frame:
         closed: Number of spans whose estimates were used.
         times: Path of a module that embeds the timestep -> its outputs in this call.
         sample: What the denoiser was given to denoise.
+        random: The random generators at the start of a traced call.
+        repeats: Whether the denoiser is being run once more, to learn.
         mixed: What runs and what is skipped where blocks decide apart, None elsewhere.
         looked: Whether the gate looked into the first block.
     """
 
     __slots__ = ("_probe_input", "apart", "bases", "branch", "call", "closed", "computes",
                  "decider", "decides", "engine", "foreseen", "given", "instead", "items", "lasts",
-                 "layout", "looked", "mixed", "sample", "started", "step", "tally", "timeline",
-                 "times", "token", "trace", "visits")  # fmt: skip
+                 "layout", "looked", "mixed", "random", "repeats", "sample", "started", "step",
+                 "tally", "timeline", "times", "token", "trace", "visits")  # fmt: skip
 
     def __init__(self, engine: Engine, timeline: Timeline, branch: Branch, step: Step) -> None:
         self.engine = engine
@@ -79,6 +82,8 @@ class Frame:
         self.closed = 0
         self.times: dict[str, list[Tensor]] = {}
         self.sample: Any = None
+        self.random: Random | None = None
+        self.repeats = False
         self.mixed: Work | None = None
         self.looked = False
         self.tally: dict[str, float | None] | None = None

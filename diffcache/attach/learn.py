@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from diffcache.attach.again import again
 from diffcache.attach.chain import leave_loose
 from diffcache.attach.frame import Frame, main_stream
 from diffcache.attach.layout import Layout, keep, plan
 from diffcache.attach.peek import PlainTap, UnwatchedTap, look
 from diffcache.attach.reach import reach_of
 from diffcache.attach.signature import writes_cache
-from diffcache.attach.tap import FRAME
 from diffcache.attach.trace import Trace
-from diffcache.attach.tree import leaves, unshared
+from diffcache.attach.tree import leaves
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
 from diffcache.step import Site
@@ -50,21 +51,16 @@ def learn(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> 
     layout = lay_out(engine, trace, engine.parts)
     frame.layout = layout
     if not keep(frame, layout, trace.calls):
-        _again(engine, frame, layout.compute, call)
+        again(engine, frame, layout.compute, call)
     when = engine.parts.when
     if engine.peek is not None:
-        frame.items = {
+        items = {
             key: [PlainTap(b) if key in layout.streams else UnwatchedTap(b) for b in group]
             for key, group in engine.taps.blocks.items()
         }
-        args, kwargs = unshared(call)
-        token = FRAME.set(frame)
-        try:
-            probe = look(engine, engine.model.forward, args, kwargs)
-            if frame.decides:
-                frame.decide(probe)
-        finally:
-            FRAME.reset(token)
+        probe = again(engine, frame, items, call, partial(look, engine))
+        if frame.decides:
+            frame.decide(probe)
     elif frame.decides and when.probe is not None:
         places = {(traced.list_key, traced.index): traced for traced in trace.calls}
         first, last = places[layout.lead_calls[0]], places[layout.lead_calls[-1]]
@@ -118,7 +114,7 @@ def _attempt(
         if protected:
             layout.protect()
         try:
-            _again(engine, frame, layout.compute, call)
+            again(engine, frame, layout.compute, call)
             return _check(engine, frame, call, out, Site.of(parts.site))
         except AttachError as refusal:
             last = refusal
@@ -159,8 +155,9 @@ def _check(engine: Engine, frame: Frame, call: tuple[Any, Any], out: Any, site: 
     assert frame.layout is not None
     check = Frame(engine, frame.timeline, frame.branch, frame.step)
     check.computes, check.layout, check.instead = False, frame.layout, frame.instead
+    check.random = frame.random
     try:
-        found = leaves(_again(engine, check, frame.layout.skip, call))
+        found = leaves(again(engine, check, frame.layout.skip, call))
     except Exception as failure:
         raise AttachError(f"it fails with its blocks skipped ({failure})") from failure
     if site is Site.MODEL:
@@ -180,14 +177,3 @@ def _check(engine: Engine, frame: Frame, call: tuple[Any, Any], out: Any, site: 
 
 def _is_finite(leaf: Tensor) -> bool:
     return bool(leaf.detach().float().isfinite().all())
-
-
-def _again(engine: Engine, frame: Frame, items: dict[str, list[Any]], call: Any) -> Any:
-    """Run the denoiser once more under a frame, with other items."""
-    frame.items = items
-    token = FRAME.set(frame)
-    try:
-        args, kwargs = unshared(call)
-        return engine.model.forward(*args, **kwargs)
-    finally:
-        FRAME.reset(token)

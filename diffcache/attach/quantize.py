@@ -162,8 +162,8 @@ class WatchedLayers(Extension):
 
     def _watcher_of(self, name: str) -> Any:
         def see(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-            step = now()
-            if step is None:
+            step, frame = now(), FRAME.get()
+            if step is None or (frame is not None and frame.repeats):
                 return
             given = args[0].detach()
             if self._plan is None:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from diffcache.attach.again import again
 from diffcache.attach.frame import Frame
 from diffcache.attach.peek import Peek, plain
-from diffcache.attach.tap import FRAME, Tap
+from diffcache.attach.tap import Tap
 from diffcache.attach.trace import BlockCall, Reach, Trace
-from diffcache.attach.tree import Template, leaves, unshared
+from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError
 
 if TYPE_CHECKING:
@@ -39,28 +40,26 @@ def reach_of(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) 
     """
     gated = engine.parts.when.probe is not None
     needed = gated or len(engine.taps.blocks) > 1
-    has_values = not any(leaf.is_meta for leaf in leaves(frame.sample))
+    sample = leaves(call[1].get(engine.anatomy.sample, call[0][0] if call[0] else None))
+    has_values = not any(leaf.is_meta for leaf in sample)
     if engine.anatomy.is_unet or not needed or not has_values:
         return None
     follow = Follow(engine, trace)
-    frame.items = {
+    items: dict[str, list[Any]] = {
         key: [
             FollowTap(block, follow, key, index)
             for index, block in enumerate(engine.taps.blocks[key])
         ]
         for key in follow.firsts
     }
-    args, kwargs = _with(unshared(call), {id(tensor) for tensor in leaves(frame.sample)})
-    token, failure = FRAME.set(frame), None
+    other, failure = _with(call, {id(tensor) for tensor in sample}), None
     try:
         with torch.no_grad():
-            engine.model.forward(*args, **kwargs)
+            again(engine, frame, items, other)
     except AttachError:
         raise
     except Exception as error:
         failure = error
-    finally:
-        FRAME.reset(token)
     if failure is None and any(follow.reach.values()):
         return follow.reach
     if not gated:
