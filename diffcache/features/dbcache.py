@@ -78,7 +78,7 @@ class DBCache(FeatureMethod):
 
     The first `lead` blocks always run, and what they add to the stream is compared with what they
     added at the last computed step, `mean|new - old| / mean|old|`; below `threshold` the blocks
-    behind them are skipped, their residuals reused or forecast, and the last `tail` blocks run on
+    after them are skipped, their residuals reused or forecast, and the last `tail` blocks run on
     the result. Reference: DBCache of cache-dit, https://github.com/vipshop/cache-dit, whose
     `F8B0` is `lead=8, tail=0`. Differs: the first guidance branch decides for all; the comparison
     is in float32 over all tokens; each list of blocks keeps its own residual.

@@ -16,13 +16,13 @@ from diffcache.step import Step
 class Decreasing(When):
     """Compute at an interval that shrinks over the run.
 
-    With `T_s = longest - (longest - shortest) * (s - warmup) / (S - warmup)` a step `s` behind the
+    With `T_s = longest - (longest - shortest) * (s - warmup) / (S - warmup)` a step `s` after the
     warm-up is computed when `s mod T_s == 0` (ProfilingDiT, arXiv 2504.03140, section 3). The
     paper does not say how `T_s` becomes a whole number: here it is rounded to the nearest one,
     halves up. Where `T_s` changes, a gap can be longer than `T_s` by the paper's own rule.
 
     Args:
-        longest: Interval behind the warm-up, in steps.
+        longest: Interval after the warm-up, in steps.
         shortest: Interval that the end of the run comes near, in steps; at most `longest`.
         warmup: First steps that are always computed; the first one is in any case.
         total: Number of steps S of the run; None takes the run's own.

@@ -27,7 +27,7 @@ from diffcache.step import Step
 class Magnitude(When):
     """Skip while products of magnitude ratios stay near 1.
 
-    With `p(k)` the product of the ratios of the `k` steps behind the last computed one, a step is
+    With `p(k)` the product of the ratios of the `k` steps after the last computed one, a step is
     skipped while the sum of `|1 - p(k)|` over them is below `threshold` and they are no more than
     `longest`. The decisions follow from the ratios and the step alone.
 

@@ -40,14 +40,14 @@ class ProfilingDiT(Calibrated):
     Args:
         background: Blocks to reuse, names or ranges such as `blocks.2-7`; empty turns the cache
             off; None takes those that `tables` tell.
-        every: Interval in steps behind the warm-up; 1 turns the cache off.
-        warmup: First steps that are all computed; so is the step behind them with a fixed
+        every: Interval in steps after the warm-up; 1 turns the cache off.
+        warmup: First steps that are all computed; so is the step after them with a fixed
             interval, as in the official code.
         interval: `fixed` as in the official code; `decreasing` from `longest` to `shortest` as in
             the paper, see `Decreasing`.
-        longest: Interval behind the warm-up, in steps. The paper's number is not known to us.
+        longest: Interval after the warm-up, in steps. The paper's number is not known to us.
         shortest: Interval at the end, in steps. The paper's number is not known to us.
-        listed: Pairs of a list of blocks and its computed steps behind the warm-up, in the place
+        listed: Pairs of a list of blocks and its computed steps after the warm-up, in the place
             of the interval; needs `total`.
         total: Number of steps of the run, where it needs to be known and the run does not say.
         share: Part of the profiled blocks that is background, from 0 to 1, those that overlap

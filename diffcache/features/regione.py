@@ -84,7 +84,7 @@ class RegionE(Calibrated):
     Reference: RegionE, arXiv 2510.25590 (adaptive region partition, region-aware generation with
     the region-instruction KV cache, adaptive velocity decay cache), and its official code. A run
     has a stabilisation stage, which computes everything and ends with a choice of the edited
-    tokens (by the similarity of the one-step clean estimate with the reference picture); a region
+    tokens (by the similarity of the one-step clean estimate with the reference image); a region
     stage, whose steps compute the edited tokens against keys and values kept of all the others,
     with a refresh in the middle; and a smoothing stage, which computes everything again. In the
     region stage the rows that are not edited keep the velocity of the last full step, and whole
@@ -94,10 +94,10 @@ class RegionE(Calibrated):
     skipped before it (`official=True`); the paper's decay accumulates (`official=False`).
 
     It serves `FluxKontextPipeline`, `QwenImageEditPipeline` and `QwenImageEditPlusPipeline`, with
-    one reference picture of the result's size and steps of Euler's method.
+    one reference image of the result's size and steps of Euler's method.
     Departures:
 
-    - Keys are kept behind their norm and rotation, not before: both work on single rows with
+    - Keys are kept after their norm and rotation, not before: both work on single rows with
       fixed positions, so that the attention is the same.
     - Guidance branches have stores of their own; the official code for FLUX.1-Kontext has one.
     - The official code serves one sample at a time; here every sample of a batch has its own

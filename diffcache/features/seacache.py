@@ -160,7 +160,7 @@ class SeaCache(FeatureMethod):
     As TeaCache, but without a fitted polynomial: before the modulated input of the first block is
     compared with that of the step before, it is filtered over the token grid so that what is
     content at the current noise level passes and noise does not. Reference: SeaCache, arXiv
-    2602.18993, section 3 (SEA filter, normalised to a mean gain of 1, on the timestep-modulated
+    2602.18993, section 3 (SEA filter, normalized to a mean gain of 1, on the timestep-modulated
     input). Differs: the first guidance branch decides for all; each list of blocks keeps its own
     residual. `order=1`, `warmup`, `last` and `longest` are those of diffusers' `SeaCacheConfig`,
     which filters the latents of videos instead.

@@ -18,7 +18,7 @@ from diffcache.kv.recipe import Layout, Recipe
 from diffcache.kv.score.base import Score
 from diffcache.kv.trigger import EveryStep
 from tests.kv import oracle
-from tests.kv.tiny import GREEDY, gemma, llama, prompts, row, same, second_turn
+from tests.kv.tiny import GREEDY, gemma, grouped_rounding, llama, prompts, row, same, second_turn
 
 WAYS = {
     "greedy": {},
@@ -84,7 +84,8 @@ def test_keeping_all_is_stock_bit_for_bit(model: Any, mode: Any, way: str, padde
     recipe = Recipe() if mode == "stock" else lots(Uniform(1.0), trigger=EveryStep())
     cache = cache_for(model, recipe, mode=mode)
     ours = model.generate(**inputs, past_key_values=cache, **GREEDY, **WAYS[way])
-    same(ours, stock(model, inputs, **WAYS[way]))
+    rounding = grouped_rounding() if padded and mode == "native" else 0.0
+    same(ours, stock(model, inputs, **WAYS[way]), rounding)
 
 
 @pytest.mark.parametrize("mode", ["native", "stock"])
@@ -96,7 +97,8 @@ def test_a_second_turn_with_all_ids_is_stock(model: Any, mode: Any) -> None:
     theirs = model.generate(**turn, past_key_values=full, **GREEDY)
     cache = cache_for(model, Recipe(), mode=mode)
     model.generate(**inputs, past_key_values=cache, **GREEDY)
-    same(model.generate(**turn, past_key_values=cache, **GREEDY), theirs)
+    rounding = grouped_rounding() if mode == "native" else 0.0
+    same(model.generate(**turn, past_key_values=cache, **GREEDY), theirs, rounding)
 
 
 @pytest.mark.parametrize("way", ["greedy", "chunks", "beams"])
@@ -106,7 +108,7 @@ def test_sliding_layers_of_a_hybrid_stay_stock(way: str) -> None:
     cache = cache_for(model, lots(Uniform(1.0)), mode="native")
     assert cache.owned == [5]
     ours = model.generate(**inputs, past_key_values=cache, **GREEDY, **WAYS[way])
-    same(ours, theirs)
+    same(ours, theirs, grouped_rounding())
 
 
 @pytest.mark.parametrize("layout", ["flat", "padded"])

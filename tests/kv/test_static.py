@@ -58,6 +58,9 @@ def test_a_chunk_later_on_sees_what_is_held() -> None:
         StaticWindow(6, 6)
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="torch 2.6 cannot trace transformers' own wrappers"
+)
 def test_one_graph_serves_every_step() -> None:
     model = llama(num_hidden_layers=2)
     inputs = row(prompts(), 1)

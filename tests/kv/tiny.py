@@ -78,6 +78,23 @@ def second_turn(
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def grouped_rounding() -> float:
+    """Return what two ways to attend in groups under a mask may differ by, 0 where torch has one.
+
+    transformers repeats keys under a mask, diffcache leaves the groups to torch: in torch 2.6 these
+    are two kernels, which round otherwise.
+    """
+    q, kv, mask = (
+        torch.randn(1, 4, 16, 16),
+        torch.randn(1, 2, 60, 16),
+        torch.rand(1, 1, 16, 60) > 0.3,
+    )
+    attend = torch.nn.functional.scaled_dot_product_attention
+    wide = kv.repeat_interleave(2, 1)
+    one = torch.equal(attend(q, kv, kv, mask, enable_gqa=True), attend(q, wide, wide, mask))
+    return 0.0 if one else 1e-6
+
+
 def same(one: Any, two: Any, tolerance: float = 0.0) -> None:
     """Assert that two outputs of generate have the same tokens and logits."""
     assert torch.equal(one.sequences, two.sequences)

@@ -177,7 +177,7 @@ def snapkv(
     pooling: Pooling = "avg",
     groups: Groups = "mean",
 ) -> Recipe:
-    """Keep what the end of the prompt attends to, with its neighbours.
+    """Keep what the end of the prompt attends to, with its neighbors.
 
     Args:
         budget: Slots of a row, the window among them, or a share of the tokens it has seen.

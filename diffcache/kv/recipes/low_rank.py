@@ -26,7 +26,7 @@ def xkv(
     block: int = 1024,
     skip: Whole = 0,
 ) -> Recipe:
-    """Factor unrotated keys, and values, of neighbouring layers over tokens they share.
+    """Factor unrotated keys, and values, of neighboring layers over tokens they share.
 
     Args:
         rank: Coordinates of the keys of a slot, or a share of the channels of all layers and heads

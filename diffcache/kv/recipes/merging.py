@@ -158,11 +158,11 @@ def kvmerger(
     count: bool = False,
     space: Space = "post",
 ) -> Recipe:
-    """Merge runs of neighbours with similar keys in the prompt, weighted by a Gaussian kernel.
+    """Merge runs of neighbors with similar keys in the prompt, weighted by a Gaussian kernel.
 
     Args:
         budget: Slots of a row, or a share of the tokens it has seen.
-        threshold: Cosine of neighbours above which they may be merged.
+        threshold: Cosine of neighbors above which they may be merged.
         sinks: First tokens that are never merged.
         recent: Last tokens that are never merged.
         count: Have merged slots count as many times as they have members; the paper does not.

@@ -197,7 +197,7 @@ def xquant(
     layers: Count = 2,
     skip: Whole = 0,
 ) -> Recipe:
-    """Quantize as KIVI does; neighbouring layers share their codes and keep their own scales.
+    """Quantize as KIVI does; neighboring layers share their codes and keep their own scales.
 
     Args:
         bits: Of a code; with 1 bit draw the grid in with `relax`.

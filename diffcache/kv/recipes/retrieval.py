@@ -44,7 +44,7 @@ def quest(budget: Size = 1024, page: Count = 16, skip: int = 2, group: Group = "
 def mpcache_select(
     budget: Size = 1024, large: int = 32, small: Count = 16, alpha: float = 0.6, layers: int = 2
 ) -> Recipe:
-    """Read small clusters within large ones, by a mix of bounds, alike in neighbouring layers.
+    """Read small clusters within large ones, by a mix of bounds, alike in neighboring layers.
 
     Args:
         budget: Slots a query reads, or a share of the tokens.
@@ -125,7 +125,7 @@ def rekv(
     budget: Size = 12544, recent: Whole = 15000, sinks: Whole = 4, block: Count = 196,
     tiers: Tiers | None = None,
 ) -> Recipe:  # fmt: skip
-    """Let frames of a film see the last tokens, and a question the frames it is about.
+    """Let frames of a video see the last tokens, and a question the frames it is about.
 
     Args:
         budget: Slots a query reads beside the last ones, or a share of the tokens: 64 frames.

@@ -109,11 +109,12 @@ def check_setting(name: str, value: object, hint: Any) -> None:
         if not isinstance(value, str) or value not in get_args(kind):
             choices = " or ".join(map(repr, get_args(kind)))
             raise ValueError(f"{name}={value!r}: must be {choices}{none}")
-    elif isinstance(kind, type) and not isinstance(value, kind):
-        what = "True or False" if kind is bool else f"a {kind.__name__}"
-        raise ValueError(f"{name}={value!r}: must be {what}{none}")
     elif get_origin(kind) in (tuple, Sequence) and not isinstance(value, (tuple, list)):
         raise ValueError(f"{name}={value!r}: must be a tuple or a list{none}")
+    # On Python 3.10 `tuple[int, ...]` passes for a type.
+    elif not get_origin(kind) and isinstance(kind, type) and not isinstance(value, kind):
+        what = "True or False" if kind is bool else f"a {kind.__name__}"
+        raise ValueError(f"{name}={value!r}: must be {what}{none}")
 
 
 def _check_number(name: str, value: Any, kind: type, limits: Any, none: str) -> None:
