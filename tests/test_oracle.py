@@ -172,7 +172,9 @@ def test_the_same_steps_as_in_a_real_run(pipe, uncached, method):
 
 
 def test_module_sites_are_named_by_their_paths(pipe):
-    errors = observe(pipe, TaylorSeer(every=2, warmup=1, site="module"), lambda: draw(pipe, steps=3))
+    errors = observe(
+        pipe, TaylorSeer(every=2, warmup=1, site="module"), lambda: draw(pipe, steps=3)
+    )
     assert errors.sites[:3] == [
         "transformer_blocks.0.attn", "transformer_blocks.0.ff", "transformer_blocks.0.ff_context",
     ]  # fmt: skip
