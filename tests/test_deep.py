@@ -38,7 +38,7 @@ def deep(layers: int = 1, every: int = 2) -> Combine:
 
 def inputs(name: str, model: nn.Module, extra: str = "", step: int = 0) -> dict[str, Any]:
     case = CASES[name]
-    return case.kwargs(model, step, step) | (case.extras[extra](model, step) if extra else {})
+    return case.kwargs(model, 0, step) | (case.extras[extra](model, step) if extra else {})
 
 
 def run(model: nn.Module, given: list[dict[str, Any]], handle: Handle) -> list[Tensor]:
