@@ -41,6 +41,7 @@ def test_the_record_of_a_run(capsys, tmp_path, monkeypatch):
         return Peak(3000, 2000)
 
     monkeypatch.setattr(turns, "peak_bytes", peak_bytes)
+    monkeypatch.setenv("COLUMNS", "200")  # long times must not wrap the cells
     file = tmp_path / "new" / "latency.json"
     methods = ["--method", STACK, "--method", "first-block:threshold=1e-9"]
     assert latency.main([*WORDS, *methods, "--memory", "--json", str(file)]) == 0
@@ -64,7 +65,7 @@ def test_the_record_of_a_run(capsys, tmp_path, monkeypatch):
     assert found["shapes"]["num_inference_steps"] == 4 and found["shapes"]["batch_size"] == 2
     assert not file.with_name("latency.json.tmp").exists()
     shown = capsys.readouterr().out
-    assert "3 KiB" in shown and "2/4" in shown and "note: " in shown
+    assert "2.93 KiB" in shown and "2/4" in shown and "note: " in shown
 
 
 def test_json_alone_on_standard_output(capsys):
