@@ -1,4 +1,4 @@
-"""What every command line of the project shares: exit codes, errors as one line, KEY=VALUE."""
+"""Exit codes, options and errors in one line, for every command line of the project."""
 
 from __future__ import annotations
 

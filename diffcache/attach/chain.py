@@ -1,4 +1,4 @@
-"""Which lists are chains of blocks: what a block returns reaches the next one."""
+"""Tell lists of blocks that feed each other from lists that stand side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where `site='deep'` splits a model: inside the first and the last block of a UNet."""
+"""Split a UNet inside its first and its last block, for `site='deep'`."""
 
 from __future__ import annotations
 

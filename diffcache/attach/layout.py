@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Work:
-    """What the blocks of one kind of call do.
+    """The work of the blocks in one kind of call.
 
     Attributes:
         counts: List -> (blocks that run, blocks that are skipped).

@@ -1,4 +1,4 @@
-"""Where a run is: in the context of one thread or task."""
+"""Keep the run of one thread or task in its context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which lists of blocks are given what changes with the sample: seen in a call with another one."""
+"""Find the lists of blocks whose input changes with the sample, in a call with another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What MagCache measures: how the norms of the residual's tokens change from step to step."""
+"""Measure for MagCache how the norms of the residual's tokens change from step to step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tables must be: tensors by name, entries of the header, and what is wrong with others."""
+"""Check the tables of methods: tensors by name and entries of the header."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _AXIS = re.compile(r"(\w+)([+-]\d+)?")
 
 @dataclass(frozen=True)
 class Entry:
-    """What one tensor of a method's tables must be.
+    """The requirements on one tensor of a method's tables.
 
     Attributes:
         shape: Its axes. `steps` and the names of `Schema.header` stand for that number, or for the
@@ -60,7 +60,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Schema:
-    """What the tables of a method must hold, and nothing else.
+    """The tensors and header entries of a method's tables; others are refused.
 
     Attributes:
         tensors: By name. `{sites}` in a name stands for each name of that list in the header, `*`

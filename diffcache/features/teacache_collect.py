@@ -1,4 +1,4 @@
-"""What TeaCache measures: how the output changes where its input does, and a polynomial of it."""
+"""Measure for TeaCache how the output changes where its input does, and fit a polynomial."""
 
 from __future__ import annotations
 

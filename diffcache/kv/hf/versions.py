@@ -1,4 +1,4 @@
-"""What differs between the versions of transformers, 5.0 and later."""
+"""Bridge the differences between versions of transformers, 5.0 and later."""
 
 from __future__ import annotations
 
