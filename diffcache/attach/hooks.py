@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +50,7 @@ def _trains(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     No frame is open: what is skipped has no gradient, and checkpointed blocks run once more when
     the call is over. Features of this run are forgotten, which are of earlier steps.
     """
-    tensors = [*leaves(args), *leaves(kwargs), *engine.model.parameters()]
+    tensors = chain(engine.model.parameters(), leaves(args), leaves(kwargs))  # mostly the first
     if not any(tensor.requires_grad for tensor in tensors):
         return False
     run = engine.handle.run()

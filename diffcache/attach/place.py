@@ -24,7 +24,7 @@ class Place:
 
     @property
     def is_here(self) -> bool:
-        """Whether the run was started by this very thread and task."""
+        """Return whether this very thread and task started the run."""
         return self.thread == threading.get_ident() and self.task == _task()
 
 

@@ -105,7 +105,7 @@ class Accumulated(When):
 
     @property
     def probe(self) -> Probe:
-        """What is compared from step to step."""
+        """Return which probe is compared from step to step."""
         return self.of
 
     def init(self) -> Sum:

@@ -79,7 +79,7 @@ def header_fault(header: Any, schema: Schema | None = None) -> str:
 
     Args:
         header: As it was read.
-        schema: Of the method, None where it is not known yet.
+        schema: The method's schema, None where it is not known yet.
     """
     if not isinstance(header, Mapping):
         return f"its header is {shown(header)}; must be entries by name"
@@ -106,9 +106,9 @@ def tensors_fault(header: Mapping[str, Any], tensors: Mapping[str, Tensor], sche
     """Return what is wrong with tensors, empty if nothing is.
 
     Args:
-        header: In which `header_fault` found nothing wrong.
+        header: A header without fault by `header_fault`.
         tensors: By name.
-        schema: Of the method.
+        schema: The method's schema.
     """
     wanted = {name: (entry, owner) for name, entry, owner in _wanted(header, tensors, schema)}
     missing = [name for name in wanted if name not in tensors]

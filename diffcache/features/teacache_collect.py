@@ -25,7 +25,7 @@ class Changes(Collector):
     Pairs of neighboring steps in the first guidance branch, as the decision is taken there.
 
     Args:
-        degree: Of the polynomial.
+        degree: Degree of the polynomial.
         of: What is compared.
     """
 

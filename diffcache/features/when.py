@@ -157,7 +157,7 @@ class Table(When):
 
 @dataclass
 class GateState:
-    """What a gate knows of a run: its forecast, the last computed step, the shape of its probe."""
+    """The state of a gate in a run: its forecast, the last computed step, its probe's shape."""
 
     forecast: Any
     index: int | None = None

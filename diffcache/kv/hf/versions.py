@@ -23,7 +23,7 @@ def tokens_to_crop(given: int, store: KVStore) -> int:
 
     Args:
         given: What `crop` was called with.
-        store: Of the cache.
+        store: The cache's store.
 
     Raises:
         ValueError: If it is positive, and this version takes no length.
@@ -52,8 +52,8 @@ def has_shared_layers(config: Any, layers: Sequence[Any]) -> bool:
     Later versions have a dummy in the place of each; earlier ones leave the last layers out.
 
     Args:
-        config: Of the decoder.
-        layers: Of a cache of transformers for it.
+        config: The decoder's configuration.
+        layers: Layers of a cache of transformers for the decoder.
     """
     is_short = len(layers) < config.num_hidden_layers
     return is_short or any(type(layer).__name__ == "DummyLayer" for layer in layers)
