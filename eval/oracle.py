@@ -25,7 +25,7 @@ from diffcache.api import wrapped
 from diffcache.attach.clock import Branch, Timeline
 from diffcache.attach.engine import Engine
 from diffcache.attach.handle import Handle
-from diffcache.attach.output import OUTPUT
+from diffcache.attach.reuse.output import OUTPUT
 from diffcache.catalog import make_method
 from diffcache.errors import CacheWarning, DiffcacheError
 from diffcache.features.base import FeatureMethod, Instead, Probe, When

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 import diffcache
-from diffcache.attach.frame import ranks_of
+from diffcache.attach.reuse.frame import ranks_of
 from diffcache.features.when import RANKS, relative_l1
 from diffcache.pipelines.zoo.catalog import cases
 

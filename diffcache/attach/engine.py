@@ -8,30 +8,30 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from diffcache.attach.account import account
-from diffcache.attach.again import Random
+from diffcache.attach.reuse.account import account
+from diffcache.attach.reuse.again import Random
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.anchor import claim, release
 from diffcache.attach.branches import told_branch
 from diffcache.attach.clock import Branch, Run, Timeline
 from diffcache.attach.conditions import other_shape
 from diffcache.attach.context import current_context
-from diffcache.attach.deep import split
+from diffcache.attach.reuse.deep import split
 from diffcache.attach.extension import Extension, install
 from diffcache.attach.facts import facts_of
-from diffcache.attach.frame import Frame, gated_items
+from diffcache.attach.reuse.frame import Frame, gated_items
 from diffcache.attach.hooks import close_frame, open_frame
-from diffcache.attach.install import Taps
+from diffcache.attach.reuse.taps import Taps
 from diffcache.attach.latest import Latest
-from diffcache.attach.layout import Layout
-from diffcache.attach.learn import learn, verify
-from diffcache.attach.output import keep_output, stand_in
-from diffcache.attach.peek import Peek
+from diffcache.attach.reuse.layout import Layout
+from diffcache.attach.reuse.learn import learn, verify
+from diffcache.attach.reuse.output import keep_output, stand_in
+from diffcache.attach.reuse.peek import Peek
 from diffcache.attach.peers import check_alone
 from diffcache.attach.record import Call
 from diffcache.attach.signature import conditions_of, signature_of, writes_cache
-from diffcache.attach.time_peek import time_peek
-from diffcache.attach.trace import Trace
+from diffcache.attach.reuse.time_peek import time_peek
+from diffcache.attach.reuse.trace import Trace
 from diffcache.attach.tree import unshared
 from diffcache.errors import AttachError
 from diffcache.features.base import FeatureMethod

@@ -13,7 +13,7 @@ from diffcache.features.base import Ability
 if TYPE_CHECKING:
     from diffcache.attach.clock import Run
     from diffcache.attach.engine import Engine
-    from diffcache.attach.frame import Frame
+    from diffcache.attach.reuse.frame import Frame
 
 # Class of ability -> "module:function" that installs it: install(engine, ability) -> Extension
 INSTALLERS: dict[str, str] = {

@@ -19,7 +19,7 @@ from diffcache.attach.conditions import tables_of
 from diffcache.attach.context import listen, unlisten
 from diffcache.attach.engine import Engine
 from diffcache.attach.facts import facts_of
-from diffcache.attach.frame import Frame
+from diffcache.attach.reuse.frame import Frame
 from diffcache.attach.hooks import leave
 from diffcache.attach.place import Place
 from diffcache.attach.record import Call, RunRecord

@@ -21,7 +21,7 @@ from diffcache.step import CURRENT, Step
 
 if TYPE_CHECKING:
     from diffcache.attach.engine import Engine
-    from diffcache.attach.frame import Frame
+    from diffcache.attach.reuse.frame import Frame
 
 KINDS: dict[type, type[QuantizedLayer]] = {
     nn.Linear: QuantizedLinear,

@@ -34,7 +34,7 @@ from diffcache.features.region_mask import (
 if TYPE_CHECKING:
     from diffcache.attach.clock import Run
     from diffcache.attach.engine import Engine
-    from diffcache.attach.frame import Frame
+    from diffcache.attach.reuse.frame import Frame
 
 EULER = "FlowMatchEulerDiscreteScheduler"
 PIPELINES = ("FluxKontextPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline")

@@ -13,7 +13,7 @@ from diffcache.errors import AttachError
 
 if TYPE_CHECKING:
     from diffcache.attach.engine import Engine
-    from diffcache.attach.frame import Frame
+    from diffcache.attach.reuse.frame import Frame
 
 SIZES = ("num_frames", "height", "width")  # arguments that speak of a grid
 

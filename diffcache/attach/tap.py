@@ -22,7 +22,7 @@ from diffcache.attach.anchor import ATTRIBUTE, subclass
 from diffcache.errors import CacheWarning
 
 if TYPE_CHECKING:
-    from diffcache.attach.frame import Frame
+    from diffcache.attach.reuse.frame import Frame
 
 FRAME: ContextVar[Frame | None] = ContextVar("diffcache_frame", default=None)
 

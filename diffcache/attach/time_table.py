@@ -17,7 +17,7 @@ from diffcache.attach.depend import TimeSite, time_sites
 from diffcache.attach.extension import Extension
 from diffcache.attach.signature import writes_cache
 from diffcache.attach.tap import FRAME, Tap, TapDict, tap_children, untap_children
-from diffcache.attach.time_peek import TimePeek
+from diffcache.attach.reuse.time_peek import TimePeek
 from diffcache.attach.tree import leaves, unshared
 from diffcache.attach.weights import Weights
 from diffcache.errors import AttachError, CacheWarning
@@ -26,7 +26,7 @@ from diffcache.step import CURRENT
 
 if TYPE_CHECKING:
     from diffcache.attach.engine import Engine
-    from diffcache.attach.frame import Frame
+    from diffcache.attach.reuse.frame import Frame
 
 COUNTED = "timestep modules"  # their name in reports
 _LARGEST = 2**26  # bytes; sites that depend on larger arguments are left alone

@@ -15,7 +15,7 @@ from torch import nn
 
 import diffcache
 from diffcache.attach.anatomy import Anatomy
-from diffcache.attach.trace import Wiring
+from diffcache.attach.reuse.trace import Wiring
 from diffcache.pipelines.demo.saved import locate
 from diffcache.pipelines.zoo.case import Case
 from diffcache.pipelines.zoo.catalog import EXCLUDED, cases

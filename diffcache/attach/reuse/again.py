@@ -14,7 +14,7 @@ from diffcache.attach.tree import leaves, unshared
 
 if TYPE_CHECKING:
     from diffcache.attach.engine import Engine
-    from diffcache.attach.frame import Frame
+    from diffcache.attach.reuse.frame import Frame
 
 
 class Random:

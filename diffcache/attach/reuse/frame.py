@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from diffcache.attach.again import Random
+from diffcache.attach.reuse.again import Random
 from diffcache.attach.anchor import ATTRIBUTE
 from diffcache.attach.clock import Branch, Timeline
 from diffcache.attach.flops import counted
-from diffcache.attach.layout import Layout, Work
-from diffcache.attach.peek import look, plain
+from diffcache.attach.reuse.layout import Layout, Work
+from diffcache.attach.reuse.peek import look, plain
 from diffcache.attach.record import Call
-from diffcache.attach.stand_in import ComputeTap, LiveTap
+from diffcache.attach.reuse.stand_in import ComputeTap, LiveTap
 from diffcache.attach.tap import FRAME, Tap
-from diffcache.attach.trace import Trace
+from diffcache.attach.reuse.trace import Trace
 from diffcache.attach.tree import outputs_of
 from diffcache.features.base import Probe
 from diffcache.features.when import RANKS

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from diffcache.attach.grouping import Place, sites_of, spans_of
-from diffcache.attach.span import Duty, record
-from diffcache.attach.stand_in import (
+from diffcache.attach.reuse.grouping import Place, sites_of, spans_of
+from diffcache.attach.reuse.span import Duty, record
+from diffcache.attach.reuse.stand_in import (
     AddTap,
     CloseTap,
     ComputeTap,
@@ -21,13 +21,13 @@ from diffcache.attach.stand_in import (
     PassTap,
     protect,
 )
-from diffcache.attach.trace import BlockCall, Trace, Wiring
+from diffcache.attach.reuse.trace import BlockCall, Trace, Wiring
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
 from diffcache.step import Site
 
 if TYPE_CHECKING:
-    from diffcache.attach.frame import Frame
+    from diffcache.attach.reuse.frame import Frame
 
 
 @dataclass(frozen=True)

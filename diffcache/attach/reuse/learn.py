@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from diffcache.attach.again import again
-from diffcache.attach.chain import leave_loose
-from diffcache.attach.frame import Frame, main_stream
-from diffcache.attach.layout import Layout, keep, plan
-from diffcache.attach.peek import PlainTap, UnwatchedTap, look
-from diffcache.attach.reach import reach_of
+from diffcache.attach.reuse.again import again
+from diffcache.attach.reuse.chain import leave_loose
+from diffcache.attach.reuse.frame import Frame, main_stream
+from diffcache.attach.reuse.layout import Layout, keep, plan
+from diffcache.attach.reuse.peek import PlainTap, UnwatchedTap, look
+from diffcache.attach.reuse.reach import reach_of
 from diffcache.attach.signature import writes_cache
-from diffcache.attach.trace import Trace
+from diffcache.attach.reuse.trace import Trace
 from diffcache.attach.tree import leaves
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from diffcache.attach.layout import Layout, Work
+from diffcache.attach.reuse.layout import Layout, Work
 
 if TYPE_CHECKING:
     from diffcache.attach.engine import Engine
-    from diffcache.attach.frame import Frame
+    from diffcache.attach.reuse.frame import Frame
 
 
 def account(engine: Engine, frame: Frame, layout: Layout | None) -> None:

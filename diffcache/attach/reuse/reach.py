@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from diffcache.attach.again import again
-from diffcache.attach.frame import Frame
-from diffcache.attach.peek import Peek, plain
+from diffcache.attach.reuse.again import again
+from diffcache.attach.reuse.frame import Frame
+from diffcache.attach.reuse.peek import Peek, plain
 from diffcache.attach.tap import Tap
-from diffcache.attach.trace import BlockCall, Reach, Trace
+from diffcache.attach.reuse.trace import BlockCall, Reach, Trace
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError
 

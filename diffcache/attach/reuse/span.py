@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from diffcache.attach.trace import Key
+from diffcache.attach.reuse.trace import Key
 from diffcache.attach.tree import Template, hollow, leaves, outputs_of
 
 if TYPE_CHECKING:
-    from diffcache.attach.frame import Frame
+    from diffcache.attach.reuse.frame import Frame
 
 Kind = tuple[str, int]  # what an output is on a skipped step, and which base or input it needs
 Picker = Callable[[tuple[Any, ...], dict[str, Any]], Any]

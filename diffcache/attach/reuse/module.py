@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from diffcache.attach.span import OWN, Held, estimates, hold
+from diffcache.attach.reuse.span import OWN, Held, estimates, hold
 from diffcache.attach.tap import FRAME, Tap
 from diffcache.attach.tree import Template, hollow, leaves
 
 if TYPE_CHECKING:
-    from diffcache.attach.frame import Frame
+    from diffcache.attach.reuse.frame import Frame
 
 
 def observed(frame: Frame, name: str, out: Any) -> Any:

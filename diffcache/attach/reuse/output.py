@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from diffcache.attach.span import OWN, Held, estimates, hold
+from diffcache.attach.reuse.span import OWN, Held, estimates, hold
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError
 from diffcache.step import Site
 
 if TYPE_CHECKING:
-    from diffcache.attach.frame import Frame
+    from diffcache.attach.reuse.frame import Frame
 
 OUTPUT = ("output", 0)  # where the feature is held
 

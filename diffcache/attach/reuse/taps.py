@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from diffcache.attach.anatomy import Anatomy
-from diffcache.attach.module import EmptyTap, ModuleTap
+from diffcache.attach.reuse.module import EmptyTap, ModuleTap
 from diffcache.attach.tap import FRAME, Tap, tap_children, tap_list, untap_children, untap_list
 from diffcache.step import Site
 
 if TYPE_CHECKING:
-    from diffcache.attach.frame import Frame
+    from diffcache.attach.reuse.frame import Frame
 
 
 class SingleTap(Tap):

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from diffcache.attach.again import again
+from diffcache.attach.reuse.again import again
 from diffcache.attach.tap import Tap
-from diffcache.attach.trace import Trace
+from diffcache.attach.reuse.trace import Trace
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError
 from diffcache.step import Site
 
 if TYPE_CHECKING:
     from diffcache.attach.engine import Engine
-    from diffcache.attach.frame import Frame
+    from diffcache.attach.reuse.frame import Frame
 
 
 class _Arrived(BaseException):

@@ -12,7 +12,7 @@ from diffcache.errors import AttachError
 from diffcache.features.base import Probe
 
 if TYPE_CHECKING:
-    from diffcache.attach.frame import Frame
+    from diffcache.attach.reuse.frame import Frame
 
 # Probe -> where models of diffusers have it; of paths that stand together the sum is meant. Only
 # modules that see the timestep: a `time_text_embed` as a whole sees the text as well.

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from diffcache.attach.span import Duty, Held, copied, estimate, foresee, picker, record
+from diffcache.attach.reuse.span import Duty, Held, copied, estimate, foresee, picker, record
 from diffcache.attach.tap import FRAME, Tap
 from diffcache.attach.tree import Template, leaves, outputs_of
 
 if TYPE_CHECKING:
-    from diffcache.attach.frame import Frame
+    from diffcache.attach.reuse.frame import Frame
 
 
 class ComputeTap(Tap):
