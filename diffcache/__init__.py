@@ -48,13 +48,17 @@ from diffcache.step import Step as Step
 if TYPE_CHECKING:
     from diffcache import kv as kv
     from diffcache import quant as quant
+    from diffcache.attach.call import Call as Call
+    from diffcache.attach.extension import Extension as Extension
     from diffcache.attach.handle import Handle as Handle
     from diffcache.calibration import calibrate as calibrate
     from diffcache.features.bac import BAC as BAC
-    from diffcache.features.base import FeatureMethod as FeatureMethod
+    from diffcache.features.base import Ability as Ability
     from diffcache.features.base import Instead as Instead
+    from diffcache.features.base import Method as Method
     from diffcache.features.base import When as When
     from diffcache.features.cachequant import CacheQuant as CacheQuant
+    from diffcache.features.combine import FeatureMethod as FeatureMethod
     from diffcache.features.dbcache import DBCache as DBCache
     from diffcache.features.ertacache import ERTACache as ERTACache
     from diffcache.features.fitted import FittedForecast as FittedForecast
@@ -73,8 +77,9 @@ __version__ = "0.1.0"
 # Imported when they are first asked for, so that `import diffcache` stays light: name -> module.
 _LATER = {cls: module for module, cls in (place.split(":") for place in _METHODS.values())}
 _LATER |= {"calibrate": "diffcache.calibration", "tune": "diffcache.tuning.tune"}
-_LATER |= {"FeatureMethod": "diffcache.features.base", "Handle": "diffcache.attach.handle"}
-_LATER |= {"Instead": "diffcache.features.base", "When": "diffcache.features.base"}
+_LATER |= {"Call": "diffcache.attach.call", "Extension": "diffcache.attach.extension"}
+_LATER |= {"FeatureMethod": "diffcache.features.combine", "Handle": "diffcache.attach.handle"}
+_LATER |= dict.fromkeys(("Ability", "Instead", "Method", "When"), "diffcache.features.base")
 _PACKAGES = ("kv", "quant")
 _HIDDEN = {"Any", "TYPE_CHECKING", "importlib"}
 

@@ -12,12 +12,13 @@ from torch import nn
 from diffcache.attach.anatomy import Anatomy, anatomy_of
 from diffcache.attach.anchor import owner_of
 from diffcache.attach.context import branch as branch
-from diffcache.attach.engine import Engine
+from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.handle import Handle
 from diffcache.attach.peers import check_alone
 from diffcache.catalog import make_method
 from diffcache.errors import AttachError
-from diffcache.features.base import FeatureMethod, check_int
+from diffcache.features.base import Method, check_int
+from diffcache.features.combine import reuse_of
 from diffcache.features.hold import Form
 from diffcache.memory import bytes_of, compression_of, size_of
 from diffcache.report import Report
@@ -29,7 +30,7 @@ _DENOISER = re.compile(r"(transformer|unet|dit|denoiser|prior)(_\d+)?")
 
 def wrap(
     target: T,
-    method: str | FeatureMethod = "taylorseer",
+    method: str | Method = "taylorseer",
     *,
     components: str | Sequence[str] | None = None,
     hold: Form | None = None,
@@ -68,7 +69,7 @@ def wrap(
 
 def wrapped(
     target: Any,
-    method: str | FeatureMethod,
+    method: str | Method,
     *,
     components: str | Sequence[str] | None = None,
     hold: Form | None = None,
@@ -77,7 +78,8 @@ def wrapped(
     """Do as `wrap` and return the handle: `with diffcache.wrapped(pipe, method) as handle: ...`."""
     chosen = make_method(method, **settings, **({} if hold is None else {"hold": hold}))
     denoisers = denoisers_of(target, components)
-    check_free(target, denoisers, chosen.parts().site)
+    reuse = reuse_of(chosen)
+    check_free(target, denoisers, Site.MODEL if reuse is None else reuse.site)
     return Handle(target, denoisers, chosen)
 
 
@@ -102,7 +104,7 @@ def report(target: Any) -> Report:
 
 def expected_bytes(
     target: Any,
-    method: str | FeatureMethod = "taylorseer",
+    method: str | Method = "taylorseer",
     *,
     height: int | None = None,
     width: int | None = None,
@@ -208,8 +210,10 @@ def handle_of(target: Any) -> Handle:
     owner = owner_of(target)
     if owner is None and not isinstance(target, nn.Module):
         parts = getattr(target, "components", {}).values()
-        owner = next((owner_of(part) for part in parts if isinstance(owner_of(part), Engine)), None)
-    if isinstance(owner, Engine):
+        owner = next(
+            (owner_of(part) for part in parts if isinstance(owner_of(part), Denoiser)), None
+        )
+    if isinstance(owner, Denoiser):
         owner = owner.handle
     if not isinstance(owner, Handle):
         raise AttachError(f"this {type(target).__name__} is not wrapped; call diffcache.wrap first")

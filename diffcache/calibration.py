@@ -20,7 +20,7 @@ from diffcache.api import check_free, denoisers_of
 from diffcache.attach.facts import facts_of
 from diffcache.catalog import make_method
 from diffcache.errors import AttachError, TablesError
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated, Collector
 from diffcache.features.resume import content, digest, read_state, write_state
 from diffcache.features.tables import Tables
@@ -137,7 +137,7 @@ def calibrate(pipe: Any, method: Any, prompts: Sequence[Any], **settings: Any) -
         own["out"] = Path(own["out"])
     plan = Plan(prompts=list(prompts) if not isinstance(prompts, str) else prompts, call=settings,
                 **own)  # fmt: skip
-    several = not isinstance(method, (str, FeatureMethod))
+    several = not isinstance(method, (str, Method))
     chosen = [_checked(make_method(m)) for m in (method if several else [method])]
     if several and plan.out is not None:
         raise ValueError(f"out={str(plan.out)!r}: is for one method; save each one's tables")
@@ -147,7 +147,7 @@ def calibrate(pipe: Any, method: Any, prompts: Sequence[Any], **settings: Any) -
     return results if several else results[0]
 
 
-def _checked(method: FeatureMethod) -> Calibrated:
+def _checked(method: Method) -> Calibrated:
     if not isinstance(method, Calibrated):
         raise ValueError(f"{method!r} takes no tables: there is nothing to calibrate")
     return method

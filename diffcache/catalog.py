@@ -8,13 +8,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.features.hold import Held
 from diffcache.names import METHODS as METHODS
 from diffcache.names import method_key, unknown
 
 
-def method_class(name: str) -> type[FeatureMethod]:
+def method_class(name: str) -> type[Method]:
     """Return the class of a method by its catalogue name; "-" and "_" mean the same.
 
     Raises:
@@ -24,11 +24,11 @@ def method_class(name: str) -> type[FeatureMethod]:
     if key not in METHODS:
         raise unknown(name, "method")
     module, cls = METHODS[key].split(":")
-    found: type[FeatureMethod] = getattr(importlib.import_module(module), cls)
+    found: type[Method] = getattr(importlib.import_module(module), cls)
     return found
 
 
-def make_method(method: str | FeatureMethod, **settings: Any) -> FeatureMethod:
+def make_method(method: str | Method, **settings: Any) -> Method:
     """Return a method from its catalogue name and settings; a method object is returned as it is.
 
     `hold="int8"`, `"bf16"` or `"host"` is a setting that every method has; see `Held`.
@@ -41,7 +41,7 @@ def make_method(method: str | FeatureMethod, **settings: Any) -> FeatureMethod:
     hold = settings.pop("hold", None)
     if hold is not None:
         return Held(make_method(method, **settings), hold)
-    if isinstance(method, FeatureMethod):
+    if isinstance(method, Method):
         if settings:
             raise ValueError(
                 f"settings {sorted(settings)} go with a method's name, not with {method!r}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from diffcache.api import handle_of
 from diffcache.catalog import method_class
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.names import recipe_key, recipe_names
 
 
@@ -34,7 +34,7 @@ def cite(target: Any) -> str:
         return _of_recipe(target)
     if isinstance(target, str):
         method: Any = method_class(target)
-    elif isinstance(target, FeatureMethod) or _is_method_class(target):
+    elif isinstance(target, Method) or _is_method_class(target):
         method = target
     else:
         method = handle_of(target).method
@@ -59,4 +59,4 @@ def _of_recipe(target: Any) -> str:
 
 
 def _is_method_class(target: object) -> bool:
-    return isinstance(target, type) and issubclass(target, FeatureMethod)
+    return isinstance(target, type) and issubclass(target, Method)

@@ -107,7 +107,7 @@ def demo(
         diffcache demo --method first-block:threshold=0.1 --samples 4
     """
     chosen = parse_method(method)
-    chosen.parts()  # raises where tables are missing
+    chosen.abilities()  # raises where tables are missing
     check_target("--out", out, (".png", ".jpg", ".jpeg", ".webp"))
     quiet()
     from diffcache.pipelines.demo.compare import PROMPT, Task, compare
@@ -166,7 +166,7 @@ def run(
         diffcache run shapes-kontext "make the ring green" --image out/run.png
     """
     chosen = parse_method(method)
-    chosen.parts()  # raises where tables are missing
+    chosen.abilities()  # raises where tables are missing
     place = device_of(device)
     quiet()
     from diffcache.eval import output

@@ -11,8 +11,10 @@ from torch import nn
 
 from diffcache.attach.handle import Handle
 from diffcache.attach.inputs import INPUTS, Size, inputs_of
+from diffcache.attach.reuse.extension import FeatureReuse
 from diffcache.errors import AttachError
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
+from diffcache.features.combine import Combine
 from diffcache.step import Step
 
 _RECORDS = 8  # computed steps after which every forecast holds as many tensors as it ever will
@@ -26,16 +28,16 @@ def expectation(handle: Handle) -> tuple[int, Size] | None:
     """
     target, total, size = handle.target(), 0, None
     try:
-        for engine in handle.engines:
-            size = size_of(target, engine.model, {})
-            total += bytes_of(engine.model, handle.method, size, compression_of(target))
+        for denoiser in handle.denoisers:
+            size = size_of(target, denoiser.model, {})
+            total += bytes_of(denoiser.model, handle.method, size, compression_of(target))
     except (ValueError, AttachError):
         return None
     return None if size is None else (total, size)
 
 
 def bytes_of(
-    model: nn.Module, method: FeatureMethod, size: Size, compression: tuple[int, int] | None = None
+    model: nn.Module, method: Method, size: Size, compression: tuple[int, int] | None = None
 ) -> int:
     """Return the bytes of a method's features in one branch of a denoiser.
 
@@ -56,7 +58,7 @@ def bytes_of(
     cls: Any = type(model)
     config: Mapping[str, Any] = model.config  # type: ignore[assignment]
     inputs = inputs_of(cls.__name__, config, size, compression)
-    if method.abilities():
+    if not all(isinstance(ability, Combine) for ability in method.abilities()):
         raise ValueError(f"{method!r}: holds more than features, which only a run can tell")
     with torch.device("meta"):
         empty = cls.from_config(config).eval()
@@ -74,14 +76,16 @@ def bytes_of(
         run = handle.run()
         run.ticks = 1  # the scheduler tells the steps: a timestep without a value cannot
         empty(**floats)
-        engine = handle.engines[0]
-        for branch in run.timelines[engine].branches:
-            for held in branch.features.values():
+        denoiser = handle.denoisers[0]
+        (reuse,) = denoiser.extensions
+        assert isinstance(reuse, FeatureReuse)
+        for branch in run.timelines[denoiser].branches:
+            for held in branch.storage[reuse].features.values():
                 for state, (shape, kind, device) in zip(held.states, held.shapes, strict=True):
                     for index in range(1, _RECORDS):
                         fresh = torch.empty(shape, dtype=kind, device=device)
-                        engine.instead.record(state, Step(index), fresh)
-        return sum(tensor.nbytes for tensor in engine.tensors(run))
+                        reuse.setup.instead.record(state, Step(index), fresh)
+        return sum(tensor.nbytes for tensor in denoiser.tensors(run))
 
 
 def size_of(target: Any, model: nn.Module, given: Mapping[str, int | None]) -> Size:

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from diffcache.attach.handle import Handle
-from diffcache.attach.record import Call
+from diffcache.attach.record import CallRecord
 from diffcache.memory import expectation
 from diffcache.timeline import COMPUTED, SKIPPED, steps_of, timeline_image, timeline_text
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from rich.table import Table
 
-    from diffcache.features.base import FeatureMethod
+    from diffcache.features.base import Method
 
 _DECIMAL = ("", "k", "M", "G", "T")
 SCHEMA = 2
@@ -55,7 +55,7 @@ class Report:
 
     def __init__(self, handle: Handle) -> None:
         record = handle.last
-        self.method: FeatureMethod = handle.method
+        self.method: Method = handle.method
         self.calls = [replace(call, counts=dict(call.counts)) for call in record.calls]
         self.sites = _sites(self.calls)
         self.computed, self.skipped = record.computed, record.skipped
@@ -214,7 +214,7 @@ def _expected(handle: Handle) -> list[str]:
     return [f"bytes    {human(amount, 'B')} expected {branch}"]
 
 
-def _sites(calls: Sequence[Call]) -> dict[str, dict[str, tuple[int, int]]]:
+def _sites(calls: Sequence[CallRecord]) -> dict[str, dict[str, tuple[int, int]]]:
     """Return the sum of all calls' counts, by denoiser and site."""
     sites: dict[str, dict[str, tuple[int, int]]] = {}
     for call in calls:
@@ -225,7 +225,7 @@ def _sites(calls: Sequence[Call]) -> dict[str, dict[str, tuple[int, int]]]:
     return sites
 
 
-def _flops(calls: Sequence[Call]) -> tuple[float | None, float | None]:
+def _flops(calls: Sequence[CallRecord]) -> tuple[float | None, float | None]:
     """Return the operations that ran and that were saved, None twice if a call has no count."""
     counts = [call.flops for call in calls if call.flops is not None]
     if not calls or len(counts) != len(calls):
@@ -233,7 +233,7 @@ def _flops(calls: Sequence[Call]) -> tuple[float | None, float | None]:
     return sum(ran for ran, _ in counts), sum(saved for _, saved in counts)
 
 
-def _forced(calls: Sequence[Call]) -> list[str]:
+def _forced(calls: Sequence[CallRecord]) -> list[str]:
     """Return the reasons of calls that were computed whatever the method would have said."""
     return [
         call.reason
@@ -245,7 +245,7 @@ def _forced(calls: Sequence[Call]) -> list[str]:
     ]
 
 
-def _mean(calls: Sequence[Call]) -> float | None:
+def _mean(calls: Sequence[CallRecord]) -> float | None:
     return fmean(call.seconds for call in calls) if calls else None
 
 
@@ -253,7 +253,7 @@ def _pair(counts: tuple[int, int]) -> dict[str, int]:
     return {"computed": counts[0], "skipped": counts[1]}
 
 
-def _call_dict(call: Call) -> dict[str, Any]:
+def _call_dict(call: CallRecord) -> dict[str, Any]:
     """Return one denoiser call as plain data."""
     flops = None if call.flops is None else {"computed": call.flops[0], "saved": call.flops[1]}
     return {

@@ -5,6 +5,24 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The noise level of a step and the grid of its tokens.
+
+    Attributes:
+        signal: Weight of the clean sample in the noisy one, 0 to 1.
+        noise: Weight of the noise in it.
+        grids: Token grids that the call speaks of, slowest axis first: `(H, W)` or `(F, H, W)`.
+        sizes: Sizes of the sample's own axes after its channels, empty where it is packed.
+    """
+
+    signal: float
+    noise: float
+    grids: tuple[tuple[int, ...], ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +35,10 @@ class Step:
             make an accelerator wait.
         total: Number of steps of the run, None when nobody said it.
         branch: Guidance branch, from 0 in the order of the first calls.
-        chunk: Autoregressive chunk, from 0.
+        chunk: Part of a stream, such as a chunk of a video, from 0.
+        ranks: Process group that shares the sample, None where one process has all of it.
+        scene: Noise level and token grid, for methods that ask for it; else None.
+        is_left_out: Whether another ability of the method planned not to compute this step.
     """
 
     index: int
@@ -25,6 +46,9 @@ class Step:
     total: int | None = None
     branch: int = 0
     chunk: int = 0
+    ranks: Any = None
+    scene: Scene | None = None
+    is_left_out: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -32,8 +56,14 @@ class Step:
         return self.total is not None and self.index >= self.total - 1
 
 
-# The step of the wrapped denoiser call that this thread is in, for modules with settings by step.
-CURRENT: ContextVar[Step | None] = ContextVar("diffcache_step", default=None)
+# The wrapped denoiser call that this thread is in (`diffcache.attach.call.Call`), None outside.
+CURRENT: ContextVar[Any] = ContextVar("diffcache_call", default=None)
+
+
+def current_step() -> Step | None:
+    """Return the step of the denoiser call that this thread is in, None outside of one."""
+    call = CURRENT.get()
+    return None if call is None else call.step
 
 
 class Site(str, Enum):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from diffcache.attach.record import Call
+from diffcache.attach.record import CallRecord
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,9 +31,9 @@ class Lane:
     marks: list[bool | None] = field(default_factory=list)
 
 
-def steps_of(calls: Sequence[Call]) -> list[list[Call]]:
+def steps_of(calls: Sequence[CallRecord]) -> list[list[CallRecord]]:
     """Group denoiser calls into the steps they belong to, in order."""
-    steps: list[list[Call]] = []
+    steps: list[list[CallRecord]] = []
     place: tuple[str, int] | None = None
     seen: set[int | str] = set()
     for call in calls:
@@ -45,7 +45,7 @@ def steps_of(calls: Sequence[Call]) -> list[list[Call]]:
     return steps
 
 
-def lanes_of(calls: Sequence[Call]) -> list[Lane]:
+def lanes_of(calls: Sequence[CallRecord]) -> list[Lane]:
     """Return one lane for every branch of every denoiser, in the order of their first calls."""
     several = len({call.denoiser for call in calls}) > 1
     steps = steps_of(calls)
@@ -61,7 +61,7 @@ def lanes_of(calls: Sequence[Call]) -> list[Lane]:
     return list(lanes.values())
 
 
-def timeline_text(calls: Sequence[Call], width: int = 100, ascii_only: bool = False) -> str:
+def timeline_text(calls: Sequence[CallRecord], width: int = 100, ascii_only: bool = False) -> str:
     """Draw the timeline in characters, one line a branch, wrapped at `width` columns.
 
     Args:
@@ -92,7 +92,7 @@ def timeline_text(calls: Sequence[Call], width: int = 100, ascii_only: bool = Fa
     return "\n".join(lines)
 
 
-def timeline_image(calls: Sequence[Call], width: int = 800, height: int = 200) -> Image:
+def timeline_image(calls: Sequence[CallRecord], width: int = 800, height: int = 200) -> Image:
     """Draw the timeline as a picture: steps to the right, branches downwards.
 
     Args:

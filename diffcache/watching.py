@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 from diffcache.attach.anatomy import anatomy_of
 from diffcache.attach.handle import Handle
 from diffcache.errors import AttachError
-from diffcache.features.base import Ability, FeatureMethod, Probe, When
+from diffcache.features.base import Ability, Method, Probe, When
 from diffcache.features.collect import Collector, Observer, RunInfo
 from diffcache.features.combine import Combine
 from diffcache.features.instead import Reuse
-from diffcache.step import CURRENT, Step
+from diffcache.step import Step, current_step
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Always(When):
 
 
 @dataclass(frozen=True)
-class Traced(FeatureMethod):
+class Traced(Method):
     """Computes everything, for runs that are watched.
 
     Args:
-        everything: The site, and a schedule that computes all.
+        everything: The site that is watched, with a schedule that computes all.
         needs: What the collectors need beyond features.
     """
 
@@ -60,13 +60,9 @@ class Traced(FeatureMethod):
     everything: Combine
     needs: tuple[Ability, ...] = ()
 
-    def parts(self) -> Combine:
-        """Return the site."""
-        return self.everything
-
     def abilities(self) -> tuple[Ability, ...]:
-        """Return what the collectors need."""
-        return self.needs
+        """Return the site, and what the collectors need."""
+        return (self.everything, *self.needs)
 
 
 class Watch(Observer):
@@ -226,7 +222,7 @@ class _AttentionWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        step = CURRENT.get()
+        step = current_step()
         if func is functional.scaled_dot_product_attention and self.inside and step is not None:
             given = dict(zip(("query", "key"), args, strict=False)) | kwargs
             for collector in self.collectors:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from diffcache.eval.loop import Loop, Plain
 from diffcache.eval.record import Setting
 from diffcache.eval.tiny import Shape, build, inputs
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.features.confidence_gated import ConfidenceGatedTaylor
 from diffcache.features.first_block import FirstBlock
 from diffcache.features.taylorseer import TaylorSeer
@@ -58,7 +58,7 @@ def subjects() -> dict[str, Start]:
     }
 
 
-def _ours(method: FeatureMethod) -> Start:
+def _ours(method: Method) -> Start:
     return lambda model, call: Loop(model, method, call)
 
 

@@ -16,7 +16,7 @@ import diffcache
 from diffcache.eval import peers
 from diffcache.eval.metrics import pixels
 from diffcache.eval.record import Setting
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Contender:
     @property
     def is_ours(self) -> bool:
         """Whether the cache is one of diffcache."""
-        return isinstance(self.cache, FeatureMethod)
+        return isinstance(self.cache, Method)
 
     def attach(self) -> Contender:
         """Put the cache in."""

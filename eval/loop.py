@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any
 
 import diffcache
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 
 
 class Ticker:
@@ -34,7 +34,7 @@ class Loop:
     """
 
     def __init__(
-        self, model: Any, method: FeatureMethod, call: dict[str, Any], steps: int = 10**6
+        self, model: Any, method: Method, call: dict[str, Any], steps: int = 10**6
     ) -> None:
         self.model, self.method, self.steps, self.arguments = model, method, steps, call
         self.scheduler = Ticker()

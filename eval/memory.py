@@ -14,7 +14,7 @@ import diffcache
 from diffcache.eval.loop import Loop
 from diffcache.eval.record import Setting
 from diffcache.eval.tiny import Shape, build, inputs
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.features.confidence_gated import ConfidenceGatedTaylor
 from diffcache.features.first_block import FirstBlock
 from diffcache.features.interval import Interval
@@ -56,7 +56,7 @@ class Case:
     """
 
     name: str
-    method: FeatureMethod
+    method: Method
     formula: str
     a_branch: int
     shared: int = 0

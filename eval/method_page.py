@@ -13,7 +13,7 @@ from typing import Any
 from diffcache.catalog import METHODS, method_class
 from diffcache.eval.pages import keep_page
 from diffcache.eval.report.records import timing_of
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
 from diffcache.pipelines.zoo.families import ELSEWHERE, FAMILIES, KINDS
 
@@ -97,25 +97,25 @@ def _section(name: str, records: list[dict[str, Any]], reports: list[dict[str, A
     return "\n".join(lines)
 
 
-def _module(cls: type[FeatureMethod]) -> str:
+def _module(cls: type[Method]) -> str:
     return cls.__module__.rpartition(".")[2]
 
 
-def _summary(cls: type[FeatureMethod]) -> str:
+def _summary(cls: type[Method]) -> str:
     return inspect.cleandoc(cls.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
-def _story(cls: type[FeatureMethod]) -> str:
+def _story(cls: type[Method]) -> str:
     """Return the docstring up to its first section, paragraphs on one line each."""
     text = re.split(r"\n(?:Args|Attributes|Raises|Example):\n", _doc(cls))[0]
     return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))
 
 
-def _doc(cls: type[FeatureMethod]) -> str:
+def _doc(cls: type[Method]) -> str:
     return inspect.cleandoc(cls.__doc__ or "")
 
 
-def _settings(cls: type[FeatureMethod]) -> list[str]:
+def _settings(cls: type[Method]) -> list[str]:
     """Return a row for every setting, with what the docstring says of it."""
     match = re.search(r"\nArgs:\n(.*?)(?=\n\S|\Z)", _doc(cls), re.DOTALL)
     said: dict[str, str] = {}

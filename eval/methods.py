@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from diffcache.catalog import make_method
 from diffcache.errors import UnknownMethodError
-from diffcache.features.base import FeatureMethod, check_int
+from diffcache.features.base import Method, check_int
 from diffcache.features.combine import Combine
 from diffcache.features.instead import Reuse
 from diffcache.features.when import Listed
@@ -21,7 +21,7 @@ EVEN = "even"
 _OPEN, _CLOSE, _QUOTES = "([{", ")]}", "'\""
 
 
-def parse_method(text: str) -> FeatureMethod:
+def parse_method(text: str) -> Method:
     """Return the method that `name` or `name:key=value,key=value` stands for.
 
     A value is Python where it can be read so, else text: `taylorseer:every=4,site=module`.
@@ -37,7 +37,7 @@ def parse_method(text: str) -> FeatureMethod:
     return _read(text, make_method)
 
 
-def parse_row(text: str) -> FeatureMethod | DiffusersCache:
+def parse_row(text: str) -> Method | DiffusersCache:
     """Return what a row of an evaluation stands for: a method, or a cache of diffusers.
 
     Args:
@@ -72,7 +72,7 @@ def even(computed: int, steps: int, site: str = "stack") -> Combine:
     return Combine(Listed([i * steps // computed for i in range(computed)], steps), Reuse(), site)
 
 
-def make_row(name: str, **settings: Any) -> FeatureMethod | DiffusersCache:
+def make_row(name: str, **settings: Any) -> Method | DiffusersCache:
     """Return a method of the catalogue, a cache of diffusers, or `even`, by name."""
     if name == EVEN:
         return even(**settings)

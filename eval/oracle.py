@@ -22,14 +22,16 @@ import torch
 from torch import Tensor
 
 from diffcache.api import wrapped
-from diffcache.attach.clock import Branch, Timeline
-from diffcache.attach.engine import Engine
+from diffcache.attach.call import Call
+from diffcache.attach.clock import Branch
 from diffcache.attach.handle import Handle
+from diffcache.attach.reuse.extension import FeatureReuse
 from diffcache.attach.reuse.output import OUTPUT
+from diffcache.attach.reuse.setup import BranchState
 from diffcache.catalog import make_method
 from diffcache.errors import CacheWarning, DiffcacheError
-from diffcache.features.base import FeatureMethod, Instead, Probe, When
-from diffcache.features.combine import Combine
+from diffcache.features.base import Instead, Method, Probe, When
+from diffcache.features.combine import Combine, FeatureMethod, reuse_of
 from diffcache.step import Site, Step
 
 
@@ -58,7 +60,7 @@ class SiteErrors:
         return {"sites": self.sites, "steps": self.steps, "values": self.values}
 
 
-def observe(pipe: Any, method: str | FeatureMethod, call: Callable[[], object]) -> SiteErrors:
+def observe(pipe: Any, method: str | Method, call: Callable[[], object]) -> SiteErrors:
     """Measure what a method's stand-ins would be off by, without ever using one.
 
     Args:
@@ -89,15 +91,17 @@ def observe(pipe: Any, method: str | FeatureMethod, call: Callable[[], object]) 
 class _Observer:
     """What the wrapped parts of one method tell of a run."""
 
-    def __init__(self, method: FeatureMethod) -> None:
-        self.parts = method.parts()
+    def __init__(self, method: Method) -> None:
+        parts = reuse_of(method)
+        if parts is None:
+            raise ValueError(f"{method!r}: reuses no features, so there are no errors to measure")
+        self.parts = parts
         self.sites: dict[str, None] = {}
         self.length = 0
         self.several = False
-        # The call in progress: its denoiser, its place in the run, and whether it must be computed.
-        self.engine: Engine | None = None
-        self.timeline: Timeline | None = None
-        self.branch: Branch | None = None
+        # The call in progress, its reuse, and whether it must be computed.
+        self.reuse: FeatureReuse | None = None
+        self.call: Call | None = None
         self.forced = True
         # Branches are freed with their features at the end of a run, so they are not kept here.
         self.anchors: WeakKeyDictionary[Branch, int] = WeakKeyDictionary()
@@ -106,41 +110,43 @@ class _Observer:
         self.norms: defaultdict[tuple[int, str, int], list[Tensor]] = defaultdict(list)
 
     def attend(self, handle: Handle) -> None:
-        """Hear of every denoiser call that the handle's engines open."""
-        self.several = len(handle.engines) > 1
-        for engine in handle.engines:
-            # Neither a schedule nor a stand-in is told which branch and site it works for.
-            engine.__dict__["_must_compute"] = self._listener(engine)
+        """Follow every denoiser call that a handle opens."""
+        self.several = len(handle.denoisers) > 1
+        for denoiser in handle.denoisers:
+            for extension in denoiser.extensions:
+                if isinstance(extension, FeatureReuse):
+                    # Neither a schedule nor a stand-in is told which branch and site it works for.
+                    extension.__dict__["must_compute"] = self._listener(extension)
 
-    def _listener(self, engine: Engine) -> Callable[..., str]:
-        """Return what the engine asks, at every call, whether a branch has to be computed."""
-        inner = engine._must_compute
+    def _listener(self, reuse: FeatureReuse) -> Callable[..., str]:
+        """Return what reuse asks, at every call, whether a branch has to be computed."""
+        inner = reuse.must_compute
 
-        def must_compute(timeline: Timeline, branch: Branch, *given: Any) -> str:
-            reason = inner(timeline, branch, *given)
+        def must_compute(call: Call, state: BranchState) -> str:
+            reason, branch = inner(call, state), call.branch
             if reason in ("", "missed a step"):
                 # Every step is computed here; a real run skips some of those the branch missed.
-                last: int = timeline.when_state.last
-                missed = self.anchors.get(branch, -1) < last < timeline.index
+                last: int = call.timeline.storage[reuse].state.last
+                missed = self.anchors.get(branch, -1) < last < call.timeline.index
                 reason = "missed a step" if missed else ""
             if branch not in self.serials:
                 self.serials[branch] = next(self.numbers)
-            self.engine, self.timeline, self.branch = engine, timeline, branch
-            self.forced = bool(reason)
+            self.reuse, self.call, self.forced = reuse, call, bool(reason)
             return reason
 
         return must_compute
 
     def skips(self, step: Step) -> bool:
         """Return whether a real run would skip the call in progress."""
-        assert self.timeline is not None
-        return not self.forced and step.index in self.timeline.when_state.skipped
+        assert self.call is not None
+        verdicts: Verdicts = self.call.timeline.storage[self.reuse].state
+        return not self.forced and step.index in verdicts.skipped
 
     def site_of(self, state: Guess) -> str | None:
         """Return the site that a state belongs to, None if its estimates are of no consequence."""
-        assert self.engine is not None
-        assert self.branch is not None
-        site, features = self.engine.site, self.branch.features
+        assert self.reuse is not None
+        assert self.call is not None
+        site, features = self.reuse.setup.site, self.call.branch.storage[self.reuse].features
         key = next(k for k, held in features.items() if any(own is state for own in held.states))
         if site is Site.MODEL:
             name = "output" if key == OUTPUT else None
@@ -149,17 +155,16 @@ class _Observer:
         else:
             name = key[0] if site.is_module else f"{key[0]}.{key[1]}"
         if name is not None and self.several:
-            name = f"{self.engine.name}.{name}"
+            name = f"{self.call.record.denoiser}.{name}"
         return name
 
     def note(self, state: Guess, step: Step, feature: Tensor, estimate: Tensor | None) -> None:
         """Take down what an estimate is off by, or that there is none."""
-        assert self.branch is not None
-        assert self.timeline is not None
+        assert self.call is not None
         if not state.is_named:
             state.site, state.is_named = self.site_of(state), True
         # A denoiser counts its own steps; the columns are those of the run.
-        index = self.timeline.started_at + step.index
+        index = self.call.timeline.started_at + step.index
         self.length = max(self.length, index + 1)
         if state.site is None:
             return
@@ -167,7 +172,7 @@ class _Observer:
         if estimate is not None:
             true = feature.float()
             norms = (torch.dist(estimate.float(), true, 1), torch.linalg.vector_norm(true, 1))
-            self.norms[self.serials[self.branch], state.site, index].append(torch.stack(norms))
+            self.norms[self.serials[self.call.branch], state.site, index].append(torch.stack(norms))
 
     def errors(self) -> SiteErrors:
         """Return the mean of the relative errors of every site and step."""
@@ -276,8 +281,8 @@ class _Guesses(Instead):
             observer.note(state, step, feature, self.inner.estimate(state.inner, step))
             return
         observer.note(state, step, feature, None)
-        assert observer.branch is not None
-        observer.anchors[observer.branch] = step.index
+        assert observer.call is not None
+        observer.anchors[observer.call.branch] = step.index
         self.inner.record(state.inner, step, feature)
 
     def estimate(self, state: Guess, step: Step) -> Tensor:

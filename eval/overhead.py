@@ -26,7 +26,7 @@ from diffcache.eval.loop import Loop
 from diffcache.eval.record import Setting, stats
 from diffcache.eval.stamps import Stamps, arithmetic
 from diffcache.eval.tiny import Shape, build, hollow_out, inputs
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.features.confidence_gated import ConfidenceGatedTaylor
 from diffcache.features.first_block import FirstBlock
 from diffcache.features.interval import Interval
@@ -65,9 +65,9 @@ class Variant:
     contexts: list[float] = field(default_factory=list)
 
 
-def methods() -> dict[str, tuple[FeatureMethod, str]]:
+def methods() -> dict[str, tuple[Method, str]]:
     """Return the methods of diffcache to time, with their floors."""
-    taylor: dict[str, tuple[FeatureMethod, str]] = {
+    taylor: dict[str, tuple[Method, str]] = {
         f"TaylorSeer {site}": (
             TaylorSeer(NEVER, 1, site=site), f"{site} rest" if site in _SITES else "0 blocks"
         )
@@ -156,7 +156,7 @@ class Bench:
             hollow_out(model, [f"{entry.parent}.{entry.child}" for entry in entries], self.call)
             self._add(f"{site} rest", "", model)
 
-    def _ours(self, name: str, method: FeatureMethod, floor: str) -> None:
+    def _ours(self, name: str, method: Method, floor: str) -> None:
         model = self._model()
         loop = self._stack.enter_context(Loop(model, method, self.call))
         variant = self._add(name, floor, model, tick=loop.tick)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from diffcache.eval.loop import Loop, Plain
 from diffcache.eval.record import Setting, stats
 from diffcache.eval.tiny import emptied
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.features.confidence_gated import ConfidenceGatedTaylor
 from diffcache.features.taylorseer import TaylorSeer
 from diffcache.pipelines.small.flux import CALL
@@ -164,7 +164,7 @@ def _skipped(
     stack: ExitStack, model: nn.Module, call: dict[str, Any]
 ) -> dict[str, Callable[[], Any]]:
     """Return skipped steps of wrapped copies of the model; the end of a step is within them."""
-    methods: dict[str, FeatureMethod] = {
+    methods: dict[str, Method] = {
         "skipped step, stack": TaylorSeer(_NEVER, 1, site="stack"),
         "skipped step, module": TaylorSeer(_NEVER, 1, site="module"),
         "skipped step, gated": ConfidenceGatedTaylor(float("inf")),

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diffcache.catalog import make_method
-from diffcache.features.base import Ability, FeatureMethod, Probe, When
-from diffcache.features.combine import Combine
+from diffcache.features.base import Ability, Probe, When
+from diffcache.features.combine import Combine, FeatureMethod
 
 TINY = 1e-9
 # What a method needs beside its threshold to decide by what it sees from the second step on.

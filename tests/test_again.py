@@ -8,7 +8,7 @@ from torch import nn
 
 import diffcache
 from diffcache import Combine, FirstBlock, Gate, Interval
-from diffcache.features.base import FeatureMethod
+from diffcache.features.combine import FeatureMethod
 from diffcache.features.quantize import WatchLayers
 
 

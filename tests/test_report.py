@@ -9,7 +9,7 @@ import torch
 
 import diffcache
 from diffcache import CacheWarning, Combine, Every, Interval, Listed, TaylorSeer
-from diffcache.attach.record import Call
+from diffcache.attach.record import CallRecord
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.report import Report, human, share
@@ -37,7 +37,7 @@ def run(flux, method, steps=STEPS, after=None):
 
 def call(index, branch=0, computed=True, denoiser="transformer", **more):
     counts = {"blocks": (4, 0) if computed else (0, 4)}
-    return Call(denoiser, index, 1.0 - index, branch, computed, "method", 0.5, counts, **more)
+    return CallRecord(denoiser, index, 1.0 - index, branch, computed, "method", 0.5, counts, **more)
 
 
 class Record:

@@ -7,16 +7,12 @@ timeline is in doubt: every call is computed, and nothing of it is kept, until a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffcache.attach.clock import Branch, Context, Timeline
-from diffcache.attach.signature import all_conditions_of
-
-if TYPE_CHECKING:
-    from diffcache.attach.engine import Engine
+from diffcache.attach.clock import Branch, Timeline
 
 _NAME = 'name its guidance branches: with diffcache.branch("uncond"): ...'
 _RUN = "put each sampling run into a `with diffcache.run(model):` of its own"
@@ -130,27 +126,3 @@ def tell(
         branch = timeline.add(name, {} if is_named else keep(conditions))
     branch.seen_at = index
     return branch, said
-
-
-def told_branch(
-    engine: Engine,
-    timeline: Timeline,
-    context: Context | None,
-    signature: Any,
-    call: tuple[tuple[Any, ...], dict[str, Any]],
-) -> Branch:
-    """Return the branch of a call that no pipeline makes; warn where nothing tells it.
-
-    Args:
-        engine: The engine of the denoiser.
-        timeline: Where the denoiser is.
-        context: What was said of the call, None for nothing.
-        signature: Look of the call.
-        call: Its positional and keyword arguments.
-    """
-    named = {**dict(zip(engine._arguments, call[0], strict=False)), **call[1]}
-    name = None if context is None else context.name
-    branch, said = tell(timeline, name, signature, all_conditions_of(named, engine.anatomy))
-    if said:
-        engine.handle.remark(timeline.run, [f"{engine.anatomy.model}: {said}"])
-    return branch

@@ -23,49 +23,87 @@ LONG = 4  # times the longest step so far: a longer one may be another run's
 
 @dataclass(eq=False)
 class Branch:
-    """One guidance branch of one denoiser in one run: its features and what its calls look like.
+    """One guidance branch of one denoiser in one run.
 
-    The last four are those of `Timeline`, for schedules that decide by branch.
+    Attributes:
+        number: Number of the branch, from 0 in the order of the first calls.
+        name: Name that the pipeline or the user gave it, None for none.
+        conditions: Arguments by which its calls are known.
+        signature: Look of its last call.
+        seen_at: Index of the step of its last call.
+        storage: What extensions keep of it, until the run ends.
     """
 
     number: int
     name: str | None
     conditions: dict[Any, Any]
     signature: Any = None
-    layout: Any = None
-    anchor: int | None = None
     seen_at: int = -1
-    features: dict[Any, Any] = field(default_factory=dict)
-    decided_at: int = -1
-    computes: bool = True
-    last_computed: int = -1
-    when_state: Any = None
+    storage: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class Context:
-    """What `cache_context` of diffusers said of the next call."""
+    """What was said of the next call, by `cache_context` of diffusers or by the user.
 
-    name: str
+    Attributes:
+        name: Name of the guidance branch, None where nobody said one.
+        step_index: Index of the step, None where nobody said it.
+        writes: Whether the call writes to a stream.
+    """
+
+    name: str | None = None
     step_index: int | None = None
+    writes: bool = False
+
+
+@dataclass(eq=False)
+class Stream:
+    """What outlasts runs: chunks of a video, turns of a conversation.
+
+    Attributes:
+        is_told: Whether the user opened it with `diffcache.stream`.
+        chunk: Number of the last run in it, from 0; -1 before the first.
+        storage: What extensions keep of it, until it ends.
+    """
+
+    is_told: bool = False
+    chunk: int = -1
+    storage: dict[Any, Any] = field(default_factory=dict)
+
+    def drop(self) -> None:
+        """Forget what extensions keep, and start at the first chunk."""
+        self.storage.clear()
+        self.chunk = -1
 
 
 class Run:
-    """One sampling run: what the scheduler said, and a timeline for every denoiser."""
+    """One sampling run: what the scheduler said, and a timeline for every denoiser.
 
-    __slots__ = ("__weakref__", "begin", "by_timestep", "chunk", "epoch", "extras", "in_pipeline",
-                 "is_told", "length", "record", "scheduled", "steps", "ticks",
-                 "timelines")  # fmt: skip
+    Attributes:
+        stream: The stream that it is a part of.
+        storage: What extensions keep of it, until it ends or `set_timesteps` starts it anew.
+        left_out: Steps that an extension plans not to compute.
+    """
+
+    __slots__ = ("__weakref__", "begin", "by_timestep", "epoch", "in_pipeline", "is_told",
+                 "left_out", "length", "record", "scheduled", "steps", "storage", "stream",
+                 "ticks", "timelines")  # fmt: skip
 
     def __init__(
-        self, in_pipeline: bool = False, is_told: bool = False, steps: int | None = None
+        self,
+        in_pipeline: bool = False,
+        is_told: bool = False,
+        steps: int | None = None,
+        stream: Stream | None = None,
     ) -> None:
         self.in_pipeline, self.is_told, self.steps = in_pipeline, is_told, steps
+        self.stream = Stream() if stream is None else stream
         self.record = RunRecord()
         self.timelines: dict[Any, Timeline] = {}
         self.epoch = 0
-        self.chunk = -1
-        self.extras: dict[Any, Any] = {}  # what extensions keep of this run
+        self.storage: dict[Any, Any] = {}
+        self.left_out: set[int] = set()
         self._clear()
 
     def _clear(self) -> None:
@@ -81,19 +119,20 @@ class Run:
         self.scheduled = True
         self.length = length
         self.epoch += 1
-        self.chunk += 1
+        self.stream.chunk += 1
 
-    def timeline(self, engine: Any) -> Timeline:
-        """Return the timeline of a denoiser, by its engine."""
-        timeline = self.timelines.get(engine)
+    def timeline(self, denoiser: Any) -> Timeline:
+        """Return the timeline of a denoiser."""
+        timeline = self.timelines.get(denoiser)
         if timeline is None:
-            timeline = self.timelines[engine] = Timeline(self)
+            timeline = self.timelines[denoiser] = Timeline(self)
         return timeline
 
     def drop(self) -> None:
         """Forget every feature and the place in the run."""
         self._clear()
-        self.extras.clear()
+        self.storage.clear()
+        self.left_out.clear()
         self.timelines = {}
 
     @property
@@ -105,14 +144,17 @@ class Run:
 
 
 class Timeline:
-    """Where one denoiser is in a run, its branches, and the decision of the current step.
+    """Where one denoiser is in a run, and its guidance branches.
 
     A denoiser counts its own steps: of two that share a run, the second starts at 0.
+
+    Attributes:
+        ranks: Process group that shares the sample, None where one process has all of it.
+        storage: What extensions keep of the denoiser, until the run ends.
     """
 
-    __slots__ = ("at", "branches", "calls", "computes", "decided_at", "direction", "doubt",
-                 "index", "last_computed", "mark", "paused", "run", "started_at", "stride",
-                 "timestep", "when_state")  # fmt: skip
+    __slots__ = ("at", "branches", "calls", "direction", "doubt", "index", "mark", "paused",
+                 "ranks", "run", "started_at", "storage", "stride", "timestep")  # fmt: skip
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -127,11 +169,9 @@ class Timeline:
         self.timestep: float | None = None
         self.at: float | None = None
         self.direction = 0
-        self.decided_at = -1
-        self.computes = True
-        self.last_computed = -1
-        self.when_state: Any = None
         self.started_at = 0
+        self.ranks: Any = None
+        self.storage: dict[Any, Any] = {}
         self.doubt = ""  # why nothing tells which run or branch the calls belong to
         self.stride = 0.0  # the longest step so far, in units of the timestep
         # where the run before turned back, from which it may still go on, and its direction
@@ -215,7 +255,10 @@ class Timeline:
 
     def step(self, branch: int) -> Step:
         """Return the current step for a method."""
-        return Step(self.index, self.timestep, self.total, branch, max(self.run.chunk, 0))
+        return Step(
+            self.index, self.timestep, self.total, branch, max(self.run.stream.chunk, 0),
+            self.ranks, None, self.index in self.run.left_out,
+        )  # fmt: skip
 
     def add(self, name: str | None, conditions: dict[Any, Any]) -> Branch:
         """Return a new branch; one of no name that has missed a step is forgotten."""

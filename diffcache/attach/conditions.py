@@ -8,11 +8,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.features.tables import Tables
 
 
-def tables_of(method: FeatureMethod) -> list[Tables]:
+def tables_of(method: Method) -> list[Tables]:
     """Return the tables of a method and of the methods it is made of."""
     found: list[Tables] = []
     made: Any = method
@@ -20,7 +20,7 @@ def tables_of(method: FeatureMethod) -> list[Tables]:
         value = getattr(made, entry.name)
         if isinstance(value, Tables):
             found.append(value)
-        elif isinstance(value, FeatureMethod):
+        elif isinstance(value, Method):
             found += tables_of(value)
     return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -18,7 +19,7 @@ from diffcache.attach.clock import Context
 
 _NAME = "diffcache"
 _HEARD: ContextVar[tuple[int, Context] | None] = ContextVar("diffcache_context", default=None)
-_BRANCH: ContextVar[Context | None] = ContextVar("diffcache_branch", default=None)
+_SAID: ContextVar[Context | None] = ContextVar("diffcache_said", default=None)
 
 
 def branch(name: str) -> AbstractContextManager[None]:
@@ -42,25 +43,44 @@ def branch(name: str) -> AbstractContextManager[None]:
     given: object = name
     if not isinstance(given, str) or not given:
         raise ValueError(f"branch name {name!r}: must be text, such as 'uncond'")
-    return _named(Context(name))
+    return _said(name=name)
+
+
+def writing() -> AbstractContextManager[None]:
+    """Say that the denoiser calls inside write to a stream, such as a KV cache of past chunks.
+
+    They are computed in full, whatever the method, and are no steps of the sampling run. A loop
+    that owns a cache opens this around the call that commits a chunk. It does nothing for a
+    denoiser that is not wrapped.
+
+    Example:
+        >>> with diffcache.writing():  # doctest: +SKIP
+        ...     model(clean_chunk, zero, cond)
+    """
+    return _said(writes=True)
 
 
 @contextmanager
-def _named(context: Context) -> Iterator[None]:
-    token = _BRANCH.set(context)
+def _said(**what: Any) -> Iterator[None]:
+    """Add to what is said of the calls inside."""
+    token = _SAID.set(replace(_SAID.get() or Context(), **what))
     try:
         yield
     finally:
-        _BRANCH.reset(token)
+        _SAID.reset(token)
 
 
 def current_context(model: nn.Module) -> Context | None:
-    """Return the context opened for `model` in this thread, None when there is none.
+    """Return what was said of a call of `model` in this thread, None for nothing.
 
-    A pipeline's goes before the user's, which is outside it.
+    A pipeline's word goes before the user's, which is outside it.
     """
-    heard = _HEARD.get()
-    return heard[1] if heard is not None and heard[0] == id(model) else _BRANCH.get()
+    heard, said = _HEARD.get(), _SAID.get()
+    if heard is None or heard[0] != id(model):
+        return said
+    if said is None or not said.writes:
+        return heard[1]
+    return replace(heard[1], writes=True)
 
 
 def listen(model: nn.Module) -> bool:

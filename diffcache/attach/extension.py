@@ -1,22 +1,21 @@
-"""What an ability of a method adds to an engine, beside features."""
+"""Base class of extensions, which carry out the abilities of a method on one denoiser."""
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
+from diffcache.attach.call import Call
+from diffcache.attach.clock import Run, Timeline
 from diffcache.errors import AttachError
 from diffcache.features.base import Ability
 
-if TYPE_CHECKING:
-    from diffcache.attach.clock import Run
-    from diffcache.attach.engine import Engine
-    from diffcache.attach.reuse.frame import Frame
-
-# Class of ability -> "module:function" that installs it: install(engine, ability) -> Extension
+# Class of ability -> "module:function" that makes its extension of (denoiser, ability)
 INSTALLERS: dict[str, str] = {
+    "Combine": "diffcache.attach.reuse.extension:install",
     "SigmaRule": "diffcache.attach.times:install",
     "SceneRule": "diffcache.attach.scene:install",
     "Quantize": "diffcache.attach.quantize:install",
@@ -27,60 +26,75 @@ INSTALLERS: dict[str, str] = {
 
 
 class Extension:
-    """Takes part in the calls of one denoiser and the steps of its scheduler.
+    """Take part in the calls of one denoiser and the steps of its scheduler.
 
-    What belongs to a run is kept in `frame.timeline.run.extras[self]`, which is dropped where
-    features are: at the start and end of a run and after exceptions.
+    Storage has the lifetime of what it belongs to, with the extension as its key: `call.storage`,
+    `call.run.storage` (one `set_timesteps`; also `timeline.storage` and `branch.storage`), and
+    `call.run.stream.storage` (chunks of a video, turns of a conversation). An exception in a call
+    drops the first two, and the stream as well if the call was writing to it.
     """
 
-    def open(
-        self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return what the denoiser is given instead of `args` and `kwargs`, None if that stays.
+    def start(self, timeline: Timeline) -> None:
+        """Prepare for a run, at its first step."""
 
-        Called when it is decided what runs; `frame.computes` is None where a probe decides.
+    def open(self, call: Call) -> Call:
+        """Return the call as it goes on, with other arguments or another step where needed.
+
+        Raises:
+            AttachError: If the call cannot be carried out as asked.
         """
-        return None
+        return call
 
-    def close(self, frame: Frame, out: Any) -> Any:
+    def given(self, call: Call) -> None:
+        """See a call with what all extensions changed in it, just before the denoiser runs."""
+
+    def ran(self, call: Call, out: Any) -> None:
+        """See what the denoiser returned, before any extension changes it."""
+
+    def close(self, call: Call, out: Any) -> Any:
         """Return what the denoiser returns instead of `out`, None if that stays.
 
-        Called before the output is kept as a feature.
+        What was computed goes through the extensions from the last to the first, so that the first
+        keeps what is final; what was estimated goes from the first to the last.
         """
         return None
 
-    def timesteps(self, scheduler: Any) -> None:
-        """Look at, or change, a scheduler's times behind its `set_timesteps`."""
+    def timesteps(self, run: Run, scheduler: Any) -> None:
+        """Look at, or change, a scheduler's times after its `set_timesteps`."""
 
     def stepping(
         self, run: Run, scheduler: Any, output: Tensor, timestep: Any, sample: Tensor
     ) -> None:
         """See what the scheduler is about to step with: the guided output and the sample."""
 
-    def counts(self, frame: Frame) -> dict[str, tuple[int, int]]:
+    def counts(self, call: Call) -> dict[str, tuple[int, int]]:
         """Return, per site of its own, evaluations that ran and that were skipped in a call."""
         return {}
 
+    def tensors(self, run: Run) -> Iterator[Tensor]:
+        """Yield the tensors that it keeps of a run, for the account of memory."""
+        return iter(())
+
     def held_bytes(self, runs: list[Run]) -> int:
-        """Return the bytes it keeps of these runs and beyond them, for the account of memory."""
+        """Return the bytes it keeps besides `tensors`, of these runs and beyond them."""
         return 0
 
     def remove(self) -> None:
         """Leave the model as it was found."""
 
 
-def install(engine: Engine, ability: Ability) -> Extension:
-    """Return the extension that gives an engine an ability.
+def make_extension(denoiser: Any, ability: Ability) -> Extension:
+    """Return the extension that carries out an ability on a `Denoiser`.
 
     Raises:
-        AttachError: If there is no installer for it, or the model cannot have it.
+        AttachError: If there is none for it, or the model cannot have it.
     """
-    where = INSTALLERS.get(type(ability).__name__)
+    where = ability.extension or INSTALLERS.get(type(ability).__name__)
     if where is None:
         raise AttachError(
-            f"{engine.method!r} asks for {type(ability).__name__}, which nothing installs; known: "
-            f"{', '.join(INSTALLERS) or 'none'}"
+            f"{denoiser.handle.method!r} asks for {type(ability).__name__}, which nothing "
+            f"installs; known: {', '.join(INSTALLERS) or 'none'}"
         )
     module, function = where.split(":")
-    made: Extension = getattr(importlib.import_module(module), function)(engine, ability)
+    made: Extension = getattr(importlib.import_module(module), function)(denoiser, ability)
     return made

@@ -4,91 +4,91 @@ from __future__ import annotations
 
 import warnings
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from diffcache.attach.anchor import owner_of
-from diffcache.attach.tap import FRAME
+from diffcache.attach.anchor import claim, owner_of
+from diffcache.attach.call import Call
+from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.tree import leaves
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.step import CURRENT
 
-if TYPE_CHECKING:
-    from diffcache.attach.engine import Engine
-    from diffcache.attach.handle import Handle
+TOKEN = "token"  # of the context variable, in a call's storage
 
 
-def open_frame(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def hook(denoiser: Denoiser) -> None:
+    """Let every call of a denoiser's network be one of the denoiser."""
+    model = denoiser.model
+    pre = model.register_forward_pre_hook(open_call, prepend=True, with_kwargs=True)
+    post = model.register_forward_hook(close_call, with_kwargs=True, always_call=True)
+    denoiser.hooks = [pre, post]
+    claim(model, denoiser)
+
+
+def open_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook of a wrapped denoiser; does nothing on a copy of one."""
     if torch.compiler.is_compiling():
         _refuse_compiled(module)
         return None
-    engine = owner_of(module)
-    if engine is None:
+    denoiser: Denoiser | None = owner_of(module)
+    if denoiser is None:
         _orphan(module)
         return None
-    stale = FRAME.get()
-    if stale is not None and stale.engine is engine:  # left by an interrupt, which no hook sees
-        leave(engine.handle)
-        engine.handle.abandon()
-    if torch.is_grad_enabled() and _trains(engine, args, kwargs):
+    stale: Call | None = CURRENT.get()
+    if stale is not None and stale.owner is denoiser:  # left by an interrupt, which no hook sees
+        denoiser.handle.abandon(denoiser.handle.leave())
+    if torch.is_grad_enabled() and _trains(denoiser, args, kwargs):
         return None
     try:
-        frame, given = engine.open(args, kwargs)
+        call = denoiser.open(args, kwargs)
     except BaseException:
-        engine.handle.abandon()
+        denoiser.handle.abandon()
         raise
-    frame.token = FRAME.set(frame), CURRENT.set(frame.step)
-    return given
+    call.storage[TOKEN] = CURRENT.set(call)
+    if call.args is args and call.kwargs is kwargs:
+        return None
+    return call.args, call.kwargs
 
 
-def _trains(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _trains(denoiser: Denoiser, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether gradients go through a call; it then runs as if it were not wrapped.
 
-    No frame is open: what is skipped has no gradient, and checkpointed blocks run once more when
+    No call is open: what is skipped has no gradient, and checkpointed blocks run once more when
     the call is over. Features of this run are forgotten, which are of earlier steps.
     """
-    tensors = chain(engine.model.parameters(), leaves(args), leaves(kwargs))  # mostly the first
+    tensors = chain(denoiser.model.parameters(), leaves(args), leaves(kwargs))  # mostly the first
     if not any(tensor.requires_grad for tensor in tensors):
         return False
-    run = engine.handle.run()
-    run.timeline(engine).clear()
+    run = denoiser.handle.run()
+    run.timeline(denoiser).clear()
     text = (
-        f"{engine.anatomy.model}: gradients are on, so every block is computed and nothing is "
+        f"{denoiser.anatomy.model}: gradients are on, so every block is computed and nothing is "
         "kept; to sample, call it under torch.no_grad()"
     )
-    engine.handle.remark(run, [text])
+    denoiser.handle.remark(run, [text])
     return True
 
 
-def close_frame(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+def close_call(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
     """Forward hook of a wrapped denoiser, called after exceptions as well."""
     if torch.compiler.is_compiling():
         return None
-    engine = owner_of(module)
-    frame = FRAME.get()
-    if engine is None or frame is None or frame.engine is not engine:
+    denoiser: Denoiser | None = owner_of(module)
+    call: Call | None = CURRENT.get()
+    if denoiser is None or call is None or call.owner is not denoiser:
         return None
-    FRAME.reset(frame.token[0])
-    CURRENT.reset(frame.token[1])
+    CURRENT.reset(call.storage.pop(TOKEN))
     if out is None:  # an exception is on its way
-        engine.handle.abandon()
+        denoiser.handle.abandon(call)
         return None
     try:
-        return engine.close(frame, kwargs, out)
+        return denoiser.close(call, out)
     except BaseException:  # the step is half done
-        engine.handle.abandon()
+        denoiser.handle.abandon(call)
         raise
-
-
-def leave(handle: Handle) -> None:
-    """Leave the denoiser call that an interrupt left open in this thread, if it is a handle's."""
-    frame = FRAME.get()
-    if frame is not None and frame.engine.handle is handle:
-        FRAME.set(None)
-        CURRENT.set(None)
 
 
 # not torch.compiler.disable, which imports the compiler at once
@@ -105,9 +105,9 @@ def _refuse_compiled(module: nn.Module) -> None:
 
 def _orphan(module: nn.Module) -> None:
     """Take the hooks off a copy of a wrapped model and say that it runs uncached."""
-    for name, hook in (("_forward_pre_hooks", open_frame), ("_forward_hooks", close_frame)):
+    for name, function in (("_forward_pre_hooks", open_call), ("_forward_hooks", close_call)):
         hooks = getattr(module, name)  # which a shallow copy shares with the original
-        kept = {key: value for key, value in hooks.items() if value is not hook}
+        kept = {key: value for key, value in hooks.items() if value is not function}
         setattr(module, name, type(hooks)(kept))
     warnings.warn(
         f"this {type(module).__name__} is a copy of a wrapped one and runs uncached; wrap it too",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from diffcache.attach.call import Call, current_call, in_call
+from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
-from diffcache.attach.tap import FRAME
 from diffcache.attach.tree import unshared
 from diffcache.errors import AttachError
 from diffcache.features.quantize import LayerWatcher, Quantize, WatchLayers
@@ -17,11 +18,7 @@ from diffcache.quant.conv import QuantizedConv2d
 from diffcache.quant.layer import QuantizedLayer
 from diffcache.quant.linear import QuantizedLinear
 from diffcache.quant.plan import QuantPlan
-from diffcache.step import CURRENT, Step
-
-if TYPE_CHECKING:
-    from diffcache.attach.engine import Engine
-    from diffcache.attach.reuse.frame import Frame
+from diffcache.step import current_step
 
 KINDS: dict[type, type[QuantizedLayer]] = {
     nn.Linear: QuantizedLinear,
@@ -33,31 +30,31 @@ HOOKS = (
 )  # fmt: skip
 
 
-def install(engine: Engine, ability: Quantize) -> QuantizedLayers:
+def install(denoiser: Denoiser, ability: Quantize) -> QuantizedLayers:
     """Quantize the layers of a plan.
 
     Raises:
         AttachError: If the model lacks a layer of the plan or it is of another kind or size.
     """
-    return QuantizedLayers(engine.model, ability.plan)
+    return QuantizedLayers(denoiser.model, ability.plan)
 
 
-def watch(engine: Engine, ability: WatchLayers) -> WatchedLayers:
+def watch(denoiser: Denoiser, ability: WatchLayers) -> WatchedLayers:
     """Show the layers inside the blocks to a watcher.
 
     Raises:
         AttachError: If a block or a part of one is compiled, or no layer is left to watch.
     """
-    anatomy = engine.anatomy
+    anatomy = denoiser.anatomy
     inside = (*(entry.key for entry in anatomy.lists), *anatomy.singles)
-    for name, module in engine.model.named_modules():
+    for name, module in denoiser.model.named_modules():
         compiled = module._compiled_call_impl is not None
         if (compiled or type(module).__name__ == "OptimizedModule") and _is_in(name, inside):
             raise AttachError(
                 f"{name} is compiled, so what its layers are given cannot be seen; calibrate "
                 "before you compile"
             )
-    return WatchedLayers(engine.model, inside, ability.watcher)
+    return WatchedLayers(denoiser.model, inside, ability.watcher)
 
 
 class QuantizedLayers(Extension):
@@ -128,7 +125,7 @@ class WatchedLayers(Extension):
             watcher.layer(name, module.weight.detach(), _bias(module))
         self._hook(self.dense)
 
-    def open(self, frame: Frame, args: Any, kwargs: Any) -> None:
+    def open(self, call: Call) -> Call:
         """Quantize the layers anew if the watcher changed its plan; note what is called."""
         plan = self.watcher.plan()
         if plan is not self._plan:
@@ -138,23 +135,22 @@ class WatchedLayers(Extension):
                 self._swapped = QuantizedLayers(self.model, plan)
             self._hook(self.dense if self._swapped is None else self._swapped.layers)
         if self._swapped is not None and self.watcher.wants_dense:
-            frame.timeline.run.extras[self] = unshared((args, kwargs))
+            call.storage[self] = unshared((call.args, call.kwargs))
+        return call
 
-    def close(self, frame: Frame, out: Any) -> None:
+    def close(self, call: Call, out: Any) -> None:
         """Run the call once more with dense layers, if the watcher wants to see their features."""
-        call = frame.timeline.run.extras.pop(self, None)
-        if call is None or self._swapped is None or frame.layout is None:
+        given = call.storage.pop(self, None)
+        if given is None or self._swapped is None:
             return
-        frame.items = frame.layout.compute
-        token = FRAME.set(frame)
         self._swapped.remove()
         self.watcher.dense_again(True)
         try:
-            self.model.forward(*call[0], **call[1])
+            with in_call(call):
+                self.model.forward(*given[0], **given[1])
         finally:
             self.watcher.dense_again(False)
             self._swapped.put()
-            FRAME.reset(token)
 
     def _hook(self, layers: Mapping[str, nn.Module]) -> None:
         for name, layer in layers.items():
@@ -162,10 +158,10 @@ class WatchedLayers(Extension):
 
     def _watcher_of(self, name: str) -> Any:
         def see(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-            step, frame = now(), FRAME.get()
-            if step is None or (frame is not None and frame.repeats):
+            call = current_call()
+            if call is None or call.repeats:
                 return
-            given = args[0].detach()
+            step, given = call.step, args[0].detach()
             if self._plan is None:
                 self.watcher.given(name, step.index, given)
             elif isinstance(layer, QuantizedLayer) and self.watcher.compares(name):
@@ -191,12 +187,6 @@ def _is_in(name: str, parts: tuple[str, ...]) -> bool:
     return any(f"{name}.".startswith(f"{part}.") for part in parts)
 
 
-def now() -> Step | None:
-    """Return the step of this thread's denoiser call, also where a call is checked again."""
-    frame = FRAME.get()
-    return CURRENT.get() if frame is None else frame.step
-
-
 def _quantized(model: nn.Module, name: str, plan: QuantPlan) -> QuantizedLayer:
     """Return the quantized layer that stands for the one at a path."""
     try:
@@ -214,7 +204,7 @@ def _quantized(model: nn.Module, name: str, plan: QuantPlan) -> QuantizedLayer:
         )
     _check_dense(name, dense)
     try:
-        layer = kind(dense, plan.layers[name], plan.weight_bits, name, now)
+        layer = kind(dense, plan.layers[name], plan.weight_bits, name, current_step)
     except ValueError as error:
         raise AttachError(f"{type(model).__name__}: {error}; calibrate on this model") from error
     for hooks in HOOKS:  # the same, so that those added or removed later count as well

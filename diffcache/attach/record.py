@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Call:
+class CallRecord:
     """One denoiser call.
 
     Attributes:
@@ -14,24 +14,26 @@ class Call:
         index: Step index, from 0.
         timestep: Timestep in model units, None where reading it would make an accelerator wait.
         branch: Guidance branch, from 0, or the name its pipeline gave it.
-        computed: Whether the sites were computed.
-        reason: Why: `schedule`, `first call`, `inputs changed`, `missed a step`, ...
+        computed: Whether the sites were computed; None until it is decided.
+        reason: Why: `method`, `first call`, `inputs changed`, `missed a step`, ...
         seconds: Wall time of the call on the host.
         counts: Per site, evaluations that ran and that were skipped.
         flops: Floating-point operations of the sites that ran, a gate's look at them included, and
             of those that were skipped, less that look. None where they could not be counted
             (compiled blocks, flex attention).
+        started: Clock of the host at its start, in seconds.
     """
 
     denoiser: str
     index: int
     timestep: float | None
     branch: int | str
-    computed: bool
-    reason: str
+    computed: bool | None = None
+    reason: str = ""
     seconds: float = 0.0
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     flops: tuple[float, float] | None = None
+    started: float = field(default=0.0, repr=False)
 
 
 @dataclass
@@ -45,7 +47,7 @@ class RunRecord:
         remarks: What was said of the run when it started.
     """
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[CallRecord] = field(default_factory=list)
     peak_bytes: int = 0
     finished: bool = False
     remarks: list[str] = field(default_factory=list)

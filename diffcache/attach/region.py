@@ -10,31 +10,27 @@ its scheduler go on as they are, and every step leaves complete latents behind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from diffcache.attach.call import Call, current_call
+from diffcache.attach.clock import Run
+from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.attach.region_attention import RowProcessor, Store, Turn
 from diffcache.attach.region_models import KINDS, Kind, attentions
-from diffcache.attach.tap import FRAME
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError
 from diffcache.features.region_mask import (
-    FACTORS,
     RegionPlan,
     edited_tokens,
     gather,
     rows_of,
     scatter,
 )
-
-if TYPE_CHECKING:
-    from diffcache.attach.clock import Run
-    from diffcache.attach.engine import Engine
-    from diffcache.attach.reuse.frame import Frame
 
 EULER = "FlowMatchEulerDiscreteScheduler"
 PIPELINES = ("FluxKontextPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline")
@@ -70,15 +66,15 @@ class Regions(Extension):
     """Computes only the edited tokens, where a plan says so.
 
     Args:
-        engine: Of the denoiser.
+        denoiser: The attachment to the network.
         plan: What every step computes.
         kind: How this class of denoisers is served.
     """
 
-    def __init__(self, engine: Engine, plan: RegionPlan, kind: Kind) -> None:
-        self.engine, self.plan, self.kind = engine, plan, kind
-        self.model = engine.anatomy.model
-        self.modules = [module for _, module in attentions(engine.model)]
+    def __init__(self, denoiser: Denoiser, plan: RegionPlan, kind: Kind) -> None:
+        self.denoiser, self.plan, self.kind = denoiser, plan, kind
+        self.model = denoiser.anatomy.model
+        self.modules = [module for _, module in attentions(denoiser.model)]
         for module in self.modules:
             module.processor = kind.rows(module.processor, self)
 
@@ -91,14 +87,14 @@ class Regions(Extension):
 
     def turn(self) -> Turn | None:
         """Return what attention does in the current call."""
-        frame = FRAME.get()
-        if frame is None or frame.engine is not self.engine:
+        call = current_call()
+        if call is None or call.owner is not self.denoiser:
             return None
-        progress = self._progress(frame.timeline.run)
+        progress = self._progress(call.run)
         return None if progress is None else progress.turn
 
     def _progress(self, run: Run) -> Progress | None:
-        found: Progress | None = run.extras.get(self)
+        found: Progress | None = run.storage.get(self)
         return found
 
     def held_bytes(self, runs: list[Run]) -> int:
@@ -110,20 +106,21 @@ class Regions(Extension):
 
     # a run -----------------------------------------------------------------------------------
 
-    def timesteps(self, scheduler: Any) -> None:
+    def timesteps(self, run: Run, scheduler: Any) -> None:
         """Start a run: plan the steps that are skipped."""
         check_scheduler(self.model, scheduler)
         times = scheduler.timesteps.tolist()
         skips: dict[int, float] = {}
         if len(times) == self.plan.total:
             skips = self.plan.skips(times, scheduler.config.num_train_timesteps)
-        self.engine.handle.run().extras[self] = Progress(skips)
+        run.storage[self] = Progress(skips)
+        run.left_out.update(skips)
 
     def stepping(
         self, run: Run, scheduler: Any, output: Tensor, timestep: Any, sample: Tensor
     ) -> None:
         """Choose the edited tokens at the end of the first stage, from the guided velocity."""
-        progress, timeline = self._progress(run), run.timelines.get(self.engine)
+        progress, timeline = self._progress(run), run.timelines.get(self.denoiser)
         if progress is None or progress.given is None or timeline is None:
             return
         given, progress.given = progress.given, None
@@ -142,47 +139,36 @@ class Regions(Extension):
         progress.mask = edited_tokens(clean, reference, self.plan.threshold, grid)
         progress.rows = rows_of(progress.mask)
         if not progress.rows.shape[1]:  # nothing to compute until the next full step
-            timeline.when_state.steps.update(self.plan.regions)
+            run.left_out |= self.plan.regions
 
     # a call ----------------------------------------------------------------------------------
 
-    def open(
-        self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def open(self, call: Call) -> Call:
         """Give the denoiser the edited rows on a region step; keep what the split needs."""
-        FACTORS.set(None)
-        progress = self._progress(frame.timeline.run)
-        if progress is None:  # features were dropped in the middle of a run
-            return None
-        index = frame.step.index
-        given = self._named(args, kwargs)
+        progress = self._progress(call.run)
+        if progress is None or call.writes:  # features were dropped in the middle of a run
+            return call
+        index, given = call.step.index, self.denoiser.named(call.args, call.kwargs)
         text = given[TEXT].shape[1]
         count = len(given[SAMPLE]) * (text + given[SAMPLE].shape[1])
         progress.turn, progress.tokens = None, (count, 0)
-        if index == 0:
-            frame.timeline.when_state.steps.update(progress.skips)
-        if not frame.computes:
+        if not call.record.computed:
             progress.tokens = (0, count)
-            FACTORS.set(self._factors(progress, index, given[SAMPLE]))
-            return None
+            return call
         phase = self.plan.phase(index)
         if phase == "full":
             progress.stores.clear()
-            return None
-        store = progress.stores.get(frame.branch.number)
-        fits = store is not None and store.signature == frame.branch.signature
+            return call
+        store = progress.stores.get(call.branch.number)
+        fits = store is not None and store.signature == call.signature
         fits = fits and progress.rows is not None and len(progress.rows) == len(given[SAMPLE])
-        if phase == "region" and fits and frame.trace is None:
-            return (), self._rows_only(progress, store, given)
-        store = progress.stores[frame.branch.number] = Store(frame.branch.signature, text)
+        if phase == "region" and fits and not call.learns:
+            return replace(call, args=(), kwargs=self._rows_only(progress, store, given))
+        store = progress.stores[call.branch.number] = Store(call.signature, text)
         progress.turn = Turn(store, None)
         if index == self.plan.split and progress.given is None:
             progress.given = given
-        return None
-
-    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        named: dict[str, Any] = self.engine._named(args, kwargs)[1]
-        return named
+        return call
 
     def _rows_only(
         self, progress: Progress, store: Store | None, given: dict[str, Any]
@@ -210,10 +196,22 @@ class Regions(Extension):
         factors[:, : progress.mask.shape[1]][progress.mask] = progress.skips[index]
         return factors[..., None]
 
-    def close(self, frame: Frame, out: Any) -> Any:
-        """Bring the output of a region step to full size; keep that of a full one."""
-        progress = self._progress(frame.timeline.run)
-        if progress is None or progress.turn is None:
+    def close(self, call: Call, out: Any) -> Any:
+        """Bring the output of a region step to full size; keep that of a full one.
+
+        On a skipped step `out` is the velocity of the last computed one, of which edited rows
+        decay.
+        """
+        progress = self._progress(call.run)
+        if progress is None:
+            return None
+        first, *others = leaves(out)
+        if not call.record.computed:
+            factors = self._factors(progress, call.step.index, first)
+            if factors is None:
+                return None
+            return Template(out).build([(first * factors).to(first.dtype), *others])
+        if progress.turn is None:
             return None
         turn, progress.turn = progress.turn, None
         if turn.visits != len(self.modules):
@@ -221,7 +219,6 @@ class Regions(Extension):
                 f"{self.model}: {turn.visits} of {len(self.modules)} attention modules took part; "
                 "processors were replaced since it was wrapped: unwrap it and wrap it again"
             )
-        first, *others = leaves(out)
         if turn.rows is None:
             turn.store.velocity = first.detach().clone()
             return None
@@ -234,18 +231,18 @@ class Regions(Extension):
         edited = torch.where(mask[..., None], whole[:, :tokens], kept[:, :tokens])
         return Template(out).build([torch.cat([edited, kept[:, tokens:]], dim=1), *others])
 
-    def counts(self, frame: Frame) -> dict[str, tuple[int, int]]:
+    def counts(self, call: Call) -> dict[str, tuple[int, int]]:
         """Return how many tokens of text and picture the call computed and left out.
 
         Operations are counted by tokens too: each costs the same in every block, since it attends
         to all tokens whether they are computed or not.
         """
-        progress, call, layout = self._progress(frame.timeline.run), frame.call, frame.layout
-        if progress is None or call is None or layout is None:
+        progress, record = self._progress(call.run), call.record
+        if progress is None or call.writes:
             return {}
-        if layout.whole.flops is not None:
-            each = layout.whole.flops[0] / max(sum(progress.tokens), 1)
-            call.flops = progress.tokens[0] * each, progress.tokens[1] * each
+        if record.flops is not None:
+            each = sum(record.flops) / max(sum(progress.tokens), 1)
+            record.flops = progress.tokens[0] * each, progress.tokens[1] * each
         return {TOKENS: progress.tokens}
 
 
@@ -262,22 +259,22 @@ def check_scheduler(model: str, scheduler: Any) -> None:
     )
 
 
-def install(engine: Engine, ability: RegionPlan) -> Regions:
+def install(denoiser: Denoiser, ability: RegionPlan) -> Regions:
     """Return the extension for a plan.
 
     Raises:
         AttachError: If the pipeline does not edit a reference picture, its denoiser or scheduler
             is of another class, or its attention is not plain.
     """
-    model, pipeline = engine.model, engine.handle.target()
-    name = engine.anatomy.model
+    model, pipeline = denoiser.model, denoiser.handle.target()
+    name = denoiser.anatomy.model
     kinds = [KINDS[cls.__name__] for cls in type(model).__mro__ if cls.__name__ in KINDS]
     served = f"computing the edited region alone serves {', '.join(PIPELINES)}"
     if pipeline is model:
         raise AttachError(f"{name}: {served}, not a bare model, whose scheduler is not known")
     if type(pipeline).__name__ not in PIPELINES or not kinds:
         raise AttachError(f"{type(pipeline).__name__} with {name}: {served}; use another method")
-    check_scheduler(name, engine.handle.scheduler)
+    check_scheduler(name, denoiser.handle.scheduler)
     found = list(attentions(model))
     for path, module in found:
         processor = type(module.processor).__name__
@@ -288,4 +285,4 @@ def install(engine: Engine, ability: RegionPlan) -> Regions:
             )
         if getattr(module.processor, "_parallel_config", None) is not None:
             raise AttachError(f"{name}: split over devices, its rows cannot be kept; {served}")
-    return Regions(engine, ability, kinds[0])
+    return Regions(denoiser, ability, kinds[0])

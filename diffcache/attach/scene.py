@@ -1,48 +1,62 @@
-"""What a denoiser call is about: the noise level of its step, and the grid of its tokens."""
+"""Report the noise level and the token grid of each call to methods that ask for them."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from diffcache.attach.call import Call
+from diffcache.attach.clock import Run
+from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.errors import AttachError
-
-if TYPE_CHECKING:
-    from diffcache.attach.engine import Engine
-    from diffcache.attach.reuse.frame import Frame
+from diffcache.features.seacache import SceneRule
+from diffcache.step import Scene
 
 SIZES = ("num_frames", "height", "width")  # arguments that speak of a grid
 
 
 class Scenes(Extension):
-    """Tells a rule, before every call, what the call is about."""
+    """Adds the noise level and the token grid to the step of every call.
 
-    def __init__(self, rule: Any, engine: Engine) -> None:
-        self.rule, self.engine = rule, engine
+    Args:
+        rule: The ability.
+        model: Name of the denoiser's class.
+    """
 
-    def timesteps(self, scheduler: Any) -> None:
+    def __init__(self, rule: SceneRule, model: str) -> None:
+        self.rule, self.model = rule, model
+
+    def timesteps(self, run: Run, scheduler: Any) -> None:
         """Note the weights of signal and noise at every timestep."""
-        self.engine.handle.run().extras[self] = weights_of(scheduler), {}
+        run.storage[self] = weights_of(scheduler)
 
-    def open(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tell the weights of this step and the grids of this call."""
-        run = frame.timeline.run
-        place = run.begin + frame.step.index
-        weights, grids = run.extras.get(self, ((), {}))
+    def open(self, call: Call) -> Call:
+        """Return the call with the noise level and the grids in its step."""
+        place = call.run.begin + call.step.index
+        weights: list[tuple[float, float]] = call.run.storage.get(self, [])
+        if call.writes:
+            return call
         if place >= len(weights):
             raise AttachError(
-                f"{self.engine.anatomy.model}: the noise level of step {frame.step.index} is not "
-                "known, as no scheduler was heard of; wrap the pipeline, or use TeaCache"
+                f"{self.model}: the noise level of step {call.step.index} is not known, as no "
+                "scheduler was heard of; wrap the pipeline, or use TeaCache"
             )
-        if frame.branch.number not in grids:  # a run does not change them
-            grids[frame.branch.number] = grids_of(kwargs)
-        sample = frame.sample
-        sizes = tuple(sample.shape[2:]) if isinstance(sample, Tensor) and sample.dim() > 3 else ()
-        self.rule.tell(weights[place], grids[frame.branch.number], sizes)
+        grids = call.branch.storage.get(self)
+        if grids is None:  # a run does not change them
+            given = self.rule.grid
+            grids = grids_of(call.kwargs) if given is None else (given,)
+            call.branch.storage[self] = grids
+        sample = call.sample
+        sizes: tuple[int, ...] = ()
+        if self.rule.grid is None and isinstance(sample, Tensor) and sample.dim() > 3:
+            sizes = tuple(sample.shape[2:])
+        scene = Scene(*weights[place], grids, sizes)
+        return replace(call, step=replace(call.step, scene=scene))
 
 
 def weights_of(scheduler: Any) -> list[tuple[float, float]]:
@@ -98,15 +112,15 @@ def _tuples(value: Any) -> list[tuple[int, ...]]:
     return [found for item in value for found in _tuples(item)]
 
 
-def install(engine: Engine, ability: Any) -> Scenes:
+def install(denoiser: Denoiser, ability: SceneRule) -> Scenes:
     """Return the extension for a scene rule.
 
     Raises:
         AttachError: If a bare model is wrapped, whose noise levels nobody tells.
     """
-    if engine.handle.target() is engine.model:
+    if denoiser.handle.target() is denoiser.model:
         raise AttachError(
-            f"{engine.anatomy.model}: a bare model has no scheduler to tell the noise levels; wrap "
-            "the pipeline, or use TeaCache"
+            f"{denoiser.anatomy.model}: a bare model has no scheduler to tell the noise levels; "
+            "wrap the pipeline, or use TeaCache"
         )
-    return Scenes(ability, engine)
+    return Scenes(ability, denoiser.anatomy.model)

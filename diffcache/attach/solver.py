@@ -12,15 +12,12 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from diffcache.attach.anchor import ATTRIBUTE, claim, owner_of, release
+from diffcache.attach.call import in_call
 from diffcache.attach.conditions import effective, other_guidance
-from diffcache.attach.tap import FRAME
-from diffcache.step import CURRENT
-
-if TYPE_CHECKING:
-    from diffcache.attach.handle import Handle
+from diffcache.attach.runs import Runs
 
 _CALLBACKS = ("callback_on_step_end", "callback")
 Make = Callable[["_Watch", Callable[..., Any]], Callable[..., Any]]
@@ -45,12 +42,12 @@ class _Watch:
         for name, method in self._put.items():
             setattr(kind, name, method)
 
-    def handle_of(self, instance: Any) -> Handle | None:
+    def handle_of(self, instance: Any) -> Runs | None:
         """Return the handle of an instance; None for others, and from a watch that is over.
 
         An instance of a subclass that calls `super()` is watched in its own class, if at all.
         """
-        handle: Handle | None = owner_of(instance)
+        handle: Runs | None = owner_of(instance)
         return handle if _WATCHED.get(type(instance)) is self else None
 
     def end(self) -> None:
@@ -64,12 +61,12 @@ class _Watch:
                 delattr(self.kind, name)
 
 
-def tap_pipeline(pipeline: Any, handle: Handle) -> None:
+def tap_pipeline(pipeline: Any, handle: Runs) -> None:
     """Let every call of a pipeline be a run of `handle`."""
     _tap(pipeline, handle, {"__call__": _call})
 
 
-def tap_scheduler(scheduler: Any, handle: Handle) -> None:
+def tap_scheduler(scheduler: Any, handle: Runs) -> None:
     """Tell `handle` of a scheduler's runs and steps."""
     makers: dict[str, Make] = {"set_timesteps": _set_timesteps, "step": _step}
     if hasattr(type(scheduler), "set_begin_index"):
@@ -77,7 +74,7 @@ def tap_scheduler(scheduler: Any, handle: Handle) -> None:
     _tap(scheduler, handle, makers)
 
 
-def _tap(of: Any, handle: Handle, makers: dict[str, Make]) -> None:
+def _tap(of: Any, handle: Runs, makers: dict[str, Make]) -> None:
     kind = type(of)
     with _LOCK:
         if id(of) not in _TAPPED:  # else tapped for another pipeline that shares it
@@ -102,7 +99,7 @@ def _leave(number: int) -> None:
                 watch.end()
 
 
-def untap(tapped: Any, handle: Handle) -> None:
+def untap(tapped: Any, handle: Runs) -> None:
     """Let go of a pipeline or scheduler, unless another handle took it over."""
     if owner_of(tapped) is handle:
         release(tapped)
@@ -131,7 +128,6 @@ def _call(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
             return base(self, *args, **kwargs)
         handle.follow(self)
         run, token = handle.begin(in_pipeline=True)
-        tokens = FRAME.set(None), CURRENT.set(None)
         finished = False
         for name in _CALLBACKS:  # official ones are told by their class, and run no pipeline
             if callable(kwargs.get(name)) and not hasattr(kwargs[name], "tensor_inputs"):
@@ -140,12 +136,11 @@ def _call(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
             if handle.tables:
                 call = effective(signature, (self, *args), kwargs)
                 handle.remark(run, other_guidance(handle.tables, call))
-            out = base(self, *args, **kwargs)
+            with in_call(None):  # also after an interrupt, which no module hook sees
+                out = base(self, *args, **kwargs)
             finished = not getattr(self, "_interrupt", False)
             return out
-        finally:  # after an interrupt as well, which no module hook sees
-            FRAME.reset(tokens[0])
-            CURRENT.reset(tokens[1])
+        finally:
             handle.end(run, token, finished)
 
     return __call__

@@ -1,4 +1,4 @@
-"""Taps: a `ModuleList` and a module's children that hand out stand-ins while a frame is open.
+"""Taps: a `ModuleList` and a module's children that hand out stand-ins while a call is open.
 
 Nothing is wrapped: the list keeps its modules, names and state dict and only its *iteration* is
 observed, so that a model's own loop runs with every statement it has between blocks. Outside a
@@ -11,24 +11,22 @@ import inspect
 import sys
 import warnings
 from collections.abc import Iterator
-from contextvars import ContextVar
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from diffcache.attach.anchor import ATTRIBUTE, subclass
+from diffcache.attach.call import Call
 from diffcache.errors import CacheWarning
+from diffcache.step import CURRENT
 
-if TYPE_CHECKING:
-    from diffcache.attach.reuse.frame import Frame
-
-FRAME: ContextVar[Frame | None] = ContextVar("diffcache_frame", default=None)
+ITEMS = "items"  # in a call's storage: list of blocks -> what is handed out for its blocks
 
 
 class Tap:
-    """Stands for one module inside a frame; everything but the call is the module's own."""
+    """Stands for one module inside a call; everything but its call is the module's own."""
 
     __slots__ = ("module",)
 
@@ -43,18 +41,15 @@ class Tap:
         return type(self.module)
 
 
-def notice(engine: Any) -> None:
+def notice(denoiser: Any) -> None:
     """Warn once if a wrapped model's forward was called directly, which its hooks do not see.
 
-    Its blocks are then asked for with no frame open, and the forward is on the stack, but not the
+    Its blocks are then asked for with no call open, and the forward is on the stack, but not the
     call of the module that would have opened one.
     """
-    frame = FRAME.get()
-    if engine.is_noticed or torch.compiler.is_compiling():
+    if denoiser.is_noticed or torch.compiler.is_compiling():
         return
-    if frame is not None and frame.engine is engine:
-        return
-    model = engine.model
+    model = denoiser.model
     forward = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     hooked = nn.Module._call_impl.__code__
     place: FrameType | None = sys._getframe(2)
@@ -66,32 +61,35 @@ def notice(engine: Any) -> None:
             runs = True
         place = place.f_back
     if runs:
-        engine.is_noticed = True
+        denoiser.is_noticed = True
         warnings.warn(
             f"{type(model).__name__}.forward was called directly (forward_with_cfg does), so it "
             "runs uncached; call the model itself: model(...)",
             CacheWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
+def _items(blocks: nn.ModuleList) -> list[Any] | None:
+    """Return what stands for the blocks of a list in this call, None for the blocks themselves."""
+    owner, key = blocks.__dict__[ATTRIBUTE]
+    call: Call | None = CURRENT.get()
+    if call is None or call.owner is not owner:
+        notice(owner)
+        return None
+    items: dict[str, list[Any]] | None = call.storage.get(ITEMS)
+    return None if items is None else items.get(key)
+
+
 def _iterate(self: nn.ModuleList) -> Iterator[Any]:
-    frame = FRAME.get()
-    if frame is not None:
-        items = frame.items_of(self)
-        if items is not None:
-            return iter(items)
-    notice(self.__dict__[ATTRIBUTE][0])
-    return nn.ModuleList.__iter__(self)
+    items = _items(self)
+    return nn.ModuleList.__iter__(self) if items is None else iter(items)
 
 
 def _get(self: nn.ModuleList, index: Any) -> Any:
-    frame = FRAME.get()
-    if frame is not None:
-        items = frame.items_of(self)
-        if items is not None:
-            return items[index]
-    notice(self.__dict__[ATTRIBUTE][0])
+    items = _items(self)
+    if items is not None:
+        return items[index]
     if isinstance(index, slice):
         return nn.ModuleList(list(self._modules.values())[index])
     return nn.ModuleList.__getitem__(self, index)
@@ -101,7 +99,7 @@ TapList = subclass(nn.ModuleList, __iter__=_iterate, __getitem__=_get)
 
 
 def tap_list(blocks: nn.ModuleList, owner: Any, key: str) -> None:
-    """Observe the iteration of `blocks`, which the engine `owner` knows as `key`."""
+    """Observe the iteration of `blocks`, which the denoiser `owner` knows as `key`."""
     blocks.__class__ = TapList
     blocks.__dict__[ATTRIBUTE] = (owner, key)
 
@@ -113,7 +111,7 @@ def untap_list(blocks: nn.ModuleList) -> None:
 
 
 class TapDict(dict[str, nn.Module]):
-    """A module's `_modules` that hands out taps for some children while a frame is open."""
+    """A module's `_modules` that hands out taps for some children while a call is open."""
 
     def __init__(self, children: dict[str, nn.Module], owner: Any, taps: dict[str, Tap]) -> None:
         super().__init__(children)
@@ -123,8 +121,8 @@ class TapDict(dict[str, nn.Module]):
     def __getitem__(self, name: str) -> Any:
         tap = self.taps.get(name)
         if tap is not None:
-            frame = FRAME.get()
-            if frame is not None and frame.engine is self.owner:
+            call: Call | None = CURRENT.get()
+            if call is not None and call.owner is self.owner:
                 module = dict.__getitem__(self, name)
                 if module is not tap.module:  # replaced since, by an adapter for instance
                     tap.module = module

@@ -5,28 +5,28 @@ from __future__ import annotations
 import threading
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from diffcache.attach.book import Book, Kept, Page, Sheet
+from diffcache.attach.call import Call, in_call
 from diffcache.attach.clock import Run
 from diffcache.attach.content import Contents, others_in, tensors_in
+from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.depend import TimeSite, time_sites
 from diffcache.attach.extension import Extension
-from diffcache.attach.signature import writes_cache
-from diffcache.attach.tap import FRAME, Tap, TapDict, tap_children, untap_children
+from diffcache.attach.record import CallRecord
+from diffcache.attach.reuse.extension import FeatureReuse
 from diffcache.attach.reuse.time_peek import TimePeek
+from diffcache.attach.signature import writes_cache
+from diffcache.attach.tap import Tap, TapDict, tap_children, untap_children
 from diffcache.attach.tree import leaves, unshared
 from diffcache.attach.weights import Weights
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.temporal_table import TimeTables, disturbance
 from diffcache.step import CURRENT
-
-if TYPE_CHECKING:
-    from diffcache.attach.engine import Engine
-    from diffcache.attach.reuse.frame import Frame
 
 COUNTED = "timestep modules"  # their name in reports
 _LARGEST = 2**26  # bytes; sites that depend on larger arguments are left alone
@@ -56,7 +56,7 @@ class RunState:
         sheet: What it wrote into the book.
         contents: What it was given before.
         pages: Site -> its page in this call.
-        frame: The call.
+        record: Record of the call.
         called: Calls of sites in this call.
         counts: How many of them ran and were skipped.
     """
@@ -67,7 +67,7 @@ class RunState:
         self.sheet = Sheet()
         self.contents = Contents()
         self.pages: dict[str, Page] = {}
-        self.frame: Any = None
+        self.record: CallRecord | None = None
         self.called: set[tuple[Any, str]] = set()
         self.counts = [0, 0]
 
@@ -83,8 +83,8 @@ class TimeTable(Extension):
     value is not seen, nor are settings that are neither arguments nor around its weights.
     """
 
-    def __init__(self, engine: Engine, ability: TimeTables) -> None:
-        self.engine, self.ability = engine, ability
+    def __init__(self, denoiser: Denoiser, ability: TimeTables) -> None:
+        self.denoiser, self.ability = denoiser, ability
         self.book = Book(ability)
         self.taps: dict[str, TimeTap] = {}
         self.kinds: dict[Any, list[TimeSite]] = {}
@@ -100,38 +100,43 @@ class TimeTable(Extension):
 
     # calls ---------------------------------------------------------------------------------
 
-    def open(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def open(self, call: Call) -> Call:
         """Find the pages of this call's timestep and conditions."""
         with self._lock:
-            state = self._state(frame)
-            state.pages, state.counts, state.called, state.frame = {}, [0, 0], set(), frame
-            given = {**dict(zip(self.engine._arguments, args, strict=False)), **kwargs}
-            tensors = tensors_in(given)
-            sites = self._sites(frame, given, tensors, (args, kwargs))
-            if not sites or self.weights is None or self.weights.trained():
-                return
-            common = self._common(frame, given, tensors)
-            pages: dict[frozenset[str], Page | None] = {}
-            for site in sites:
-                if site.arguments not in pages:
-                    own = [(p, state.contents.of(tensors[p])) for p in sorted(site.arguments)]
-                    key = (common, tuple(own))
-                    pages[site.arguments] = self.book.page(key, state.number)
-                page = pages[site.arguments]
-                if page is not None:
-                    state.pages[site.path] = page
+            self._find(call)
+        return call
+
+    def _find(self, call: Call) -> None:
+        """Find the pages of a call; under the lock."""
+        state = self._state(call)
+        state.pages, state.counts, state.called, state.record = {}, [0, 0], set(), call.record
+        given = self.denoiser.named(call.args, call.kwargs)
+        tensors = tensors_in(given)
+        sites = self._sites(call, given, tensors)
+        if not sites or self.weights is None or self.weights.trained():
+            return
+        common = self._common(call, given, tensors)
+        pages: dict[frozenset[str], Page | None] = {}
+        for site in sites:
+            if site.arguments not in pages:
+                own = [(p, state.contents.of(tensors[p])) for p in sorted(site.arguments)]
+                key = (common, tuple(own))
+                pages[site.arguments] = self.book.page(key, state.number)
+            page = pages[site.arguments]
+            if page is not None:
+                state.pages[site.path] = page
 
     def answer(self, tap: TimeTap, args: Any, kwargs: Any) -> Any:
         """Look up what a module returns, or let it run and keep that."""
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
-        state: RunState | None = frame.timeline.run.extras.get(self)
+        call: Call = CURRENT.get()
+        state: RunState | None = call.run.storage.get(self)
         page = state.pages.get(tap.name) if state is not None else None
         replaced = tap.module is not tap.learned
-        if state is None or page is None or replaced or (frame, tap.name) in state.called:
+        if state is None or page is None or replaced or (call, tap.name) in state.called:
             return tap.module(*args, **kwargs)
-        state.called.add((frame, tap.name))
+        state.called.add((call, tap.name))
         kept = page.get(tap.name)
-        counts = state.counts if frame is state.frame else [0, 0]
+        counts = state.counts if call.record is state.record and not call.repeats else [0, 0]
         if kept is not None and not kept.layer:
             counts[1] += 1
             return kept.value()
@@ -148,9 +153,9 @@ class TimeTable(Extension):
         state.sheet.write(page, tap.name, Kept.of(out), harm)
         return out
 
-    def counts(self, frame: Frame) -> dict[str, tuple[int, int]]:
+    def counts(self, call: Call) -> dict[str, tuple[int, int]]:
         """Return how many of the modules ran and were looked up."""
-        state = frame.timeline.run.extras.get(self)
+        state = call.run.storage.get(self)
         return {COUNTED: (state.counts[0], state.counts[1])} if state and any(state.counts) else {}
 
     def _rounded(self, tap: TimeTap) -> nn.Module:
@@ -159,22 +164,22 @@ class TimeTable(Extension):
 
     # runs ----------------------------------------------------------------------------------
 
-    def _state(self, frame: Frame) -> RunState:
+    def _state(self, call: Call) -> RunState:
         """Return the state of this run, of a new one where a run starts."""
-        timeline = frame.timeline
-        state: RunState | None = timeline.run.extras.get(self)
+        timeline, run = call.timeline, call.run
+        state: RunState | None = run.storage.get(self)
         if state is None or (timeline.index == 0 and timeline.calls == 1):
-            self._end_runs(timeline.run)
+            self._end_runs(run)
             self._number += 1
-            state = timeline.run.extras[self] = RunState(self._number)
-            self._runs.append((timeline.run, state.sheet))
+            state = run.storage[self] = RunState(self._number)
+            self._runs.append((run, state.sheet))
         return state
 
     def _end_runs(self, starting: Run) -> None:
         """Close the sheets of runs that are over."""
         going = []
         for run, sheet in self._runs:
-            state = run.extras.get(self)
+            state = run.storage.get(self)
             if run is starting or state is None or state.sheet is not sheet:
                 self.book.close(sheet)
             else:
@@ -182,10 +187,10 @@ class TimeTable(Extension):
         self._runs = going
 
     def _sites(
-        self, frame: Frame, given: dict[str, Any], tensors: dict[str, Tensor], call: Any
+        self, call: Call, given: dict[str, Any], tensors: dict[str, Tensor]
     ) -> list[TimeSite]:
         """Return the sites of this kind of call, learned when it is new or weights changed."""
-        state: RunState = frame.timeline.run.extras[self]
+        state: RunState = call.run.storage[self]
         if self.weights is not None and self.weights.changed(state.fresh):
             self.clear()
         state.fresh = False
@@ -193,21 +198,22 @@ class TimeTable(Extension):
         if kind not in self.kinds:
             if writes_cache(given):  # a second forward would write twice
                 return []
-            self.kinds[kind] = self._learn(frame, tensors, call)
+            self.kinds[kind] = self._learn(call, tensors)
         return self.kinds[kind]
 
-    def _learn(self, frame: Frame, tensors: dict[str, Tensor], call: Any) -> list[TimeSite]:
+    def _learn(self, call: Call, tensors: dict[str, Tensor]) -> list[TimeSite]:
         """Follow one forward to the modules that can be looked up, and tap them."""
-        model, sample = self.engine.model, str(self.engine.anatomy.sample)
+        model, sample = self.denoiser.model, str(self.denoiser.anatomy.sample)
         samples = {p for p in tensors if p == sample or p.startswith(sample + ".")}
-        given, cached = unshared(call), torch.is_autocast_cache_enabled()
-        tokens = FRAME.set(None), CURRENT.set(frame.step)
+        args, kwargs = unshared((call.args, call.kwargs))
+        cached = torch.is_autocast_cache_enabled()
+        untapped = replace(call, owner=None, repeats=True)
         torch.set_autocast_cache_enabled(False)
         try:
-            with torch.random.fork_rng(enabled=model.training):
+            with in_call(untapped), torch.random.fork_rng(enabled=model.training):
                 sites = time_sites(
                     model,
-                    lambda: model.forward(*given[0], **given[1]),
+                    lambda: model.forward(*args, **kwargs),
                     {path: t for path, t in tensors.items() if path not in samples},
                     [tensors[path] for path in samples],
                 )
@@ -215,8 +221,6 @@ class TimeTable(Extension):
             self._warn(f"its forward cannot be followed ({str(error)[:200]})")
             return []
         finally:
-            FRAME.reset(tokens[0])
-            CURRENT.reset(tokens[1])
             torch.set_autocast_cache_enabled(cached)
         sites = [s for s in sites if sum(tensors[p].nbytes for p in s.arguments) <= _LARGEST]
         if not sites:
@@ -231,25 +235,28 @@ class TimeTable(Extension):
         return sites
 
     def _warn(self, why: str) -> None:
-        model = self.engine.anatomy.model
+        model = self.denoiser.anatomy.model
         warnings.warn(f"{model}: {why}, so no temporal table is kept", CacheWarning, stacklevel=4)
 
     def _tap(self, path: str) -> None:
         parent_path, _, child = path.rpartition(".")
-        parent = self.engine.model.get_submodule(parent_path)
+        parent = self.denoiser.model.get_submodule(parent_path)
         taken = getattr(parent.__dict__["_modules"], "taps", {})
         if path not in self.taps and child not in taken:
             self.taps[path] = TimeTap(parent, child, self, path)
-            tap_children(parent, self.engine, {child: self.taps[path]})
+            tap_children(parent, self.denoiser, {child: self.taps[path]})
 
-    def _common(self, frame: Frame, given: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    def _common(self, call: Call, given: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
         """Return all of a call but the contents of its tensors, hashable."""
         device = next((t.device.type for t in tensors.values()), "cpu")
         cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         looks = tuple((p, t.shape, t.dtype, t.device) for p, t in tensors.items())
         # other extensions may have settings by step, such as scales of activations
-        step = frame.step.index if len(self.engine.extensions) > 1 else None
-        return cast, self.engine.model.training, step, looks, others_in(given)
+        others = [
+            e for e in self.denoiser.extensions if not isinstance(e, (FeatureReuse, TimeTable))
+        ]
+        step = call.step.index if others else None
+        return cast, self.denoiser.model.training, step, looks, others_in(given)
 
     # tables --------------------------------------------------------------------------------
 
@@ -271,16 +278,17 @@ class TimeTable(Extension):
         self.taps = {}
 
 
-def install(engine: Engine, ability: TimeTables) -> TimeTable:
+def install(denoiser: Denoiser, ability: TimeTables) -> TimeTable:
     """Return the tables of a denoiser.
 
     Raises:
         AttachError: If the method's gate looks at the time embedding, which tables would look up
             instead of running what makes it.
     """
-    if isinstance(engine.peek, TimePeek):
-        raise AttachError(
-            f"{engine.anatomy.model}: a gate on the time embedding and look-up tables of the "
-            "modules that make it do not go together; use input='modulated', or no tables"
-        )
-    return TimeTable(engine, ability)
+    for extension in denoiser.extensions:
+        if isinstance(extension, FeatureReuse) and isinstance(extension.setup.peek, TimePeek):
+            raise AttachError(
+                f"{denoiser.anatomy.model}: a gate on the time embedding and look-up tables of the "
+                "modules that make it do not go together; use input='modulated', or no tables"
+            )
+    return TimeTable(denoiser, ability)

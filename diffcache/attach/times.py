@@ -1,18 +1,17 @@
-"""Rewriting the times of a scheduler behind its `set_timesteps`."""
+"""Rewriting the times of a scheduler after its `set_timesteps`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from diffcache.attach.clock import Run
+from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.errors import AttachError
 from diffcache.features.ertacache import check_scheduler
-
-if TYPE_CHECKING:
-    from diffcache.attach.engine import Engine
 
 
 class TimeRule(Protocol):
@@ -35,7 +34,7 @@ class Times(Extension):
     def __init__(self, rule: TimeRule, model: str) -> None:
         self.rule, self.model = rule, model
 
-    def timesteps(self, scheduler: Any) -> None:
+    def timesteps(self, run: Run, scheduler: Any) -> None:
         """Rewrite the times that were just set; the untouched ones stay to the bit."""
         self.check(scheduler)
         sigmas, timesteps = scheduler.sigmas, scheduler.timesteps
@@ -56,17 +55,17 @@ class Times(Extension):
         check_scheduler(self.model, type(scheduler).__name__, config, self.rule.advice)
 
 
-def install(engine: Engine, ability: Any) -> Times:
+def install(denoiser: Denoiser, ability: Any) -> Times:
     """Return the extension for a time rule; a known scheduler is checked at once.
 
     Raises:
         AttachError: If the scheduler is no deterministic Euler scheduler, or there is none.
     """
-    times = Times(ability, engine.anatomy.model)
-    if engine.handle.target() is engine.model:
+    times = Times(ability, denoiser.anatomy.model)
+    if denoiser.handle.target() is denoiser.model:
         raise AttachError(
             f"{times.model}: a bare model has no scheduler whose times could be changed; wrap the "
             f"pipeline, or {ability.advice}"
         )
-    times.check(engine.handle.scheduler)
+    times.check(denoiser.handle.scheduler)
     return times

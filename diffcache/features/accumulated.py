@@ -125,7 +125,7 @@ class Accumulated(When):
             value = self.indicator.see(probe, step)
             if value.shape != state.value.shape:  # other tokens, which cannot be compared
                 return True
-            change = relative_l1(state.value, value, "forecast")
+            change = relative_l1(state.value, value, "forecast", step.ranks)
             state.total += self.indicator.error(change)
             state.index, state.value = step.index, value
         return not state.total < self.threshold

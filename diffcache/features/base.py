@@ -1,17 +1,14 @@
-"""What a feature-cache method is made of: when to compute, what to use instead, and where."""
+"""What methods are made of: abilities, and for feature reuse when to compute and what instead."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeGuard
+from typing import Any, ClassVar, Literal, TypeGuard
 
 from torch import Tensor
 
 from diffcache.step import Step
-
-if TYPE_CHECKING:
-    from diffcache.features.combine import Combine
 
 Probe = Literal["residual", "output", "modulated", "time", "time-projection"]
 
@@ -113,6 +110,9 @@ class Instead(ABC):
         recorded it is the feature itself.
         """
 
+    def link(self, states: Sequence[Any]) -> None:  # noqa: B027
+        """Note the order in which the states of a branch are asked for; for fetching ahead."""
+
     def estimate_all(self, states: Sequence[Any], step: Step) -> list[Tensor]:
         """Return `estimate` of many states; a method may do them in fewer kernel launches."""
         return [self.estimate(state, step) for state in states]
@@ -137,17 +137,24 @@ class Instead(ABC):
 
 
 class Ability:
-    """Something a method asks of the attachment beyond features: a frozen dataclass of settings.
+    """Something a method asks of the attachment, such as feature reuse (`Combine`).
 
-    The attachment has an installer for every class of ability; a method never sees a module.
+    A frozen dataclass of settings. The attachment has an extension for every class of ability of
+    this project; others name theirs.
+
+    Attributes:
+        extension: `module:function` that makes the extension of (denoiser, ability), for abilities
+            from elsewhere.
     """
 
+    extension: ClassVar[str] = ""
 
-class FeatureMethod(ABC):
-    """A feature-cache method: a frozen dataclass whose fields are its configuration.
 
-    A method says what it is made of in `parts`; nothing else is asked of it, and it never sees a
-    module. `repr(method)` is valid Python.
+class Method(ABC):
+    """A method: a frozen dataclass whose fields are its configuration.
+
+    A method says what it asks of the attachment in `abilities`; nothing else is asked of it, and it
+    never sees a module. `repr(method)` is valid Python.
 
     Attributes:
         name: Name in the catalogue.
@@ -165,16 +172,12 @@ class FeatureMethod(ABC):
         return None
 
     @abstractmethod
-    def parts(self) -> Combine:
-        """Return the schedule, the stand-in and the site that make up the method.
+    def abilities(self) -> tuple[Ability, ...]:
+        """Return what the method asks of the attachment, in the order in which it takes part.
 
         Raises:
             ValueError: If a field is out of its range.
         """
-
-    def abilities(self) -> tuple[Ability, ...]:
-        """Return what the method needs beyond features; nothing for most."""
-        return ()
 
     def check_model(self, facts: Mapping[str, Any]) -> None:  # noqa: B027
         """Raise unless the method fits the model and scheduler it is about to be attached to.

@@ -264,13 +264,13 @@ class CacheQuant(Calibrated):
         return Combine(when, Corrected(tables), self.site, self.lead, self.tail, blocks=self.blocks)
 
     def abilities(self) -> tuple[Ability, ...]:
-        """Return the quantized layers, if there are any."""
+        """Return feature reuse and the quantized layers, if there are any."""
         if self.bits is None:
-            return ()
+            return super().abilities()
         tables = self.measured()
         names = [name for name in tables.names() if name.startswith("quant/")]
         found = {name.removeprefix("quant/"): tables[name] for name in names}
-        return (Quantize(QuantPlan.of(self.bits, found)),)
+        return (*super().abilities(), Quantize(QuantPlan.of(self.bits, found)))
 
     def collector(self) -> Collector:
         """Return a collector for these settings."""

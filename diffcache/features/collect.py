@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from diffcache.errors import UncalibratedError
-from diffcache.features.base import Ability, FeatureMethod
-from diffcache.features.combine import Combine
+from diffcache.features.base import Ability
+from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.schema import Schema
 from diffcache.features.tables import Tables
 from diffcache.step import Step

@@ -1,18 +1,38 @@
-"""Any schedule with any forecast at any site: how a user writes a method in a line."""
+"""Feature reuse: any schedule with any forecast at any site, as an ability and as a method."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from diffcache.features.base import FeatureMethod, Instead, When, check_int
+from diffcache.features.base import Ability, Instead, Method, When, check_int
 from diffcache.features.instead import Reuse
 from diffcache.step import Site
 
 
+class FeatureMethod(Method):
+    """A method that reuses features, and says in `parts` when, what instead and where.
+
+    This is all that most methods ask for; one that asks for more extends `abilities`.
+    """
+
+    @abstractmethod
+    def parts(self) -> Combine:
+        """Return the schedule, the stand-in and the site that make up the method.
+
+        Raises:
+            ValueError: If a field is out of its range.
+        """
+
+    def abilities(self) -> tuple[Ability, ...]:
+        """Return the method's feature reuse."""
+        return (self.parts(),)
+
+
 @dataclass(frozen=True)
-class Combine(FeatureMethod):
-    """A method put together from its parts.
+class Combine(FeatureMethod, Ability):
+    """Reuse features: an ability, and a method put together in a line.
 
     Args:
         when: Which steps are computed, such as `Every(4)`, `Listed([0, 5, 9])` or `Gate(0.1)`.
@@ -85,3 +105,12 @@ class Combine(FeatureMethod):
     def parts(self) -> Combine:
         """Return itself."""
         return self
+
+
+def reuse_of(method: Method) -> Combine | None:
+    """Return the feature reuse of a method, None where it asks for none.
+
+    Raises:
+        ValueError: If a field of the method is out of its range.
+    """
+    return next((a for a in method.abilities() if isinstance(a, Combine)), None)

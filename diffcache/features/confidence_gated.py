@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from diffcache.features.base import FeatureMethod, check_int
-from diffcache.features.combine import Combine
+from diffcache.features.base import check_int
+from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.instead import Taylor, check_order
 from diffcache.features.when import Gate
 

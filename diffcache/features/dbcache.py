@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from diffcache.features.base import FeatureMethod, Probe, When, check_int
-from diffcache.features.combine import Combine
+from diffcache.features.base import Probe, When, check_int
+from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.instead import Taylor
 from diffcache.features.when import Gate
 from diffcache.step import Step

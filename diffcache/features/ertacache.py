@@ -263,11 +263,12 @@ class ERTACache(Calibrated):
         return Combine(when, instead, Site.MODEL, feature="change")
 
     def abilities(self) -> tuple[Ability, ...]:
-        """Return the rule of the adjusted times, if there is anything to adjust."""
+        """Return feature reuse, and the rule of the adjusted times if there is any to adjust."""
         if self.threshold == 0 or not self.time:
-            return ()
+            return super().abilities()
         factors = self.measured()[READINGS[self.reading]].tolist()
-        return (SigmaRule(tuple(factors)),) if min(factors) < 1 else ()
+        rules = (SigmaRule(tuple(factors)),) if min(factors) < 1 else ()
+        return (*super().abilities(), *rules)
 
     def check_model(self, facts: Mapping[str, Any]) -> None:
         """Raise unless the tables fit the model, or may be measured with this scheduler."""

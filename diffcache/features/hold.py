@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from diffcache.features.base import Ability, FeatureMethod, Instead
-from diffcache.features.combine import Combine
+from diffcache.features.base import Ability, Instead, Method
+from diffcache.features.combine import Combine, reuse_of
 from diffcache.step import Step
 
 Form = Literal["bf16", "int8", "host"]
 FORMS = get_args(Form)
-_LAST = threading.local()  # the state made last in this thread, which the next one follows
+_THREAD = threading.local()  # streams of copies
 
 
 @dataclass
@@ -66,7 +67,7 @@ class Packed:
 
 def _copies(device: torch.device) -> Any:
     """Return this thread's stream of copies to a device."""
-    streams = _LAST.__dict__.setdefault("streams", {})
+    streams = _THREAD.__dict__.setdefault("streams", {})
     if device not in streams:
         streams[device] = torch.cuda.Stream(device)
     return streams[device]
@@ -128,24 +129,21 @@ class Hold(Instead):
             raise ValueError(f"hold={self.form!r}: must be one of {', '.join(map(repr, FORMS))}")
 
     def init(self) -> Box:
-        """Return an empty state; the one made before it in this thread is followed by it."""
-        return self._chained(Box(self.inner.init()))
+        """Return an empty state."""
+        return Box(self.inner.init())
 
     def init_at(self, site: str, index: int) -> Box:
         """Return an empty state of one feature."""
-        return self._chained(Box(self.inner.init_at(site, index)))
+        return Box(self.inner.init_at(site, index))
 
     def adopt(self, state: Any) -> Box:
         """Return a state of `inner` as one of this."""
-        return self._chained(Box(self._packed(state)))
+        return Box(self._packed(state))
 
-    def _chained(self, box: Box) -> Box:
-        before = getattr(_LAST, "box", None)
-        before = before() if before is not None else None
-        if before is not None:
-            before.following = weakref.ref(box)
-        _LAST.box = weakref.ref(box)
-        return box
+    def link(self, states: Sequence[Box]) -> None:
+        """Let the estimate of each state start to fetch the next one."""
+        for box, following in pairwise(states):
+            box.following = weakref.ref(following)
 
     def record(self, state: Box, step: Step, feature: Tensor) -> None:
         """Let `inner` record, and pack what it keeps."""
@@ -179,7 +177,7 @@ class Hold(Instead):
 
 
 @dataclass(frozen=True)
-class Held(FeatureMethod):
+class Held(Method):
     """Run a method with all its features held in another form.
 
     Args:
@@ -196,7 +194,7 @@ class Held(FeatureMethod):
 
     name: ClassVar[str] = "held"
 
-    method: FeatureMethod
+    method: Method
     hold: Form
 
     def __post_init__(self) -> None:
@@ -204,13 +202,10 @@ class Held(FeatureMethod):
             raise ValueError(f"method={self.method!r}: must be a method, and not held already")
         if self.hold not in FORMS:
             raise ValueError(f"hold={self.hold!r}: must be one of {', '.join(map(repr, FORMS))}")
+        if reuse_of(self.method) is None:
+            raise ValueError(f"hold={self.hold!r}: {self.method!r} holds no features")
         object.__setattr__(self, "source", self.method.source)
         object.__setattr__(self, "bibtex", self.method.bibtex)
-
-    def parts(self) -> Combine:
-        """Return the method's parts, with its stand-in packed."""
-        parts = self.method.parts()
-        return replace(parts, instead=Hold(parts.instead, self.hold))
 
     @property
     def total(self) -> int | None:
@@ -218,8 +213,13 @@ class Held(FeatureMethod):
         return self.method.total
 
     def abilities(self) -> tuple[Ability, ...]:
-        """Return the method's."""
-        return self.method.abilities()
+        """Return the method's, with its features packed."""
+        return tuple(
+            replace(ability, instead=Hold(ability.instead, self.hold))
+            if isinstance(ability, Combine)
+            else ability
+            for ability in self.method.abilities()
+        )
 
     def check_model(self, facts: Mapping[str, Any]) -> None:
         """Raise unless the method fits the model."""

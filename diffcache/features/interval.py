@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from diffcache.features.base import FeatureMethod
-from diffcache.features.combine import Combine
+from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.instead import Reuse
 from diffcache.features.when import Every
 from diffcache.step import Site

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,14 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.features.base import Ability, Instead, When
+from diffcache.features.base import Ability, When
 from diffcache.step import Step
 
 Phase = Literal["full", "store", "region"]
-
-# What a skipped step's velocity is multiplied with, [B, T, 1]; None leaves it. Set by the
-# attachment before the estimate is asked for, since only there the edited rows are known.
-FACTORS: ContextVar[Tensor | None] = ContextVar("diffcache_region_factors", default=None)
 
 
 def edited_tokens(
@@ -173,16 +168,9 @@ class RegionPlan(Ability):
         return found
 
 
-@dataclass
-class Skipped:
-    """The steps of a run that are not computed; the attachment fills it in."""
-
-    steps: set[int]
-
-
 @dataclass(frozen=True)
 class Planned(When):
-    """Compute the steps that are not in the plan of the run, which is made when its times are set.
+    """Compute the steps that the plan of the run does not leave out.
 
     Args:
         total: Steps of the runs it is made for.
@@ -190,32 +178,9 @@ class Planned(When):
 
     total: int | None
 
-    def init(self) -> Skipped:
-        """Return a run in which every step is computed."""
-        return Skipped(set())
+    def init(self) -> None:
+        """Return nothing."""
 
-    def should_compute(self, state: Skipped, step: Step, probe: Tensor | None) -> bool:
-        """Return whether the step is not to be skipped."""
-        return step.index not in state.steps
-
-
-@dataclass(frozen=True)
-class Decayed(Instead):
-    """Use the last velocity again, multiplied with a factor for every row."""
-
-    def init(self) -> list[Tensor]:
-        """Return an empty state."""
-        return []
-
-    def record(self, state: list[Tensor], step: Step, feature: Tensor) -> None:
-        """Keep the velocity, forget the last."""
-        state[:] = [feature]
-
-    def estimate(self, state: list[Tensor], step: Step) -> Tensor:
-        """Return the kept velocity, multiplied where there are factors."""
-        factors = FACTORS.get()
-        return state[0] if factors is None else (state[0] * factors).to(state[0].dtype)
-
-    def held(self, state: list[Tensor]) -> list[Tensor]:
-        """Return the one kept tensor."""
-        return state
+    def should_compute(self, state: None, step: Step, probe: Tensor | None) -> bool:
+        """Return whether the step is not left out."""
+        return not step.is_left_out

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 
 from diffcache.errors import AttachError
-from diffcache.features.base import check_int, is_number
+from diffcache.features.base import Ability, check_int, is_number
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.region_mask import Decayed, Planned, RegionPlan
+from diffcache.features.instead import Reuse
+from diffcache.features.region_mask import Planned, RegionPlan
 from diffcache.features.regione_ratios import STEPS, Ratios, scaled
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
@@ -209,12 +210,12 @@ class RegionE(Calibrated):
             _check_published(self.model, facts.get("model"))
 
     def parts(self) -> Combine:
-        """Return the planned skips, the decayed velocity, at the denoiser's output."""
-        return Combine(Planned(self.steps), Decayed(), Site.MODEL)
+        """Return the planned skips with the last velocity, which the plan lets decay."""
+        return Combine(Planned(self.steps), Reuse(), Site.MODEL)
 
-    def abilities(self) -> tuple[RegionPlan, ...]:
-        """Return the plan, which the attachment carries out on the tokens."""
-        return (self.plan(),)
+    def abilities(self) -> tuple[Ability, ...]:
+        """Return feature reuse, and the plan that the attachment carries out on the tokens."""
+        return (*super().abilities(), self.plan())
 
     def collector(self) -> Ratios:
         """Return what fits the ratios of another model or number of steps."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar, Literal
@@ -13,56 +12,18 @@ from torch import Tensor
 
 from diffcache.errors import AttachError
 from diffcache.features.accumulated import Accumulated, Indicator
-from diffcache.features.base import Ability, FeatureMethod, check_int, check_threshold, is_number
-from diffcache.features.combine import Combine
+from diffcache.features.base import Ability, check_int, check_threshold, is_number
+from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.instead import Newton
 from diffcache.features.when import Every
-from diffcache.step import Step
+from diffcache.step import Scene, Step
 
-
-@dataclass(frozen=True)
-class Scene:
-    """What a denoiser call is about.
-
-    Attributes:
-        signal: Weight of the clean sample in the noisy one, 0 to 1.
-        noise: Weight of the noise in it.
-        grids: Token grids that the call speaks of, slowest axis first: `(H, W)` or `(F, H, W)`.
-        sizes: Sizes of the sample's own axes behind its channels, empty where it is packed.
-    """
-
-    signal: float
-    noise: float
-    grids: tuple[tuple[int, ...], ...] = ()
-    sizes: tuple[int, ...] = ()
-
-    def grid(self, tokens: int) -> tuple[int, ...]:
-        """Return the grid of so many tokens, of those spoken of or of patches of the sample.
-
-        Raises:
-            AttachError: If none has so many.
-        """
-        for grid in self.grids:
-            if math.prod(grid) == tokens:
-                return grid
-        for patch in product((1, 2, 4), (1, 2, 4, 8)):
-            parts = (patch[0], patch[1], patch[1])[-len(self.sizes) :]
-            grid = tuple(-(-size // part) for size, part in zip(self.sizes, parts, strict=False))
-            if self.sizes and math.prod(grid) == tokens:
-                return grid
-        raise AttachError(
-            f"the first attention has {tokens} tokens, which lie on no grid that the call shows "
-            f"(spoken of: {self.grids or 'none'}, sample: {self.sizes or 'packed'}); {ADVICE}"
-        )
-
-
-SCENE: ContextVar[Scene | None] = ContextVar("diffcache_scene", default=None)
 ADVICE = "pass grid=(height, width) or (frames, height, width) in tokens, or use TeaCache"
 
 
 @dataclass(frozen=True)
 class SceneRule(Ability):
-    """Let `SCENE` say what every denoiser call is about.
+    """Tell the method the noise level and the token grid of every denoiser call.
 
     Args:
         grid: The token grid where it cannot be found from the call.
@@ -70,21 +31,26 @@ class SceneRule(Ability):
 
     grid: tuple[int, ...] | None = None
 
-    def tell(
-        self,
-        weights: tuple[float, float],
-        grids: tuple[tuple[int, ...], ...],
-        sizes: tuple[int, ...],
-    ) -> None:
-        """Let methods know what the call at hand is about.
 
-        Args:
-            weights: Of signal and noise.
-            grids: Token grids that the call speaks of.
-            sizes: The sample's axes behind its channels.
-        """
-        known = grids if self.grid is None else (self.grid,)
-        SCENE.set(Scene(*weights, known, () if self.grid else sizes))
+def grid_of(scene: Scene, tokens: int) -> tuple[int, ...]:
+    """Return the grid of so many tokens, of those spoken of or of patches of the sample.
+
+    Raises:
+        AttachError: If none has so many.
+    """
+    for grid in scene.grids:
+        if math.prod(grid) == tokens:
+            return grid
+    sizes = scene.sizes
+    for patch in product((1, 2, 4), (1, 2, 4, 8)):
+        parts = (patch[0], patch[1], patch[1])[-len(sizes) :]
+        grid = tuple(-(-size // part) for size, part in zip(sizes, parts, strict=False))
+        if sizes and math.prod(grid) == tokens:
+            return grid
+    raise AttachError(
+        f"the first attention has {tokens} tokens, which lie on no grid that the call shows "
+        f"(spoken of: {scene.grids or 'none'}, sample: {sizes or 'packed'}); {ADVICE}"
+    )
 
 
 def gain(grid: tuple[int, ...], signal: float, noise: float, power: float) -> Tensor:
@@ -131,12 +97,12 @@ class Filtered(Indicator):
 
     def see(self, probe: Tensor, step: Step) -> Tensor:
         """Return the filtered tokens `[B, *grid, D]`."""
-        scene = SCENE.get()
+        scene = step.scene
         if scene is None:
             raise ValueError("the noise level of this call is not known; wrap the pipeline")
         tokens = probe.detach().float()
         tokens = tokens.reshape(tokens.shape[0], -1, tokens.shape[-1])
-        grid = scene.grid(tokens.shape[1])
+        grid = grid_of(scene, tokens.shape[1])
         tokens = tokens.reshape(tokens.shape[0], *grid, tokens.shape[-1])
         if step.index < self.plain:
             return tokens.clone()
@@ -229,8 +195,9 @@ class SeaCache(FeatureMethod):
         return Combine(Every(1) if self.threshold == 0 else when, Newton(self.order))
 
     def abilities(self) -> tuple[Ability, ...]:
-        """Return the rule that tells the noise level and the token grid."""
-        return () if self.threshold == 0 else (SceneRule(self.grid),)
+        """Return the rule that tells the noise level and the token grid, and feature reuse."""
+        rules = () if self.threshold == 0 else (SceneRule(self.grid),)
+        return (*rules, *super().abilities())
 
 
 def check_grid(value: Any) -> tuple[int, ...]:

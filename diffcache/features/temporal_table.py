@@ -9,11 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from diffcache.features.base import Ability, FeatureMethod, check_int
-from diffcache.features.combine import Combine
-from diffcache.features.instead import Reuse
-from diffcache.features.when import Every
-from diffcache.step import Site
+from diffcache.features.base import Ability, Method, check_int
 
 BITS = {8: torch.int8, 16: torch.int16}
 
@@ -39,7 +35,7 @@ class TimeTables(Ability):
 
 
 @dataclass(frozen=True)
-class TemporalTable(FeatureMethod):
+class TemporalTable(Method):
     """Keep what time embeddings and modulation layers return, and look it up in later runs.
 
     Reference: TFMQ-DM, arXiv 2311.16503, section 3, whose temporal information block is the
@@ -95,7 +91,7 @@ class TemporalTable(FeatureMethod):
   year={2025}
 }"""
 
-    method: FeatureMethod | None = None
+    method: Method | None = None
     entries: int = 512
     bits: int | None = None
     scale: Literal["entry", "site"] = "entry"
@@ -103,7 +99,7 @@ class TemporalTable(FeatureMethod):
     by: Literal["step", "site"] = "step"
 
     def __post_init__(self) -> None:
-        if self.method is not None and not isinstance(self.method, FeatureMethod):
+        if self.method is not None and not isinstance(self.method, Method):
             raise ValueError(f"method={self.method!r}: must be a method such as TaylorSeer(), None")
         if any(isinstance(ability, TimeTables) for ability in self._inner_abilities()):
             raise ValueError(f"method={self.method!r}: has temporal tables already")
@@ -122,12 +118,6 @@ class TemporalTable(FeatureMethod):
                 raise ValueError(f"{name}={value!r} with bits=None: set bits=8 or bits=16")
         if self.by == "site" and self.keep != "closer":
             raise ValueError(f"by='site' with keep={self.keep!r}: set keep='closer'")
-
-    def parts(self) -> Combine:
-        """Return the parts of the method that goes with it; without one, everything is computed."""
-        if self.method is None:
-            return Combine(Every(1), Reuse(), Site.MODEL)
-        return self.method.parts()
 
     @property
     def total(self) -> int | None:

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from diffcache.errors import DiffcacheError, TablesError, UncalibratedError
-from diffcache.features.base import OWN, Ability, FeatureMethod, is_number
-from diffcache.features.combine import Combine
+from diffcache.features.base import OWN, Ability, is_number
+from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.plain import from_plain, to_plain
 from diffcache.features.schema import header_fault, shown
 from diffcache.features.tables import Tables
@@ -111,7 +111,7 @@ def _made(tables: Tables) -> FeatureMethod:
             raise TablesError(f"it has {shown(extra[0])}, which is no table of its choice")
         if method.parts().when.total not in (tables.steps, None):
             raise TablesError(f"its choice is not for the {tables.steps} steps of its header")
-        method.abilities()
+        method.abilities()  # raises where a table is missing
     except (DiffcacheError, ValueError, RecursionError) as error:
         raise TablesError(f"tables={tables!r}: {error}; tune again") from error
     return method

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +13,6 @@ from torch import Tensor
 from diffcache.features.base import Instead, Probe, When, check_int, check_threshold
 from diffcache.features.instead import Reuse
 from diffcache.step import Step
-
-# The process group that shares one sample, set around a decision. Ranks of a context-parallel
-# model each see a part of the tokens and must decide alike; ranks that draw different samples must
-# not hear of each other.
-RANKS: ContextVar[Any] = ContextVar("diffcache_ranks", default=None)
 
 
 @dataclass
@@ -218,7 +212,7 @@ class Gate(When):
         if probe.shape != state.shape:  # other tokens, of which nothing is foretold
             return True
         guess = self.forecast.estimate(state.forecast, step)
-        return not relative_l1(guess, probe, self.relative_to) < self.threshold
+        return not relative_l1(guess, probe, self.relative_to, step.ranks) < self.threshold
 
     def computed(self, state: GateState, step: Step, probe: Tensor | None) -> None:
         """Let the forecast learn the probe of a computed step."""
@@ -233,13 +227,17 @@ class Gate(When):
         return self.forecast.held(state.forecast)
 
 
-def relative_l1(guess: Tensor, probe: Tensor, relative_to: str = "probe") -> float:
+def relative_l1(
+    guess: Tensor, probe: Tensor, relative_to: str = "probe", ranks: Any = None
+) -> float:
     """Return `mean|guess - probe| / mean|reference|` in float32; waits for the device.
 
     Args:
         guess: Any shape and float dtype.
         probe: Same shape.
         relative_to: `probe` or `forecast` (the guess).
+        ranks: Process group that shares the sample (`Step.ranks`): ranks of a context-parallel
+            model each see a part of the tokens and must decide alike. None for one process.
 
     Returns:
         The error over all ranks that share the sample; 0 where both are zero, infinity where only
@@ -249,7 +247,6 @@ def relative_l1(guess: Tensor, probe: Tensor, relative_to: str = "probe") -> flo
     reference = guess if relative_to == "forecast" else probe
     # sums instead of means: both are over the same numbers
     both = torch.stack((torch.dist(guess, probe, 1), torch.linalg.vector_norm(reference, 1)))
-    ranks = RANKS.get()
     if ranks is not None:
         torch.distributed.all_reduce(both, group=ranks)
     error, scale = both.tolist()

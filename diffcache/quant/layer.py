@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from diffcache.errors import DiffcacheError
 from diffcache.quant.integer import HALF, int8_codes, int_matmul, pack4, unpack4
 from diffcache.quant.plan import LayerPlan
-from diffcache.step import CURRENT, Step
+from diffcache.step import Step, current_step
 
 
 class QuantizedLayer(nn.Module, ABC):
@@ -50,7 +50,7 @@ class QuantizedLayer(nn.Module, ABC):
         plan: LayerPlan,
         bits: int,
         name: str,
-        now: Callable[[], Step | None] = CURRENT.get,
+        now: Callable[[], Step | None] = current_step,
     ) -> None:
         super().__init__()
         weight: Tensor = dense.weight.detach()

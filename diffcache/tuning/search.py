@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from diffcache.errors import AttachError
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
+from diffcache.features.combine import reuse_of
 from diffcache.features.when import Listed
 from diffcache.tuning import space
 from diffcache.tuning.trial import Bench, Trial
@@ -74,11 +75,11 @@ class Search:
     batches: list[int]
     trials: int
     progress: Callable[[int, int, str], None] | None = None
-    seen: dict[str, tuple[FeatureMethod, Trial]] = field(default_factory=dict)
-    first: dict[str, tuple[FeatureMethod, Trial]] = field(default_factory=dict)
+    seen: dict[str, tuple[Method, Trial]] = field(default_factory=dict)
+    first: dict[str, tuple[Method, Trial]] = field(default_factory=dict)
     used: int = 0
 
-    def run(self, methods: Sequence[FeatureMethod]) -> list[tuple[FeatureMethod, Trial]]:
+    def run(self, methods: Sequence[Method]) -> list[tuple[Method, Trial]]:
         """Try methods and refine the best; return the best few.
 
         Three fifths of the trials at most go to first looks, on one batch.
@@ -94,9 +95,9 @@ class Search:
 
     def attempt(
         self,
-        method: FeatureMethod,
+        method: Method,
         batches: list[int],
-        into: dict[str, tuple[FeatureMethod, Trial]],
+        into: dict[str, tuple[Method, Trial]],
     ) -> Trial | None:
         """Measure a method, if trials are left and it fits the model."""
         key = repr(method)
@@ -116,11 +117,12 @@ class Search:
         into[key] = method, trial
         return trial
 
-    def climb(self, method: FeatureMethod) -> None:
+    def climb(self, method: Method) -> None:
         """Move computed steps by one as long as that helps."""
-        when = method.parts().when
-        if not isinstance(when, Listed):
+        reuse = reuse_of(method)
+        if reuse is None or not isinstance(reuse.when, Listed):
             return
+        when = reuse.when
         steps, total = tuple(sorted({0, *when.steps})), self.bench.total
         best = self.seen[repr(method)][1]
         order = random.Random(0)
@@ -137,8 +139,8 @@ class Search:
                     break
 
     def _best(
-        self, tried: Mapping[str, tuple[FeatureMethod, Trial]], count: int
-    ) -> list[tuple[FeatureMethod, Trial]]:
+        self, tried: Mapping[str, tuple[Method, Trial]], count: int
+    ) -> list[tuple[Method, Trial]]:
         return sorted(tried.values(), key=lambda pair: self.goal.rank(pair[1]), reverse=True)[
             :count
         ]

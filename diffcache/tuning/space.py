@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from diffcache.features.base import FeatureMethod, Instead
-from diffcache.features.combine import Combine
+from diffcache.features.base import Instead, Method
+from diffcache.features.combine import Combine, reuse_of
 from diffcache.features.confidence_gated import ConfidenceGatedTaylor
 from diffcache.features.first_block import FirstBlock
 from diffcache.features.fit import Fit
@@ -57,7 +57,7 @@ def steps_of(when: Every, total: int) -> tuple[int, ...]:
 
 def candidates(
     total: int, counts: Sequence[int], calibrated: Sequence[FittedForecast]
-) -> list[FeatureMethod]:
+) -> list[Method]:
     """Return the methods that a search tries first.
 
     Args:
@@ -65,7 +65,7 @@ def candidates(
         counts: Numbers of computed steps.
         calibrated: With tables.
     """
-    found: list[FeatureMethod] = []
+    found: list[Method] = []
     for computed in reversed(counts):
         listed = dict.fromkeys(schedules(total, computed))
         for method in calibrated:
@@ -84,7 +84,7 @@ def candidates(
     return found
 
 
-def gates() -> list[FeatureMethod]:
+def gates() -> list[Method]:
     """Return methods whose cost is known only when they ran."""
     return [
         method
@@ -103,9 +103,10 @@ def moves(steps: Sequence[int], total: int) -> list[tuple[int, ...]]:
     return found
 
 
-def with_steps(method: FeatureMethod, steps: tuple[int, ...], total: int) -> Combine:
+def with_steps(method: Method, steps: tuple[int, ...], total: int) -> Combine:
     """Return a method on another schedule; fitted weights are fitted anew."""
-    parts = method.parts()
+    parts = reuse_of(method)
+    assert parts is not None  # a method that reuses features
     instead = parts.instead
     if isinstance(method, FittedForecast) and isinstance(method.tables, Tables):
         instead = refit(method, steps)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from diffcache.api import denoisers_of, report, wrapped
 from diffcache.attach.flops import counted
 from diffcache.errors import CacheWarning, TablesError
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.features.resume import digest
 from diffcache.features.tables import Tables
 from diffcache.watching import call_pipeline
@@ -99,7 +99,7 @@ class Bench:
         new.write_text("".join(json.dumps(row) + "\n" for row in (first, *rows)), "utf-8")
         os.replace(new, self.log)
 
-    def measure(self, method: FeatureMethod, batches: Sequence[int]) -> Trial:
+    def measure(self, method: Method, batches: Sequence[int]) -> Trial:
         """Return what a method does on some of the batches."""
         key = digest([method, [tables.digest for tables in _tables_in(method)], batches])
         if key not in self._known:
@@ -110,7 +110,7 @@ class Bench:
                     file.write(json.dumps(row) + "\n")
         return self._known[key]
 
-    def _measure(self, method: FeatureMethod, batches: Sequence[int]) -> Trial:
+    def _measure(self, method: Method, batches: Sequence[int]) -> Trial:
         references = [self.reference(number) for number in batches]
         values: list[Tensor] = []
         costs, seconds = [], []

@@ -12,7 +12,7 @@ from diffcache.api import check_free, denoisers_of
 from diffcache.attach.facts import facts_of
 from diffcache.calibration import BATCH_SIZE, Plan, calibrate, header_of
 from diffcache.errors import AttachError
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.instead import Reuse
@@ -34,7 +34,7 @@ def tune(
     speedup: float | None = None,
     psnr: float | None = None,
     seconds: float | None = None,
-    methods: Sequence[FeatureMethod] | None = None,
+    methods: Sequence[Method] | None = None,
     trials: int = 60,
     **settings: Any,
 ) -> Tuned:
@@ -111,13 +111,13 @@ def _plan(prompts: Sequence[Any], settings: dict[str, Any]) -> Plan:
 
 def _methods(
     pipe: Any,
-    methods: Sequence[FeatureMethod] | None,
+    methods: Sequence[Method] | None,
     goal: Goal,
     bench: Bench,
     plan: Plan,
-) -> list[FeatureMethod]:
+) -> list[Method]:
     """Return what is tried, with tables where they are needed."""
-    wanted: list[FeatureMethod] = list(methods) if methods is not None else [*space.fitted()]
+    wanted: list[Method] = list(methods) if methods is not None else [*space.fitted()]
     missing = [m for m in wanted if isinstance(m, Calibrated) and m.tables is None]
     made: list[Calibrated] = []
     if missing:
@@ -150,8 +150,8 @@ def _count_for(bench: Bench, goal: Goal) -> int:
 
 
 def _choose(
-    search: Search, best: list[tuple[FeatureMethod, Trial]], batches: list[int]
-) -> tuple[FeatureMethod, dict[str, Trial]]:
+    search: Search, best: list[tuple[Method, Trial]], batches: list[int]
+) -> tuple[Method, dict[str, Trial]]:
     """Return the method that does best on the prompts that were not searched on.
 
     Raises:
@@ -171,7 +171,7 @@ def _choose(
 
 
 def _tuned(
-    chosen: tuple[FeatureMethod, dict[str, Trial]],
+    chosen: tuple[Method, dict[str, Trial]],
     search: Search,
     plan: Plan,
     facts: dict[str, Any],

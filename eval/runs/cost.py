@@ -15,7 +15,8 @@ from diffcache.eval.record import Setting
 from diffcache.eval.runs.evaluate import WARM_UP, Run
 from diffcache.eval.runs.folder import remember
 from diffcache.eval.runs.task import Case, digest
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
+from diffcache.features.combine import reuse_of
 from diffcache.pipelines.demo.saved import DTYPES
 
 
@@ -101,7 +102,10 @@ class _Turns:
 
     def _is_bound(self) -> bool:
         method = self.case.method
-        return isinstance(method, FeatureMethod) and bool(method.parts().when.total or method.total)
+        if not isinstance(method, Method):
+            return False
+        reuse = reuse_of(method)
+        return bool(method.total or (reuse is not None and reuse.when.total))
 
     def readings(self) -> Mapping[str, float | None]:
         """Return seconds within the denoiser, and joules where NVML gives them."""
@@ -135,7 +139,7 @@ def _peaks(run: Run, cases: Sequence[Case]) -> dict[str, int]:
     return found
 
 
-def _spelled(method: FeatureMethod) -> str:
+def _spelled(method: Method) -> str:
     """Return the words from which `parse_method` makes a method: its name and all its settings.
 
     A method that is in no catalogue has no name, and the words are refused as such.

@@ -24,7 +24,7 @@ from diffcache.eval.runs.arguments import check_call, prompts_of
 from diffcache.eval.runs.folder import Batch
 from diffcache.eval.runs.ranks import Ranks
 from diffcache.eval.runs.task import Case, Task, directory_sha256, versions
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.pipelines.demo import generate, saved
 from diffcache.timeline import steps_of
 
@@ -185,7 +185,7 @@ class Drawer:
                 output = self.pipe(**given)
         samples = samples_of(output)  # on the host: an accelerator has ended here
         about: dict[str, Any] = {"seconds": round(time.perf_counter() - started, 4)}
-        if isinstance(case.method, FeatureMethod):
+        if isinstance(case.method, Method):
             about["cache"] = summary(self.pipe)
         elif count is not None:
             about["cache"] = count.summary()

@@ -35,7 +35,7 @@ from diffcache.eval.runs.lines import evaluations
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.ranks import Ranks, join
 from diffcache.eval.runs.task import Case, Task, digest
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 
 FOLDER = Path("runs")
 WARM_UP = 1  # untimed rounds before the timed ones
@@ -63,7 +63,7 @@ class Plan:
     """
 
     task: Task
-    methods: Mapping[str, FeatureMethod | DiffusersCache]
+    methods: Mapping[str, Method | DiffusersCache]
     out: Path | None = None
     reference: Path | None = None
     rounds: int = 5

@@ -23,7 +23,7 @@ from diffcache.eval.runs.folder import FILM, FPS, ManifestError, remember, write
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.quality import Reference, quality
 from diffcache.eval.runs.task import Case, digest
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 
 _PREVIEWS = 3  # films of every case that a report plays
 _NEIGHBOURS = 2000  # real samples that KID, precision and the like look at
@@ -155,7 +155,7 @@ def reference(run: Run, extractors: Extractors, is_film: bool) -> Reference | No
 def site_error(run: Run, case: Case) -> dict[str, Any] | None:
     """Return the error of every stand-in, by site and step, on the first batch; kept."""
     method = case.method
-    if not isinstance(method, FeatureMethod) or not run.plan.site_errors:
+    if not isinstance(method, Method) or not run.plan.site_errors:
         return None
     batch = run.batches[0]
     key = digest([case.digest(run.drawer.about), batch.digest])

@@ -27,7 +27,7 @@ from diffcache.eval.runs.extractors import Extractors
 from diffcache.eval.runs.folder import CaseFolder
 from diffcache.eval.runs.lines import evaluations, shares
 from diffcache.eval.runs.task import Case, code_sha256, versions
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.pipelines.demo.saved import DTYPES
 
 _ENOUGH = 2000
@@ -199,7 +199,7 @@ def calibrated_on(run: Run) -> list[str]:
     drawn = {prompt_hash(text) for batch in run.batches for text in batch.prompts}
     found = []
     for name, method in run.plan.methods.items():
-        tables = tables_of(method) if isinstance(method, FeatureMethod) else []
+        tables = tables_of(method) if isinstance(method, Method) else []
         known = {one for entry in tables for one in entry.header.get("prompt_hashes", [])}
         if drawn & known:
             found.append(

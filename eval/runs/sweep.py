@@ -27,7 +27,7 @@ from diffcache.eval.diffusers_caches import DiffusersCache
 from diffcache.eval.methods import make_row
 from diffcache.eval.runs.evaluate import Plan
 from diffcache.eval.runs.task import Task, digest
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 
 _TASK = {item.name for item in fields(Task)}
 _PLAN = {"rounds", "memory", "site_errors", "reference", "reward"}
@@ -105,7 +105,7 @@ def _toml(text: str) -> dict[str, Any]:
     return found
 
 
-def _methods(file: Path, tables: Any) -> Iterator[tuple[str, FeatureMethod | DiffusersCache]]:
+def _methods(file: Path, tables: Any) -> Iterator[tuple[str, Method | DiffusersCache]]:
     """Yield name in the table and method, for every combination of the lists of every table."""
     seen = set()
     for called, values in settings_of(file, tables):

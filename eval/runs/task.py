@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import diffcache
 from diffcache.eval.diffusers_caches import DiffusersCache
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.pipelines.demo.saved import check_dtype
 
 Kind = Literal["uncached", "method", "fewer steps"]
@@ -83,7 +83,7 @@ class Case:
     name: str
     kind: Kind
     steps: int
-    method: FeatureMethod | DiffusersCache | None = None
+    method: Method | DiffusersCache | None = None
     matches: tuple[str, ...] = ()
 
     def digest(self, about: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 
 import diffcache
 from diffcache.command import device_of
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.pipelines.demo.saved import DTYPES, dtype_of
 from diffcache.pipelines.small import flux, scenes
 from diffcache.pipelines.small.export import versions
@@ -101,7 +101,7 @@ class Comparison:
     """
 
     task: Task
-    method: FeatureMethod
+    method: Method
     baseline: Side
     cached: Side
     report: Report
@@ -196,7 +196,7 @@ def load(model: Path | None = None, dtype: str = "auto", device: str = "auto") -
 
 def compare(
     task: Task,
-    method: FeatureMethod,
+    method: Method,
     model: Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:

@@ -16,7 +16,7 @@ from PIL import Image
 import diffcache
 from diffcache.api import denoisers_of
 from diffcache.command import device_of
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.pipelines.demo.compare import psnr
 from diffcache.pipelines.demo.inputs import check_required, class_number
 from diffcache.pipelines.demo.saved import DTYPES, call_defaults, check_dtype, dtype_of, locate
@@ -98,7 +98,7 @@ class Done:
 
 def run(
     pipe: Any,
-    method: FeatureMethod,
+    method: Method,
     order: Order,
     defaults: dict[str, Any],
     *,

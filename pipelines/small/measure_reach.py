@@ -25,7 +25,7 @@ from tqdm import tqdm
 import diffcache
 from diffcache.calibration import calibrate
 from diffcache.catalog import make_method
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
 from diffcache.pipelines.policy import DiffusionPolicyPipeline, rollout
 from diffcache.pipelines.small import reach, train_reach
@@ -93,9 +93,7 @@ def wilson(successes: int, count: int, z: float = 1.96) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def cost(
-    pipe: DiffusionPolicyPipeline, method: FeatureMethod | None, steps: int
-) -> dict[str, float]:
+def cost(pipe: DiffusionPolicyPipeline, method: Method | None, steps: int) -> dict[str, float]:
     """Return what one chunk costs: operations (a multiply-add is two), steps and bytes.
 
     Matrix products and attention of the whole denoiser are counted; embeddings, the encoder of
@@ -175,7 +173,7 @@ class Measurement:
         given = [{"observation": seen}]
         return calibrate(self.pipe, method, given, steps=self.steps, seed=self.seed).tables
 
-    def row(self, name: str, method: FeatureMethod | None, base: Tensor | None) -> Row:
+    def row(self, name: str, method: Method | None, base: Tensor | None) -> Row:
         """Measure one method.
 
         Args:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 import diffcache
 from diffcache.calibration import calibrate
 from diffcache.catalog import make_method
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.features.regione import RegionE
 from diffcache.pipelines.small.checkpoint import write_tensors
 from diffcache.pipelines.small.classifier import read
@@ -176,7 +176,7 @@ class Measurement:
         write_tensors(kept, {"pictures": made}, {"about": about})
         return made
 
-    def method(self, name: str) -> FeatureMethod:
+    def method(self, name: str) -> Method:
         """Return the method of a row, fitted if it is to be."""
         kind, settings = ROWS[name]
         method = make_method(kind, **settings)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
 from diffcache.pipelines.small.export import versions
 
@@ -32,7 +32,7 @@ def named(name: str, settings: Mapping[str, Any]) -> str:
     return f"{name}:{given}" if given else name
 
 
-def described(method: FeatureMethod) -> str:
+def described(method: Method) -> str:
     """Return a method as text, without its tables."""
     if not isinstance(method, Calibrated):
         return repr(method)

@@ -14,6 +14,7 @@ from torch import nn
 
 import diffcache
 from diffcache.attach.anatomy import Anatomy
+from diffcache.attach.reuse.extension import FeatureReuse
 from diffcache.attach.reuse.trace import Wiring
 from diffcache.pipelines.zoo.case import Case
 from diffcache.pipelines.zoo.catalog import EXCLUDED, cases
@@ -77,8 +78,9 @@ def trace(case: Case, model: nn.Module) -> dict[str, Wiring]:
     """
     with diffcache.wrapped(model, diffcache.Interval(EVERY)) as handle, torch.no_grad():
         model(**case.kwargs(model, 0, step=0, steps=STEPS))
-        (engine,) = handle.engines
-        layouts = list(engine.layouts.values())
+        (reuse,) = handle.denoisers[0].extensions
+        assert isinstance(reuse, FeatureReuse)
+        layouts = list(reuse.setup.layouts.values())
         wirings = layouts[0].wirings if layouts else {}
         return {key: _named(wiring, model.get_submodule(key)) for key, wiring in wirings.items()}
 
@@ -117,7 +119,7 @@ def run(case: Case, model: nn.Module, site: Site) -> Outcome:
         computed = skipped = 0
         try:
             for step in range(STEPS):
-                model(**inputs(case, model, handle.engines[0].anatomy.timestep, step))
+                model(**inputs(case, model, handle.denoisers[0].anatomy.timestep, step))
                 call = handle.last.calls[-1]
                 computed += sum(ran for ran, _ in call.counts.values())
                 skipped += sum(left for _, left in call.counts.values())

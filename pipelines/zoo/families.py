@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diffcache.catalog import make_method
-from diffcache.features.base import FeatureMethod
+from diffcache.features.base import Method
 
 STEPS = 8
 SETTING = dict[str, Any]
@@ -51,7 +51,7 @@ class Family:
     off: SETTING | None
     own: dict[str, SETTING] = field(default_factory=dict)
 
-    def method(self, name: str, pipeline: str, *, off: bool = False) -> FeatureMethod:
+    def method(self, name: str, pipeline: str, *, off: bool = False) -> Method:
         """Return the method for a pipeline, not calibrated."""
         settings = self.off if off else {**self.settings, **self.own.get(pipeline, {})}
         assert settings is not None

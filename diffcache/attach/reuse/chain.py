@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffcache.attach.reuse.again import again
-from diffcache.attach.tap import Tap
+from diffcache.attach.reuse.frame import Frame
 from diffcache.attach.reuse.trace import Trace
+from diffcache.attach.tap import Tap
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError
 from diffcache.step import Site
-
-if TYPE_CHECKING:
-    from diffcache.attach.engine import Engine
-    from diffcache.attach.reuse.frame import Frame
 
 
 class _Arrived(BaseException):
@@ -43,7 +40,7 @@ class _PoisonTap(Tap):
         return Template(out).build([_poisoned(tensor) for tensor in leaves(out)])
 
 
-def leave_loose(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
+def leave_loose(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
     """Leave lists out of a trace whose blocks do not feed each other: they always run.
 
     Where no output was seen to arrive unchanged at the next block, the model's loop may have
@@ -52,7 +49,6 @@ def leave_loose(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any
     reaches a later one, or it does not.
 
     Args:
-        engine: The engine of the denoiser.
         frame: The frame of the traced call.
         trace: What it recorded.
         call: Its positional and keyword arguments.
@@ -60,25 +56,26 @@ def leave_loose(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any
     Raises:
         AttachError: If no list is left.
     """
-    if engine.anatomy.is_unet:
+    anatomy = frame.setup.anatomy
+    if anatomy.is_unet:
         return
-    loose = {key for key in trace.unlinked() if not _is_chain(engine, frame, key, call)}
+    loose = {key for key in trace.unlinked() if not _is_chain(frame, key, call)}
     chained = [traced for traced in trace.calls if traced.list_key not in loose]
     if not chained:
         raise AttachError(
-            f"{engine.anatomy.model}: the blocks of {', '.join(sorted(loose))} do not feed each "
+            f"{anatomy.model}: the blocks of {', '.join(sorted(loose))} do not feed each "
             "other, and no other list of at least two blocks ran, so there is nothing to skip"
         )
-    if engine.site is not Site.MODEL:  # where what they return is not needed either
+    if frame.setup.site is not Site.MODEL:  # where what they return is not needed either
         trace.calls = chained
 
 
-def _is_chain(engine: Engine, frame: Frame, key: str, call: tuple[Any, Any]) -> bool:
+def _is_chain(frame: Frame, key: str, call: tuple[Any, Any]) -> bool:
     """Return whether what the first block of a list returns reaches a later one."""
     calls: list[None] = []
-    items = {key: [_PoisonTap(block, calls) for block in engine.taps.blocks[key]]}
+    items = {key: [_PoisonTap(block, calls) for block in frame.setup.blocks[key]]}
     try:
-        again(engine, frame, items, call)
+        again(frame, items, call)
     except _Arrived:
         return True
     except Exception:  # it does not work with NaN; the check of the layout will tell

@@ -1,33 +1,12 @@
-"""Which blocks a method skips in one kind of call: spans, duties, and the taps for them."""
+"""What is handed out for the blocks of one kind of call, on computed and on skipped steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor, nn
-
-from diffcache.attach.reuse.grouping import Place, sites_of, spans_of
-from diffcache.attach.reuse.span import Duty, record
-from diffcache.attach.reuse.stand_in import (
-    AddTap,
-    CloseTap,
-    ComputeTap,
-    EstimateTap,
-    HollowTap,
-    LiveTap,
-    NamedPassTap,
-    OpenTap,
-    PassTap,
-    protect,
-)
-from diffcache.attach.reuse.trace import BlockCall, Trace, Wiring
-from diffcache.errors import AttachError
-from diffcache.features.combine import Combine
-from diffcache.step import Site
-
-if TYPE_CHECKING:
-    from diffcache.attach.reuse.frame import Frame
+from diffcache.attach.reuse.grouping import Place
+from diffcache.attach.reuse.trace import Wiring
 
 
 @dataclass(frozen=True)
@@ -42,6 +21,18 @@ class Work:
 
     counts: dict[str, tuple[int, int]]
     flops: tuple[float, float] | None
+
+
+def work_of(costs: list[tuple[Place, float | None]], skipped: set[Place]) -> Work:
+    """Return what is done where some blocks are skipped."""
+    counts: dict[str, tuple[int, int]] = {}
+    flops, known = [0.0, 0.0], True
+    for place, cost in costs:
+        ran, left_out = counts.get(place[0], (0, 0))
+        counts[place[0]] = (ran + (place not in skipped), left_out + (place in skipped))
+        flops[place in skipped] += cost or 0.0
+        known = known and cost is not None
+    return Work(counts, (flops[0], flops[1]) if known else None)
 
 
 Mix = tuple[dict[str, list[Any]], Work]
@@ -98,214 +89,5 @@ class Layout:
                 ]
                 for key, group in self.compute.items()
             }
-            self.mixes[skipped] = items, _work(self.costs, places)
+            self.mixes[skipped] = items, work_of(self.costs, places)
         return self.mixes[skipped]
-
-    def protect(self) -> None:
-        """Copy what the taps hold or hand out: the model's loop writes to its streams in place."""
-        follow = [] if self.follow is self.skip else [self.follow]
-        for items in (self.compute, self.skip, *follow):
-            for tap in (tap for group in items.values() for tap in group):
-                protect(tap)
-
-
-def plan(
-    parts: Combine,
-    trace: Trace,
-    blocks: dict[str, list[nn.Module]],
-    is_unet: bool,
-    live: str = "mixed",
-) -> Layout:
-    """Return the layout of a method over the traced calls.
-
-    Args:
-        parts: The method.
-        trace: What one forward showed.
-        blocks: The blocks of each list.
-        is_unet: Whether blocks change shapes and hand tensors to later blocks on the side.
-        live: Which spans leave what the loop adds between their blocks out of their features:
-            `all`, `none`, or those whose loop was seen to change a stream, `mixed`.
-
-    Raises:
-        AttachError: If nothing would be skipped.
-    """
-    wirings, calls = trace.wirings(), trace.members(parts)
-    order = [(call.list_key, call.index) for call in calls]
-    lead = order[: parts.lead]
-    tail = order[len(order) - parts.tail :] if parts.tail else []
-    duties = {(c.list_key, c.index): _duty(c, wirings[c.list_key], is_unet) for c in calls}
-    spans = spans_of(parts, order, set(lead) | set(tail), is_unet)
-    if not any(spans) and parts.site is not Site.MODEL:
-        raise AttachError(
-            f"no block left to skip: {len(order)} blocks ran, lead={parts.lead}, "
-            f"tail={parts.tail}, blocks={parts.blocks!r}; lower lead and tail or name other blocks"
-        )
-    by_place = {(c.list_key, c.index): c for c in calls}
-    for number, span in enumerate(spans):
-        _assign(
-            number, span, duties, by_place, parts, is_last=number == len(spans) - 1, unet=is_unet
-        )
-        if live == "all" or (live == "mixed" and wirings[span[0][0]].source != "identity"):
-            _enliven(number, span, duties)
-    skipped = {place for span in spans for place in span}
-    if parts.site is Site.MODEL:
-        skipped = set(order)
-    if parts.feature == "output" and parts.site is Site.STACK:
-        skipped = set(order) - set(lead) - set(tail)
-    kinds = {(c.list_key, c.index): c.container for c in calls}
-    # A branch that follows another's decision needs no lead blocks if nothing adds to their output;
-    # the last blocks of a UNet read what the first return.
-    reads_lead = is_unet and bool(tail)
-    follow_skipped = skipped
-    if parts.feature == "output" and not reads_lead:
-        follow_skipped = skipped | set(lead)
-    compute = _items(
-        blocks, duties, lambda m, d, p: _compute_tap(m, d) if p in follow_skipped else m
-    )
-    skip = _items(blocks, duties, lambda m, d, p: _skip_tap(m, d, kinds[p]) if p in skipped else m)
-    follow = skip
-    if follow_skipped != skipped:
-        follow = _items(
-            blocks, duties, lambda m, d, p: _skip_tap(m, d, kinds[p]) if p in follow_skipped else m
-        )
-    foreseen = [place for place in order if place in skipped and _adds(duties[place])]
-    for number, (key, index) in enumerate(foreseen):
-        skip[key][index].number = number
-    costs = [((c.list_key, c.index), c.flops) for c in calls]
-    return Layout(
-        compute, skip, follow, whole=_work(costs, set()), less=_work(costs, skipped),
-        follow_less=_work(costs, follow_skipped), costs=costs,
-        closes=len({d.span for d in duties.values() if d.closes and not _adds(d)}),
-        wirings=wirings, lead_calls=lead,
-        foreseen=foreseen,
-        streams={c.list_key: trace.streams(c) for c in reversed(calls)},
-        sites=sites_of(parts, spans, order),
-    )  # fmt: skip
-
-
-def keep(frame: Frame, layout: Layout, calls: list[BlockCall]) -> bool:
-    """Keep the features of the traced call; return False if a tensor for them was dropped."""
-    for call in calls:
-        item = layout.compute[call.list_key][call.index]
-        if isinstance(item, LiveTap):
-            return False
-        if not isinstance(item, ComputeTap):
-            continue
-        duty = item.duty
-        streams = list(duty.carry.values()) if duty.opens else []
-        dropped = [n for n, s in enumerate(call.shapes_out) if s and call.outputs[n] is None]
-        if any(key not in call.arguments for key in streams) or (duty.records and dropped):
-            return False
-        if duty.opens:
-            frame.bases[duty.span] = tuple(call.arguments[key] for key in streams)
-        if duty.records:
-            lone = call.container is Tensor
-            record(frame, duty, call.outputs[0] if lone else call.container(call.outputs))
-    return True
-
-
-def _duty(call: BlockCall, wiring: Wiring, is_unet: bool) -> Duty:
-    """Return what a block passes on and what it hands out on the side."""
-    carry, sides = {}, []
-    for number, shape in enumerate(call.shapes_out):
-        key = wiring.carry.get(number)
-        if key is not None and (shape is None or call.shapes_in.get(key) == shape):
-            carry[number] = key
-        elif shape is not None or isinstance(call.outputs[number], (tuple, list)):
-            sides.append(number)
-    place = (call.list_key, call.index)
-    if is_unet:
-        return Duty(place, {}, is_hollow=True)
-    return Duty(place, carry, sides=tuple(sides), bare=None in call.shapes_out)
-
-
-def _assign(
-    number: int,
-    span: list[tuple[str, int]],
-    duties: dict[tuple[str, int], Duty],
-    calls: dict[tuple[str, int], BlockCall],
-    parts: Combine,
-    is_last: bool,
-    unet: bool,
-) -> None:
-    """Give the first and last block of a span their duties."""
-    first, last = duties[span[0]], duties[span[-1]]
-    if parts.feature == "output" and parts.site is Site.STACK and not is_last:
-        return  # the last list's output stands for the whole stack
-    last.closes, last.span, last.is_hollow = True, number, False
-    if unet:
-        return
-    wants_residual = parts.feature == "residual" or parts.site is Site.BLOCK
-    shapes_first = [calls[span[0]].shapes_in.get(key) for key in first.carry.values()]
-    shapes_last = [calls[span[-1]].shapes_out[n] for n in last.carry]
-    matching = list(first.carry) == list(last.carry) and all(
-        there is None or here == there
-        for here, there in zip(shapes_first, shapes_last, strict=True)
-    )
-    if wants_residual and first.carry and matching:
-        first.opens, first.span, last.residual = True, number, True
-        last.sides = tuple(n for n in last.sides if n not in last.carry)
-
-
-def _enliven(number: int, span: list[Place], duties: dict[Place, Duty]) -> None:
-    """Let a span of one list leave what the loop adds between its blocks out of its features."""
-    first, last = duties[span[0]], duties[span[-1]]
-    blocks = [duties[place] for place in span]
-    whole = all(list(block.carry) == list(first.carry) for block in blocks)
-    if len(span) > 1 and last.residual and whole and len({key for key, _ in span}) == 1:
-        for block in blocks:
-            block.live, block.span = True, number
-
-
-def _compute_tap(module: nn.Module, duty: Duty) -> Any:
-    """Return what stands for a block that runs: a tap if it is of interest to the cache."""
-    if duty.live:
-        return LiveTap(module, duty)
-    return ComputeTap(module, duty) if duty.opens or duty.records else module
-
-
-def _items(blocks: dict[str, list[nn.Module]], duties: Any, make: Any) -> dict[str, list[Any]]:
-    """Return, for every list, what `make` says of the blocks that were called."""
-    items: dict[str, list[Any]] = {}
-    for key, group in blocks.items():
-        places = [(key, index) for index in range(len(group))]
-        items[key] = [
-            make(module, duties[place], place) if place in duties else module
-            for place, module in zip(places, group, strict=True)
-        ]
-    return items
-
-
-def _skip_tap(module: nn.Module, duty: Duty, container: type) -> Any:
-    """Return what stands for a skipped block."""
-    if duty.is_hollow:
-        return HollowTap(module, duty)
-    if _adds(duty):
-        return AddTap(module, duty, container)
-    if duty.closes and duty.residual and not duty.opens and not duty.sides and not duty.bare:
-        return CloseTap(module, duty, container)
-    if duty.closes or duty.sides or not duty.carry:
-        return EstimateTap(module, duty)
-    if duty.opens and not duty.live:
-        return OpenTap(module, duty, container)
-    named = not duty.opens and all(isinstance(key, str) for key in duty.carry.values())
-    if named and container is (tuple if len(duty.carry) > 1 else Tensor):
-        return NamedPassTap(module, duty)
-    return PassTap(module, duty, container)
-
-
-def _adds(duty: Duty) -> bool:
-    """Return whether a block is a span of its own whose outputs are all residuals."""
-    return duty.opens and duty.closes and duty.residual and not duty.sides and not duty.bare
-
-
-def _work(costs: list[tuple[Place, float | None]], skipped: set[Place]) -> Work:
-    """Return what is done where some blocks are skipped."""
-    counts: dict[str, tuple[int, int]] = {}
-    flops, known = [0.0, 0.0], True
-    for place, cost in costs:
-        ran, left_out = counts.get(place[0], (0, 0))
-        counts[place[0]] = (ran + (place not in skipped), left_out + (place in skipped))
-        flops[place in skipped] += cost or 0.0
-        known = known and cost is not None
-    return Work(counts, (flops[0], flops[1]) if known else None)

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from diffcache.attach.reuse.again import again
 from diffcache.attach.reuse.chain import leave_loose
-from diffcache.attach.reuse.frame import Frame, main_stream
-from diffcache.attach.reuse.layout import Layout, keep, plan
-from diffcache.attach.reuse.peek import PlainTap, UnwatchedTap, look
+from diffcache.attach.reuse.frame import Frame
+from diffcache.attach.reuse.gated import main_stream
+from diffcache.attach.reuse.layout import Layout
+from diffcache.attach.reuse.peek import PlainTap, UnwatchedTap
+from diffcache.attach.reuse.plan import keep, plan, protect_all
 from diffcache.attach.reuse.reach import reach_of
-from diffcache.attach.signature import writes_cache
+from diffcache.attach.reuse.setup import Setup
 from diffcache.attach.reuse.trace import Trace
+from diffcache.attach.signature import writes_cache
 from diffcache.attach.tree import leaves
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
 from diffcache.step import Site
-
-if TYPE_CHECKING:
-    from diffcache.attach.engine import Engine
 
 # How spans are laid out, in turn: as seen; then for loops that write to their streams in place,
 # their additions live; then for loops that do more to the streams than add to them, with what they
@@ -31,11 +30,10 @@ ATTEMPTS = (("mixed", False), ("all", True), ("none", False), ("none", True))
 _TOLERANCE = {8: 1e-9, 4: 1e-4, 2: 5e-2, 1: 2e-1}  # by bytes of a number, relative to the largest
 
 
-def learn(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
+def learn(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
     """Lay out the method over what the traced call showed, and keep that call's features.
 
     Args:
-        engine: The engine of the denoiser.
         frame: The frame of the traced call.
         trace: What it recorded.
         call: Its positional and keyword arguments.
@@ -43,22 +41,23 @@ def learn(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> 
     Raises:
         AttachError: If no chain of blocks ran or no block would be skipped.
     """
+    setup = frame.setup
     if not trace.calls:
-        raise AttachError(f"{engine.anatomy.model}: no block of its lists ran; nothing to cache")
+        raise AttachError(f"{setup.anatomy.model}: no block of its lists ran; nothing to cache")
     if not writes_cache(call[1]):
-        leave_loose(engine, frame, trace, call)
-        trace.reach = reach_of(engine, frame, trace, call)
-    layout = lay_out(engine, trace, engine.parts)
+        leave_loose(frame, trace, call)
+        trace.reach = reach_of(frame, trace, call)
+    layout = lay_out(setup, trace, setup.parts)
     frame.layout = layout
     if not keep(frame, layout, trace.calls):
-        again(engine, frame, layout.compute, call)
-    when = engine.parts.when
-    if engine.peek is not None:
+        again(frame, layout.compute, call)
+    when = setup.parts.when
+    if setup.peek is not None:
         items = {
             key: [PlainTap(b) if key in layout.streams else UnwatchedTap(b) for b in group]
-            for key, group in engine.taps.blocks.items()
+            for key, group in setup.blocks.items()
         }
-        probe = again(engine, frame, items, call, partial(look, engine))
+        probe = again(frame, items, call, setup.peek.look)
         if frame.decides:
             frame.decide(probe)
     elif frame.decides and when.probe is not None:
@@ -69,7 +68,7 @@ def learn(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> 
         frame.decide(frame.probe_of(first.arguments[argument], last.outputs[number]))
 
 
-def verify(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any], out: Any) -> bool:
+def verify(frame: Frame, trace: Trace, call: tuple[Any, Any], out: Any) -> bool:
     """Skip the blocks on the very inputs they just saw: the output must not change.
 
     Done once for each kind of call, at the price of a skipped step. It finds models whose loops
@@ -84,23 +83,22 @@ def verify(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any], ou
     """
     if any(leaf.is_meta for leaf in leaves(out)):
         return True  # shapes without values, of which only the bytes are asked
-    if engine.site is not Site.MODEL and not all(_is_finite(leaf) for leaf in leaves(out)):
+    if frame.setup.site is not Site.MODEL and not all(_is_finite(leaf) for leaf in leaves(out)):
         return False
     try:
-        _check(engine, frame, call, out, engine.site)
+        _check(frame, call, out, frame.setup.site)
     except AttachError:
         attempts = ATTEMPTS[1:]  # it was laid out as the first one
         try:
-            _attempt(engine, frame, trace, (call, out), engine.parts, attempts)
+            _attempt(frame, trace, (call, out), frame.setup.parts, attempts)
         except AttachError as refusal:
-            way_out = _way_out(engine, frame, trace, (call, out))
-            where = f"{engine.anatomy.model} at site {engine.site!r}"
+            way_out = _way_out(frame, trace, (call, out))
+            where = f"{frame.setup.anatomy.model} at site {frame.setup.site!r}"
             raise AttachError(f"{where}: {refusal}; {way_out}") from refusal.__cause__
     return True
 
 
 def _attempt(
-    engine: Engine,
     frame: Frame,
     trace: Trace,
     seen: tuple[Any, Any],
@@ -110,54 +108,53 @@ def _attempt(
     """Lay out parts in several ways until one is exact; raise the last AttachError otherwise."""
     call, out = seen
     for live, protected in attempts:
-        layout = frame.layout = lay_out(engine, trace, parts, live)
+        layout = frame.layout = lay_out(frame.setup, trace, parts, live)
         if protected:
-            layout.protect()
+            protect_all(layout)
         try:
-            again(engine, frame, layout.compute, call)
-            return _check(engine, frame, call, out, Site.of(parts.site))
+            again(frame, layout.compute, call)
+            return _check(frame, call, out, Site.of(parts.site))
         except AttachError as refusal:
             last = refusal
     raise last
 
 
-def _way_out(engine: Engine, frame: Frame, trace: Trace, seen: tuple[Any, Any]) -> str:
+def _way_out(frame: Frame, trace: Trace, seen: tuple[Any, Any]) -> str:
     """Return which other sites serve a model that is refused at one; they are tried."""
     serving = []
-    parts = engine.parts
+    setup, parts = frame.setup, frame.setup.parts
     for site in (Site.STACK, Site.BLOCK, Site.MODEL):
-        if site is engine.site or (parts.when.sites and site is not Site.BLOCK):
+        if site is setup.site or (parts.when.sites and site is not Site.BLOCK):
             continue
         feature = "residual" if parts.feature == "change" else parts.feature
         other = replace(parts, site=site, blocks=(), feature=feature)
         try:
-            _attempt(engine, frame, trace, seen, other, ATTEMPTS)
+            _attempt(frame, trace, seen, other, ATTEMPTS)
         except Exception:  # whatever it is, this site does not serve
             continue
         serving.append(site)
     inside = parts.when.probe is None and not parts.lead and not parts.tail
-    if inside and engine.anatomy.supports(Site.MODULE):
+    if inside and setup.anatomy.supports(Site.MODULE):
         serving.append(Site.MODULE)
     if not serving:
         return "no other site of this method serves it either; use another denoiser or method"
     names = " or ".join(f"site={site.value!r}" for site in serving)
-    settable = any(field.name == "site" for field in fields(engine.method))  # type: ignore[arg-type]
-    return f"use {names}" if settable else f"use a method with {names}, such as TaylorSeer"
+    return f"use {names}" if setup.is_settable else f"use a method with {names}, such as TaylorSeer"
 
 
-def lay_out(engine: Engine, trace: Trace, parts: Combine, live: str = "mixed") -> Layout:
+def lay_out(setup: Setup, trace: Trace, parts: Combine, live: str = "mixed") -> Layout:
     """Return the layout of a method's parts over a traced call."""
-    return plan(parts, trace, engine.taps.blocks, engine.anatomy.is_unet, live)
+    return plan(parts, trace, setup.blocks, setup.anatomy.is_unet, live)
 
 
-def _check(engine: Engine, frame: Frame, call: tuple[Any, Any], out: Any, site: Site) -> None:
+def _check(frame: Frame, call: tuple[Any, Any], out: Any, site: Site) -> None:
     """Raise AttachError if skipping the blocks changes the output."""
     assert frame.layout is not None
-    check = Frame(engine, frame.timeline, frame.branch, frame.step)
+    check = Frame(frame.setup, frame.call, frame.state)
     check.computes, check.layout, check.instead = False, frame.layout, frame.instead
     check.random = frame.random
     try:
-        found = leaves(again(engine, check, frame.layout.skip, call))
+        found = leaves(again(check, frame.layout.skip, call))
     except Exception as failure:
         raise AttachError(f"it fails with its blocks skipped ({failure})") from failure
     if site is Site.MODEL:

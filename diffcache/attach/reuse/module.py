@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
+from diffcache.attach.reuse.frame import FRAME, Frame
 from diffcache.attach.reuse.span import OWN, Held, estimates, hold
-from diffcache.attach.tap import FRAME, Tap
+from diffcache.attach.tap import Tap
 from diffcache.attach.tree import Template, hollow, leaves
-
-if TYPE_CHECKING:
-    from diffcache.attach.reuse.frame import Frame
+from diffcache.step import CURRENT
 
 
 def observed(frame: Frame, name: str, out: Any) -> Any:
     """Show a module's output to the observer; return what the module returns, as it says."""
-    observer = frame.engine.handle.observer
+    observer = frame.setup.observer
     assert observer is not None
     tensors = leaves(out)
     seen = [observer.feature(frame.step, name, i, tensor) for i, tensor in enumerate(tensors)]
@@ -40,18 +39,20 @@ class ModuleTap(Tap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the block's call of the module."""
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        frame: Frame | None = CURRENT.get().storage.get(FRAME)
+        if frame is None:  # a call that writes to a stream
+            return self.module(*args, **kwargs)
         visit = frame.visits.get(self, 0)
         frame.visits[self] = visit + 1
         key = (self.name, visit)
         if not frame.runs(self.name):
-            held: Held = frame.branch.features[key]
+            held: Held = frame.features[key]
             return held.template.build(estimates(frame, held))
         out = frame.counted(self.name, self.module, args, kwargs)
-        engine = frame.engine
-        if engine.handle.observer is not None:
+        setup = frame.setup
+        if setup.observer is not None:
             out = observed(frame, self.name, out)
-        if engine.apart and self.name not in engine.apart:
+        if setup.apart and self.name not in setup.apart:
             return out  # it never decides, so nothing is kept of it
         own = [leaf.detach().clone() for leaf in leaves(out)]
         hold(frame, key, own, [OWN] * len(own), Template(out))
@@ -73,9 +74,11 @@ class EmptyTap(Tap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the block's call of the module."""
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        frame: Frame | None = CURRENT.get().storage.get(FRAME)
+        if frame is None:
+            return self.module(*args, **kwargs)
         if not frame.runs(self.site):
-            return frame.branch.features[self.name, 0].hollow
+            return frame.features[self.name, 0].hollow
         out = frame.counted(self.site, self.module, args, kwargs)  # its work is that of the site
-        frame.branch.features[self.name, 0] = Held([], [], Template(None), hollow(out))
+        frame.features[self.name, 0] = Held([], [], Template(None), hollow(out))
         return out

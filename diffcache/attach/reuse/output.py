@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from diffcache.attach.reuse.frame import Frame
 from diffcache.attach.reuse.span import OWN, Held, estimates, hold
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError
 from diffcache.step import Site
-
-if TYPE_CHECKING:
-    from diffcache.attach.reuse.frame import Frame
 
 OUTPUT = ("output", 0)  # where the feature is held
 
 
 def keep_output(frame: Frame, out: Any) -> Any:
     """Show the output to the observer and keep it; return what replaces it, None if it stays."""
-    engine, replaced = frame.engine, None
-    observer = engine.handle.observer
-    if observer is not None and isinstance(frame.sample, Tensor):
+    setup, replaced = frame.setup, None
+    observer, sample = setup.observer, frame.call.sample
+    if observer is not None and isinstance(sample, Tensor):
         first, *others = leaves(out)
-        seen = observer.output(frame.step, frame.sample, first)
+        seen = observer.output(frame.step, sample, first)
         if seen is not None:
             out = replaced = Template(out).build([seen, *others])
-    if engine.site is not Site.MODEL:
+    if setup.site is not Site.MODEL:
         return replaced
     own = [leaf.detach().clone() for leaf in leaves(out)]
-    if engine.parts.feature == "change":
+    if setup.parts.feature == "change":
         own[0].sub_(fitted(frame, own[0]))
     hold(frame, OUTPUT, own, [OWN] * len(own), Template(out))
     return replaced
@@ -37,9 +35,9 @@ def keep_output(frame: Frame, out: Any) -> Any:
 
 def stand_in(frame: Frame) -> Any:
     """Return what stands for the output of a skipped step."""
-    held: Held = frame.branch.features[OUTPUT]
+    held: Held = frame.features[OUTPUT]
     guesses = estimates(frame, held)
-    if frame.engine.parts.feature == "change":
+    if frame.setup.parts.feature == "change":
         value = guesses[0] + fitted(frame, guesses[0])
         guesses[0] = frame.instead.correct(held.states[0], frame.step, value)
     return held.template.build(guesses)
@@ -53,10 +51,10 @@ def fitted(frame: Frame, like: Tensor) -> Tensor:
     Raises:
         AttachError: If the sample has another number of axes.
     """
-    sample = frame.sample
+    sample = frame.call.sample
     if not isinstance(sample, Tensor) or sample.dim() != like.dim():
         raise AttachError(
-            f"{frame.engine.anatomy.model}: its output of shape {list(like.shape)} cannot be taken "
+            f"{frame.setup.anatomy.model}: its output of shape {list(like.shape)} cannot be taken "
             "against its sample; use feature='output'"
         )
     if sample.shape == like.shape:

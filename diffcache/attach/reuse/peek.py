@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,6 @@ from torch import Tensor, nn
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.tap import Tap
 from diffcache.errors import AttachError
-
-if TYPE_CHECKING:
-    from diffcache.attach.engine import Engine
 
 PEEKING: ContextVar[bool] = ContextVar("diffcache_peeking", default=False)
 
@@ -147,12 +144,6 @@ class Peek:
             f"{self._name}: the block that runs first calls none of the attentions that were found "
             f"({self._paths[0]} and so on); use a gate of='residual' with lead=1, as FirstBlock"
         )
-
-
-def look(engine: Engine, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the input of the first attention that `run` comes to, of an engine that peeks."""
-    assert engine.peek is not None
-    return engine.peek.look(run, args, kwargs)
 
 
 class PlainTap(Tap):

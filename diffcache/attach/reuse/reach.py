@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,23 +10,20 @@ from torch import Tensor, nn
 from diffcache.attach.reuse.again import again
 from diffcache.attach.reuse.frame import Frame
 from diffcache.attach.reuse.peek import Peek, plain
-from diffcache.attach.tap import Tap
+from diffcache.attach.reuse.setup import Setup
 from diffcache.attach.reuse.trace import BlockCall, Reach, Trace
+from diffcache.attach.tap import Tap
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError
 
-if TYPE_CHECKING:
-    from diffcache.attach.engine import Engine
 
-
-def reach_of(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) -> Reach | None:
+def reach_of(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> Reach | None:
     """Return what of the blocks' inputs changes with the sample, by running the denoiser again.
 
     Its sample is another one, and blocks that are given something else than in the traced call
     return zeros. So it costs what the model does outside its blocks, and the blocks of the text.
 
     Args:
-        engine: The engine of the denoiser.
         frame: The frame of the traced call.
         trace: What it recorded.
         call: Its positional and keyword arguments.
@@ -38,24 +35,22 @@ def reach_of(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) 
     Raises:
         AttachError: If a gate would have nothing to look at.
     """
-    gated = engine.parts.when.probe is not None
-    needed = gated or len(engine.taps.blocks) > 1
-    sample = leaves(call[1].get(engine.anatomy.sample, call[0][0] if call[0] else None))
+    setup, anatomy = frame.setup, frame.setup.anatomy
+    gated = setup.parts.when.probe is not None
+    needed = gated or len(setup.blocks) > 1
+    sample = leaves(call[1].get(anatomy.sample, call[0][0] if call[0] else None))
     has_values = not any(leaf.is_meta for leaf in sample)
-    if engine.anatomy.is_unet or not needed or not has_values:
+    if anatomy.is_unet or not needed or not has_values:
         return None
-    follow = Follow(engine, trace)
+    follow = Follow(setup, trace)
     items: dict[str, list[Any]] = {
-        key: [
-            FollowTap(block, follow, key, index)
-            for index, block in enumerate(engine.taps.blocks[key])
-        ]
+        key: [FollowTap(block, follow, key, index) for index, block in enumerate(setup.blocks[key])]
         for key in follow.firsts
     }
     other, failure = _with(call, {id(tensor) for tensor in sample}), None
     try:
         with torch.no_grad():
-            again(engine, frame, items, other)
+            again(frame, items, other)
     except AttachError:
         raise
     except Exception as error:
@@ -66,8 +61,8 @@ def reach_of(engine: Engine, frame: Frame, trace: Trace, call: tuple[Any, Any]) 
         return None
     why = f" ({failure})" if failure is not None else ""
     raise AttachError(
-        f"{engine.anatomy.model}: nothing that its blocks are given was seen to change with "
-        f"{engine.anatomy.sample!r}{why}, so a gate has nothing to look at; use a schedule, such "
+        f"{anatomy.model}: nothing that its blocks are given was seen to change with "
+        f"{anatomy.sample!r}{why}, so a gate has nothing to look at; use a schedule, such "
         "as Interval or TaylorSeer"
     ) from failure
 
@@ -80,13 +75,13 @@ class Follow:
         firsts: List -> its first call in the traced call.
 
     Args:
-        engine: The engine of the denoiser.
+        setup: What reuse knows of the denoiser.
         trace: What the traced call recorded.
     """
 
-    def __init__(self, engine: Engine, trace: Trace) -> None:
+    def __init__(self, setup: Setup, trace: Trace) -> None:
         self.reach: Reach = {}
-        self._peek = engine.peek if isinstance(engine.peek, Peek) else None
+        self._peek = setup.peek if isinstance(setup.peek, Peek) else None
         self.firsts = {call.list_key: call for call in reversed(trace.calls)}
         self._outputs = {(call.list_key, call.index): call.hollow for call in trace.calls}
 

@@ -6,16 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from diffcache.attach.reuse.frame import Frame
 from diffcache.attach.reuse.trace import Key
 from diffcache.attach.tree import Template, hollow, leaves, outputs_of
-
-if TYPE_CHECKING:
-    from diffcache.attach.reuse.frame import Frame
 
 Kind = tuple[str, int]  # what an output is on a skipped step, and which base or input it needs
 Picker = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -111,7 +109,7 @@ def copied(pick: Picker) -> Picker:
 
 def record(frame: Frame, duty: Duty, out: Any) -> None:
     """Keep the features of a block that just ran."""
-    features = frame.branch.features
+    features = frame.features
     if duty.is_hollow:
         features[duty.key] = Held([], [], Template(None), hollow(out))
         return
@@ -128,7 +126,7 @@ def record(frame: Frame, duty: Duty, out: Any) -> None:
         kinds.append(kind)
         if kind[0] == "residual":
             tensors.append(torch.sub(output.detach(), base[kind[1]].detach()))
-    observer = frame.engine.handle.observer
+    observer = frame.setup.observer
     if observer is not None:
         site = f"{duty.key[0]}.{duty.key[1]}"
         for number, tensor in enumerate(tensors):
@@ -140,14 +138,15 @@ def hold(
     frame: Frame, key: Any, tensors: list[Tensor], kinds: list[Kind], template: Template
 ) -> None:
     """Hand fresh features to the method's states, new ones where their shapes changed."""
-    instead = frame.instead
+    instead, features = frame.instead, frame.features
     shapes = [(t.shape, t.dtype, t.device) for t in tensors]
-    held = frame.branch.features.get(key)
+    held: Held | None = features.get(key)
     if held is None or held.shapes != shapes:
         site = f"{key[0]}.{key[1]}"
+        before: Held | None = next(reversed(features.values()), None) if held is None else None
         states = [instead.init_at(site, index) for index in range(len(tensors))]
-        held = Held(states, kinds, template, shapes=shapes)
-        frame.branch.features[key] = held
+        instead.link([*(before.states[-1:] if before is not None else ()), *states])
+        held = features[key] = Held(states, kinds, template, shapes=shapes)
     held.kinds, held.template = kinds, template
     for state, tensor in zip(held.states, tensors, strict=True):
         instead.record(state, frame.step, tensor)
@@ -155,7 +154,7 @@ def hold(
 
 def estimate(frame: Frame, duty: Duty, given: tuple[Any, ...]) -> Any:
     """Return the outputs of a skipped block from its features, its span's base and its input."""
-    held: Held = frame.branch.features[duty.key]
+    held: Held = frame.features[duty.key]
     base = given if duty.live else frame.bases.get(duty.span, ())
     guesses = iter(estimates(frame, held))
     outputs: list[Tensor] = []
@@ -171,7 +170,7 @@ def estimate(frame: Frame, duty: Duty, given: tuple[Any, ...]) -> Any:
 def foresee(frame: Frame) -> list[list[Tensor]]:
     """Make the estimates of all single blocks of this call in one go."""
     assert frame.layout is not None
-    features = frame.branch.features
+    features = frame.features
     states, ends = [], [0]
     for key in frame.layout.foreseen:
         states += features[key].states

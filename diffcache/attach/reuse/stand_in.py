@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from operator import add, itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
+from diffcache.attach.reuse.frame import current_frame
 from diffcache.attach.reuse.span import Duty, Held, copied, estimate, foresee, picker, record
-from diffcache.attach.tap import FRAME, Tap
+from diffcache.attach.tap import Tap
 from diffcache.attach.tree import Template, leaves, outputs_of
-
-if TYPE_CHECKING:
-    from diffcache.attach.reuse.frame import Frame
 
 
 class ComputeTap(Tap):
@@ -27,7 +25,7 @@ class ComputeTap(Tap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        frame = current_frame()
         if self.base_of is not None:
             frame.bases[self.duty.span] = self.base_of(args, kwargs)
         out = self.module(*args, **kwargs)
@@ -53,7 +51,7 @@ class LiveTap(Tap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        frame = current_frame()
         duty, given = self.duty, self.input_of(args, kwargs)
         if duty.opens:
             base = tuple([tensor.clone() for tensor in given]) if self.copies else given
@@ -101,9 +99,9 @@ class CloseTap(Tap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        frame = current_frame()
         frame.closed += 1
-        held: Held = frame.branch.features[self.duty.key]
+        held: Held = frame.features[self.duty.key]
         guesses = frame.instead.estimate_all(held.states, frame.step)
         live = self.input_of
         base = frame.bases[self.duty.span] if live is None else live(args, kwargs)
@@ -137,7 +135,7 @@ class OpenTap(PassTap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        frame = current_frame()
         frame.bases[self.duty.span] = self.base_of(args, kwargs)
         return self.streams_of(args, kwargs)
 
@@ -154,7 +152,7 @@ class EstimateTap(Tap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        frame = current_frame()
         duty = self.duty
         given = self.input_of(args, kwargs) if self.input_of is not None else ()
         if duty.opens and not duty.live:
@@ -176,7 +174,7 @@ class AddTap(Tap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        frame = current_frame()
         guesses = (frame.foreseen or foresee(frame))[self.number]
         if self.container is Tensor:
             return self.input_of(args, kwargs)[0] + guesses[0]
@@ -198,8 +196,8 @@ class HollowTap(Tap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
-        out = frame.branch.features[self.duty.key].hollow
+        frame = current_frame()
+        out = frame.features[self.duty.key].hollow
         return Template(out).build([zeros.clone() for zeros in leaves(out)]) if self.real else out
 
 

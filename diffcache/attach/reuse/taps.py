@@ -1,18 +1,15 @@
-"""Where one engine taps its model: lists of blocks, single blocks, modules inside the blocks."""
+"""Tap a model: lists of blocks, single blocks, modules inside the blocks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.reuse.module import EmptyTap, ModuleTap
-from diffcache.attach.tap import FRAME, Tap, tap_children, tap_list, untap_children, untap_list
-from diffcache.step import Site
-
-if TYPE_CHECKING:
-    from diffcache.attach.reuse.frame import Frame
+from diffcache.attach.tap import ITEMS, Tap, tap_children, tap_list, untap_children, untap_list
+from diffcache.step import CURRENT, Site
 
 
 class SingleTap(Tap):
@@ -26,13 +23,12 @@ class SingleTap(Tap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
-        items = frame.items.get(self.key)
+        items = CURRENT.get().storage.get(ITEMS, {}).get(self.key)
         return (self.module if items is None else items[0])(*args, **kwargs)
 
 
 class Taps:
-    """The taps of one engine on its model.
+    """The taps of one denoiser on its model.
 
     Attributes:
         blocks: List of blocks, or single block, by key -> its modules.

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from diffcache.attach.tap import FRAME
+from diffcache.attach.reuse.frame import FRAME, Frame, current_frame
 from diffcache.errors import AttachError
 from diffcache.features.base import Probe
-
-if TYPE_CHECKING:
-    from diffcache.attach.reuse.frame import Frame
+from diffcache.step import CURRENT
 
 # Probe -> where models of diffusers have it; of paths that stand together the sum is meant. Only
 # modules that see the timestep: a `time_text_embed` as a whole sees the text as well.
@@ -40,7 +38,8 @@ class Watch:
 
     def __call__(self, module: nn.Module, args: Any, out: Any) -> None:
         """Keep the output in the frame of the call."""
-        frame: Frame | None = None if torch.compiler.is_compiling() else FRAME.get()
+        call = None if torch.compiler.is_compiling() else CURRENT.get()
+        frame: Frame | None = None if call is None else call.storage.get(FRAME)
         if frame is not None and isinstance(out, Tensor):
             frame.times.setdefault(self.path, []).append(out.detach())
 
@@ -84,7 +83,7 @@ class TimePeek:
         Raises:
             AttachError: If the call did not compute it once before its blocks.
         """
-        frame: Frame = FRAME.get()  # type: ignore[assignment]
+        frame = current_frame()
         times = [frame.times.get(path, []) for path in self.paths]
         # a traced call may run the model again under its frame
         if not all(times) or (frame.trace is None and any(len(outputs) > 1 for outputs in times)):

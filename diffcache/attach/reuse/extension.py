@@ -1,0 +1,292 @@
+"""Feature reuse on one denoiser: decides at every call what runs and what is stood in for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+from torch import Tensor
+
+from diffcache.attach.call import Call
+from diffcache.attach.clock import Run, Timeline
+from diffcache.attach.denoiser import Denoiser
+from diffcache.attach.extension import Extension
+from diffcache.attach.reuse.deep import split
+from diffcache.attach.reuse.frame import FRAME, Frame
+from diffcache.attach.reuse.gated import gated_items
+from diffcache.attach.reuse.layout import Work
+from diffcache.attach.reuse.learn import learn, verify
+from diffcache.attach.reuse.output import keep_output, stand_in
+from diffcache.attach.reuse.peek import Peek
+from diffcache.attach.reuse.random import Random
+from diffcache.attach.reuse.setup import BranchState, Decision, Setup
+from diffcache.attach.reuse.taps import Taps
+from diffcache.attach.reuse.time_peek import time_peek
+from diffcache.attach.reuse.trace import Trace
+from diffcache.attach.signature import writes_cache
+from diffcache.attach.tree import unshared
+from diffcache.errors import AttachError
+from diffcache.features.combine import Combine
+from diffcache.step import Site
+
+
+class FeatureReuse(Extension):
+    """Skip blocks of a denoiser, or modules inside them, and stand in for what they return.
+
+    Args:
+        denoiser: The attachment to the network.
+        parts: Schedule, stand-in and site.
+
+    Raises:
+        AttachError: If the model has nothing at the site.
+    """
+
+    def __init__(self, denoiser: Denoiser, parts: Combine) -> None:
+        model, anatomy, handle = denoiser.model, denoiser.anatomy, denoiser.handle
+        self._has_cache = any("kv_cache" in name for name in denoiser.arguments)
+        if Site.of(parts.site) is Site.DEEP:
+            anatomy, parts = split(model, anatomy, parts)
+        is_settable = any(field.name == "site" for field in fields(handle.method))  # type: ignore[arg-type]
+        self.setup = setup = Setup(model, anatomy, parts, handle.observer, is_settable)
+        if not anatomy.supports(setup.site):
+            fused = any("TransformerEncoderLayer" in entry.classes for entry in anatomy.lists)
+            why = " (layers of nn.TransformerEncoder run as one fused operation)" if fused else ""
+            raise AttachError(
+                f"{anatomy.model} has nothing at site {setup.site!r} inside its blocks{why}; "
+                "use site='stack' or site='block'"
+            )
+        anatomy.check_sites(parts)
+        denoiser.total = denoiser.total if parts.when.total is None else parts.when.total
+        probe = parts.when.probe
+        setup.peek = Peek(model, anatomy) if probe == "modulated" else time_peek(model, probe)
+        self._taps = Taps(denoiser, model, anatomy, setup.site)
+        setup.blocks, setup.module_items = self._taps.blocks, self._taps.module_items
+
+    def remove(self) -> None:
+        """Leave the model as it was found."""
+        self._taps.remove()
+        if self.setup.peek is not None:
+            self.setup.peek.remove()
+
+    def tensors(self, run: Run) -> Iterator[Tensor]:
+        """Yield the tensors of the features, and of what schedules look at."""
+        parts = self.setup.parts
+        for timeline in list(run.timelines.values()):  # other threads go on while they are counted
+            known = [branch.storage.get(self) for branch in list(timeline.branches)]
+            states: list[BranchState] = [state for state in known if state is not None]
+            for state in states:
+                for held in list(state.features.values()):
+                    for feature in held.states:
+                        yield from parts.instead.held(feature)
+            own = timeline.storage.get(self)
+            decisions = ([] if own is None else [own]) + [
+                state.decision for state in states if state.decision is not own
+            ]
+            for decision in decisions:
+                if decision.state is not None:
+                    yield from parts.when.held(decision.state)
+
+    def start(self, timeline: Timeline) -> None:
+        """Start a run: nothing is decided; blocks that were replaced are laid out anew."""
+        when = self.setup.parts.when
+        timeline.storage[self] = Decision(None if when.by_branch else when.init())
+        if self._taps.refresh():
+            self.setup.layouts.clear()
+
+    # one call ------------------------------------------------------------------------------
+
+    def open(self, call: Call) -> Call:
+        """Decide what runs, where no probe is needed for it, and hand out what stands for it."""
+        if call.writes:
+            return call
+        setup, record = self.setup, call.record
+        state = self._state_of(call)
+        frame = call.storage[FRAME] = Frame(setup, call, state)
+        reason = record.reason = self.must_compute(call, state)
+        self._decide(frame, reason)
+        if state.signature != call.signature:
+            state.signature = call.signature
+            state.layout = setup.layouts.recall(call.signature)
+        frame.apart = bool(setup.apart) and not reason
+        self._hand_out(frame)
+        record.computed = frame.computes
+        return call if frame.trace is None else replace(call, learns=True)
+
+    def _state_of(self, call: Call) -> BranchState:
+        """Return what is kept of the branch of a call."""
+        state: BranchState | None = call.branch.storage.get(self)
+        if state is None:
+            when = self.setup.parts.when
+            own = Decision(when.init()) if when.by_branch else call.timeline.storage[self]
+            state = call.branch.storage[self] = BranchState(own)
+        return state
+
+    def must_compute(self, call: Call, state: BranchState) -> str:
+        """Return why a branch cannot be skipped in a call, an empty string if it can."""
+        timeline = call.timeline
+        if timeline.doubt:
+            return timeline.doubt
+        if state.anchor is None:
+            return "first call"
+        if state.signature != call.signature:
+            return "inputs changed"
+        if state.anchor < timeline.storage[self].last_computed < timeline.index:
+            return "missed a step"
+        if state.layout is None and not self.setup.site.is_module:
+            return "output not finite"  # so that nothing could be learned from it
+        return "writes a KV cache" if self._has_cache and writes_cache(call.kwargs) else ""
+
+    def _decide(self, frame: Frame, reason: str) -> None:
+        """Decide now where the probe is not needed; a forced first branch decides for all."""
+        frame.decides = frame.decision.index != frame.step.index
+        if not frame.decides:
+            frame.computes = frame.decision.computes or bool(reason)
+        elif reason:
+            frame.computes = True
+        if frame.decides and self.setup.parts.when.probe is None:
+            frame.decide(None)
+
+    def _hand_out(self, frame: Frame) -> None:
+        """Choose what stands for the blocks in this call."""
+        setup = self.setup
+        if setup.site.is_module:
+            whole = frame.computes and not frame.apart
+            frame.tally = {} if whole and frame.call.signature not in setup.costs else None
+            frame.hand_out(setup.module_items)
+            return
+        layout = frame.layout = frame.state.layout
+        if layout is None:
+            self._trace(frame)
+        elif frame.decides and (probe := setup.parts.when.probe) is not None:
+            frame.hand_out(gated_items(layout, setup.blocks, probe))
+        elif frame.computes and frame.apart:
+            skipped = frozenset(site for site in layout.sites if not frame.runs(site))
+            items, frame.mixed = layout.mix(skipped)
+            frame.hand_out(items)
+        elif frame.computes:
+            frame.hand_out(layout.compute)
+        else:
+            frame.hand_out(layout.skip if frame.decides else layout.follow)
+
+    def _trace(self, frame: Frame) -> None:
+        """Record the blocks' calls, to learn how they are wired."""
+        setup, parts = self.setup, self.setup.parts
+        frame.computes = True
+        spread = setup.site in (Site.BLOCK, Site.RUN)
+        frame.trace = Trace(spread or parts.tail > 0 or setup.anatomy.is_unet, parts.lead)
+        if setup.hold is not None:  # what is learned must be exact, so it is packed afterwards
+            frame.features.clear()
+            frame.instead = setup.hold.inner
+        opened = setup.anatomy.opened
+        frame.hand_out({k: frame.trace.items(k, g, opened) for k, g in setup.blocks.items()})
+
+    def given(self, call: Call) -> None:
+        """Keep the arguments of a traced call, which models may change."""
+        frame: Frame | None = call.storage.get(FRAME)
+        if frame is not None and frame.trace is not None:
+            given = call.args, call.kwargs
+            frame.call, frame.given, frame.random = call, unshared(given), Random(given)
+
+    def ran(self, call: Call, out: Any) -> None:
+        """Lay out the method over a traced call.
+
+        Raises:
+            AttachError: If the model cannot be cached as asked.
+        """
+        frame: Frame | None = call.storage.get(FRAME)
+        if frame is None or frame.trace is None:
+            return
+        trace, state, setup = frame.trace, frame.state, self.setup
+        learn(frame, trace, frame.given)
+        if not writes_cache(call.kwargs) and not verify(frame, trace, frame.given, out):
+            frame.features.clear()  # the next call is traced again
+            return
+        assert frame.layout is not None
+        setup.layouts[state.signature] = state.layout = frame.layout
+        frame.hand_out(frame.layout.compute)
+        if setup.hold is not None:
+            frame.instead = setup.hold
+            for held in frame.features.values():
+                held.states = [setup.hold.adopt(feature) for feature in held.states]
+            setup.hold.link([s for held in frame.features.values() for s in held.states])
+
+    def close(self, call: Call, out: Any) -> Any:
+        """Keep the output, or stand in for it, at the site MODEL.
+
+        Raises:
+            AttachError: If the model left out blocks that it ran when it was learned.
+        """
+        frame: Frame | None = call.storage.get(FRAME)
+        if frame is None:
+            return None
+        setup, layout, replaced = self.setup, frame.layout, None
+        if setup.site is Site.MODEL and not frame.computes:
+            replaced = stand_in(frame)
+        elif setup.site is Site.MODEL or setup.observer is not None:
+            replaced = keep_output(frame, out)
+        elif not frame.computes and layout is not None and frame.closed != layout.closes:
+            raise AttachError(
+                f"{setup.anatomy.model}: {frame.closed} of {layout.closes} skipped spans ended; "
+                "its forward left out blocks that it ran when its wiring was learned; use "
+                "site='model'"
+            )
+        if frame.computes:
+            frame.state.anchor = frame.step.index
+        return replaced
+
+    def counts(self, call: Call) -> dict[str, tuple[int, int]]:
+        """Return how many blocks or modules ran and were skipped; note their operations."""
+        frame: Frame | None = call.storage.get(FRAME)
+        if frame is None:
+            return {}
+        setup, layout, record = self.setup, frame.layout, call.record
+        if frame.tally is not None:
+            setup.costs[call.signature] = frame.tally
+        if layout is None:
+            counts, record.flops = _of_modules(frame, setup.costs.recall(call.signature))
+        else:
+            work = _of_blocks(frame)
+            counts, record.flops = work.counts, work.flops
+            if frame.looked and work.flops is not None and layout.look is not None:
+                record.flops = work.flops[0] + layout.look, work.flops[1] - layout.look
+        record.computed = bool(frame.computes)
+        if frame.apart:
+            record.computed = any(ran for ran, _ in counts.values())
+        return counts
+
+
+def install(denoiser: Denoiser, ability: Combine) -> FeatureReuse:
+    """Return the extension that reuses features.
+
+    Raises:
+        AttachError: If the model has nothing at the site.
+    """
+    return FeatureReuse(denoiser, ability)
+
+
+def _of_modules(
+    frame: Frame, costs: dict[str, float | None] | None
+) -> tuple[dict[str, tuple[int, int]], tuple[float, float] | None]:
+    """Return, per group of module sites, how many ran and were skipped, and their operations."""
+    counts: dict[str, list[int]] = {}
+    flops, known = [0.0, 0.0], costs is not None
+    for tap, visits in frame.visits.items():
+        skipped = not frame.runs(tap.name)
+        counts.setdefault(tap.group, [0, 0])[skipped] += visits
+        cost = costs.get(tap.name) if costs is not None else None
+        flops[skipped] += cost or 0.0
+        known = known and cost is not None
+    totals = {key: (ran, skipped) for key, (ran, skipped) in counts.items()}
+    return totals, (flops[0], flops[1]) if known else None
+
+
+def _of_blocks(frame: Frame) -> Work:
+    """Return how many blocks ran and were skipped."""
+    layout = frame.layout
+    assert layout is not None
+    if frame.mixed is not None:
+        return frame.mixed
+    if frame.computes:
+        return layout.whole
+    return layout.less if frame.decides else layout.follow_less

@@ -1,0 +1,100 @@
+"""What reuse knows of one denoiser, and what it keeps of a run and of a guidance branch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from diffcache.attach.anatomy import Anatomy
+from diffcache.attach.latest import Latest
+from diffcache.attach.reuse.layout import Layout
+from diffcache.features.base import Instead
+from diffcache.features.collect import Observer
+from diffcache.features.combine import Combine
+from diffcache.features.hold import Hold
+from diffcache.step import Site
+
+KINDS = 32  # kinds of calls that are remembered; a run rarely has more than a few
+
+
+class Probing(Protocol):
+    """Shows a probe that is no lead block's output."""
+
+    def look(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Return the probe of the call at hand."""
+
+    def remove(self) -> None:
+        """Leave the model as it was found."""
+
+
+@dataclass(eq=False)
+class Decision:
+    """Whether the steps of a run, or of one branch of it, are computed.
+
+    Attributes:
+        state: State of the schedule.
+        index: Step that was decided last.
+        computes: Whether it is computed.
+        last_computed: Last step that was computed by decision.
+    """
+
+    state: Any = None
+    index: int = -1
+    computes: bool = True
+    last_computed: int = -1
+
+
+@dataclass(eq=False)
+class BranchState:
+    """What is kept of a guidance branch.
+
+    Attributes:
+        decision: Who decides: the run, or the branch by itself.
+        signature: Look of the calls that the features are of.
+        layout: What is handed out for such calls, None until it is learned.
+        anchor: Last step that was computed, None before the first.
+        features: Features by place.
+    """
+
+    decision: Decision
+    signature: Any = None
+    layout: Layout | None = None
+    anchor: int | None = None
+    features: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Setup:
+    """Feature reuse on one denoiser.
+
+    Attributes:
+        model: The denoiser.
+        anatomy: Its anatomy.
+        parts: Schedule, stand-in and site.
+        observer: Observer of features and outputs in calibration, None elsewhere.
+        is_settable: Whether the method has a `site` that the user can set.
+        peek: What shows the probe of the schedule, None where lead blocks do or there is none.
+        blocks: List of blocks, or single block, by key -> its modules.
+        module_items: For lists that hold attention modules, what stands for their members.
+        layouts: Look of a call -> what is handed out for it.
+        costs: Look of a call -> operations of module sites.
+    """
+
+    model: nn.Module
+    anatomy: Anatomy
+    parts: Combine
+    observer: Observer | None
+    is_settable: bool
+    peek: Probing | None = None
+    blocks: dict[str, list[nn.Module]] = field(default_factory=dict)
+    module_items: dict[str, list[Any]] = field(default_factory=dict)
+    layouts: Latest[Layout] = field(default_factory=lambda: Latest(KINDS))
+    costs: Latest[dict[str, float | None]] = field(default_factory=lambda: Latest(KINDS))
+
+    def __post_init__(self) -> None:
+        self.site = Site.of(self.parts.site)
+        self.instead: Instead = self.parts.instead
+        self.hold = self.instead if isinstance(self.instead, Hold) else None
+        self.apart = frozenset(self.parts.when.sites)

@@ -1,0 +1,255 @@
+"""Sampling runs of a wrapped pipeline or denoiser: where they start and end, in every thread."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from diffcache.attach.call import Call
+from diffcache.attach.clock import Run, Stream
+from diffcache.attach.conditions import tables_of
+from diffcache.attach.place import Place
+from diffcache.attach.record import RunRecord
+from diffcache.errors import AttachError, CacheWarning
+from diffcache.features.base import Method
+from diffcache.features.collect import Observer
+from diffcache.step import CURRENT
+
+Places = weakref.WeakKeyDictionary["Runs", Place]
+_PLACES: ContextVar[Places | None] = ContextVar("diffcache_places", default=None)
+
+
+class Runs(ABC):
+    """The sampling runs of a pipeline or denoiser.
+
+    Args:
+        target: The pipeline or denoiser.
+        method: The method that it is wrapped with.
+        observer: Observer of the features, outputs and guided outputs of every step, for
+            calibration; None for none.
+    """
+
+    def __init__(self, target: Any, method: Method, observer: Observer | None = None) -> None:
+        self.method, self.observer = method, observer
+        self.tables = tables_of(method)
+        self.target = weakref.ref(target)
+        self.last = RunRecord()
+        self._runs: weakref.WeakKeyDictionary[Place, Run] = weakref.WeakKeyDictionary()
+
+    @property
+    def scheduler(self) -> Any:
+        """The pipeline's scheduler, None for a bare model."""
+        return getattr(self.target(), "scheduler", None)
+
+    # what an attached method adds, in `attach.handle.Handle` ----------------------------------
+
+    @abstractmethod
+    def follow(self, pipeline: Any) -> None:
+        """Listen to the pipeline's scheduler, which users replace."""
+
+    @property
+    @abstractmethod
+    def watches_steps(self) -> bool:
+        """Whether anything looks at what the scheduler steps with."""
+
+    @abstractmethod
+    def set_times(self, scheduler: Any) -> None:
+        """Tell of the times that the scheduler was just given."""
+
+    @abstractmethod
+    def stepping(self, scheduler: Any, given: dict[str, Any]) -> None:
+        """Tell of a step of the scheduler before it is taken."""
+
+    @abstractmethod
+    def bytes_of(self, run: Run) -> int:
+        """Return the bytes that all denoisers keep of a run."""
+
+    # where runs start and end ----------------------------------------------------------------
+
+    def run(self) -> Run:
+        """Return the run of this thread or task, a new one if there is none.
+
+        One that nobody began in so many words is its thread's or task's alone: those that are
+        started later copy the context, but do their own sampling.
+        """
+        place = self._place()
+        run = None if place is None else place.run()
+        if place is None or run is None:
+            return self.begin()[0]
+        if run.in_pipeline or run.is_told or place.is_here:
+            return run
+        return self.begin()[0]
+
+    def _place(self) -> Place | None:
+        places = _PLACES.get()
+        return None if places is None else places.get(self)
+
+    def begin(
+        self,
+        in_pipeline: bool = False,
+        is_told: bool = False,
+        steps: int | None = None,
+        stream: Stream | None = None,
+    ) -> tuple[Run, Any]:
+        """Start a run in this thread or task; return it with the token that ends it.
+
+        It is a part of the stream that the user opened around it, else it has one of its own.
+        """
+        place = self._place()
+        around = None if place is None else place.run()
+        if stream is None and around is not None and around.stream.is_told:
+            stream = around.stream
+        run = Run(in_pipeline, is_told, steps, stream)
+        self.last = run.record
+        place = Place(run)
+        self._runs[place] = run
+        places: Places = weakref.WeakKeyDictionary(_PLACES.get() or {})
+        places[self] = place
+        return run, _PLACES.set(places)
+
+    def end(self, run: Run, token: Any, finished: bool) -> None:
+        """End a run started with `begin`: free its features and warn if it skipped nothing."""
+        run.drop()
+        if not run.stream.is_told:
+            run.stream.drop()
+        for place in [place for place, live in self._runs.items() if live is run]:
+            del self._runs[place]
+        _PLACES.reset(token)
+        self.last = run.record
+        run.record.finished = finished
+        if finished:
+            self._check_skipped(run.record)
+
+    @contextmanager
+    def told(self, steps: int | None) -> Iterator[None]:
+        """Let the calls inside be one run, as the user says.
+
+        Raises:
+            AttachError: If one is open already in this thread or task.
+        """
+        place = self._place()
+        around = None if place is None else place.run()
+        if place is not None and around is not None and around.is_told and place.is_here:
+            raise AttachError(
+                "a diffcache.run of this model is open in this thread already; end it first, or "
+                "sample in another thread or task"
+            )
+        run, token = self.begin(is_told=True, steps=steps)
+        finished = False
+        try:
+            yield
+            finished = True
+        finally:
+            self.end(run, token, finished)
+
+    @contextmanager
+    def streaming(self) -> Iterator[Stream]:
+        """Let the runs inside be one stream, as the user says.
+
+        Raises:
+            AttachError: If one is open already in this thread or task.
+        """
+        place = self._place()
+        around = None if place is None else place.run()
+        if around is not None and around.stream.is_told:
+            raise AttachError(
+                "a diffcache.stream of this model is open in this thread already; end it first, or "
+                "stream in another thread or task"
+            )
+        stream = Stream(is_told=True)
+        run, token = self.begin(stream=stream)
+        try:
+            yield stream
+        finally:
+            stream.drop()
+            stream.is_told = False  # threads that it was handed to have streams of their own now
+            self.end(run, token, finished=False)
+
+    def aside(self, callback: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a pipeline's callback whose own calls of the denoisers are no part of its run."""
+
+        @functools.wraps(callback)
+        def apart(*args: Any, **kwargs: Any) -> Any:
+            places: Places = weakref.WeakKeyDictionary(_PLACES.get() or {})
+            places.pop(self, None)
+            token = _PLACES.set(places)
+            try:
+                return callback(*args, **kwargs)
+            finally:
+                _PLACES.reset(token)
+
+        return apart
+
+    def restart(self, length: int | None) -> None:
+        """Start the run anew at `set_timesteps`; within a pipeline's call it stays one record."""
+        run = self.run()
+        run.restart(length)
+        if not run.in_pipeline:
+            self.new_record(run)
+
+    def new_record(self, run: Run) -> None:
+        """Give a run outside a pipeline's call a new record; the last one is finished."""
+        if run.record.calls:
+            run.record.finished = True
+            self._check_skipped(run.record)
+            run.record = RunRecord()
+        self.last = run.record
+
+    def remark(self, run: Run, remarks: Iterable[str]) -> None:
+        """Warn of what a run should not be, such as unlike the calibration, once a run."""
+        for text in remarks:
+            if text not in run.record.remarks:
+                run.record.remarks.append(text)
+                warnings.warn(text, CacheWarning, stacklevel=3)
+
+    def abandon(self, call: Call | None = None) -> None:
+        """Forget this thread's features after an exception inside a denoiser.
+
+        Args:
+            call: The call that failed; if it was writing to a stream, that is forgotten as well.
+        """
+        run = self.run()
+        run.drop()
+        if call is not None and call.writes:
+            run.stream.drop()
+
+    def reset(self) -> None:
+        """Forget the features of every run and the contents of every stream, in every thread."""
+        self.leave()
+        for run in list(self._runs.values()):
+            run.drop()
+            run.stream.drop()
+
+    def leave(self) -> Call | None:
+        """Leave the denoiser call that an interrupt left open in this thread; return it."""
+        call: Call | None = CURRENT.get()
+        if call is None or getattr(call.owner, "handle", None) is not self:
+            return None
+        CURRENT.set(None)
+        return call
+
+    def _check_skipped(self, record: RunRecord) -> None:
+        """Warn if a run of more than one step skipped nothing."""
+        if not record.calls and not record.remarks:
+            _warn(f"{self.method!r}: the run called no wrapped denoiser, so nothing was cached")
+            return
+        steps = len({(call.denoiser, call.index) for call in record.calls})
+        abilities = self.method.abilities()
+        if record.skipped or steps < 2 or self.observer is not None or len(abilities) != 1:
+            return
+        reasons = {call.reason for call in record.calls[1:]} - {"method"}
+        why = f" ({', '.join(sorted(reasons))})" if reasons else ""
+        _warn(
+            f"{self.method!r} skipped nothing in a run of {steps} steps{why}: every step was "
+            "computed; use more steps, a shorter warmup or a larger interval or threshold"
+        )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CacheWarning, stacklevel=5)
