@@ -271,8 +271,9 @@ def check_free(target: Any, denoisers: dict[str, nn.Module], site: Site | str) -
     """
     for owner in [owner_of(target), *map(owner_of, denoisers.values())]:
         if owner is not None:
+            handle = owner.handle if isinstance(owner, Denoiser) else owner
             raise AttachError(
-                f"{type(target).__name__} already runs under {owner.method!r}; unwrap it first"
+                f"{type(target).__name__} already runs under {handle.method!r}; unwrap it first"
             )
     if getattr(type(target), "_is_cached", False):
         raise AttachError("cache-dit is active on this pipeline class; disable it first")

@@ -65,7 +65,8 @@ class Asked(FeatureMethod):
         return Combine(when, lead=int(self.of == "residual"))
 
     def abilities(self) -> tuple[Ability, ...]:
-        return tuple(ability for m in self.methods for ability in m.abilities())
+        others = [a for m in self.methods for a in m.abilities() if not isinstance(a, Combine)]
+        return (*others, self.parts())
 
     def check(self) -> None:
         """Every method was asked at every step but the first, and computed it."""

@@ -110,7 +110,7 @@ class Watching(FeatureMethod):
         return Interval(1).parts()
 
     def abilities(self):
-        return (WatchLayers(self.watcher),)
+        return (*super().abilities(), WatchLayers(self.watcher))
 
 
 def test_a_watcher_of_layers_sees_each_call_of_a_run_once_and_no_made_up_numbers():

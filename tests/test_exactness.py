@@ -18,6 +18,7 @@ from diffcache.attach.handle import Handle
 from diffcache.catalog import METHODS, method_class
 from diffcache.pipelines.zoo.case import Case, output_tensors
 from diffcache.pipelines.zoo.catalog import cases
+from tests.internals import reuse_in
 from tests.near_zero import NO_GATE, SETTINGS, near_zero
 
 CASES = cases()
@@ -140,9 +141,9 @@ def test_a_threshold_near_zero_computes_every_step(name: str):
                 assert all(map(torch.equal, out, expected[step]))
             methods.check()
             assert [call.computed for call in handle.last.calls] == [True] * 3
-            (engine,) = handle.engines
-            (layout,) = engine.layouts.values()
-            text = {entry.key for entry in engine.anatomy.lists} - set(layout.streams)
+            setup = reuse_in(handle).setup
+            (layout,) = setup.layouts.values()
+            text = {entry.key for entry in setup.anatomy.lists} - set(layout.streams)
             assert text == TEXT.get(name, set())
 
 

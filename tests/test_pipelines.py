@@ -290,7 +290,7 @@ def test_components_by_name_or_names() -> None:
     pipe = pipes()["FluxPipeline"].build(0)
     for components in ("transformer", ["transformer"], ("transformer",)):
         with diffcache.wrapped(pipe, "interval", components=components) as handle:
-            assert len(handle.engines) == 1
+            assert len(handle.denoisers) == 1
     with pytest.raises(diffcache.AttachError, match="no 'trans'; the pipeline has transformer"):
         diffcache.wrap(pipe, "interval", components="trans")
     with pytest.raises(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ CONVS = [
 
 
 def at(step: int, layer: nn.Module, given: Tensor) -> Tensor:
-    token = CURRENT.set(Step(step))
+    token = CURRENT.set(SimpleNamespace(step=Step(step), repeats=False))
     try:
         return layer(given)
     finally:
@@ -269,7 +270,7 @@ def test_exact_and_plain_leave_the_bias_out() -> None:
             layer.shaped(layer.exact(given)),
             dense(given) - layer.shaped(dense.bias.expand(*layer.exact(given).shape)),
         )
-        token = CURRENT.set(Step(1))
+        token = CURRENT.set(SimpleNamespace(step=Step(1), repeats=False))
         plain = layer.shaped(layer.plain(given, plan.weight_scale) + dense.bias)
         CURRENT.reset(token)
         torch.testing.assert_close(plain, at(1, layer, given))

@@ -49,7 +49,7 @@ def plan_for(model: nn.Module, *names: str) -> QuantPlan:
 
 @pytest.fixture(autouse=True)
 def first_step():
-    token = CURRENT.set(Step(0))
+    token = CURRENT.set(SimpleNamespace(step=Step(0), repeats=False))
     with torch.no_grad():
         yield
     CURRENT.reset(token)
@@ -149,11 +149,11 @@ def test_modes_and_gradients_reach_the_layers_that_are_put_back() -> None:
 def test_compiled_parts_of_blocks_are_not_watched() -> None:
     model, watcher = Model(), LayerCalibration("w8a8", (), (), False)
     lists = (SimpleNamespace(key="blocks"),)
-    engine: Any = SimpleNamespace(model=model, anatomy=SimpleNamespace(lists=lists, singles=()))
+    denoiser: Any = SimpleNamespace(model=model, anatomy=SimpleNamespace(lists=lists, singles=()))
     model.first._compiled_call_impl = model.first._call_impl  # outside the blocks
-    watch(engine, WatchLayers(watcher)).remove()
+    watch(denoiser, WatchLayers(watcher)).remove()
     layer = model.get_submodule("blocks.1.0")
     layer._compiled_call_impl = layer._call_impl
     with pytest.raises(AttachError, match="blocks.1.0 is compiled.*before you compile"):
-        watch(engine, WatchLayers(watcher))
+        watch(denoiser, WatchLayers(watcher))
     assert not any(module._forward_pre_hooks for module in model.modules())

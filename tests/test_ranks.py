@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import torch
 
 import diffcache
-from diffcache.attach.reuse.frame import ranks_of
-from diffcache.features.when import RANKS, relative_l1
+from diffcache.attach.denoiser import ranks_of
+from diffcache.features.when import relative_l1
 from diffcache.pipelines.zoo.catalog import cases
 
 
@@ -29,9 +29,7 @@ def test_relative_l1_is_that_of_the_whole(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     whole = relative_l1(guess, probe)
     alone = relative_l1(guess[:, :3], probe[:, :3])
-    token = RANKS.set(other)
-    shared = relative_l1(guess[:, :3], probe[:, :3])
-    RANKS.reset(token)
+    shared = relative_l1(guess[:, :3], probe[:, :3], ranks=other)
     assert abs(shared - whole) < 1e-6 < abs(alone - whole)
     assert other.calls == 1
 
@@ -49,9 +47,9 @@ def test_gates_ask_the_ranks_of_their_model_only(monkeypatch):
         split = SimpleNamespace(_flattened_mesh=mesh)
         model._parallel_config = SimpleNamespace(context_parallel_config=split)
         assert ranks_of(model) == "group"
-        for step in range(3, 5):
+        diffcache.reset(model)
+        for step in range(3):
             model(**case.kwargs(model, 0, step=step, steps=8))
         assert asked == ["group", "group"]
-    assert RANKS.get() is None
     model._parallel_config = None
     assert ranks_of(model) is None

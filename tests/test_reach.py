@@ -9,6 +9,7 @@ from torch import nn
 import diffcache
 from diffcache.attach.anatomy import anatomy_of
 from diffcache.pipelines.zoo.catalog import cases
+from tests.internals import reuse_in
 
 
 def run(case, model, steps=8):
@@ -51,7 +52,7 @@ def test_the_stream_of_the_sample_is_looked_at_where_the_text_comes_first():
         with diffcache.wrapped(model, method) as handle:
             run(case, model)
             assert all(call.computed for call in handle.last.calls)
-            (layout,) = handle.engines[0].layouts.values()
+            (layout,) = reuse_in(handle).setup.layouts.values()
         assert layout.streams == {"layers": [1]}
 
 

@@ -96,12 +96,12 @@ def totals(pipe: Any, name: str, **more: Any) -> list[int | None]:
     """The step count that the method sees at the end of every step."""
     seen: list[int | None] = []
     handle = handle_of(pipe)
-    engine = handle.engines[0]
+    denoiser = handle.denoisers[0]
 
     def look(*_: Any) -> None:
-        seen.append(handle.run().timelines[engine].total)
+        seen.append(handle.run().timelines[denoiser].total)
 
-    hook = engine.model.register_forward_hook(look)
+    hook = denoiser.model.register_forward_hook(look)
     run(pipe, name, **more)
     hook.remove()
     return seen

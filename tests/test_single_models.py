@@ -24,10 +24,11 @@ from diffcache import (
     Taylor,
 )
 from diffcache.api import handle_of
-from diffcache.attach.engine import KINDS
+from diffcache.attach.reuse.setup import KINDS
 from diffcache.features.accumulated import Accumulated
 from diffcache.features.when import Gate
 from diffcache.pipelines.zoo.pipes import pipes
+from tests.internals import reuse_in
 
 DIM, DEPTH = 8, 4
 
@@ -236,7 +237,7 @@ def test_a_refusal_of_a_method_that_no_site_serves_says_so():
 @pytest.mark.parametrize("site", ["stack", "module"])
 def test_kinds_of_calls_are_forgotten_after_many_resolutions(site: str):
     model = diffcache.wrap(Model(), Interval(every=2, site=site))
-    engine = handle_of(model).engines[0]
+    setup = reuse_in(handle_of(model)).setup
     for tokens in range(1, KINDS + 9):
         for step in range(2):
             call(model, step, tokens)
@@ -244,7 +245,7 @@ def test_kinds_of_calls_are_forgotten_after_many_resolutions(site: str):
         if tokens % 9 == 0:  # in use again and again: never forgotten
             call(model, 0, 1)
             diffcache.reset(model)
-    kept = engine.costs if site == "module" else engine.layouts
+    kept = setup.costs if site == "module" else setup.layouts
     assert len(kept) == KINDS
     shapes = {str(signature) for signature in kept}
     assert any("1, 1, 8" in shape for shape in shapes)

@@ -81,14 +81,16 @@ def close_call(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
     if denoiser is None or call is None or call.owner is not denoiser:
         return None
     CURRENT.reset(call.storage.pop(TOKEN))
-    if out is None:  # an exception is on its way
-        denoiser.handle.abandon(call)
-        return None
     try:
-        return denoiser.close(call, out)
+        if out is not None:
+            return denoiser.close(call, out)
+        denoiser.handle.abandon(call)  # an exception is on its way
+        return None
     except BaseException:  # the step is half done
         denoiser.handle.abandon(call)
         raise
+    finally:
+        call.storage.clear()  # which may refer to the call, and so keep the model alive
 
 
 # not torch.compiler.disable, which imports the compiler at once

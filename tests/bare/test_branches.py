@@ -101,7 +101,7 @@ def test_conditions_that_change_at_every_step_are_computed_and_said_once(caught:
     for call in calls:
         assert torch.equal(model(*call), PLAIN(*call))
     assert said(caught, "its conditions are not those of any branch so far") == 1
-    assert len(handle_of(model).run().timelines[handle_of(model).engines[0]].branches) <= 2
+    assert len(handle_of(model).run().timelines[handle_of(model).denoisers[0]].branches) <= 2
     diffcache.reset(model)
     for call in calls:
         with diffcache.branch("only"):

@@ -41,7 +41,7 @@ def test_a_run_starts_clean_knows_its_length_and_frees_at_its_end():
     for _ in range(2):
         with diffcache.run(model, steps=4):
             outs = [model(*call) for call in track(1, steps=4)]
-            assert handle.run().timeline(handle.engines[0]).step(0).is_last
+            assert handle.run().timeline(handle.denoisers[0]).step(0).is_last
             assert handle.held_bytes() > 0
         assert marks(model) == "CssC" and handle.last.finished
         assert all(map(torch.equal, outs, alone(track(1, steps=4))))

@@ -69,8 +69,7 @@ ALL = ["blocks.0.mod", "blocks.0.act", "blocks.1.mod", "blocks.1.act", "first"]
 
 
 def table_of(handle):
-    (table,) = handle.engines[0].extensions
-    return table
+    return handle.denoisers[0].extensions[-1]
 
 
 def counts(handle):

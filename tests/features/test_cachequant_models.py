@@ -155,7 +155,7 @@ def test_joint_from_end_to_end(name: str, bits: Any) -> None:
     with attached(model, method) as handle:
         out = sample(model)
         assert len(hooked) > 0
-        extension = handle.engines[0].extensions[0]
+        extension = handle.denoisers[0].extensions[1]
         assert extension.quantized_bytes < extension.dense_bytes
         assert type(model.get_submodule(lists)).__name__.startswith("Quantized")
         assert model.state_dict().keys() == state.keys()

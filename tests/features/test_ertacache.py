@@ -139,12 +139,12 @@ def test_threshold_zero_needs_no_tables_and_computes_everything():
     for index in range(20):
         assert parts.when.should_compute(state, Step(index, total=20), None)
         parts.when.computed(state, Step(index, total=20), None)
-    assert method.abilities() == ()
+    assert method.abilities() == (method.parts(),)
     assert Profile(0.0).settings() == {"threshold": 0.0}
     collector = profile(curved, [torch.randn(1, 2, 3, 3).double()], 0.0)
     assert collector.reused() == []
     empty = made(collector)
-    assert empty.abilities() == () and len(empty.parts().when.steps) == STEPS
+    assert empty.abilities() == (empty.parts(),) and len(empty.parts().when.steps) == STEPS
 
 
 def test_without_tables_it_says_how_to_get_them():
@@ -177,7 +177,7 @@ def test_uniform_computes_as_many_steps_at_even_distances():
     assert 1 < count < STEPS and len(steps) == count and steps[0] == 0
     gaps = {b - a for a, b in zip(steps, [*steps[1:], STEPS], strict=True)}
     assert max(gaps) - min(gaps) <= 1
-    assert even.abilities() == ()
+    assert even.abilities() == (even.parts(),)
 
 
 def test_foreign_tables_are_refused():

@@ -16,6 +16,7 @@ from diffcache.features.accumulated import Accumulated
 from diffcache.features.combine import Combine
 from diffcache.features.teacache import TeaCache
 from diffcache.pipelines.zoo.catalog import cases
+from tests.internals import reuse_in
 
 STEPS = 6
 TEA = TeaCache(0.5, (1.0, 0.0))
@@ -97,7 +98,7 @@ def test_a_first_block_that_is_not_looked_into_is_refused(flux):
     with diffcache.wrapped(model, TEA) as handle:
         sample(case, model, steps=2)
         block = model.transformer_blocks[1]
-        peek = handle.engines[0].peek
+        peek = reuse_in(handle).setup.peek
         ran = []
         hook = block.register_forward_hook(lambda *_: ran.append(1))
         with pytest.raises(AttachError, match=r"calls none of .*\(transformer_blocks.0.attn"):

@@ -16,6 +16,7 @@ from diffcache.features.when import Table
 from diffcache.pipelines.zoo.case import randomize
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.step import Step
+from tests.internals import reuse_in
 
 STEPS = 50
 WAN = [0, *range(2, 8), *range(10, 21), *range(25, 33), 37, 38]
@@ -174,7 +175,7 @@ def test_the_published_wan_list_runs_28_of_40_blocks_less():
         for step in range(STEPS):
             model(**case.kwargs(model, 0, step=step, steps=STEPS), return_dict=False)
         evaluated = [call.counts["blocks"][0] for call in handle.last.calls]
-        layout = handle.engines[0].layouts
+        layout = reuse_in(handle).setup.layouts
     assert evaluated == ([40] * 6 + ([40] + [12] * 5) * 8)[:STEPS]
     (found,) = layout.values()
     skipped = [i for i, tap in enumerate(found.skip["blocks"]) if tap is not model.blocks[i]]

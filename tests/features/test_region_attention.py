@@ -229,14 +229,14 @@ def test_a_sample_without_edits_moves_straight_beside_one_with() -> None:
     with wrapped(pipe, method(pipe, threshold=-2.0)):
         straight = latents_of(pipe, kontext_call((0,)))
     with wrapped(pipe, method(pipe, threshold=2.0)) as handle:
-        extension = handle.engines[0].extensions[0]
+        extension = handle.denoisers[0].extensions[1]
         choose = extension.stepping
 
         def none_of_the_first(run: Any, *given: Any) -> None:
             from diffcache.features.region_mask import rows_of
 
             choose(run, *given)
-            progress = run.extras[extension]
+            progress = run.storage[extension]
             if progress.mask is not None and progress.mask[0].any():
                 progress.mask[0] = False
                 progress.rows = rows_of(progress.mask)

@@ -9,20 +9,18 @@ import torch
 import diffcache
 from diffcache.attach.scene import grids_of, weights_of
 from diffcache.errors import AttachError
-from diffcache.features.seacache import SCENE, Filtered, Scene, SceneRule, SeaCache, gain
+from diffcache.features.seacache import Filtered, SeaCache, gain, grid_of
 from diffcache.pipelines.zoo.pipes import pipes
-from diffcache.step import Step
+from diffcache.step import Scene, Step
 
 STEPS = 8
 
 
 @pytest.fixture(autouse=True)
 def quiet():
-    token = SCENE.set(None)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", diffcache.CacheWarning)
         yield
-    SCENE.reset(token)
 
 
 # the filter -----------------------------------------------------------------------------------
@@ -62,8 +60,8 @@ def test_the_filter_is_that_of_diffusers(sigma, power):
 
     values = torch.randn(3, 4, 6, 5)  # frames, height, width, channels
     theirs = _apply_sea_filter(values, sigma, power)
-    SCENE.set(Scene(1 - sigma, sigma, ((3, 4, 6),)))
-    mine = Filtered(power).see(values.reshape(1, -1, 5), Step(3))
+    step = Step(3, scene=Scene(1 - sigma, sigma, ((3, 4, 6),)))
+    mine = Filtered(power).see(values.reshape(1, -1, 5), step)
     assert mine.shape == (1, 3, 4, 6, 5)
     assert torch.allclose(mine[0], theirs, atol=1e-5)
 
@@ -97,9 +95,9 @@ def test_the_schedule_follows_an_independent_trace(first, warmup, last):
     when = SeaCache(threshold, first=first, warmup=warmup, last=last).parts().when
     state, found = when.init(), []
     for index, (value, sigma) in enumerate(zip(values, sigmas, strict=True)):
-        SceneRule().tell((1 - sigma, sigma), ((4, 4),), ())
-        if when.should_compute(state, Step(index, total=30), value):
-            when.computed(state, Step(index, total=30), value)
+        step = Step(index, total=30, scene=Scene(1 - sigma, sigma, ((4, 4),)))
+        if when.should_compute(state, step, value):
+            when.computed(state, step, value)
             found.append(index)
     assert found == steps
     assert 2 < len(steps) < 30
@@ -110,8 +108,8 @@ def test_the_schedule_follows_an_independent_trace(first, warmup, last):
 def test_the_power_is_that_of_the_official_scripts():
     values = torch.randn(1, 24, 5)
     for grid, power in (((4, 6), 2.0), ((1, 4, 6), 2.0), ((2, 3, 4), 3.0)):
-        SCENE.set(Scene(0.4, 0.6, (grid,)))
-        see = [Filtered(given).see(values, Step(3)) for given in (None, power, 5.0 - power)]
+        step = Step(3, scene=Scene(0.4, 0.6, (grid,)))
+        see = [Filtered(given).see(values, step) for given in (None, power, 5.0 - power)]
         assert torch.equal(see[0], see[1]) and not torch.equal(see[0], see[2])
 
 
@@ -129,12 +127,12 @@ def test_grids_are_found_where_a_call_speaks_of_them():
 
 
 def test_scenes_find_the_grid_of_so_many_tokens():
-    assert Scene(1, 0, ((6, 4), (1, 5, 4))).grid(20) == (1, 5, 4)
-    assert Scene(1, 0, (), (8, 12)).grid(24) == (4, 6)
-    assert Scene(1, 0, (), (5, 8, 12)).grid(120) == (5, 4, 6)
-    assert Scene(1, 0, (), (9, 8, 12)).grid(120) == (5, 4, 6)  # patches of 2 frames, padded
+    assert grid_of(Scene(1, 0, ((6, 4), (1, 5, 4))), 20) == (1, 5, 4)
+    assert grid_of(Scene(1, 0, (), (8, 12)), 24) == (4, 6)
+    assert grid_of(Scene(1, 0, (), (5, 8, 12)), 120) == (5, 4, 6)
+    assert grid_of(Scene(1, 0, (), (9, 8, 12)), 120) == (5, 4, 6)  # patches of 2 frames, padded
     with pytest.raises(AttachError, match=r"23 tokens, which lie on no grid.*pass grid="):
-        Scene(1, 0, ((6, 4),), (8, 12)).grid(23)
+        grid_of(Scene(1, 0, ((6, 4),), (8, 12)), 23)
 
 
 def test_noise_levels_of_schedulers():
@@ -199,7 +197,6 @@ def test_a_wrong_grid_and_a_bare_model_are_refused():
         case.run(pipe, steps=STEPS)
     with pytest.raises(AttachError, match="no scheduler to tell the noise levels"):
         diffcache.wrap(pipe.transformer, SeaCache(0.3))
-    SCENE.set(None)
     with pytest.raises(ValueError, match="noise level of this call is not known"):
         Filtered(2.0).see(torch.zeros(1, 4, 2), Step(0))
 

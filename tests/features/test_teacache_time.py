@@ -21,6 +21,7 @@ from diffcache.pipelines.small.wan import DIRECTORY
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.step import Step
+from tests.internals import reuse_in
 
 # TeaCache4Wan2.1/teacache_generate.py of ali-vilab/TeaCache (Apache-2.0), lines 883 and 890
 WAN_1_3B_PROJECTION = (
@@ -288,8 +289,9 @@ def test_a_gate_of_its_own_for_every_branch_holds_its_state():
     with diffcache.wrapped(model, Combine(when)) as handle:
         for seed in (0, 1):
             model(**case.kwargs(model, seed, step=0, steps=4))
-        (engine,) = handle.engines
-        states = [b.when_state for b in handle.run().timelines[engine].branches]
+        (denoiser,), reuse = handle.denoisers, reuse_in(handle)
+        branches = handle.run().timelines[denoiser].branches
+        states = [branch.storage[reuse].decision.state for branch in branches]
         assert len({id(state) for state in states}) == 2
-        held = {id(tensor) for tensor in engine.tensors(handle.run())}
+        held = {id(tensor) for tensor in denoiser.tensors(handle.run())}
         assert all(id(state.value) in held for state in states)

@@ -37,8 +37,9 @@ def test_bad_settings_are_refused(settings, match):
 def test_it_passes_on_what_the_inner_method_is_made_of():
     inner = TaylorSeer(every=3)
     method = TemporalTable(inner, entries=7)
-    assert method.parts() == inner.parts()
-    assert method.abilities() == (TimeTables(7, None, "entry", "table", "step"),)
+    tables = TimeTables(7, None, "entry", "table", "step")
+    assert method.abilities() == (inner.parts(), tables)
+    assert TemporalTable(entries=7).abilities() == (tables,)
     tables = Tables({"method": "profilingdit", "steps": 9}, {"overlap.b": torch.zeros(2)})
     foreign = ProfilingDiT(background="blocks.0", tables=tables)
     with pytest.raises(TablesError, match="measured on an unknown model, this is "):

@@ -45,10 +45,11 @@ class FeatureReuse(Extension):
     def __init__(self, denoiser: Denoiser, parts: Combine) -> None:
         model, anatomy, handle = denoiser.model, denoiser.anatomy, denoiser.handle
         self._has_cache = any("kv_cache" in name for name in denoiser.arguments)
-        if Site.of(parts.site) is Site.DEEP:
+        site = Site.of(parts.site)
+        if site is Site.DEEP:
             anatomy, parts = split(model, anatomy, parts)
         is_settable = any(field.name == "site" for field in fields(handle.method))  # type: ignore[arg-type]
-        self.setup = setup = Setup(model, anatomy, parts, handle.observer, is_settable)
+        self.setup = setup = Setup(model, anatomy, parts, site, handle.observer, is_settable)
         if not anatomy.supports(setup.site):
             fused = any("TransformerEncoderLayer" in entry.classes for entry in anatomy.lists)
             why = " (layers of nn.TransformerEncoder run as one fused operation)" if fused else ""

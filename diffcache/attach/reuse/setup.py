@@ -72,7 +72,8 @@ class Setup:
     Attributes:
         model: The denoiser.
         anatomy: Its anatomy.
-        parts: Schedule, stand-in and site.
+        parts: Schedule, stand-in and site, which is never `deep`.
+        site: The site as the user said it.
         observer: Observer of features and outputs in calibration, None elsewhere.
         is_settable: Whether the method has a `site` that the user can set.
         peek: What shows the probe of the schedule, None where lead blocks do or there is none.
@@ -85,6 +86,7 @@ class Setup:
     model: nn.Module
     anatomy: Anatomy
     parts: Combine
+    site: Site
     observer: Observer | None
     is_settable: bool
     peek: Probing | None = None
@@ -94,7 +96,6 @@ class Setup:
     costs: Latest[dict[str, float | None]] = field(default_factory=lambda: Latest(KINDS))
 
     def __post_init__(self) -> None:
-        self.site = Site.of(self.parts.site)
         self.instead: Instead = self.parts.instead
         self.hold = self.instead if isinstance(self.instead, Hold) else None
         self.apart = frozenset(self.parts.when.sites)
