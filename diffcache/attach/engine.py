@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from diffcache.attach.account import account
+from diffcache.attach.advice import use_sites
 from diffcache.attach.again import Random
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.anchor import claim, release
@@ -79,7 +80,7 @@ class Engine:
             why = " (layers of nn.TransformerEncoder run as one fused operation)" if fused else ""
             raise AttachError(
                 f"{anatomy.model} has nothing at site {self.site!r} inside its blocks{why}; "
-                "use site='stack' or site='block'"
+                + use_sites(method, [Site.STACK, Site.BLOCK])
             )
         method.check_model(facts_of(model, handle.scheduler))
         self.total = self.parts.when.total or method.total

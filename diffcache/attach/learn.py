@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from diffcache.attach.advice import use_sites
 from diffcache.attach.again import again
 from diffcache.attach.chain import leave_loose
 from diffcache.attach.frame import Frame, main_stream
@@ -140,9 +141,7 @@ def _way_out(engine: Engine, frame: Frame, trace: Trace, seen: tuple[Any, Any]) 
         serving.append(Site.MODULE)
     if not serving:
         return "no other site of this method serves it either; use another denoiser or method"
-    names = " or ".join(f"site={site.value!r}" for site in serving)
-    settable = any(field.name == "site" for field in fields(engine.method))  # type: ignore[arg-type]
-    return f"use {names}" if settable else f"use a method with {names}, such as TaylorSeer"
+    return use_sites(engine.method, serving)
 
 
 def lay_out(engine: Engine, trace: Trace, parts: Combine, live: str = "mixed") -> Layout:
