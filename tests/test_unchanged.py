@@ -24,6 +24,9 @@ CASES = cases()
 STEPS = 3
 # Gates are near zero, but for the one that needs the noise levels of a scheduler.
 OFF = sorted(set(METHODS) - set(SETTINGS) | {"seacache"})
+# They tap the same blocks and compute the same steps: each model meets one of them in its turn,
+# all of them with `python -m tests.test_unchanged`.
+ALIKE = ["fitted-forecast", "interval", "seacache", "taylorseer", "tuned"]
 # Models that a gate cannot look into, by what it looks at.
 BLIND = {
     ("UniDiffuserModel", ""): "skipping its blocks on inputs they just saw changes the output",
@@ -80,16 +83,21 @@ def eager():
         yield
 
 
-@pytest.fixture(scope="module", params=sorted(CASES))
-def made(request) -> Made:
-    """Build a model once for the tests of this file; with what it returns at every step."""
-    case = CASES[request.param]
+def make(name: str) -> Made:
+    """Build a case, with what it returns at every step."""
+    case = CASES[name]
     model = case.build(0)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         expected = [
             output_tensors(model(**inputs(case, model, step=step))) for step in range(STEPS)
         ]
     return case, model, expected
+
+
+@pytest.fixture(scope="module", params=sorted(CASES))
+def made(request) -> Made:
+    """Build a model once for the tests of this file."""
+    return make(request.param)
 
 
 def test_every_method_with_a_threshold_is_tried_near_zero():
@@ -122,8 +130,13 @@ def test_a_threshold_near_zero_computes_every_step(made: Made):
 
 def test_every_method_that_is_off_changes_nothing(made: Made):
     """Bit for bit, with all of it computed; or the model is refused, with the reason."""
+    turn = ALIKE[sorted(CASES).index(made[0].name) % len(ALIKE)]
+    check_all([turn, *(name for name in OFF if name not in ALIKE)], made)
+
+
+def check_all(names: list[str], made: Made) -> None:
     case, model, expected = made
-    for name in OFF:
+    for name in names:
         reason = REFUSED.get(name, {}).get("") or REFUSED.get(name, {}).get(case.name)
         with pytest.raises(AttachError, match=reason) if reason else nullcontext():
             check_off(name, made)
@@ -146,3 +159,15 @@ def check_off(name: str, made: Made) -> None:
         calls = handle.last.calls
         assert [call.computed for call in calls] == [True] * off.STEPS, name
         assert tabled or not any(left for c in calls for _, left in c.counts.values()), name
+
+
+def main() -> None:
+    """Check every method on every class, without turns (two minutes)."""
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for name in sorted(CASES):
+            check_all(OFF, make(name))
+            print(f"{name}: {len(OFF)} methods change nothing, or are refused as listed")
+
+
+if __name__ == "__main__":
+    main()
