@@ -151,14 +151,14 @@ class Engine:
         if timeline.arrive(context, timestep):
             self._check_length(timeline)
             if timeline.index == 0:
-                self._start(timeline, sample)
+                self.start(timeline, sample)
         signature = signature_of(args, kwargs, anatomy.timestep)
         if run.in_pipeline:
             branch = timeline.branch_of(
                 context, signature, lambda: conditions_of(args, kwargs, anatomy.timestep)
             )
         else:
-            branch = told_branch(self, timeline, context, signature, (args, kwargs))
+            branch = told_branch(self, timeline, context, signature, (args, kwargs), sample)
         if self.parts.when.by_branch and branch.when_state is None:
             branch.when_state = self.parts.when.init()
         frame = Frame(self, timeline, branch, timeline.step(branch.number))
@@ -198,7 +198,7 @@ class Engine:
             f"num_inference_steps={made_for}, or calibrate with steps={steps}"
         )
 
-    def _start(self, timeline: Timeline, sample: Any) -> None:
+    def start(self, timeline: Timeline, sample: Any) -> None:
         """Start a run, whose sample is known."""
         handle, run = self.handle, timeline.run
         check_alone(self.model)
