@@ -35,8 +35,8 @@ test-lowest: ## Test the main job, FLUX, Wan and a KV recipe on the lowest versi
 	  --constraint build/lowest/versions.txt 'pytest>=8' 'pytest-timeout>=2.3' 'tomli>=2'
 	@grep -E '^(torch|diffusers|transformers|accelerate|typer|numpy)==' build/lowest/versions.txt
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest \
-	  tests/test_shapes.py tests/test_cli.py tests/test_exactness.py tests/test_pipelines.py \
-	  tests/kv/test_adapter.py tests/kv/test_generate.py tests/kv/test_versions.py \
+	  tests/test_shapes.py tests/test_cli.py tests/test_exactness.py tests/test_unchanged.py \
+	  tests/test_pipelines.py tests/kv/test_adapter.py tests/kv/test_generate.py tests/kv/test_versions.py \
 	  tests/kv/test_static.py tests/kv/test_face.py tests/kv/test_settings.py -k "$(LOWEST_TESTS)" $(ARGS)
 
 lint: $(READY) ## Check style and formatting

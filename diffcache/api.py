@@ -41,9 +41,12 @@ def wrap(
     Args:
         target: A diffusers pipeline, or a denoiser (any module with lists of blocks). A bare
             denoiser tells its steps by its timestep argument: a run starts where the timestep
-            turns back, or at `diffcache.reset(model)`; `diffcache.run` and `diffcache.branch` say
-            which calls belong together, and what cannot be told is computed, with a warning. Calls
-            that gradients go through are computed.
+            turns back, where the sample is not correlated with the one before, or at
+            `diffcache.reset(model)`; `diffcache.run` and `diffcache.branch` say which calls belong
+            together, and what cannot be told is computed, with a warning: samples of fewer than 64
+            numbers, and samplers that draw new noise at every step. Trajectories of the same
+            conditions whose samples are alike need `diffcache.run`. Calls that gradients go
+            through are computed.
         method: A method, or its catalogue name.
         components: Name or names of the pipeline's denoisers to wrap; all of them by default.
         hold: How features are held: `bf16`; `int8`, with a scale a token, in about half the memory
@@ -163,6 +166,10 @@ def run(target: Any, *, steps: int | None = None) -> AbstractContextManager[None
     The run starts with nothing held and frees its features at its end. It belongs to this thread
     and task, and to tasks and `asyncio.to_thread` calls that are started inside; runs in other
     threads and tasks are apart. Calls of a pipeline are runs already.
+
+    Without it, a bare denoiser's runs are told by timesteps, conditions and samples, which cannot
+    tell a trajectory that is first seen at a lower timestep with a sample like the one before,
+    such as another edit of one picture at low noise.
 
     Args:
         target: A wrapped denoiser, or a pipeline with one.

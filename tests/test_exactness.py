@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,39 +12,13 @@ from torch import Tensor, nn
 
 import diffcache
 from diffcache import AttachError, Interval
-from diffcache.attach.handle import Handle
-from diffcache.catalog import METHODS, method_class
-from diffcache.pipelines.zoo.case import Case, output_tensors
+from diffcache.pipelines.zoo.case import output_tensors
 from diffcache.pipelines.zoo.catalog import cases
-from tests.internals import reuse_in
-from tests.near_zero import NO_GATE, SETTINGS, near_zero
+from tests.zoo_steps import inputs, steps
 
 CASES = cases()
 VARIANTS = [(name, extra) for name in sorted(CASES) for extra in ("", *CASES[name].extras)]
 REFUSED = {("UniDiffuserModel", "stack"), ("UNet1DModel", "module")}
-# Models that a gate cannot look into, by what it looks at.
-BLIND = {
-    ("UniDiffuserModel", ""): "skipping its blocks on inputs they just saw changes the output",
-    ("StableCascadeUNet", "modulated"): "calls none of the attentions that were found",
-} | {
-    (name, "modulated"): "down_blocks.0 has no attention module.*with lead=1, as FirstBlock"
-    for name in ("Kandinsky3UNet", "UNet1DModel", "UNet2DConditionModel-sdxl", "UNet2DModel",
-                 "UNet2DModel-skip")
-}  # fmt: skip
-# Lists whose input does not change with the sample: they always run.
-TEXT = {
-    "BriaFibo2Transformer2DModel": {"perceiver.layers"},
-    "Flux3Transformer2DModel": {"txt_mode_blocks", "mode_blocks.image_cond"},
-    "Kandinsky5Transformer3DModel": {"text_transformer_blocks"},
-    "Kandinsky6Transformer3DModel": {
-        "video_text_transformer_blocks",
-        "audio_text_transformer_blocks",
-    },
-    "Krea2Transformer2DModel": {"text_fusion.layerwise_blocks", "text_fusion.refiner_blocks"},
-    "Lumina2Transformer2DModel": {"context_refiner"},
-    "MiniMaxH3Transformer3DModel": {"token_refiner.refiner_blocks"},
-    "ZImageTransformer2DModel": {"context_refiner"},
-}
 TOLERANCE = 1e-6  # relative to the largest value of the output
 
 
@@ -61,21 +33,6 @@ def eager():
 def built(name: str) -> nn.Module:
     built.cache_clear()  # keep one
     return CASES[name].build(0)
-
-
-def inputs(
-    case: Case, model: nn.Module, extra: str = "", step: int = 4, seed: int = 0
-) -> dict[str, Any]:
-    made = case.kwargs(model, seed, step)
-    return {**made, **case.extras[extra](model, seed)} if extra else made
-
-
-def steps(handle: Handle, count: int) -> Iterator[int]:
-    """Walk through the steps of a run that a scheduler would announce."""
-    handle.restart(count)
-    for index in range(count):
-        yield index
-        handle.run().ticks += 1
 
 
 def gap(out: Any, expected: list[Tensor]) -> float:
@@ -113,38 +70,6 @@ def test_skipping_on_the_same_inputs_changes_nothing(name: str, extra: str, site
             check_exact(model, lambda: inputs(case, model, extra), site)
         return
     check_exact(model, lambda: inputs(case, model, extra), site)
-
-
-def test_every_method_with_a_threshold_is_tried_near_zero():
-    fields = {name: {f.name for f in dataclasses.fields(method_class(name))} for name in METHODS}
-    have = {name for name, known in fields.items() if "threshold" in known}
-    assert have == set(SETTINGS) | NO_GATE
-
-
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_a_threshold_near_zero_computes_every_step(name: str):
-    """Bit for bit: gates look at what changes; or the model is refused, with the reason."""
-    case, model = CASES[name], CASES[name].build(0)
-    expected = [output_tensors(model(**inputs(case, model, step=step))) for step in range(3)]
-    for probe, methods in near_zero("seacache").items():
-        reason = BLIND.get((name, probe)) or BLIND.get((name, ""))
-        with (
-            pytest.raises(AttachError, match=reason) if reason else nullcontext(),
-            diffcache.wrapped(model, methods) as handle,
-            diffcache.branch(
-                "the only one"
-            ),  # some models have a second sample among the conditions
-        ):
-            for step in steps(handle, 3):
-                with diffcache.branch("one"):  # whose conditions may change with the step
-                    out = output_tensors(model(**inputs(case, model, step=step)))
-                assert all(map(torch.equal, out, expected[step]))
-            methods.check()
-            assert [call.computed for call in handle.last.calls] == [True] * 3
-            setup = reuse_in(handle).setup
-            (layout,) = setup.layouts.values()
-            text = {entry.key for entry in setup.anatomy.lists} - set(layout.streams)
-            assert text == TEXT.get(name, set())
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,8 @@ def test_a_gate_with_nothing_to_look_at_is_refused():
         ):
             model(torch.zeros(1, 3), torch.ones(1), text)
         with diffcache.wrapped(model, diffcache.Interval(every=2)) as handle:
-            for step in range(4):
-                sample, time = torch.full((1, 3), float(step)), torch.tensor([4.0 - step])
-                assert torch.equal(model(sample, time, text), sample * time + text + 3)
+            with diffcache.run(model):
+                for step in range(4):
+                    sample, time = torch.full((1, 3), float(step)), torch.tensor([4.0 - step])
+                    assert torch.equal(model(sample, time, text), sample * time + text + 3)
             assert [call.computed for call in handle.last.calls] == [True, False] * 2

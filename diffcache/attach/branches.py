@@ -1,7 +1,8 @@
 """Telling guidance branches apart where no pipeline orders the calls: by name, or by content.
 
-A call belongs to the branch that was given the same conditions. Where that does not tell, the
-timeline is in doubt: every call is computed, and nothing of it is kept, until a new run starts.
+A call belongs to the branch that was given the same conditions, and to its run if its sample can be
+the next step of that branch's. Where that does not tell, the timeline is in doubt: every call is
+computed, and nothing of it is kept, until a new run starts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from diffcache.attach.clock import Branch, Timeline
+from diffcache.attach.continuity import FEWEST, glance, goes_on
 
 _NAME = 'name its guidance branches: with diffcache.branch("uncond"): ...'
 _RUN = "put each sampling run into a `with diffcache.run(model):` of its own"
@@ -32,6 +34,10 @@ DOUBTS = {
     f"{_RUN}, or call diffcache.reset(model) where a run starts",
     "long step": "the timestep moved much further than at any step before, so another sampling run "
     f"may have started; {_RUN}, or call diffcache.reset(model) where it starts",
+    "other sample": "again and again the sample is no next step of the one before, so sampling "
+    f"runs may be taking turns, or the sampler draws new noise at every step; {_RUN}",
+    "small sample": f"the sample has fewer than {FEWEST} numbers (integers do not count), too few "
+    f"to tell whether a call is the next step of a sampling run or another run's; {_RUN}",
 }
 _COMPUTED = "every call is computed until a new run starts"
 CHANGED = (
@@ -115,8 +121,7 @@ def tell(
         elif branch is None and sum(b.seen_at == index for b in timeline.branches) >= MAX_BRANCHES:
             timeline.doubt = "many calls"
     if timeline.doubt:
-        timeline.branches.clear()
-        return Branch(timeline.calls - 1, name, {}), f"{_COMPUTED}: {DOUBTS[timeline.doubt]}"
+        return doubted(timeline, name)
     said = ""
     if branch is None and not known and len(named) == 1 and named[0].seen_at < index:
         branch = named[0]  # of another look, so that this call is computed
@@ -126,3 +131,33 @@ def tell(
         branch = timeline.add(name, {} if is_named else keep(conditions))
     branch.seen_at = index
     return branch, said
+
+
+def doubted(timeline: Timeline, name: str | None) -> tuple[Branch, str]:
+    """Return a branch that keeps nothing, and what to say of it."""
+    timeline.branches.clear()
+    return Branch(timeline.calls - 1, name, {}), f"{_COMPUTED}: {DOUBTS[timeline.doubt]}"
+
+
+def is_broken(
+    timeline: Timeline, branch: Branch, signature: Any, conditions: dict[str, Any], sample: Any
+) -> bool:
+    """Return whether a call is given a sample that is no next step of its branch's.
+
+    The first time since the timestep turned, another run may have started in place of the one
+    before. After that the timeline is in doubt. So it is where the sample is too small to tell, and
+    no condition does.
+    """
+    is_first = branch.signature != signature  # or of another look, which is computed
+    before, branch.glance = branch.glance, glance(sample)
+    if is_first:
+        return False
+    if before is None or branch.glance is None:
+        if any(isinstance(value, Tensor) for value in conditions.values()):
+            return False
+        timeline.doubt = "small sample"
+    elif goes_on(before, branch.glance):
+        return False
+    elif timeline.was_broken:
+        timeline.doubt = "other sample"
+    return True

@@ -2,8 +2,9 @@
 
 A run starts at the pipeline's call or at `set_timesteps` of its scheduler, a step where the
 scheduler stepped since the last call of the denoiser, a branch with every further call in a step.
-Without a scheduler a step starts where the timestep changes, and a run where it turns back; where
-that may be wrong, the timeline is in doubt, and everything is computed.
+Without a scheduler a step starts where the timestep changes, and a run where it turns back, or
+where the sample is no next step of the one before; where that may be wrong, the timeline is in
+doubt, and everything is computed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Branch:
         conditions: Arguments by which its calls are known.
         signature: Look of its last call.
         seen_at: Index of the step of its last call.
+        glance: A glance at the sample of its last call, where only samples tell runs apart.
         storage: What extensions keep of it, until the run ends.
     """
 
@@ -39,6 +41,7 @@ class Branch:
     conditions: dict[Any, Any]
     signature: Any = None
     seen_at: int = -1
+    glance: Tensor | None = None
     storage: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -154,7 +157,7 @@ class Timeline:
     """
 
     __slots__ = ("at", "branches", "calls", "direction", "doubt", "index", "mark", "paused",
-                 "ranks", "run", "started_at", "storage", "stride", "timestep")  # fmt: skip
+                 "ranks", "run", "started_at", "storage", "stride", "timestep", "was_broken")  # fmt: skip
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -176,6 +179,20 @@ class Timeline:
         self.stride = 0.0  # the longest step so far, in units of the timestep
         # where the run before turned back, from which it may still go on, and its direction
         self.paused: tuple[float, int] | None = None
+        self.was_broken = False  # whether the run started at a sample of another trajectory
+
+    def restart(self) -> None:
+        """Start a run at the current call; which way its timestep goes stays known."""
+        place = self.mark, self.timestep, self.at, self.direction, self.stride, self.paused
+        self.clear()
+        self.mark, self.timestep, self.at, self.direction, self.stride, self.paused = place
+        self.index, self.calls, self.started_at = 0, 1, self.run.ticks
+        self.was_broken = True
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether nothing but the timestep says which run the current call belongs to."""
+        return not self.run.is_told and self.mark[1] == "timestep"
 
     def arrive(self, context: Context | None, timestep: Any) -> bool:
         """Note a call of the denoiser; return whether it starts a step."""

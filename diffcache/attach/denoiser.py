@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.anchor import release
-from diffcache.attach.branches import tell
+from diffcache.attach.branches import doubted, is_broken, tell
 from diffcache.attach.call import Call
 from diffcache.attach.clock import Branch, Context, Run, Timeline
 from diffcache.attach.conditions import other_shape
 from diffcache.attach.context import current_context
+from diffcache.attach.continuity import glance
 from diffcache.attach.extension import Extension, make_extension
 from diffcache.attach.facts import facts_of
 from diffcache.attach.peers import check_alone
@@ -118,7 +119,7 @@ class Denoiser:
             if timeline.index == 0:
                 self._start(timeline, sample)
         signature = signature_of(positional, named, anatomy.timestep)
-        branch = self._branch(timeline, context, signature, (positional, named))
+        branch = self._branch(timeline, context, signature, (positional, named), sample)
         record = CallRecord(
             self.name, max(timeline.index, 0), timeline.timestep, branch.name or branch.number,
             started=time.perf_counter(),
@@ -137,9 +138,17 @@ class Denoiser:
         return call
 
     def _branch(
-        self, timeline: Timeline, context: Context | None, signature: Any, given: tuple[Any, Any]
+        self,
+        timeline: Timeline,
+        context: Context | None,
+        signature: Any,
+        given: tuple[Any, Any],
+        sample: Any,
     ) -> Branch:
-        """Return the branch of a call; warn where nothing tells it."""
+        """Return the branch of a call; warn where nothing tells it.
+
+        A bare denoiser's run starts at the call if its sample is another trajectory's.
+        """
         args, kwargs = given
         if context is not None and context.writes:  # no step of the run
             return Branch(0, context.name, {})
@@ -150,6 +159,15 @@ class Denoiser:
         name = None if context is None else context.name
         conditions = all_conditions_of(self.named(args, kwargs), self.anatomy)
         branch, said = tell(timeline, name, signature, conditions)
+        checks = timeline.is_guessed and not timeline.doubt
+        if checks and is_broken(timeline, branch, signature, conditions, sample):
+            if timeline.doubt:
+                branch, said = doubted(timeline, name)
+            else:
+                timeline.restart()
+                self._start(timeline, sample)
+                branch, said = tell(timeline, name, signature, conditions)
+                branch.glance = glance(sample)
         if said:
             self.handle.remark(timeline.run, [f"{self.anatomy.model}: {said}"])
         return branch

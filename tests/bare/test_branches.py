@@ -86,7 +86,7 @@ def test_a_buffer_that_is_written_over_is_not_taken_for_what_it_held(
     model = diffcache.wrap(Toy(), EVERY)
     own = [alone(track(0, cond=COND[which])) for which in (0, 1)]
     with mode():
-        buffer = torch.empty(1, 4, 8)
+        buffer = torch.empty(1, 8, 8)
         for step, (x, t, _) in enumerate(track(0)):
             for which in (0, 1):
                 buffer.copy_(COND[which])
@@ -123,7 +123,7 @@ def test_samples_at_one_timestep_are_no_branches(caught: Any, many: int, cond: A
 
 def test_samples_at_one_timestep_that_differ_in_their_conditions_are_told_apart(caught: Any):
     model = diffcache.wrap(Toy(), EVERY)
-    tracks = [track(k, cond=torch.full((1, 4, 8), float(k))) for k in range(10)]
+    tracks = [track(k, cond=torch.full((1, 8, 8), float(k))) for k in range(10)]
     own = [alone(calls) for calls in tracks]
     for step, together in enumerate(zip(*tracks, strict=True)):
         for number, call in enumerate(together):

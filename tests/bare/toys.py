@@ -52,11 +52,16 @@ class Toy(nn.Module):
         return self.forward(*args)
 
 
+def noise(number: int) -> Tensor:
+    return torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(number))
+
+
 def sample(number: int) -> Tensor:
-    return torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(number))
+    """Return a sample of the trajectory that a number is of: 100 numbers are steps of one."""
+    return noise(number // 100 * 100) + 0.3 * noise(number)
 
 
-COND = [torch.full((1, 4, 8), value) for value in (1.0, -1.0, 0.5)]
+COND = [torch.full((1, 8, 8), value) for value in (1.0, -1.0, 0.5)]
 PLAIN = Toy()  # what every output is compared with
 Call = tuple[Tensor, float, Any]  # sample, timestep, condition
 

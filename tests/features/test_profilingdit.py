@@ -49,8 +49,8 @@ def toy(depth):
 
 def samples(steps):
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(1, 3, 4, generator=generator, dtype=torch.float64)
-    drift = torch.randn(1, 3, 4, generator=generator, dtype=torch.float64)
+    x = torch.randn(1, 16, 4, generator=generator, dtype=torch.float64)
+    drift = torch.randn(1, 16, 4, generator=generator, dtype=torch.float64)
     return [(x + 0.05 * s * drift, torch.tensor(1.0 - s / steps)) for s in range(steps)]
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from diffcache.attach.advice import use_sites
 from diffcache.attach.call import Call
 from diffcache.attach.clock import Run, Timeline
 from diffcache.attach.denoiser import Denoiser
@@ -48,14 +49,13 @@ class FeatureReuse(Extension):
         site = Site.of(parts.site)
         if site is Site.DEEP:
             anatomy, parts = split(model, anatomy, parts)
-        is_settable = any(field.name == "site" for field in fields(handle.method))  # type: ignore[arg-type]
-        self.setup = setup = Setup(model, anatomy, parts, site, handle.observer, is_settable)
+        self.setup = setup = Setup(model, anatomy, parts, site, handle.observer, handle.method)
         if not anatomy.supports(setup.site):
             fused = any("TransformerEncoderLayer" in entry.classes for entry in anatomy.lists)
             why = " (layers of nn.TransformerEncoder run as one fused operation)" if fused else ""
             raise AttachError(
                 f"{anatomy.model} has nothing at site {setup.site!r} inside its blocks{why}; "
-                "use site='stack' or site='block'"
+                + use_sites(handle.method, [Site.STACK, Site.BLOCK])
             )
         anatomy.check_sites(parts)
         denoiser.total = denoiser.total if parts.when.total is None else parts.when.total

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from diffcache.attach.advice import use_sites
 from diffcache.attach.reuse.again import again
 from diffcache.attach.reuse.chain import leave_loose
 from diffcache.attach.reuse.frame import Frame
@@ -138,8 +139,7 @@ def _way_out(frame: Frame, trace: Trace, seen: tuple[Any, Any]) -> str:
         serving.append(Site.MODULE)
     if not serving:
         return "no other site of this method serves it either; use another denoiser or method"
-    names = " or ".join(f"site={site.value!r}" for site in serving)
-    return f"use {names}" if setup.is_settable else f"use a method with {names}, such as TaylorSeer"
+    return use_sites(setup.method, serving)
 
 
 def lay_out(setup: Setup, trace: Trace, parts: Combine, live: str = "mixed") -> Layout:

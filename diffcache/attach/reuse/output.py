@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from diffcache.attach.advice import can_set
 from diffcache.attach.reuse.frame import Frame
 from diffcache.attach.reuse.span import OWN, Held, estimates, hold
 from diffcache.attach.tree import Template, leaves
@@ -53,9 +54,11 @@ def fitted(frame: Frame, like: Tensor) -> Tensor:
     """
     sample = frame.call.sample
     if not isinstance(sample, Tensor) or sample.dim() != like.dim():
+        settable = can_set(frame.setup.method, "feature")
+        way_out = "feature='output'" if settable else "another method"
         raise AttachError(
             f"{frame.setup.anatomy.model}: its output of shape {list(like.shape)} cannot be taken "
-            "against its sample; use feature='output'"
+            f"against its sample; use {way_out}"
         )
     if sample.shape == like.shape:
         return sample

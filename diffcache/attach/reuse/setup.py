@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.latest import Latest
 from diffcache.attach.reuse.layout import Layout
-from diffcache.features.base import Instead
+from diffcache.features.base import Instead, Method
 from diffcache.features.collect import Observer
 from diffcache.features.combine import Combine
 from diffcache.features.hold import Hold
@@ -75,7 +75,7 @@ class Setup:
         parts: Schedule, stand-in and site, which is never `deep`.
         site: The site as the user said it.
         observer: Observer of features and outputs in calibration, None elsewhere.
-        is_settable: Whether the method has a `site` that the user can set.
+        method: The method as the user wrote it, for advice in errors.
         peek: What shows the probe of the schedule, None where lead blocks do or there is none.
         blocks: List of blocks, or single block, by key -> its modules.
         module_items: For lists that hold attention modules, what stands for their members.
@@ -88,7 +88,7 @@ class Setup:
     parts: Combine
     site: Site
     observer: Observer | None
-    is_settable: bool
+    method: Method
     peek: Probing | None = None
     blocks: dict[str, list[nn.Module]] = field(default_factory=dict)
     module_items: dict[str, list[Any]] = field(default_factory=dict)

@@ -1,0 +1,187 @@
+"""Bare denoisers whose conditions and timesteps do not tell two trajectories apart: samples do."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DDPMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
+    StableDiffusionPipeline,
+)
+from torch import Tensor
+
+import diffcache
+from diffcache import CacheWarning
+from diffcache.api import handle_of
+from diffcache.attach.continuity import FEWEST, glance, goes_on
+from diffcache.pipelines.small.shipped import load_pipeline
+from diffcache.pipelines.small.small_unet import DIRECTORY
+from tests.bare.toys import COND, EVERY, PLAIN, Toy, alone, is_own, marks, noise, said, track
+
+AGAIN = "again and again the sample is no next step of the one before"
+SMALL = "too few to tell whether a call is the next step"
+
+
+def both(cond: Any = None) -> dict[str, list[Any]]:
+    """Return two trajectories of the same conditions, one of which begins lower."""
+    return {"A": track(0, start=10, cond=cond), "B": track(1, start=8, cond=cond)}
+
+
+@pytest.mark.parametrize("cond", [None, COND[0]], ids=["unconditional", "same condition"])
+@pytest.mark.parametrize("order", ["ABABABABABAB", "ABBAABBABA", "AABBBBBB", "ABBBBBB", "ABABBBBB"])
+def test_a_trajectory_that_is_first_seen_lower_is_not_taken_for_the_next_step(
+    order: str, cond: Any
+):
+    model = diffcache.wrap(Toy(), EVERY)
+    tracks, at = both(cond), {"A": 0, "B": 0}
+    scale = 1.0 if cond is None else cond
+    for name in order:
+        at[name] += 1
+        calls = tracks[name][: at[name]]
+        out = model(*calls[-1])
+        bare = [(x, t, None) for x, t, _ in calls]
+        assert is_own(out if cond is None else (out - cond) / scale, bare), at
+
+
+def test_trajectories_that_take_turns_at_ever_lower_timesteps_are_computed_and_said_once(
+    caught: Any,
+):
+    model = diffcache.wrap(Toy(), EVERY)
+    high, low = track(0), [(x, t - 0.5, None) for x, t, _ in track(1)]
+    for together in zip(high, low, strict=True):
+        for call in together:
+            assert torch.equal(model(*call), PLAIN(*call))
+    assert said(caught, AGAIN) == 1 and handle_of(model).held_bytes() == 0
+    for number in (2, 3):  # the timestep turns: a run that is told again
+        for call in track(number):
+            model(*call)
+        assert marks(model) == "CssCss"
+
+
+def test_a_run_that_takes_over_lower_skips_from_its_own_features(caught: Any):
+    model = diffcache.wrap(Toy(), EVERY)
+    for call in track(0, start=20, steps=3):
+        model(*call)
+    own = alone(track(1, start=17))
+    assert all(map(torch.equal, (model(*call) for call in track(1, start=17)), own))
+    assert marks(model) == "CssCss" and not caught
+
+
+def test_inversion_and_then_sampling_with_regular_steps():
+    model = diffcache.wrap(Toy(), EVERY)
+    for step, (x, _, _) in enumerate(track(0, steps=5)):
+        model(x, float(step), None)
+    calls = track(1, start=5)
+    for count in range(1, len(calls) + 1):
+        out = model(*calls[count - 1])
+        assert is_own(out, calls[:count])
+        assert count > 1 or torch.equal(out, PLAIN(*calls[0]))
+
+
+def test_a_sample_that_is_written_in_place_is_known_by_what_it_held():
+    model = diffcache.wrap(Toy(), EVERY)
+    buffer = torch.empty(1, 8, 8)
+    for call in track(0, steps=3):
+        model(buffer.copy_(call[0]), call[1])
+    assert marks(model) == "Css"
+    x, t, _ = track(1)[3]
+    assert torch.equal(model(buffer.copy_(x), t), PLAIN(x, t))
+    for step in range(4, 6):
+        model(buffer.copy_(track(1)[step][0]), track(1)[step][1])
+    assert marks(model) == "Css"
+
+
+def test_a_sampler_that_draws_new_noise_is_computed_and_said_once_until_a_run_tells(caught: Any):
+    model = diffcache.wrap(Toy(), EVERY)
+    calls = [(noise(step), float(9 - step)) for step in range(6)]
+    for call in calls:
+        assert torch.equal(model(*call), PLAIN(*call))
+    assert said(caught, AGAIN) == 1
+    with diffcache.run(model, steps=6):
+        for call in calls:
+            model(*call)
+    assert marks(model) == "CssCss"
+
+
+@pytest.mark.parametrize("sample", ["few", "whole numbers"])
+def test_samples_that_cannot_be_told_are_computed_and_said_once(caught: Any, sample: str):
+    class Embedded(Toy):
+        def forward(self, hidden_states: Tensor, timestep: Any) -> Tensor:
+            return super().forward(hidden_states.float(), timestep)
+
+    plain, model = Embedded(), diffcache.wrap(Embedded(), EVERY)
+    calls = [(x[:, :7] if sample == "few" else (9 * x).long(), t) for x, t, _ in track(0)]
+    for call in calls:
+        assert torch.equal(model(*call), plain(*call))
+    assert said(caught, SMALL) == 1
+    with diffcache.run(model):
+        for call in calls:
+            model(*call)
+    assert marks(model) == "CssCss"
+
+
+def test_only_a_run_tells_trajectories_whose_samples_are_alike():
+    """The limit: a second edit of one picture, at low noise, that is first seen lower."""
+    picture = noise(7)
+    first, second = ((picture + 0.1 * noise(k), 9.0 - k) for k in (0, 1))
+    model = diffcache.wrap(Toy(), EVERY)
+    model(*first)
+    assert not torch.equal(model(*second), PLAIN(*second))
+    for call in (first, second):
+        with diffcache.run(model):
+            assert torch.equal(model(*call), PLAIN(*call))
+
+
+def test_what_is_kept_of_a_sample_is_small_and_goes_with_its_run():
+    model = diffcache.wrap(Toy(), EVERY)
+    x = torch.randn(64, 64, 8)
+    model(x, 9.0)
+    (branch,) = handle_of(model).run().timelines[handle_of(model).engines[0]].branches
+    kept = branch.glance
+    assert kept.untyped_storage().nbytes() <= 4 * 8192
+    left = weakref.ref(kept)
+    del kept, branch
+    diffcache.reset(model)
+    assert left() is None
+
+
+def test_the_measure():
+    x = torch.randn(2, 4, 33, 32)
+    near = 3.7 * x + 3.7 * torch.randn_like(x)
+    assert goes_on(glance(x), glance(near.bfloat16()))
+    assert goes_on(glance([x]), glance([near, x]))
+    for other in (torch.randn_like(x), -x, torch.zeros_like(x), x * float("nan")):
+        assert not goes_on(glance(x), glance(other))
+    for chance in range(200):
+        assert not goes_on(glance(noise(chance)), glance(noise(chance + 1000)))
+    assert noise(0).numel() == FEWEST
+    assert glance(x.flatten()[: FEWEST - 1]) is None and glance(x.long()) is None
+    assert glance(None) is None and glance([]) is None
+
+
+SAMPLERS = [
+    (DDIMScheduler, {}),
+    (DDPMScheduler, {}),
+    (EulerAncestralDiscreteScheduler, {}),
+    (DPMSolverMultistepScheduler, {}),
+    (DPMSolverMultistepScheduler, {"algorithm_type": "sde-dpmsolver++", "use_karras_sigmas": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), SAMPLERS)
+def test_a_real_trajectory_of_20_steps_is_one_run(kind: Any, options: dict[str, Any]):
+    pipe = load_pipeline(StableDiffusionPipeline, DIRECTORY, torch.float32)
+    pipe.scheduler = kind.from_config(pipe.scheduler.config, **options)
+    diffcache.wrap(pipe.unet, EVERY)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", CacheWarning)
+        pipe("a small red ring", num_inference_steps=20, output_type="latent",
+             generator=torch.Generator().manual_seed(0))  # fmt: skip
+    assert marks(pipe.unet) == ("Css" * 7)[:20]

@@ -1,0 +1,174 @@
+"""Settings that skip nothing change nothing: every method on every class of the zoo."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import diffcache
+from diffcache import AttachError
+from diffcache.catalog import METHODS, method_class
+from diffcache.pipelines.zoo.case import Case, output_tensors
+from diffcache.pipelines.zoo.catalog import cases
+from tests import off
+from tests.internals import reuse_in
+from tests.near_zero import NO_GATE, SETTINGS, near_zero
+from tests.zoo_steps import inputs, steps
+
+Made = tuple[Case, nn.Module, list[list[Tensor]]]
+
+CASES = cases()
+STEPS = 3
+# Gates are near zero, but for the one that needs the noise levels of a scheduler.
+OFF = sorted(set(METHODS) - set(SETTINGS) | {"seacache"})
+# They tap the same blocks and compute the same steps: each model meets one of them in its turn,
+# all of them with `python -m tests.test_unchanged`.
+ALIKE = ["fitted-forecast", "interval", "seacache", "taylorseer", "tuned"]
+# Models that a gate cannot look into, by what it looks at.
+BLIND = {
+    ("UniDiffuserModel", ""): "skipping its blocks on inputs they just saw changes the output",
+    ("StableCascadeUNet", "modulated"): "calls none of the attentions that were found",
+} | {
+    (name, "modulated"): "down_blocks.0 has no attention module.*with lead=1, as FirstBlock"
+    for name in ("Kandinsky3UNet", "UNet1DModel", "UNet2DConditionModel-sdxl", "UNet2DModel",
+                 "UNet2DModel-skip")
+}  # fmt: skip
+# Lists whose input does not change with the sample: they always run.
+TEXT = {
+    "BriaFibo2Transformer2DModel": {"perceiver.layers"},
+    "Flux3Transformer2DModel": {"txt_mode_blocks", "mode_blocks.image_cond"},
+    "Kandinsky5Transformer3DModel": {"text_transformer_blocks"},
+    "Kandinsky6Transformer3DModel": {
+        "video_text_transformer_blocks",
+        "audio_text_transformer_blocks",
+    },
+    "Krea2Transformer2DModel": {"text_fusion.layerwise_blocks", "text_fusion.refiner_blocks"},
+    "Lumina2Transformer2DModel": {"context_refiner"},
+    "MiniMaxH3Transformer3DModel": {"token_refiner.refiner_blocks"},
+    "ZImageTransformer2DModel": {"context_refiner"},
+}
+UNSEEN = "skipping its blocks on inputs they just saw changes the output"
+# Method -> name of the case, or "" for all -> why it cannot be had there.
+REFUSED = {
+    "bac": {"UNet1DModel": "nothing at site 'module' inside its blocks"},
+    "cachequant": {
+        "Kandinsky3UNet": "no layers called `resnets`, so site 'deep' cannot split it",
+        "UNet2DModel-skip": UNSEEN,
+        "UniDiffuserModel": UNSEEN,
+        "WanAnimateTransformer3DModel": UNSEEN,
+    },
+    "ertacache": dict.fromkeys(
+        ("Cosmos3OmniTransformer", "UVit2DModel", "WanAnimate2Transformer3DModel",
+         "ZImageTransformer2DModel"),
+        "cannot be taken against its sample; use another method",
+    ),
+    "fitted-forecast": {"UniDiffuserModel": UNSEEN},
+    "harmonica": {"UNet1DModel": "nothing at site 'module' inside its blocks"},
+    "interval": {"UniDiffuserModel": UNSEEN},
+    "profilingdit": {"UniDiffuserModel": UNSEEN},
+    "regione": {"": "serves FluxKontextPipeline, .*, not a bare model"},
+    "seacache": {"UniDiffuserModel": UNSEEN},
+    "taylorseer": {"UniDiffuserModel": UNSEEN},
+    "tuned": {"UniDiffuserModel": UNSEEN},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def eager():
+    """No gradients; models that compile a part of their own run it uncompiled."""
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def make(name: str) -> Made:
+    """Build a case, with what it returns at every step."""
+    case = CASES[name]
+    model = case.build(0)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        expected = [
+            output_tensors(model(**inputs(case, model, step=step))) for step in range(STEPS)
+        ]
+    return case, model, expected
+
+
+@pytest.fixture(scope="module", params=sorted(CASES))
+def made(request) -> Made:
+    """Build a model once for the tests of this file."""
+    return make(request.param)
+
+
+def test_every_method_with_a_threshold_is_tried_near_zero():
+    fields = {name: {f.name for f in dataclasses.fields(method_class(name))} for name in METHODS}
+    have = {name for name, known in fields.items() if "threshold" in known}
+    assert have == set(SETTINGS) | NO_GATE
+
+
+def test_a_threshold_near_zero_computes_every_step(made: Made):
+    """Bit for bit: gates look at what changes; or the model is refused, with the reason."""
+    case, model, expected = made
+    for probe, methods in near_zero("seacache").items():
+        reason = BLIND.get((case.name, probe)) or BLIND.get((case.name, ""))
+        with (
+            pytest.raises(AttachError, match=reason) if reason else nullcontext(),
+            diffcache.wrapped(model, methods) as handle,
+            diffcache.branch("the only one"),  # some have a second sample among the conditions
+        ):
+            for step in steps(handle, STEPS):
+                with diffcache.branch("one"):  # whose conditions may change with the step
+                    out = output_tensors(model(**inputs(case, model, step=step)))
+                assert all(map(torch.equal, out, expected[step]))
+            methods.check()
+            assert [call.computed for call in handle.last.calls] == [True] * STEPS
+            setup = reuse_in(handle).setup
+            (layout,) = setup.layouts.values()
+            text = {entry.key for entry in setup.anatomy.lists} - set(layout.streams)
+            assert text == TEXT.get(case.name, set())
+
+
+def test_every_method_that_is_off_changes_nothing(made: Made):
+    """Bit for bit, with all of it computed; or the model is refused, with the reason."""
+    turn = ALIKE[sorted(CASES).index(made[0].name) % len(ALIKE)]
+    check_all([turn, *(name for name in OFF if name not in ALIKE)], made)
+
+
+def check_all(names: list[str], made: Made) -> None:
+    case, model, expected = made
+    for name in names:
+        reason = REFUSED.get(name, {}).get("") or REFUSED.get(name, {}).get(case.name)
+        with pytest.raises(AttachError, match=reason) if reason else nullcontext():
+            check_off(name, made)
+    assert all(map(torch.equal, output_tensors(model(**inputs(case, model, step=0))), expected[0]))
+
+
+def check_off(name: str, made: Made) -> None:
+    case, model, expected = made
+    tabled = name == "temporal-table"
+    with (
+        diffcache.wrapped(model, off.off_method(name, model)) as handle,
+        diffcache.branch("the only one"),
+    ):
+        for _ in range(2 if tabled else 1):  # the first run fills tables, the next reads them
+            for step in steps(handle, off.STEPS):
+                with diffcache.branch("one"):
+                    out = output_tensors(model(**inputs(case, model, step=step)))
+                assert len(out) == len(expected[step]), name
+                assert all(map(torch.equal, out, expected[step])), f"{name}, step {step}"
+        calls = handle.last.calls
+        assert [call.computed for call in calls] == [True] * off.STEPS, name
+        assert tabled or not any(left for c in calls for _, left in c.counts.values()), name
+
+
+def main() -> None:
+    """Check every method on every class, without turns (two minutes)."""
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for name in sorted(CASES):
+            check_all(OFF, make(name))
+            print(f"{name}: {len(OFF)} methods change nothing, or are refused as listed")
+
+
+if __name__ == "__main__":
+    main()
