@@ -157,7 +157,8 @@ class Timeline:
     """
 
     __slots__ = ("at", "branches", "calls", "direction", "doubt", "index", "mark", "paused",
-                 "ranks", "run", "started_at", "storage", "stride", "timestep", "was_broken")  # fmt: skip
+                 "ranks", "run", "started_at", "storage", "stride", "timestep",
+                 "was_broken")  # fmt: skip
 
     def __init__(self, run: Run) -> None:
         self.run = run

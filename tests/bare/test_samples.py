@@ -143,7 +143,7 @@ def test_what_is_kept_of_a_sample_is_small_and_goes_with_its_run():
     model = diffcache.wrap(Toy(), EVERY)
     x = torch.randn(64, 64, 8)
     model(x, 9.0)
-    (branch,) = handle_of(model).run().timelines[handle_of(model).engines[0]].branches
+    (branch,) = handle_of(model).run().timelines[handle_of(model).denoisers[0]].branches
     kept = branch.glance
     assert kept.untyped_storage().nbytes() <= 4 * 8192
     left = weakref.ref(kept)
