@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy, deepcopy
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import torch
@@ -94,11 +94,8 @@ def _class_for(original: Any) -> type[DoorProcessor]:
     Its call shows the original's arguments: attention modules look at them to know what to pass.
     """
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
-    @wraps(original.__call__)
-    def call(self: DoorProcessor, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.run(attn, *args, **kwargs)
-
+    call: Any = torch._disable_dynamo(DoorProcessor.run)  # type: ignore[attr-defined]
+    call.__wrapped__ = original.__call__  # where `inspect.signature` looks
     return type(f"Door{original.__name__}", (DoorProcessor,), {"__call__": call})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -109,14 +110,20 @@ def turn_by_pair(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.stack(pairs, dim=-1).flatten(3).to(x.dtype)
 
 
+@cache
+def _dispatcher() -> Callable[..., Tensor]:
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    found: Callable[..., Tensor] = dispatch_attention_fn
+    return found
+
+
 def dispatched(processor: Any, *, split: bool = True) -> Attend:
     """Return attention through diffusers' dispatcher, with the backend of a processor."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        from diffusers.models.attention_dispatch import dispatch_attention_fn
-
         config = processor._parallel_config if split else None
-        out: Tensor = dispatch_attention_fn(
+        out: Tensor = _dispatcher()(
             q, k, v, attn_mask=mask, backend=processor._attention_backend, parallel_config=config
         )
         return out
@@ -126,7 +133,7 @@ def dispatched(processor: Any, *, split: bool = True) -> Attend:
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Attend through torch's fused attention."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
 

@@ -45,36 +45,42 @@ def _pairs(given: Any, like: Tensor, first: int = 0, *, some: bool = False) -> A
     """Return angles given as cosines and sines `[T, D]`."""
     if given is None:
         return None
-    tables = tuple(table.to(like.device)[None, :, None] for table in given)
+    cosine, sine = given[0].to(like.device), given[1].to(like.device)
+    tables = cosine[None, :, None], sine[None, :, None]
     return Angles(turn_pairs, tables, first, some)
 
 
 # -------------------------------------------------------------------------------- projections
 
 
-def _heads(attn: Any, rows: Tensor, names: str, size: int = -1) -> list[Tensor]:
-    """Return the projections of rows by heads, `[B, T, H, D]` each; D of -1 follows from H."""
-    shape = (-1, size) if size > 0 else (attn.heads, -1)
-    return [getattr(attn, names.format(x))(rows).unflatten(-1, shape) for x in "qkv"]
+def _own(attn: Any, rows: Tensor, *shape: int) -> list[Tensor]:
+    """Return the normed projections of a picture's rows by heads, `[B, T, H, D]` each."""
+    q, k, v = attn.to_q(rows), attn.to_k(rows), attn.to_v(rows)
+    q, k, v = q.unflatten(-1, shape), k.unflatten(-1, shape), v.unflatten(-1, shape)
+    return _normed(q, k, v, attn.norm_q, attn.norm_k)
 
 
-def _normed(attn: Any, parts: list[Tensor], names: str) -> list[Tensor]:
-    """Return projections with queries and keys behind the norms that there are."""
-    norms = [getattr(attn, names.format(x)) for x in "qk"]
-    return [*(x if norm is None else norm(x) for norm, x in zip(norms, parts, strict=False)),
-            parts[2]]  # fmt: skip
+def _added(attn: Any, rows: Tensor, *shape: int) -> list[Tensor]:
+    """Return those of text rows, which have weights of their own."""
+    q, k, v = attn.add_q_proj(rows), attn.add_k_proj(rows), attn.add_v_proj(rows)
+    q, k, v = q.unflatten(-1, shape), k.unflatten(-1, shape), v.unflatten(-1, shape)
+    return _normed(q, k, v, attn.norm_added_q, attn.norm_added_k)
+
+
+def _fused(rows: Tensor, q_norm: Any, k_norm: Any, *shape: int) -> list[Tensor]:
+    """Return those of rows that one layer projected."""
+    q, k, v = rows.chunk(3, dim=-1)
+    q, k, v = q.unflatten(-1, shape), k.unflatten(-1, shape), v.unflatten(-1, shape)
+    return _normed(q, k, v, q_norm, k_norm)
+
+
+def _normed(q: Tensor, k: Tensor, v: Tensor, q_norm: Any, k_norm: Any) -> list[Tensor]:
+    return [q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k), v]
 
 
 def _joined(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
     """Return the projections of two sets of rows, one behind the other."""
     return [torch.cat(both, dim=1) for both in zip(first, second, strict=True)]
-
-
-def _flux_heads(attn: Any, rows: Tensor, names: str, fused: str) -> list[Tensor]:
-    if attn.fused_projections:
-        parts = getattr(attn, fused)(rows).chunk(3, dim=-1)
-        return [part.unflatten(-1, (-1, attn.head_dim)) for part in parts]
-    return _heads(attn, rows, names, attn.head_dim)
 
 
 def _ends(out: Tensor, text: int, *, text_first: bool) -> tuple[Tensor, Tensor]:
@@ -102,12 +108,19 @@ def _flux(
     *,
     projects: bool = False,  # the output where all tokens are one stream, as FLUX.2 does
 ) -> Served:
-    parts = _normed(attn, _flux_heads(attn, hidden_states, "to_{}", "to_qkv"), "norm_{}")
-    text = None
-    if encoder_hidden_states is not None:
-        text = encoder_hidden_states.shape[1]
-        words = _flux_heads(attn, encoder_hidden_states, "add_{}_proj", "to_added_qkv")
-        parts = _joined(_normed(attn, words, "norm_added_{}"), parts)
+    shape, words, text = (-1, attn.head_dim), encoder_hidden_states, None
+    if attn.fused_projections:
+        parts = _fused(attn.to_qkv(hidden_states), attn.norm_q, attn.norm_k, *shape)
+    else:
+        parts = _own(attn, hidden_states, *shape)
+    if words is not None:
+        text = words.shape[1]
+        if attn.fused_projections:
+            rows = attn.to_added_qkv(words)
+            more = _fused(rows, attn.norm_added_q, attn.norm_added_k, *shape)
+        else:
+            more = _added(attn, words, *shape)
+        parts = _joined(more, parts)
     q, k, v = parts
     angles = _pairs(image_rotary_emb, q)
     out = yield AttentionCall(q, k, v, dispatched(processor), angles, attention_mask, text)
@@ -129,8 +142,7 @@ def _flux2_parallel(
     inner, wide = 3 * attn.inner_dim, attn.mlp_hidden_dim * attn.mlp_mult_factor
     count = rows.shape[-1] * inner // (inner + wide)  # of a rank, where ranks split the channels
     joint, mlp = rows.split([count, rows.shape[-1] - count], dim=-1)
-    parts = [part.unflatten(-1, (-1, attn.head_dim)) for part in joint.chunk(3, dim=-1)]
-    q, k, v = _normed(attn, parts, "norm_{}")
+    q, k, v = _fused(joint, attn.norm_q, attn.norm_k, -1, attn.head_dim)
     angles = _pairs(image_rotary_emb, q)
     out = yield AttentionCall(q, k, v, dispatched(processor), angles, attention_mask, None)
     out = out.flatten(2, 3).to(q.dtype)
@@ -153,9 +165,8 @@ def _qwen(
     if encoder_hidden_states_mask is not None:
         seen = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
         mask = torch.cat([encoder_hidden_states_mask, seen], dim=1)[:, None, None, :]
-    picture = _normed(attn, _heads(attn, hidden_states, "to_{}", size), "norm_{}")
-    words = _heads(attn, encoder_hidden_states, "add_{}_proj", size)
-    q, k, v = _joined(_normed(attn, words, "norm_added_{}"), picture)
+    words = _added(attn, encoder_hidden_states, -1, size)
+    q, k, v = _joined(words, _own(attn, hidden_states, -1, size))
     angles = None
     if image_rotary_emb is not None:
         numbers = torch.cat([image_rotary_emb[1], image_rotary_emb[0]], dim=0)
@@ -182,7 +193,8 @@ def _wan(
         images, source = source[:, :count], source[:, count:]
     q, k, v = _wan_projections(attn, hidden_states, source)
     q, k = attn.norm_q(q), attn.norm_k(k)
-    q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
+    shape = (attn.heads, -1)
+    q, k, v = q.unflatten(2, shape), k.unflatten(2, shape), v.unflatten(2, shape)
     angles = None
     if rotary_emb is not None:
         tables = rotary_emb[0][..., 0::2], rotary_emb[1][..., 1::2]
@@ -195,7 +207,7 @@ def _wan(
         else:
             k_image, v_image = attn.add_k_proj(images), attn.add_v_proj(images)
         k_image = attn.norm_added_k(k_image)
-        k_image, v_image = (x.unflatten(2, (attn.heads, -1)) for x in (k_image, v_image))
+        k_image, v_image = k_image.unflatten(2, shape), v_image.unflatten(2, shape)
         seen = yield AttentionCall(q, k_image, v_image, attend)
         seen = seen.flatten(2, 3).to(q.dtype)
     out = yield AttentionCall(q, k, v, attend, angles, attention_mask)
@@ -222,12 +234,11 @@ def _joint(
     **kwargs: Any,
 ) -> Served:
     # The processor of Stable Diffusion 3 looks at no mask.
-    parts = _normed(attn, _heads(attn, hidden_states, "to_{}"), "norm_{}")
+    parts = _own(attn, hidden_states, attn.heads, -1)
     text = 0
     if encoder_hidden_states is not None:
         text = encoder_hidden_states.shape[1]
-        words = _heads(attn, encoder_hidden_states, "add_{}_proj")
-        parts = _joined(parts, _normed(attn, words, "norm_added_{}"))
+        parts = _joined(parts, _added(attn, encoder_hidden_states, attn.heads, -1))
     q, k, v = parts
     out = yield AttentionCall(q, k, v, fused, text=text, text_first=False)
     out = out.flatten(2, 3).to(q.dtype)
@@ -250,13 +261,11 @@ def _hunyuan_video(
     text = 0 if encoder_hidden_states is None else encoder_hidden_states.shape[1]
     words = None  # projections of the text, where it has some of its own
     if encoder_hidden_states is not None and attn.add_q_proj is not None:
-        words = _heads(attn, encoder_hidden_states, "add_{}_proj")
+        words = _added(attn, encoder_hidden_states, attn.heads, -1)
     elif encoder_hidden_states is not None:
         hidden_states = torch.cat([hidden_states, encoder_hidden_states], dim=1)
-    parts = _normed(attn, _heads(attn, hidden_states, "to_{}"), "norm_{}")
-    if words is not None:
-        parts = _joined(parts, _normed(attn, words, "norm_added_{}"))
-    q, k, v = parts
+    parts = _own(attn, hidden_states, attn.heads, -1)
+    q, k, v = parts if words is None else _joined(parts, words)
     angles = _pairs(image_rotary_emb, q, some=text > 0)
     out = yield AttentionCall(
         q, k, v, dispatched(processor), angles, attention_mask, text, text_first=False
@@ -306,10 +315,9 @@ def _cogvideox(
     is_fused = type(processor).__name__.startswith("Fused")
     mask = _prepared(attn, attention_mask, encoder_hidden_states if is_fused else rows)
     if is_fused:
-        parts = [x.unflatten(-1, (attn.heads, -1)) for x in attn.to_qkv(rows).chunk(3, dim=-1)]
+        q, k, v = _fused(attn.to_qkv(rows), attn.norm_q, attn.norm_k, attn.heads, -1)
     else:
-        parts = _heads(attn, rows, "to_{}")
-    q, k, v = _normed(attn, parts, "norm_{}")
+        q, k, v = _own(attn, rows, attn.heads, -1)
     angles = _pairs(image_rotary_emb, q, text, some=True)
     out = yield AttentionCall(q, k, v, fused, angles, mask, text)
     return _ends(_out(attn, out.flatten(2, 3)), text, text_first=True)
@@ -338,9 +346,10 @@ def _plain(
         source = hidden_states
     elif attn.norm_cross:
         source = attn.norm_encoder_hidden_states(source)
-    parts = [attn.to_q(hidden_states), attn.to_k(source), attn.to_v(source)]
-    parts = [part.unflatten(-1, (attn.heads, -1)) for part in parts]
-    q, k, v = _normed(attn, parts, "norm_{}")
+    heads = (attn.heads, -1)
+    q = attn.to_q(hidden_states).unflatten(-1, heads)
+    k, v = attn.to_k(source).unflatten(-1, heads), attn.to_v(source).unflatten(-1, heads)
+    q, k, v = _normed(q, k, v, attn.norm_q, attn.norm_k)
     out = yield AttentionCall(q, k, v, fused, mask=mask)
     made = _out(attn, out.flatten(2, 3).to(q.dtype))
     if len(shape) == 4:
