@@ -93,7 +93,6 @@ def _class_for(original: Any) -> type[DoorProcessor]:
 
     Its call shows the original's arguments: attention modules look at them to know what to pass.
     """
-
     call: Any = torch._disable_dynamo(DoorProcessor.run)  # type: ignore[attr-defined]
     call.__wrapped__ = original.__call__  # where `inspect.signature` looks
     return type(f"Door{original.__name__}", (DoorProcessor,), {"__call__": call})
