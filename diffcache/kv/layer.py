@@ -260,8 +260,8 @@ class KVLayer:
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that is held."""
-        own = [self.segments, self.stats, self.summary, self.padding]
-        return [*tensors(own), *self.tail.tensors()]
+        own = [*self.segments, *self.stats.values(), self.summary, self.padding]
+        return [*tensors([part for part in own if part is not None]), *self.tail.tensors()]
 
     def _check(self, k: Tensor, v: Tensor) -> None:
         if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
