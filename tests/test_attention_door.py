@@ -206,6 +206,20 @@ def test_processors_of_others_are_refused_though_they_have_a_known_name() -> Non
         Door(model, Recorder())
 
 
+def test_compiled_blocks_go_through_the_door() -> None:
+    torch._dynamo.reset()
+    name = "FluxTransformer2DModel"
+    model = CASES[name].build(0)
+    plain, recorder = run(model, name, torch.float32), Recorder()
+    model.compile_repeated_blocks(backend="eager")
+    with Door(model, recorder) as door:
+        assert torch.equal(run(model, name, torch.float32)[0], plain[0])
+    assert [site for site, _ in recorder.calls] == door.sites
+    assert torch.equal(run(model, name, torch.float32)[0], plain[0])
+    assert len(recorder.calls) == len(door.sites)
+    torch._dynamo.reset()
+
+
 # ---------------------------------------------------------------------------- transformers
 
 
