@@ -113,17 +113,17 @@ class KVLayer:
             ver: of what is written, where versions are kept.
 
         Raises:
-            ValueError: If a slot is settled or not there; on an accelerator, its own error, later.
+            ValueError: If a slot is settled or not there; on CUDA, its own error, later.
         """
         first = self.held - self.tail.length
-        if index.device.type == "cpu" and index.numel():
+        if index.numel() and index.device.type != "cuda":
             least, most = (int(end) for end in torch.aminmax(index))
             if not first <= least <= most < self.held:
                 raise ValueError(
                     f"index={least}..{most}: slots {first} to {self.held - 1} can be overwritten; "
                     "what is before them is settled"
                 )
-        elif index.numel():  # reading the index would make the host wait for the accelerator
+        elif index.numel():  # reading the index would make the host wait
             torch._assert_async(((index >= first) & (index < self.held)).all())
         if first:
             index = index - first

@@ -77,19 +77,19 @@ class Tail:
         """
         self._own()
         shared = index.view(-1) if index.dim() == 1 or len(index) == 1 else None
-        batch = None if shared is not None else torch.arange(len(index), device=index.device)
+        batch = torch.arange(len(index), device=index.device)[:, None] if shared is None else None
         for name, value in columns.items():
             buffer = self._buffers[name]
             if buffer.shape[2] > self.length:  # so that no index reaches beyond
                 buffer = buffer[:, :, : self.length]
             fresh = value.to(buffer.dtype)
-            if name not in ("k", "v"):
-                fresh = fresh.expand(*buffer.shape[:2], index.shape[-1])
+            if fresh.shape[:2] != buffer.shape[:2] or name == "ver":  # one value for all
+                fresh = fresh.expand(*buffer.shape[:2], index.shape[-1], *buffer.shape[3:])
             # Both copy whole vectors; `scatter_` would look up every channel, ten times slower.
-            if batch is None:
+            if shared is not None:
                 buffer.index_copy_(2, shared, fresh)
             else:
-                buffer.transpose(1, 2)[batch[:, None], index] = fresh.transpose(1, 2)
+                buffer.transpose(1, 2)[batch, index] = fresh.transpose(1, 2)
 
     @property
     def loose(self) -> int:
