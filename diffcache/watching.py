@@ -14,6 +14,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from diffcache.attach.anatomy import anatomy_of
+from diffcache.attach.attention import Door, attention_sites
+from diffcache.attach.attention_call import AttentionCall, AttentionSite
 from diffcache.attach.handle import Handle
 from diffcache.errors import AttachError
 from diffcache.features.base import Ability, Method, Probe, When
@@ -117,7 +119,7 @@ class Watch(Observer):
                 stack.callback(hook.remove)
             if any(c.wants_attention for c in collectors):
                 for model in denoisers.values():
-                    stack.enter_context(_AttentionWatch(model, collectors))
+                    stack.enter_context(_attention_watch(model, collectors))
             out = call()
         if self._times is None:
             raise AttachError(f"{type(pipe).__name__} never set its scheduler's times")
@@ -188,27 +190,53 @@ class Watch(Observer):
             collector.guided(step, sample, output)
 
 
-class _AttentionWatch(TorchFunctionMode):
+def _attention_watch(model: nn.Module, collectors: Sequence[Collector]) -> Any:
+    """Return a context in which queries and keys of a model's blocks are shown to collectors."""
+    watched = [collector for collector in collectors if collector.wants_attention]
+    modules = (site for site in anatomy_of(model).modules if site.kind == "attention")
+    paths = [f"{site.parent}.{site.child}" for site in modules]
+    try:
+        sites = [site for site in attention_sites(model) if site.path in paths]
+    except AttachError:  # a processor that the door does not know
+        return _AttentionMode(model, watched, paths)
+    return Door(model, _Shown(watched), sites)
+
+
+class _Shown:
+    """Shows rotated queries and keys of every call, and leaves attention to the model."""
+
+    def __init__(self, collectors: Sequence[Collector]) -> None:
+        self.collectors = collectors
+
+    def attend(self, site: AttentionSite, call: AttentionCall) -> None:
+        """Show what the call attends with."""
+        step = current_step()
+        if step is not None:
+            query, key = (x.detach().transpose(1, 2) for x in call.rotated())
+            for collector in self.collectors:
+                collector.attention(step, site.path, query, key)
+
+
+class _AttentionMode(TorchFunctionMode):
     """Shows the queries and keys of attention modules, whatever library calls torch's attention."""
 
-    def __init__(self, model: nn.Module, collectors: Sequence[Collector]) -> None:
+    def __init__(
+        self, model: nn.Module, collectors: Sequence[Collector], paths: Sequence[str]
+    ) -> None:
         super().__init__()
-        self.model = model
-        self.collectors = [c for c in collectors if c.wants_attention]
+        self.model, self.collectors, self.paths = model, collectors, paths
         self.inside: list[str] = []
         self.hooks: list[Any] = []
 
     def __enter__(self) -> Any:
-        for site in anatomy_of(self.model).modules:
-            if site.kind == "attention":
-                name = f"{site.parent}.{site.child}"
-                module = self.model.get_submodule(name)
-                self.hooks.append(
-                    module.register_forward_pre_hook(lambda *_, name=name: self.inside.append(name))
-                )
-                self.hooks.append(
-                    module.register_forward_hook(lambda *_: self._leave(), always_call=True)
-                )
+        for name in self.paths:
+            module = self.model.get_submodule(name)
+            self.hooks.append(
+                module.register_forward_pre_hook(lambda *_, name=name: self.inside.append(name))
+            )
+            self.hooks.append(
+                module.register_forward_hook(lambda *_: self._leave(), always_call=True)
+            )
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffcache.attach.attention import Door, attention_sites
 from diffcache.attach.call import Call, current_call
 from diffcache.attach.clock import Run
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
-from diffcache.attach.region_attention import RowProcessor, Store, Turn
-from diffcache.attach.region_models import KINDS, Kind, attentions
+from diffcache.attach.region_attention import KeptRows, Store, Turn
+from diffcache.attach.region_models import KINDS, Kind
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError
 from diffcache.features.region_mask import (
@@ -74,16 +75,11 @@ class Regions(Extension):
     def __init__(self, denoiser: Denoiser, plan: RegionPlan, kind: Kind) -> None:
         self.denoiser, self.plan, self.kind = denoiser, plan, kind
         self.model = denoiser.anatomy.model
-        self.modules = [module for _, module in attentions(denoiser.model)]
-        for module in self.modules:
-            module.processor = kind.rows(module.processor, self)
+        self.door = Door(denoiser.model, KeptRows(self))
 
     def remove(self) -> None:
         """Give every attention module its processor back."""
-        for module in self.modules:
-            processor = module.processor
-            if isinstance(processor, RowProcessor) and processor.owner is self:
-                module.processor = processor.original
+        self.door.remove()
 
     def turn(self) -> Turn | None:
         """Return what attention does in the current call."""
@@ -101,8 +97,7 @@ class Regions(Extension):
         """Return the bytes of kept keys, values and velocities."""
         going = [progress for run in runs if (progress := self._progress(run)) is not None]
         stores = [store for progress in going for store in list(progress.stores.values())]
-        kept = [leaves([s.velocity, *s.layers.values(), s.rotary]) for s in stores]
-        return sum(tensor.nbytes for tensors in kept for tensor in tensors)
+        return sum(tensor.nbytes for store in stores for tensor in store.tensors())
 
     # a run -----------------------------------------------------------------------------------
 
@@ -214,9 +209,10 @@ class Regions(Extension):
         if progress.turn is None:
             return None
         turn, progress.turn = progress.turn, None
-        if turn.visits != len(self.modules):
+        count = len(self.door.sites)
+        if turn.visits != count:
             raise AttachError(
-                f"{self.model}: {turn.visits} of {len(self.modules)} attention modules took part; "
+                f"{self.model}: {turn.visits} of {count} attention modules took part; "
                 "processors were replaced since it was wrapped: unwrap it and wrap it again"
             )
         if turn.rows is None:
@@ -275,14 +271,7 @@ def install(denoiser: Denoiser, ability: RegionPlan) -> Regions:
     if type(pipeline).__name__ not in PIPELINES or not kinds:
         raise AttachError(f"{type(pipeline).__name__} with {name}: {served}; use another method")
     check_scheduler(name, denoiser.handle.scheduler)
-    found = list(attentions(model))
-    for path, module in found:
-        processor = type(module.processor).__name__
-        if processor != kinds[0].processor:
-            raise AttachError(
-                f"{name}: {path} has {processor}, which knows nothing of kept rows; only "
-                f"{kinds[0].processor} is served: take adapters of attention off"
-            )
-        if getattr(module.processor, "_parallel_config", None) is not None:
-            raise AttachError(f"{name}: split over devices, its rows cannot be kept; {served}")
+    processors = [model.get_submodule(site.path).processor for site in attention_sites(model)]
+    if any(getattr(processor, "_parallel_config", None) is not None for processor in processors):
+        raise AttachError(f"{name}: split over devices, its rows cannot be kept; {served}")
     return Regions(denoiser, ability, kinds[0])

@@ -1,14 +1,41 @@
-"""Attention of a few rows over all: processors that keep keys and values of the other rows."""
+"""Attention of a few rows over all: a strategy that keeps keys and values of the other rows."""
 
 from __future__ import annotations
 
-from copy import copy, deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
+from torch.nn import functional
 
-from diffcache.features.region_mask import write
+from diffcache.attach.attention_call import Angles, AttentionCall, AttentionSite
+from diffcache.errors import AttachError
+from diffcache.kv.layer import KVLayer
+
+
+class Held(NamedTuple):
+    """The keys and values of one attention, and views of all of them.
+
+    Rows are written in place, so that the views stay true.
+
+    Attributes:
+        layer: Where they are kept.
+        k: Its keys, `[B, text + T, H, D]`.
+        v: Its values, alike.
+    """
+
+    layer: KVLayer
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def of(cls, number: int, k: Tensor, v: Tensor) -> Held:
+        """Keep keys and values, `[B, text + T, H, D]` each."""
+        layer = KVLayer(number)
+        layer.write(k.detach().transpose(1, 2), v.detach().transpose(1, 2))
+        slots = layer.read()
+        return cls(layer, slots.k.transpose(1, 2), slots.v.transpose(1, 2))
 
 
 @dataclass(eq=False)
@@ -16,20 +43,27 @@ class Store:
     """Keys and values of one guidance branch, behind norm and rotation, text rows first.
 
     Attributes:
-        signature: Of the calls that it is for.
+        signature: Signature of the calls that it is for.
         text: Number of text rows.
         velocity: The last full output of the denoiser, `[B, T, C]`.
-        layers: Attention module -> keys and values, `[B, text + T, H, D]` each.
-        rotary: Rotary embedding of all rows, as the model computed it.
-        present: The same for text and edited rows only, made at its first use.
+        layers: Site -> keys and values of all rows.
+        rotary: Rotation of all rows, as the model computed it.
+        present: Indices of the text rows and the edited rows, `[B, text + M]`, and their rotation;
+            made at its first use.
     """
 
     signature: Any
     text: int
     velocity: Tensor | None = None
-    layers: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    rotary: Any = None
-    present: Any = None
+    layers: dict[AttentionSite, Held] = field(default_factory=dict)
+    rotary: Angles | None = None
+    present: tuple[Tensor, Angles | None] | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Return every tensor that is held."""
+        held = [tensor for kept in self.layers.values() for tensor in kept.layer.tensors()]
+        held += [] if self.velocity is None else [self.velocity]
+        return held + ([] if self.rotary is None else list(self.rotary.tables))
 
 
 @dataclass(eq=False)
@@ -37,7 +71,7 @@ class Turn:
     """What the attention modules do in one denoiser call.
 
     Attributes:
-        store: Of the call's branch.
+        store: Store of the call's branch.
         rows: Indices of the present picture rows, `[B, M]`; None when all are there, to be kept.
         visits: How many attention modules took part.
     """
@@ -46,80 +80,56 @@ class Turn:
     rows: Tensor | None
     visits: int = 0
 
+    def present(self) -> tuple[Tensor, Angles | None]:
+        """Return the indices of the present rows among all, and their rotation."""
+        store = self.store
+        if store.present is None:
+            assert self.rows is not None
+            text = torch.arange(store.text, device=self.rows.device).expand(len(self.rows), -1)
+            rows = torch.cat([text, store.text + self.rows], dim=1)
+            store.present = rows, None if store.rotary is None else store.rotary.at(rows)
+        return store.present
+
 
 class Owner(Protocol):
-    """Who tells a processor what to do."""
+    """Who tells what to do."""
 
     def turn(self) -> Turn | None:
         """Return what to do in the current call, None for what the model does anyway."""
 
 
-class RowProcessor:
-    """Stands in for an attention processor of diffusers; copies and pickles are the original.
+class KeptRows:
+    """Attends with the present rows over all; rows that are not present have kept keys and values.
 
-    What it does changes from step to step and with the size of the edit, so that compiled blocks
-    leave it out: their graphs break around attention.
+    A step writes its rows in place: the same rows are present until the store is made anew.
+
+    Args:
+        owner: Who knows what the current call does.
     """
 
-    def __init__(self, original: Any, owner: Owner) -> None:
-        self.original, self.owner = original, owner
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
 
-    @property
-    def _attention_backend(self) -> Any:  # which diffusers sets on a processor
-        return self.original._attention_backend
-
-    @_attention_backend.setter
-    def _attention_backend(self, backend: Any) -> None:
-        self.original._attention_backend = backend
-
-    @property
-    def _parallel_config(self) -> Any:
-        return self.original._parallel_config
-
-    @_parallel_config.setter
-    def _parallel_config(self, config: Any) -> None:
-        self.original._parallel_config = config
-
-    def __copy__(self) -> Any:
-        return copy(self.original)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return deepcopy(self.original, memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return copy, (self.original,)
-
-    def _turn(self) -> Turn | None:
+    def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
+        """Return the attention of the present rows; None where all are, which are kept."""
         turn = self.owner.turn()
-        if turn is not None:
-            turn.visits += 1
-        return turn
-
-    def _attend(
-        self,
-        attn: nn.Module,
-        turn: Turn,
-        states: tuple[Tensor, Tensor, Tensor],
-        mask: Tensor | None = None,
-    ) -> Tensor:
-        """Attend with the present rows, `[B, text + M, H, D]` each, over all; `[B, rows, H * D]`.
-
-        Picture rows that are not present have the keys and values of the last full step. A step
-        writes its rows in place: the same rows are present until the store is made anew.
-        """
-        from diffusers.models.attention_dispatch import dispatch_attention_fn
-
-        query, key, value = states
-        store, rows = turn.store, turn.rows
-        if rows is None:
-            store.layers[attn] = key.detach(), value.detach()
-        else:
-            kept = store.layers[attn]
-            for whole, fresh in zip(kept, (key, value), strict=True):
-                whole[:, : store.text] = fresh[:, : store.text]
-                write(whole[:, store.text :], rows, fresh[:, store.text :])
-            key, value = kept
-        out: Tensor = dispatch_attention_fn(
-            query, key, value, attn_mask=mask, backend=self._attention_backend, parallel_config=None
-        )
-        return out.flatten(2, 3).to(query.dtype)
+        if turn is None:
+            return None
+        turn.visits += 1
+        mask = call.mask
+        if mask is not None and (mask.dim() != 4 or mask.shape[2] != 1):
+            raise AttachError("attention_mask: cannot be given with attention over kept rows")
+        store = turn.store
+        if turn.rows is None:
+            store.rotary, store.present = call.rotary, None
+            store.layers[site] = Held.of(site.layer, call.rotated()[1], call.v)
+            return None
+        rows, angles = turn.present()
+        q, k = call.q, call.k
+        if angles is not None:
+            q, k = angles.apply(q), angles.apply(k)
+        kept = store.layers[site]
+        kept.layer.overwrite(rows, k.detach().transpose(1, 2), call.v.detach().transpose(1, 2))
+        if mask is not None:  # which hides text; all picture rows are seen
+            mask = functional.pad(mask, (0, kept.k.shape[1] - mask.shape[3]), value=True)
+        return call.attend(q, kept.k, kept.v, mask)

@@ -91,11 +91,6 @@ def scatter(tokens: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     return tokens.scatter(1, _spread(rows, tokens), values.to(tokens.dtype))
 
 
-def write(tokens: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Do as `scatter` in place."""
-    tokens.scatter_(1, _spread(rows, tokens), values.to(tokens.dtype))
-
-
 def _spread(rows: Tensor, like: Tensor) -> Tensor:
     extra = like.shape[2:]
     return rows.reshape(*rows.shape, *(1 for _ in extra)).expand(*rows.shape, *extra)

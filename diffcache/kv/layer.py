@@ -113,18 +113,24 @@ class KVLayer:
             ver: of what is written, where versions are kept.
 
         Raises:
-            ValueError: If a slot is settled or not there.
+            ValueError: If a slot is settled or not there; on CUDA, its own error, later.
         """
         first = self.held - self.tail.length
-        if index.numel() and not (first <= int(index.min()) and int(index.max()) < self.held):
-            raise ValueError(
-                f"index={int(index.min())}..{int(index.max())}: slots {first} to {self.held - 1} "
-                "can be overwritten; what is before them is settled"
-            )
+        if index.numel() and index.device.type != "cuda":
+            least, most = (int(end) for end in torch.aminmax(index))
+            if not first <= least <= most < self.held:
+                raise ValueError(
+                    f"index={least}..{most}: slots {first} to {self.held - 1} can be overwritten; "
+                    "what is before them is settled"
+                )
+        elif index.numel():  # reading the index would make the host wait
+            torch._assert_async(((index >= first) & (index < self.held)).all())
+        if first:
+            index = index - first
         columns = {"k": k, "v": v}
         if ver is not None:
             columns["ver"] = torch.full((1, 1, 1), ver, dtype=torch.int32, device=k.device)
-        self.tail.overwrite(index - first, columns)
+        self.tail.overwrite(index, columns)
         self.summary = None
 
     def read(self) -> Slots:
@@ -254,8 +260,8 @@ class KVLayer:
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that is held."""
-        own = [self.segments, self.stats, self.summary, self.padding]
-        return [*tensors(own), *self.tail.tensors()]
+        own = [*self.segments, *self.stats.values(), self.summary, self.padding]
+        return [*tensors([part for part in own if part is not None]), *self.tail.tensors()]
 
     def _check(self, k: Tensor, v: Tensor) -> None:
         if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:

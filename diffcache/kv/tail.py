@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from diffcache.kv.slots import Slots, filled, span
@@ -75,12 +76,20 @@ class Tail:
             columns: by name, `k` and `v` [B, H, n, D] and metadata [B, 1, n].
         """
         self._own()
+        shared = index.view(-1) if index.dim() == 1 or len(index) == 1 else None
+        batch = torch.arange(len(index), device=index.device)[:, None] if shared is None else None
         for name, value in columns.items():
             buffer = self._buffers[name]
-            place = index.view(-1, 1, index.shape[-1]).expand(*buffer.shape[:2], -1)
-            if buffer.dim() == 4:
-                place = place[..., None].expand(-1, -1, -1, buffer.shape[-1])
-            buffer.scatter_(2, place, value.to(buffer.dtype).expand_as(place))
+            if buffer.shape[2] > self.length:  # so that no index reaches beyond
+                buffer = buffer[:, :, : self.length]
+            fresh = value.to(buffer.dtype)
+            if fresh.shape[:2] != buffer.shape[:2] or name == "ver":  # one value for all
+                fresh = fresh.expand(*buffer.shape[:2], index.shape[-1], *buffer.shape[3:])
+            # Both copy whole vectors; `scatter_` would look up every channel, ten times slower.
+            if shared is not None:
+                buffer.index_copy_(2, shared, fresh)
+            else:
+                buffer.transpose(1, 2)[batch, index] = fresh.transpose(1, 2)
 
     @property
     def loose(self) -> int:

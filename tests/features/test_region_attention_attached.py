@@ -12,7 +12,7 @@ from torch import Tensor
 
 import diffcache
 from diffcache.api import wrapped
-from diffcache.attach.region_attention import RowProcessor
+from diffcache.attach.attention import DoorProcessor
 from diffcache.attach.solver import tap_scheduler
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.regione import RegionE
@@ -67,8 +67,8 @@ def test_unwrapping_leaves_every_processor_and_module_as_it_was() -> None:
     diffcache.wrap(pipe, method(pipe))
     pipe(**kontext_call())
     twin = copy.deepcopy(pipe.transformer)
-    assert any(isinstance(p, RowProcessor) for p in pipe.transformer.attn_processors.values())
-    assert not any(isinstance(p, RowProcessor) for p in twin.attn_processors.values())
+    assert any(isinstance(p, DoorProcessor) for p in pipe.transformer.attn_processors.values())
+    assert not any(isinstance(p, DoorProcessor) for p in twin.attn_processors.values())
     diffcache.unwrap(pipe)
     for name, module in pipe.transformer.named_modules():
         now = vars(module)
@@ -155,7 +155,7 @@ def test_other_pipelines_and_bare_models_are_refused() -> None:
         diffcache.wrap(pipe, RegionE())
     with pytest.raises(AttachError, match=f"{served}.*not a bare model"):
         diffcache.wrap(model, RegionE())
-    assert not any(isinstance(p, RowProcessor) for p in model.attn_processors.values())
+    assert not any(isinstance(p, DoorProcessor) for p in model.attn_processors.values())
 
 
 def test_other_schedulers_are_refused() -> None:

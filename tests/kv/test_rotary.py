@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,6 +141,16 @@ def test_shift_along_one_axis_leaves_the_others_bit_for_bit():
     moved = wan.shift(x, (9, 0, 0))
     assert torch.equal(moved[..., 12:], x[..., 12:])
     assert not torch.equal(moved[..., :12], x[..., :12])
+
+
+def test_a_grid_gives_each_token_its_place():
+    x = torch.randn(1, 1, 24, 24, dtype=torch.float64)
+    t, h, w = torch.meshgrid(torch.arange(2), torch.arange(3), torch.arange(4), indexing="ij")
+    plain = RotaryND.sections((8, 8, 8))
+    made = replace(plain, grid=(3, 4)).rotate(x, torch.arange(24))
+    assert torch.equal(made, plain.rotate(x, torch.stack([t, h, w], -1).view(-1, 3)))
+    with pytest.raises(ValueError, match=r"grid=\(3,\): must have the sizes of the last 2 axes"):
+        replace(plain, grid=(3,))
 
 
 def test_logits_depend_on_differences_only():

@@ -1,0 +1,136 @@
+"""The door to attention of models of transformers: an attention function of theirs.
+
+Keys arrive as the model rotated them, so that `rotary` of a call is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from diffcache.attach.attention_call import AttentionCall, AttentionSite, Strategy
+from diffcache.errors import AttachError
+
+NAME = "diffcache_door"
+_DOORS: WeakKeyDictionary[nn.Module, tuple[Strategy, AttentionSite]] = WeakKeyDictionary()
+
+
+class _Name(str):
+    """The name of the attention function in a model's configuration; copies say `sdpa`."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return "sdpa"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, ("sdpa",)
+
+
+def sites_of(model: nn.Module) -> list[AttentionSite]:
+    """Return the attentions of a model.
+
+    Raises:
+        AttachError: If none is found that goes through the attention interface.
+    """
+    found: list[AttentionSite] = []
+    for path, module in model.named_modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(module, "is_causal") and config is not None:
+            kind = "cross" if "Cross" in type(module).__name__ else "self"
+            heads = config.get_text_config().num_attention_heads
+            found.append(AttentionSite(path, len(found), heads, kind))  # type: ignore[arg-type]
+    if not found:
+        raise AttachError(f"{type(model).__name__}: no attention module was found")
+    return found
+
+
+def install(model: nn.Module, strategy: Strategy, sites: list[AttentionSite]) -> Callable[[], None]:
+    """Have a model use the door's attention function; return what puts the old one back.
+
+    Raises:
+        AttachError: If it uses another than sdpa, or does not go through the interface.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    config, name = model.config, type(model).__name__
+    before = config._attn_implementation  # type: ignore[union-attr]
+    if before != "sdpa":
+        raise AttachError(
+            f"{name} has attn_implementation={str(before)!r}: the door serves 'sdpa'; call "
+            "model.set_attn_implementation('sdpa') first"
+        )
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(_Name(NAME))  # type: ignore[operator]
+    if config._attn_implementation != NAME:  # type: ignore[union-attr]
+        raise AttachError(f"{name} does not go through transformers' attention interface")
+    modules = [model.get_submodule(site.path) for site in sites]
+    for module, site in zip(modules, sites, strict=True):
+        _DOORS[module] = (strategy, site)
+
+    def undo() -> None:
+        for module in modules:
+            _DOORS.pop(module, None)
+        if config._attn_implementation == NAME:  # type: ignore[union-attr]
+            model.set_attn_implementation("sdpa")  # type: ignore[operator]
+
+    return undo
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend as the strategy of a module does, or as sdpa does.
+
+    Args:
+        module: The attention module.
+        query: Queries, `[B, H, T, D]`, rotated.
+        key: Keys, `[B, H or fewer, N, D]`, rotated.
+        value: Values, `[B, H or fewer, N, D]`.
+        attention_mask: Mask, bool `[B or 1, 1, T, N]`, or None.
+        kwargs: What else the model hands its attention function.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    entry = _DOORS.get(module)
+    if entry is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+    strategy, site = entry
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    call = AttentionCall(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
+        partial(_sdpa, module, kwargs), mask=attention_mask,
+        causal=bool(causal) and attention_mask is None and query.shape[2] > 1,
+        scaling=kwargs.get("scaling"),
+    )  # fmt: skip
+    out = strategy.attend(site, call)
+    return (call.plain() if out is None else out), None
+
+
+def _sdpa(
+    module: nn.Module,
+    kwargs: dict[str, Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+) -> Tensor:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out: Tensor = sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0]
+    return out

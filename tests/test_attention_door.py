@@ -1,0 +1,266 @@
+"""The door to attention: same bits as without it, at every call, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+from diffcache.attach.attention import Door, DoorProcessor, attention_sites
+from diffcache.attach.attention_call import Angles, AttentionCall, AttentionSite, turn_pairs
+from diffcache.attach.attention_families import FAMILIES
+from diffcache.errors import AttachError
+from diffcache.pipelines.zoo.case import output_tensors
+from diffcache.pipelines.zoo.catalog import cases
+
+torch.set_num_threads(1)
+CASES = cases()
+SOME = ["FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel-edit",
+        "WanTransformer3DModel-i2v", "SD3Transformer2DModel-sd35", "LTXVideoTransformer3DModel",
+        "HunyuanVideoTransformer3DModel", "CogVideoXTransformer3DModel-15", "UNet2DConditionModel",
+        "PixArtTransformer2DModel", "ChromaTransformer2DModel"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+class Recorder:
+    """Notes calls; with `way`, attends as the model does, by what it is given."""
+
+    def __init__(self, way: str = "none") -> None:
+        self.way = way
+        self.calls: list[tuple[AttentionSite, AttentionCall]] = []
+
+    def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
+        self.calls.append((site, call))
+        q, k, turn = call.q, call.k, call.rotary
+        if self.way == "none":
+            return None
+        if turn is not None and self.way == "rows":  # each row by its own angle, in pieces
+            last = torch.arange(3, q.shape[1]).expand(len(q), -1)
+            first = turn.apply(q[:, :3], torch.arange(3))
+            q = torch.cat([first, turn.apply(q[:, 3:], last)], dim=1)
+            k = turn.apply(k, torch.arange(k.shape[1]))
+        else:
+            q, k = (x if turn is None else turn.apply(x) for x in (q, k))
+        return call.attend(q, k, call.v, call.mask)
+
+
+def run(model: nn.Module, name: str, dtype: torch.dtype) -> list[Tensor]:
+    given = CASES[name].kwargs(model, 0, 3)
+    for key, value in given.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            given[key] = value.to(dtype)
+    if name.endswith(
+        "-i2v"
+    ):  # the model takes the last 512 rows for text, the others for a picture
+        text = given["encoder_hidden_states"]
+        given["encoder_hidden_states"] = nn.functional.pad(text, (0, 0, 0, 512 - text.shape[1]))
+    return output_tensors(model(**given))
+
+
+def check(call: AttentionCall, site: AttentionSite) -> None:
+    assert call.q.dim() == 4 and call.q.shape[2] == site.heads
+    assert call.k.shape[1:3] == call.v.shape[1:3] and call.k.shape[3] == call.q.shape[3]
+    assert call.scale == pytest.approx(call.q.shape[3] ** -0.5)
+    if site.kind == "joint":
+        assert call.k.shape[1] == call.q.shape[1]
+        assert call.text is None or 0 <= call.text < call.q.shape[1]
+    else:
+        assert call.text == 0
+
+
+def doors(model: nn.Module) -> list[Any]:
+    return [m.processor for m in model.modules() if getattr(m, "processor", None) is not None]
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_a_class_of_the_zoo_is_the_same_through_the_door_or_refused(name: str) -> None:
+    model = CASES[name].build(0)
+    names = {type(processor).__name__ for processor in doors(model)}
+    if not names or not names <= FAMILIES.keys():
+        which = f"has ({'|'.join(sorted(names - FAMILIES.keys()))})," if names else "has no"
+        with pytest.raises(AttachError, match=f"{type(model).__name__}.*{which}.*FluxAttnProc"):
+            Door(model, Recorder())
+        return
+    plain, recorder, before = run(model, name, torch.float32), Recorder(), doors(model)
+    with Door(model, recorder) as door:
+        assert door.sites == attention_sites_without_a_door(model)
+        made = run(model, name, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(made, plain, strict=True))
+    assert sorted(map(str, door.sites)) == sorted(str(site) for site, _ in recorder.calls)
+    for site, call in recorder.calls:
+        check(call, site)
+    assert all(a is b for a, b in zip(doors(model), before, strict=True))
+
+
+def attention_sites_without_a_door(model: nn.Module) -> list[AttentionSite]:
+    return attention_sites(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_attending_plainly_with_what_is_given_is_bit_identical(
+    name: str, dtype: torch.dtype
+) -> None:
+    model = CASES[name].build(0, dtype)
+    plain = run(model, name, dtype)
+    for way in ("whole", "rows"):
+        recorder = Recorder(way)
+        with Door(model, recorder) as door:
+            made = run(model, name, dtype)
+        assert all(torch.equal(a, b) for a, b in zip(made, plain, strict=True)), way
+        assert [site for site, _ in recorder.calls] == door.sites
+
+
+@pytest.mark.parametrize("name", [*SOME[:4], "CogVideoXTransformer3DModel"])
+def test_fused_projections_are_the_same_through_the_door(name: str) -> None:
+    model = CASES[name].build(0)
+    model.fuse_qkv_projections()
+    plain = run(model, name, torch.float32)
+    with Door(model, Recorder("whole")):
+        made = run(model, name, torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(made, plain, strict=True))
+
+
+@pytest.mark.parametrize("name", ["UNet2DConditionModel", "PixArtTransformer2DModel"])
+def test_masks_of_text_go_through_the_door(name: str) -> None:
+    model = CASES[name].build(0)
+    given = CASES[name].kwargs(model, 0, 3)
+    mask = torch.ones(given["encoder_hidden_states"].shape[:2])
+    mask[:, -2:] = 0
+    given["encoder_attention_mask"] = mask
+    plain, recorder = model(**given)[0], Recorder("whole")
+    with Door(model, recorder):
+        assert torch.equal(model(**given)[0], plain)
+    assert any(call.mask is not None for _, call in recorder.calls)
+
+
+def test_a_strategy_attends_in_the_models_place_at_chosen_sites() -> None:
+    class Zeros:
+        def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
+            return torch.zeros_like(call.q) if site.part == "image" else None
+
+    name = "WanTransformer3DModel-i2v"
+    model = CASES[name].build(0)
+    plain = run(model, name, torch.float32)[0]
+    images = [site for site in attention_sites(model) if site.part == "image"]
+    texts = [site for site in attention_sites(model) if site.kind == "cross" and not site.part]
+    assert {site.path for site in images} == {site.path for site in texts}
+    recorder = Recorder()
+    with Door(model, recorder, texts):
+        assert torch.equal(run(model, name, torch.float32)[0], plain)
+    assert [site for site, _ in recorder.calls] == texts
+    with Door(model, Zeros()):
+        assert not torch.equal(run(model, name, torch.float32)[0], plain)
+    wrong = Recorder()
+    wrong.attend = lambda site, call: call.q[:, :1]  # type: ignore[method-assign]
+    with Door(model, wrong), pytest.raises(ValueError, match=r"returned \[.*blocks.0.attn1"):
+        run(model, name, torch.float32)
+
+
+def test_angles_of_rows_leave_text_as_it_is() -> None:
+    cosine, sine = torch.rand(1, 5, 1, 8), torch.rand(1, 5, 1, 8)
+    x = torch.randn(2, 9, 3, 8)
+    angles = Angles(turn_pairs, (cosine, sine), first=2, some=True)
+    whole = angles.apply(x)
+    assert torch.equal(whole[:, :2], x[:, :2]) and torch.equal(whole[:, 7:], x[:, 7:])
+    assert torch.equal(whole[:, 2:7], turn_pairs(x[:, 2:7], cosine, sine))
+    rows = torch.tensor([[8, 0, 3], [2, 6, 1]])
+    batch = torch.arange(2)[:, None]
+    assert torch.equal(angles.apply(x[batch, rows], rows), whole[batch, rows])
+    assert torch.equal(angles.apply(x[:, rows[0]], rows[0]), whole[:, rows[0]])
+
+
+def test_copies_and_pickles_have_the_original_processors() -> None:
+    model = CASES["FluxTransformer2DModel"].build(0)
+    cls = type(doors(model)[0])
+    door = Door(model, Recorder())
+    assert all(isinstance(processor, DoorProcessor) for processor in doors(model))
+    with pytest.raises(AttachError, match=r"transformer_blocks.0.attn has a door already"):
+        Door(model, Recorder())
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert {type(processor) for processor in doors(twin)} == {cls}
+    mine = cls()
+    model.transformer_blocks[1].attn.set_processor(mine)
+    model.set_attention_backend("native")
+    door.remove()
+    assert {type(processor) for processor in doors(model)} == {cls}
+    assert model.transformer_blocks[1].attn.processor is mine
+    assert {str(getattr(p._attention_backend, "value", "")) for p in doors(model)} == {"native"}
+
+
+def test_processors_of_others_are_refused_though_they_have_a_known_name() -> None:
+    model = CASES["FluxTransformer2DModel"].build(0)
+    attention = model.transformer_blocks[2].attn
+    attention.set_processor(type("FluxAttnProcessor", (type(attention.processor),), {})())
+    with pytest.raises(AttachError, match=r"transformer_blocks.2.attn has FluxAttnProcessor"):
+        Door(model, Recorder())
+
+
+def test_compiled_blocks_go_through_the_door() -> None:
+    torch._dynamo.reset()
+    name = "FluxTransformer2DModel"
+    model = CASES[name].build(0)
+    plain, recorder = run(model, name, torch.float32), Recorder()
+    model.compile_repeated_blocks(backend="eager")
+    with Door(model, recorder) as door:
+        assert torch.equal(run(model, name, torch.float32)[0], plain[0])
+    assert [site for site, _ in recorder.calls] == door.sites
+    assert torch.equal(run(model, name, torch.float32)[0], plain[0])
+    assert len(recorder.calls) == len(door.sites)
+    torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------------------- transformers
+
+
+def language_models() -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    llama = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+                        num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    bert = BertConfig(vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                      num_attention_heads=4)  # fmt: skip
+    both = LlamaForCausalLM(llama), BertModel(bert, add_pooling_layer=False)
+    return {"llama": both[0].eval(), "bert": both[1].eval()}
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("way", ["none", "whole"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_models_of_transformers(name: str, way: str, padded: bool) -> None:
+    model = language_models()[name]
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[1, :3] = 1 - int(padded)
+    given = {"input_ids": torch.arange(14).view(2, 7), "attention_mask": mask}
+    plain, recorder = model(**given)[0], Recorder(way)
+    with Door(model, recorder) as door:
+        assert torch.equal(model(**given)[0], plain)
+        twins = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert [site for site, _ in recorder.calls] == door.sites
+    assert [site.kind for site in door.sites] == ["self"] * len(door.sites)
+    for site, call in recorder.calls:
+        assert call.q.shape == (2, 7, 4, 8) and site.heads == 4 and call.rotary is None
+        assert call.k.shape == (2, 7, 2 if name == "llama" else 4, 8)
+        assert call.causal == (name == "llama" and call.mask is None)
+        assert call.scale == pytest.approx(8**-0.5)
+    count = len(recorder.calls)
+    for each in (model, *twins):
+        assert each.config._attn_implementation == "sdpa"
+        assert torch.equal(each(**given)[0], plain)
+    assert len(recorder.calls) == count
+
+
+def test_other_attention_functions_are_refused() -> None:
+    model: Any = language_models()["llama"]
+    model.set_attn_implementation("eager")
+    with pytest.raises(AttachError, match=r"attn_implementation='eager': the door serves 'sdpa'"):
+        Door(model, Recorder())
