@@ -59,6 +59,10 @@ class Kept:
         self.version = None if tensor.is_inference() else tensor._version
         self.tensor = tensor.clone() if self.version is None else tensor
 
+    def is_untouched(self, given: Tensor) -> bool:
+        """Return whether a tensor is the very one that was given before, unwritten since."""
+        return self.tensor is given and given._version == self.version
+
     def equals(self, given: Tensor) -> bool:
         """Return whether a tensor holds the same.
 
@@ -71,8 +75,6 @@ class Kept:
         if self.version is not None:
             if held._version != self.version:  # what it held is lost
                 return False
-            if held is given:
-                return True
             same_memory = held.data_ptr() == given.data_ptr() and held.stride() == given.stride()
             if same_memory and not given.is_inference() and given._version == self.version:
                 return True
@@ -88,12 +90,17 @@ def alike(held: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
     """Return whether a call's conditions are those that were kept."""
     if held.keys() != given.keys():
         return False
-    plain = {p for p, kept in held.items() if not isinstance(kept, Kept)}
-    if any(isinstance(given[p], Tensor) or given[p] != held[p] for p in plain):
-        return False
-    return all(
-        isinstance(given[p], Tensor) and held[p].equals(given[p]) for p in held.keys() - plain
-    )
+    read = []  # tensors whose contents have to be read, last
+    for path, kept in held.items():
+        value = given[path]
+        if isinstance(kept, Kept) != isinstance(value, Tensor):
+            return False
+        if not isinstance(kept, Kept):
+            if kept != value:
+                return False
+        elif not kept.is_untouched(value):
+            read.append((kept, value))
+    return all(kept.equals(value) for kept, value in read)
 
 
 def tell(

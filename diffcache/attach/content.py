@@ -64,10 +64,19 @@ def tensors_in(given: dict[str, Any]) -> dict[str, Tensor]:
 def others_in(given: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Return what is no tensor among arguments, hashable, with its path."""
     return tuple(
-        (path, (type(value), value) if _is_plain(value) else Same(value))
-        for path, value in _walk(given)
-        if not isinstance(value, Tensor)
+        (path, hashable(value)) for path, value in _walk(given) if not isinstance(value, Tensor)
     )
+
+
+def values_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of an argument, and what is no tensor, hashable, with their paths."""
+    for path, inner in _walk(value, name):
+        yield path, inner if isinstance(inner, Tensor) else hashable(inner)
+
+
+def hashable(value: Any) -> Any:
+    """Return what tells a value that is no tensor apart: number and text by content."""
+    return (type(value), value) if _is_plain(value) else Same(value)
 
 
 def _is_plain(value: Any) -> bool:

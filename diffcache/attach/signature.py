@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
 from diffcache.attach.anatomy import Anatomy, is_time
-from diffcache.attach.content import others_in, tensors_in
+from diffcache.attach.content import values_in
 
 _CONTROL = re.compile("control|residual")
 
@@ -67,12 +68,21 @@ def all_conditions_of(kwargs: dict[str, Any], anatomy: Anatomy) -> dict[str, Any
         kwargs: All arguments of the call by name.
         anatomy: Anatomy of the model, which names its sample.
     """
-    others = {
-        name: value
-        for name, value in kwargs.items()
-        if name != anatomy.sample and not is_time(name) and not _CONTROL.search(name)
-    }
-    return {**tensors_in(others), **dict(others_in(others))}
+    found: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        if name == anatomy.sample or _moves(name):
+            continue
+        if type(value) is Tensor or value is None:  # most are: the fast way
+            found[name] = value if value is not None else (type(None), None)
+        else:
+            found.update(values_in(name, value))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _moves(name: str) -> bool:
+    """Return whether an argument of that name changes from step to step."""
+    return is_time(name) or _CONTROL.search(name) is not None
 
 
 def writes_cache(kwargs: dict[str, Any]) -> bool:
