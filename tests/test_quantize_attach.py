@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffcache.attach.quantize import QuantizedLayers, WatchedLayers, watch
+from diffcache.attach.extensions.quantize import QuantizedLayers, WatchedLayers, watch
 from diffcache.errors import AttachError
 from diffcache.features.quantize import WatchLayers
 from diffcache.features.quantize_layers import LayerCalibration

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from diffcache.attach.anatomy import Anatomy, is_time
-from diffcache.attach.content import others_in, tensors_in
+from diffcache.attach.argument_digest import others_in, tensors_in
 
 _CONTROL = re.compile("control|residual")
 

@@ -21,8 +21,8 @@ from diffcache.attach.call import Call, current_call
 from diffcache.attach.clock import Run
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
-from diffcache.attach.region_attention import KeptRows, Store, Turn
-from diffcache.attach.region_models import KINDS, Kind
+from diffcache.attach.extensions.region_attention import KeptRows, Store, Turn
+from diffcache.attach.extensions.region_models import KINDS, Kind
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError
 from diffcache.features.region_mask import (

@@ -1,4 +1,4 @@
-"""Tables of what modules return that see the timestep and the condition alone."""
+"""Look up the outputs of modules that depend on the timestep and the condition alone."""
 
 from __future__ import annotations
 
@@ -10,20 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffcache.attach.book import Book, Kept, Page, Sheet
+from diffcache.attach.argument_digest import Contents, others_in, tensors_in
 from diffcache.attach.call import Call, in_call
 from diffcache.attach.clock import Run
-from diffcache.attach.content import Contents, others_in, tensors_in
 from diffcache.attach.denoiser import Denoiser
-from diffcache.attach.depend import TimeSite, time_sites
 from diffcache.attach.extension import Extension
+from diffcache.attach.extensions.lookup_entries import (
+    ConditionEntries,
+    Entry,
+    LookupTable,
+    RunWrites,
+)
+from diffcache.attach.extensions.lookup_sites import TimeSite, time_sites
+from diffcache.attach.extensions.lookup_weights import Weights
 from diffcache.attach.record import CallRecord
 from diffcache.attach.reuse.extension import FeatureReuse
 from diffcache.attach.reuse.time_peek import TimePeek
 from diffcache.attach.signature import writes_cache
 from diffcache.attach.tap import Tap, TapDict, tap_children, untap_children
 from diffcache.attach.tree import leaves, unshared
-from diffcache.attach.weights import Weights
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.temporal_table import TimeTables, disturbance
 from diffcache.step import CURRENT
@@ -35,16 +40,16 @@ _LARGEST = 2**26  # bytes; sites that depend on larger arguments are left alone
 class TimeTap(Tap):
     """A module that is looked up."""
 
-    __slots__ = ("learned", "name", "parent", "table")
+    __slots__ = ("learned", "lookup", "name", "parent")
 
-    def __init__(self, parent: nn.Module, child: str, table: TimeTable, name: str) -> None:
+    def __init__(self, parent: nn.Module, child: str, lookup: Lookup, name: str) -> None:
         super().__init__(parent.get_submodule(child))
-        self.parent, self.table, self.name = parent, table, name
+        self.parent, self.lookup, self.name = parent, lookup, name
         self.learned = self.module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the module."""
-        return self.table.answer(self, args, kwargs)
+        return self.lookup.answer(self, args, kwargs)
 
 
 class RunState:
@@ -53,9 +58,9 @@ class RunState:
     Attributes:
         number: Of the run, counted over all threads.
         fresh: Whether the weights are still to be looked at.
-        sheet: What it wrote into the book.
+        writes: What it wrote into the table.
         contents: What it was given before.
-        pages: Site -> its page in this call.
+        conditions: Site -> the entries of its condition in this call.
         record: Record of the call.
         called: Calls of sites in this call.
         counts: How many of them ran and were skipped.
@@ -64,15 +69,15 @@ class RunState:
     def __init__(self, number: int) -> None:
         self.number = number
         self.fresh = True
-        self.sheet = Sheet()
+        self.writes = RunWrites()
         self.contents = Contents()
-        self.pages: dict[str, Page] = {}
+        self.conditions: dict[str, ConditionEntries] = {}
         self.record: CallRecord | None = None
         self.called: set[tuple[Any, str]] = set()
         self.counts = [0, 0]
 
 
-class TimeTable(Extension):
+class Lookup(Extension):
     """The tables of one denoiser, until it is detached; threads share them, under a lock.
 
     Entries are keyed by content: the arguments that a module's output was seen to be made from,
@@ -85,57 +90,57 @@ class TimeTable(Extension):
 
     def __init__(self, denoiser: Denoiser, ability: TimeTables) -> None:
         self.denoiser, self.ability = denoiser, ability
-        self.book = Book(ability)
+        self.table = LookupTable(ability)
         self.taps: dict[str, TimeTap] = {}
         self.kinds: dict[Any, list[TimeSite]] = {}
         self.weights: Weights | None = None
         self._lock = threading.RLock()
-        self._runs: list[tuple[Run, Sheet]] = []
+        self._runs: list[tuple[Run, RunWrites]] = []
         self._number = 0
 
     def held_bytes(self, runs: list[Run]) -> int:
         """Return the bytes of all tables, which runs share and which outlast them; 0 in none."""
         with self._lock:
-            return self.book.nbytes if runs else 0
+            return self.table.nbytes if runs else 0
 
     # calls ---------------------------------------------------------------------------------
 
     def open(self, call: Call) -> Call:
-        """Find the pages of this call's timestep and conditions."""
+        """Find the entries of this call's timestep and conditions."""
         with self._lock:
             self._find(call)
         return call
 
     def _find(self, call: Call) -> None:
-        """Find the pages of a call; under the lock."""
+        """Find the entries of a call; under the lock."""
         state = self._state(call)
-        state.pages, state.counts, state.called, state.record = {}, [0, 0], set(), call.record
+        state.conditions, state.counts, state.called, state.record = {}, [0, 0], set(), call.record
         given = self.denoiser.named(call.args, call.kwargs)
         tensors = tensors_in(given)
         sites = self._sites(call, given, tensors)
         if not sites or self.weights is None or self.weights.trained():
             return
         common = self._common(call, given, tensors)
-        pages: dict[frozenset[str], Page | None] = {}
+        conditions: dict[frozenset[str], ConditionEntries | None] = {}
         for site in sites:
-            if site.arguments not in pages:
+            if site.arguments not in conditions:
                 own = [(p, state.contents.of(tensors[p])) for p in sorted(site.arguments)]
                 key = (common, tuple(own))
-                pages[site.arguments] = self.book.page(key, state.number)
-            page = pages[site.arguments]
-            if page is not None:
-                state.pages[site.path] = page
+                conditions[site.arguments] = self.table.entries_of(key, state.number)
+            entries = conditions[site.arguments]
+            if entries is not None:
+                state.conditions[site.path] = entries
 
     def answer(self, tap: TimeTap, args: Any, kwargs: Any) -> Any:
         """Look up what a module returns, or let it run and keep that."""
         call: Call = CURRENT.get()
         state: RunState | None = call.run.storage.get(self)
-        page = state.pages.get(tap.name) if state is not None else None
+        entries = state.conditions.get(tap.name) if state is not None else None
         replaced = tap.module is not tap.learned
-        if state is None or page is None or replaced or (call, tap.name) in state.called:
+        if state is None or entries is None or replaced or (call, tap.name) in state.called:
             return tap.module(*args, **kwargs)
         state.called.add((call, tap.name))
-        kept = page.get(tap.name)
+        kept = entries.get(tap.name)
         counts = state.counts if call.record is state.record and not call.repeats else [0, 0]
         if kept is not None and not kept.layer:
             counts[1] += 1
@@ -150,7 +155,7 @@ class TimeTable(Extension):
         harm = None
         if self.ability.bits is not None and self.ability.keep != "table":
             harm = disturbance(exact, leaves(self._rounded(tap)(*args, **kwargs)))
-        state.sheet.write(page, tap.name, Kept.of(out), harm)
+        state.writes.write(entries, tap.name, Entry.of(out), harm)
         return out
 
     def counts(self, call: Call) -> dict[str, tuple[int, int]]:
@@ -160,7 +165,7 @@ class TimeTable(Extension):
 
     def _rounded(self, tap: TimeTap) -> nn.Module:
         with self._lock:
-            return self.book.layer(tap.name, tap.module)
+            return self.table.layer(tap.name, tap.module)
 
     # runs ----------------------------------------------------------------------------------
 
@@ -172,18 +177,18 @@ class TimeTable(Extension):
             self._end_runs(run)
             self._number += 1
             state = run.storage[self] = RunState(self._number)
-            self._runs.append((run, state.sheet))
+            self._runs.append((run, state.writes))
         return state
 
     def _end_runs(self, starting: Run) -> None:
-        """Close the sheets of runs that are over."""
+        """Close the writes of runs that are over."""
         going = []
-        for run, sheet in self._runs:
+        for run, writes in self._runs:
             state = run.storage.get(self)
-            if run is starting or state is None or state.sheet is not sheet:
-                self.book.close(sheet)
+            if run is starting or state is None or state.writes is not writes:
+                self.table.close(writes)
             else:
-                going.append((run, sheet))
+                going.append((run, writes))
         self._runs = going
 
     def _sites(
@@ -252,9 +257,7 @@ class TimeTable(Extension):
         cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         looks = tuple((p, t.shape, t.dtype, t.device) for p, t in tensors.items())
         # other extensions may have settings by step, such as scales of activations
-        others = [
-            e for e in self.denoiser.extensions if not isinstance(e, (FeatureReuse, TimeTable))
-        ]
+        others = [e for e in self.denoiser.extensions if not isinstance(e, (FeatureReuse, Lookup))]
         step = call.step.index if others else None
         return cast, self.denoiser.model.training, step, looks, others_in(given)
 
@@ -264,7 +267,7 @@ class TimeTable(Extension):
         """Forget every entry and what was learned of the model."""
         with self._lock:
             self.remove()
-            self.book.clear()
+            self.table.clear()
             self.kinds, self.weights = {}, None
 
     def remove(self) -> None:
@@ -278,7 +281,7 @@ class TimeTable(Extension):
         self.taps = {}
 
 
-def install(denoiser: Denoiser, ability: TimeTables) -> TimeTable:
+def install(denoiser: Denoiser, ability: TimeTables) -> Lookup:
     """Return the tables of a denoiser.
 
     Raises:
@@ -291,4 +294,4 @@ def install(denoiser: Denoiser, ability: TimeTables) -> TimeTable:
                 f"{denoiser.anatomy.model}: a gate on the time embedding and look-up tables of the "
                 "modules that make it do not go together; use input='modulated', or no tables"
             )
-    return TimeTable(denoiser, ability)
+    return Lookup(denoiser, ability)

@@ -1,4 +1,4 @@
-"""The pages of temporal tables: entries by condition, bounded in number, exact or rounded."""
+"""Entries of look-up tables, by condition: bounded in number, exact or rounded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from diffcache.features.temporal_table import (
 
 
 @dataclass(frozen=True)
-class Kept:
+class Entry:
     """What a module returned for one condition.
 
     Attributes:
@@ -41,7 +41,7 @@ class Kept:
     harm: tuple[float, float] | None = None
 
     @classmethod
-    def of(cls, out: Any) -> Kept:
+    def of(cls, out: Any) -> Entry:
         """Return what a module just returned, in copies."""
         rows, places = zip(*(alike(tensor.detach()) for tensor in leaves(out)), strict=True)
         return cls(Template(out), rows, places)
@@ -78,26 +78,26 @@ def alike(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     return tensor[first], torch.tensor(places, device=tensor.device)
 
 
-class Page(dict[str, Kept]):
+class ConditionEntries(dict[str, Entry]):
     """The entries of one condition, by the module's path."""
 
     used = 0  # number of the run that used it last
 
 
 @dataclass
-class Sheet:
-    """What one run wrote: page, module, entry, and what the rounded layer does to it."""
+class RunWrites:
+    """What one run wrote: entries of the condition, module, entry, harm by the rounded layer."""
 
-    lines: list[tuple[Page, str, Kept, float | None]] = field(default_factory=list)
+    lines: list[tuple[ConditionEntries, str, Entry, float | None]] = field(default_factory=list)
 
-    def write(self, page: Page, name: str, kept: Kept, harm: float | None) -> None:
+    def write(self, entries: ConditionEntries, name: str, kept: Entry, harm: float | None) -> None:
         """Write one entry."""
-        page[name] = kept
-        self.lines.append((page, name, kept, harm))
+        entries[name] = kept
+        self.lines.append((entries, name, kept, harm))
 
 
-class Book:
-    """All pages of a denoiser.
+class LookupTable:
+    """All entries of a denoiser, by condition.
 
     Args:
         ability: How many, and how they are rounded.
@@ -105,45 +105,47 @@ class Book:
 
     def __init__(self, ability: TimeTables) -> None:
         self.ability = ability
-        self.pages: OrderedDict[Any, Page] = OrderedDict()
+        self.conditions: OrderedDict[Any, ConditionEntries] = OrderedDict()
         self._layers: dict[str, nn.Module] = {}
 
-    def page(self, key: Any, run: int) -> Page | None:
-        """Return the page of a condition, None where no more are kept.
+    def entries_of(self, key: Any, run: int) -> ConditionEntries | None:
+        """Return the entries of a condition, None where no more are kept.
 
         Args:
             key: The condition.
-            run: Number of the run; pages that it used are not given up for new ones.
+            run: Number of the run; conditions that it used are not given up for new ones.
         """
-        page = self.pages.get(key)
-        if page is None:
-            if len(self.pages) >= self.ability.entries:
-                oldest = next(iter(self.pages))
-                if self.pages[oldest].used >= run:
+        entries = self.conditions.get(key)
+        if entries is None:
+            if len(self.conditions) >= self.ability.entries:
+                oldest = next(iter(self.conditions))
+                if self.conditions[oldest].used >= run:
                     return None
-                del self.pages[oldest]
-            page = self.pages[key] = Page()
-        self.pages.move_to_end(key)
-        page.used = run
-        return page
+                del self.conditions[oldest]
+            entries = self.conditions[key] = ConditionEntries()
+        self.conditions.move_to_end(key)
+        entries.used = run
+        return entries
 
-    def close(self, sheet: Sheet) -> None:
+    def close(self, writes: RunWrites) -> None:
         """Round what a run wrote, and choose between tables and layers."""
         bits = self.ability.bits
-        lines, sheet.lines = sheet.lines, []
+        lines, writes.lines = writes.lines, []
         if bits is None:
             return
-        sites: dict[str, list[tuple[Page, float | None]]] = {}
-        for page, name, kept, harm in lines:
-            if page.get(name) is kept:  # no other thread wrote it since
-                sites.setdefault(name, []).append((page, harm))
-        for name, entries in sites.items():
-            self._close(name, entries, bits)
+        sites: dict[str, list[tuple[ConditionEntries, float | None]]] = {}
+        for entries, name, kept, harm in lines:
+            if entries.get(name) is kept:  # no other thread wrote it since
+                sites.setdefault(name, []).append((entries, harm))
+        for name, written in sites.items():
+            self._close(name, written, bits)
 
-    def _close(self, name: str, entries: list[tuple[Page, float | None]], bits: int) -> None:
-        exact = [page[name] for page, _ in entries]
+    def _close(
+        self, name: str, written: list[tuple[ConditionEntries, float | None]], bits: int
+    ) -> None:
+        exact = [entries[name] for entries, _ in written]
         tables = [_round(kept, exact, self.ability, bits) for kept in exact]
-        layer = torch.tensor([harm or 0.0 for _, harm in entries], dtype=torch.float64)
+        layer = torch.tensor([harm or 0.0 for _, harm in written], dtype=torch.float64)
         table = torch.tensor(
             [disturbance(leaves(e.value()), leaves(t.value())) for e, t in zip(exact, tables)],  # noqa: B905
             dtype=torch.float64,
@@ -151,13 +153,13 @@ class Book:
         chosen = torch.full(table.shape, self.ability.keep == "table")
         if self.ability.keep == "closer":
             chosen = keeps_table(layer, table, self.ability.by)
-        for (page, harm), kept, error, stays in zip(
-            entries, tables, table.tolist(), chosen.tolist(), strict=True
+        for (entries, harm), kept, error, stays in zip(
+            written, tables, table.tolist(), chosen.tolist(), strict=True
         ):
             found = None if harm is None else (harm, error)
             rows = kept.rows if stays else ()
             places = kept.places if stays else ()
-            page[name] = replace(kept, rows=rows, places=places, layer=not stays, harm=found)
+            entries[name] = replace(kept, rows=rows, places=places, layer=not stays, harm=found)
 
     def layer(self, name: str, module: nn.Module) -> nn.Module:
         """Return a copy of a module whose linear layers have rounded weights."""
@@ -168,7 +170,7 @@ class Book:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.pages.clear()
+        self.conditions.clear()
         self._layers.clear()
 
     @property
@@ -179,10 +181,12 @@ class Book:
             for layer in self._layers.values()
             for tensor in (*layer.parameters(), *layer.buffers())
         )
-        return layers + sum(kept.nbytes for page in self.pages.values() for kept in page.values())
+        return layers + sum(
+            kept.nbytes for entries in self.conditions.values() for kept in entries.values()
+        )
 
 
-def _round(kept: Kept, site: list[Kept], ability: TimeTables, bits: int) -> Kept:
+def _round(kept: Entry, site: list[Entry], ability: TimeTables, bits: int) -> Entry:
     """Return an entry in whole numbers, with its own scale or that of its site."""
     rows = []
     for place, tensor in enumerate(kept.rows):
