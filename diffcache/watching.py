@@ -21,7 +21,7 @@ from diffcache.errors import AttachError
 from diffcache.features.base import Ability, Method, Probe, When
 from diffcache.features.collect import Collector, Observer, RunInfo
 from diffcache.features.combine import Combine
-from diffcache.features.instead import Reuse
+from diffcache.features.parts.instead import Reuse
 from diffcache.step import Step, current_step
 
 

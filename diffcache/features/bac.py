@@ -14,11 +14,11 @@ from diffcache.features.bac_collect import METRICS, PAIRS, SHIFT, Metric, PairCo
 from diffcache.features.base import check_int
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.dynamic import adjacent_costs, anchor_costs, best_starts
-from diffcache.features.instead import Reuse
+from diffcache.features.parts.dynamic import adjacent_costs, anchor_costs, best_starts
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.when import Table
 from diffcache.features.schema import Entry, Schema, shown
 from diffcache.features.tables import Tables
-from diffcache.features.when import Table
 from diffcache.step import Site
 
 Objective = Literal["anchor", "adjacent"]

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from diffcache.features.collect import Collector, RunInfo
 from diffcache.features.combine import Combine
-from diffcache.features.when import Every
+from diffcache.features.parts.when import Every
 from diffcache.step import Site, Step
 
 Metric = Literal["cosine", "mse", "l1", "l2", "wasserstein"]

@@ -13,11 +13,11 @@ from diffcache.features.base import Ability, Instead, check_int
 from diffcache.features.cachequant_collect import CacheQuantCollector
 from diffcache.features.collect import Calibrated, Collector
 from diffcache.features.combine import Combine
-from diffcache.features.correction import channel_axis
-from diffcache.features.quantize import Quantize
+from diffcache.features.parts.correction import channel_axis
+from diffcache.features.parts.quantize import Quantize
+from diffcache.features.parts.when import Every, Listed
 from diffcache.features.schema import Entry, Schema, shown
 from diffcache.features.tables import Tables
-from diffcache.features.when import Every, Listed
 from diffcache.quant.plan import Bits, QuantPlan, check_bits
 from diffcache.step import Site, Step
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from diffcache.features.base import Ability
 from diffcache.features.collect import Collector, RunInfo
 from diffcache.features.combine import Combine
-from diffcache.features.correction import AffineSums, channels_last
-from diffcache.features.dynamic import anchor_costs, best_starts
-from diffcache.features.quantize import WatchLayers
+from diffcache.features.parts.correction import AffineSums, channels_last
+from diffcache.features.parts.dynamic import anchor_costs, best_starts
+from diffcache.features.parts.quantize import WatchLayers
 from diffcache.features.quantize_layers import LayerCalibration
 from diffcache.step import Step
 

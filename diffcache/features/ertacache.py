@@ -13,12 +13,12 @@ from diffcache.errors import AttachError, TablesError
 from diffcache.features.base import Ability, Instead, check_threshold
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.correction import channel_axis, channels_last
 from diffcache.features.ertacache_profile import READINGS, Profile
-from diffcache.features.instead import Reuse
+from diffcache.features.parts.correction import channel_axis, channels_last
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.when import Every, Listed
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
-from diffcache.features.when import Every, Listed
 from diffcache.step import Site, Step
 
 THRESHOLD = 0.3  # of a calibration that names none

@@ -12,9 +12,9 @@ from torch import Tensor
 from diffcache.errors import AttachError
 from diffcache.features.collect import Collector, RunInfo
 from diffcache.features.combine import Combine
-from diffcache.features.correction import AffineSums, channels_last
-from diffcache.features.instead import Reuse
-from diffcache.features.when import Every
+from diffcache.features.parts.correction import AffineSums, channels_last
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.when import Every
 from diffcache.step import Site, Step
 
 READINGS = {"A": "factors_change", "B": "factors_norm"}

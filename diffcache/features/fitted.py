@@ -15,10 +15,10 @@ from diffcache.errors import TablesError
 from diffcache.features.base import OWN, Instead, check_int
 from diffcache.features.collect import Calibrated, Collector, RunInfo
 from diffcache.features.combine import Combine
-from diffcache.features.fit import Fit
+from diffcache.features.parts.fit import Fit
+from diffcache.features.parts.when import Every, Listed
 from diffcache.features.schema import Entry, Schema, shown
 from diffcache.features.tables import Tables
-from diffcache.features.when import Every, Listed
 from diffcache.step import Site, Step
 
 

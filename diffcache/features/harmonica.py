@@ -18,10 +18,10 @@ from diffcache.errors import TablesError, UncalibratedError
 from diffcache.features.base import check_int, check_threshold, is_number
 from diffcache.features.collect import Calibrated, Collector
 from diffcache.features.combine import Combine
-from diffcache.features.instead import Reuse
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.when import Table
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
-from diffcache.features.when import Table
 from diffcache.step import Site
 
 DIT_SITES = ("transformer_blocks.{}.attn1", "transformer_blocks.{}.ff")

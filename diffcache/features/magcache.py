@@ -13,13 +13,13 @@ from diffcache.errors import AttachError
 from diffcache.features.base import When, check_int, check_threshold, is_number
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.instead import Reuse
 from diffcache.features.magcache_collect import Ratios
-from diffcache.features.published import check_models, settings_of
-from diffcache.features.published_ratios import MAGCACHE
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.published import check_models, settings_of
+from diffcache.features.parts.published_ratios import MAGCACHE
+from diffcache.features.parts.when import Every, LastComputed
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
-from diffcache.features.when import Every, LastComputed
 from diffcache.step import Step
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from diffcache.features.collect import Collector, RunInfo
 from diffcache.features.combine import Combine
-from diffcache.features.instead import Reuse
-from diffcache.features.when import Every
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.when import Every
 from diffcache.step import Step
 
 

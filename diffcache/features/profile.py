@@ -13,7 +13,7 @@ from diffcache.features.base import check_int
 from diffcache.features.collect import Collector, RunInfo
 from diffcache.features.combine import Combine
 from diffcache.features.foreground import foreground_of, patches, token_grid
-from diffcache.features.when import Every
+from diffcache.features.parts.when import Every
 from diffcache.step import Site, Step
 
 OVERLAP = "overlap."  # with the name of a list of blocks: the name of its table

@@ -14,12 +14,12 @@ from torch import Tensor
 from diffcache.features.base import When, check_int, is_number
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.decreasing import Decreasing
-from diffcache.features.instead import Reuse
+from diffcache.features.parts.decreasing import Decreasing
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.when import Every, Table
 from diffcache.features.profile import OVERLAP, Foreground, ProfileCollector
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
-from diffcache.features.when import Every, Table
 from diffcache.step import Site, Step
 
 _NAME = re.compile(r"(.+)\.(\d+)(?:-(\d+))?")

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diffcache.features.correction import ROWS, AffineSums
-from diffcache.features.quantize import LayerWatcher
+from diffcache.features.parts.correction import ROWS, AffineSums
+from diffcache.features.parts.quantize import LayerWatcher
 from diffcache.quant.calibrate import InputRanges, weight_grid
 from diffcache.quant.plan import WEIGHT_BITS, Bits, LayerPlan, QuantPlan
 

@@ -13,8 +13,8 @@ from diffcache.errors import AttachError
 from diffcache.features.base import Ability, check_int, is_number
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.instead import Reuse
-from diffcache.features.region_mask import Planned, RegionPlan
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.region_mask import Planned, RegionPlan
 from diffcache.features.regione_ratios import STEPS, Ratios, scaled
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables

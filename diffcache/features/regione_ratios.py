@@ -10,9 +10,9 @@ from torch import Tensor
 
 from diffcache.features.collect import Collector, RunInfo
 from diffcache.features.combine import Combine
-from diffcache.features.instead import Reuse
-from diffcache.features.region_mask import edited_tokens
-from diffcache.features.when import Every
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.region_mask import edited_tokens
+from diffcache.features.parts.when import Every
 from diffcache.step import Site, Step
 
 STEPS = 28  # of the published ratios

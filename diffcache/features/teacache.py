@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from diffcache.errors import AttachError, TablesError
-from diffcache.features.accumulated import Accumulated, Rescaled
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.instead import Reuse
-from diffcache.features.published import TEACACHE, check_models, settings_of
+from diffcache.features.parts.accumulated import Accumulated, Rescaled
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.published import TEACACHE, check_models, settings_of
+from diffcache.features.parts.when import Every
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
 from diffcache.features.teacache_collect import Changes
-from diffcache.features.when import Every
 
 Input = Literal["modulated", "time", "time-projection"]
 INPUTS: tuple[Input, ...] = get_args(Input)

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffcache.features.accumulated import Accumulated
 from diffcache.features.base import Probe
 from diffcache.features.collect import Collector, RunInfo
 from diffcache.features.combine import Combine
-from diffcache.features.instead import Reuse
-from diffcache.features.when import relative_l1
+from diffcache.features.parts.accumulated import Accumulated
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.when import relative_l1
 from diffcache.step import Step
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from diffcache.errors import AttachError
 from diffcache.features.base import Method
 from diffcache.features.combine import reuse_of
-from diffcache.features.when import Listed
+from diffcache.features.parts.when import Listed
 from diffcache.tuning import space
 from diffcache.tuning.trial import Bench, Trial
 

@@ -10,11 +10,11 @@ from diffcache.features.base import Instead, Method
 from diffcache.features.combine import Combine, reuse_of
 from diffcache.features.confidence_gated import ConfidenceGatedTaylor
 from diffcache.features.first_block import FirstBlock
-from diffcache.features.fit import Fit
 from diffcache.features.fitted import FittedForecast, Weighted
-from diffcache.features.instead import Newton, Taylor
+from diffcache.features.parts.fit import Fit
+from diffcache.features.parts.instead import Newton, Taylor
+from diffcache.features.parts.when import Every, Listed
 from diffcache.features.tables import Tables
-from diffcache.features.when import Every, Listed
 from diffcache.step import Site, Step
 
 FORECASTS: tuple[Instead, ...] = (Taylor(1), Taylor(2), Newton(2))

@@ -15,11 +15,11 @@ from diffcache.errors import AttachError
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.instead import Reuse
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.when import Listed
 from diffcache.features.plain import to_plain
 from diffcache.features.tables import Tables
 from diffcache.features.tuned import Tuned
-from diffcache.features.when import Listed
 from diffcache.step import Site
 from diffcache.tuning import space
 from diffcache.tuning.search import Goal, Search, front_of

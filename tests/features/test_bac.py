@@ -10,7 +10,7 @@ from diffcache.calibration import calibrate
 from diffcache.errors import TablesError, UncalibratedError
 from diffcache.features.bac import BAC
 from diffcache.features.combine import Combine
-from diffcache.features.when import Table
+from diffcache.features.parts.when import Table
 from diffcache.pipelines.zoo.pipes import pipes
 from tests.features.bac_policy import (
     SITES,

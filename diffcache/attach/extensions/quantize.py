@@ -13,7 +13,7 @@ from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.attach.tree import unshared
 from diffcache.errors import AttachError
-from diffcache.features.quantize import LayerWatcher, Quantize, WatchLayers
+from diffcache.features.parts.quantize import LayerWatcher, Quantize, WatchLayers
 from diffcache.quant.conv import QuantizedConv2d
 from diffcache.quant.layer import QuantizedLayer
 from diffcache.quant.linear import QuantizedLinear

@@ -25,7 +25,7 @@ from diffcache.attach.extensions.region_attention import KeptRows, Store, Turn
 from diffcache.attach.extensions.region_models import KINDS, Kind
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError
-from diffcache.features.region_mask import (
+from diffcache.features.parts.region_mask import (
     RegionPlan,
     edited_tokens,
     gather,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diffcache.features.base import Instead, Probe, When, check_int, check_threshold
-from diffcache.features.instead import Reuse
+from diffcache.features.parts.instead import Reuse
 from diffcache.step import Step
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from diffcache.features.base import When, check_int
-from diffcache.features.when import LastComputed
+from diffcache.features.parts.when import LastComputed
 from diffcache.step import Step
 
 

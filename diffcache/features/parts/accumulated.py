@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from diffcache.features.base import Probe, When, check_bool, check_int, check_threshold
-from diffcache.features.when import relative_l1
+from diffcache.features.parts.when import relative_l1
 from diffcache.step import Step
 
 
