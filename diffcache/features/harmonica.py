@@ -89,7 +89,7 @@ class HarmoniCa(Calibrated):
         },
         header={"sites": "names"},
     )
-    trainer: ClassVar[str] = "diffcache.router.training:train"
+    trainer: ClassVar[str] = "diffcache.offline.harmonica.training:train"
 
     threshold: float = 0.1
     tables: Tables | str | None = None
@@ -155,7 +155,7 @@ class HarmoniCa(Calibrated):
         """
         raise UncalibratedError(
             "HarmoniCa's router is trained, which no collector does: use diffcache.calibrate(pipe, "
-            "HarmoniCa(), prompts=[...]) or diffcache.router.training.train"
+            "HarmoniCa(), prompts=[...]) or diffcache.offline.harmonica.training.train"
         )
 
     def check_model(self, facts: Mapping[str, Any]) -> None:

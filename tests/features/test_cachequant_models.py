@@ -19,8 +19,8 @@ from diffcache.features.cachequant import CacheQuant
 from diffcache.features.cachequant_collect import CacheQuantCollector
 from diffcache.features.collect import Observer, RunInfo
 from diffcache.features.tables import Tables
+from diffcache.offline.tracing import Traced
 from diffcache.step import Step
-from diffcache.watching import Traced
 
 
 @pytest.fixture(autouse=True)

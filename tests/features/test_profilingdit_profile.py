@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.calibration import calibrate
 from diffcache.features.collect import RunInfo
 from diffcache.features.foreground import above_otsu, foreground_of, patches, token_grid
 from diffcache.features.profile import ProfileCollector, likeness, overlap, received_attention
 from diffcache.features.profilingdit import ProfilingDiT, background_of
 from diffcache.features.tables import Tables
+from diffcache.offline.calibrate import calibrate
 from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.step import Step
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from diffcache.api import check_free, denoisers_of
 from diffcache.attach.facts import facts_of
-from diffcache.calibration import BATCH_SIZE, Plan, calibrate, header_of
 from diffcache.errors import AttachError
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
@@ -20,11 +19,12 @@ from diffcache.features.parts.when import Listed
 from diffcache.features.plain import to_plain
 from diffcache.features.tables import Tables
 from diffcache.features.tuned import Tuned
+from diffcache.offline.calibrate import BATCH_SIZE, Plan, calibrate, header_of
+from diffcache.offline.tracing import batches_of
+from diffcache.offline.tune import space
+from diffcache.offline.tune.search import Goal, Search, front_of
+from diffcache.offline.tune.trial import Bench, Trial
 from diffcache.step import Site
-from diffcache.tuning import space
-from diffcache.tuning.search import Goal, Search, front_of
-from diffcache.tuning.trial import Bench, Trial
-from diffcache.watching import batches_of
 
 
 def tune(

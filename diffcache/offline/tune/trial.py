@@ -21,7 +21,7 @@ from diffcache.errors import CacheWarning, TablesError
 from diffcache.features.base import Method
 from diffcache.features.resume import digest
 from diffcache.features.tables import Tables
-from diffcache.watching import call_pipeline
+from diffcache.offline.tracing import call_pipeline
 
 CAP = 100.0  # dB, of two outputs that are equal
 

@@ -16,17 +16,17 @@ from diffcache.errors import TablesError
 from diffcache.features.harmonica import HarmoniCa
 from diffcache.features.resume import read_state, write_state
 from diffcache.features.tables import Tables
-from diffcache.router.mixing import Mixer, frozen, image_errors, step_loss
-from diffcache.router.record import denoiser_of
-from diffcache.router.replay import Replay, Track
+from diffcache.offline.harmonica.mixing import Mixer, frozen, image_errors, step_loss
+from diffcache.offline.harmonica.record import denoiser_of
+from diffcache.offline.harmonica.replay import Replay, Track
 
 if TYPE_CHECKING:
-    from diffcache.calibration import Plan
+    from diffcache.offline.calibrate import Plan
 
 LIMIT = 5.0  # logits stay within; also those of the constant first row
 SAVE_EVERY = 10  # epochs
 LEAST = 1e-9  # a mean squared error of outputs below says nothing of what it causes
-FORMAT = "diffcache.router-training/1"
+FORMAT = "diffcache.offline.harmonica-training/1"
 COLUMNS = ("loss", "error", "penalty", "mse", "computed")
 NOT_TRAINING = ("epochs", "tables")  # fields that may change between the parts of a training
 
@@ -195,7 +195,7 @@ class _Trainer:
 
     def header(self) -> dict[str, Any]:
         """Return the header of the tables."""
-        from diffcache.calibration import header_of
+        from diffcache.offline.calibrate import header_of
 
         facts = facts_of(self.replay.model, self.replay.pipe.scheduler)
         replay, plan = self.replay, self.plan

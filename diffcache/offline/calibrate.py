@@ -24,7 +24,7 @@ from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated, Collector
 from diffcache.features.resume import content, digest, read_state, write_state
 from diffcache.features.tables import Tables
-from diffcache.watching import Watch, batches_of, call_pipeline
+from diffcache.offline.tracing import Watch, batches_of, call_pipeline
 
 M = TypeVar("M", bound=Calibrated)
 Progress = Callable[[int, int, str], None]

@@ -10,8 +10,8 @@ from diffcache.errors import AttachError
 from diffcache.features.base import Method
 from diffcache.features.combine import reuse_of
 from diffcache.features.parts.when import Listed
-from diffcache.tuning import space
-from diffcache.tuning.trial import Bench, Trial
+from diffcache.offline.tune import space
+from diffcache.offline.tune.trial import Bench, Trial
 
 BEST = 3  # methods that are validated
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from diffcache.attach.tree import Template, leaves
 
 if TYPE_CHECKING:
-    from diffcache.router.replay import Track
+    from diffcache.offline.harmonica.replay import Track
 
 
 class Mixer:

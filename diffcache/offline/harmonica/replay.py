@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import AttachError
-from diffcache.router.record import Moment, Recorder, denoiser_of, sample_of
+from diffcache.offline.harmonica.record import Moment, Recorder, denoiser_of, sample_of
 from diffcache.step import Site
 
 if TYPE_CHECKING:
-    from diffcache.router.mixing import Mixer
+    from diffcache.offline.harmonica.mixing import Mixer
 
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}  # relative to the largest value; other dtypes:
 CLOSE_ENOUGH = 3e-2

@@ -17,8 +17,8 @@ from diffcache import api
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.anchor import owner_of
 from diffcache.errors import AttachError
+from diffcache.offline.tracing import call_pipeline
 from diffcache.step import Site
-from diffcache.watching import call_pipeline
 
 
 class _EnoughError(Exception):
