@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from diffcache.attach.extensions.quantize import QuantizedLayers, WatchedLayers, watch
 from diffcache.errors import AttachError
 from diffcache.features.parts.quantize import WatchLayers
-from diffcache.features.quantize_layers import LayerCalibration
+from diffcache.offline.quantize_layers import LayerCalibration
 from diffcache.quant.calibrate import grid_of, weight_grid
 from diffcache.quant.plan import LayerPlan, QuantPlan
 from diffcache.step import CURRENT, Step

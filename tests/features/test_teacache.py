@@ -13,7 +13,7 @@ from diffcache.features.combine import Combine
 from diffcache.features.parts.accumulated import Accumulated, Rescaled
 from diffcache.features.tables import Tables
 from diffcache.features.teacache import TeaCache
-from diffcache.features.teacache_collect import Changes, fit
+from diffcache.offline.teacache_collect import Changes, fit
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.step import Step
 

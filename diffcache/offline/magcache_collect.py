@@ -10,9 +10,15 @@ from torch import Tensor
 
 from diffcache.features.collect import Collector, RunInfo
 from diffcache.features.combine import Combine
+from diffcache.features.magcache import MagCache
 from diffcache.features.parts.instead import Reuse
 from diffcache.features.parts.when import Every
 from diffcache.step import Step
+
+
+def collector(method: MagCache) -> Ratios:
+    """Return what measures the magnitude ratios of the stack's residual."""
+    return Ratios()
 
 
 class Ratios(Collector):

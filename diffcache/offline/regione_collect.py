@@ -13,14 +13,13 @@ from diffcache.features.combine import Combine
 from diffcache.features.parts.instead import Reuse
 from diffcache.features.parts.region_mask import edited_tokens
 from diffcache.features.parts.when import Every
+from diffcache.features.regione import RegionE, scaled
 from diffcache.step import Site, Step
 
-STEPS = 28  # of the published ratios
 
-
-def scaled(value: int, total: int) -> int:
-    """Return a number of steps in 28 as one in `total`; only 0 becomes 0."""
-    return value and max(1, round(value * total / STEPS))
+def collector(method: RegionE) -> Ratios:
+    """Return what fits the ratios of another model or number of steps."""
+    return Ratios(method.plan().threshold, method.warmup)
 
 
 class Ratios(Collector):

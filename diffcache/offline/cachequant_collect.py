@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from diffcache.features.base import Ability
+from diffcache.features.cachequant import CacheQuant
 from diffcache.features.collect import Collector, RunInfo
 from diffcache.features.combine import Combine
 from diffcache.features.parts.correction import AffineSums, channels_last
 from diffcache.features.parts.dynamic import anchor_costs, best_starts
 from diffcache.features.parts.quantize import WatchLayers
-from diffcache.features.quantize_layers import LayerCalibration
+from diffcache.offline.quantize_layers import LayerCalibration
 from diffcache.step import Step
 
 
@@ -101,6 +102,11 @@ class StepPairs:
                 parts = state[f"sums/{key}"]
                 for (start, step), part in zip(places.tolist(), parts, strict=True):
                     self.sums[key, start, step] = AffineSums(part)
+
+
+def collector(method: CacheQuant) -> CacheQuantCollector:
+    """Return a collector for the settings of a method."""
+    return CacheQuantCollector(method.plain(), method.settings())
 
 
 class CacheQuantCollector(Collector):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,17 +12,21 @@ from torch import Tensor
 from diffcache.features.base import check_int
 from diffcache.features.collect import Collector, RunInfo
 from diffcache.features.combine import Combine
-from diffcache.features.foreground import foreground_of, patches, token_grid
 from diffcache.features.parts.when import Every
+from diffcache.features.profilingdit import OVERLAP, Foreground, ProfilingDiT
+from diffcache.offline.foreground import foreground_of, patches, token_grid
 from diffcache.step import Site, Step
 
-OVERLAP = "overlap."  # with the name of a list of blocks: the name of its table
 QUERIES = 4096  # at most so many queries, evenly spaced, are asked what they attend to
 SOME = 512  # image tokens by which the place of text is found
 CHUNK = 2**24  # numbers of an attention map that are held at a time
-Foreground = Tensor | Callable[[Step, Tensor], Tensor]
 _BLOCK = re.compile(r"(.+?)\.(\d+)(?:\.|$)")
 _ENDS = ("first", "last")
+
+
+def collector(method: ProfilingDiT) -> ProfileCollector:
+    """Return a collector that measures where the blocks attend to."""
+    return ProfileCollector(method.sampled, method.text, method.foreground)
 
 
 class ProfileCollector(Collector):

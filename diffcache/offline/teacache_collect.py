@@ -16,7 +16,13 @@ from diffcache.features.combine import Combine
 from diffcache.features.parts.accumulated import Accumulated
 from diffcache.features.parts.instead import Reuse
 from diffcache.features.parts.when import relative_l1
+from diffcache.features.teacache import TeaCache
 from diffcache.step import Step
+
+
+def collector(method: TeaCache) -> Changes:
+    """Return what notes how the output changes where the input does."""
+    return Changes(method.degree, method.compared())
 
 
 class Changes(Collector):

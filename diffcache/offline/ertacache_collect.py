@@ -12,12 +12,11 @@ from torch import Tensor
 from diffcache.errors import AttachError
 from diffcache.features.collect import Collector, RunInfo
 from diffcache.features.combine import Combine
+from diffcache.features.ertacache import READINGS, THRESHOLD, ERTACache
 from diffcache.features.parts.correction import AffineSums, channels_last
 from diffcache.features.parts.instead import Reuse
 from diffcache.features.parts.when import Every
 from diffcache.step import Site, Step
-
-READINGS = {"A": "factors_change", "B": "factors_norm"}
 
 
 @dataclass
@@ -35,6 +34,11 @@ class Profiled:
     row: Tensor
     sums: Tensor
     maps: dict[int, AffineSums] = field(default_factory=dict)
+
+
+def collector(method: ERTACache) -> Profile:
+    """Return what profiles the denoiser in three passes over the prompts."""
+    return Profile(THRESHOLD if method.threshold is None else method.threshold)
 
 
 class Profile(Collector):

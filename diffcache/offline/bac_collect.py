@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from diffcache.features.bac import BAC, PAIRS, SHIFT, Metric
 from diffcache.features.collect import Collector, RunInfo
 from diffcache.features.combine import Combine
 from diffcache.features.parts.when import Every
 from diffcache.step import Site, Step
 
-Metric = Literal["cosine", "mse", "l1", "l2", "wasserstein"]
-METRICS = ("cosine", "mse", "l1", "l2", "wasserstein")
-PAIRS, SHIFT = "pairs.", "shift."  # with the site's name: the names of its tables
 THIN = 2**16  # numbers of an activation that are compared, evenly spaced
+
+
+def collector(method: BAC) -> PairCollector:
+    """Return a collector of how alike the steps are, at every site."""
+    return PairCollector(method.metric)
 
 
 class PairCollector(Collector):
