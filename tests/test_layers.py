@@ -12,7 +12,7 @@ FILES = sorted(file for top in TOPS for file in (ROOT / top).rglob("*.py"))
 
 LAYERS = [
     {"kernels"},
-    {"step", "errors", "names"},
+    {"step", "digest", "errors", "names"},
     {"kv"},
     {"quant"},
     {"features", "video", "dllm"},

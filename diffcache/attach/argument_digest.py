@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from diffcache.features.resume import bits_of
+from diffcache.digest import bits_of
 
 _SMALL = 256  # bytes of a tensor whose content is its own key
 

@@ -19,11 +19,12 @@ import torch
 from diffcache.api import check_free, denoisers_of
 from diffcache.attach.facts import facts_of
 from diffcache.catalog import make_method
+from diffcache.digest import content, digest
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated, Collector
-from diffcache.features.resume import content, digest, read_state, write_state
 from diffcache.features.tables import Tables
+from diffcache.offline.resume import read_state, write_state
 from diffcache.offline.tracing import Watch, batches_of, call_pipeline
 
 M = TypeVar("M", bound=Calibrated)

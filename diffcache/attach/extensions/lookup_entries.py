@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.attach.tree import Template, leaves
-from diffcache.features.resume import bits_of
+from diffcache.digest import bits_of
 from diffcache.features.temporal_table import (
     Rounded,
     TimeTables,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.attach.extensions.lookup_sites import Place
-from diffcache.features.resume import bits_of
+from diffcache.digest import bits_of
 
 _COLUMNS = 64  # sums over so many columns, so that numbers that change places are noticed
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from diffcache.attach.facts import facts_of
 from diffcache.errors import TablesError
 from diffcache.features.harmonica import HarmoniCa
-from diffcache.features.resume import read_state, write_state
 from diffcache.features.tables import Tables
 from diffcache.offline.harmonica.mixing import Mixer, frozen, image_errors, step_loss
 from diffcache.offline.harmonica.record import denoiser_of
 from diffcache.offline.harmonica.replay import Replay, Track
+from diffcache.offline.resume import read_state, write_state
 
 if TYPE_CHECKING:
     from diffcache.offline.calibrate import Plan

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from diffcache.api import denoisers_of, report, wrapped
 from diffcache.attach.flops import counted
+from diffcache.digest import digest
 from diffcache.errors import CacheWarning, TablesError
 from diffcache.features.base import Method
-from diffcache.features.resume import digest
 from diffcache.features.tables import Tables
 from diffcache.offline.tracing import call_pipeline
 
