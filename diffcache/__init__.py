@@ -30,17 +30,17 @@ from diffcache.errors import UnknownMethodError as UnknownMethodError
 from diffcache.features.combine import Combine as Combine
 from diffcache.features.confidence_gated import ConfidenceGatedTaylor as ConfidenceGatedTaylor
 from diffcache.features.first_block import FirstBlock as FirstBlock
-from diffcache.features.hold import Held as Held
-from diffcache.features.instead import Newton as Newton
-from diffcache.features.instead import Reuse as Reuse
-from diffcache.features.instead import Taylor as Taylor
 from diffcache.features.interval import Interval as Interval
+from diffcache.features.parts.hold import Held as Held
+from diffcache.features.parts.instead import Newton as Newton
+from diffcache.features.parts.instead import Reuse as Reuse
+from diffcache.features.parts.instead import Taylor as Taylor
+from diffcache.features.parts.when import Every as Every
+from diffcache.features.parts.when import Gate as Gate
+from diffcache.features.parts.when import Listed as Listed
+from diffcache.features.parts.when import Table as Table
 from diffcache.features.tables import Tables as Tables
 from diffcache.features.taylorseer import TaylorSeer as TaylorSeer
-from diffcache.features.when import Every as Every
-from diffcache.features.when import Gate as Gate
-from diffcache.features.when import Listed as Listed
-from diffcache.features.when import Table as Table
 from diffcache.report import Report as Report
 from diffcache.step import Site as Site
 from diffcache.step import Step as Step
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from diffcache.attach.call import Call as Call
     from diffcache.attach.extension import Extension as Extension
     from diffcache.attach.handle import Handle as Handle
-    from diffcache.calibration import calibrate as calibrate
     from diffcache.features.bac import BAC as BAC
     from diffcache.features.base import Ability as Ability
     from diffcache.features.base import Instead as Instead
@@ -70,13 +69,14 @@ if TYPE_CHECKING:
     from diffcache.features.teacache import TeaCache as TeaCache
     from diffcache.features.temporal_table import TemporalTable as TemporalTable
     from diffcache.features.tuned import Tuned as Tuned
-    from diffcache.tuning.tune import tune as tune
+    from diffcache.offline.calibrate import calibrate as calibrate
+    from diffcache.offline.tune.tune import tune as tune
 
 __version__ = "0.1.0"
 
 # Imported when they are first asked for, so that `import diffcache` stays light: name -> module.
 _LATER = {cls: module for module, cls in (place.split(":") for place in _METHODS.values())}
-_LATER |= {"calibrate": "diffcache.calibration", "tune": "diffcache.tuning.tune"}
+_LATER |= {"calibrate": "diffcache.offline.calibrate", "tune": "diffcache.offline.tune.tune"}
 _LATER |= {"Call": "diffcache.attach.call", "Extension": "diffcache.attach.extension"}
 _LATER |= {"FeatureMethod": "diffcache.features.combine", "Handle": "diffcache.attach.handle"}
 _LATER |= dict.fromkeys(("Ability", "Instead", "Method", "When"), "diffcache.features.base")

@@ -19,7 +19,7 @@ from diffcache.catalog import make_method
 from diffcache.errors import AttachError
 from diffcache.features.base import Method, check_int
 from diffcache.features.combine import reuse_of
-from diffcache.features.hold import Form
+from diffcache.features.parts.hold import Form
 from diffcache.memory import bytes_of, compression_of, size_of
 from diffcache.report import Report
 from diffcache.step import Site

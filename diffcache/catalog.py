@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diffcache.features.base import Method
-from diffcache.features.hold import Held
+from diffcache.features.parts.hold import Held
 from diffcache.names import METHODS as METHODS
 from diffcache.names import method_key, unknown
 

@@ -10,8 +10,8 @@ from diffcache.catalog import make_method
 from diffcache.errors import UnknownMethodError
 from diffcache.features.base import Method, check_int
 from diffcache.features.combine import Combine
-from diffcache.features.instead import Reuse
-from diffcache.features.when import Listed
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.when import Listed
 
 if TYPE_CHECKING:
     from diffcache.eval.diffusers_caches import DiffusersCache

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffcache.calibration import prompt_hash
+from diffcache.offline.calibrate import prompt_hash
 from diffcache.pipelines.small.scenes import held_out_prompts
 
 SHIPPED = {

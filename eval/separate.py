@@ -17,11 +17,11 @@ from typing import cast
 
 import torch
 
-from diffcache.calibration import calibrate
 from diffcache.eval.offline import Inputs, inputs_of
 from diffcache.eval.runs.task import Task
 from diffcache.features.cachequant import CacheQuant
 from diffcache.features.tables import Tables
+from diffcache.offline.calibrate import calibrate
 from diffcache.pipelines.demo.console import quiet
 from diffcache.quant.plan import Bits
 

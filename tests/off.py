@@ -11,7 +11,7 @@ from diffcache.attach.anatomy import Anatomy, anatomy_of
 from diffcache.attach.facts import facts_of
 from diffcache.catalog import method_class
 from diffcache.features.base import Method
-from diffcache.features.ertacache_profile import READINGS
+from diffcache.features.ertacache import READINGS
 from diffcache.features.interval import Interval
 from diffcache.features.plain import to_plain
 from diffcache.features.tables import Tables

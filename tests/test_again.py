@@ -9,7 +9,7 @@ from torch import nn
 import diffcache
 from diffcache import Combine, FirstBlock, Gate, Interval
 from diffcache.features.combine import FeatureMethod
-from diffcache.features.quantize import WatchLayers
+from diffcache.features.parts.quantize import WatchLayers
 
 
 class Attention(nn.Module):

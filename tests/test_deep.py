@@ -15,7 +15,7 @@ from diffcache.attach.handle import Handle
 from diffcache.eval.cost.flops import counting
 from diffcache.eval.cost.formula import Denoiser
 from diffcache.features.combine import Combine
-from diffcache.features.when import Every, Gate
+from diffcache.features.parts.when import Every, Gate
 from diffcache.pipelines.zoo.case import output_tensors
 from diffcache.pipelines.zoo.catalog import cases
 

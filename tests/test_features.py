@@ -22,7 +22,7 @@ from diffcache import (
     TaylorSeer,
 )
 from diffcache.catalog import METHODS, make_method, method_class
-from diffcache.features.when import relative_l1
+from diffcache.features.parts.when import relative_l1
 
 
 def computed_steps(when, total, probes=None):

@@ -12,7 +12,7 @@ from torch import nn
 
 from diffcache.features.combine import Combine
 from diffcache.features.interval import Interval
-from diffcache.features.when import Every
+from diffcache.features.parts.when import Every
 from diffcache.pipelines.small import measure_reach, method_cost, method_rows, reach
 
 NAMES = ("interval:every=4", "bac:count=5,union=3,official=True")

@@ -10,8 +10,8 @@ import diffcache
 from diffcache import Combine, ConfidenceGatedTaylor, FirstBlock, Interval, TaylorSeer
 from diffcache.errors import AttachError, DiffcacheError
 from diffcache.eval.oracle import observe
-from diffcache.features.instead import Reuse, Taylor
-from diffcache.features.when import Every, Listed
+from diffcache.features.parts.instead import Reuse, Taylor
+from diffcache.features.parts.when import Every, Listed
 from diffcache.pipelines.small.flux import CALL, load
 from diffcache.pipelines.zoo.pipes import pipes
 

@@ -7,8 +7,8 @@ from torch import nn
 import diffcache
 from diffcache import Combine, Gate, TaylorSeer
 from diffcache.eval.oracle import observe
-from diffcache.features.instead import Newton, Reuse
-from diffcache.features.when import Every, Listed
+from diffcache.features.parts.instead import Newton, Reuse
+from diffcache.features.parts.when import Every, Listed
 
 
 def skipped_steps(errors):

@@ -14,8 +14,8 @@ from diffcache import BAC, FirstBlock, Interval, TaylorSeer
 from diffcache.attach.facts import facts_of
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
+from diffcache.features.parts.when import Every, Table
 from diffcache.features.tables import Tables
-from diffcache.features.when import Every, Table
 from diffcache.pipelines.policy import DiffusionPolicyPipeline, load_policy, rollout, scheduler
 from diffcache.pipelines.policy_transformer import TransformerForDiffusion
 from diffcache.pipelines.small import reach

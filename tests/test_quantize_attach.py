@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffcache.attach.quantize import QuantizedLayers, WatchedLayers, watch
+from diffcache.attach.extensions.quantize import QuantizedLayers, WatchedLayers, watch
 from diffcache.errors import AttachError
-from diffcache.features.quantize import WatchLayers
-from diffcache.features.quantize_layers import LayerCalibration
+from diffcache.features.parts.quantize import WatchLayers
+from diffcache.offline.quantize_layers import LayerCalibration
 from diffcache.quant.calibrate import grid_of, weight_grid
 from diffcache.quant.plan import LayerPlan, QuantPlan
 from diffcache.step import CURRENT, Step

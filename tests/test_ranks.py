@@ -6,7 +6,7 @@ import torch
 
 import diffcache
 from diffcache.attach.denoiser import ranks_of
-from diffcache.features.when import relative_l1
+from diffcache.features.parts.when import relative_l1
 from diffcache.pipelines.zoo.catalog import cases
 
 

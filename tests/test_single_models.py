@@ -25,8 +25,8 @@ from diffcache import (
 )
 from diffcache.api import handle_of
 from diffcache.attach.reuse.setup import KINDS
-from diffcache.features.accumulated import Accumulated
-from diffcache.features.when import Gate
+from diffcache.features.parts.accumulated import Accumulated
+from diffcache.features.parts.when import Gate
 from diffcache.pipelines.zoo.pipes import pipes
 from tests.internals import reuse_in
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import diffcache
 from diffcache import Combine, Every
 from diffcache.api import handle_of
-from diffcache.features.when import Listed, Table
+from diffcache.features.parts.when import Listed, Table
 from diffcache.step import CURRENT
 from tests.state_pipes import CASES, EVERY, SEER, STEPS, marks, run, wrapped_pipe
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.attach.content import tensors_in
+from diffcache.attach.argument_digest import tensors_in
 
 FEWEST = 64  # values of a sample that can be told: fewer have a cosine of 0.5 and more by chance
 _MOST = 4096  # values that are kept of a sample

@@ -16,12 +16,12 @@ from diffcache.features.base import Ability
 # Class of ability -> "module:function" that makes its extension of (denoiser, ability)
 INSTALLERS: dict[str, str] = {
     "Combine": "diffcache.attach.reuse.extension:install",
-    "SigmaRule": "diffcache.attach.times:install",
-    "SceneRule": "diffcache.attach.scene:install",
-    "Quantize": "diffcache.attach.quantize:install",
-    "RegionPlan": "diffcache.attach.region:install",
-    "WatchLayers": "diffcache.attach.quantize:watch",
-    "TimeTables": "diffcache.attach.time_table:install",
+    "SigmaRule": "diffcache.attach.extensions.sigmas:install",
+    "SceneRule": "diffcache.attach.extensions.noise_level:install",
+    "Quantize": "diffcache.attach.extensions.quantize:install",
+    "RegionPlan": "diffcache.attach.extensions.region:install",
+    "WatchLayers": "diffcache.attach.extensions.quantize:watch",
+    "TimeTables": "diffcache.attach.extensions.lookup:install",
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from diffcache.attach.anatomy import Anatomy, is_time
-from diffcache.attach.content import values_in
+from diffcache.attach.argument_digest import values_in
 
 _CONTROL = re.compile("control|residual")
 

@@ -1,1 +1,1 @@
-"""Feature caches: one method, one file."""
+"""Feature caches: one method, one file; the parts they share are in `parts`."""

@@ -10,17 +10,19 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from diffcache.errors import TablesError
-from diffcache.features.bac_collect import METRICS, PAIRS, SHIFT, Metric, PairCollector
 from diffcache.features.base import check_int
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.dynamic import adjacent_costs, anchor_costs, best_starts
-from diffcache.features.instead import Reuse
+from diffcache.features.parts.dynamic import adjacent_costs, anchor_costs, best_starts
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.when import Table
 from diffcache.features.schema import Entry, Schema, shown
 from diffcache.features.tables import Tables
-from diffcache.features.when import Table
 from diffcache.step import Site
 
+Metric = Literal["cosine", "mse", "l1", "l2", "wasserstein"]
+METRICS = ("cosine", "mse", "l1", "l2", "wasserstein")
+PAIRS, SHIFT = "pairs.", "shift."  # with the site's name: the names of its tables
 Objective = Literal["anchor", "adjacent"]
 Schedules = dict[str, tuple[int, ...]]
 
@@ -76,6 +78,7 @@ class BAC(Calibrated):
   year={2026}
 }"""
 
+    collected_by: ClassVar[str] = "diffcache.offline.bac_collect:collector"
     schema: ClassVar[Schema] = Schema(
         {
             PAIRS + "{sites}": Entry(("steps", "steps")),
@@ -116,10 +119,6 @@ class BAC(Calibrated):
             raise ValueError(f"count={self.count}: must be at most the {steps} steps of the run")
         if self.union > len(sites):
             raise ValueError(f"union={self.union}: must be at most the {len(sites)} sites")
-
-    def collector(self) -> PairCollector:
-        """Return a collector of how alike the steps are, at every site."""
-        return PairCollector(self.metric)
 
     def parts(self) -> Combine:
         """Return each site's own steps, reused.

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from diffcache.errors import TablesError
 from diffcache.features.base import Ability, Instead, check_int
-from diffcache.features.cachequant_collect import CacheQuantCollector
-from diffcache.features.collect import Calibrated, Collector
+from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.correction import channel_axis
-from diffcache.features.quantize import Quantize
+from diffcache.features.parts.correction import channel_axis
+from diffcache.features.parts.quantize import Quantize
+from diffcache.features.parts.when import Every, Listed
 from diffcache.features.schema import Entry, Schema, shown
 from diffcache.features.tables import Tables
-from diffcache.features.when import Every, Listed
 from diffcache.quant.plan import Bits, QuantPlan, check_bits
 from diffcache.step import Site, Step
 
@@ -197,6 +196,7 @@ class CacheQuant(Calibrated):
   year={2025}
 }"""
 
+    collected_by: ClassVar[str] = "diffcache.offline.cachequant_collect:collector"
     schema: ClassVar[Schema] = Schema(
         {
             "starts": Entry(
@@ -271,10 +271,6 @@ class CacheQuant(Calibrated):
         names = [name for name in tables.names() if name.startswith("quant/")]
         found = {name.removeprefix("quant/"): tables[name] for name in names}
         return (*super().abilities(), Quantize(QuantPlan.of(self.bits, found)))
-
-    def collector(self) -> Collector:
-        """Return a collector for these settings."""
-        return CacheQuantCollector(self.plain(), self.settings())
 
     def settings(self) -> dict[str, Any]:
         """Return what the tables depend on, as plain data."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -129,11 +130,14 @@ class Calibrated(FeatureMethod):
 
     Attributes:
         schema: What its tables must hold; others are refused when they are given to it.
+        collected_by: `module:function` that makes a new collector, called as `function(method)`;
+            empty if tables are trained.
         trainer: `module:function` that makes the tables by training instead of collecting,
             called as `function(pipe, method, plan)`; empty for most.
     """
 
     schema: ClassVar[Schema]
+    collected_by: ClassVar[str] = ""
     trainer: ClassVar[str] = ""
 
     tables: Tables | str | None
@@ -143,9 +147,21 @@ class Calibrated(FeatureMethod):
         """Length in steps of the runs the tables were measured in; other runs are refused."""
         return self.tables.steps if isinstance(self.tables, Tables) else None
 
-    @abstractmethod
     def collector(self) -> Collector:
-        """Return a new, empty collector for this method's settings."""
+        """Return a new, empty collector for this method's settings.
+
+        Raises:
+            UncalibratedError: If its tables are trained, which no collector does.
+        """
+        if not self.collected_by:
+            cls = type(self).__name__
+            raise UncalibratedError(
+                f"the tables of {cls} are trained, which no collector does: use "
+                f"diffcache.calibrate(pipe, {cls}(), prompts=[...])"
+            )
+        module, function = self.collected_by.split(":")
+        made: Collector = getattr(importlib.import_module(module), function)(self)
+        return made
 
     def load_tables(self) -> None:
         """Read `tables` if it is a file, and check it; for `__post_init__`.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from diffcache.features.base import Ability, Instead, Method, When, check_int
-from diffcache.features.instead import Reuse
+from diffcache.features.parts.instead import Reuse
 from diffcache.step import Site
 
 

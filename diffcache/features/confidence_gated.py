@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from diffcache.features.base import check_int
 from diffcache.features.combine import Combine, FeatureMethod
-from diffcache.features.instead import Taylor, check_order
-from diffcache.features.when import Gate
+from diffcache.features.parts.instead import Taylor, check_order
+from diffcache.features.parts.when import Gate
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from diffcache.features.base import Probe, When, check_int
 from diffcache.features.combine import Combine, FeatureMethod
-from diffcache.features.instead import Taylor
-from diffcache.features.when import Gate
+from diffcache.features.parts.instead import Taylor
+from diffcache.features.parts.when import Gate
 from diffcache.step import Step
 
 

@@ -13,14 +13,14 @@ from diffcache.errors import AttachError, TablesError
 from diffcache.features.base import Ability, Instead, check_threshold
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.correction import channel_axis, channels_last
-from diffcache.features.ertacache_profile import READINGS, Profile
-from diffcache.features.instead import Reuse
+from diffcache.features.parts.correction import channel_axis, channels_last
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.when import Every, Listed
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
-from diffcache.features.when import Every, Listed
 from diffcache.step import Site, Step
 
+READINGS = {"A": "factors_change", "B": "factors_norm"}  # setting -> table
 THRESHOLD = 0.3  # of a calibration that names none
 EULER = "FlowMatchEulerDiscreteScheduler"  # the one whose steps may have other lengths
 ADVICE = "set time=False"
@@ -205,6 +205,7 @@ class ERTACache(Calibrated):
   year={2025}
 }"""
 
+    collected_by: ClassVar[str] = "diffcache.offline.ertacache_collect:collector"
     schema: ClassVar[Schema] = Schema(
         {
             "reuse": Entry(("reused",), whole=True, low=1, high="steps-2", ascending=True),
@@ -276,7 +277,3 @@ class ERTACache(Calibrated):
         if self.time and self.threshold != 0 and not isinstance(self.tables, Tables):
             scheduler, config = facts["scheduler"], facts["scheduler_config"]
             check_scheduler(facts["model"], scheduler, config, ADVICE)
-
-    def collector(self) -> Profile:
-        """Return what profiles the denoiser in three passes over the prompts."""
-        return Profile(THRESHOLD if self.threshold is None else self.threshold)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from diffcache.features.combine import Combine, FeatureMethod
-from diffcache.features.instead import Reuse
-from diffcache.features.when import Gate
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.when import Gate
 
 
 @dataclass(frozen=True)

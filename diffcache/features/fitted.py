@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import isfinite
@@ -13,12 +12,12 @@ from torch import Tensor
 
 from diffcache.errors import TablesError
 from diffcache.features.base import OWN, Instead, check_int
-from diffcache.features.collect import Calibrated, Collector, RunInfo
+from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.fit import Fit
+from diffcache.features.parts.fit import Fit
+from diffcache.features.parts.when import Listed
 from diffcache.features.schema import Entry, Schema, shown
 from diffcache.features.tables import Tables
-from diffcache.features.when import Every, Listed
 from diffcache.step import Site, Step
 
 
@@ -112,6 +111,7 @@ class FittedForecast(Calibrated):
     source: ClassVar[str] = "diffcache"
     bibtex: ClassVar[str] = OWN
 
+    collected_by: ClassVar[str] = "diffcache.offline.fitted_collect:collector"
     schema: ClassVar[Schema] = Schema(
         {"products": Entry(("steps", "steps"), inner=True), "moves": Entry(("steps",))},
         header={"site": "text"},
@@ -149,99 +149,13 @@ class FittedForecast(Calibrated):
             Listed(steps, tables.steps),
             Weighted(weights, self.history),
             self.site,
-            feature=_feature(self.site),
+            feature=feature_at(self.site),
         )
 
-    def collector(self) -> Collector:
-        """Return what sums the inner products."""
-        return _Products(self.site)
 
-
-def _feature(site: Site | str) -> Any:
+def feature_at(site: Site | str) -> Any:
+    """Return what is kept at a site: an output of the model, a residual elsewhere."""
     return "output" if Site.of(site) is Site.MODEL else "residual"
-
-
-class _Products(Collector):
-    """Sums inner products of the features of all steps of a run."""
-
-    def __init__(self, site: Site | str) -> None:
-        self._site = Site.of(site)
-        self._sum: Tensor | None = None
-        self._weights: Tensor | None = None
-        self._run: dict[tuple[int, str, int], dict[int, Tensor]] = {}
-
-    def site(self) -> Combine:
-        """Return the method's site."""
-        return Combine(Every(1), site=self._site, feature=_feature(self._site))
-
-    def begin(self, run: RunInfo) -> None:
-        """Learn how far the solver moves in every step.
-
-        Raises:
-            ValueError: If the runs differ in length.
-        """
-        if self._sum is not None and len(self._sum) != run.total:
-            raise ValueError(
-                f"a run of {run.total} steps after one of {len(self._sum)}: calibrate with prompts "
-                "of one num_inference_steps"
-            )
-        self._run = {}
-        self._weights = moves(run)
-        if self._sum is None:
-            self._sum = torch.zeros(run.total, run.total, dtype=torch.float64)
-
-    def feature(self, step: Step, site: str, index: int, value: Tensor) -> Tensor | None:
-        """Keep a feature until the run ends."""
-        if self._site is not Site.MODEL:
-            self._keep(step, site, index, value)
-        return None
-
-    def output(self, step: Step, given: Tensor, value: Tensor) -> Tensor | None:
-        """Keep an output until the run ends."""
-        if self._site is Site.MODEL:
-            self._keep(step, "output", 0, value)
-        return None
-
-    def _keep(self, step: Step, site: str, index: int, value: Tensor) -> None:
-        self._run.setdefault((step.branch, site, index), {})[step.index] = value.detach().cpu()
-
-    def end(self) -> None:
-        """Add the run's inner products."""
-        assert self._sum is not None
-        for features in self._run.values():
-            steps = sorted(features)
-            stacked = torch.stack([features[s].reshape(-1).double() for s in steps])
-            self._sum[torch.tensor(steps)[:, None], torch.tensor(steps)] += stacked @ stacked.T
-        self._run = {}
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the sums."""
-        return self.tables() if self._sum is not None else {}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from the sums."""
-        self._sum, self._weights = state["products"].clone(), state["moves"].clone()
-
-    def tables(self) -> dict[str, Tensor]:
-        """Return `products` float64 [T, T] and `moves` float64 [T]."""
-        assert self._sum is not None
-        assert self._weights is not None
-        return {"products": self._sum, "moves": self._weights}
-
-    def settings(self) -> dict[str, Any]:
-        """Return the site."""
-        return {"site": self._site.value}
-
-
-def moves(run: RunInfo) -> Tensor:
-    """Return how far a first-order solver moves the sample in each step, float64 [T].
-
-    The differences of the noise levels; ones where the scheduler tells none.
-    """
-    sigmas = run.sigmas
-    if sigmas is None or len(sigmas) != run.total + 1 or not torch.isfinite(sigmas).all():
-        return torch.ones(run.total, dtype=torch.float64)
-    return (sigmas[1:] - sigmas[:-1]).double()
 
 
 @lru_cache(maxsize=64)

@@ -14,14 +14,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from diffcache.errors import TablesError, UncalibratedError
+from diffcache.errors import TablesError
 from diffcache.features.base import check_int, check_threshold, is_number
-from diffcache.features.collect import Calibrated, Collector
+from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.instead import Reuse
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.when import Table
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
-from diffcache.features.when import Table
 from diffcache.step import Site
 
 DIT_SITES = ("transformer_blocks.{}.attn1", "transformer_blocks.{}.ff")
@@ -89,7 +89,7 @@ class HarmoniCa(Calibrated):
         },
         header={"sites": "names"},
     )
-    trainer: ClassVar[str] = "diffcache.router.training:train"
+    trainer: ClassVar[str] = "diffcache.offline.harmonica.training:train"
 
     threshold: float = 0.1
     tables: Tables | str | None = None
@@ -146,17 +146,6 @@ class HarmoniCa(Calibrated):
     def compute_ratio(self) -> float:
         """Part of the sites' evaluations that is computed, above 0 to 1; sites count alike."""
         return float(self.computed().double().mean())
-
-    def collector(self) -> Collector:
-        """Raise: a router is trained with gradients, not gathered from traced runs.
-
-        Raises:
-            UncalibratedError: Always.
-        """
-        raise UncalibratedError(
-            "HarmoniCa's router is trained, which no collector does: use diffcache.calibrate(pipe, "
-            "HarmoniCa(), prompts=[...]) or diffcache.router.training.train"
-        )
 
     def check_model(self, facts: Mapping[str, Any]) -> None:
         """Raise TablesError unless the router was trained on this model and scheduler.

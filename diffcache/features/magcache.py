@@ -13,13 +13,12 @@ from diffcache.errors import AttachError
 from diffcache.features.base import When, check_int, check_threshold, is_number
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.instead import Reuse
-from diffcache.features.magcache_collect import Ratios
-from diffcache.features.published import check_models, settings_of
-from diffcache.features.published_ratios import MAGCACHE
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.published import check_models, settings_of
+from diffcache.features.parts.published_ratios import MAGCACHE
+from diffcache.features.parts.when import Every, LastComputed
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
-from diffcache.features.when import Every, LastComputed
 from diffcache.step import Step
 
 
@@ -153,6 +152,7 @@ class MagCache(Calibrated):
   year={2025}
 }"""
 
+    collected_by: ClassVar[str] = "diffcache.offline.magcache_collect:collector"
     schema: ClassVar[Schema] = Schema({"ratios": Entry(("steps",), positive=True)})
 
     threshold: float = 0.06
@@ -211,10 +211,6 @@ class MagCache(Calibrated):
         """Raise unless the ratios or the tables are for this model."""
         super().check_model(facts)
         check_models("ratios", self.models, facts)
-
-    def collector(self) -> Ratios:
-        """Return what measures the magnitude ratios of the stack's residual."""
-        return Ratios()
 
 
 def check_ratios(values: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import math
 from collections.abc import Mapping
 from types import UnionType
@@ -17,6 +18,7 @@ from diffcache.features.tables import Tables
 from diffcache.step import Site
 
 _PACKAGE = "diffcache.features."
+_ROOMS = (_PACKAGE, f"{_PACKAGE}parts.")  # files name a module without its room
 
 
 def to_plain(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -46,7 +48,7 @@ def to_plain(value: Any, tensors: dict[str, Tensor]) -> Any:
     if dataclasses.is_dataclass(value) and cls.__module__.startswith(_PACKAGE):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return {
-            "class": f"{cls.__module__.removeprefix(_PACKAGE)}:{cls.__qualname__}",
+            "class": f"{cls.__module__.rpartition('.')[2]}:{cls.__qualname__}",
             "fields": {name: to_plain(field, tensors) for name, field in fields.items()},
         }
     raise ValueError(f"{value!r} cannot be written to a file: it is no part of diffcache.features")
@@ -106,10 +108,9 @@ def _class(name: Any) -> type:
     module, _, cls = str(name).partition(":")
     found = None
     if module.isidentifier() and cls.isidentifier():
-        try:
-            found = getattr(importlib.import_module(_PACKAGE + module), cls, None)
-        except ModuleNotFoundError:
-            found = None
+        rooms = (room for room in _ROOMS if importlib.util.find_spec(room + module))
+        place = next(rooms, None)
+        found = getattr(importlib.import_module(place + module), cls, None) if place else None
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
         raise TablesError(f"{shown(name)} is no class of diffcache.features")
     return found

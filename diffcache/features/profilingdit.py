@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -14,14 +14,15 @@ from torch import Tensor
 from diffcache.features.base import When, check_int, is_number
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.decreasing import Decreasing
-from diffcache.features.instead import Reuse
-from diffcache.features.profile import OVERLAP, Foreground, ProfileCollector
+from diffcache.features.parts.decreasing import Decreasing
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.when import Every, Table
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
-from diffcache.features.when import Every, Table
 from diffcache.step import Site, Step
 
+OVERLAP = "overlap."  # with the name of a list of blocks: the name of its table
+Foreground = Tensor | Callable[[Step, Tensor], Tensor]
 _NAME = re.compile(r"(.+)\.(\d+)(?:-(\d+))?")
 _HUNYUAN_STEPS = (6, 18, 26, 32, 38, 42, 46, 48)
 
@@ -78,6 +79,7 @@ class ProfilingDiT(Calibrated):
   year={2025}
 }"""
 
+    collected_by: ClassVar[str] = "diffcache.offline.profilingdit_collect:collector"
     schema: ClassVar[Schema] = Schema({OVERLAP + "*": Entry(("blocks",), low=0, high=1, gaps=True)})
 
     background: tuple[str, ...] | str | None = None
@@ -159,10 +161,6 @@ class ProfilingDiT(Calibrated):
         if blocks is None:
             blocks = background_of(self.measured(), self.share)
         return self._combine(merged(blocks), self._when())
-
-    def collector(self) -> ProfileCollector:
-        """Return a collector that measures where the blocks attend to."""
-        return ProfileCollector(self.sampled, self.text, self.foreground)
 
     def _combine(self, blocks: tuple[str, ...], when: When) -> Combine:
         if not blocks:

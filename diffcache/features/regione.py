@@ -13,13 +13,13 @@ from diffcache.errors import AttachError
 from diffcache.features.base import Ability, check_int, is_number
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.instead import Reuse
-from diffcache.features.region_mask import Planned, RegionPlan
-from diffcache.features.regione_ratios import STEPS, Ratios, scaled
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.region_mask import Planned, RegionPlan
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
 from diffcache.step import Site
 
+STEPS = 28  # of the published ratios
 _KONTEXT = (
     ".8352 .9986 1.0090 1.0097 1.0161 1.0152 1.0160 1.0173 1.0177 1.0199 1.0213 1.0203 1.0257 "
     "1.0236 1.0235 1.0278 1.0302 1.0311 1.0352 1.0371 1.0391 1.0459 1.0498 1.0581 1.0693 1.0866 "
@@ -139,6 +139,7 @@ class RegionE(Calibrated):
   year={2026}
 }"""
 
+    collected_by: ClassVar[str] = "diffcache.offline.regione_collect:collector"
     schema: ClassVar[Schema] = Schema({"gamma": Entry(("steps-1",))})
 
     model: str = "flux-kontext"
@@ -217,9 +218,10 @@ class RegionE(Calibrated):
         """Return feature reuse, and the plan that the attachment carries out on the tokens."""
         return (*super().abilities(), self.plan())
 
-    def collector(self) -> Ratios:
-        """Return what fits the ratios of another model or number of steps."""
-        return Ratios(self.plan().threshold, self.warmup)
+
+def scaled(value: int, total: int) -> int:
+    """Return a number of steps in 28 as one in `total`; only 0 becomes 0."""
+    return value and max(1, round(value * total / STEPS))
 
 
 def _check_published(model: str, denoiser: object) -> None:

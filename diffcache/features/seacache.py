@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import AttachError
-from diffcache.features.accumulated import Accumulated, Indicator
 from diffcache.features.base import Ability, check_int, check_threshold, is_number
 from diffcache.features.combine import Combine, FeatureMethod
-from diffcache.features.instead import Newton
-from diffcache.features.when import Every
+from diffcache.features.parts.accumulated import Accumulated, Indicator
+from diffcache.features.parts.instead import Newton
+from diffcache.features.parts.when import Every
 from diffcache.step import Scene, Step
 
 ADVICE = "pass grid=(height, width) or (frames, height, width) in tokens, or use TeaCache"

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from diffcache.digest import bits_of
 from diffcache.errors import TablesError
-from diffcache.features.resume import bits_of
 from diffcache.features.schema import Schema, header_fault, shown, tensors_fault
 
 FORMAT = "diffcache.tables/1"

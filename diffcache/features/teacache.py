@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from diffcache.errors import AttachError, TablesError
-from diffcache.features.accumulated import Accumulated, Rescaled
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.instead import Reuse
-from diffcache.features.published import TEACACHE, check_models, settings_of
+from diffcache.features.parts.accumulated import Accumulated, Rescaled
+from diffcache.features.parts.instead import Reuse
+from diffcache.features.parts.published import TEACACHE, check_models, settings_of
+from diffcache.features.parts.when import Every
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
-from diffcache.features.teacache_collect import Changes
-from diffcache.features.when import Every
 
 Input = Literal["modulated", "time", "time-projection"]
 INPUTS: tuple[Input, ...] = get_args(Input)
@@ -92,6 +91,7 @@ class TeaCache(Calibrated):
   year={2025}
 }"""
 
+    collected_by: ClassVar[str] = "diffcache.offline.teacache_collect:collector"
     schema: ClassVar[Schema] = Schema(
         {
             "coefficients": Entry(("degree+1",)),
@@ -157,11 +157,11 @@ class TeaCache(Calibrated):
             rescaled,
             warmup=self.warmup,
             last=self.last,
-            of=self._input(),
+            of=self.compared(),
             by_branch=self.by_branch,
         )
 
-    def _input(self) -> Input:
+    def compared(self) -> Input:
         """Return what is compared."""
         if not isinstance(self.tables, Tables):
             return self.input or "modulated"
@@ -191,10 +191,6 @@ class TeaCache(Calibrated):
             f"are for {BY_TIME[family]}; name it, or pass input='modulated' for a polynomial that "
             "was fitted to the modulated input"
         )
-
-    def collector(self) -> Changes:
-        """Return what notes how the output changes where the input does."""
-        return Changes(self.degree, self._input())
 
 
 def check_degree(value: object) -> None:

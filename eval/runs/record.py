@@ -16,7 +16,6 @@ from torch import Tensor
 
 import diffcache
 from diffcache.attach.conditions import tables_of
-from diffcache.calibration import prompt_hash
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.pixels import ms_ssim_variant
 from diffcache.eval.prompts import HALF, HELD_OUT
@@ -28,6 +27,7 @@ from diffcache.eval.runs.folder import CaseFolder
 from diffcache.eval.runs.lines import evaluations, shares
 from diffcache.eval.runs.task import Case, code_sha256, versions
 from diffcache.features.base import Method
+from diffcache.offline.calibrate import prompt_hash
 from diffcache.pipelines.demo.saved import DTYPES
 
 _ENOUGH = 2000

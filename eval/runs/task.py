@@ -19,7 +19,7 @@ from diffcache.pipelines.demo.saved import check_dtype
 
 Kind = Literal["uncached", "method", "fewer steps"]
 _PACKAGE = Path(diffcache.__file__).parent
-_CODE = ("step.py", "features", "attach", "kernels", "quant")
+_CODE = ("step.py", "digest.py", "features", "attach", "kernels", "quant")
 _SMALL_BYTES = 1 << 20
 
 

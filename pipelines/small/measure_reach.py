@@ -23,10 +23,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 import diffcache
-from diffcache.calibration import calibrate
 from diffcache.catalog import make_method
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
+from diffcache.offline.calibrate import calibrate
 from diffcache.pipelines.policy import DiffusionPolicyPipeline, rollout
 from diffcache.pipelines.small import reach, train_reach
 from diffcache.pipelines.small.method_cost import denoiser_flops, ratio_in_turn

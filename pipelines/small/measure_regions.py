@@ -24,10 +24,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 import diffcache
-from diffcache.calibration import calibrate
 from diffcache.catalog import make_method
 from diffcache.features.base import Method
 from diffcache.features.regione import RegionE
+from diffcache.offline.calibrate import calibrate
 from diffcache.pipelines.small.checkpoint import write_tensors
 from diffcache.pipelines.small.classifier import read
 from diffcache.pipelines.small.edits import draw_edits, instruction, judge, target_shown

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from diffcache import TemporalTable
-from diffcache.calibration import Plan, header_of, prompt_hash
 from diffcache.eval.offline import inputs_of
 from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.folder import batches
 from diffcache.eval.runs.record import calibrated_on
 from diffcache.eval.runs.task import Task
 from diffcache.features.fitted import FittedForecast
+from diffcache.offline.calibrate import Plan, header_of, prompt_hash
 from diffcache.pipelines.small.flux import DIRECTORY
 from tests.calibration.shapes_flux import PROMPTS
 

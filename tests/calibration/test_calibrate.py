@@ -9,14 +9,14 @@ import torch
 
 import diffcache
 from diffcache import Combine, FittedForecast, Listed, Tables
-from diffcache.calibration import Plan
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.collect import Collector
+from diffcache.offline.calibrate import Plan
+from diffcache.offline.tracing import Watch
+from diffcache.offline.tune.trial import Bench
 from diffcache.pipelines.small.flux import CALL
 from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.step import Step
-from diffcache.tuning.trial import Bench
-from diffcache.watching import Watch
 from tests.calibration.shapes_flux import PROMPTS, SETTINGS, STEPS, draw
 
 
@@ -39,7 +39,7 @@ def test_the_tables_are_inner_products_of_the_features(pipe, calibrated):
         def tables(self):
             return {}
 
-    from diffcache.watching import call_pipeline
+    from diffcache.offline.tracing import call_pipeline
 
     expected = 0
     for number, batch in enumerate((PROMPTS[:2], PROMPTS[2:])):

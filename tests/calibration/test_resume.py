@@ -9,9 +9,9 @@ from PIL import Image
 
 import diffcache
 from diffcache import FittedForecast, Tables
-from diffcache.calibration import Plan
+from diffcache.digest import content
 from diffcache.errors import TablesError
-from diffcache.features.resume import content
+from diffcache.offline.calibrate import Plan
 from tests.calibration.shapes_flux import PROMPTS, SETTINGS
 
 

@@ -9,10 +9,10 @@ import torch
 import diffcache
 from diffcache import Combine, FittedForecast, Listed, Tables, Taylor
 from diffcache.errors import AttachError, TablesError
+from diffcache.offline.tune.search import Goal, front_of
+from diffcache.offline.tune.space import moves, schedules
+from diffcache.offline.tune.trial import Bench, Trial, psnr
 from diffcache.pipelines.small.flux import CALL
-from diffcache.tuning.search import Goal, front_of
-from diffcache.tuning.space import moves, schedules
-from diffcache.tuning.trial import Bench, Trial, psnr
 from tests.calibration.shapes_flux import PROMPTS, SETTINGS, STEPS, draw
 
 

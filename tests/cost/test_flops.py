@@ -17,7 +17,7 @@ from diffcache import AttachError, CacheWarning, Combine, Every, FirstBlock, Tay
 from diffcache.attach.flops import _refuses_modes
 from diffcache.eval.cost import flops
 from diffcache.features.base import Probe
-from diffcache.features.when import Gate
+from diffcache.features.parts.when import Gate
 from diffcache.pipelines.small import flux
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.pipelines.zoo.pipes import pipes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from diffcache.calibration import calibrate
 from diffcache.features.bac import BAC
 from diffcache.features.tables import Tables
+from diffcache.offline.calibrate import calibrate
 from diffcache.pipelines.policy import DiffusionPolicyPipeline, scheduler
 from diffcache.pipelines.policy_transformer import TransformerForDiffusion
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from diffcache.attach.time_table import COUNTED
+from diffcache.attach.extensions.lookup import COUNTED
 
 
 class Block(nn.Module):

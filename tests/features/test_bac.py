@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.calibration import calibrate
 from diffcache.errors import TablesError, UncalibratedError
 from diffcache.features.bac import BAC
 from diffcache.features.combine import Combine
-from diffcache.features.when import Table
+from diffcache.features.parts.when import Table
+from diffcache.offline.calibrate import calibrate
 from diffcache.pipelines.zoo.pipes import pipes
 from tests.features.bac_policy import (
     SITES,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from diffcache.calibration import calibrate
-from diffcache.features.bac import BAC
-from diffcache.features.bac_collect import METRICS, THIN, PairCollector, compare
+from diffcache.features.bac import BAC, METRICS
 from diffcache.features.collect import RunInfo
+from diffcache.offline.bac_collect import THIN, PairCollector, compare
+from diffcache.offline.calibrate import calibrate
 from diffcache.step import Step
 from tests.features.bac_policy import SITES, STEPS, observations, tiny_policy
 

@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 
-from diffcache.features.bac import BAC, bubble, is_feed_forward, layer_of, widest
-from diffcache.features.bac_collect import METRICS
+from diffcache.features.bac import BAC, METRICS, bubble, is_feed_forward, layer_of, widest
 from tests.features.bac_policy import SITES, STEPS, random_pairs, tables
 
 

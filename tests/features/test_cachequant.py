@@ -12,9 +12,9 @@ from torch import Tensor
 
 from diffcache.errors import TablesError
 from diffcache.features.cachequant import CacheQuant, Corrected
-from diffcache.features.cachequant_collect import CacheQuantCollector, segment_bounds
 from diffcache.features.collect import RunInfo
 from diffcache.features.tables import Tables
+from diffcache.offline.cachequant_collect import CacheQuantCollector, segment_bounds
 from diffcache.step import Step
 
 SITE = "up_blocks.0"

@@ -16,11 +16,11 @@ from diffcache.attach.facts import facts_of
 from diffcache.attach.handle import Handle
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.cachequant import CacheQuant
-from diffcache.features.cachequant_collect import CacheQuantCollector
 from diffcache.features.collect import Observer, RunInfo
 from diffcache.features.tables import Tables
+from diffcache.offline.cachequant_collect import CacheQuantCollector
+from diffcache.offline.tracing import Traced
 from diffcache.step import Step
-from diffcache.watching import Traced
 
 
 @pytest.fixture(autouse=True)

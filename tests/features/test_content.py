@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffcache.features.resume import bits_of, content
+from diffcache.digest import bits_of, content
 from diffcache.features.tables import Tables
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffcache.features.correction import AffineSums
+from diffcache.features.parts.correction import AffineSums
 
 
 def pairs(n: int = 200, c: int = 3, noise: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from diffcache.features.dynamic import adjacent_costs, anchor_costs, best_starts
+from diffcache.features.parts.dynamic import adjacent_costs, anchor_costs, best_starts
 
 
 def brute_force(cost, count, shortest=1, longest=None, *, maximise=False):

@@ -9,8 +9,8 @@ import torch
 from diffcache.errors import TablesError, UncalibratedError
 from diffcache.features.collect import RunInfo
 from diffcache.features.ertacache import ERTACache, SigmaRule, adjust
-from diffcache.features.ertacache_profile import Profile
 from diffcache.features.tables import Tables
+from diffcache.offline.ertacache_collect import Profile
 from diffcache.step import Step
 
 STEPS = 10

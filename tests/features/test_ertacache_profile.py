@@ -8,8 +8,8 @@ import torch
 from diffcache.errors import AttachError
 from diffcache.features.collect import RunInfo
 from diffcache.features.ertacache import ERTACache, Rectified
-from diffcache.features.ertacache_profile import Profile, factor_of, fitted
 from diffcache.features.tables import Tables
+from diffcache.offline.ertacache_collect import Profile, factor_of, fitted
 from diffcache.step import Step
 
 STEPS = 10

@@ -8,11 +8,12 @@ import torch
 from diffcache import Step
 from diffcache.errors import TablesError, UncalibratedError
 from diffcache.features.collect import RunInfo
-from diffcache.features.fit import Fit
-from diffcache.features.fitted import FittedForecast, Weighted, moves
+from diffcache.features.fitted import FittedForecast, Weighted
+from diffcache.features.parts.fit import Fit
 from diffcache.features.plain import from_plain, to_plain
 from diffcache.features.tables import Tables
 from diffcache.features.tuned import Tuned
+from diffcache.offline.fitted_collect import moves
 
 TOTAL = 9
 

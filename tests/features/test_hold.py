@@ -5,7 +5,7 @@ import torch
 
 import diffcache
 from diffcache import Newton, Reuse, Step, Taylor, TaylorSeer
-from diffcache.features.hold import Hold, mapped, pack
+from diffcache.features.parts.hold import Hold, mapped, pack
 from diffcache.pipelines.zoo.catalog import cases
 
 STEPS = 7

@@ -10,9 +10,9 @@ import diffcache
 from diffcache.errors import AttachError, TablesError, UncalibratedError
 from diffcache.features.collect import RunInfo
 from diffcache.features.magcache import MagCache, ratio_at
-from diffcache.features.magcache_collect import Ratios
 from diffcache.features.tables import Tables
 from diffcache.features.temporal_table import TemporalTable
+from diffcache.offline.magcache_collect import Ratios
 from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.step import Step
 

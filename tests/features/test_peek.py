@@ -12,8 +12,8 @@ import torch
 import diffcache
 from diffcache.attach.reuse.peek import watch
 from diffcache.errors import AttachError
-from diffcache.features.accumulated import Accumulated
 from diffcache.features.combine import Combine
+from diffcache.features.parts.accumulated import Accumulated
 from diffcache.features.teacache import TeaCache
 from diffcache.pipelines.zoo.catalog import cases
 from tests.internals import reuse_in

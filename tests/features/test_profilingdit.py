@@ -10,9 +10,9 @@ from torch import nn
 
 import diffcache
 from diffcache.errors import AttachError, TablesError, UncalibratedError
+from diffcache.features.parts.when import Table
 from diffcache.features.profilingdit import Decreasing, ProfilingDiT, merged
 from diffcache.features.tables import Tables
-from diffcache.features.when import Table
 from diffcache.pipelines.zoo.case import randomize
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.step import Step

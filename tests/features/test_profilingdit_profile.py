@@ -6,12 +6,17 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.calibration import calibrate
 from diffcache.features.collect import RunInfo
-from diffcache.features.foreground import above_otsu, foreground_of, patches, token_grid
-from diffcache.features.profile import ProfileCollector, likeness, overlap, received_attention
 from diffcache.features.profilingdit import ProfilingDiT, background_of
 from diffcache.features.tables import Tables
+from diffcache.offline.calibrate import calibrate
+from diffcache.offline.foreground import above_otsu, foreground_of, patches, token_grid
+from diffcache.offline.profilingdit_collect import (
+    ProfileCollector,
+    likeness,
+    overlap,
+    received_attention,
+)
 from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.step import Step
 
@@ -21,7 +26,7 @@ def test_received_attention_is_the_mean_of_the_whole_map(monkeypatch):
     scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) / 8**0.5
     expected = scores.softmax(-1).mean((1, 2))
     assert torch.allclose(received_attention(query, key), expected, atol=1e-6)
-    monkeypatch.setattr("diffcache.features.profile.CHUNK", 300)  # two rows at a time
+    monkeypatch.setattr("diffcache.offline.profilingdit_collect.CHUNK", 300)  # two rows at a time
     assert torch.allclose(received_attention(query, key), expected, atol=1e-6)
     some = received_attention(query, key, queries=5)
     places = [i * 17 // 5 for i in range(5)]

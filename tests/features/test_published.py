@@ -8,8 +8,8 @@ import torch
 import diffcache
 from diffcache.errors import AttachError
 from diffcache.features.magcache import MagCache
-from diffcache.features.published import TEACACHE
-from diffcache.features.published_ratios import MAGCACHE
+from diffcache.features.parts.published import TEACACHE
+from diffcache.features.parts.published_ratios import MAGCACHE
 from diffcache.features.teacache import BY_TIME, TeaCache
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.step import Step

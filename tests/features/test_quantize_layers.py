@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffcache.features.quantize_layers import LayerCalibration
+from diffcache.offline.quantize_layers import LayerCalibration
 
 
 def layers(official: bool = False) -> LayerCalibration:

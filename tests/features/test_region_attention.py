@@ -233,7 +233,7 @@ def test_a_sample_without_edits_moves_straight_beside_one_with() -> None:
         choose = extension.stepping
 
         def none_of_the_first(run: Any, *given: Any) -> None:
-            from diffcache.features.region_mask import rows_of
+            from diffcache.features.parts.region_mask import rows_of
 
             choose(run, *given)
             progress = run.storage[extension]

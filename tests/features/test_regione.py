@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffcache.errors import AttachError, TablesError
-from diffcache.features.region_mask import (
+from diffcache.features.parts.region_mask import (
     edited_tokens,
     gather,
     rows_of,

@@ -15,9 +15,9 @@ from diffcache.catalog import METHODS, make_method, method_class
 from diffcache.errors import TablesError
 from diffcache.features.collect import Calibrated
 from diffcache.features.fitted import Weighted
+from diffcache.features.parts.when import Listed
 from diffcache.features.plain import to_plain
 from diffcache.features.tables import FORMAT, Tables
-from diffcache.features.when import Listed
 
 SHIPPED = Path(diffcache.__file__).parent / "assets" / "tables"
 WITH_TABLES = [n for n in METHODS if issubclass(method_class(n), (Calibrated, Tuned))]

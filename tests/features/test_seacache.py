@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.attach.scene import grids_of, weights_of
+from diffcache.attach.extensions.noise_level import grids_of, weights_of
 from diffcache.errors import AttachError
 from diffcache.features.seacache import Filtered, SeaCache, gain, grid_of
 from diffcache.pipelines.zoo.pipes import pipes

@@ -8,12 +8,12 @@ import torch
 import diffcache
 from diffcache.attach.anchor import owner_of
 from diffcache.errors import TablesError, UncalibratedError
-from diffcache.features.accumulated import Accumulated, Rescaled
 from diffcache.features.collect import RunInfo
 from diffcache.features.combine import Combine
+from diffcache.features.parts.accumulated import Accumulated, Rescaled
 from diffcache.features.tables import Tables
 from diffcache.features.teacache import TeaCache
-from diffcache.features.teacache_collect import Changes, fit
+from diffcache.offline.teacache_collect import Changes, fit
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.step import Step
 

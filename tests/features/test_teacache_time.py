@@ -12,8 +12,8 @@ from torch import nn
 import diffcache
 from diffcache.attach.reuse.time_peek import Watch
 from diffcache.errors import AttachError, TablesError
-from diffcache.features.accumulated import Accumulated, Rescaled
 from diffcache.features.combine import Combine
+from diffcache.features.parts.accumulated import Accumulated, Rescaled
 from diffcache.features.tables import Tables
 from diffcache.features.teacache import BY_TIME, TeaCache
 from diffcache.features.temporal_table import TemporalTable

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.attach.time_table import COUNTED
+from diffcache.attach.extensions.lookup import COUNTED
 from diffcache.features.taylorseer import TaylorSeer
 from diffcache.features.temporal_table import TemporalTable
 from diffcache.pipelines.zoo.catalog import cases

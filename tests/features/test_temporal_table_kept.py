@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.attach.book import alike, rounded_copy
+from diffcache.attach.extensions.lookup_entries import alike, rounded_copy
 from diffcache.features.temporal_table import (
     TemporalTable,
     disturbance,
@@ -28,7 +28,7 @@ def test_rows_that_are_alike_are_kept_once():
         sizes = []
         for batch in (1, 8):
             toy_run(model, batch=batch)
-            sizes.append(table_of(handle).book.nbytes)
+            sizes.append(table_of(handle).table.nbytes)
             table_of(handle).clear()
     assert sizes[0] == 3 * 5 * 6 * 4 and sizes[1] < 4 * sizes[0]  # up to rounding by place
 
@@ -37,15 +37,15 @@ def test_more_conditions_than_entries():
     model = toy()
     plain, label = toy_run(model, steps=5), torch.randn(6)
     with diffcache.wrapped(model, TemporalTable(entries=4)) as handle:
-        book = table_of(handle).book
+        table = table_of(handle).table
         for _ in range(3):  # a run that is too long keeps its first four steps
             assert torch.equal(toy_run(model, steps=5), plain)
-            assert len(book.pages) == 4
+            assert len(table.conditions) == 4
         hits = [call[1] if call else 0 for call in counts(handle)]
         assert hits == [5, 5, 5, 5, 0]
         for _ in range(2):  # another prompt: two steps, of the timestep alone and with the label
             toy_run(model, steps=2, label=label)
-        assert counts(handle)[-1] == (0, 5) and len(book.pages) == 4
+        assert counts(handle)[-1] == (0, 5) and len(table.conditions) == 4
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -85,13 +85,13 @@ def test_a_rounded_table_is_half_a_step_off(bits, scale):
     method = TemporalTable(bits=bits, scale=scale)
     with diffcache.wrapped(model, TemporalTable()) as handle:
         toy_run(model)
-        exact = [dict(page) for page in table_of(handle).book.pages.values()]
+        exact = [dict(page) for page in table_of(handle).table.conditions.values()]
     with diffcache.wrapped(model, method) as handle:
         assert torch.equal(toy_run(model), plain)  # what it computes it uses
         second = toy_run(model)
         third = toy_run(model)
         assert counts(handle) == [(0, 5)] * 3
-        found = list(table_of(handle).book.pages.values())
+        found = list(table_of(handle).table.conditions.values())
     assert torch.equal(second, third) and not torch.equal(second, plain)
     steps = {}
     for pages in zip(exact, found, strict=True):
@@ -129,7 +129,7 @@ def test_the_closer_maintenance_is_kept(by):
     with diffcache.wrapped(model, TemporalTable(bits=8, keep="closer", by=by)) as handle:
         toy_run(model)
         second = toy_run(model)
-        pages = list(table_of(handle).book.pages.values())
+        pages = list(table_of(handle).table.conditions.values())
         ran = [count[0] for count in counts(handle)]
         assert torch.equal(toy_run(model), second)
     layers = 0
@@ -149,7 +149,7 @@ def test_the_layer_alone_is_the_rounded_layer():
         toy_run(model)
         second = toy_run(model)
         assert counts(handle) == [(5, 0)] * 3
-        assert table_of(handle).book.nbytes > 0
+        assert table_of(handle).table.nbytes > 0
     twin = toy()
     for path in ALL:
         parent, _, child = path.rpartition(".")

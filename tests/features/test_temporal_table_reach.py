@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import diffcache
-from diffcache.attach.depend import time_sites
+from diffcache.attach.extensions.lookup_sites import time_sites
 from diffcache.features.temporal_table import TemporalTable
 from tests.features.temporal_toys import ALL, Block, Toy, counts, state_of, table_of, toy, toy_run
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import diffcache
-from diffcache.attach.weights import Weights, checksum
+from diffcache.attach.extensions.lookup_weights import Weights, checksum
 from diffcache.features.temporal_table import TemporalTable
 from tests.features.temporal_toys import counts, toy, toy_run
 

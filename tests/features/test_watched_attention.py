@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache import watching
+from diffcache.offline import tracing
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.step import CURRENT, Step
 
@@ -31,14 +31,14 @@ class Noted:
 
 def noted(name: str, by_mode: bool) -> list[tuple[str, Tensor, Tensor]]:
     model, collector = CASES[name].build(0), Noted()
-    paths = [f"{site.parent}.{site.child}" for site in watching.anatomy_of(model).modules
+    paths = [f"{site.parent}.{site.child}" for site in tracing.anatomy_of(model).modules
              if site.kind == "attention"]  # fmt: skip
-    watch: Any = watching._attention_watch(model, [collector])  # type: ignore[list-item]
-    assert isinstance(watch, watching._AttentionMode) == (name in OTHERS)
+    watch: Any = tracing._attention_watch(model, [collector])  # type: ignore[list-item]
+    assert isinstance(watch, tracing._AttentionMode) == (name in OTHERS)
     if by_mode:
         if name in SERVED:
             watch.remove()
-        watch = watching._AttentionMode(model, [collector], paths)  # type: ignore[list-item]
+        watch = tracing._AttentionMode(model, [collector], paths)  # type: ignore[list-item]
     token = CURRENT.set(SimpleNamespace(step=Step(0, total=1)))
     try:
         with watch, torch.no_grad():

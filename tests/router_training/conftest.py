@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from diffcache.offline.harmonica.mixing import Mixer
+from diffcache.offline.harmonica.replay import Replay
 from diffcache.pipelines.zoo.pipes import pipes
-from diffcache.router.mixing import Mixer
-from diffcache.router.replay import Replay
 from tests.router_training.dit_loop import CALL, SITES, STEPS
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffcache.router.mixing import image_errors
+from diffcache.offline.harmonica.mixing import image_errors
 from tests.router_training.dit_loop import SITES, STEPS, Loop, causes_of
 
 

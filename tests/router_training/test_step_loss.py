@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffcache.router.mixing import step_loss
+from diffcache.offline.harmonica.mixing import step_loss
 from tests.router_training.dit_loop import SITES, Loop
 
 

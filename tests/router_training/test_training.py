@@ -6,11 +6,18 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.calibration import Plan, calibrate
 from diffcache.errors import TablesError
 from diffcache.features.harmonica import HarmoniCa
-from diffcache.router.replay import Replay
-from diffcache.router.training import COLUMNS, _drawn, _generator, curve_of, draw_curve, train
+from diffcache.offline.calibrate import Plan, calibrate
+from diffcache.offline.harmonica.replay import Replay
+from diffcache.offline.harmonica.training import (
+    COLUMNS,
+    _drawn,
+    _generator,
+    curve_of,
+    draw_curve,
+    train,
+)
 from tests.router_training.dit_loop import SITES, Loop, causes_of
 
 
@@ -109,7 +116,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def test_an_interrupted_training_ends_with_the_same_logits(pipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("diffcache.router.training.SAVE_EVERY", 2)
+    monkeypatch.setattr("diffcache.offline.harmonica.training.SAVE_EVERY", 2)
     method = HarmoniCa(epochs=5, rate=0.1, beta=1e-4, refresh=6)
     plan = dict(steps=2, batch_size=1)
     whole = train(pipe, method, plan_of(**plan)).measured()
@@ -131,7 +138,7 @@ def test_an_interrupted_training_ends_with_the_same_logits(pipe, tmp_path, monke
 
 
 def test_the_state_of_another_training_is_refused(pipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("diffcache.router.training.SAVE_EVERY", 1)
+    monkeypatch.setattr("diffcache.offline.harmonica.training.SAVE_EVERY", 1)
 
     def stop(done, total, word):
         raise Stopped
@@ -152,7 +159,7 @@ def test_the_state_of_another_training_is_refused(pipe, tmp_path, monkeypatch):
 
 
 def test_fewer_epochs_than_were_trained_are_refused(pipe, tmp_path, monkeypatch):
-    monkeypatch.setattr("diffcache.router.training.SAVE_EVERY", 1)
+    monkeypatch.setattr("diffcache.offline.harmonica.training.SAVE_EVERY", 1)
 
     def full(tensors, path, metadata=None):
         raise OSError("No space left on device")

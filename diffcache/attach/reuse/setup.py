@@ -13,7 +13,7 @@ from diffcache.attach.reuse.layout import Layout
 from diffcache.features.base import Instead, Method
 from diffcache.features.collect import Observer
 from diffcache.features.combine import Combine
-from diffcache.features.hold import Hold
+from diffcache.features.parts.hold import Hold
 from diffcache.step import Site
 
 KINDS = 32  # kinds of calls that are remembered; a run rarely has more than a few

@@ -1,0 +1,1 @@
+"""Abilities of methods beside feature reuse, each carried out by one extension."""

@@ -1,0 +1,141 @@
+"""When to compute: where the changes of an indicator, step by step, added up."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from diffcache.features.base import Probe, When, check_bool, check_int, check_threshold
+from diffcache.features.parts.when import relative_l1
+from diffcache.step import Step
+
+
+class Indicator(ABC):
+    """Turns a probe into what is compared from step to step, and changes into errors."""
+
+    def see(self, probe: Tensor, step: Step) -> Tensor:
+        """Return what is compared; a tensor of its own."""
+        return probe.detach().clone()
+
+    @abstractmethod
+    def error(self, change: float) -> float:
+        """Return what a relative L1 change counts for."""
+
+
+@dataclass(frozen=True)
+class Rescaled(Indicator):
+    """A polynomial of the change.
+
+    Args:
+        coefficients: Highest power first; (1, 0) is the change itself.
+        low: Changes below it count as it.
+        high: Changes above it count as it: a polynomial means nothing outside of what it was
+            fitted to.
+    """
+
+    coefficients: tuple[float, ...] = (1.0, 0.0)
+    low: float = -math.inf
+    high: float = math.inf
+
+    def error(self, change: float) -> float:
+        """Return the polynomial's value."""
+        total, change = 0.0, min(max(change, self.low), self.high)
+        for coefficient in self.coefficients:
+            total = total * change + coefficient
+        return total
+
+
+@dataclass
+class Sum:
+    """What an accumulating gate knows of a run.
+
+    Attributes:
+        anchor: The last computed step, -1 before the first.
+        index: The last step that was seen.
+        total: What the changes of the steps behind the anchor count for.
+        value: What was seen at that step.
+    """
+
+    anchor: int = -1
+    index: int = -1
+    total: float = 0.0
+    value: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Accumulated(When):
+    """Skip while the changes of an indicator, step by step, add up to little.
+
+    The first steps are always computed, and the last one if `last` says so; after a computed step
+    the sum starts at 0. The question whether to compute leaves in the state what was seen at the
+    step; asked again, the answer is the same.
+
+    Args:
+        threshold: Sums below it skip the step; 0 turns the cache off.
+        indicator: What is compared, and what its change counts for.
+        warmup: First steps that are always computed, at least 1.
+        longest: Steps that are skipped in a row at most, None for any number.
+        last: Whether the last step of the run is always computed.
+        of: Which probe: the `modulated` input of the first attention, the `time` embedding, or its
+            `time-projection`.
+        by_branch: Whether every guidance branch adds up its own changes and decides for itself.
+
+    Raises:
+        ValueError: If a value is out of its range.
+    """
+
+    threshold: float
+    indicator: Indicator = field(default_factory=Rescaled)
+    warmup: int = 1
+    longest: int | None = None
+    last: bool = True
+    of: Probe = "modulated"
+    by_branch: bool = False
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold, " (0 turns the cache off)")
+        check_int("warmup", self.warmup, 1, " (the first step has nothing to stand in for it)")
+        if self.longest is not None:
+            check_int("longest", self.longest, 1, " (None for any number)")
+        for name in ("last", "by_branch"):
+            check_bool(name, getattr(self, name))
+
+    @property
+    def probe(self) -> Probe:
+        """Return which probe is compared from step to step."""
+        return self.of
+
+    def init(self) -> Sum:
+        """Return an empty run."""
+        return Sum()
+
+    def should_compute(self, state: Sum, step: Step, probe: Tensor | None) -> bool:
+        """Return whether the sum reached the threshold."""
+        if state.value is None or step.index == state.anchor or (self.last and step.is_last):
+            return True
+        limit = math.inf if self.longest is None else self.longest
+        if step.index < self.warmup or step.index - state.anchor > limit:
+            return True
+        if probe is None:
+            raise ValueError(f"a gate needs a probe, and was given none ({self.of})")
+        if step.index != state.index:
+            value = self.indicator.see(probe, step)
+            if value.shape != state.value.shape:  # other tokens, which cannot be compared
+                return True
+            change = relative_l1(state.value, value, "forecast", step.ranks)
+            state.total += self.indicator.error(change)
+            state.index, state.value = step.index, value
+        return not state.total < self.threshold
+
+    def computed(self, state: Sum, step: Step, probe: Tensor | None) -> None:
+        """Start the sum anew."""
+        if step.index != state.index and probe is not None:
+            state.index, state.value = step.index, self.indicator.see(probe, step)
+        state.anchor, state.total = step.index, 0.0
+
+    def held(self, state: Sum) -> list[Tensor]:
+        """Return what was seen last."""
+        return [] if state.value is None else [state.value]

@@ -1,0 +1,255 @@
+"""When to compute: every n steps, listed steps, a table by site, or a gate on a probe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcache.features.base import Instead, Probe, When, check_int, check_threshold
+from diffcache.features.parts.instead import Reuse
+from diffcache.step import Step
+
+
+@dataclass
+class LastComputed:
+    """The index of the last computed step of a run."""
+
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class Every(When):
+    """Compute the first `warmup` steps, then one step in `every`.
+
+    After the warm-up `every - 1` steps are skipped between computed ones; the last step is not
+    forced (TaylorSeer, official schedule; FORA with `warmup=1`).
+
+    Args:
+        every: Interval in steps; 1 computes all.
+        warmup: First steps that are always computed, at least 1.
+
+    Raises:
+        ValueError: If `every` or `warmup` is below 1.
+    """
+
+    every: int
+    warmup: int = 1
+
+    def __post_init__(self) -> None:
+        check_int("every", self.every, 1, " (1 turns the cache off)")
+        check_int("warmup", self.warmup, 1, " (the first step has nothing to stand in for it)")
+
+    def init(self) -> LastComputed:
+        """Return an empty run."""
+        return LastComputed()
+
+    def should_compute(self, state: LastComputed, step: Step, probe: Tensor | None) -> bool:
+        """Return whether the step is warm-up or `every` steps after the last computed one."""
+        return (
+            state.index is None
+            or step.index < self.warmup
+            or step.index - state.index >= self.every
+        )
+
+    def computed(self, state: LastComputed, step: Step, probe: Tensor | None) -> None:
+        """Start the interval anew."""
+        state.index = step.index
+
+
+@dataclass(frozen=True)
+class Listed(When):
+    """Compute the listed steps; the first step is always computed.
+
+    Args:
+        steps: Step indices from 0.
+        total: Number of steps of the runs the list is made for, None for any.
+
+    Raises:
+        ValueError: If `steps` holds anything but whole numbers of at least 0 and below `total`.
+    """
+
+    steps: tuple[int, ...]
+    total: int | None = None
+
+    def __init__(self, steps: Iterable[int], total: int | None = None) -> None:
+        listed = tuple(sorted(set(steps)))
+        if total is not None:
+            check_int("total", total, 1)
+        for index in listed:
+            check_int("steps", index, 0)
+            if total is not None and index >= total:
+                raise ValueError(f"steps: {index} is beyond total={total}")
+        object.__setattr__(self, "steps", listed)
+        object.__setattr__(self, "total", total)
+
+    def init(self) -> None:
+        """Return nothing: the list is all there is."""
+
+    def should_compute(self, state: None, step: Step, probe: Tensor | None) -> bool:
+        """Return whether the step is listed."""
+        return step.index == 0 or step.index in self.steps
+
+
+@dataclass(frozen=True)
+class Table(When):
+    """Compute every site at its own steps.
+
+    Args:
+        steps: Site name -> indices of its computed steps, from 0; the first step is always
+            computed. Sites that are not named are computed at every step.
+        total: Number of steps of the runs it is made for, None for any.
+
+    Raises:
+        ValueError: If no site is named, or a step is no whole number from 0 to `total - 1`.
+    """
+
+    steps: tuple[tuple[str, tuple[int, ...]], ...]
+    total: int | None
+
+    def __init__(
+        self,
+        steps: Mapping[str, Iterable[int]] | Iterable[tuple[str, Iterable[int]]],
+        total: int | None = None,
+    ) -> None:
+        if total is not None:
+            check_int("total", total, 1)
+        given = steps.items() if isinstance(steps, Mapping) else steps
+        made = tuple((str(site), tuple(sorted({0, *listed}))) for site, listed in given)
+        if not made:
+            raise ValueError(f"steps={steps!r}: must name at least one site")
+        for site, listed in made:
+            for index in listed:
+                check_int(f"steps[{site!r}]", index, 0)
+                if total is not None and index >= total:
+                    raise ValueError(f"steps[{site!r}]: {index} is beyond total={total}")
+        object.__setattr__(self, "steps", made)
+        object.__setattr__(self, "total", total)
+        object.__setattr__(self, "_at", {site: frozenset(listed) for site, listed in made})
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The named sites."""
+        return tuple(site for site, _ in self.steps)
+
+    def init(self) -> None:
+        """Return nothing: the table is all there is."""
+
+    def should_compute(self, state: None, step: Step, probe: Tensor | None) -> bool:
+        """Return True: the sites decide."""
+        return True
+
+    def computes_at(self, step: Step, site: str) -> bool:
+        """Return whether the site is computed at this step."""
+        listed: frozenset[int] = self._at[site]  # type: ignore[attr-defined]
+        return step.index in listed
+
+
+@dataclass
+class GateState:
+    """The state of a gate in a run: its forecast, the last computed step, its probe's shape."""
+
+    forecast: Any
+    index: int | None = None
+    shape: torch.Size | None = None
+
+
+@dataclass(frozen=True)
+class Gate(When):
+    """Skip while a cheap probe is where a forecast says it should be.
+
+    The relative L1 error `mean|forecast - probe| / mean|reference|` is compared with the
+    threshold, in float32; the reference is the probe itself (`relative_to="probe"`) or the
+    forecast (`relative_to="forecast"`). Reading it makes an accelerator wait once a step.
+
+    Args:
+        threshold: Errors below it skip the step; dimensionless; 0 turns the cache off.
+        warmup: First steps that are always computed, at least 1.
+        of: Which probe: the lead blocks' `residual` or `output`, or the `modulated` input of the
+            first attention.
+        forecast: What foretells the probe; plain reuse compares with the last computed step.
+        relative_to: What the error is divided by.
+        last: Whether the last step of the run is always computed.
+
+    Raises:
+        ValueError: If `threshold` is negative or NaN, or `warmup` is below 1.
+    """
+
+    threshold: float
+    warmup: int = 1
+    of: Probe = "residual"
+    forecast: Instead = field(default_factory=Reuse)
+    relative_to: str = "forecast"
+    last: bool = False
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold, " (0 turns the cache off)")
+        check_int("warmup", self.warmup, 1, " (the first step has nothing to stand in for it)")
+        if self.of not in ("residual", "output", "modulated"):
+            raise ValueError(f"of={self.of!r}: must be 'residual', 'output' or 'modulated'")
+        if self.relative_to not in ("probe", "forecast"):
+            raise ValueError(f"relative_to={self.relative_to!r}: must be 'probe' or 'forecast'")
+
+    @property
+    def probe(self) -> Probe:
+        """What is compared."""
+        return self.of
+
+    def init(self) -> GateState:
+        """Return an empty run."""
+        return GateState(self.forecast.init())
+
+    def should_compute(self, state: GateState, step: Step, probe: Tensor | None) -> bool:
+        """Return whether the probe left its forecast by `threshold` or more."""
+        if state.index is None or step.index < self.warmup or (self.last and step.is_last):
+            return True
+        if probe is None:
+            raise ValueError("a gate needs a probe; give the method lead=1 or more")
+        if probe.shape != state.shape:  # other tokens, of which nothing is foretold
+            return True
+        guess = self.forecast.estimate(state.forecast, step)
+        return not relative_l1(guess, probe, self.relative_to, step.ranks) < self.threshold
+
+    def computed(self, state: GateState, step: Step, probe: Tensor | None) -> None:
+        """Let the forecast learn the probe of a computed step."""
+        state.index = step.index
+        if probe is not None:
+            if probe.shape != state.shape:
+                state.forecast, state.shape = self.forecast.init(), probe.shape
+            self.forecast.record(state.forecast, step, probe.detach().clone())
+
+    def held(self, state: GateState) -> list[Tensor]:
+        """Return what the forecast keeps of the probe."""
+        return self.forecast.held(state.forecast)
+
+
+def relative_l1(
+    guess: Tensor, probe: Tensor, relative_to: str = "probe", ranks: Any = None
+) -> float:
+    """Return `mean|guess - probe| / mean|reference|` in float32; waits for the device.
+
+    Args:
+        guess: Any shape and float dtype.
+        probe: Same shape.
+        relative_to: `probe` or `forecast` (the guess).
+        ranks: Process group that shares the sample (`Step.ranks`): ranks of a context-parallel
+            model each see a part of the tokens and must decide alike. None for one process.
+
+    Returns:
+        The error over all ranks that share the sample; 0 where both are zero, infinity where only
+        the reference is.
+    """
+    guess, probe = guess.float(), probe.float()
+    reference = guess if relative_to == "forecast" else probe
+    # sums instead of means: both are over the same numbers
+    both = torch.stack((torch.dist(guess, probe, 1), torch.linalg.vector_norm(reference, 1)))
+    if ranks is not None:
+        torch.distributed.all_reduce(both, group=ranks)
+    error, scale = both.tolist()
+    if error == 0:
+        return 0.0
+    return float(error / scale) if scale else math.inf

@@ -1,0 +1,244 @@
+"""What CacheQuant measures of features: distances and regressions between steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcache.features.base import Ability
+from diffcache.features.cachequant import CacheQuant
+from diffcache.features.collect import Collector, RunInfo
+from diffcache.features.combine import Combine
+from diffcache.features.parts.correction import AffineSums, channels_last
+from diffcache.features.parts.dynamic import anchor_costs, best_starts
+from diffcache.features.parts.quantize import WatchLayers
+from diffcache.offline.quantize_layers import LayerCalibration
+from diffcache.step import Step
+
+
+def segment_bounds(total: int, every: int) -> tuple[int, int, int]:
+    """Return the number of segments, and the least and greatest length of one, in steps.
+
+    Any length is allowed where no split has lengths from `ceil(every / 2)` to `2 * every`.
+    """
+    count = math.ceil(total / every)
+    shortest, longest = math.ceil(every / 2), min(2 * every, total)
+    if not count * shortest <= total <= count * longest:
+        shortest, longest = 1, total
+    return count, shortest, longest
+
+
+class StepPairs:
+    """Distances and affine sums between held features and those wanted at later steps.
+
+    Args:
+        total: Steps of a run.
+        reach: Distance of two steps from which on no map is needed.
+    """
+
+    def __init__(self, total: int, reach: int) -> None:
+        self.total, self.reach = total, reach
+        self.distances = torch.zeros(total, total, dtype=torch.float64)
+        self.sums: dict[tuple[str, int, int], AffineSums] = {}
+
+    def add(self, key: str, held: list[Tensor], wanted: list[Tensor]) -> None:
+        """Add a feature of one run.
+
+        Args:
+            key: Name of the feature, `<site>/<index>`.
+            held: What is kept of it at every step, T tensors of one shape.
+            wanted: What a stand-in should be at every step; the same in a float model.
+        """
+        wide = torch.promote_types(held[0].dtype, torch.float32)
+        targets = [channels_last(value) for value in wanted]
+        for start in range(self.total):
+            first, later = channels_last(held[start]), range(start, self.total)
+            apart = [(targets[t].to(wide) - first).abs_().sum(dtype=torch.float64) for t in later]
+            self.distances[start, start:] += torch.stack(apart).cpu()
+            for step in later[1 : self.reach]:
+                sums = self.sums.setdefault((key, start, step), AffineSums())
+                sums.add(first, targets[step])
+
+    def features(self) -> list[str]:
+        """Return the names of the features seen."""
+        return list(dict.fromkeys(key for key, _, _ in self.sums))
+
+    def maps(self, key: str, starts: list[int], official: bool) -> tuple[Tensor, Tensor]:
+        """Return `a` and `b` of a feature under a schedule, each `[T, C]` float64.
+
+        They are 1 and 0 at the schedule's steps.
+        """
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for step in range(self.total):
+            start = max(s for s in starts if s <= step)
+            if start != step:
+                found[step] = self.sums[key, start, step].solve(official)
+        width = len(next(iter(found.values()))[0])
+        a = torch.ones(self.total, width, dtype=torch.float64)
+        b = torch.zeros_like(a)
+        for step, (slope, shift) in found.items():
+            a[step], b[step] = slope, shift
+        return a, b
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all sums so far."""
+        state = {"distances": self.distances}
+        for key in self.features():
+            pairs = {(i, t): sums for (k, i, t), sums in self.sums.items() if k == key}
+            state[f"at/{key}"] = torch.tensor(list(pairs))
+            state[f"sums/{key}"] = torch.stack([sums.state() for sums in pairs.values()])
+        return state
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from the sums that `state` returned."""
+        self.distances = state["distances"].clone()
+        for name, places in state.items():
+            kind, _, key = name.partition("/")
+            if kind == "at":
+                parts = state[f"sums/{key}"]
+                for (start, step), part in zip(places.tolist(), parts, strict=True):
+                    self.sums[key, start, step] = AffineSums(part)
+
+
+def collector(method: CacheQuant) -> CacheQuantCollector:
+    """Return a collector for the settings of a method."""
+    return CacheQuantCollector(method.plain(), method.settings())
+
+
+class CacheQuantCollector(Collector):
+    """Measures features; with `bits` after the layers, in quantized runs, beside dense features.
+
+    Args:
+        where: Where features are taken.
+        settings: Of the method, as plain data.
+    """
+
+    def __init__(self, where: Combine, settings: Mapping[str, Any]) -> None:
+        self._where, self._settings = where, dict(settings)
+        self.layers: LayerCalibration | None = None
+        self.stages: tuple[str, ...] = ("float",)
+        if settings["bits"] is not None:
+            exempt, corrected = tuple(settings["exempt"]), tuple(settings["corrected"])
+            self.layers = LayerCalibration(
+                settings["bits"], exempt, corrected, settings["official"]
+            )
+            self.stages = ("ranges", "errors", "done") if corrected else ("ranges", "done")
+        self.passes = len(self.stages)
+        self.pairs: StepPairs | None = None
+        self._stage = self.stages[0]
+        self._seen: dict[tuple[int, str, int], dict[int, Tensor]] = {}
+        self._dense: dict[tuple[int, str, int], dict[int, Tensor]] = {}
+
+    def site(self) -> Combine:
+        """Return the method's site and, with `bits`, its layers."""
+        return self._where
+
+    def abilities(self) -> tuple[Ability, ...]:
+        """Return what watches the layers, in joint mode."""
+        return () if self.layers is None else (WatchLayers(self.layers),)
+
+    def begin(self, run: RunInfo) -> None:
+        """Start a run.
+
+        Raises:
+            ValueError: If it has another number of steps than the runs before.
+        """
+        pairs = self._pairs(run.total)
+        if pairs.total != run.total:
+            raise ValueError(
+                f"steps={run.total}: the runs before had {pairs.total}; calibrate with one number"
+            )
+        self._stage = self.stages[run.number]
+        self._seen, self._dense = {}, {}
+        if self.layers is not None:
+            self.layers.enter(self._stage, run.total)  # type: ignore[arg-type]
+
+    def _pairs(self, total: int) -> StepPairs:
+        if self.pairs is None:
+            self.pairs = StepPairs(total, segment_bounds(total, self._settings["every"])[2])
+        return self.pairs
+
+    def feature(self, step: Step, site: str, index: int, value: Tensor) -> None:
+        """Keep a feature until the run ends."""
+        if self._settings["every"] == 1 or self._stage != self.stages[-1]:
+            return
+        again = self.layers is not None and self.layers.dense
+        seen = self._dense if again else self._seen
+        seen.setdefault((step.branch, site, index), {})[step.index] = value.detach()
+
+    def end(self) -> None:
+        """Add the run's features to the sums.
+
+        Raises:
+            ValueError: If a feature was not seen at every step.
+        """
+        assert self.pairs is not None
+        for (branch, site, index), seen in self._seen.items():
+            if len(seen) != self.pairs.total:
+                raise ValueError(
+                    f"{site}: seen at {len(seen)} of {self.pairs.total} steps in branch {branch}; "
+                    "every step has to be one call of the denoiser in each branch"
+                )
+            held = [seen[step] for step in range(self.pairs.total)]
+            dense = self._dense.get((branch, site, index), {})
+            wanted = [dense.get(step, seen[step]) for step in range(self.pairs.total)]
+            self.pairs.add(f"{site}/{index}", held, wanted)
+        self._seen, self._dense = {}, {}
+
+    def starts(self) -> list[int]:
+        """Return the steps to compute.
+
+        Raises:
+            ValueError: If no run was seen.
+        """
+        if self.pairs is None:
+            raise ValueError("no run was seen; calibrate with at least one prompt")
+        total, every = self.pairs.total, self._settings["every"]
+        if every == 1 or self._settings["schedule"] == "uniform":
+            return list(range(0, total, every))
+        count, shortest, longest = segment_bounds(total, every)
+        cost = anchor_costs(self.pairs.distances)
+        return best_starts(cost, count, shortest=shortest, longest=longest)[0]
+
+    def tables(self) -> dict[str, Tensor]:
+        """Return the schedule, the maps of the features and the plan of the layers."""
+        starts = self.starts()
+        assert self.pairs is not None
+        tables = {"starts": torch.tensor(starts)}
+        for key in self.pairs.features():
+            a, b = self.pairs.maps(key, starts, self._settings["official"])
+            tables |= {f"cache/{key}/a": a, f"cache/{key}/b": b}
+        if self.layers is not None:
+            self.layers.enter("done", self.pairs.total)
+            plan = self.layers.plan()
+            assert plan is not None
+            tables |= {f"quant/{name}": tensor for name, tensor in plan.tensors().items()}
+        return tables
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the method."""
+        return dict(self._settings)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all sums so far."""
+        state: dict[str, Tensor] = {}
+        if self.pairs is not None:
+            state |= {f"pairs/{name}": tensor for name, tensor in self.pairs.state().items()}
+        if self.layers is not None:
+            state |= {f"layers/{name}": tensor for name, tensor in self.layers.state().items()}
+        return state
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from the sums that `state` returned."""
+        parts: dict[str, dict[str, Tensor]] = {"pairs": {}, "layers": {}}
+        for name, tensor in state.items():
+            kind, _, rest = name.partition("/")
+            parts[kind][rest] = tensor
+        if parts["pairs"]:
+            self._pairs(len(parts["pairs"]["distances"])).load(parts["pairs"])
+        if self.layers is not None:
+            self.layers.load(parts["layers"])

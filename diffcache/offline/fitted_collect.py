@@ -1,0 +1,103 @@
+"""Sum for FittedForecast the inner products of the features of all steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcache.features.collect import Collector, RunInfo
+from diffcache.features.combine import Combine
+from diffcache.features.fitted import FittedForecast, feature_at
+from diffcache.features.parts.when import Every
+from diffcache.step import Site, Step
+
+
+def collector(method: FittedForecast) -> Products:
+    """Return what sums the inner products."""
+    return Products(method.site)
+
+
+class Products(Collector):
+    """Sums inner products of the features of all steps of a run."""
+
+    def __init__(self, site: Site | str) -> None:
+        self._site = Site.of(site)
+        self._sum: Tensor | None = None
+        self._weights: Tensor | None = None
+        self._run: dict[tuple[int, str, int], dict[int, Tensor]] = {}
+
+    def site(self) -> Combine:
+        """Return the method's site."""
+        return Combine(Every(1), site=self._site, feature=feature_at(self._site))
+
+    def begin(self, run: RunInfo) -> None:
+        """Learn how far the solver moves in every step.
+
+        Raises:
+            ValueError: If the runs differ in length.
+        """
+        if self._sum is not None and len(self._sum) != run.total:
+            raise ValueError(
+                f"a run of {run.total} steps after one of {len(self._sum)}: calibrate with prompts "
+                "of one num_inference_steps"
+            )
+        self._run = {}
+        self._weights = moves(run)
+        if self._sum is None:
+            self._sum = torch.zeros(run.total, run.total, dtype=torch.float64)
+
+    def feature(self, step: Step, site: str, index: int, value: Tensor) -> Tensor | None:
+        """Keep a feature until the run ends."""
+        if self._site is not Site.MODEL:
+            self._keep(step, site, index, value)
+        return None
+
+    def output(self, step: Step, given: Tensor, value: Tensor) -> Tensor | None:
+        """Keep an output until the run ends."""
+        if self._site is Site.MODEL:
+            self._keep(step, "output", 0, value)
+        return None
+
+    def _keep(self, step: Step, site: str, index: int, value: Tensor) -> None:
+        self._run.setdefault((step.branch, site, index), {})[step.index] = value.detach().cpu()
+
+    def end(self) -> None:
+        """Add the run's inner products."""
+        assert self._sum is not None
+        for features in self._run.values():
+            steps = sorted(features)
+            stacked = torch.stack([features[s].reshape(-1).double() for s in steps])
+            self._sum[torch.tensor(steps)[:, None], torch.tensor(steps)] += stacked @ stacked.T
+        self._run = {}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the sums."""
+        return self.tables() if self._sum is not None else {}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from the sums."""
+        self._sum, self._weights = state["products"].clone(), state["moves"].clone()
+
+    def tables(self) -> dict[str, Tensor]:
+        """Return `products` float64 [T, T] and `moves` float64 [T]."""
+        assert self._sum is not None
+        assert self._weights is not None
+        return {"products": self._sum, "moves": self._weights}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the site."""
+        return {"site": self._site.value}
+
+
+def moves(run: RunInfo) -> Tensor:
+    """Return how far a first-order solver moves the sample in each step, float64 [T].
+
+    The differences of the noise levels; ones where the scheduler tells none.
+    """
+    sigmas = run.sigmas
+    if sigmas is None or len(sigmas) != run.total + 1 or not torch.isfinite(sigmas).all():
+        return torch.ones(run.total, dtype=torch.float64)
+    return (sigmas[1:] - sigmas[:-1]).double()
