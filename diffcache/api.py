@@ -20,6 +20,7 @@ from diffcache.errors import AttachError
 from diffcache.features.base import Method, check_int
 from diffcache.features.combine import reuse_of
 from diffcache.features.parts.hold import Form
+from diffcache.foreign import is_cached, is_compiled, is_compiled_in_place
 from diffcache.memory import bytes_of, compression_of, size_of
 from diffcache.report import Report
 from diffcache.step import Site
@@ -282,7 +283,7 @@ def check_free(target: Any, denoisers: dict[str, nn.Module], site: Site | str) -
             raise AttachError(
                 f"{type(target).__name__} already runs under {handle.method!r}; unwrap it first"
             )
-    if getattr(type(target), "_is_cached", False):
+    if is_cached(type(target)):
         raise AttachError("cache-dit is active on this pipeline class; disable it first")
     for model in denoisers.values():
         _check_compiled(model, Site.of(site))
@@ -291,13 +292,13 @@ def check_free(target: Any, denoisers: dict[str, nn.Module], site: Site | str) -
 
 def _check_compiled(model: nn.Module, site: Site) -> None:
     name = type(model).__name__
-    if name == "OptimizedModule" or model._compiled_call_impl is not None:
+    if is_compiled(model):
         raise AttachError(
             f"{name} is compiled as a whole, which fixes what runs; compile its blocks instead: "
             "model.compile_repeated_blocks(fullgraph=True)"
         )
     for path, module in model.named_modules():
-        if site.is_module and module._compiled_call_impl is not None:
+        if site.is_module and is_compiled_in_place(module):
             raise AttachError(
                 f"{path} is compiled, so its attention and feed-forward cannot be told apart; use "
                 "site='stack' or site='block'"

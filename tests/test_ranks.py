@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import torch
 
 import diffcache
-from diffcache.attach.denoiser import ranks_of
 from diffcache.features.parts.when import relative_l1
+from diffcache.foreign import process_group_of
 from diffcache.pipelines.zoo.catalog import cases
 
 
@@ -46,10 +46,10 @@ def test_gates_ask_the_ranks_of_their_model_only(monkeypatch):
         mesh = SimpleNamespace(get_group=lambda: "group")
         split = SimpleNamespace(_flattened_mesh=mesh)
         model._parallel_config = SimpleNamespace(context_parallel_config=split)
-        assert ranks_of(model) == "group"
+        assert process_group_of(model) == "group"
         diffcache.reset(model)
         for step in range(3):
             model(**case.kwargs(model, 0, step=step, steps=8))
         assert asked == ["group", "group"]
     model._parallel_config = None
-    assert ranks_of(model) is None
+    assert process_group_of(model) is None

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from diffcache.digest import bits_of
+from diffcache.foreign import version_of
 
 _SMALL = 256  # bytes of a tensor whose content is its own key
 
@@ -44,7 +45,7 @@ class Contents:
         plain = tensor.is_inference() or (tensor.device.type == "cpu" and tensor.nbytes <= _SMALL)
         if plain:
             return _read(tensor)
-        mark = (tensor._version, tensor.data_ptr())
+        mark = (version_of(tensor), tensor.data_ptr())
         known = self._known.get(id(tensor))
         if known is None or known[0]() is not tensor or known[1] != mark:
             known = self._known[id(tensor)] = weakref.ref(tensor), mark, _read(tensor)

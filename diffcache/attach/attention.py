@@ -13,12 +13,12 @@ from copy import copy, deepcopy
 from functools import cache
 from typing import Any
 
-import torch
 from torch import nn
 
 from diffcache.attach.attention_call import AttentionSite, Strategy
 from diffcache.attach.attention_families import FAMILIES
 from diffcache.errors import AttachError
+from diffcache.foreign import without_dynamo
 
 _WAY = ("down_blocks", "mid_block", "up_blocks")  # a UNet runs its middle before its way up
 
@@ -93,7 +93,7 @@ def _class_for(original: Any) -> type[DoorProcessor]:
 
     Its call shows the original's arguments: attention modules look at them to know what to pass.
     """
-    call: Any = torch._disable_dynamo(DoorProcessor.run)  # type: ignore[attr-defined]
+    call: Any = without_dynamo(DoorProcessor.run)
     call.__wrapped__ = original.__call__  # where `inspect.signature` looks
     return type(f"Door{original.__name__}", (DoorProcessor,), {"__call__": call})
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from diffcache.foreign import backend_of, split_of
+
 Kind = Literal["self", "cross", "joint"]
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
@@ -122,9 +124,9 @@ def dispatched(processor: Any, *, split: bool = True) -> Attend:
     """Return attention through diffusers' dispatcher, with the backend of a processor."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        config = processor._parallel_config if split else None
+        config = split_of(processor) if split else None
         out: Tensor = _dispatcher()(
-            q, k, v, attn_mask=mask, backend=processor._attention_backend, parallel_config=config
+            q, k, v, attn_mask=mask, backend=backend_of(processor), parallel_config=config
         )
         return out
 

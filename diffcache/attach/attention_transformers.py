@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from diffcache.attach.attention_call import AttentionCall, AttentionSite, Strategy
 from diffcache.errors import AttachError
+from diffcache.foreign import attention_name_of, without_dynamo
 
 NAME = "diffcache_door"
 _DOORS: WeakKeyDictionary[nn.Module, tuple[Strategy, AttentionSite]] = WeakKeyDictionary()
@@ -60,7 +60,7 @@ def install(model: nn.Module, strategy: Strategy, sites: list[AttentionSite]) ->
     from transformers.masking_utils import sdpa_mask
 
     config, name = model.config, type(model).__name__
-    before = config._attn_implementation  # type: ignore[union-attr]
+    before = attention_name_of(config)
     if before != "sdpa":
         raise AttachError(
             f"{name} has attn_implementation={str(before)!r}: the door serves 'sdpa'; call "
@@ -69,7 +69,7 @@ def install(model: nn.Module, strategy: Strategy, sites: list[AttentionSite]) ->
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(_Name(NAME))  # type: ignore[operator]
-    if config._attn_implementation != NAME:  # type: ignore[union-attr]
+    if attention_name_of(config) != NAME:
         raise AttachError(f"{name} does not go through transformers' attention interface")
     modules = [model.get_submodule(site.path) for site in sites]
     for module, site in zip(modules, sites, strict=True):
@@ -78,13 +78,13 @@ def install(model: nn.Module, strategy: Strategy, sites: list[AttentionSite]) ->
     def undo() -> None:
         for module in modules:
             _DOORS.pop(module, None)
-        if config._attn_implementation == NAME:  # type: ignore[union-attr]
+        if attention_name_of(config) == NAME:
             model.set_attn_implementation("sdpa")  # type: ignore[operator]
 
     return undo
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
+@without_dynamo
 def attention(
     module: nn.Module,
     query: Tensor,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from diffcache.attach.clock import Branch, Timeline
 from diffcache.attach.continuity import FEWEST, glance, goes_on
+from diffcache.foreign import version_of
 
 _NAME = 'name its guidance branches: with diffcache.branch("uncond"): ...'
 _RUN = "put each sampling run into a `with diffcache.run(model):` of its own"
@@ -56,12 +57,12 @@ class Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.version = None if tensor.is_inference() else tensor._version
+        self.version = None if tensor.is_inference() else version_of(tensor)
         self.tensor = tensor.clone() if self.version is None else tensor
 
     def is_untouched(self, given: Tensor) -> bool:
         """Return whether a tensor is the very one that was given before, unwritten since."""
-        return self.tensor is given and given._version == self.version
+        return self.tensor is given and version_of(given) == self.version
 
     def equals(self, given: Tensor) -> bool:
         """Return whether a tensor holds the same.
@@ -73,10 +74,10 @@ class Kept:
         if (held.shape, held.dtype, held.device) != (given.shape, given.dtype, given.device):
             return False
         if self.version is not None:
-            if held._version != self.version:  # what it held is lost
+            if version_of(held) != self.version:  # what it held is lost
                 return False
             same_memory = held.data_ptr() == given.data_ptr() and held.stride() == given.stride()
-            if same_memory and not given.is_inference() and given._version == self.version:
+            if same_memory and not given.is_inference() and version_of(given) == self.version:
                 return True
         return torch.equal(held, given)
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from diffcache.attach.clock import Context
+from diffcache.foreign import drop_registry, put_below, registry_of, take_out
 
 _NAME = "diffcache"
 _HEARD: ContextVar[tuple[int, Context] | None] = ContextVar("diffcache_context", default=None)
@@ -90,32 +91,22 @@ def listen(model: nn.Module) -> bool:
     from diffusers.hooks import HookRegistry
     from diffusers.hooks.hooks import HookFunctionReference, StateManager
 
-    had = hasattr(model, "_diffusers_hook")
+    had = registry_of(model) is not None
     registry = HookRegistry.check_if_exists_or_initialize(model)
     if _NAME in registry.hooks:  # the deaf one of a copy
-        _take_out(registry)
-    registry.hooks[_NAME] = _listener(StateManager, model, had)
-    registry._hook_order.insert(0, _NAME)  # below all others, whose chain of forwards stays whole
-    registry._fn_refs.insert(0, HookFunctionReference())
+        take_out(registry, _NAME)
+    put_below(registry, _NAME, _listener(StateManager, model, had), HookFunctionReference())
     return True
 
 
 def unlisten(model: nn.Module) -> None:
     """Stop hearing; remove the registry if it was not there before."""
-    registry = getattr(model, "_diffusers_hook", None)
+    registry = registry_of(model)
     if registry is None or _NAME not in registry.hooks:
         return
-    listener = _take_out(registry)
+    listener = take_out(registry, _NAME)
     if not listener.had_registry and not registry.hooks:
-        del model._diffusers_hook
-
-
-def _take_out(registry: Any) -> Any:
-    """Remove the listener from a registry and return it."""
-    place = registry._hook_order.index(_NAME)
-    registry._hook_order.pop(place)
-    registry._fn_refs.pop(place)
-    return registry.hooks.pop(_NAME)
+        drop_registry(model)
 
 
 class Listener:

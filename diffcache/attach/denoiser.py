@@ -24,6 +24,7 @@ from diffcache.attach.record import CallRecord
 from diffcache.attach.runs import Runs
 from diffcache.attach.signature import all_conditions_of, conditions_of, signature_of
 from diffcache.errors import AttachError
+from diffcache.foreign import process_group_of
 
 
 class Denoiser:
@@ -197,7 +198,7 @@ class Denoiser:
         """Start a run, whose sample is known."""
         handle, run = self.handle, timeline.run
         check_alone(self.model)
-        timeline.ranks = ranks_of(self.model)
+        timeline.ranks = process_group_of(self.model)
         if not run.in_pipeline:
             handle.new_record(run)
         if handle.tables and isinstance(sample, Tensor):
@@ -230,14 +231,3 @@ class Denoiser:
         if record.computed:
             run.record.peak_bytes = max(run.record.peak_bytes, self.handle.bytes_of(run))
         return replaced
-
-
-def ranks_of(model: nn.Module) -> Any:
-    """Return the process group over which diffusers splits each sample, None when it does not."""
-    config = getattr(model, "_parallel_config", None)
-    for name in ("context_parallel_config", "tensor_parallel_config"):
-        part = getattr(config, name, None)
-        mesh = getattr(part, "_flattened_mesh", None) or getattr(part, "_mesh", None)
-        if mesh is not None:
-            return mesh.get_group()
-    return None

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from diffcache.foreign import folder_of
+
 
 def facts_of(model: nn.Module, scheduler: Any) -> dict[str, Any]:
     """Return `model`, `config`, `scheduler`, `scheduler_config` and `folder`, as plain data.
@@ -23,7 +25,7 @@ def facts_of(model: nn.Module, scheduler: Any) -> dict[str, Any]:
     config = getattr(model, "config", None)
     folder = ""
     if isinstance(config, dict):
-        known, folder = _plain(config), config.get("_name_or_path") or ""
+        known, folder = _plain(config), folder_of(config)
     else:
         known = {name: list(p.shape) for name, p in model.named_parameters()}
     text = json.dumps(known, sort_keys=True, default=repr)

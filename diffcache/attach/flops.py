@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # not in the registry
+from diffcache.foreign import (
+    CPU_ATTENTION,
+    INT_MM,
+    DispatchMode,
+    is_compiled,
+    packet_of,
+    uses_flex_attention,
+)
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(DispatchMode):
     """Adds up the operations of every kernel; torch's own mode also tracks modules, by hooks."""
 
     def __init__(self) -> None:
@@ -23,10 +27,10 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        packet = func._overloadpacket
-        if packet is _CPU_ATTENTION:
+        packet = packet_of(func)
+        if packet is CPU_ATTENTION:  # not in the registry
             self.total += sdpa_flop_count(*[tensor.shape for tensor in args[:3]])
-        elif packet is torch.ops.aten._int_mm:
+        elif packet is INT_MM:
             (rows, inner), columns = args[0].shape, args[1].shape[1]
             self.total += 2 * rows * inner * columns
         elif packet not in flop_registry:
@@ -64,12 +68,4 @@ def counted(
 
 def _refuses_modes(module: nn.Module) -> bool:
     """Return whether a part is compiled or attends with flex attention, which compiles itself."""
-    for part in module.modules():
-        if part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule":
-            return True
-        source = vars(sys.modules.get(type(part).__module__, object))
-        if "flex" in str(getattr(getattr(part, "processor", None), "_attention_backend", None)):
-            return True
-        if "BlockMask" in source or "_CAN_USE_FLEX_ATTN" in source:
-            return True
-    return False
+    return any(is_compiled(part) or uses_flex_attention(part) for part in module.modules())

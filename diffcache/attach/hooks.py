@@ -14,6 +14,7 @@ from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.tree import leaves
 from diffcache.errors import AttachError, CacheWarning
+from diffcache.foreign import own_hooks, take_hooks, without_dynamo
 from diffcache.step import CURRENT
 
 TOKEN = "token"  # of the context variable, in a call's storage
@@ -93,8 +94,7 @@ def close_call(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         call.storage.clear()  # which may refer to the call, and so keep the model alive
 
 
-# not torch.compiler.disable, which imports the compiler at once
-@torch._disable_dynamo  # type: ignore[attr-defined]
+@without_dynamo
 def _refuse_compiled(module: nn.Module) -> None:
     """Raise for a wrapped model that is being compiled as a whole; a copy of one may be."""
     if owner_of(module) is not None:
@@ -107,10 +107,8 @@ def _refuse_compiled(module: nn.Module) -> None:
 
 def _orphan(module: nn.Module) -> None:
     """Take the hooks off a copy of a wrapped model and say that it runs uncached."""
-    for name, function in (("_forward_pre_hooks", open_call), ("_forward_hooks", close_call)):
-        hooks = getattr(module, name)  # which a shallow copy shares with the original
-        kept = {key: value for key, value in hooks.items() if value is not function}
-        setattr(module, name, type(hooks)(kept))
+    own_hooks(module)  # a shallow copy shares them with the original
+    take_hooks(module, lambda hook: hook is open_call or hook is close_call)
     warnings.warn(
         f"this {type(module).__name__} is a copy of a wrapped one and runs uncached; wrap it too",
         CacheWarning,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from diffcache.errors import AttachError
+from diffcache.foreign import is_cached, registry_of
 
 _PEERS = ("first_block_cache", "mag_cache", "taylorseer_cache", "pyramid_attention_broadcast",
           "faster_cache", "sea_cache", "text_kv_cache")  # fmt: skip
@@ -13,10 +14,10 @@ _PEERS = ("first_block_cache", "mag_cache", "taylorseer_cache", "pyramid_attenti
 def check_alone(model: nn.Module) -> None:
     """Raise AttachError if a denoiser runs under a cache of diffusers, or one like cache-dit."""
     name = type(model).__name__
-    if getattr(model, "_is_cached", False):  # the mark of cache-dit, ParaAttention and their like
+    if is_cached(model):
         raise AttachError(f"{name} already runs under another cache, such as cache-dit; disable it")
     for module in model.modules():
-        registry = getattr(module, "_diffusers_hook", None)
+        registry = registry_of(module)
         for hook in registry.hooks.values() if registry is not None else ():
             if type(hook).__module__.rpartition(".")[2] in _PEERS:
                 raise AttachError(

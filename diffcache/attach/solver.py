@@ -18,6 +18,7 @@ from diffcache.attach.anchor import ATTRIBUTE, claim, owner_of, release
 from diffcache.attach.call import in_call
 from diffcache.attach.conditions import effective, other_guidance
 from diffcache.attach.runs import Runs
+from diffcache.foreign import was_interrupted
 
 _CALLBACKS = ("callback_on_step_end", "callback")
 Make = Callable[["_Watch", Callable[..., Any]], Callable[..., Any]]
@@ -138,7 +139,7 @@ def _call(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
                 handle.remark(run, other_guidance(handle.tables, call))
             with in_call(None):  # also after an interrupt, which no module hook sees
                 out = base(self, *args, **kwargs)
-            finished = not getattr(self, "_interrupt", False)
+            finished = not was_interrupted(self)
             return out
         finally:
             handle.end(run, token, finished)

@@ -20,6 +20,7 @@ from torch import nn
 from diffcache.attach.anchor import ATTRIBUTE, subclass
 from diffcache.attach.call import Call
 from diffcache.errors import CacheWarning
+from diffcache.foreign import CALL_CODE, children_of, set_children
 from diffcache.step import CURRENT
 
 ITEMS = "items"  # in a call's storage: list of blocks -> what is handed out for its blocks
@@ -51,12 +52,11 @@ def notice(denoiser: Any) -> None:
         return
     model = denoiser.model
     forward = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    hooked = nn.Module._call_impl.__code__
     place: FrameType | None = sys._getframe(2)
     runs = False
     while place is not None:
-        if place.f_code in (forward, hooked) and place.f_locals.get("self") is model:
-            if place.f_code is hooked:
+        if place.f_code in (forward, CALL_CODE) and place.f_locals.get("self") is model:
+            if place.f_code is CALL_CODE:
                 return
             runs = True
         place = place.f_back
@@ -91,7 +91,7 @@ def _get(self: nn.ModuleList, index: Any) -> Any:
     if items is not None:
         return items[index]
     if isinstance(index, slice):
-        return nn.ModuleList(list(self._modules.values())[index])
+        return nn.ModuleList(list(children_of(self).values())[index])
     return nn.ModuleList.__getitem__(self, index)
 
 
@@ -141,13 +141,13 @@ class TapDict(dict[str, nn.Module]):
 
 def tap_children(parent: nn.Module, owner: Any, taps: dict[str, Tap]) -> None:
     """Hand out `taps` for the children of `parent` that they name."""
-    children = parent.__dict__["_modules"]
+    children = children_of(parent)
     if isinstance(children, TapDict):
         children.taps.update(taps)
     else:
-        parent.__dict__["_modules"] = TapDict(children, owner, taps)
+        set_children(parent, TapDict(children, owner, taps))
 
 
 def untap_children(parent: nn.Module) -> None:
     """Give the children back as they were."""
-    parent.__dict__["_modules"] = dict(parent.__dict__["_modules"])
+    set_children(parent, dict(children_of(parent)))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from diffcache.foreign import convolve, padding_of
 from diffcache.quant.integer import int8_codes
 from diffcache.quant.layer import QuantizedLayer
 
@@ -37,7 +38,7 @@ class QuantizedConv2d(QuantizedLayer):
     def product(self, given: Tensor, step: int) -> Tensor:
         """Return the whole-number product, `[B, h, w, O]` int32."""
         dense, zero = self.dense, self.lowered_zero(step)
-        around = dense._reversed_padding_repeated_twice
+        around = padding_of(dense)
         zeros = dense.padding_mode == "zeros"
         if any(around) and not zeros:
             given = functional.pad(given, around, mode=dense.padding_mode)
@@ -79,8 +80,7 @@ class QuantizedConv2d(QuantizedLayer):
 
     def exact(self, given: Tensor) -> Tensor:
         """Return the dense layer's output without its bias, `[B, h, w, O]`."""
-        out: Tensor = self.dense._conv_forward(given, self.dense.weight, None)
-        return out.permute(0, 2, 3, 1)
+        return convolve(self.dense, given).permute(0, 2, 3, 1)
 
     def shaped(self, out: Tensor) -> Tensor:
         """Return a product, channels last, as `[B, O, h, w]`."""

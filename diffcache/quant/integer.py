@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from diffcache.foreign import int_mm
+
 EXACT = 1024  # terms of 2**14 whose sum float32 holds exactly, whatever the order
 HALF = 128  # codes of 0 to 255 are kept as int8, lower by this
 
@@ -71,8 +73,7 @@ def int_matmul(left: Tensor, right: Tensor) -> Tensor:
         `[M, N]` int32.
     """
     if serves(left, right):
-        product: Tensor = torch._int_mm(left, right.t())
-        return product
+        return int_mm(left, right.t())
     return float_matmul(left, right)
 
 

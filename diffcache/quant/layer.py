@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.errors import DiffcacheError
+from diffcache.foreign import save_weights, share_parameters, without_dynamo
 from diffcache.quant.integer import HALF, int8_codes, int_matmul, pack4, unpack4
 from diffcache.quant.plan import LayerPlan
 from diffcache.step import Step, current_step
@@ -60,8 +61,8 @@ class QuantizedLayer(nn.Module, ABC):
                 f"has {weight.shape[0]}"
             )
         self.__dict__["dense"] = dense  # no child: it has no name of its own
-        # the same: what is done to the model's parameters is done to those that are put back
-        self.__dict__["_parameters"] = dense._parameters
+        # what is done to the model's parameters is done to those that are put back
+        share_parameters(self, dense)
         self.name, self.bits, self._now = name, bits, now
         self.input_scale: list[float] = plan.input_scale.tolist()
         self.input_zero: list[int] = plan.input_zero.tolist()
@@ -109,7 +110,7 @@ class QuantizedLayer(nn.Module, ABC):
     def shaped(self, out: Tensor) -> Tensor:
         """Return a product, channels last, in the layout of the layer's output."""
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @without_dynamo
     def forward(self, given: Tensor) -> Tensor:
         """Return the output of the quantized layer, in the dtype of its input.
 
@@ -205,7 +206,7 @@ class QuantizedLayer(nn.Module, ABC):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self.dense._save_to_state_dict(destination, prefix, keep_vars)
+        save_weights(self.dense, destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         raise DiffcacheError(f"{self.name} is quantized: unwrap the model before loading weights")

@@ -31,6 +31,7 @@ from diffcache.attach.tap import Tap, TapDict, tap_children, untap_children
 from diffcache.attach.tree import leaves, unshared
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.temporal_table import TimeTables, disturbance
+from diffcache.foreign import children_of
 from diffcache.step import CURRENT
 
 COUNTED = "timestep modules"  # their name in reports
@@ -246,7 +247,7 @@ class Lookup(Extension):
     def _tap(self, path: str) -> None:
         parent_path, _, child = path.rpartition(".")
         parent = self.denoiser.model.get_submodule(parent_path)
-        taken = getattr(parent.__dict__["_modules"], "taps", {})
+        taken = getattr(children_of(parent), "taps", {})
         if path not in self.taps and child not in taken:
             self.taps[path] = TimeTap(parent, child, self, path)
             tap_children(parent, self.denoiser, {child: self.taps[path]})
@@ -273,7 +274,7 @@ class Lookup(Extension):
     def remove(self) -> None:
         """Leave the model as it was found."""
         for path, tap in self.taps.items():
-            children = tap.parent.__dict__["_modules"]
+            children = children_of(tap.parent)
             if isinstance(children, TapDict):
                 children.taps.pop(path.rpartition(".")[2], None)
                 if not children.taps:

@@ -9,10 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffcache.attach.flops import _refuses_modes
 from diffcache.attach.tree import leaves
+from diffcache.foreign import (
+    DispatchMode,
+    current_dispatch_mode,
+    is_compiled_in_place,
+    packet_of,
+    schema_of,
+    storage_of,
+    weights_of,
+)
 
 Label = str | int  # an argument by its path, or a weight by its number
 Place = tuple[nn.Module, str]  # a parameter or buffer: its module and its name there
@@ -36,7 +44,7 @@ class TimeSite:
     weights: tuple[Place, ...]
 
 
-class _Origins(TorchDispatchMode):
+class _Origins(DispatchMode):
     """Follows from which arguments and weights every tensor of a forward was made.
 
     Origins belong to storages, so that views and writes in place are followed. What is read out of
@@ -53,24 +61,24 @@ class _Origins(TorchDispatchMode):
         """Return what some tensors were made from."""
         found = self.escaped
         for tensor in tensors:
-            found = _joined(found, self.origins.get(_storage(tensor), OTHER))
+            found = _joined(found, self.origins.get(storage_of(tensor), OTHER))
         return found
 
     def mark(self, tensor: Tensor, label: Label) -> None:
         """Say that a tensor is an argument or a weight."""
-        key = _storage(tensor)
+        key = storage_of(tensor)
         self.origins[key] = _joined(self.origins.get(key, NOTHING), frozenset({label}))
 
     def written(self, tensors: list[Tensor]) -> int:
         """Return how often some tensors were written to in place."""
-        return sum(self.writes.get(_storage(tensor), 0) for tensor in tensors)
+        return sum(self.writes.get(storage_of(tensor), 0) for tensor in tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = leaves([args, kwargs])
-        before = {_storage(tensor) for tensor in given}
+        before = {storage_of(tensor) for tensor in given}
         out = func(*args, **kwargs)
-        packet, made = func._overloadpacket, leaves(out)
+        packet, made = packet_of(func), leaves(out)
         # a tensor made of Python numbers: they are constants, plain arguments, or escaped
         fresh = packet in (torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy)
         origin = self.escaped if fresh else self.of(given)
@@ -82,18 +90,14 @@ class _Origins(TorchDispatchMode):
             telling = [tensor for tensor in given if not tensor.is_floating_point()] or given
             self.escaped = _joined(self.escaped, self.of(telling))
         for tensor in made:
-            key = _storage(tensor)
+            key = storage_of(tensor)
             old = NOTHING if fresh or key not in before else self.origins.get(key, OTHER)
             self.origins[key] = _joined(old, origin)
         for tensor in _mutated(func, args, kwargs):
-            key = _storage(tensor)
+            key = storage_of(tensor)
             self.writes[key] = self.writes.get(key, 0) + 1
             self.origins[key] = _joined(self.origins.get(key, OTHER), origin)
         return out
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _joined(one: frozenset[Label], two: frozenset[Label]) -> frozenset[Label]:
@@ -102,10 +106,10 @@ def _joined(one: frozenset[Label], two: frozenset[Label]) -> frozenset[Label]:
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors that an operation writes to."""
-    if not func._schema.is_mutable:
+    if not schema_of(func).is_mutable:
         return []
     found: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             found += leaves(value)
@@ -152,12 +156,12 @@ def time_sites(
         origins.mark(tensor, path)
     places: list[Place] = []
     for module in model.modules():
-        for name, weight in [*module._parameters.items(), *module._buffers.items()]:
+        for name, weight in weights_of(module):
             if weight is not None:
                 origins.mark(weight, len(places))
                 places.append((module, name))
     for tensor in samples:
-        origins.origins[_storage(tensor)] = OTHER
+        origins.origins[storage_of(tensor)] = OTHER
     seen: dict[nn.Module, _Seen] = {}
     rows = frozenset(path for path, tensor in conditions.items() if tensor.dim() <= 2)
     with _watched(model, origins, seen, rows), _eager(model), torch.no_grad(), origins:
@@ -187,7 +191,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _compiled(model: nn.Module) -> list[str]:
     """Return the paths of compiled modules."""
-    return [p for p, module in model.named_modules() if module._compiled_call_impl is not None]
+    return [p for p, module in model.named_modules() if is_compiled_in_place(module)]
 
 
 def _below(path: str, top: str) -> bool:
@@ -208,7 +212,7 @@ def _watched(
     """
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.utils._python_dispatch._get_current_dispatch_mode() is not origins:
+        if current_dispatch_mode() is not origins:
             return  # another thread's call
         known, given = seen.setdefault(module, _Seen()), leaves([args, kwargs])
         known.calls += 1
@@ -217,7 +221,7 @@ def _watched(
 
     def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         known = seen.get(module)
-        if torch.utils._python_dispatch._get_current_dispatch_mode() is not origins or not known:
+        if current_dispatch_mode() is not origins or not known:
             return
         made = leaves(out)
         known.origin = origins.of(made)

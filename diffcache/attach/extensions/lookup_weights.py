@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from diffcache.attach.extensions.lookup_sites import Place
 from diffcache.digest import bits_of
+from diffcache.foreign import adapters_of, count_hooks, version_of, weights_at
 
 _COLUMNS = 64  # sums over so many columns, so that numbers that change places are noticed
 
@@ -72,7 +73,7 @@ class Weights:
         return False
 
     def _now(self) -> list[Tensor | None]:
-        return [m._parameters.get(n, m._buffers.get(n)) for m, n in self.places]
+        return weights_at(self.places)
 
     def _note(self) -> None:
         self._tensors = self._now()
@@ -108,18 +109,16 @@ def checksum(tensor: Tensor) -> Tensor:
 def _stamp(tensor: Tensor | None) -> Any:
     if tensor is None or tensor.is_meta:
         return None
-    return tensor.data_ptr(), None if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), None if tensor.is_inference() else version_of(tensor)
 
 
 def _settings(module: nn.Module) -> Any:
     """Return the plain settings of a module and how many hooks it has."""
-    hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+    hooks = count_hooks(module)
     if type(module).__module__.startswith("torch.nn."):
         return module.training, hooks
     plain = {name: _plain(value) for name, value in module.__dict__.items() if name[:1] != "_"}
-    hidden = {name: _plain(module.__dict__.get(name)) for name in ("_active_adapter",
-              "_disable_adapters")}  # fmt: skip
-    return hooks, plain, hidden
+    return hooks, plain, _plain(adapters_of(module))
 
 
 def _plain(value: Any) -> Any:

@@ -14,6 +14,7 @@ from diffcache.attach.extension import Extension
 from diffcache.attach.tree import unshared
 from diffcache.errors import AttachError
 from diffcache.features.parts.quantize import LayerWatcher, Quantize, WatchLayers
+from diffcache.foreign import children_of, is_compiled, share_hooks
 from diffcache.quant.conv import QuantizedConv2d
 from diffcache.quant.layer import QuantizedLayer
 from diffcache.quant.linear import QuantizedLinear
@@ -24,10 +25,6 @@ KINDS: dict[type, type[QuantizedLayer]] = {
     nn.Linear: QuantizedLinear,
     nn.Conv2d: QuantizedConv2d,
 }
-HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
-)  # fmt: skip
 
 
 def install(denoiser: Denoiser, ability: Quantize) -> QuantizedLayers:
@@ -48,8 +45,7 @@ def watch(denoiser: Denoiser, ability: WatchLayers) -> WatchedLayers:
     anatomy = denoiser.anatomy
     inside = (*(entry.key for entry in anatomy.lists), *anatomy.singles)
     for name, module in denoiser.model.named_modules():
-        compiled = module._compiled_call_impl is not None
-        if (compiled or type(module).__name__ == "OptimizedModule") and _is_in(name, inside):
+        if is_compiled(module) and _is_in(name, inside):
             raise AttachError(
                 f"{name} is compiled, so what its layers are given cannot be seen; calibrate "
                 "before you compile"
@@ -207,8 +203,7 @@ def _quantized(model: nn.Module, name: str, plan: QuantPlan) -> QuantizedLayer:
         layer = kind(dense, plan.layers[name], plan.weight_bits, name, current_step)
     except ValueError as error:
         raise AttachError(f"{type(model).__name__}: {error}; calibrate on this model") from error
-    for hooks in HOOKS:  # the same, so that those added or removed later count as well
-        setattr(layer, hooks, getattr(dense, hooks))
+    share_hooks(layer, dense)  # those added or removed later count as well
     return layer
 
 
@@ -229,7 +224,7 @@ def _bias(module: nn.Module) -> Tensor | None:
 def _replace(model: nn.Module, by: Mapping[Any, nn.Module]) -> None:
     """Replace modules wherever a part of the model has them, adapters added since included."""
     for parent in list(model.modules()):
-        children = parent._modules
+        children = children_of(parent)
         for name, child in children.items():
             if child is not None and child in by:
                 children[name] = by[child]

@@ -32,6 +32,7 @@ from diffcache.features.parts.region_mask import (
     rows_of,
     scatter,
 )
+from diffcache.foreign import is_split
 
 EULER = "FlowMatchEulerDiscreteScheduler"
 PIPELINES = ("FluxKontextPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline")
@@ -272,6 +273,6 @@ def install(denoiser: Denoiser, ability: RegionPlan) -> Regions:
         raise AttachError(f"{type(pipeline).__name__} with {name}: {served}; use another method")
     check_scheduler(name, denoiser.handle.scheduler)
     processors = [model.get_submodule(site.path).processor for site in attention_sites(model)]
-    if any(getattr(processor, "_parallel_config", None) is not None for processor in processors):
+    if any(map(is_split, processors)):
         raise AttachError(f"{name}: split over devices, its rows cannot be kept; {served}")
     return Regions(denoiser, ability, kinds[0])

@@ -9,6 +9,7 @@ from torch import nn
 from diffcache.attach.anatomy import Anatomy, BlockList
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
+from diffcache.foreign import is_compiled
 from diffcache.step import Site
 
 
@@ -81,7 +82,7 @@ class _Way:
 
     def _open(self, path: str, block: nn.Module, layers: int) -> int:
         """Open a block; return how many calls some of its layers are."""
-        if block._compiled_call_impl is not None or type(block).__name__ == "OptimizedModule":
+        if is_compiled(block):
             raise AttachError(
                 f"{path} is compiled, so site 'deep' cannot split it; compile what is inside it, "
                 "as model.compile_repeated_blocks() does, or use site='stack'"

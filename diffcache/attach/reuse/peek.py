@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.tap import Tap
 from diffcache.errors import AttachError
+from diffcache.foreign import take_hooks, uncompiled, version_of
 
 PEEKING: ContextVar[bool] = ContextVar("diffcache_peeking", default=False)
 
@@ -172,7 +173,7 @@ class UnwatchedTap(Tap):
 
 def plain(block: nn.Module) -> Any:
     """Return a block's forward as written, which `torch.compile` would run without its hooks."""
-    return getattr(block, "_orig_mod", block).forward
+    return uncompiled(block).forward
 
 
 def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -189,12 +190,9 @@ def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 def unwatch(module: nn.Module) -> None:
     """Take the hook of peeks off a module."""
-    hooks = module._forward_pre_hooks
-    for key in [key for key, hook in hooks.items() if hook is watch]:
-        del hooks[key]
-        module._forward_pre_hooks_with_kwargs.pop(key, None)
+    take_hooks(module, lambda hook: hook is watch)
 
 
 def _version(tensor: Tensor) -> int:
     """Return how often a tensor was written to; inference tensors do not count it."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)

@@ -9,6 +9,7 @@ from torch import nn
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.reuse.module import EmptyTap, ModuleTap
 from diffcache.attach.tap import ITEMS, Tap, tap_children, tap_list, untap_children, untap_list
+from diffcache.foreign import children_of
 from diffcache.step import CURRENT, Site
 
 
@@ -94,7 +95,11 @@ class Taps:
         stale = False
         for key, known in self.blocks.items():
             blocks = self._lists.get(key)
-            now = [self.model.get_submodule(key)] if blocks is None else [*blocks._modules.values()]
+            now = (
+                [self.model.get_submodule(key)]
+                if blocks is None
+                else [*children_of(blocks).values()]
+            )
             if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
                 self.blocks[key], stale = now, True
         return stale

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from diffcache.attach.reuse.frame import FRAME, Frame, current_frame
 from diffcache.errors import AttachError
 from diffcache.features.base import Probe
+from diffcache.foreign import take_hooks
 from diffcache.step import CURRENT
 
 # Probe -> where models of diffusers have it; of paths that stand together the sum is meant. Only
@@ -105,9 +106,7 @@ class TimePeek:
 
 def unwatch(module: nn.Module) -> None:
     """Take the hook that notes time embeddings off a module."""
-    hooks = module._forward_hooks
-    for key in [key for key, hook in hooks.items() if isinstance(hook, Watch)]:
-        del hooks[key]
+    take_hooks(module, lambda hook: isinstance(hook, Watch))
 
 
 def time_peek(model: nn.Module, probe: Probe | None) -> TimePeek | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from diffcache.features.base import Instead, check_int
+from diffcache.foreign import add_all
 from diffcache.step import Step
 
 MAX_ORDER = 4
@@ -105,7 +106,7 @@ class Taylor(Instead):
         totals = list(next(levels))
         for power, terms in enumerate(levels, start=1):
             alpha = distance**power / math.factorial(power)
-            totals = list(torch._foreach_add(totals, terms, alpha=alpha))
+            totals = list(add_all(totals, terms, alpha=alpha))
         return totals
 
     def held(self, state: Differences) -> list[Tensor]:

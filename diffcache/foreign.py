@@ -1,0 +1,211 @@
+"""Private names of torch, diffusers and transformers: what a release of theirs may change.
+
+Nothing else in the library names them, but for the allow-list of `tests/test_layers.py`. Names
+without a version are those of every release that `pyproject.toml` allows. Some functions are bare
+attribute getters or aliases: skipped steps call them, so that they cost no frame.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _python_dispatch
+
+# torch: tensors and operations -----------------------------------------------------------------
+
+# How often a tensor was written to; inference tensors raise.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+# The operation of an overload, and what an overload takes and writes to.
+packet_of: Callable[[Any], Any] = attrgetter("_overloadpacket")
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+INT_MM = torch.ops.aten._int_mm
+int_mm: Callable[[Tensor, Tensor], Tensor] = torch._int_mm
+add_all: Callable[..., Iterable[Tensor]] = torch._foreach_add  # one launch for many tensors
+
+DispatchMode = _python_dispatch.TorchDispatchMode  # a public class of a private module
+current_dispatch_mode: Callable[[], Any] = _python_dispatch._get_current_dispatch_mode
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return a number for the memory of a tensor, the same for its views (torch)."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+# torch: modules --------------------------------------------------------------------------------
+
+# A module's children by name, the very dictionary; `set_children` gives it another.
+children_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
+CALL_CODE = nn.Module._call_impl.__code__  # what runs hooks and forward
+# What `nn.Conv2d` pads by where its padding is no constant.
+padding_of: Callable[[nn.Module], list[int]] = attrgetter("_reversed_padding_repeated_twice")
+_PRE_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+def set_children(module: nn.Module, children: dict[str, Any]) -> None:
+    """Give a module another dictionary of children (torch)."""
+    module.__dict__["_modules"] = children
+
+
+def weights_of(module: nn.Module) -> list[tuple[str, Tensor | None]]:
+    """Return the parameters and buffers of a module itself, unset ones included (torch)."""
+    return [*module._parameters.items(), *module._buffers.items()]
+
+
+def weights_at(places: Iterable[tuple[nn.Module, str]]) -> list[Tensor | None]:
+    """Return the parameter or buffer at every place, None where there is none now (torch)."""
+    return [m._parameters.get(n, m._buffers.get(n)) for m, n in places]
+
+
+def share_parameters(module: nn.Module, other: nn.Module) -> None:
+    """Let a module have the parameters of another, later ones included (torch)."""
+    module.__dict__["_parameters"] = other._parameters
+
+
+def share_hooks(module: nn.Module, other: nn.Module) -> None:
+    """Let a module have the forward hooks of another, later ones included (torch)."""
+    for table in (*_HOOKS, *_PRE_HOOKS):
+        setattr(module, table, getattr(other, table))
+
+
+def own_hooks(module: nn.Module) -> None:
+    """Give a module forward hooks of its own, which a shallow copy shares (torch)."""
+    for table in (*_HOOKS, *_PRE_HOOKS):
+        setattr(module, table, getattr(module, table).copy())
+
+
+def take_hooks(module: nn.Module, are_ours: Callable[[Any], bool]) -> None:
+    """Take the forward hooks off a module that a function says yes to (torch)."""
+    for tables in (_HOOKS, _PRE_HOOKS):
+        hooks = getattr(module, tables[0])
+        for key in [key for key, hook in hooks.items() if are_ours(hook)]:
+            for table in tables:
+                getattr(module, table).pop(key, None)
+
+
+def count_hooks(module: nn.Module) -> tuple[int, int]:
+    """Return how many forward hooks and forward pre-hooks a module has (torch)."""
+    return len(module._forward_hooks), len(module._forward_pre_hooks)
+
+
+def convolve(layer: nn.Conv2d, given: Tensor) -> Tensor:
+    """Return what a convolution layer returns, without its bias (torch)."""
+    out: Tensor = layer._conv_forward(given, layer.weight, None)
+    return out
+
+
+def save_weights(module: nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
+    """Write a module's own part of a state dict (torch)."""
+    module._save_to_state_dict(destination, prefix, keep_vars)
+
+
+# torch.compile ---------------------------------------------------------------------------------
+
+# `torch.compiler.disable` imports the compiler at once, which takes seconds.
+without_dynamo = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called (torch)."""
+    return module._compiled_call_impl is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is compiled, in place or by `torch.compile(module)` (torch)."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def uncompiled(module: nn.Module) -> Any:
+    """Return the module that `torch.compile(module)` was called on, else itself (torch)."""
+    return getattr(module, "_orig_mod", module)
+
+
+# diffusers -------------------------------------------------------------------------------------
+
+# What a processor attends with, and how it splits a sample (diffusers 0.35 and 0.36).
+backend_of: Callable[[Any], Any] = attrgetter("_attention_backend")
+split_of: Callable[[Any], Any] = attrgetter("_parallel_config")
+
+
+def is_split(processor: Any) -> bool:
+    """Return whether an attention processor works on its share of a sample (diffusers 0.36)."""
+    return getattr(processor, "_parallel_config", None) is not None
+
+
+def process_group_of(model: nn.Module) -> Any:
+    """Return the process group over which a sample is split, None if none (diffusers 0.36)."""
+    config = getattr(model, "_parallel_config", None)
+    for name in ("context_parallel_config", "tensor_parallel_config"):
+        part = getattr(config, name, None)
+        mesh = getattr(part, "_flattened_mesh", None) or getattr(part, "_mesh", None)
+        if mesh is not None:
+            return mesh.get_group()
+    return None
+
+
+def uses_flex_attention(module: nn.Module) -> bool:
+    """Return whether a module attends with flex attention, which compiles itself (diffusers)."""
+    source = vars(sys.modules.get(type(module).__module__, object))
+    backend = str(getattr(getattr(module, "processor", None), "_attention_backend", None))
+    return "flex" in backend or "BlockMask" in source or "_CAN_USE_FLEX_ATTN" in source
+
+
+def registry_of(module: nn.Module) -> Any:
+    """Return the registry of a module's hooks, None if it has none (diffusers 0.33)."""
+    return getattr(module, "_diffusers_hook", None)
+
+
+def drop_registry(module: nn.Module) -> None:
+    """Take the registry of hooks off a module (diffusers 0.33)."""
+    del module._diffusers_hook
+
+
+def put_below(registry: Any, name: str, hook: Any, reference: Any) -> None:
+    """Put a hook below all others of a registry, whose chain stays whole (diffusers 0.33)."""
+    registry.hooks[name] = hook
+    registry._hook_order.insert(0, name)
+    registry._fn_refs.insert(0, reference)
+
+
+def take_out(registry: Any, name: str) -> Any:
+    """Remove a hook from a registry and return it; others are not told (diffusers 0.33)."""
+    place = registry._hook_order.index(name)
+    registry._hook_order.pop(place)
+    registry._fn_refs.pop(place)
+    return registry.hooks.pop(name)
+
+
+def was_interrupted(pipeline: Any) -> bool:
+    """Return whether a callback stopped the run of a pipeline (diffusers)."""
+    return bool(getattr(pipeline, "_interrupt", False))
+
+
+def folder_of(config: Any) -> str:
+    """Return where a model was loaded from, empty if not known (diffusers)."""
+    return str(config.get("_name_or_path") or "")
+
+
+# transformers, peft, cache-dit -----------------------------------------------------------------
+
+
+def attention_name_of(config: Any) -> Any:
+    """Return the name of the attention function that a model uses (transformers)."""
+    return config._attn_implementation
+
+
+def adapters_of(module: nn.Module) -> dict[str, Any]:
+    """Return which adapter of a layer is on and whether all are off (peft)."""
+    names = ("_active_adapter", "_disable_adapters")
+    return {name: module.__dict__.get(name) for name in names}
+
+
+def is_cached(owner: Any) -> bool:
+    """Return whether a model or a class has the mark of cache-dit, ParaAttention and the like."""
+    return bool(getattr(owner, "_is_cached", False))
