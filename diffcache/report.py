@@ -226,7 +226,8 @@ def _sites(calls: Sequence[CallRecord]) -> dict[str, dict[str, tuple[int, int]]]
 
 
 def _flops(calls: Sequence[CallRecord]) -> tuple[float | None, float | None]:
-    """Return the operations that ran and that were saved, None twice if a call has no count."""
+    """Return the operations that ran and that were saved, None twice if a step has no count."""
+    calls = [call for call in calls if not call.writes]
     counts = [call.flops for call in calls if call.flops is not None]
     if not calls or len(counts) != len(calls):
         return None, None

@@ -120,16 +120,16 @@ class Denoiser:
                 self._start(timeline, sample)
         signature = signature_of(positional, named, anatomy.timestep)
         branch = self._branch(timeline, context, signature, (positional, named), sample)
+        step = timeline.aside(timestep) if writes else timeline.step(branch.number)
         record = CallRecord(
-            self.name, max(timeline.index, 0), timeline.timestep, branch.name or branch.number,
-            started=time.perf_counter(),
+            self.name, step.index, step.timestep, branch.name or branch.number,
+            started=time.perf_counter(), writes=writes,
         )  # fmt: skip
-        step = timeline.step(branch.number)
         call = Call(
             self, step, branch, timeline, signature, args, kwargs, sample, writes, record
         )  # fmt: skip
         if writes:
-            record.reason = "writes to a stream"
+            record.computed, record.reason = True, "writes to a stream"
         for extension in self.extensions:
             call = extension.open(call)
         for extension in self.extensions:
@@ -197,6 +197,7 @@ class Denoiser:
         """Start a run, whose sample is known."""
         handle, run = self.handle, timeline.run
         check_alone(self.model)
+        run.start(timeline)
         timeline.ranks = ranks_of(self.model)
         if not run.in_pipeline:
             handle.new_record(run)

@@ -11,6 +11,7 @@ from torch import nn
 
 from diffcache.attach.anchor import claim, owner_of
 from diffcache.attach.call import Call
+from diffcache.attach.context import current_context
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.tree import leaves
 from diffcache.errors import AttachError, CacheWarning
@@ -38,8 +39,8 @@ def open_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         _orphan(module)
         return None
     stale: Call | None = CURRENT.get()
-    if stale is not None and stale.owner is denoiser:  # left by an interrupt, which no hook sees
-        denoiser.handle.abandon(denoiser.handle.leave())
+    if stale is not None and stale.owner is denoiser:
+        denoiser.handle.settle()
     if torch.is_grad_enabled() and _trains(denoiser, args, kwargs):
         return None
     try:
@@ -62,8 +63,9 @@ def _trains(denoiser: Denoiser, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     tensors = chain(denoiser.model.parameters(), leaves(args), leaves(kwargs))  # mostly the first
     if not any(tensor.requires_grad for tensor in tensors):
         return False
-    run = denoiser.handle.run()
-    run.timeline(denoiser).clear()
+    run, context = denoiser.handle.run(), current_context(denoiser.model)
+    if context is None or not context.writes:  # which is no step
+        run.timeline(denoiser).clear()
     text = (
         f"{denoiser.anatomy.model}: gradients are on, so every block is computed and nothing is "
         "kept; to sample, call it under torch.no_grad()"
