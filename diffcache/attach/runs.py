@@ -19,6 +19,7 @@ from diffcache.attach.record import RunRecord
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.base import Method
 from diffcache.features.collect import Observer
+from diffcache.features.combine import reuse_of
 from diffcache.step import CURRENT
 
 Places = weakref.WeakKeyDictionary["Runs", Place]
@@ -260,8 +261,8 @@ class Runs(ABC):
             return
         calls = [call for call in record.calls if not call.writes]
         steps = len({(call.denoiser, call.index) for call in calls})
-        abilities = self.method.abilities()
-        if record.skipped or steps < 2 or self.observer is not None or len(abilities) != 1:
+        reuses_alone = reuse_of(self.method) is not None and len(self.method.abilities()) == 1
+        if record.skipped or steps < 2 or self.observer is not None or not reuses_alone:
             return
         reasons = {call.reason for call in calls[1:]} - {"method"}
         why = f" ({', '.join(sorted(reasons))})" if reasons else ""
