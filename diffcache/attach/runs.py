@@ -238,6 +238,7 @@ class Runs(ABC):
         stale = self.leave()
         if stale is not None:
             self.abandon(stale)
+            stale.storage.clear()  # which may refer to the call, and so keep the model alive
 
     def reset(self) -> None:
         """Forget the features of every run and the contents of every stream, in every thread."""
