@@ -324,6 +324,25 @@ def test_an_exception_in_a_writing_call_drops_the_stream(error: Any, place: str)
     assert method.alive == 0
 
 
+def test_a_call_that_is_refused_before_it_writes_drops_the_stream() -> None:
+    model = diffcache.wrap(Toy(), EVERY)
+
+    def refuse(call: Call) -> Call:
+        raise AttachError("not this one")
+
+    with diffcache.stream(model) as stream:
+        (extension,) = handle_of(model).denoisers[0].extensions
+        model(*track(0)[0])
+        for writes in (False, True):
+            stream.storage["mine"] = 1
+            extension.open = refuse  # type: ignore[method-assign]
+            with pytest.raises(AttachError, match="not this one"):
+                write(model, noise(0), 0.0) if writes else model(*track(0)[1])
+            assert stream.storage == ({} if writes else {"mine": 1})
+            del extension.open
+        assert torch.equal(model(*track(0)[0]), PLAIN(*track(0)[0]))
+
+
 def test_an_interrupted_run_goes_on_with_its_scheduler() -> None:
     pipe = diffcache.wrap(Pipe(), EVERY)
     own = pipe.chunk(1)
@@ -514,8 +533,8 @@ class Writes:
         pairs: What those were given, and what they returned.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.inside = model, False
+    def __init__(self, model: nn.Module, sample: str = "hidden_states") -> None:
+        self.model, self.sample, self.inside = model, sample, False
         self.first: dict[str, Any] = {}  # what a method that leaves tokens out gave at first
         self.pairs: list[tuple[Any, Any, list[Tensor]]] = []
         self.hook = model.register_forward_hook(self.follow, with_kwargs=True)
@@ -525,8 +544,8 @@ class Writes:
             return
         self.inside = True
         self.first = self.first or kwargs
-        other = (1 + 0.1 * len(self.pairs)) * self.first["hidden_states"].flip(0, -1)
-        given = {**self.first, "timestep": kwargs["timestep"], "hidden_states": other}
+        other = (1 + 0.1 * len(self.pairs)) * self.first[self.sample].flip(0, -1)
+        given = {**self.first, "timestep": kwargs["timestep"], self.sample: other}
         try:
             with diffcache.writing():
                 out = self.model(*args, **given)
@@ -556,6 +575,20 @@ def told_of(calls: Any) -> list[Any]:
 def flux() -> Any:
     case = cases()["FluxTransformer2DModel"]
     return case, case.build(0)
+
+
+@pytest.mark.parametrize("site", ["stack", "deep", "module"])
+def test_a_unet_computes_a_call_that_writes(site: str) -> None:
+    case = cases()["UNet2DConditionModel"]
+    model = case.build(0)
+    given = [case.kwargs(model, 0, step=step, steps=3) for step in range(3)]
+    with diffcache.wrapped(model, "interval", every=2, site=site) as handle:
+        own = [model(**kwargs)[0].clone() for kwargs in given]
+        assert [call.computed for call in handle.last.calls] == [True, False, True]
+        handle.reset()
+        with Writes(model, "sample") as writes:
+            assert all(map(torch.equal, [model(**kwargs)[0] for kwargs in given], own))
+    assert writes.check() == 3
 
 
 @pytest.mark.parametrize("name", ON)

@@ -114,7 +114,10 @@ class Denoiser:
         context = current_context(self.model)
         writes = context is not None and context.writes
         sample = named.get(anatomy.sample, positional[0] if positional else None)
-        if not writes and timeline.arrive(context, timestep):
+        if writes:
+            if timeline.index < 0:  # no first step has looked
+                check_alone(self.model)
+        elif timeline.arrive(context, timestep):
             self._check_length(timeline)
             if timeline.index == 0:
                 self._start(timeline, sample)

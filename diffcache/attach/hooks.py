@@ -46,7 +46,7 @@ def open_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     try:
         call = denoiser.open(args, kwargs)
     except BaseException:
-        denoiser.handle.abandon()
+        denoiser.handle.abandon(writes=_writes(denoiser))
         raise
     call.storage[TOKEN] = CURRENT.set(call)
     if call.args is args and call.kwargs is kwargs:
@@ -63,8 +63,8 @@ def _trains(denoiser: Denoiser, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     tensors = chain(denoiser.model.parameters(), leaves(args), leaves(kwargs))  # mostly the first
     if not any(tensor.requires_grad for tensor in tensors):
         return False
-    run, context = denoiser.handle.run(), current_context(denoiser.model)
-    if context is None or not context.writes:  # which is no step
+    run = denoiser.handle.run()
+    if not _writes(denoiser):  # which is no step
         run.timeline(denoiser).clear()
     text = (
         f"{denoiser.anatomy.model}: gradients are on, so every block is computed and nothing is "
@@ -72,6 +72,12 @@ def _trains(denoiser: Denoiser, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     )
     denoiser.handle.remark(run, [text])
     return True
+
+
+def _writes(denoiser: Denoiser) -> bool:
+    """Return whether it was said that the call at hand writes to a stream."""
+    context = current_context(denoiser.model)
+    return context is not None and context.writes
 
 
 def close_call(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:

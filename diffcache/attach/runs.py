@@ -222,15 +222,17 @@ class Runs(ABC):
                 run.record.remarks.append(text)
                 warnings.warn(text, CacheWarning, stacklevel=3)
 
-    def abandon(self, call: Call | None = None) -> None:
+    def abandon(self, call: Call | None = None, writes: bool = False) -> None:
         """Forget this thread's features after an exception inside a denoiser.
 
         Args:
-            call: The call that failed; if it was writing to a stream, that is forgotten as well.
+            call: The call that failed, None for one that was not open yet.
+            writes: Whether one that was not open yet was to write to a stream; what failed to write
+                to a stream takes it along.
         """
         run = self.run() if call is None else call.run
         run.drop()
-        if call is not None and call.writes:
+        if writes if call is None else call.writes:
             run.stream.drop()
 
     def settle(self) -> None:
