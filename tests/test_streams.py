@@ -545,7 +545,7 @@ class Writes:
         self.inside = True
         self.first = self.first or kwargs
         other = (1 + 0.1 * len(self.pairs)) * self.first[self.sample].flip(0, -1)
-        given = {**self.first, "timestep": kwargs["timestep"], self.sample: other}
+        given = {**self.first, "timestep": 0.7 * kwargs["timestep"], self.sample: other}
         try:
             with diffcache.writing():
                 out = self.model(*args, **given)
@@ -619,6 +619,7 @@ def built() -> Any:
 MORE: dict[str, Any] = {
     "a quantized model": diffcache.CacheQuant(every=3, bits="w8a8"),
     "rounded tables": diffcache.TemporalTable(bits=8, keep="layer"),
+    "tables of few pages": diffcache.TemporalTable(entries=PIPE_STEPS),
     "tables and a skipping method": diffcache.TemporalTable(method=Interval(every=3)),
     "a gate on the time": diffcache.TeaCache(threshold=1e9, input="time", coefficients=(1.0, 0.0)),
     "modules": make_method("taylorseer", every=4, warmup=1, site="module", hold="host"),
