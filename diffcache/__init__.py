@@ -15,9 +15,11 @@ from diffcache.api import inspect as inspect
 from diffcache.api import report as report
 from diffcache.api import reset as reset
 from diffcache.api import run as run
+from diffcache.api import stream as stream
 from diffcache.api import unwrap as unwrap
 from diffcache.api import wrap as wrap
 from diffcache.api import wrapped as wrapped
+from diffcache.api import writing as writing
 from diffcache.catalog import METHODS as _METHODS
 from diffcache.catalog import methods as methods
 from diffcache.cite import cite as cite

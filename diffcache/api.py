@@ -1,4 +1,7 @@
-"""The front door: wrap, unwrap, report, expected_bytes, reset, run, branch, inspect."""
+"""The front door: wrap, unwrap, report, expected_bytes, reset, run, stream, inspect.
+
+`branch` and `writing`, which say what a call is, are here as well.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from torch import nn
 
 from diffcache.attach.anatomy import Anatomy, anatomy_of
 from diffcache.attach.anchor import owner_of
+from diffcache.attach.clock import Stream
 from diffcache.attach.context import branch as branch
+from diffcache.attach.context import writing as writing
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.handle import Handle
 from diffcache.attach.peers import check_alone
@@ -190,6 +195,40 @@ def run(target: Any, *, steps: int | None = None) -> AbstractContextManager[None
     if steps is not None:
         check_int("steps", steps, 1)
     return handle_of(target).told(steps)
+
+
+def stream(target: Any) -> AbstractContextManager[Stream]:
+    """Let the sampling runs inside be parts of one stream, such as the chunks of a long video.
+
+    A run ends where the next one starts (`set_timesteps` of a wrapped pipeline's scheduler, a call
+    of the pipeline, `diffcache.run`, or a timestep that turns back), and what was kept of it is
+    freed. What a method keeps for the stream stays until the end, such as keys and values of the
+    chunks before; `Step.chunk` tells which run of the stream it is, from 0. A stream belongs to
+    this thread and task, and to tasks and `asyncio.to_thread` calls that are started inside.
+    Without it, every call of a pipeline and every run is a stream of its own.
+
+    A call that writes to the stream, such as the clean pass that commits a chunk to a KV cache,
+    belongs into `diffcache.writing`. An exception frees what was kept of the run it is raised in,
+    and what was kept of the stream if it is raised in such a call.
+
+    Args:
+        target: A wrapped denoiser, or a pipeline with one.
+
+    Raises:
+        AttachError: If the target is not wrapped, or a stream or run of it is open already in this
+            thread.
+
+    Example:
+        >>> with diffcache.stream(pipe):  # doctest: +SKIP
+        ...     for chunk in chunks:
+        ...         pipe.scheduler.set_timesteps(4)
+        ...         for t in pipe.scheduler.timesteps:
+        ...             noise = pipe.transformer(chunk, t, text, cache)[0]
+        ...             chunk = pipe.scheduler.step(noise, t, chunk)[0]
+        ...         with diffcache.writing():
+        ...             pipe.transformer(chunk, zero, text, cache)
+    """
+    return handle_of(target).streaming()
 
 
 @overload

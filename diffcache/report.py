@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffcache.attach.handle import Handle
 from diffcache.attach.record import CallRecord
+from diffcache.features.combine import reuse_of
 from diffcache.memory import expectation
 from diffcache.timeline import COMPUTED, SKIPPED, steps_of, timeline_image, timeline_text
 
@@ -158,7 +159,7 @@ class Report:
                 f"FLOPs    {human(self.flops_computed)} computed, {human(self.flops_saved)} saved "
                 f"({saved}), of the sites above"
             )
-        else:
+        elif any(self.sites.values()):
             lines.append("FLOPs    not counted: the sites are compiled")
         per_call = [f"{self.seconds:.3f} s in the denoiser"]
         for name, mean in (("computed", self.seconds_computed), ("skipped", self.seconds_skipped)):
@@ -176,7 +177,7 @@ class Report:
         for reason in sorted(set(reasons)):
             calls = "call was" if reasons.count(reason) == 1 else "calls were"
             remarks.append(f"forced   {reasons.count(reason)} {calls} computed: {reason}")
-        if not self.skipped:
+        if not self.skipped and reuse_of(self.method) is not None:
             remarks.append(
                 f"Nothing was skipped: all {total} steps were computed, so nothing was gained. "
                 "Use more steps, a shorter warmup, or a larger interval or threshold."
@@ -226,7 +227,8 @@ def _sites(calls: Sequence[CallRecord]) -> dict[str, dict[str, tuple[int, int]]]
 
 
 def _flops(calls: Sequence[CallRecord]) -> tuple[float | None, float | None]:
-    """Return the operations that ran and that were saved, None twice if a call has no count."""
+    """Return the operations that ran and that were saved, None twice if a step has no count."""
+    calls = [call for call in calls if not call.writes]
     counts = [call.flops for call in calls if call.flops is not None]
     if not calls or len(counts) != len(calls):
         return None, None

@@ -66,6 +66,12 @@ def current_step() -> Step | None:
     return None if call is None else call.step
 
 
+def writes_to_stream() -> bool:
+    """Return whether this thread is in a denoiser call that writes to a stream."""
+    call = CURRENT.get()
+    return call is not None and bool(call.writes)
+
+
 class Site(str, Enum):
     """Where a feature is taken.
 

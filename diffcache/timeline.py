@@ -32,11 +32,13 @@ class Lane:
 
 
 def steps_of(calls: Sequence[CallRecord]) -> list[list[CallRecord]]:
-    """Group denoiser calls into the steps they belong to, in order."""
+    """Group denoiser calls into the steps they belong to, in order; leave out what is none."""
     steps: list[list[CallRecord]] = []
     place: tuple[str, int] | None = None
     seen: set[int | str] = set()
     for call in calls:
+        if call.writes:
+            continue
         if (call.denoiser, call.index) != place or call.branch in seen:
             steps.append([])
             place, seen = (call.denoiser, call.index), set()

@@ -64,6 +64,8 @@ class Context:
 class Stream:
     """What outlasts runs: chunks of a video, turns of a conversation.
 
+    One that the user did not open ends with the pipeline's call, or with the run.
+
     Attributes:
         is_told: Whether the user opened it with `diffcache.stream`.
         chunk: Number of the last run in it, from 0; -1 before the first.
@@ -85,13 +87,16 @@ class Run:
 
     Attributes:
         stream: The stream that it is a part of.
-        storage: What extensions keep of it, until it ends or `set_timesteps` starts it anew.
+        storage: What extensions keep of it, until it ends, `set_timesteps` starts it anew or its
+            timestep turns back.
         left_out: Steps that an extension plans not to compute.
+        starts: How often its denoisers began a first step, since it was said to begin.
+        is_counted: Whether the stream counts it as a chunk.
     """
 
-    __slots__ = ("__weakref__", "begin", "by_timestep", "epoch", "in_pipeline", "is_told",
-                 "left_out", "length", "record", "scheduled", "steps", "storage", "stream",
-                 "ticks", "timelines")  # fmt: skip
+    __slots__ = ("__weakref__", "begin", "by_timestep", "epoch", "in_pipeline", "is_counted",
+                 "is_told", "left_out", "length", "record", "scheduled", "starts", "steps",
+                 "storage", "stream", "ticks", "timelines")  # fmt: skip
 
     def __init__(
         self,
@@ -107,7 +112,11 @@ class Run:
         self.epoch = 0
         self.storage: dict[Any, Any] = {}
         self.left_out: set[int] = set()
+        self.starts = 0
+        self.is_counted = False
         self._clear()
+        if in_pipeline or is_told:
+            self._count()
 
     def _clear(self) -> None:
         self.ticks = 0
@@ -119,16 +128,44 @@ class Run:
     def restart(self, length: int | None) -> None:
         """Start anew at `set_timesteps`, whose scheduler has `length` timesteps."""
         self.drop()
+        self._end_own_stream()
         self.scheduled = True
         self.length = length
         self.epoch += 1
-        self.stream.chunk += 1
+        if self.starts:
+            self.is_counted = False
+        self.starts = 0
+        self._count()
+
+    def start(self, timeline: Timeline) -> None:
+        """Note a first step of a denoiser; where nobody tells runs, a second one starts anew."""
+        timeline.starts += 1
+        if timeline.starts > self.starts:
+            if self.starts and not (self.in_pipeline or self.is_told or self.scheduled):
+                self.storage.clear()
+                self.left_out.clear()
+                self._end_own_stream()
+                self.is_counted = False
+            self.starts = timeline.starts
+        self._count()
+
+    def _count(self) -> None:
+        """Count the run as a chunk of the stream, once for all who say that it begins."""
+        if not self.is_counted or self.stream.chunk < 0:
+            self.stream.chunk += 1
+        self.is_counted = True
+
+    def _end_own_stream(self) -> None:
+        """End a stream that nobody opened, where one run follows another in a loop."""
+        if not (self.in_pipeline or self.is_told or self.stream.is_told):
+            self.stream.drop()
 
     def timeline(self, denoiser: Any) -> Timeline:
         """Return the timeline of a denoiser."""
         timeline = self.timelines.get(denoiser)
         if timeline is None:
             timeline = self.timelines[denoiser] = Timeline(self)
+            timeline.starts = max(self.starts - 1, 0)  # with those before it
         return timeline
 
     def drop(self) -> None:
@@ -153,15 +190,17 @@ class Timeline:
 
     Attributes:
         ranks: Process group that shares the sample, None where one process has all of it.
+        starts: How often it began a first step.
         storage: What extensions keep of the denoiser, until the run ends.
     """
 
     __slots__ = ("at", "branches", "calls", "direction", "doubt", "index", "mark", "paused",
-                 "ranks", "run", "started_at", "storage", "stride", "timestep",
-                 "was_broken")  # fmt: skip
+                 "ranks", "run", "started_at", "starts", "storage", "stride",
+                 "timestep", "was_broken")  # fmt: skip
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.starts = 0
         self.clear()
 
     def clear(self) -> None:
@@ -270,6 +309,11 @@ class Timeline:
         """Number of steps this denoiser has if no other takes over, None when unknown."""
         total = self.run.total
         return None if total is None else total - self.started_at
+
+    def aside(self, timestep: Any) -> Step:
+        """Return what stands for the step of a call that is none, with the index of the last."""
+        chunk = max(self.run.stream.chunk, 0)
+        return Step(max(self.index, 0), cheap_value(timestep), self.total, 0, chunk, self.ranks)
 
     def step(self, branch: int) -> Step:
         """Return the current step for a method."""

@@ -50,8 +50,10 @@ def branch(name: str) -> AbstractContextManager[None]:
 def writing() -> AbstractContextManager[None]:
     """Say that the denoiser calls inside write to a stream, such as a KV cache of past chunks.
 
-    They are computed in full, whatever the method, and are no steps of the sampling run. A loop
-    that owns a cache opens this around the call that commits a chunk. It does nothing for a
+    They are computed in full, whatever the method (quantized layers as they were before, nothing
+    looked up), and are no steps of the sampling run: the steps around them are computed and
+    skipped as if they were not there. A loop that owns a cache opens this around the call that
+    commits a chunk; `diffcache.stream` says which chunks belong together. It does nothing for a
     denoiser that is not wrapped.
 
     Example:

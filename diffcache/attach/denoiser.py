@@ -115,22 +115,25 @@ class Denoiser:
         context = current_context(self.model)
         writes = context is not None and context.writes
         sample = named.get(anatomy.sample, positional[0] if positional else None)
-        if not writes and timeline.arrive(context, timestep):
+        if writes:
+            if timeline.index < 0:  # no first step has looked
+                check_alone(self.model)
+        elif timeline.arrive(context, timestep):
             self._check_length(timeline)
             if timeline.index == 0:
                 self._start(timeline, sample)
         signature = signature_of(positional, named, anatomy.timestep)
         branch = self._branch(timeline, context, signature, (positional, named), sample)
+        step = timeline.aside(timestep) if writes else timeline.step(branch.number)
         record = CallRecord(
-            self.name, max(timeline.index, 0), timeline.timestep, branch.name or branch.number,
-            started=time.perf_counter(),
+            self.name, step.index, step.timestep, branch.name or branch.number,
+            started=time.perf_counter(), writes=writes,
         )  # fmt: skip
-        step = timeline.step(branch.number)
         call = Call(
             self, step, branch, timeline, signature, args, kwargs, sample, writes, record
         )  # fmt: skip
         if writes:
-            record.reason = "writes to a stream"
+            record.computed, record.reason = True, "writes to a stream"
         for extension in self.extensions:
             call = extension.open(call)
         for extension in self.extensions:
@@ -198,6 +201,7 @@ class Denoiser:
         """Start a run, whose sample is known."""
         handle, run = self.handle, timeline.run
         check_alone(self.model)
+        run.start(timeline)
         timeline.ranks = process_group_of(self.model)
         if not run.in_pipeline:
             handle.new_record(run)

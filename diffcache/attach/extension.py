@@ -28,6 +28,8 @@ INSTALLERS: dict[str, str] = {
 class Extension:
     """Take part in the calls of one denoiser and the steps of its scheduler.
 
+    A call that writes to a stream (`call.writes`) is no step: its output has to be the model's own.
+
     Storage has the lifetime of what it belongs to, with the extension as its key: `call.storage`,
     `call.run.storage` (one `set_timesteps`; also `timeline.storage` and `branch.storage`), and
     `call.run.stream.storage` (chunks of a video, turns of a conversation). An exception in a call

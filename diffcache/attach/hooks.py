@@ -11,6 +11,7 @@ from torch import nn
 
 from diffcache.attach.anchor import claim, owner_of
 from diffcache.attach.call import Call
+from diffcache.attach.context import current_context
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.tree import leaves
 from diffcache.errors import AttachError, CacheWarning
@@ -39,14 +40,14 @@ def open_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         _orphan(module)
         return None
     stale: Call | None = CURRENT.get()
-    if stale is not None and stale.owner is denoiser:  # left by an interrupt, which no hook sees
-        denoiser.handle.abandon(denoiser.handle.leave())
+    if stale is not None and stale.owner is denoiser:
+        denoiser.handle.settle()
     if torch.is_grad_enabled() and _trains(denoiser, args, kwargs):
         return None
     try:
         call = denoiser.open(args, kwargs)
     except BaseException:
-        denoiser.handle.abandon()
+        denoiser.handle.abandon(writes=_writes(denoiser))
         raise
     call.storage[TOKEN] = CURRENT.set(call)
     if call.args is args and call.kwargs is kwargs:
@@ -64,13 +65,20 @@ def _trains(denoiser: Denoiser, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if not any(tensor.requires_grad for tensor in tensors):
         return False
     run = denoiser.handle.run()
-    run.timeline(denoiser).clear()
+    if not _writes(denoiser):  # which is no step
+        run.timeline(denoiser).clear()
     text = (
         f"{denoiser.anatomy.model}: gradients are on, so every block is computed and nothing is "
         "kept; to sample, call it under torch.no_grad()"
     )
     denoiser.handle.remark(run, [text])
     return True
+
+
+def _writes(denoiser: Denoiser) -> bool:
+    """Return whether it was said that the call at hand writes to a stream."""
+    context = current_context(denoiser.model)
+    return context is not None and context.writes
 
 
 def close_call(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:

@@ -22,6 +22,7 @@ class CallRecord:
             of those that were skipped, less that look. None where they could not be counted
             (compiled blocks, flex attention).
         started: Clock of the host at its start, in seconds.
+        writes: Whether it wrote to a stream, so that it was no step; `index` is of the last one.
     """
 
     denoiser: str
@@ -34,6 +35,7 @@ class CallRecord:
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
     flops: tuple[float, float] | None = None
     started: float = field(default=0.0, repr=False)
+    writes: bool = False
 
 
 @dataclass

@@ -19,6 +19,7 @@ from diffcache.attach.record import RunRecord
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.base import Method
 from diffcache.features.collect import Observer
+from diffcache.features.combine import reuse_of
 from diffcache.step import CURRENT
 
 Places = weakref.WeakKeyDictionary["Runs", Place]
@@ -115,6 +116,7 @@ class Runs(ABC):
 
     def end(self, run: Run, token: Any, finished: bool) -> None:
         """End a run started with `begin`: free its features and warn if it skipped nothing."""
+        self.settle()
         run.drop()
         if not run.stream.is_told:
             run.stream.drop()
@@ -133,6 +135,7 @@ class Runs(ABC):
         Raises:
             AttachError: If one is open already in this thread or task.
         """
+        self.settle()
         place = self._place()
         around = None if place is None else place.run()
         if place is not None and around is not None and around.is_told and place.is_here:
@@ -153,8 +156,9 @@ class Runs(ABC):
         """Let the runs inside be one stream, as the user says.
 
         Raises:
-            AttachError: If one is open already in this thread or task.
+            AttachError: If one, or a run, is open already in this thread or task.
         """
+        self.settle()
         place = self._place()
         around = None if place is None else place.run()
         if around is not None and around.stream.is_told:
@@ -162,14 +166,23 @@ class Runs(ABC):
                 "a diffcache.stream of this model is open in this thread already; end it first, or "
                 "stream in another thread or task"
             )
+        if place is not None and around is not None and around.is_told and place.is_here:
+            raise AttachError(
+                "a diffcache.run of this model is open in this thread: a stream is made of runs, "
+                "so open diffcache.stream around them"
+            )
         stream = Stream(is_told=True)
         run, token = self.begin(stream=stream)
+        finished = False
         try:
             yield stream
+            finished = bool(run.record.calls)
         finally:
+            last = self.last  # of a run inside that had a record of its own
             stream.drop()
             stream.is_told = False  # threads that it was handed to have streams of their own now
-            self.end(run, token, finished=False)
+            self.end(run, token, finished)
+            self.last = last
 
     def aside(self, callback: Callable[..., Any]) -> Callable[..., Any]:
         """Return a pipeline's callback whose own calls of the denoisers are no part of its run."""
@@ -188,6 +201,7 @@ class Runs(ABC):
 
     def restart(self, length: int | None) -> None:
         """Start the run anew at `set_timesteps`; within a pipeline's call it stays one record."""
+        self.settle()
         run = self.run()
         run.restart(length)
         if not run.in_pipeline:
@@ -208,16 +222,25 @@ class Runs(ABC):
                 run.record.remarks.append(text)
                 warnings.warn(text, CacheWarning, stacklevel=3)
 
-    def abandon(self, call: Call | None = None) -> None:
+    def abandon(self, call: Call | None = None, writes: bool = False) -> None:
         """Forget this thread's features after an exception inside a denoiser.
 
         Args:
-            call: The call that failed; if it was writing to a stream, that is forgotten as well.
+            call: The call that failed, None for one that was not open yet.
+            writes: Whether one that was not open yet was to write to a stream; what failed to write
+                to a stream takes it along.
         """
-        run = self.run()
+        run = self.run() if call is None else call.run
         run.drop()
-        if call is not None and call.writes:
+        if writes if call is None else call.writes:
             run.stream.drop()
+
+    def settle(self) -> None:
+        """Forget what an interrupt, which no module hook sees, left half done in this thread."""
+        stale = self.leave()
+        if stale is not None:
+            self.abandon(stale)
+            stale.storage.clear()  # which may refer to the call, and so keep the model alive
 
     def reset(self) -> None:
         """Forget the features of every run and the contents of every stream, in every thread."""
@@ -239,11 +262,12 @@ class Runs(ABC):
         if not record.calls and not record.remarks:
             _warn(f"{self.method!r}: the run called no wrapped denoiser, so nothing was cached")
             return
-        steps = len({(call.denoiser, call.index) for call in record.calls})
-        abilities = self.method.abilities()
-        if record.skipped or steps < 2 or self.observer is not None or len(abilities) != 1:
+        calls = [call for call in record.calls if not call.writes]
+        steps = len({(call.denoiser, call.index) for call in calls})
+        reuses_alone = reuse_of(self.method) is not None and len(self.method.abilities()) == 1
+        if record.skipped or steps < 2 or self.observer is not None or not reuses_alone:
             return
-        reasons = {call.reason for call in record.calls[1:]} - {"method"}
+        reasons = {call.reason for call in calls[1:]} - {"method"}
         why = f" ({', '.join(sorted(reasons))})" if reasons else ""
         _warn(
             f"{self.method!r} skipped nothing in a run of {steps} steps{why}: every step was "

@@ -128,6 +128,7 @@ def _call(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
         if handle is None:
             return base(self, *args, **kwargs)
         handle.follow(self)
+        handle.settle()
         run, token = handle.begin(in_pipeline=True)
         finished = False
         for name in _CALLBACKS:  # official ones are told by their class, and run no pipeline
@@ -137,8 +138,11 @@ def _call(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
             if handle.tables:
                 call = effective(signature, (self, *args), kwargs)
                 handle.remark(run, other_guidance(handle.tables, call))
-            with in_call(None):  # also after an interrupt, which no module hook sees
-                out = base(self, *args, **kwargs)
+            with in_call(None):
+                try:
+                    out = base(self, *args, **kwargs)
+                finally:
+                    handle.settle()
             finished = not was_interrupted(self)
             return out
         finally:

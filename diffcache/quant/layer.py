@@ -14,7 +14,7 @@ from diffcache.errors import DiffcacheError
 from diffcache.foreign import save_weights, share_parameters, without_dynamo
 from diffcache.quant.integer import HALF, int8_codes, int_matmul, pack4, unpack4
 from diffcache.quant.plan import LayerPlan
-from diffcache.step import Step, current_step
+from diffcache.step import Step, current_step, writes_to_stream
 
 
 class QuantizedLayer(nn.Module, ABC):
@@ -24,7 +24,8 @@ class QuantizedLayer(nn.Module, ABC):
     `sum((x - zx) * (w - zw))` is worked out in whole numbers, exactly, and multiplied by
     `input_scale * weight_scale`, the channel's gain at this step, and the bias and shift are
     added (CacheQuant, arXiv 2503.01323, sections 3.1 and 3.3). The step is the one of the wrapped
-    denoiser call, so the layer runs nowhere else.
+    denoiser call, so the layer runs nowhere else; in a call that writes to a stream, which is no
+    step and has no settings, the dense layer runs.
 
     The state dict is that of the dense layer, which stays referenced; nothing can be loaded.
     Scales survive `model.to(dtype)`.
@@ -119,6 +120,9 @@ class QuantizedLayer(nn.Module, ABC):
         Raises:
             DiffcacheError: If there is no current step or the plan has no settings for it.
         """
+        if writes_to_stream():
+            dense: Tensor = self.dense.forward(given)  # whose hooks are this layer's as well
+            return dense
         step = self.step()
         wide = torch.promote_types(given.dtype, torch.float32)
         factor, shift = self._floats.view(torch.float32)[

@@ -108,8 +108,9 @@ class Lookup(Extension):
 
     def open(self, call: Call) -> Call:
         """Find the entries of this call's timestep and conditions."""
-        with self._lock:
-            self._find(call)
+        if not call.writes:
+            with self._lock:
+                self._find(call)
         return call
 
     def _find(self, call: Call) -> None:
@@ -137,8 +138,8 @@ class Lookup(Extension):
         call: Call = CURRENT.get()
         state: RunState | None = call.run.storage.get(self)
         entries = state.conditions.get(tap.name) if state is not None else None
-        replaced = tap.module is not tap.learned
-        if state is None or entries is None or replaced or (call, tap.name) in state.called:
+        as_it_is = call.writes or tap.module is not tap.learned  # or replaced since
+        if state is None or entries is None or as_it_is or (call, tap.name) in state.called:
             return tap.module(*args, **kwargs)
         state.called.add((call, tap.name))
         kept = entries.get(tap.name)
@@ -161,7 +162,7 @@ class Lookup(Extension):
 
     def counts(self, call: Call) -> dict[str, tuple[int, int]]:
         """Return how many of the modules ran and were looked up."""
-        state = call.run.storage.get(self)
+        state = None if call.writes else call.run.storage.get(self)
         return {COUNTED: (state.counts[0], state.counts[1])} if state and any(state.counts) else {}
 
     def _rounded(self, tap: TimeTap) -> nn.Module:

@@ -37,10 +37,10 @@ class Scenes(Extension):
 
     def open(self, call: Call) -> Call:
         """Return the call with the noise level and the grids in its step."""
-        place = call.run.begin + call.step.index
-        weights: list[tuple[float, float]] = call.run.storage.get(self, [])
         if call.writes:
             return call
+        place = call.run.begin + call.step.index
+        weights: list[tuple[float, float]] = call.run.storage.get(self, [])
         if place >= len(weights):
             raise AttachError(
                 f"{self.model}: the noise level of step {call.step.index} is not known, as no "

@@ -130,7 +130,7 @@ class WatchedLayers(Extension):
             if plan is not None:
                 self._swapped = QuantizedLayers(self.model, plan)
             self._hook(self.dense if self._swapped is None else self._swapped.layers)
-        if self._swapped is not None and self.watcher.wants_dense:
+        if self._swapped is not None and self.watcher.wants_dense and not call.writes:
             call.storage[self] = unshared((call.args, call.kwargs))
         return call
 
@@ -155,7 +155,7 @@ class WatchedLayers(Extension):
     def _watcher_of(self, name: str) -> Any:
         def see(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
             call = current_call()
-            if call is None or call.repeats:
+            if call is None or call.repeats or call.writes:
                 return
             step, given = call.step, args[0].detach()
             if self._plan is None:
