@@ -154,8 +154,9 @@ def test_a_recorder_sees_every_attention_of_every_call_and_changes_nothing(made:
     assert len(seen) == len(sites) * case.branches * STEPS
 
 
-@pytest.mark.parametrize("last", [True, False], ids=["recorder last", "recorder first"])
-@pytest.mark.parametrize("site", ["stack", "module"])
+@pytest.mark.parametrize(
+    ("site", "last"), [("stack", True), ("module", False)], ids=["recorder last", "recorder first"]
+)
 def test_with_taylorseer_both_act(made: Any, site: str, last: bool) -> None:
     case, pipe = made
     model, inner = network(pipe), TaylorSeer(every=3, warmup=2, site=site)

@@ -30,7 +30,7 @@ CONVS = [
 
 
 def at(step: int, layer: nn.Module, given: Tensor) -> Tensor:
-    token = CURRENT.set(SimpleNamespace(step=Step(step), repeats=False))
+    token = CURRENT.set(SimpleNamespace(step=Step(step), repeats=False, writes=False))
     try:
         return layer(given)
     finally:
@@ -270,7 +270,7 @@ def test_exact_and_plain_leave_the_bias_out() -> None:
             layer.shaped(layer.exact(given)),
             dense(given) - layer.shaped(dense.bias.expand(*layer.exact(given).shape)),
         )
-        token = CURRENT.set(SimpleNamespace(step=Step(1), repeats=False))
+        token = CURRENT.set(SimpleNamespace(step=Step(1), repeats=False, writes=False))
         plain = layer.shaped(layer.plain(given, plan.weight_scale) + dense.bias)
         CURRENT.reset(token)
         torch.testing.assert_close(plain, at(1, layer, given))

@@ -49,7 +49,7 @@ def plan_for(model: nn.Module, *names: str) -> QuantPlan:
 
 @pytest.fixture(autouse=True)
 def first_step():
-    token = CURRENT.set(SimpleNamespace(step=Step(0), repeats=False))
+    token = CURRENT.set(SimpleNamespace(step=Step(0), repeats=False, writes=False))
     with torch.no_grad():
         yield
     CURRENT.reset(token)
