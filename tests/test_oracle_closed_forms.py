@@ -52,7 +52,7 @@ class Toy(nn.Module):
 def run_toy(toy, times=1, passes=1, steps=8):
     for seed in range(times):
         x = torch.zeros(2, 4, 3, dtype=torch.float64) + seed
-        with torch.no_grad():
+        with torch.no_grad(), diffcache.run(toy):
             for step in range(steps):
                 for branch in range(passes):
                     with diffcache.branch(str(branch)):
@@ -92,7 +92,7 @@ def test_a_branch_that_pauses_within_a_gap_is_observed_as_a_real_run_has_it():
 
     def guided():
         x = torch.zeros(1, 4, 3, dtype=torch.float64)
-        with torch.no_grad():
+        with torch.no_grad(), diffcache.run(toy):
             for step in range(8):
                 t = torch.tensor(10.0 - step, dtype=torch.float64)
                 with diffcache.branch("0"):
