@@ -14,12 +14,12 @@ from torch import nn
 
 from diffcache.attach.anatomy import Anatomy, anatomy_of
 from diffcache.attach.anchor import owner_of
-from diffcache.attach.clock import Stream
-from diffcache.attach.context import branch as branch
-from diffcache.attach.context import writing as writing
+from diffcache.attach.cache_context import branch as branch
+from diffcache.attach.cache_context import writing as writing
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.handle import Handle
 from diffcache.attach.peers import check_alone
+from diffcache.attach.run import Stream
 from diffcache.catalog import make_method
 from diffcache.errors import AttachError
 from diffcache.features.base import Method, check_int

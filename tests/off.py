@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from diffcache.attach.anatomy import Anatomy, anatomy_of
-from diffcache.attach.facts import facts_of
+from diffcache.attach.fingerprint import facts_of
 from diffcache.catalog import method_class
 from diffcache.features.base import Method
 from diffcache.features.ertacache import READINGS
 from diffcache.features.interval import Interval
-from diffcache.features.plain import to_plain
+from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
 from diffcache.step import Site
 

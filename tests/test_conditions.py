@@ -11,8 +11,8 @@ from torch import Tensor
 
 import diffcache
 from diffcache import CacheWarning, MagCache, TablesError, TemporalTable
-from diffcache.attach.conditions import effective, other_guidance, other_shape, tables_of
-from diffcache.attach.facts import facts_of
+from diffcache.attach.fingerprint import facts_of
+from diffcache.attach.provenance import effective, other_guidance, other_shape, tables_of
 from diffcache.features.tables import Tables
 from diffcache.pipelines.zoo.pipes import pipes
 

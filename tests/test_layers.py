@@ -171,10 +171,16 @@ def test_attach_imports_nothing_for_types_alone(file: Path) -> None:
 CONTEXTS = {
     ("diffcache/step.py", "diffcache_call"): "the open call, which taps and layers deep in a "
     "model find and other threads do not",
-    ("diffcache/attach/context.py", "diffcache_said"): "what the user says around a call",
-    ("diffcache/attach/context.py", "diffcache_context"): "what the pipeline says around a call",
+    ("diffcache/attach/cache_context.py", "diffcache_said"): "what the user says around a call",
+    (
+        "diffcache/attach/cache_context.py",
+        "diffcache_context",
+    ): "what the pipeline says around a call",
     ("diffcache/attach/runs.py", "diffcache_places"): "the run that a thread is in, between calls",
-    ("diffcache/attach/reuse/peek.py", "diffcache_peeking"): "whether a hook is to end the "
+    (
+        "diffcache/attach/reuse/modulated_probe.py",
+        "diffcache_peeking",
+    ): "whether a hook is to end the "
     "forward; a peek runs inside a call, on blocks that other threads may run",
     ("diffcache/command.py", "diffcache_debug"): "an option of the command line",
 }
@@ -208,8 +214,8 @@ HEARD = "diffusers' registry looks for it on our listener"
 ALLOWED = {
     ("diffcache/attach/attention.py", "_attention_backend"): HANDED_ON,
     ("diffcache/attach/attention.py", "_parallel_config"): HANDED_ON,
-    ("diffcache/attach/context.py", "_is_stateful"): HEARD,
-    ("diffcache/attach/context.py", "_set_context"): HEARD,
+    ("diffcache/attach/cache_context.py", "_is_stateful"): HEARD,
+    ("diffcache/attach/cache_context.py", "_set_context"): HEARD,
     ("diffcache/quant/layer.py", "_save_to_state_dict"): CALLED,
     ("diffcache/quant/layer.py", "_load_from_state_dict"): CALLED,
     ("diffcache/attach/tap.py", "_getframe"): "Python's: who called a forward directly",

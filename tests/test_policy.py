@@ -11,7 +11,7 @@ from torch import nn
 
 import diffcache
 from diffcache import BAC, FirstBlock, Interval, TaylorSeer
-from diffcache.attach.facts import facts_of
+from diffcache.attach.fingerprint import facts_of
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
 from diffcache.features.parts.when import Every, Table

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import diffcache
 from diffcache import Ability, AttachError, Call, Extension, Interval, Method
 from diffcache.api import handle_of
-from diffcache.attach.facts import facts_of
+from diffcache.attach.fingerprint import facts_of
 from diffcache.catalog import make_method
-from diffcache.features.plain import to_plain
+from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
 from diffcache.names import METHODS
 from diffcache.pipelines.zoo.case import output_tensors

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.attach.clock import Branch, Timeline
 from diffcache.attach.continuity import FEWEST, glance, goes_on
+from diffcache.attach.run import Branch, Timeline
 from diffcache.foreign import version_of
 
 _NAME = 'name its guidance branches: with diffcache.branch("uncond"): ...'

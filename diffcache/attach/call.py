@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffcache.attach.clock import Branch, Run, Timeline
 from diffcache.attach.record import CallRecord
+from diffcache.attach.run import Branch, Run, Timeline
 from diffcache.step import CURRENT, Step
 
 

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.anchor import release
 from diffcache.attach.branches import doubted, is_broken, tell
+from diffcache.attach.cache_context import current_context
 from diffcache.attach.call import Call
-from diffcache.attach.clock import Branch, Context, Run, Timeline
-from diffcache.attach.conditions import other_shape
-from diffcache.attach.context import current_context
 from diffcache.attach.continuity import glance
 from diffcache.attach.extension import Extension, make_extension
-from diffcache.attach.facts import facts_of
+from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.peers import check_alone
+from diffcache.attach.provenance import other_shape
 from diffcache.attach.record import CallRecord
+from diffcache.attach.run import Branch, Context, Run, Timeline
 from diffcache.attach.runs import Runs
 from diffcache.attach.signature import all_conditions_of, conditions_of, signature_of
 from diffcache.errors import AttachError

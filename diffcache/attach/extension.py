@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from diffcache.attach.call import Call
-from diffcache.attach.clock import Run, Timeline
+from diffcache.attach.run import Run, Timeline
 from diffcache.errors import AttachError
 from diffcache.features.base import Ability
 

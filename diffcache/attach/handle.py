@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from diffcache.attach.anatomy import anatomy_of
 from diffcache.attach.anchor import owner_of
-from diffcache.attach.clock import Run
-from diffcache.attach.context import listen, unlisten
+from diffcache.attach.cache_context import listen, unlisten
 from diffcache.attach.denoiser import Denoiser
-from diffcache.attach.facts import facts_of
+from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.hooks import hook
+from diffcache.attach.pipeline_hooks import tap_pipeline, tap_scheduler, untap
+from diffcache.attach.run import Run
 from diffcache.attach.runs import Runs
-from diffcache.attach.solver import tap_pipeline, tap_scheduler, untap
 from diffcache.features.base import Method
 from diffcache.features.collect import Observer
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from diffcache.attach.anchor import claim, owner_of
+from diffcache.attach.cache_context import current_context
 from diffcache.attach.call import Call
-from diffcache.attach.context import current_context
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.tree import leaves
 from diffcache.errors import AttachError, CacheWarning

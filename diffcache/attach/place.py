@@ -7,7 +7,7 @@ import threading
 import weakref
 from typing import Any
 
-from diffcache.attach.clock import Run
+from diffcache.attach.run import Run
 
 
 class Place:

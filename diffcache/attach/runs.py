@@ -12,10 +12,10 @@ from contextvars import ContextVar
 from typing import Any
 
 from diffcache.attach.call import Call
-from diffcache.attach.clock import Run, Stream
-from diffcache.attach.conditions import tables_of
 from diffcache.attach.place import Place
+from diffcache.attach.provenance import tables_of
 from diffcache.attach.record import RunRecord
+from diffcache.attach.run import Run, Stream
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.base import Method
 from diffcache.features.collect import Observer

@@ -13,8 +13,8 @@ from torch import Tensor
 from diffcache.errors import DiffcacheError, TablesError, UncalibratedError
 from diffcache.features.base import OWN, Ability, is_number
 from diffcache.features.combine import Combine, FeatureMethod
-from diffcache.features.plain import from_plain, to_plain
 from diffcache.features.schema import header_fault, shown
+from diffcache.features.serialize import from_plain, to_plain
 from diffcache.features.tables import Tables
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from diffcache.api import check_free, denoisers_of
-from diffcache.attach.facts import facts_of
+from diffcache.attach.fingerprint import facts_of
 from diffcache.catalog import make_method
 from diffcache.digest import content, digest
 from diffcache.errors import AttachError, TablesError

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import diffcache
-from diffcache.attach.conditions import tables_of
+from diffcache.attach.provenance import tables_of
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.pixels import ms_ssim_variant
 from diffcache.eval.prompts import HALF, HELD_OUT

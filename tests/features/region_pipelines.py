@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.attach.facts import facts_of
+from diffcache.attach.fingerprint import facts_of
 from diffcache.features.regione import RegionE
 from diffcache.features.tables import Tables
 from diffcache.pipelines.zoo.pipe import assemble, component, denoiser, flow_euler, noise, tiny_vae

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import diffcache
-from diffcache.attach.facts import facts_of
+from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.handle import Handle
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.cachequant import CacheQuant

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.attach.facts import facts_of
+from diffcache.attach.fingerprint import facts_of
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.ertacache import ERTACache, adjust
 from diffcache.features.tables import Tables

@@ -10,7 +10,7 @@ from diffcache.errors import TablesError, UncalibratedError
 from diffcache.features.collect import RunInfo
 from diffcache.features.fitted import FittedForecast, Weighted
 from diffcache.features.parts.fit import Fit
-from diffcache.features.plain import from_plain, to_plain
+from diffcache.features.serialize import from_plain, to_plain
 from diffcache.features.tables import Tables
 from diffcache.features.tuned import Tuned
 from diffcache.offline.fitted_collect import moves

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 import diffcache
-from diffcache.attach.facts import facts_of
+from diffcache.attach.fingerprint import facts_of
 from diffcache.errors import AttachError, CacheWarning, TablesError, UncalibratedError
 from diffcache.features.harmonica import HarmoniCa
 from diffcache.features.tables import Tables

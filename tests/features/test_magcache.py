@@ -220,7 +220,7 @@ def test_tables_of_a_calibration_serve_any_length():
 
 
 def test_a_wrapped_pipeline_runs_at_other_lengths_than_the_calibration():
-    from diffcache.attach.facts import facts_of
+    from diffcache.attach.fingerprint import facts_of
 
     case = pipes()["FluxPipeline"]
     pipe = case.build(0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.attach.reuse.peek import watch
+from diffcache.attach.reuse.modulated_probe import watch
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
 from diffcache.features.parts.accumulated import Accumulated

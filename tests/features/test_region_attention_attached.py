@@ -13,7 +13,7 @@ from torch import Tensor
 import diffcache
 from diffcache.api import wrapped
 from diffcache.attach.attention import DoorProcessor
-from diffcache.attach.solver import tap_scheduler
+from diffcache.attach.pipeline_hooks import tap_scheduler
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.regione import RegionE
 from diffcache.features.tables import Tables

@@ -16,7 +16,7 @@ from diffcache.errors import TablesError
 from diffcache.features.collect import Calibrated
 from diffcache.features.fitted import Weighted
 from diffcache.features.parts.when import Listed
-from diffcache.features.plain import to_plain
+from diffcache.features.serialize import to_plain
 from diffcache.features.tables import FORMAT, Tables
 
 SHIPPED = Path(diffcache.__file__).parent / "assets" / "tables"

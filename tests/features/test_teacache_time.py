@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import diffcache
-from diffcache.attach.reuse.time_peek import Watch
+from diffcache.attach.reuse.time_probe import Watch
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.combine import Combine
 from diffcache.features.parts.accumulated import Accumulated, Rescaled

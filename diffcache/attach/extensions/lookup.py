@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from diffcache.attach.argument_digest import Contents, others_in, tensors_in
 from diffcache.attach.call import Call, in_call
-from diffcache.attach.clock import Run
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.attach.extensions.lookup_entries import (
@@ -25,7 +24,8 @@ from diffcache.attach.extensions.lookup_sites import TimeSite, time_sites
 from diffcache.attach.extensions.lookup_weights import Weights
 from diffcache.attach.record import CallRecord
 from diffcache.attach.reuse.extension import FeatureReuse
-from diffcache.attach.reuse.time_peek import TimePeek
+from diffcache.attach.reuse.time_probe import TimePeek
+from diffcache.attach.run import Run
 from diffcache.attach.signature import writes_cache
 from diffcache.attach.tap import Tap, TapDict, tap_children, untap_children
 from diffcache.attach.tree import leaves, unshared

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from diffcache.attach.call import Call
-from diffcache.attach.clock import Run
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
+from diffcache.attach.run import Run
 from diffcache.errors import AttachError
 from diffcache.features.seacache import SceneRule
 from diffcache.step import Scene

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from diffcache.attach.attention import Door, attention_sites
 from diffcache.attach.call import Call, current_call
-from diffcache.attach.clock import Run
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.attach.extensions.region_attention import KeptRows, Store, Turn
 from diffcache.attach.extensions.region_models import KINDS, Kind
+from diffcache.attach.run import Run
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError
 from diffcache.features.parts.region_mask import (

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from diffcache.attach.clock import Run
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
+from diffcache.attach.run import Run
 from diffcache.errors import AttachError
 from diffcache.features.ertacache import check_scheduler
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from diffcache.attach.advice import use_sites
 from diffcache.attach.call import Call
-from diffcache.attach.clock import Run, Timeline
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.attach.reuse.deep import split
@@ -18,13 +17,14 @@ from diffcache.attach.reuse.frame import FRAME, Frame
 from diffcache.attach.reuse.gated import gated_items
 from diffcache.attach.reuse.layout import Work
 from diffcache.attach.reuse.learn import learn, verify
+from diffcache.attach.reuse.modulated_probe import Peek
 from diffcache.attach.reuse.output import keep_output, stand_in
-from diffcache.attach.reuse.peek import Peek
 from diffcache.attach.reuse.random import Random
 from diffcache.attach.reuse.setup import BranchState, Decision, Setup
 from diffcache.attach.reuse.taps import Taps
-from diffcache.attach.reuse.time_peek import time_peek
+from diffcache.attach.reuse.time_probe import time_peek
 from diffcache.attach.reuse.trace import Trace
+from diffcache.attach.run import Run, Timeline
 from diffcache.attach.signature import writes_cache
 from diffcache.attach.tree import unshared
 from diffcache.errors import AttachError
@@ -109,7 +109,7 @@ class FeatureReuse(Extension):
         if state.signature != call.signature:
             state.signature = call.signature
             state.layout = setup.layouts.recall(call.signature)
-        frame.apart = bool(setup.apart) and not reason
+        frame.per_site = bool(setup.own_sites) and not reason
         self._hand_out(frame)
         record.computed = frame.computes
         return call if frame.trace is None else replace(call, learns=True)
@@ -152,7 +152,7 @@ class FeatureReuse(Extension):
         """Choose what stands for the blocks in this call."""
         setup = self.setup
         if setup.site.is_module:
-            whole = frame.computes and not frame.apart
+            whole = frame.computes and not frame.per_site
             frame.tally = {} if whole and frame.call.signature not in setup.costs else None
             frame.hand_out(setup.module_items)
             return
@@ -161,7 +161,7 @@ class FeatureReuse(Extension):
             self._trace(frame)
         elif frame.decides and (probe := setup.parts.when.probe) is not None:
             frame.hand_out(gated_items(layout, setup.blocks, probe))
-        elif frame.computes and frame.apart:
+        elif frame.computes and frame.per_site:
             skipped = frozenset(site for site in layout.sites if not frame.runs(site))
             items, frame.mixed = layout.mix(skipped)
             frame.hand_out(items)
@@ -252,7 +252,7 @@ class FeatureReuse(Extension):
             if frame.looked and work.flops is not None and layout.look is not None:
                 record.flops = work.flops[0] + layout.look, work.flops[1] - layout.look
         record.computed = bool(frame.computes)
-        if frame.apart:
+        if frame.per_site:
             record.computed = any(ran for ran, _ in counts.values())
         return counts
 

@@ -30,7 +30,7 @@ class Frame:
         instead: What keeps features and stands in for them.
         decision: Who holds the decision of the step: the run, or the branch by itself.
         decides: Whether this call takes the decision of the step.
-        apart: Whether sites decide for themselves in this call.
+        per_site: Whether sites decide for themselves in this call.
         computes: Whether the sites are computed; None until the probe was seen.
         layout: What to hand out; None in the traced call.
         trace: The recorder of the traced call, else None.
@@ -47,10 +47,32 @@ class Frame:
         looked: Whether the gate looked into the first block.
     """
 
-    __slots__ = ("_probe_input", "apart", "bases", "call", "closed", "computes", "decides",
-                 "decision", "features", "foreseen", "given", "instead", "lasts", "layout",
-                 "looked", "mixed", "random", "setup", "state", "step", "tally", "times", "trace",
-                 "visits")  # fmt: skip
+    __slots__ = (
+        "_probe_input",
+        "bases",
+        "call",
+        "closed",
+        "computes",
+        "decides",
+        "decision",
+        "features",
+        "foreseen",
+        "given",
+        "instead",
+        "lasts",
+        "layout",
+        "looked",
+        "mixed",
+        "per_site",
+        "random",
+        "setup",
+        "state",
+        "step",
+        "tally",
+        "times",
+        "trace",
+        "visits",
+    )  # fmt: skip
 
     def __init__(self, setup: Setup, call: Call, state: BranchState) -> None:
         self.setup, self.call, self.state = setup, call, state
@@ -59,7 +81,7 @@ class Frame:
         self.instead = setup.instead
         self.decision = state.decision
         self.decides = False
-        self.apart = False
+        self.per_site = False
         self.computes: bool | None = None
         self.layout: Layout | None = None
         self.trace: Trace | None = None
@@ -82,10 +104,10 @@ class Frame:
 
     def runs(self, site: str) -> bool:
         """Return whether a site is computed in this call; known once the step is decided."""
-        if not self.apart or not self.computes:
+        if not self.per_site or not self.computes:
             return bool(self.computes)
         setup = self.setup
-        return site not in setup.apart or setup.parts.when.computes_at(self.step, site)
+        return site not in setup.own_sites or setup.parts.when.computes_at(self.step, site)
 
     def decide(self, probe: Tensor | None) -> None:
         """Take the decision of this step, for all its branches or for this one."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from diffcache.attach.flops import counted
 from diffcache.attach.reuse.frame import Frame, current_frame
 from diffcache.attach.reuse.layout import Layout
-from diffcache.attach.reuse.peek import plain
+from diffcache.attach.reuse.modulated_probe import plain
 from diffcache.attach.reuse.stand_in import ComputeTap, LiveTap
 from diffcache.attach.tap import Tap
 from diffcache.attach.tree import outputs_of

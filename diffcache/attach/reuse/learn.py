@@ -13,7 +13,7 @@ from diffcache.attach.reuse.chain import leave_loose
 from diffcache.attach.reuse.frame import Frame
 from diffcache.attach.reuse.gated import main_stream
 from diffcache.attach.reuse.layout import Layout
-from diffcache.attach.reuse.peek import PlainTap, UnwatchedTap
+from diffcache.attach.reuse.modulated_probe import PlainTap, UnwatchedTap
 from diffcache.attach.reuse.plan import keep, plan, protect_all
 from diffcache.attach.reuse.reach import reach_of
 from diffcache.attach.reuse.setup import Setup

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from diffcache.attach.reuse.frame import FRAME, Frame
-from diffcache.attach.reuse.span import OWN, Held, estimates, hold
+from diffcache.attach.reuse.span import OWN, BlockFeatures, estimates, store_features
 from diffcache.attach.tap import Tap
 from diffcache.attach.tree import Template, hollow, leaves
 from diffcache.step import CURRENT
@@ -46,16 +46,16 @@ class ModuleTap(Tap):
         frame.visits[self] = visit + 1
         key = (self.name, visit)
         if not frame.runs(self.name):
-            held: Held = frame.features[key]
+            held: BlockFeatures = frame.features[key]
             return held.template.build(estimates(frame, held))
         out = frame.counted(self.name, self.module, args, kwargs)
         setup = frame.setup
         if setup.observer is not None:
             out = observed(frame, self.name, out)
-        if setup.apart and self.name not in setup.apart:
+        if setup.own_sites and self.name not in setup.own_sites:
             return out  # it never decides, so nothing is kept of it
         own = [leaf.detach().clone() for leaf in leaves(out)]
-        hold(frame, key, own, [OWN] * len(own), Template(out))
+        store_features(frame, key, own, [OWN] * len(own), Template(out))
         return out
 
 
@@ -80,5 +80,5 @@ class EmptyTap(Tap):
         if not frame.runs(self.site):
             return frame.features[self.name, 0].hollow
         out = frame.counted(self.site, self.module, args, kwargs)  # its work is that of the site
-        frame.features[self.name, 0] = Held([], [], Template(None), hollow(out))
+        frame.features[self.name, 0] = BlockFeatures([], [], Template(None), hollow(out))
         return out

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from diffcache.attach.advice import can_set
 from diffcache.attach.reuse.frame import Frame
-from diffcache.attach.reuse.span import OWN, Held, estimates, hold
+from diffcache.attach.reuse.span import OWN, BlockFeatures, estimates, store_features
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError
 from diffcache.step import Site
@@ -30,13 +30,13 @@ def keep_output(frame: Frame, out: Any) -> Any:
     own = [leaf.detach().clone() for leaf in leaves(out)]
     if setup.parts.feature == "change":
         own[0].sub_(fitted(frame, own[0]))
-    hold(frame, OUTPUT, own, [OWN] * len(own), Template(out))
+    store_features(frame, OUTPUT, own, [OWN] * len(own), Template(out))
     return replaced
 
 
 def stand_in(frame: Frame) -> Any:
     """Return what stands for the output of a skipped step."""
-    held: Held = frame.features[OUTPUT]
+    held: BlockFeatures = frame.features[OUTPUT]
     guesses = estimates(frame, held)
     if frame.setup.parts.feature == "change":
         value = guesses[0] + fitted(frame, guesses[0])

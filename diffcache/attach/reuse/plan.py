@@ -1,4 +1,4 @@
-"""Plan which blocks a method skips in one kind of call: spans, duties, and the taps for them."""
+"""Plan which blocks a method skips in one kind of call: spans, and the taps for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from diffcache.attach.reuse.frame import Frame
 from diffcache.attach.reuse.grouping import Place, sites_of, spans_of
 from diffcache.attach.reuse.layout import Layout, work_of
-from diffcache.attach.reuse.span import Duty, record
+from diffcache.attach.reuse.span import TapSpec, record
 from diffcache.attach.reuse.stand_in import (
     AddTap,
     CloseTap,
@@ -52,7 +52,7 @@ def plan(
     order = [(call.list_key, call.index) for call in calls]
     lead = order[: parts.lead]
     tail = order[len(order) - parts.tail :] if parts.tail else []
-    duties = {(c.list_key, c.index): _duty(c, wirings[c.list_key], is_unet) for c in calls}
+    specs = {(c.list_key, c.index): _spec_of(c, wirings[c.list_key], is_unet) for c in calls}
     spans = spans_of(parts, order, set(lead) | set(tail), is_unet)
     if not any(spans) and parts.site is not Site.MODEL:
         raise AttachError(
@@ -62,10 +62,10 @@ def plan(
     by_place = {(c.list_key, c.index): c for c in calls}
     for number, span in enumerate(spans):
         _assign(
-            number, span, duties, by_place, parts, is_last=number == len(spans) - 1, unet=is_unet
+            number, span, specs, by_place, parts, is_last=number == len(spans) - 1, unet=is_unet
         )
         if live == "all" or (live == "mixed" and wirings[span[0][0]].source != "identity"):
-            _enliven(number, span, duties)
+            _enliven(number, span, specs)
     skipped = {place for span in spans for place in span}
     if parts.site is Site.MODEL:
         skipped = set(order)
@@ -79,22 +79,22 @@ def plan(
     if parts.feature == "output" and not reads_lead:
         follow_skipped = skipped | set(lead)
     compute = _items(
-        blocks, duties, lambda m, d, p: _compute_tap(m, d) if p in follow_skipped else m
+        blocks, specs, lambda m, d, p: _compute_tap(m, d) if p in follow_skipped else m
     )
-    skip = _items(blocks, duties, lambda m, d, p: _skip_tap(m, d, kinds[p]) if p in skipped else m)
+    skip = _items(blocks, specs, lambda m, d, p: _skip_tap(m, d, kinds[p]) if p in skipped else m)
     follow = skip
     if follow_skipped != skipped:
         follow = _items(
-            blocks, duties, lambda m, d, p: _skip_tap(m, d, kinds[p]) if p in follow_skipped else m
+            blocks, specs, lambda m, d, p: _skip_tap(m, d, kinds[p]) if p in follow_skipped else m
         )
-    foreseen = [place for place in order if place in skipped and _adds(duties[place])]
+    foreseen = [place for place in order if place in skipped and _adds(specs[place])]
     for number, (key, index) in enumerate(foreseen):
         skip[key][index].number = number
     costs = [((c.list_key, c.index), c.flops) for c in calls]
     return Layout(
         compute, skip, follow, whole=work_of(costs, set()), less=work_of(costs, skipped),
         follow_less=work_of(costs, follow_skipped), costs=costs,
-        closes=len({d.span for d in duties.values() if d.closes and not _adds(d)}),
+        closes=len({d.span for d in specs.values() if d.closes and not _adds(d)}),
         wirings=wirings, lead_calls=lead,
         foreseen=foreseen,
         streams={c.list_key: trace.streams(c) for c in reversed(calls)},
@@ -118,20 +118,20 @@ def keep(frame: Frame, layout: Layout, calls: list[BlockCall]) -> bool:
             return False
         if not isinstance(item, ComputeTap):
             continue
-        duty = item.duty
-        streams = list(duty.carry.values()) if duty.opens else []
+        spec = item.spec
+        streams = list(spec.carry.values()) if spec.opens else []
         dropped = [n for n, s in enumerate(call.shapes_out) if s and call.outputs[n] is None]
-        if any(key not in call.arguments for key in streams) or (duty.records and dropped):
+        if any(key not in call.arguments for key in streams) or (spec.records and dropped):
             return False
-        if duty.opens:
-            frame.bases[duty.span] = tuple(call.arguments[key] for key in streams)
-        if duty.records:
+        if spec.opens:
+            frame.bases[spec.span] = tuple(call.arguments[key] for key in streams)
+        if spec.records:
             lone = call.container is Tensor
-            record(frame, duty, call.outputs[0] if lone else call.container(call.outputs))
+            record(frame, spec, call.outputs[0] if lone else call.container(call.outputs))
     return True
 
 
-def _duty(call: BlockCall, wiring: Wiring, is_unet: bool) -> Duty:
+def _spec_of(call: BlockCall, wiring: Wiring, is_unet: bool) -> TapSpec:
     """Return what a block passes on and what it hands out on the side."""
     carry, sides = {}, []
     for number, shape in enumerate(call.shapes_out):
@@ -142,21 +142,21 @@ def _duty(call: BlockCall, wiring: Wiring, is_unet: bool) -> Duty:
             sides.append(number)
     place = (call.list_key, call.index)
     if is_unet:
-        return Duty(place, {}, is_hollow=True)
-    return Duty(place, carry, sides=tuple(sides), bare=None in call.shapes_out)
+        return TapSpec(place, {}, is_hollow=True)
+    return TapSpec(place, carry, sides=tuple(sides), bare=None in call.shapes_out)
 
 
 def _assign(
     number: int,
     span: list[tuple[str, int]],
-    duties: dict[tuple[str, int], Duty],
+    specs: dict[tuple[str, int], TapSpec],
     calls: dict[tuple[str, int], BlockCall],
     parts: Combine,
     is_last: bool,
     unet: bool,
 ) -> None:
-    """Give the first and last block of a span their duties."""
-    first, last = duties[span[0]], duties[span[-1]]
+    """Give the first and last block of a span what their taps do."""
+    first, last = specs[span[0]], specs[span[-1]]
     if parts.feature == "output" and parts.site is Site.STACK and not is_last:
         return  # the last list's output stands for the whole stack
     last.closes, last.span, last.is_hollow = True, number, False
@@ -174,53 +174,53 @@ def _assign(
         last.sides = tuple(n for n in last.sides if n not in last.carry)
 
 
-def _enliven(number: int, span: list[Place], duties: dict[Place, Duty]) -> None:
+def _enliven(number: int, span: list[Place], specs: dict[Place, TapSpec]) -> None:
     """Let a span of one list leave what the loop adds between its blocks out of its features."""
-    first, last = duties[span[0]], duties[span[-1]]
-    blocks = [duties[place] for place in span]
+    first, last = specs[span[0]], specs[span[-1]]
+    blocks = [specs[place] for place in span]
     whole = all(list(block.carry) == list(first.carry) for block in blocks)
     if len(span) > 1 and last.residual and whole and len({key for key, _ in span}) == 1:
         for block in blocks:
             block.live, block.span = True, number
 
 
-def _compute_tap(module: nn.Module, duty: Duty) -> Any:
+def _compute_tap(module: nn.Module, spec: TapSpec) -> Any:
     """Return what stands for a block that runs: a tap if it is of interest to the cache."""
-    if duty.live:
-        return LiveTap(module, duty)
-    return ComputeTap(module, duty) if duty.opens or duty.records else module
+    if spec.live:
+        return LiveTap(module, spec)
+    return ComputeTap(module, spec) if spec.opens or spec.records else module
 
 
-def _items(blocks: dict[str, list[nn.Module]], duties: Any, make: Any) -> dict[str, list[Any]]:
+def _items(blocks: dict[str, list[nn.Module]], specs: Any, make: Any) -> dict[str, list[Any]]:
     """Return, for every list, what `make` says of the blocks that were called."""
     items: dict[str, list[Any]] = {}
     for key, group in blocks.items():
         places = [(key, index) for index in range(len(group))]
         items[key] = [
-            make(module, duties[place], place) if place in duties else module
+            make(module, specs[place], place) if place in specs else module
             for place, module in zip(places, group, strict=True)
         ]
     return items
 
 
-def _skip_tap(module: nn.Module, duty: Duty, container: type) -> Any:
+def _skip_tap(module: nn.Module, spec: TapSpec, container: type) -> Any:
     """Return what stands for a skipped block."""
-    if duty.is_hollow:
-        return HollowTap(module, duty)
-    if _adds(duty):
-        return AddTap(module, duty, container)
-    if duty.closes and duty.residual and not duty.opens and not duty.sides and not duty.bare:
-        return CloseTap(module, duty, container)
-    if duty.closes or duty.sides or not duty.carry:
-        return EstimateTap(module, duty)
-    if duty.opens and not duty.live:
-        return OpenTap(module, duty, container)
-    named = not duty.opens and all(isinstance(key, str) for key in duty.carry.values())
-    if named and container is (tuple if len(duty.carry) > 1 else Tensor):
-        return NamedPassTap(module, duty)
-    return PassTap(module, duty, container)
+    if spec.is_hollow:
+        return HollowTap(module, spec)
+    if _adds(spec):
+        return AddTap(module, spec, container)
+    if spec.closes and spec.residual and not spec.opens and not spec.sides and not spec.bare:
+        return CloseTap(module, spec, container)
+    if spec.closes or spec.sides or not spec.carry:
+        return EstimateTap(module, spec)
+    if spec.opens and not spec.live:
+        return OpenTap(module, spec, container)
+    named = not spec.opens and all(isinstance(key, str) for key in spec.carry.values())
+    if named and container is (tuple if len(spec.carry) > 1 else Tensor):
+        return NamedPassTap(module, spec)
+    return PassTap(module, spec, container)
 
 
-def _adds(duty: Duty) -> bool:
+def _adds(spec: TapSpec) -> bool:
     """Return whether a block is a span of its own whose outputs are all residuals."""
-    return duty.opens and duty.closes and duty.residual and not duty.sides and not duty.bare
+    return spec.opens and spec.closes and spec.residual and not spec.sides and not spec.bare

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from diffcache.attach.reuse.again import again
 from diffcache.attach.reuse.frame import Frame
-from diffcache.attach.reuse.peek import Peek, plain
+from diffcache.attach.reuse.modulated_probe import Peek, plain
 from diffcache.attach.reuse.setup import Setup
 from diffcache.attach.reuse.trace import BlockCall, Reach, Trace
 from diffcache.attach.tap import Tap

@@ -98,4 +98,4 @@ class Setup:
     def __post_init__(self) -> None:
         self.instead: Instead = self.parts.instead
         self.hold = self.instead if isinstance(self.instead, Hold) else None
-        self.apart = frozenset(self.parts.when.sites)
+        self.own_sites = frozenset(self.parts.when.sites)

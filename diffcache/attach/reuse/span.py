@@ -21,7 +21,7 @@ OWN: Kind = ("own", 0)  # an estimate of the output itself
 
 
 @dataclass(eq=False)
-class Duty:
+class TapSpec:
     """What one block call has to do for the cache.
 
     Attributes:
@@ -66,7 +66,7 @@ class Duty:
 
 
 @dataclass(eq=False)
-class Held:
+class BlockFeatures:
     """The features of one block call: a state for every kept tensor, and how they go together."""
 
     states: list[Any]
@@ -107,17 +107,17 @@ def copied(pick: Picker) -> Picker:
     return copies
 
 
-def record(frame: Frame, duty: Duty, out: Any) -> None:
+def record(frame: Frame, spec: TapSpec, out: Any) -> None:
     """Keep the features of a block that just ran."""
     features = frame.features
-    if duty.is_hollow:
-        features[duty.key] = Held([], [], Template(None), hollow(out))
+    if spec.is_hollow:
+        features[spec.key] = BlockFeatures([], [], Template(None), hollow(out))
         return
-    base = frame.bases.get(duty.span, ())
+    base = frame.bases.get(spec.span, ())
     tensors: list[Tensor] = []
     kinds: list[Kind] = []
     for number, output in enumerate(outputs_of(out)):
-        kind = duty.kind(number)
+        kind = spec.kind(number)
         if kind == OWN or not isinstance(output, Tensor):
             own = [leaf.detach().clone() for leaf in leaves(output)]
             tensors += own
@@ -128,34 +128,36 @@ def record(frame: Frame, duty: Duty, out: Any) -> None:
             tensors.append(torch.sub(output.detach(), base[kind[1]].detach()))
     observer = frame.setup.observer
     if observer is not None:
-        site = f"{duty.key[0]}.{duty.key[1]}"
+        site = f"{spec.key[0]}.{spec.key[1]}"
         for number, tensor in enumerate(tensors):
             observer.feature(frame.step, site, number, tensor)
-    hold(frame, duty.key, tensors, kinds, Template(out))
+    store_features(frame, spec.key, tensors, kinds, Template(out))
 
 
-def hold(
+def store_features(
     frame: Frame, key: Any, tensors: list[Tensor], kinds: list[Kind], template: Template
 ) -> None:
     """Hand fresh features to the method's states, new ones where their shapes changed."""
     instead, features = frame.instead, frame.features
     shapes = [(t.shape, t.dtype, t.device) for t in tensors]
-    held: Held | None = features.get(key)
+    held: BlockFeatures | None = features.get(key)
     if held is None or held.shapes != shapes:
         site = f"{key[0]}.{key[1]}"
-        before: Held | None = next(reversed(features.values()), None) if held is None else None
+        before: BlockFeatures | None = (
+            next(reversed(features.values()), None) if held is None else None
+        )
         states = [instead.init_at(site, index) for index in range(len(tensors))]
         instead.link([*(before.states[-1:] if before is not None else ()), *states])
-        held = features[key] = Held(states, kinds, template, shapes=shapes)
+        held = features[key] = BlockFeatures(states, kinds, template, shapes=shapes)
     held.kinds, held.template = kinds, template
     for state, tensor in zip(held.states, tensors, strict=True):
         instead.record(state, frame.step, tensor)
 
 
-def estimate(frame: Frame, duty: Duty, given: tuple[Any, ...]) -> Any:
+def estimate(frame: Frame, spec: TapSpec, given: tuple[Any, ...]) -> Any:
     """Return the outputs of a skipped block from its features, its span's base and its input."""
-    held: Held = frame.features[duty.key]
-    base = given if duty.live else frame.bases.get(duty.span, ())
+    held: BlockFeatures = frame.features[spec.key]
+    base = given if spec.live else frame.bases.get(spec.span, ())
     guesses = iter(estimates(frame, held))
     outputs: list[Tensor] = []
     for what, place in held.kinds:
@@ -163,7 +165,7 @@ def estimate(frame: Frame, duty: Duty, given: tuple[Any, ...]) -> Any:
             outputs.append(base[place] + next(guesses))
         else:
             outputs.append(next(guesses) if what == "own" else given[place])
-    frame.closed += duty.closes
+    frame.closed += spec.closes
     return held.template.build(outputs)
 
 
@@ -180,7 +182,7 @@ def foresee(frame: Frame) -> list[list[Tensor]]:
     return frame.foreseen
 
 
-def estimates(frame: Frame, held: Held) -> list[Tensor]:
+def estimates(frame: Frame, held: BlockFeatures) -> list[Tensor]:
     """Return the estimates of a call's tensors; those that a model may write to are fresh."""
     instead, states = frame.instead, held.states
     if len(states) == 1:

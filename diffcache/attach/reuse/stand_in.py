@@ -8,7 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from diffcache.attach.reuse.frame import current_frame
-from diffcache.attach.reuse.span import Duty, Held, copied, estimate, foresee, picker, record
+from diffcache.attach.reuse.span import (
+    BlockFeatures,
+    TapSpec,
+    copied,
+    estimate,
+    foresee,
+    picker,
+    record,
+)
 from diffcache.attach.tap import Tap
 from diffcache.attach.tree import Template, leaves, outputs_of
 
@@ -16,21 +24,21 @@ from diffcache.attach.tree import Template, leaves, outputs_of
 class ComputeTap(Tap):
     """A block that runs, and whose input or output the cache needs."""
 
-    __slots__ = ("base_of", "duty")
+    __slots__ = ("base_of", "spec")
 
-    def __init__(self, module: nn.Module, duty: Duty) -> None:
+    def __init__(self, module: nn.Module, spec: TapSpec) -> None:
         super().__init__(module)
-        self.duty = duty
-        self.base_of = picker(list(duty.carry.values()), tuple) if duty.opens else None
+        self.spec = spec
+        self.base_of = picker(list(spec.carry.values()), tuple) if spec.opens else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
         frame = current_frame()
         if self.base_of is not None:
-            frame.bases[self.duty.span] = self.base_of(args, kwargs)
+            frame.bases[self.spec.span] = self.base_of(args, kwargs)
         out = self.module(*args, **kwargs)
-        if self.duty.records:
-            record(frame, self.duty, out)
+        if self.spec.records:
+            record(frame, self.spec, out)
         return out
 
 
@@ -41,43 +49,43 @@ class LiveTap(Tap):
     the block before returned is added to it.
     """
 
-    __slots__ = ("copies", "duty", "input_of")
+    __slots__ = ("copies", "input_of", "spec")
 
-    def __init__(self, module: nn.Module, duty: Duty) -> None:
+    def __init__(self, module: nn.Module, spec: TapSpec) -> None:
         super().__init__(module)
-        self.duty = duty
+        self.spec = spec
         self.copies = False  # whether the loop writes to its streams in place
-        self.input_of = picker(list(duty.carry.values()), tuple)
+        self.input_of = picker(list(spec.carry.values()), tuple)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
         frame = current_frame()
-        duty, given = self.duty, self.input_of(args, kwargs)
-        if duty.opens:
+        spec, given = self.spec, self.input_of(args, kwargs)
+        if spec.opens:
             base = tuple([tensor.clone() for tensor in given]) if self.copies else given
         else:
-            streams = zip(frame.bases[duty.span], given, frame.lasts[duty.span], strict=True)
+            streams = zip(frame.bases[spec.span], given, frame.lasts[spec.span], strict=True)
             base = tuple([b if now is last else b + (now - last) for b, now, last in streams])
-        frame.bases[duty.span] = base
+        frame.bases[spec.span] = base
         out = self.module(*args, **kwargs)
-        if duty.records:
-            record(frame, duty, out)
-        returned = [outputs_of(out)[number] for number in duty.carry]
+        if spec.records:
+            record(frame, spec, out)
+        returned = [outputs_of(out)[number] for number in spec.carry]
         if self.copies:
             returned = [None if tensor is None else tensor.clone() for tensor in returned]
-        frame.lasts[duty.span] = returned
+        frame.lasts[spec.span] = returned
         return out
 
 
 class PassTap(Tap):
     """A block that is skipped and passes its streams through."""
 
-    __slots__ = ("duty", "streams_of")
+    __slots__ = ("spec", "streams_of")
 
-    def __init__(self, module: nn.Module, duty: Duty, container: type) -> None:
+    def __init__(self, module: nn.Module, spec: TapSpec, container: type) -> None:
         super().__init__(module)
-        self.duty = duty
-        self.streams_of = picker([duty.carry[n] for n in sorted(duty.carry)], container)
+        self.spec = spec
+        self.streams_of = picker([spec.carry[n] for n in sorted(spec.carry)], container)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
@@ -90,21 +98,21 @@ class CloseTap(Tap):
     In a live span the base is what arrives here, with all that the loop added on the way.
     """
 
-    __slots__ = ("container", "duty", "input_of")
+    __slots__ = ("container", "input_of", "spec")
 
-    def __init__(self, module: nn.Module, duty: Duty, container: type) -> None:
+    def __init__(self, module: nn.Module, spec: TapSpec, container: type) -> None:
         super().__init__(module)
-        self.duty, self.container = duty, container
-        self.input_of = picker(list(duty.carry.values()), tuple) if duty.live else None
+        self.spec, self.container = spec, container
+        self.input_of = picker(list(spec.carry.values()), tuple) if spec.live else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
         frame = current_frame()
         frame.closed += 1
-        held: Held = frame.features[self.duty.key]
+        held: BlockFeatures = frame.features[self.spec.key]
         guesses = frame.instead.estimate_all(held.states, frame.step)
         live = self.input_of
-        base = frame.bases[self.duty.span] if live is None else live(args, kwargs)
+        base = frame.bases[self.spec.span] if live is None else live(args, kwargs)
         if self.container is Tensor:
             return base[0] + guesses[0]
         return self.container(map(add, base, guesses))
@@ -115,9 +123,9 @@ class NamedPassTap(Tap):
 
     __slots__ = ("take",)
 
-    def __init__(self, module: nn.Module, duty: Duty) -> None:
+    def __init__(self, module: nn.Module, spec: TapSpec) -> None:
         super().__init__(module)
-        self.take = itemgetter(*[duty.carry[number] for number in sorted(duty.carry)])
+        self.take = itemgetter(*[spec.carry[number] for number in sorted(spec.carry)])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
@@ -129,48 +137,48 @@ class OpenTap(PassTap):
 
     __slots__ = ("base_of",)
 
-    def __init__(self, module: nn.Module, duty: Duty, container: type) -> None:
-        super().__init__(module, duty, container)
-        self.base_of = picker(list(duty.carry.values()), tuple)
+    def __init__(self, module: nn.Module, spec: TapSpec, container: type) -> None:
+        super().__init__(module, spec, container)
+        self.base_of = picker(list(spec.carry.values()), tuple)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
         frame = current_frame()
-        frame.bases[self.duty.span] = self.base_of(args, kwargs)
+        frame.bases[self.spec.span] = self.base_of(args, kwargs)
         return self.streams_of(args, kwargs)
 
 
 class EstimateTap(Tap):
     """A skipped block whose outputs are estimates: the last of a span, or one with side outputs."""
 
-    __slots__ = ("duty", "input_of")
+    __slots__ = ("input_of", "spec")
 
-    def __init__(self, module: nn.Module, duty: Duty) -> None:
+    def __init__(self, module: nn.Module, spec: TapSpec) -> None:
         super().__init__(module)
-        self.duty = duty
-        self.input_of = picker(list(duty.carry.values()), tuple) if duty.carry else None
+        self.spec = spec
+        self.input_of = picker(list(spec.carry.values()), tuple) if spec.carry else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
         frame = current_frame()
-        duty = self.duty
+        spec = self.spec
         given = self.input_of(args, kwargs) if self.input_of is not None else ()
-        if duty.opens and not duty.live:
-            frame.bases[duty.span] = given
-        return estimate(frame, duty, given)
+        if spec.opens and not spec.live:
+            frame.bases[spec.span] = given
+        return estimate(frame, spec, given)
 
 
 class AddTap(Tap):
     """A skipped block of its own span: its streams plus the estimates of what it adds to them."""
 
-    __slots__ = ("container", "duty", "input_of", "number")
+    __slots__ = ("container", "input_of", "number", "spec")
 
-    def __init__(self, module: nn.Module, duty: Duty, container: type) -> None:
+    def __init__(self, module: nn.Module, spec: TapSpec, container: type) -> None:
         super().__init__(module)
-        self.duty = duty
+        self.spec = spec
         self.number = -1  # place among the blocks that are foreseen
         self.container = container
-        self.input_of = picker(list(duty.carry.values()), tuple)
+        self.input_of = picker(list(spec.carry.values()), tuple)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
@@ -187,17 +195,17 @@ class HollowTap(Tap):
     Where the model's loop writes to them in place they have to be `real`.
     """
 
-    __slots__ = ("duty", "real")
+    __slots__ = ("real", "spec")
 
-    def __init__(self, module: nn.Module, duty: Duty) -> None:
+    def __init__(self, module: nn.Module, spec: TapSpec) -> None:
         super().__init__(module)
-        self.duty = duty
+        self.spec = spec
         self.real = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
         frame = current_frame()
-        out = frame.features[self.duty.key].hollow
+        out = frame.features[self.spec.key].hollow
         return Template(out).build([zeros.clone() for zeros in leaves(out)]) if self.real else out
 
 
@@ -205,7 +213,7 @@ def protect(tap: Any) -> None:
     """Let a tap hold and hand out copies: the model's loop writes to its streams in place."""
     if isinstance(tap, (ComputeTap, OpenTap)) and tap.base_of is not None:
         tap.base_of = copied(tap.base_of)
-    elif isinstance(tap, PassTap) and tap.duty.live and tap.duty.opens:
+    elif isinstance(tap, PassTap) and tap.spec.live and tap.spec.opens:
         tap.streams_of = copied(tap.streams_of)
     elif isinstance(tap, LiveTap):
         tap.copies = True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from diffcache.attach.facts import facts_of
+from diffcache.attach.fingerprint import facts_of
 from diffcache.errors import TablesError
 from diffcache.features.harmonica import HarmoniCa
 from diffcache.features.tables import Tables

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from diffcache.api import check_free, denoisers_of
-from diffcache.attach.facts import facts_of
+from diffcache.attach.fingerprint import facts_of
 from diffcache.errors import AttachError
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.instead import Reuse
 from diffcache.features.parts.when import Listed
-from diffcache.features.plain import to_plain
+from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
 from diffcache.features.tuned import Tuned
 from diffcache.offline.calibrate import BATCH_SIZE, Plan, calibrate, header_of

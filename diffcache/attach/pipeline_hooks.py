@@ -16,7 +16,7 @@ from typing import Any
 
 from diffcache.attach.anchor import ATTRIBUTE, claim, owner_of, release
 from diffcache.attach.call import in_call
-from diffcache.attach.conditions import effective, other_guidance
+from diffcache.attach.provenance import effective, other_guidance
 from diffcache.attach.runs import Runs
 from diffcache.foreign import was_interrupted
 

@@ -16,7 +16,7 @@ from diffcache.foreign import take_hooks, uncompiled, version_of
 PEEKING: ContextVar[bool] = ContextVar("diffcache_peeking", default=False)
 
 
-class Seen(BaseException):
+class StopForward(BaseException):
     """Carries the first attention's inputs out of a block that is cut short.
 
     No `Exception`, which a model might handle.
@@ -132,7 +132,7 @@ class Peek:
             run(*args, **kwargs)
             if self._watch():  # blocks were replaced since
                 run(*args, **kwargs)
-        except Seen as seen:
+        except StopForward as seen:
             if versions != [_version(tensor) for tensor in tensors]:
                 raise AttachError(
                     f"{self._name}: its first block writes to its input before its attention, so "
@@ -185,7 +185,7 @@ def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     given.update(kwargs)
     inputs = {key: value.detach() for key, value in given.items() if isinstance(value, Tensor)}
     if inputs:
-        raise Seen(inputs)
+        raise StopForward(inputs)
 
 
 def unwatch(module: nn.Module) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from diffcache.attach.clock import Context
+from diffcache.attach.run import Context
 from diffcache.foreign import drop_registry, put_below, registry_of, take_out
 
 _NAME = "diffcache"
