@@ -50,9 +50,9 @@ def wrap(
             turns back, where the sample is not correlated with the one before, or at
             `diffcache.reset(model)`; `diffcache.run` and `diffcache.branch` say which calls belong
             together, and what cannot be told is computed, with a warning: samples of fewer than 64
-            numbers, and samplers that draw new noise at every step. Trajectories of the same
-            conditions whose samples are alike need `diffcache.run`. Calls that gradients go
-            through are computed.
+            numbers without conditions, and samplers that draw new noise at every step.
+            Trajectories of the same conditions whose samples are alike, or that small, need
+            `diffcache.run`. Calls that gradients go through are computed.
         method: A method, or its catalogue name.
         components: Name or names of the pipeline's denoisers to wrap; all of them by default.
         hold: How features are held: `bf16`; `int8`, with a scale a token, in about half the memory

@@ -37,8 +37,9 @@ DOUBTS = {
     f"may have started; {_RUN}, or call diffcache.reset(model) where it starts",
     "other sample": "again and again the sample is no next step of the one before, so sampling "
     f"runs may be taking turns, or the sampler draws new noise at every step; {_RUN}",
-    "small sample": f"the sample has fewer than {FEWEST} numbers (integers do not count), too few "
-    f"to tell whether a call is the next step of a sampling run or another run's; {_RUN}",
+    "small sample": f"the call has no conditions, and its sample has fewer than {FEWEST} numbers "
+    "(integers do not count), too few to tell whether a call is the next step of a sampling run or "
+    f"another run's; {_RUN}",
 }
 _COMPUTED = "every call is computed until a new run starts"
 CHANGED = (

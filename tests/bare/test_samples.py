@@ -127,6 +127,22 @@ def test_samples_that_cannot_be_told_are_computed_and_said_once(caught: Any, sam
     assert marks(model) == "CssCss"
 
 
+def test_conditions_tell_where_a_sample_is_too_small(caught: Any):
+    """Two policies' observations: their actions are few numbers."""
+    model = diffcache.wrap(Toy(), EVERY)
+    tracks = [[(x[:, :7], t, torch.full((1, 1, 8), cond)) for x, t, _ in track(n)] for n, cond in
+              ((0, 0.5), (1, 2.0))]  # fmt: skip
+    for number, calls in enumerate(tracks):
+        outs = [model(*call) for call in calls]
+        assert marks(model) == "CssCss"
+        fresh = diffcache.wrap(Toy(), EVERY)
+        with diffcache.run(fresh):
+            assert all(torch.equal(fresh(*c), out) for c, out in zip(calls, outs, strict=True)), (
+                number
+            )
+    assert caught == []
+
+
 def test_only_a_run_tells_trajectories_whose_samples_are_alike():
     """The limit: a second edit of one picture, at low noise, that is first seen lower."""
     picture = noise(7)
