@@ -11,15 +11,11 @@ ATTRIBUTE = "_diffcache"
 class Anchor:
     """A link from one object to its owner; copies and pickles of the object get a dead one."""
 
-    __slots__ = ("_of", "owner")
+    __slots__ = ("of", "owner")
 
     def __init__(self, of: Any = None, owner: Any = None) -> None:
-        self._of = weakref.ref(of) if of is not None else None
+        self.of = weakref.ref(of) if of is not None else None
         self.owner = owner
-
-    def holds(self, of: Any) -> bool:
-        """Return whether this anchor was made for `of` itself."""
-        return self._of is not None and self._of() is of
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Anchor:
         return Anchor()
@@ -38,10 +34,10 @@ def claim(of: Any, owner: Any) -> None:
 
 def owner_of(of: Any) -> Any:
     """Return the owner of `of`, None for an object that is not claimed or is a copy."""
-    anchor = getattr(of, "__dict__", {}).get(ATTRIBUTE)
-    if anchor is not None and anchor.holds(of):
-        return anchor.owner
-    return None
+    anchor: Anchor | None = getattr(of, "__dict__", {}).get(ATTRIBUTE)
+    if anchor is None or anchor.of is None or anchor.of() is not of:
+        return None
+    return anchor.owner
 
 
 def release(of: Any) -> None:

@@ -136,8 +136,9 @@ class Denoiser:
             record.computed, record.reason = True, "writes to a stream"
         for extension in self.extensions:
             call = extension.open(call)
-        for extension in self.extensions:
-            extension.given(call)
+        if call.learns:
+            for extension in self.extensions:
+                extension.given(call)
         branch.signature = signature
         return call
 
@@ -178,8 +179,7 @@ class Denoiser:
 
     def _check_length(self, timeline: Timeline) -> None:
         """Raise unless the run has as many steps as the method's tables are made for."""
-        made_for, has = self.total, timeline.total
-        said = timeline.run.steps
+        made_for, said = self.total, timeline.run.steps
         if said is not None and timeline.index >= said:
             raise AttachError(
                 f"diffcache.run(..., steps={said}): a step more than that began; say how many "
@@ -187,6 +187,7 @@ class Denoiser:
             )
         if made_for is None:
             return
+        has = timeline.total
         found = steps = str(has)
         if has in (None, made_for):  # nobody said how many, or more may come
             if timeline.index < made_for:
@@ -217,8 +218,9 @@ class Denoiser:
             AttachError: If an extension finds that the model cannot be cached as asked.
         """
         record, replaced = call.record, None
-        for extension in self.extensions:
-            extension.ran(call, out)
+        if call.learns:
+            for extension in self.extensions:
+                extension.ran(call, out)
         in_order = self.extensions if record.computed is False else self._from_last
         for extension in in_order:
             changed = extension.close(call, out)

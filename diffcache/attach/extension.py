@@ -48,10 +48,10 @@ class Extension:
         return call
 
     def given(self, call: Call) -> None:
-        """See a call with what all extensions changed in it, just before the denoiser runs."""
+        """See a call that is learned from, as all extensions left it, before the denoiser runs."""
 
     def ran(self, call: Call, out: Any) -> None:
-        """See what the denoiser returned, before any extension changes it."""
+        """See what a call that is learned from returned, before any extension changes it."""
 
     def close(self, call: Call, out: Any) -> Any:
         """Return what the denoiser returns instead of `out`, None if that stays.

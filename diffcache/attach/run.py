@@ -307,8 +307,10 @@ class Timeline:
     @property
     def total(self) -> int | None:
         """Number of steps this denoiser has if no other takes over, None when unknown."""
-        total = self.run.total
-        return None if total is None else total - self.started_at
+        run = self.run
+        if run.steps is not None:
+            return run.steps - self.started_at
+        return None if run.length is None else run.length - run.begin - self.started_at
 
     def aside(self, timestep: Any) -> Step:
         """Return what stands for the step of a call that is none, with the index of the last."""
@@ -339,8 +341,13 @@ class Timeline:
         """
         index = self.index
         name = context.name if context is not None else None
-        free = [b for b in self.branches if b.seen_at != index and b.name == name]
-        alike = [b for b in free if b.signature == signature] or free
+        free, alike = [], []
+        for known in self.branches:
+            if known.seen_at != index and known.name == name:
+                free.append(known)
+                if known.signature == signature:
+                    alike.append(known)
+        alike = alike or free
         if not alike:
             branch = Branch(len(self.branches), name, conditions())
             self.branches.append(branch)

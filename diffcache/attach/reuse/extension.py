@@ -134,7 +134,7 @@ class FeatureReuse(Extension):
             return "inputs changed"
         if state.anchor < timeline.storage[self].last_computed < timeline.index:
             return "missed a step"
-        if state.layout is None and not self.setup.site.is_module:
+        if state.layout is None and not self.setup.is_module:
             return "output not finite"  # so that nothing could be learned from it
         return "writes a KV cache" if self._has_cache and writes_cache(call.kwargs) else ""
 
@@ -145,13 +145,13 @@ class FeatureReuse(Extension):
             frame.computes = frame.decision.computes or bool(reason)
         elif reason:
             frame.computes = True
-        if frame.decides and self.setup.parts.when.probe is None:
+        if frame.decides and self.setup.probe is None:
             frame.decide(None)
 
     def _hand_out(self, frame: Frame) -> None:
         """Choose what stands for the blocks in this call."""
         setup = self.setup
-        if setup.site.is_module:
+        if setup.is_module:
             whole = frame.computes and not frame.per_site
             frame.tally = {} if whole and frame.call.signature not in setup.costs else None
             frame.hand_out(setup.module_items)
@@ -159,8 +159,8 @@ class FeatureReuse(Extension):
         layout = frame.layout = frame.state.layout
         if layout is None:
             self._trace(frame)
-        elif frame.decides and (probe := setup.parts.when.probe) is not None:
-            frame.hand_out(gated_items(layout, setup.blocks, probe))
+        elif frame.decides and setup.probe is not None:
+            frame.hand_out(gated_items(layout, setup.blocks, setup.probe))
         elif frame.computes and frame.per_site:
             skipped = frozenset(site for site in layout.sites if not frame.runs(site))
             items, frame.mixed = layout.mix(skipped)

@@ -135,7 +135,7 @@ class Frame:
 
     def probe_of(self, before: Tensor, after: Tensor) -> Tensor:
         """Return what the method's gate looks at."""
-        if self.setup.parts.when.probe == "residual" and before.shape == after.shape:
+        if self.setup.probe == "residual" and before.shape == after.shape:
             return after - before
         return after
 

@@ -12,7 +12,6 @@ from diffcache.attach.reuse.layout import Layout
 from diffcache.attach.reuse.modulated_probe import plain
 from diffcache.attach.reuse.stand_in import ComputeTap, LiveTap
 from diffcache.attach.tap import Tap
-from diffcache.attach.tree import outputs_of
 from diffcache.features.base import Probe
 
 
@@ -35,7 +34,8 @@ class LeadTap(Tap):
             frame._probe_input = kwargs[key] if isinstance(key, str) else args[key]
         out = self.item(*args, **kwargs)
         if self.last and frame._probe_input is not None:
-            frame.decide(frame.probe_of(frame._probe_input, outputs_of(out)[self.number]))
+            after = out[self.number] if isinstance(out, (tuple, list)) else out
+            frame.decide(frame.probe_of(frame._probe_input, after))
             frame._probe_input = None
         return out
 

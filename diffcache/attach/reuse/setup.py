@@ -99,3 +99,5 @@ class Setup:
         self.instead: Instead = self.parts.instead
         self.hold = self.instead if isinstance(self.instead, Hold) else None
         self.own_sites = frozenset(self.parts.when.sites)
+        self.probe = self.parts.when.probe
+        self.is_module = self.site.is_module
