@@ -54,6 +54,22 @@ class Recorder:
         return call.attend(q, k, call.v, call.mask)
 
 
+@pytest.mark.parametrize("name", ["UNet2DConditionModel", "PixArtTransformer2DModel"])
+def test_a_removed_door_stays_shut_where_somebody_kept_it(name: str):
+    """`unfuse_qkv_projections` of diffusers puts back the processors that it found."""
+    model, seen = CASES[name].build(0), Recorder()
+    expected = run(model, name, torch.float32)
+    kept = Door(model, seen)
+    processors = model.attn_processors
+    kept.remove()
+    model.set_attn_processor(processors)
+    assert all(map(torch.equal, run(model, name, torch.float32), expected))
+    assert seen.calls == []
+    with Door(model, seen):  # and opens anew
+        run(model, name, torch.float32)
+    assert len(seen.calls) >= len(attention_sites(model))
+
+
 def run(model: nn.Module, name: str, dtype: torch.dtype) -> list[Tensor]:
     given = CASES[name].kwargs(model, 0, 3)
     for key, value in given.items():

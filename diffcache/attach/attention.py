@@ -39,15 +39,19 @@ class DoorProcessor:
     def __init__(
         self, original: Any, strategy: Strategy, sites: tuple[AttentionSite | None, ...]
     ) -> None:
-        self.original, self.strategy, self.sites = original, strategy, sites
+        self.original, self.sites = original, sites
+        self.strategy: Strategy | None = strategy  # None once the door was removed
         self.serve = FAMILIES[type(original).__name__].serve
 
     def run(self, attn: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the processor, its attention through the strategy."""
+        strategy = self.strategy
+        if strategy is None:
+            return self.original(attn, *args, **kwargs)
         served = self.serve(self.original, attn, *args, **kwargs)
         call = next(served)
         for site in self.sites:
-            out = None if site is None else self.strategy.attend(site, call)
+            out = None if site is None else strategy.attend(site, call)
             if out is None:
                 out = call.plain()
             elif out.shape[:3] != call.q.shape[:3]:
@@ -176,7 +180,7 @@ def _family(model: nn.Module, path: str, module: Any) -> Any:
     Raises:
         AttachError: If there is none, or a door already.
     """
-    cls = type(module.processor)
+    cls = type(_bare(module.processor))
     if issubclass(cls, DoorProcessor):
         raise AttachError(
             f"{type(model).__name__}: {path} has a door already; remove what was attached first"
@@ -188,6 +192,16 @@ def _family(model: nn.Module, path: str, module: Any) -> Any:
             f"known for; {_served()}: take adapters of attention off"
         )
     return family
+
+
+def _bare(processor: Any) -> Any:
+    """Return a processor, or the one behind a door that was removed.
+
+    diffusers may have kept the stand-in meanwhile, and put it back (`unfuse_qkv_projections`).
+    """
+    if isinstance(processor, DoorProcessor) and processor.strategy is None:
+        return processor.original
+    return processor
 
 
 def _served() -> str:
@@ -207,14 +221,16 @@ def _install_processors(
     for path in dict.fromkeys(site.path for site in sites):
         module: Any = model.get_submodule(path)
         parts = tuple(s if s in sites else None for s in every if s.path == path)
-        original: Any = type(module.processor)
-        processor = _class_for(original)(module.processor, strategy, parts)
+        bare = _bare(module.processor)
+        cls: Any = type(bare)
+        processor = _class_for(cls)(bare, strategy, parts)
         mine.append((module, processor))
     for module, processor in mine:
         module.processor = processor
 
     def undo() -> None:
         for module, processor in mine:
+            processor.strategy = None  # wherever somebody kept it
             if module.processor is processor:
                 module.processor = processor.original
 

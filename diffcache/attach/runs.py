@@ -149,7 +149,11 @@ class Runs(ABC):
             yield
             finished = True
         finally:
-            self.end(run, token, finished)
+            last = self.last  # of a pipeline's call inside, which has a record of its own
+            has_inner = last is not run.record and not run.record.calls
+            self.end(run, token, finished and not has_inner)
+            if has_inner:
+                self.last = last
 
     @contextmanager
     def streaming(self) -> Iterator[Stream]:

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -190,6 +191,35 @@ def test_a_sibling_that_runs_in_a_callback_is_a_run_of_its_own(name: str):
     assert torch.equal(outer, alone_out)
     assert len(handle_of(pipe).last.calls) == STEPS * zoo.branches
     assert torch.equal(inner[0], inner[1]) and inner[0].shape == plain.shape
+
+
+def test_a_pipeline_inside_a_told_run_keeps_its_record():
+    zoo = pipes()["FluxPipeline"]
+    pipe = diffcache.wrap(zoo.build(0), EVERY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", diffcache.CacheWarning)
+        with diffcache.run(pipe):
+            pipe(**zoo.call(pipe, 0, STEPS))
+    assert len(diffcache.report(pipe).calls) == STEPS * zoo.branches
+
+
+def test_a_denoiser_that_calls_itself_from_inside_is_an_error():
+    model = diffcache.wrap(Toy(), EVERY)
+    armed: list[bool] = []
+
+    def nest(*_: Any) -> None:
+        if armed:
+            armed.clear()
+            model(sample(9), 5.0)
+
+    hook = model.blocks[1].register_forward_pre_hook(nest)
+    with torch.no_grad(), diffcache.run(model):
+        for step in range(3):
+            model(sample(step), 10.0 - step)
+        armed.append(True)
+        with pytest.raises(diffcache.AttachError, match="from inside a call of its own"):
+            model(sample(3), 7.0)
+    hook.remove()
 
 
 # models are freed ------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class Regions(Extension):
     def turn(self) -> Turn | None:
         """Return what attention does in the current call."""
         call = current_call()
-        if call is None or call.owner is not self.denoiser:
+        if call is None or call.owner is not self.denoiser or call.repeats:
             return None
         progress = self._progress(call.run)
         return None if progress is None else progress.turn

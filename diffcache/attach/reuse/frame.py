@@ -13,6 +13,7 @@ from diffcache.attach.reuse.random import Random
 from diffcache.attach.reuse.setup import BranchState, Setup
 from diffcache.attach.reuse.trace import Trace
 from diffcache.attach.tap import ITEMS
+from diffcache.errors import AttachError
 from diffcache.step import CURRENT
 
 FRAME = "frame"  # in a call's storage
@@ -141,6 +142,16 @@ class Frame:
 
 
 def current_frame() -> Frame:
-    """Return the frame of the denoiser call that this thread is in, which reuse opened."""
-    frame: Frame = CURRENT.get().storage[FRAME]
+    """Return the frame of the denoiser call that this thread is in, which reuse opened.
+
+    Raises:
+        AttachError: If the call is over, since the denoiser was called again from inside it.
+    """
+    call: Call | None = CURRENT.get()
+    if call is None:
+        raise AttachError(
+            "a wrapped denoiser was called again from inside a call of its own, so its features "
+            "are lost; call it before or after, or unwrap it"
+        )
+    frame: Frame = call.storage[FRAME]
     return frame
