@@ -1,4 +1,4 @@
-"""The one door to a model's attention: what goes in is handed to a strategy, what it returns out.
+"""Hand a model's attention to a strategy: queries, keys and values in, its output back.
 
 Two implementations stand behind it. Attention processors of diffusers are replaced by ones that
 project as they do, so that a strategy gets queries and keys before rotation. Models of transformers
@@ -31,7 +31,7 @@ class DoorProcessor:
 
     Args:
         original: The processor.
-        strategy: Who attends.
+        strategy: Strategy that attends.
         sites: The module's attentions in the order of their calls; None for one that is the
             model's alone.
     """
@@ -103,12 +103,12 @@ def _class_for(original: Any) -> type[DoorProcessor]:
 
 
 class Door:
-    """Has a strategy attend in a model's place, until it is removed.
+    """Let a strategy attend in a model's place, until the door is removed.
 
     Args:
         model: A denoiser of diffusers, or a model of transformers.
-        strategy: Who attends.
-        sites: The sites it is asked at, of `attention_sites`; None for all of them.
+        strategy: Strategy that attends.
+        sites: Sites it is asked at, of `attention_sites`; None for all of them.
 
     Raises:
         AttachError: If the attention of a site cannot be served, or has a door already.

@@ -1,4 +1,4 @@
-"""The queries, keys and values of one attention call, and who may attend with them."""
+"""Hold the queries, keys and values of one attention call, and rotate them."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ class AttentionSite:
 
 
 @dataclass(frozen=True, eq=False)
-class Angles:
+class Rotary:
     """Rotary embedding of the rows of one call.
 
     Attributes:
-        turn: Function of `[B, T, H, D]` and the tables, by which rows are turned.
-        tables: Numbers that the model turns by, `[1 or B, T, 1 or H, P]` each, for the rows that
-            are turned.
-        first: The first row that is turned.
-        some: Whether the call has rows that are not turned, before or behind.
-        turned: Rows that are turned, bool `[1 or B, T]`; None where `first` and `some` tell.
+        rotate: Function of `[B, T, H, D]` and the tables, which rotates rows.
+        tables: Cosines, sines or complex numbers, `[1 or B, T, 1 or H, P]` each, of the rows that
+            are rotated.
+        first: The first row that is rotated.
+        some: Whether the call has rows that are not rotated, before or after those.
+        is_rotated: Rows that are rotated, bool `[1 or B, T]`; None where `first` and `some` tell.
     """
 
-    turn: Callable[..., Tensor]
+    rotate: Callable[..., Tensor]
     tables: tuple[Tensor, ...]
     first: int = 0
     some: bool = False
-    turned: Tensor | None = None
+    is_rotated: Tensor | None = None
 
     def apply(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Turn queries or keys as the model does.
+        """Rotate queries or keys as the model does.
 
         Args:
             x: Queries or keys, `[B, T, H, D]`.
@@ -64,17 +64,17 @@ class Angles:
         """
         if rows is not None:
             return self.at(rows).apply(x)
-        if self.turned is not None:
-            return torch.where(self.turned[..., None, None], self.turn(x, *self.tables), x)
+        if self.is_rotated is not None:
+            return torch.where(self.is_rotated[..., None, None], self.rotate(x, *self.tables), x)
         if not self.some:
-            return self.turn(x, *self.tables)
+            return self.rotate(x, *self.tables)
         last = self.first + self.tables[0].shape[1]
-        inside = self.turn(x[:, self.first : last], *self.tables)
+        inside = self.rotate(x[:, self.first : last], *self.tables)
         parts = [x[:, : self.first], inside, x[:, last:]]
         return torch.cat([part for part in parts if part.shape[1]], dim=1)
 
-    def at(self, rows: Tensor) -> Angles:
-        """Return the angles of some rows.
+    def at(self, rows: Tensor) -> Rotary:
+        """Return the rotation of some rows.
 
         Args:
             rows: Rows of the call, int64 `[T]` or `[B, T]`.
@@ -88,25 +88,25 @@ class Angles:
             wide = table.to(rows.device)
             wide = wide.expand(max(len(wide), len(rows)), *wide.shape[1:])
             tables.append(wide[:, inside[0]] if len(rows) == 1 else wide[batch, inside])
-        turned = (rows - self.first == inside) if self.some else None
-        return Angles(self.turn, tuple(tables), turned=turned)
+        is_rotated = (rows - self.first == inside) if self.some else None
+        return Rotary(self.rotate, tuple(tables), is_rotated=is_rotated)
 
 
-def turn_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn neighbouring channels, in float32."""
+def rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate neighboring channels, in float32."""
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([-imaginary, real], dim=-1).flatten(3)
     return (x.float() * cosine + turned.float() * sine).to(x.dtype)
 
 
-def turn_complex(x: Tensor, numbers: Tensor) -> Tensor:
-    """Turn neighbouring channels by unit complex numbers."""
+def rotate_complex(x: Tensor, numbers: Tensor) -> Tensor:
+    """Rotate neighboring channels by unit complex numbers."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * numbers.to(x.device)).flatten(3).to(x.dtype)
 
 
-def turn_by_pair(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn neighbouring channels by one cosine and one sine a pair, in the wider dtype."""
+def rotate_by_pair(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate neighboring channels by one cosine and one sine a pair, in the wider dtype."""
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
     pairs = [real * cosine - imaginary * sine, real * sine + imaginary * cosine]
     return torch.stack(pairs, dim=-1).flatten(3).to(x.dtype)
@@ -141,7 +141,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
 
 @dataclass(eq=False, slots=True)
 class AttentionCall:
-    """The queries, keys and values of one call, behind the model's norms.
+    """The queries, keys and values of one call, after the model's norms.
 
     Attributes:
         q: Queries before rotation, `[B, T, H, D]`.
@@ -162,7 +162,7 @@ class AttentionCall:
     k: Tensor
     v: Tensor
     attend: Attend
-    rotary: Angles | None = None
+    rotary: Rotary | None = None
     mask: Tensor | None = None
     text: int | None = 0
     text_first: bool = True
@@ -176,7 +176,7 @@ class AttentionCall:
         return self.q.shape[-1] ** -0.5 if self.scaling is None else self.scaling
 
     def rotated(self) -> tuple[Tensor, Tensor]:
-        """Return queries and keys behind rotation, computed once."""
+        """Return queries and keys after rotation, computed once."""
         if self._rotated is None:
             turn = self.rotary
             both = (self.q, self.k)
@@ -190,7 +190,7 @@ class AttentionCall:
 
 
 class Strategy(Protocol):
-    """Who attends in a model's place.
+    """Protocol of what attends in a model's place.
 
     In which denoiser call, run and branch it is, a strategy finds out by itself.
     """

@@ -1,4 +1,4 @@
-"""How diffusers' attention processors project, turn and put together, family by family.
+"""Project, rotate and put together as diffusers' attention processors do, family by family.
 
 A family is a generator: it yields the `AttentionCall` of a call, is sent the attention, and returns
 what the processor returns. The arithmetic is that of the processor, operation by operation, so that
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from diffcache.attach.attention_call import (
-    Angles,
     AttentionCall,
     Kind,
+    Rotary,
     dispatched,
     fused,
-    turn_by_pair,
-    turn_complex,
-    turn_pairs,
+    rotate_by_pair,
+    rotate_complex,
+    rotate_pairs,
 )
 
 Served = Generator[AttentionCall, Tensor, Any]
-WAN_TEXT = 512  # text rows of Wan, behind those of a picture; a constant in its source too
+WAN_TEXT = 512  # text rows of Wan, after those of an image; a constant in its source too
 
 
 class ProcessorFamily(NamedTuple):
@@ -41,20 +41,20 @@ class ProcessorFamily(NamedTuple):
     kind: Callable[[Any, str], Kind]
 
 
-def _pairs(given: Any, like: Tensor, first: int = 0, *, some: bool = False) -> Angles | None:
-    """Return angles given as cosines and sines `[T, D]`."""
+def _pairs(given: Any, like: Tensor, first: int = 0, *, some: bool = False) -> Rotary | None:
+    """Return rotary given as cosines and sines `[T, D]`."""
     if given is None:
         return None
     cosine, sine = given[0].to(like.device), given[1].to(like.device)
     tables = cosine[None, :, None], sine[None, :, None]
-    return Angles(turn_pairs, tables, first, some)
+    return Rotary(rotate_pairs, tables, first, some)
 
 
 # -------------------------------------------------------------------------------- projections
 
 
 def _own(attn: Any, rows: Tensor, *shape: int) -> list[Tensor]:
-    """Return the normed projections of a picture's rows by heads, `[B, T, H, D]` each."""
+    """Return the normed projections of an image's rows by heads, `[B, T, H, D]` each."""
     q, k, v = attn.to_q(rows), attn.to_k(rows), attn.to_v(rows)
     q, k, v = q.unflatten(-1, shape), k.unflatten(-1, shape), v.unflatten(-1, shape)
     return _normed(q, k, v, attn.norm_q, attn.norm_k)
@@ -79,12 +79,12 @@ def _normed(q: Tensor, k: Tensor, v: Tensor, q_norm: Any, k_norm: Any) -> list[T
 
 
 def _joined(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
-    """Return the projections of two sets of rows, one behind the other."""
+    """Return the projections of two sets of rows, one after the other."""
     return [torch.cat(both, dim=1) for both in zip(first, second, strict=True)]
 
 
 def _ends(out: Tensor, text: int, *, text_first: bool) -> tuple[Tensor, Tensor]:
-    """Return the picture's rows and the text's."""
+    """Return the image's rows and the text's."""
     if text_first:
         return out[:, text:], out[:, :text]
     return out[:, : out.shape[1] - text], out[:, out.shape[1] - text :]
@@ -122,8 +122,8 @@ def _flux(
             more = _added(attn, words, *shape)
         parts = _joined(more, parts)
     q, k, v = parts
-    angles = _pairs(image_rotary_emb, q)
-    out = yield AttentionCall(q, k, v, dispatched(processor), angles, attention_mask, text)
+    rotary = _pairs(image_rotary_emb, q)
+    out = yield AttentionCall(q, k, v, dispatched(processor), rotary, attention_mask, text)
     out = out.flatten(2, 3).to(q.dtype)
     if text is None:
         return _out(attn, out) if projects else out
@@ -143,8 +143,8 @@ def _flux2_parallel(
     count = rows.shape[-1] * inner // (inner + wide)  # of a rank, where ranks split the channels
     joint, mlp = rows.split([count, rows.shape[-1] - count], dim=-1)
     q, k, v = _fused(joint, attn.norm_q, attn.norm_k, -1, attn.head_dim)
-    angles = _pairs(image_rotary_emb, q)
-    out = yield AttentionCall(q, k, v, dispatched(processor), angles, attention_mask, None)
+    rotary = _pairs(image_rotary_emb, q)
+    out = yield AttentionCall(q, k, v, dispatched(processor), rotary, attention_mask, None)
     out = out.flatten(2, 3).to(q.dtype)
     return attn.to_out(torch.cat([out, attn.mlp_act_fn(mlp)], dim=-1))
 
@@ -167,11 +167,11 @@ def _qwen(
         mask = torch.cat([encoder_hidden_states_mask, seen], dim=1)[:, None, None, :]
     words = _added(attn, encoder_hidden_states, -1, size)
     q, k, v = _joined(words, _own(attn, hidden_states, -1, size))
-    angles = None
+    rotary = None
     if image_rotary_emb is not None:
         numbers = torch.cat([image_rotary_emb[1], image_rotary_emb[0]], dim=0)
-        angles = Angles(turn_complex, (numbers[None, :, None],))
-    out = yield AttentionCall(q, k, v, dispatched(processor), angles, mask, text)
+        rotary = Rotary(rotate_complex, (numbers[None, :, None],))
+    out = yield AttentionCall(q, k, v, dispatched(processor), rotary, mask, text)
     rows, text_rows = _ends(out.flatten(2, 3).to(q.dtype), text, text_first=True)
     made = attn.to_out[0](rows.contiguous())
     if len(attn.to_out) > 1:
@@ -195,10 +195,10 @@ def _wan(
     q, k = attn.norm_q(q), attn.norm_k(k)
     shape = (attn.heads, -1)
     q, k, v = q.unflatten(2, shape), k.unflatten(2, shape), v.unflatten(2, shape)
-    angles = None
+    rotary = None
     if rotary_emb is not None:
         tables = rotary_emb[0][..., 0::2], rotary_emb[1][..., 1::2]
-        angles = Angles(turn_by_pair, tables)
+        rotary = Rotary(rotate_by_pair, tables)
     attend = dispatched(processor, split=encoder_hidden_states is None)
     seen = None
     if images is not None:
@@ -210,7 +210,7 @@ def _wan(
         k_image, v_image = k_image.unflatten(2, shape), v_image.unflatten(2, shape)
         seen = yield AttentionCall(q, k_image, v_image, attend)
         seen = seen.flatten(2, 3).to(q.dtype)
-    out = yield AttentionCall(q, k, v, attend, angles, attention_mask)
+    out = yield AttentionCall(q, k, v, attend, rotary, attention_mask)
     out = out.flatten(2, 3).to(q.dtype)
     return _out(attn, out if seen is None else out + seen)
 
@@ -266,9 +266,9 @@ def _hunyuan_video(
         hidden_states = torch.cat([hidden_states, encoder_hidden_states], dim=1)
     parts = _own(attn, hidden_states, attn.heads, -1)
     q, k, v = parts if words is None else _joined(parts, words)
-    angles = _pairs(image_rotary_emb, q, some=text > 0)
+    rotary = _pairs(image_rotary_emb, q, some=text > 0)
     out = yield AttentionCall(
-        q, k, v, dispatched(processor), angles, attention_mask, text, text_first=False
+        q, k, v, dispatched(processor), rotary, attention_mask, text, text_first=False
     )
     out = out.flatten(2, 3).to(q.dtype)
     if encoder_hidden_states is None:
@@ -293,11 +293,11 @@ def _ltx(
     mask = _prepared(attn, attention_mask, source)
     q, k = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source))
     q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, attn.to_v(source)))
-    angles = None
+    rotary = None
     if image_rotary_emb is not None:  # for all heads' channels, one after the other
         tables = tuple(table.unflatten(2, (attn.heads, -1)) for table in image_rotary_emb)
-        angles = Angles(turn_pairs, tables)
-    out = yield AttentionCall(q, k, v, dispatched(processor), angles, mask)
+        rotary = Rotary(rotate_pairs, tables)
+    out = yield AttentionCall(q, k, v, dispatched(processor), rotary, mask)
     return _out(attn, out.flatten(2, 3).to(q.dtype))
 
 
@@ -318,8 +318,8 @@ def _cogvideox(
         q, k, v = _fused(attn.to_qkv(rows), attn.norm_q, attn.norm_k, attn.heads, -1)
     else:
         q, k, v = _own(attn, rows, attn.heads, -1)
-    angles = _pairs(image_rotary_emb, q, text, some=True)
-    out = yield AttentionCall(q, k, v, fused, angles, mask, text)
+    rotary = _pairs(image_rotary_emb, q, text, some=True)
+    out = yield AttentionCall(q, k, v, fused, rotary, mask, text)
     return _ends(_out(attn, out.flatten(2, 3)), text, text_first=True)
 
 

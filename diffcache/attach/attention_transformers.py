@@ -1,4 +1,4 @@
-"""The door to attention of models of transformers: an attention function of theirs.
+"""Open the door to attention in models of transformers, by an attention function of theirs.
 
 Keys arrive as the model rotated them, so that `rotary` of a call is None.
 """

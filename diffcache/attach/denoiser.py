@@ -66,7 +66,7 @@ class Denoiser:
 
     @property
     def watches_steps(self) -> bool:
-        """Whether an extension looks at what the scheduler steps with."""
+        """True where an extension looks at what the scheduler steps with."""
         return any(type(e).stepping is not Extension.stepping for e in self.extensions)
 
     def detach(self) -> None:

@@ -1,4 +1,4 @@
-"""What attaching returns: the taps on a pipeline, its scheduler and its denoisers, as one thing."""
+"""Attach a method: taps on a pipeline, its scheduler and its denoisers, in one handle."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Handle(Runs):
 
     @property
     def watches_steps(self) -> bool:
-        """Whether anything looks at what the scheduler steps with."""
+        """True where anything looks at what the scheduler steps with."""
         return self.observer is not None or any(d.watches_steps for d in self.denoisers)
 
     def set_times(self, scheduler: Any) -> None:

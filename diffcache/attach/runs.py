@@ -57,7 +57,7 @@ class Runs(ABC):
     @property
     @abstractmethod
     def watches_steps(self) -> bool:
-        """Whether anything looks at what the scheduler steps with."""
+        """True where anything looks at what the scheduler steps with."""
 
     @abstractmethod
     def set_times(self, scheduler: Any) -> None:
@@ -91,6 +91,17 @@ class Runs(ABC):
         places = _PLACES.get()
         return None if places is None else places.get(self)
 
+    def _around(self) -> Run | None:
+        """Return the run that this thread or task is in, whoever began it; None for none."""
+        place = self._place()
+        return None if place is None else place.run()
+
+    def _check_no_run(self, way_out: str) -> None:
+        """Raise AttachError if the user opened a run in this thread or task."""
+        place, around = self._place(), self._around()
+        if place is not None and around is not None and around.is_told and place.is_here:
+            raise AttachError(f"a diffcache.run of this model is open in this thread{way_out}")
+
     def begin(
         self,
         in_pipeline: bool = False,
@@ -102,8 +113,7 @@ class Runs(ABC):
 
         It is a part of the stream that the user opened around it, else it has one of its own.
         """
-        place = self._place()
-        around = None if place is None else place.run()
+        around = self._around()
         if stream is None and around is not None and around.stream.is_told:
             stream = around.stream
         run = Run(in_pipeline, is_told, steps, stream)
@@ -123,6 +133,8 @@ class Runs(ABC):
         for place in [place for place, live in self._runs.items() if live is run]:
             del self._runs[place]
         _PLACES.reset(token)
+        if self.last is not run.record and all(call.writes for call in run.record.calls):
+            return  # its steps were those of runs inside, such as a pipeline's calls
         self.last = run.record
         run.record.finished = finished
         if finished:
@@ -136,24 +148,14 @@ class Runs(ABC):
             AttachError: If one is open already in this thread or task.
         """
         self.settle()
-        place = self._place()
-        around = None if place is None else place.run()
-        if place is not None and around is not None and around.is_told and place.is_here:
-            raise AttachError(
-                "a diffcache.run of this model is open in this thread already; end it first, or "
-                "sample in another thread or task"
-            )
+        self._check_no_run(" already; end it first, or sample in another thread or task")
         run, token = self.begin(is_told=True, steps=steps)
         finished = False
         try:
             yield
             finished = True
         finally:
-            last = self.last  # of a pipeline's call inside, which has a record of its own
-            has_inner = last is not run.record and not run.record.calls
-            self.end(run, token, finished and not has_inner)
-            if has_inner:
-                self.last = last
+            self.end(run, token, finished)
 
     @contextmanager
     def streaming(self) -> Iterator[Stream]:
@@ -163,18 +165,13 @@ class Runs(ABC):
             AttachError: If one, or a run, is open already in this thread or task.
         """
         self.settle()
-        place = self._place()
-        around = None if place is None else place.run()
+        around = self._around()
         if around is not None and around.stream.is_told:
             raise AttachError(
                 "a diffcache.stream of this model is open in this thread already; end it first, or "
                 "stream in another thread or task"
             )
-        if place is not None and around is not None and around.is_told and place.is_here:
-            raise AttachError(
-                "a diffcache.run of this model is open in this thread: a stream is made of runs, "
-                "so open diffcache.stream around them"
-            )
+        self._check_no_run(": a stream is made of runs, so open diffcache.stream around them")
         stream = Stream(is_told=True)
         run, token = self.begin(stream=stream)
         finished = False
@@ -182,11 +179,9 @@ class Runs(ABC):
             yield stream
             finished = bool(run.record.calls)
         finally:
-            last = self.last  # of a run inside that had a record of its own
             stream.drop()
             stream.is_told = False  # threads that it was handed to have streams of their own now
             self.end(run, token, finished)
-            self.last = last
 
     def aside(self, callback: Callable[..., Any]) -> Callable[..., Any]:
         """Return a pipeline's callback whose own calls of the denoisers are no part of its run."""

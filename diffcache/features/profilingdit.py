@@ -16,7 +16,7 @@ from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.decreasing import Decreasing
 from diffcache.features.parts.instead import Reuse
-from diffcache.features.parts.when import Every, Table
+from diffcache.features.parts.when import Every, Table, steps_of
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
 from diffcache.step import Site, Step
@@ -173,7 +173,7 @@ class ProfilingDiT(Calibrated):
             )
         if own:
             assert self.total is not None
-            common = _steps(when, self.total)
+            common = steps_of(when, self.total)
             first = tuple(range(min(self.warmup, self.total)))
             steps = {
                 b: (*first, *own[k]) if (k := _parsed(b)[0]) in own else common for b in blocks
@@ -259,14 +259,3 @@ def _parsed(name: str) -> tuple[str, int, int]:
     if match is None or last < first:
         raise ValueError(f"background: {name!r} is no block such as 'blocks.3' or 'blocks.2-9'")
     return match[1], first, last
-
-
-def _steps(when: When, total: int) -> tuple[int, ...]:
-    """Return the computed steps of a schedule that needs no probe."""
-    state, steps = when.init(), []
-    for index in range(total):
-        step = Step(index, total=total)
-        if when.should_compute(state, step, None):
-            when.computed(state, step, None)
-            steps.append(index)
-    return tuple(steps)

@@ -86,7 +86,7 @@ class ConditionEntries(dict[str, Entry]):
 
 @dataclass
 class RunWrites:
-    """What one run wrote: entries of the condition, module, entry, harm by the rounded layer."""
+    """Entries that one run wrote: condition, module, entry, disturbance by the rounded layer."""
 
     lines: list[tuple[ConditionEntries, str, Entry, float | None]] = field(default_factory=list)
 

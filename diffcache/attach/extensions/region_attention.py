@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.attach.attention_call import Angles, AttentionCall, AttentionSite
+from diffcache.attach.attention_call import AttentionCall, AttentionSite, Rotary
 from diffcache.errors import AttachError
 from diffcache.kv.layer import KVLayer
 
@@ -40,7 +40,7 @@ class Held(NamedTuple):
 
 @dataclass(eq=False)
 class Store:
-    """Keys and values of one guidance branch, behind norm and rotation, text rows first.
+    """Keys and values of one guidance branch, after norm and rotation, text rows first.
 
     Attributes:
         signature: Signature of the calls that it is for.
@@ -56,8 +56,8 @@ class Store:
     text: int
     velocity: Tensor | None = None
     layers: dict[AttentionSite, Held] = field(default_factory=dict)
-    rotary: Angles | None = None
-    present: tuple[Tensor, Angles | None] | None = None
+    rotary: Rotary | None = None
+    present: tuple[Tensor, Rotary | None] | None = None
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that is held."""
@@ -68,7 +68,7 @@ class Store:
 
 @dataclass(eq=False)
 class Turn:
-    """What the attention modules do in one denoiser call.
+    """Plan of the attention modules for one denoiser call.
 
     Attributes:
         store: Store of the call's branch.
@@ -80,7 +80,7 @@ class Turn:
     rows: Tensor | None
     visits: int = 0
 
-    def present(self) -> tuple[Tensor, Angles | None]:
+    def present(self) -> tuple[Tensor, Rotary | None]:
         """Return the indices of the present rows among all, and their rotation."""
         store = self.store
         if store.present is None:
@@ -92,7 +92,7 @@ class Turn:
 
 
 class Owner(Protocol):
-    """Who tells what to do."""
+    """Owner of the plan of the current call."""
 
     def turn(self) -> Turn | None:
         """Return what to do in the current call, None for what the model does anyway."""

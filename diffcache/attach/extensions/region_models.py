@@ -28,7 +28,7 @@ def _qwen_shapes(given: dict[str, Any], rows: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Kind:
-    """How a class of denoisers is served.
+    """Support of one class of denoisers.
 
     Attributes:
         grid: Reads height and width of the token grid off a call's arguments.

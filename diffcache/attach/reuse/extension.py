@@ -106,8 +106,7 @@ class FeatureReuse(Extension):
         frame = call.storage[FRAME] = Frame(setup, call, state)
         reason = record.reason = self.must_compute(call, state)
         self._decide(frame, reason)
-        if state.signature != call.signature:
-            state.signature = call.signature
+        if call.branch.signature != call.signature:
             state.layout = setup.layouts.recall(call.signature)
         frame.per_site = bool(setup.own_sites) and not reason
         self._hand_out(frame)
@@ -130,7 +129,7 @@ class FeatureReuse(Extension):
             return timeline.doubt
         if state.anchor is None:
             return "first call"
-        if state.signature != call.signature:
+        if call.branch.signature != call.signature:
             return "inputs changed"
         if state.anchor < timeline.storage[self].last_computed < timeline.index:
             return "missed a step"
@@ -204,7 +203,7 @@ class FeatureReuse(Extension):
             frame.features.clear()  # the next call is traced again
             return
         assert frame.layout is not None
-        setup.layouts[state.signature] = state.layout = frame.layout
+        setup.layouts[call.signature] = state.layout = frame.layout
         frame.hand_out(frame.layout.compute)
         if setup.hold is not None:
             frame.instead = setup.hold

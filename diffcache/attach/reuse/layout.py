@@ -1,4 +1,4 @@
-"""What is handed out for the blocks of one kind of call, on computed and on skipped steps."""
+"""Hold what stands for the blocks of one kind of call, on computed and on skipped steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Mix = tuple[dict[str, list[Any]], Work]
 
 @dataclass
 class Layout:
-    """What to hand out for every list of blocks, on computed and on skipped steps.
+    """Stand-ins for every list of blocks, on computed and on skipped steps.
 
     Attributes:
         compute: List -> its modules, with taps where features are taken.

@@ -1,4 +1,4 @@
-"""What reuse knows of one denoiser, and what it keeps of a run and of a guidance branch."""
+"""Hold the setup of feature reuse on one denoiser, and its state of a run and of a branch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Probing(Protocol):
 
 @dataclass(eq=False)
 class Decision:
-    """Whether the steps of a run, or of one branch of it, are computed.
+    """Decision whether the steps of a run, or of one branch of it, are computed.
 
     Attributes:
         state: State of the schedule.
@@ -48,18 +48,16 @@ class Decision:
 
 @dataclass(eq=False)
 class BranchState:
-    """What is kept of a guidance branch.
+    """State of feature reuse in one guidance branch.
 
     Attributes:
         decision: Who decides: the run, or the branch by itself.
-        signature: Look of the calls that the features are of.
         layout: What is handed out for such calls, None until it is learned.
         anchor: Last step that was computed, None before the first.
         features: Features by place.
     """
 
     decision: Decision
-    signature: Any = None
     layout: Layout | None = None
     anchor: int | None = None
     features: dict[Any, Any] = field(default_factory=dict)

@@ -253,3 +253,19 @@ def relative_l1(
     if error == 0:
         return 0.0
     return float(error / scale) if scale else math.inf
+
+
+def steps_of(when: When, total: int) -> tuple[int, ...]:
+    """Return the computed steps of a schedule that needs no probe.
+
+    Args:
+        when: The schedule.
+        total: Steps of the run.
+    """
+    state, steps = when.init(), []
+    for index in range(total):
+        step = Step(index, total=total)
+        if when.should_compute(state, step, None):
+            when.computed(state, step, None)
+            steps.append(index)
+    return tuple(steps)

@@ -13,9 +13,9 @@ from diffcache.features.first_block import FirstBlock
 from diffcache.features.fitted import FittedForecast, Weighted
 from diffcache.features.parts.fit import Fit
 from diffcache.features.parts.instead import Newton, Taylor
-from diffcache.features.parts.when import Every, Listed
+from diffcache.features.parts.when import Every, Listed, steps_of
 from diffcache.features.tables import Tables
-from diffcache.step import Site, Step
+from diffcache.step import Site
 
 FORECASTS: tuple[Instead, ...] = (Taylor(1), Taylor(2), Newton(2))
 SITES = (Site.STACK, Site.MODEL)
@@ -42,17 +42,6 @@ def schedules(total: int, computed: int) -> Iterator[tuple[int, ...]]:
             if len(steps) == computed and steps not in seen:
                 seen.add(steps)
                 yield steps
-
-
-def steps_of(when: Every, total: int) -> tuple[int, ...]:
-    """Return the steps that an interval computes."""
-    state, steps = when.init(), []
-    for index in range(total):
-        step = Step(index, total=total)
-        if when.should_compute(state, step, None):
-            when.computed(state, step, None)
-            steps.append(index)
-    return tuple(steps)
 
 
 def candidates(
