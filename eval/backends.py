@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diffcache.command import device_of
 from diffcache.eval.metrics import inception, lite, lpips
-from diffcache.eval.metrics.inception import Convention, MissingPackageError
+from diffcache.eval.metrics.inception import MissingPackageError
 from diffcache.eval.weights import MissingWeightsError
 
 KINDS = ("auto", "real", "lite")
@@ -71,7 +71,7 @@ class PairNetwork:
 
 
 def for_sets(
-    choice: Choice, convention: Convention, with_classes: bool, warnings: list[str]
+    choice: Choice, convention: str, with_classes: bool, warnings: list[str]
 ) -> SetNetwork:
     """Return Inception, or the shipped extractor.
 

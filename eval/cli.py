@@ -89,8 +89,19 @@ def evaluate(
     device: Device = "auto",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of torch.")] = 1,
     reference: Annotated[
-        Path | None, typer.Option(help="Folder or npz of real pictures, for FID and the like.")
+        Path | None,
+        typer.Option(help="Real pictures for FID and the like: a folder, or npz, or statistics."),
     ] = None,
+    resize: Annotated[
+        int | None,
+        typer.Option(min=8, metavar="SIDE", help="Scale and cut real pictures to squares."),
+    ] = None,
+    convention: Annotated[
+        str, typer.Option(help="How Inception gets pictures: torch-fidelity or clean.")
+    ] = "torch-fidelity",
+    stages: Annotated[
+        str, typer.Option(help="What is done now, of draw,score,time; the rest another time.")
+    ] = "draw,score,time",
     rounds: Annotated[int, typer.Option(min=0, help="Timed rounds; 0 times nothing.")] = 5,
     memory: Annotated[
         bool, typer.Option("--memory", help="Measure peak memory, in a process for each case.")
@@ -151,8 +162,9 @@ def evaluate(
         message = f"no --method: {samples} uncached samples are drawn and measured, nothing else"
         typer.echo(message, err=True)
     plan = Plan(
-        task, {name: parse_row(name) for name in methods}, out, reference, rounds,
-        memory, site_errors, reward, shlex.join(["diffcache", *sys.argv[1:]]),
+        task, {name: parse_row(name) for name in methods}, out, reference, resize=resize,
+        convention=convention, stages=stages.split(","), rounds=rounds, memory=memory,
+        site_errors=site_errors, reward=reward, command=shlex.join(["diffcache", *sys.argv[1:]]),
     )  # fmt: skip
     show(plan, machine, quiet)
 
@@ -172,6 +184,8 @@ def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, An
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt("interrupted; the same command goes on from here") from stop
     if record is None:
+        if is_first:
+            typer.echo("drawn, not scored: the same command with --stages score,time goes on")
         return None
     files = record.pop("files")
     folder = record.pop("folder")

@@ -5,7 +5,6 @@ Only a few pictures are in memory at a time. `diffcache.eval.pictures` says how 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diffcache.eval import npz
-from diffcache.eval.clips import FILM_ENDINGS, read_clip
+from diffcache.eval.clips import FILM_ENDINGS
 from diffcache.eval.pictures import (
     PICTURE_ENDINGS,
     is_picture,
@@ -26,10 +25,6 @@ from diffcache.eval.pictures import (
 
 Size = tuple[int, int]
 _NAMED = 3  # files that a message names
-
-
-class FolderWarning(UserWarning):
-    """A folder holds files that were left out."""
 
 
 @dataclass(frozen=True)
@@ -65,20 +60,24 @@ class Folder:
             yield from (self.stored.size for _ in range(self.stored.count))
         yield from map(read_size, self.files)
 
+    def picture(self, index: int, side: int | None = None) -> Tensor:
+        """Return a picture, uint8 [3, H, W] (errors: `read_picture`).
+
+        Args:
+            index: Place among the samples.
+            side: Resize it (`resized`), pixels.
+        """
+        stored = self.stored
+        found = read_picture(self.files[index]) if stored is None else stored[index]
+        return found if side is None else resized(found, side)
+
     def pictures(self, indices: Sequence[int] | None = None) -> Iterator[Tensor]:
         """Yield pictures, uint8 [3, H, W] (errors: `read_picture`).
 
         Args:
-            indices: Which, increasing; all by default.
+            indices: Which, all by default.
         """
-        chosen = range(len(self)) if indices is None else indices
-        if self.stored is None:
-            yield from (read_picture(self.files[index]) for index in chosen)
-            return
-        wanted = frozenset(chosen)
-        for index, picture in enumerate(self.stored):
-            if index in wanted:
-                yield picture
+        yield from map(self.picture, range(len(self)) if indices is None else indices)
 
 
 def open_pictures(path: str | Path, recursive: bool = False) -> Folder:
@@ -220,44 +219,13 @@ def batches(
     Args:
         folder: Pictures of one size (`common_size`), unless `side` is given.
         size: Pictures in a batch.
-        indices: Which, increasing; all by default.
+        indices: Which, all by default.
         side: Resize them (`resized`), pixels.
     """
-    held: list[Tensor] = []
-    for picture in folder.pictures(indices):
-        held.append(picture if side is None else resized(picture, side))
-        if len(held) == size:
-            yield torch.stack(held)
-            held = []
-    if held:
-        yield torch.stack(held)
-
-
-def open_samples(
-    path: str | Path, is_film: bool, batch_size: int = 64
-) -> Iterator[Tensor | list[Tensor]]:
-    """Yield all samples of a folder, pictures or films, in batches.
-
-    Args:
-        path: As `open_pictures` or `open_films` take it.
-        is_film: Whether films are wanted.
-        batch_size: Pictures in a batch; films come one by one.
-
-    Yields:
-        Pictures uint8 [N, 3, H, W], all of one size; or a list of one film uint8 [F, 3, H, W].
-
-    Raises:
-        FileNotFoundError: If nothing is there.
-        ValueError: If it holds none, they differ in size (pictures), or one cannot be read.
-    """
-    folder = open_films(path) if is_film else open_pictures(path)
-    for note in folder.notes:
-        warnings.warn(note, FolderWarning, stacklevel=2)
-    if is_film:
-        yield from ([read_clip(file)] for file in folder.files)
-        return
-    common_size(folder)
-    yield from batches(folder, batch_size)
+    chosen = range(len(folder)) if indices is None else indices
+    for start in range(0, len(chosen), size):
+        part = chosen[start : start + size]
+        yield torch.stack([folder.picture(index, side) for index in part])
 
 
 def _named(path: Path, found: Collection[Path], notes: tuple[str, ...]) -> Folder:

@@ -1,24 +1,30 @@
 """Pictures and statistics in `.npz` files, as the evaluator of guided-diffusion (ADM) has them.
 
-Pictures are `arr_0`, uint8 [N, H, W, 3]; statistics are `mu` [D] and `sigma` [D, D]. A file may
-hold both. Pictures are read and written one after another, so that 50,000 need no memory.
+Pictures are `arr_0`, uint8 [N, H, W, 3]; statistics are `mu` [D] and `sigma` [D, D], as pytorch-fid
+and clean-fid write them, too. A file may hold both. Files of ours say in `about` what the features
+are, and hold some of them.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import torch
 from numpy.lib import format as npy
 from torch import Tensor
+
+from diffcache.eval.runs.folder import write_file
 
 PICTURES = "arr_0"
 _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, LookupError, ValueError)
@@ -38,20 +44,20 @@ class StoredPictures:
     count: int
     size: tuple[int, int]
 
-    def __iter__(self) -> Iterator[Tensor]:
-        """Yield each picture, uint8 [3, H, W].
+    @cached_property
+    def _array(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """All of them, uint8 [N, H, W, 3], in memory; a damaged file is a ValueError."""
+        with _reading(self.path), np.load(self.path, allow_pickle=False) as data:
+            array: np.ndarray[Any, np.dtype[np.uint8]] = data[PICTURES]
+            return array
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return a picture, uint8 [3, H, W].
 
         Raises:
             ValueError: If the file is damaged.
         """
-        shape = (*self.size, 3)
-        with _reading(self.path), _member(self.path) as (stream, _, _):
-            for _ in range(self.count):
-                data = stream.read(shape[0] * shape[1] * 3)
-                if len(data) < shape[0] * shape[1] * 3:
-                    raise EOFError("it ends too early")
-                picture = np.frombuffer(data, np.uint8).reshape(shape)
-                yield torch.from_numpy(picture.transpose(2, 0, 1).copy())
+        return torch.from_numpy(self._array[index].transpose(2, 0, 1).copy())
 
 
 @dataclass(frozen=True)
@@ -62,11 +68,15 @@ class Statistics:
         mean: float64 [D].
         cov: float64 [D, D].
         count: Samples they are of, None where the file does not say.
+        features: Of some of the samples, float64 [M, D]; None where the file has none.
+        about: Network and resize that they are of; empty where the file does not say.
     """
 
     mean: Tensor
     cov: Tensor
     count: int | None
+    features: Tensor | None = None
+    about: dict[str, Any] = field(default_factory=dict)
 
 
 def keys(path: Path) -> tuple[str, ...]:
@@ -94,8 +104,7 @@ def open_pictures(path: Path) -> StoredPictures:
         raise ValueError(
             f"{path} holds no {PICTURES!r} (uint8 [N, H, W, 3]) but {', '.join(found) or 'nothing'}"
         )
-    with _reading(path), _member(path) as (_, shape, dtype):
-        pass
+    shape, dtype = _header(path)
     if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or 0 in shape:
         raise ValueError(
             f"{path}: {PICTURES} must be pictures, uint8 [N, H, W, 3], not {dtype} {list(shape)}"
@@ -115,6 +124,8 @@ def read_statistics(path: Path) -> Statistics | None:
     with _reading(path), np.load(path, allow_pickle=False) as data:
         mean, cov = (torch.from_numpy(np.asarray(data[k], np.float64)) for k in ("mu", "sigma"))
         count = int(data["count"]) if "count" in data else None
+        some = torch.from_numpy(data["features"].astype(np.float64)) if "features" in data else None
+        about = json.loads(str(data["about"])) if "about" in data else {}
     if mean.ndim != 1 or cov.shape != (len(mean), len(mean)) or len(mean) == 0:
         raise ValueError(
             f"{path}: mu {list(mean.shape)} and sigma {list(cov.shape)} must be [D] and [D, D]"
@@ -123,7 +134,22 @@ def read_statistics(path: Path) -> Statistics | None:
         raise ValueError(f"{path}: mu or sigma holds NaN or infinity")
     if not torch.allclose(cov, cov.T, rtol=1e-4, atol=1e-6 * float(cov.abs().max())):
         raise ValueError(f"{path}: sigma must be symmetric")
-    return Statistics(mean, (cov + cov.T) / 2, count)
+    if some is not None and (some.ndim != 2 or some.shape[1] != len(mean)):
+        raise ValueError(f"{path}: features {list(some.shape)} must be [M, {len(mean)}]")
+    return Statistics(mean, (cov + cov.T) / 2, count, some, about)
+
+
+def write_statistics(path: Path, statistics: Statistics) -> None:
+    """Write statistics that `read_statistics`, pytorch-fid and clean-fid read."""
+    arrays: dict[str, Any] = {"mu": statistics.mean.numpy(), "sigma": statistics.cov.numpy()}
+    arrays["about"] = np.asarray(json.dumps(statistics.about))
+    if statistics.count is not None:
+        arrays["count"] = np.asarray(statistics.count)
+    if statistics.features is not None:
+        arrays["features"] = statistics.features.float().numpy()
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    write_file(path, buffer.getvalue())
 
 
 def write_npz(path: str | Path, pictures: Iterable[Tensor], count: int) -> Path:
@@ -180,16 +206,17 @@ def _write_array(stream: IO[bytes], path: Path, pictures: Iterable[Tensor], coun
         raise ValueError(f"{path}: {written} pictures, not {count}")
 
 
-@contextmanager
-def _member(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype[np.generic]]]:
-    """Open `arr_0` behind its header; yields it with shape and dtype."""
-    with zipfile.ZipFile(path) as archive, archive.open(f"{PICTURES}.npy") as stream:
+def _header(path: Path) -> tuple[tuple[int, ...], np.dtype[np.generic]]:
+    """Return shape and dtype of `arr_0` without reading it."""
+    with (
+        _reading(path),
+        zipfile.ZipFile(path) as archive,
+        archive.open(f"{PICTURES}.npy") as stream,
+    ):
         version = npy.read_magic(stream)
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-        shape, is_fortran, dtype = read(stream)
-        if is_fortran and len(shape) > 1:
-            raise ValueError(f"{PICTURES} is stored column by column; save it in C order")
-        yield stream, shape, dtype
+        shape, _, dtype = read(stream)
+        return shape, dtype
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -14,7 +13,7 @@ from diffcache.eval.metrics import bootstrap, distances
 from diffcache.eval.metrics.frechet import Moments, frechet, moments
 
 _WIDE = 256  # features; above it one Fréchet distance takes seconds
-MOST_FOR_NEIGHBOURS = 5000  # samples; every one is compared with every other
+MOST_NEIGHBORS = 2000  # samples; every one is compared with every other
 SPLITS = 10
 _DRAWS, _DRAWS_WIDE = 8, 2
 _LEAST_FOR_FLOOR = 4
@@ -82,16 +81,14 @@ def compare(real: FeatureSet, fake: FeatureSet, wanted: Wanted) -> dict[str, dic
                 "not only its mean and covariance"
             )
         if wanted.kid:
-            found["kid"] = _spread(
-                distances.kid(real.features, fake.features, seed=wanted.seed), len(fake.features)
-            )
+            found["kid"] = kernel_distance(real.features, fake.features, wanted.seed)
         if wanted.prdc:
-            found |= _neighbours(real.features, fake.features, wanted)
+            found |= neighbors(real.features, fake.features, wanted.resamples, wanted.seed)
     if wanted.inception_score:
         if fake.probabilities is None:
             raise ValueError("the Inception score needs the class probabilities of the second set")
         score = distances.inception_score(fake.probabilities, SPLITS, wanted.seed)
-        found["is"] = _spread(score, len(fake.probabilities))
+        found["is"] = mean_and_spread(score, len(fake.probabilities))
     return found
 
 
@@ -135,29 +132,55 @@ def _frechet(
     return found
 
 
-def _neighbours(real: Tensor, fake: Tensor, wanted: Wanted) -> dict[str, dict[str, Any]]:
-    """Return precision, recall, density and coverage, with intervals of their values a sample."""
-    one, other = (_some(features, wanted.seed) for features in (real, fake))
+def kernel_distance(real: Tensor, fake: Tensor, seed: int = 0) -> dict[str, Any]:
+    """Return KID (or KVD) between some of each set, with its spread over subsets.
+
+    Args:
+        real: Features, float64 [N, D].
+        fake: Features, float64 [M, D].
+        seed: Seed of the draws.
+    """
+    one, other = some(real, seed), some(fake, seed)
+    found = mean_and_spread(distances.kid(one, other, seed=seed), len(other))
+    return found | _drawn(one, other, seed)
+
+
+def neighbors(
+    real: Tensor, fake: Tensor, resamples: int = bootstrap.RESAMPLES, seed: int = 0
+) -> dict[str, dict[str, Any]]:
+    """Return precision, recall, density and coverage between some of each set, with intervals.
+
+    Args:
+        real: Features, float64 [N, D].
+        fake: Features, float64 [M, D].
+        resamples: For intervals, 0 for none.
+        seed: Seed of the draws.
+    """
+    one, other = some(real, seed), some(fake, seed)
     precision, recall = distances.precision_recall_values(one, other)
     density, coverage = distances.density_coverage_values(one, other)
-    columns: Mapping[str, Tensor] = {
-        "precision": precision, "recall": recall, "density": density, "coverage": coverage,
-    }  # fmt: skip
-    if not wanted.resamples:
-        return {k: {"value": float(v.mean()), "n": len(v)} for k, v in columns.items()}
-    return {
-        name: bootstrap.mean_interval(column, wanted.resamples, seed=wanted.seed).to_dict()
-        for name, column in columns.items()
-    }
+    columns = {"precision": precision, "recall": recall, "density": density, "coverage": coverage}
+    found: dict[str, dict[str, Any]] = {}
+    for name, column in columns.items():
+        entry: dict[str, Any] = {"value": float(column.mean()), "n": len(column)}
+        if resamples:
+            entry = bootstrap.mean_interval(column, resamples, seed=seed).to_dict()
+        found[name] = entry | _drawn(one, other, seed)
+    return found
 
 
-def _some(features: Tensor, seed: int) -> Tensor:
-    """Return all features, or as many as neighbours are searched among."""
-    if len(features) <= MOST_FOR_NEIGHBOURS:
+def some(features: Tensor, seed: int = 0) -> Tensor:
+    """Return all features, or as many as neighbors are searched among, drawn at random."""
+    if len(features) <= MOST_NEIGHBORS:
         return features
     order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))
-    return features[order[:MOST_FOR_NEIGHBOURS]]
+    return features[order[:MOST_NEIGHBORS]]
 
 
-def _spread(pair: tuple[float, float], count: int) -> dict[str, Any]:
+def mean_and_spread(pair: tuple[float, float], count: int) -> dict[str, Any]:
+    """Return what a record holds of a mean and a standard deviation over parts."""
     return {"value": pair[0], "spread": pair[1], "n": count}
+
+
+def _drawn(real: Tensor, fake: Tensor, seed: int) -> dict[str, Any]:
+    return {"drawn": {"real": len(real), "fake": len(fake), "seed": seed}}

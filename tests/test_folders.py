@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from diffcache.eval import folders
-from diffcache.eval.clips import write_clip
+from diffcache.eval.clips import read_clip, write_clip
 
 
 def noise(height: int = 12, width: int = 16, seed: int = 0) -> Tensor:
@@ -40,7 +40,6 @@ def test_pictures_come_in_natural_order_and_batches(tmp_path: Path) -> None:
     assert [len(part) for part in parts] == [2, 2, 1] and torch.cat(parts).equal(expected)
     some = torch.cat(list(folders.batches(found, 2, [0, 3, 4])))
     assert some.equal(expected[[0, 3, 4]])
-    assert torch.cat(list(folders.open_samples(tmp_path, False, 3))).equal(expected)
     assert folders.common_size(found) == (12, 16)
 
 
@@ -56,8 +55,6 @@ def test_other_files_are_left_out_with_one_note(tmp_path: Path) -> None:
         "left out 1 folders of pictures (--recursive reads them), such as inside" in found.notes[1]
     )
     assert folders.open_pictures(tmp_path, recursive=True).names == ("a", "inside/b")
-    with pytest.warns(folders.FolderWarning, match=r"left out 3 files"):
-        assert len(list(folders.open_samples(tmp_path, False))) == 1
 
 
 def test_missing_and_empty_folders_are_errors(tmp_path: Path) -> None:
@@ -100,8 +97,6 @@ def test_another_size_in_a_folder_names_the_file(tmp_path: Path) -> None:
     found = folders.open_pictures(tmp_path)
     with pytest.raises(ValueError, match=r"3\.png is 12 x 17 and .*1\.png 12 x 16: --resize"):
         folders.common_size(found)
-    with pytest.raises(ValueError, match=r"3\.png is 12 x 17"):
-        list(folders.open_samples(tmp_path, False))
     assert next(folders.batches(found, side=8)).shape == (3, 3, 8, 8)
 
 
@@ -135,8 +130,7 @@ def test_films_are_files_and_folders_of_frames(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     found = folders.open_films(tmp_path)
     assert found.names == ("a", "b") and "notes.txt" in found.notes[0]
-    with pytest.warns(folders.FolderWarning):
-        (frames,), (read,) = folders.open_samples(tmp_path, True)
+    frames, read = map(read_clip, found.files)
     assert read.equal(film) and frames.equal(film[[2, 0, 1]])
     assert folders.open_films(tmp_path / "a").names == ("a",)
     assert folders.open_films(tmp_path / "b.mkv").files == (tmp_path / "b.mkv",)

@@ -47,7 +47,7 @@ def test_npz_round_trip_and_the_layout_of_the_adm_evaluator(tmp_path: Path) -> N
 def test_npz_of_numpy_is_read(save_npz: object, tmp_path: Path) -> None:
     made = torch.stack([noise(seed=s) for s in range(3)])
     save_npz(tmp_path / "a.npz", made.permute(0, 2, 3, 1).contiguous().numpy())  # type: ignore[operator]
-    assert torch.cat(list(folders.open_samples(tmp_path / "a.npz", False))).equal(made)
+    assert torch.stack(list(folders.open_pictures(tmp_path / "a.npz").pictures())).equal(made)
 
 
 def test_npz_with_something_else_is_an_error(tmp_path: Path) -> None:

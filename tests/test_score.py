@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.eval.folders import open_samples
 from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.frechet import frechet, moments
 from diffcache.eval.metrics.inception import Features
@@ -28,8 +27,8 @@ def written(path: Path, samples: list[Tensor], prompts: list[str]) -> score.Samp
     (batch,) = batches(prompts, len(samples), len(samples), 0)
     folder.write(batch, samples, {})
     (line,) = folder.done([batch]).values()
-    sums = tuple(file["sha256"] for file in line["files"])
-    return score.Samples(folder, batch.ids, batch.prompts, sums)
+    sums = {i: file["sha256"] for i, file in zip(batch.ids, line["files"], strict=True)}
+    return score.Samples(folder, (batch,), sums)
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +54,13 @@ def reference() -> Reference:
 
 
 def qualities(cases: dict, name: str, reference: Reference | None) -> dict:
-    base = score.quality_values(cases["uncached"], NETWORKS)
-    mine = base if name == "uncached" else score.quality_values(cases[name], NETWORKS)
+    base = score.values(cases["uncached"], None, NETWORKS)
+    mine = base if name == "uncached" else score.values(cases[name], None, NETWORKS)
     return quality(mine, base, reference, is_film=False)
 
 
 def test_equal_samples_are_equal_in_everything(cases: dict, reference: Reference) -> None:
-    values = score.fidelity_values(cases["same"], cases["uncached"], NETWORKS)
+    values = score.values(cases["same"], cases["uncached"], NETWORKS)
     found, _ = score.fidelity(values, cases["same"].ids)
     assert found["psnr_db"]["value"] == found["psnr_db"]["pooled"] == 100
     assert found["ssim"]["value"] == pytest.approx(1) == found["ms_ssim"]["value"]
@@ -93,7 +92,7 @@ def test_values_are_those_of_the_metrics(cases: dict, drawn: tuple, reference: R
 
 
 def test_worst_and_best_are_ranked_by_lpips(cases: dict) -> None:
-    values = score.fidelity_values(cases["ghost"], cases["uncached"], NETWORKS)
+    values = score.values(cases["ghost"], cases["uncached"], NETWORKS)
     _, picked = score.fidelity(values, cases["ghost"].ids)
     distances = values["lpips_lite"]
     assert picked["worst"][0] == int(distances.argmax())
@@ -109,28 +108,29 @@ def test_without_a_reference_there_is_no_distance_to_it(cases: dict) -> None:
 
 def test_few_samples_have_no_distances_of_sets(tmp_path: Path, drawn: tuple) -> None:
     few = written(tmp_path, list(drawn[0][:8]), drawn[1][:8])
-    values = score.quality_values(few, NETWORKS)
+    values = score.values(few, None, NETWORKS)
     assert set(quality(values, values, None, False)) == {"prompt_accuracy", "clip_score_lite"}
 
 
 def test_other_prompts_leave_out_what_they_cannot_have(tmp_path: Path, drawn: tuple) -> None:
     found = written(tmp_path, list(drawn[0][:4]), ["a cat", drawn[1][0]])
-    assert set(score.quality_values(found, NETWORKS)) == {"features_lite", "probabilities_lite"}
+    assert set(score.values(found, None, NETWORKS)) == {"features_lite", "probabilities_lite"}
 
 
 def test_values_are_kept_until_a_sample_changes(
     cases: dict, drawn: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    score.quality_values(cases["same"], NETWORKS)
+    score.values(cases["same"], None, NETWORKS)
     calls: list[int] = []
     embed = lite.embed
     monkeypatch.setattr(lite, "embed", lambda pictures: calls.append(1) or embed(pictures))
-    score.quality_values(cases["same"], NETWORKS)
+    score.values(cases["same"], None, NETWORKS)
     assert not calls
     other = written(tmp_path, list(drawn[0].flip(0)), drawn[1])
-    kept = cases["same"].folder.path / "quality.safetensors"
-    (tmp_path / kept.name).write_bytes(kept.read_bytes())
-    score.quality_values(other, NETWORKS)
+    kept = cases["same"].folder.path / "values" / "00000.safetensors"
+    (tmp_path / "values").mkdir()
+    (tmp_path / "values" / kept.name).write_bytes(kept.read_bytes())
+    score.values(other, None, NETWORKS)
     assert calls
 
 
@@ -140,8 +140,8 @@ def test_real_networks_have_keys_of_their_own(tmp_path: Path, cases: dict, drawn
         return Features(flat, flat[:, :9])
 
     with_real = Extractors(inception=network, entries={"fid": {"backend": "real"}})
-    base = score.quality_values(cases["uncached"], with_real)
-    mine = score.quality_values(cases["ghost"], with_real)
+    base = score.values(cases["uncached"], None, with_real)
+    mine = score.values(cases["ghost"], None, with_real)
     real = base["features"].double()
     against = Reference("folder", {"": (moments(real), real)})
     found = quality(mine, base, against, is_film=False)
@@ -171,18 +171,12 @@ def test_films_are_compared_frame_by_frame(tmp_path: Path) -> None:
     brighter = film.int() + 20
     uncached = written(tmp_path / "a", [film, film], ["a", "b"])
     mine = written(tmp_path / "b", [flicker.to(torch.uint8), brighter.to(torch.uint8)], ["a", "b"])
-    values = score.fidelity_values(mine, uncached, NETWORKS)
+    values = score.values(mine, uncached, NETWORKS)
     expected = 20 * np.log10(255 / 20)
     assert values["psnr_db"].tolist() == pytest.approx([expected, expected])
     # The same PSNR, but only one of them flickers.
     assert values["temporal_error"].tolist() == pytest.approx([40 / 255, 0])
-    assert score.quality_values(mine, NETWORKS)["features_lite"].shape == (2, 64)
-
-
-def test_a_folder_of_real_pictures_is_read(tmp_path: Path, cases: dict, drawn: tuple) -> None:
-    (pictures,) = open_samples(cases["uncached"].folder.path / "samples", is_film=False)
-    columns = NETWORKS.of_real(pictures)
-    assert torch.equal(columns["features_lite"], lite.embed(drawn[0]))
+    assert score.values(mine, None, NETWORKS)["features_lite"].shape == (2, 64)
 
 
 def test_a_missing_weight_leaves_a_network_out(
@@ -194,5 +188,8 @@ def test_a_missing_weight_leaves_a_network_out(
     found = at_hand("cpu", films=False)
     assert found.inception is found.lpips is found.clip is None
     assert found.entries == {}
+    assert {"fid", "lpips", "clip_score"} <= set(found.lacking)
+    assert found.lacking["fid"].startswith("no file weights-inception-2015-12-05-6726825d.pth")
+    assert "looked for" not in found.lacking["fid"]
     with pytest.raises(ValueError, match="reward='nothing'"):
         at_hand("cpu", films=False, reward_name="nothing")

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,12 +27,14 @@ from torch import Tensor
 from diffcache.errors import MissingError
 from diffcache.eval import weights
 
-Convention = Literal["torch-fidelity", "clean"]
 DIMENSIONS = 2048
 _RESIZE = {
     "torch-fidelity": "bilinear to 299 x 299 as in TensorFlow 1, no antialiasing",
     "clean": "antialiased bicubic to 299 x 299 by Pillow, not rounded",
 }
+
+
+CONVENTIONS = tuple(_RESIZE)
 
 
 class MissingPackageError(MissingError, ImportError):
@@ -79,7 +80,7 @@ class Inception:
         batch_size: Pictures at once.
     """
 
-    convention: Convention
+    convention: str
     sha256: str
     network: Callable[[Tensor], Features]
     device: torch.device
@@ -115,7 +116,7 @@ class Inception:
 
 def load(
     path: str | Path | None = None,
-    convention: Convention = "torch-fidelity",
+    convention: str = "torch-fidelity",
     device: str | torch.device = "cpu",
 ) -> Inception:
     """Load the network of a convention; nothing is downloaded.

@@ -3,7 +3,8 @@
 The features come from a small network trained on pictures of the shapes generator and on
 artefacts (`diffcache.pipelines.small.features`). Their numbers are comparable among themselves
 only: FID-lite is not FID, and so on for each. Pictures of another size than 64x64 are resized by
-antialiased bilinear interpolation; work is done in batches of 32 pictures, in float32.
+antialiased bilinear interpolation; work is done in batches of 32 pictures, in float32, on the
+device that they are on.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ class Reference(NamedTuple):
 EXTRACTOR = Weights("shapes-features", str(features.read_config()["sha256"]))
 
 
+def _extractor(pictures: Tensor) -> features.Extractor:
+    """Return the extractor on the device of the pictures."""
+    return features.load(device=str(pictures.device)).extractor
+
+
 def embed(pictures: Tensor) -> Tensor:
     """Return the features behind FID-lite, KID-lite and the PRDC-lite metrics.
 
@@ -62,7 +68,7 @@ def embed(pictures: Tensor) -> Tensor:
     Raises:
         ValueError: if these are no pictures.
     """
-    return in_batches(features.load().extractor, check(pictures))
+    return in_batches(_extractor(check(pictures)), pictures)
 
 
 def lpips_lite(a: Tensor, b: Tensor) -> Tensor:
@@ -84,7 +90,7 @@ def lpips_lite(a: Tensor, b: Tensor) -> Tensor:
     """
     if check(a, "a").shape != check(b, "b").shape:
         raise ValueError(f"a is {list(a.shape)} but b is {list(b.shape)}; pass pairs of one shape")
-    extractor = features.load().extractor
+    extractor = _extractor(a)
 
     def distance(one: Tensor, other: Tensor) -> Tensor:
         levels = zip(extractor.maps(one), extractor.maps(other), strict=True)
@@ -118,7 +124,7 @@ def clip_score_lite(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
     if len(check(pictures)) != len(prompts):
         raise ValueError(f"{len(pictures)} pictures but {len(prompts)} prompts; pass one for each")
     meant = features.slots([parse(prompt) for prompt in prompts])
-    extractor, matcher, _ = features.load()
+    extractor, matcher = _extractor(pictures), features.load().matcher
     seen = in_batches(
         lambda part: features.picture_inputs(extractor, extractor.maps(part)), pictures
     )
@@ -140,10 +146,9 @@ def class_probabilities(pictures: Tensor) -> Tensor:
     Raises:
         ValueError: if these are no pictures.
     """
-    extractor = features.load().extractor
+    extractor = _extractor(check(pictures))
     return in_batches(
-        lambda part: features.first_shape(extractor.read(extractor.maps(part)[-1])),
-        check(pictures),
+        lambda part: features.first_shape(extractor.read(extractor.maps(part)[-1])), pictures
     )
 
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from diffcache.errors import DiffcacheError
 from diffcache.eval.cost.flops import denoiser_flops
 from diffcache.eval.diffusers_caches import DiffusersCache
-from diffcache.eval.folders import open_films, open_pictures
 from diffcache.eval.metrics import reward
+from diffcache.eval.metrics.inception import CONVENTIONS
 from diffcache.eval.runs.draw import Drawer, relative_errors
+from diffcache.eval.runs.extractors import Extractors, at_hand
 from diffcache.eval.runs.folder import (
     MARKER,
     Batch,
@@ -34,10 +35,12 @@ from diffcache.eval.runs.folder import (
 from diffcache.eval.runs.lines import evaluations
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.ranks import Ranks, join
+from diffcache.eval.runs.reference import Real, open_real, summary
 from diffcache.eval.runs.task import Case, Task, digest
 from diffcache.features.base import Method
 
 FOLDER = Path("runs")
+STAGES = ("draw", "score", "time")
 WARM_UP = 1  # untimed rounds before the timed ones
 LATENT_SAMPLES = 16  # the first ones, whose latents are compared step by step
 _LATENT_BYTES = 1 << 28  # of a batch; larger ones are not kept
@@ -52,8 +55,11 @@ class Plan:
         task: What is drawn.
         methods: Name in the table -> method.
         out: Folder of the run; None is `runs/<model>-<hash of the task>`.
-        reference: Folder or npz of real pictures; None is the shapes generator where prompts are
-            in its words.
+        reference: Real pictures or films: a folder, an npz of pictures, or one of statistics; None
+            is the shapes generator where prompts are in its words.
+        resize: Real pictures are scaled and cut to squares of so many pixels; None leaves them.
+        convention: How Inception gets its pictures, `torch-fidelity` or `clean`.
+        stages: What is done, of `STAGES`; what an earlier job did is there already.
         rounds: Timed rounds of every case, 0 for none.
         memory: Measure peak memory, of each case in a process of its own (always on CUDA, in this
             process).
@@ -66,6 +72,9 @@ class Plan:
     methods: Mapping[str, Method | DiffusersCache]
     out: Path | None = None
     reference: Path | None = None
+    resize: int | None = None
+    convention: str = "torch-fidelity"
+    stages: Sequence[str] = STAGES
     rounds: int = 5
     memory: bool = False
     site_errors: bool = True
@@ -77,6 +86,17 @@ class Plan:
             raise ValueError(f"rounds={self.rounds}: must be 0 (nothing is timed) or more")
         if "uncached" in self.methods:
             raise ValueError("methods: 'uncached' is the name of the first row; use another")
+        for stage in self.stages or ("",):
+            if stage not in STAGES:
+                raise ValueError(f"stages: {stage!r}: must be of {', '.join(STAGES)}")
+        if self.convention not in CONVENTIONS:
+            raise ValueError(
+                f"convention={self.convention!r}: must be one of {', '.join(CONVENTIONS)}"
+            )
+        if self.resize is not None and (self.reference is None or self.resize < 1):
+            raise ValueError(
+                f"resize={self.resize}: must be a number of pixels, beside a reference to resize"
+            )
 
 
 @dataclass
@@ -88,6 +108,7 @@ class Run:
         drawer: Of the samples.
         ranks: This process among those of the run.
         progress: What is shown meanwhile.
+        real: What `plan.reference` names, checked.
         parts_seconds: Wall time of every part.
     """
 
@@ -95,6 +116,7 @@ class Run:
     drawer: Drawer
     ranks: Ranks
     progress: Progress
+    real: Real | None = None
     parts_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -111,10 +133,25 @@ class Run:
         return digest({**self.drawer.about, "steps": self.drawer.steps})
 
     @property
+    def is_film(self) -> bool:
+        """Whether the pipeline makes films."""
+        return "num_frames" in self.drawer.parameters
+
+    @property
     def batches(self) -> list[Batch]:
         """All batches of a case."""
         task = self.plan.task
         return batches(self.drawer.prompts.texts, task.samples, task.batch_size, task.seed)
+
+    @property
+    def share(self) -> list[Batch]:
+        """The batches that fall to this process."""
+        return [b for b in self.batches if b.number % self.ranks.count == self.ranks.index]
+
+    def networks(self, device: str) -> Extractors:
+        """Return what reads the samples, on a device."""
+        plan = self.plan
+        return at_hand(device, self.is_film, plan.reward, plan.convention)
 
     def case_folder(self, case: Case) -> CaseFolder:
         """Return the folder of a case."""
@@ -138,21 +175,34 @@ def start(plan: Plan, progress: Progress) -> Run:
 
     Raises:
         FileNotFoundError: If there is no such model, or no such reference.
+        MissingError: If the reference is of a network that is missing here.
         RunError: If the folder holds a run of other settings.
-        ValueError: If the reference or the reward cannot be read.
+        ValueError: If the reference or the reward cannot be read, or pictures of the reference
+            differ in size.
     """
     ranks = join(plan.task.device)
     run = Run(plan, Drawer(plan.task, ranks), ranks, progress)
     mine = {"identity": run.identity, **run.drawer.about, "steps": run.drawer.steps}
     is_new = check_claim(run.folder, mine)
     if plan.reference is not None:
-        (open_films if "num_frames" in run.drawer.parameters else open_pictures)(plan.reference)
+        run.real = open_real(plan.reference, run.is_film, plan.resize)
     if plan.reward:
         reward.load(plan.reward)
+    if ranks.is_first:
+        networks = run.networks("cpu")  # loaded to see that they can be, and let go
+        if run.real is not None:
+            run.real.check(networks)
+        for line in summary(list(networks.entries), lacking(run, networks)):
+            progress.note(line)
     run.ranks.wait()
     if is_new and ranks.is_first:
         write_json(run.folder / MARKER, mine)
     return run
+
+
+def lacking(run: Run, networks: Extractors) -> dict[str, str]:
+    """Return the real metrics that are left out, and why."""
+    return networks.lacking | ({} if run.real is None else run.real.lacking())
 
 
 def draw_all(run: Run) -> list[Case]:
@@ -161,11 +211,12 @@ def draw_all(run: Run) -> list[Case]:
     Returns:
         The cases in the order of the table: uncached, methods, fewer steps.
     """
-    steps, count = run.drawer.steps, sum(len(batch.ids) for batch in _share(run))
+    steps, count = run.drawer.steps, sum(len(batch.ids) for batch in run.share)
     uncached = Case("uncached", "uncached", steps)
     cases = [Case(name, "method", steps, method) for name, method in run.plan.methods.items()]
     run.progress.expect(count * (1 + 2 * len(cases)) + _timed(run, 1 + 2 * len(cases)))
-    _try(run, cases)
+    if "draw" in run.plan.stages:
+        _try(run, cases)
     draw(run, uncached)
     run.ranks.wait()  # the others compare their latents with these
     for case in cases:
@@ -182,14 +233,9 @@ def draw_all(run: Run) -> list[Case]:
 
 def _timed(run: Run, rows: int) -> int:
     """Return how many samples the timed calls of so many rows draw, which come last."""
-    if not run.plan.rounds or not run.ranks.is_first:
+    if not run.plan.rounds or not run.ranks.is_first or "time" not in run.plan.stages:
         return 0
     return rows * (run.plan.rounds + WARM_UP) * len(run.batches[0].ids)
-
-
-def _share(run: Run) -> list[Batch]:
-    """Return the batches that fall to this process."""
-    return [b for b in run.batches if b.number % run.ranks.count == run.ranks.index]
 
 
 def _try(run: Run, cases: Sequence[Case]) -> None:
@@ -208,7 +254,7 @@ def _try(run: Run, cases: Sequence[Case]) -> None:
             f"{run.drawer.pipeline} cannot draw from prompts or class numbers alone "
             f"({type(error).__name__}: {error}); other arguments are passed with --call KEY=VALUE"
         ) from error
-    mine = _share(run)
+    mine = run.share
     for case in cases:
         if len(run.case_folder(case).done(mine)) < len(mine):
             with run.drawer.wrapped(case):
@@ -216,14 +262,23 @@ def _try(run: Run, cases: Sequence[Case]) -> None:
 
 
 def draw(run: Run, case: Case, uncached: Case | None = None) -> None:
-    """Draw the batches of a case that fall to this process and are not drawn yet."""
+    """Draw the batches of a case that fall to this process and are not drawn yet.
+
+    Raises:
+        RunError: If there are some, and drawing is no stage of the plan.
+    """
     folder = run.case_folder(case)
-    mine = _share(run)
+    mine = run.share
     done = folder.done(mine)
     run.progress.advance(sum(len(line["ids"]) for line in done.values()), case.name, drawn=False)
     todo = [batch for batch in mine if batch.number not in done]
     if not todo:
         return
+    if "draw" not in run.plan.stages:
+        raise RunError(
+            f"{len(todo)} batches of {case.name} are not drawn in {folder.path}, the first is "
+            f"{todo[0].number}; the same command with --stages draw draws them"
+        )
     with run.timed(f"{case.name}: draw"), run.drawer.wrapped(case):
         for batch in todo:
             wanted = case.kind != "fewer steps" and batch.ids[-1] < LATENT_SAMPLES

@@ -6,8 +6,10 @@ comes from the shipped one; the same key without the ending from a real one.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from diffcache.eval.weights import MissingWeightsError
 from diffcache.pipelines.small import classifier, scenes
 
 Columns = dict[str, Tensor]
+_ALONE = threading.Lock()  # a function of the user's is called by one thread at a time
 _REAL_SETS = ("fid", "kid", "is", "precision", "recall", "density", "coverage")
 
 
@@ -33,6 +36,9 @@ class Extractors:
         i3d: Features of films, for FVD.
         reward: Scores of pictures for prompts, by a function of the user's.
         reward_name: `module:function` of that.
+        device: Where pictures are seen; `cpu` or an accelerator with float64.
+        entries: What a record says of the real networks, by metric.
+        lacking: Real metrics that are left out, and why.
     """
 
     inception: inception.Inception | None = None
@@ -41,7 +47,13 @@ class Extractors:
     i3d: i3d.I3D | None = None
     reward: reward.Reward | None = None
     reward_name: str = ""
+    device: str = "cpu"
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lacking: dict[str, str] = field(default_factory=dict)
+
+    def placed(self, pictures: Tensor) -> Tensor:
+        """Return pictures on the device where they are seen."""
+        return pictures.to(self.device)
 
     def describe(self, key: str) -> dict[str, Any]:
         """Return the back end of a metric, for the record."""
@@ -53,7 +65,8 @@ class Extractors:
     @property
     def identity(self) -> list[Any]:
         """What the values of samples depend on."""
-        return [lite.EXTRACTOR.entry(), self.entries, self.reward_name]
+        kind = self.device.partition(":")[0]
+        return [lite.EXTRACTOR.entry(), self.entries, self.reward_name, kind]
 
     def of_pictures(self, pictures: Tensor, prompts: Sequence[str]) -> Columns:
         """Return everything that is known of pictures by themselves.
@@ -67,25 +80,27 @@ class Extractors:
             the shapes generator `clip_score_lite` [N] and `prompt_accuracy` [N]; and of the real
             networks `features`, `probabilities`, `clip_score`, `image_reward`.
         """
+        there = self.placed(pictures)
         found: Columns = {
-            "features_lite": lite.embed(pictures),
-            "probabilities_lite": lite.class_probabilities(pictures),
+            "features_lite": lite.embed(there),
+            "probabilities_lite": lite.class_probabilities(there),
         }
         # Class numbers are prompts without words.
         in_words = all(any(map(str.isalpha, text)) for text in prompts)
         if all(map(is_scene, prompts)):
-            found["clip_score_lite"] = lite.clip_score_lite(pictures, prompts)
+            found["clip_score_lite"] = lite.clip_score_lite(there, prompts)
             if pictures.shape[2:] == (scenes.SIZE, scenes.SIZE):
                 found["prompt_accuracy"] = accuracy(pictures, prompts)
         if self.inception is not None:
-            seen = self.inception(pictures)
+            seen = self.inception(there)
             found["features"] = seen.pool
             if seen.logits is not None:
                 found["probabilities"] = seen.probabilities()
         if self.clip is not None and in_words:
             found["clip_score"] = self.clip(pictures, prompts)
         if self.reward is not None and in_words:
-            found["image_reward"] = reward.score(self.reward, pictures, prompts)
+            with _ALONE:
+                found["image_reward"] = reward.score(self.reward, pictures, prompts)
         return found
 
     def of_real(self, samples: Tensor | Sequence[Tensor]) -> Columns:
@@ -96,14 +111,17 @@ class Extractors:
         """
         if not isinstance(samples, Tensor):
             return self.of_films(samples)
-        found: Columns = {"features_lite": lite.embed(samples)}
+        there = self.placed(samples)
+        found: Columns = {"features_lite": lite.embed(there)}
         if self.inception is not None:
-            found["features"] = self.inception(samples).pool
+            found["features"] = self.inception(there).pool
         return found
 
     def of_films(self, films: Sequence[Tensor]) -> Columns:
         """Return `features_lite` [N, D] and, with I3D, `features` [N, 400] of films."""
-        found: Columns = {"features_lite": lite.clip_features(films)}
+        found: Columns = {
+            "features_lite": lite.clip_features([self.placed(film) for film in films])
+        }
         if self.i3d is not None:
             found["features"] = self.i3d.features(films)
         return found
@@ -116,42 +134,46 @@ class Extractors:
         return found
 
 
-def at_hand(device: str, films: bool, reward_name: str = "") -> Extractors:
+def at_hand(
+    device: str,
+    films: bool,
+    reward_name: str = "",
+    convention: str = "torch-fidelity",
+) -> Extractors:
     """Return the networks whose weights are found here; a wrong weight file is an error.
 
     Args:
-        device: Where real networks run.
+        device: Where they run, as torch names it.
         films: Whether the samples are films.
         reward_name: `module:function`, or "" for none.
+        convention: How Inception gets its pictures.
 
     Raises:
         WrongWeightsError: If a weight file is another one than it should be.
         ValueError: If `reward_name` names nothing that can be called.
     """
-
-    def loaded(load: Callable[[], Any]) -> Any:
-        try:
-            return load()
-        except (MissingWeightsError, MissingPackageError):
-            return None
-
-    found: dict[str, Any] = {"lpips": loaded(lambda: lpips.load(device=device))}
-    if films:
-        found["i3d"] = loaded(lambda: i3d.I3D(device=device))
-    else:
-        found["inception"] = loaded(lambda: inception.load(device=device))
-        found["clip"] = loaded(lambda: clip.ClipScore(device=device))
-        found["reward"] = reward.load(reward_name) if reward_name else None
-    keys = {"lpips": ("lpips",), "i3d": ("fvd",), "inception": _REAL_SETS, "clip": ("clip_score",)}
-    entries = {
-        key: found[name].entry()
-        for name, metrics in keys.items()
-        if found.get(name) is not None
-        for key in metrics
+    loaders: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+        "lpips": (lambda: lpips.load(device=device), ("lpips",))
     }
+    if films:
+        loaders["i3d"] = (lambda: i3d.I3D(device=device), ("fvd", "kvd"))
+    else:
+        load_inception = partial(inception.load, convention=convention, device=device)
+        loaders["inception"] = (load_inception, _REAL_SETS)
+        loaders["clip"] = (lambda: clip.ClipScore(device=device), ("clip_score",))
+    networks, entries, lacking = dict[str, Any](), dict[str, Any](), dict[str, str]()
+    for name, (load, metrics) in loaders.items():
+        try:
+            networks[name] = load()
+            entries |= dict.fromkeys(metrics, networks[name].entry())
+        except (MissingWeightsError, MissingPackageError) as error:
+            lacking |= dict.fromkeys(metrics, str(error).split("; looked for")[0])
     if reward_name and not films:
+        networks["reward"] = reward.load(reward_name)
         entries["image_reward"] = {"backend": "real", "extractor": reward_name}
-    return Extractors(**found, reward_name=reward_name, entries=entries)
+    return Extractors(
+        **networks, reward_name=reward_name, device=device, entries=entries, lacking=lacking
+    )
 
 
 def is_scene(text: str) -> bool:

@@ -180,7 +180,8 @@ class CaseFolder:
         if sample.ndim == 3:
             buffer = io.BytesIO()
             array = sample.movedim(0, -1).contiguous().numpy()
-            Image.fromarray(array).save(buffer, "png")
+            # Six times faster than the default level, and a few per cent larger.
+            Image.fromarray(array).save(buffer, "png", compress_level=1)
             write_file(file, buffer.getvalue())
         else:
             from diffcache.eval.clips import write_clip
@@ -272,11 +273,16 @@ def read_json(path: Path) -> Any:
         return None
 
 
+def recall(path: Path, key: str) -> Any:
+    """Return the plain data that a file keeps under this key, None where it keeps none."""
+    found = read_json(path)
+    return found.get("value") if isinstance(found, dict) and found.get("key") == key else None
+
+
 def remember(path: Path, key: str, compute: Callable[[], Any]) -> Any:
     """Return the plain data that a file keeps under this key, else compute and keep it."""
-    found = read_json(path)
-    if isinstance(found, dict) and found.get("key") == key and "value" in found:
-        return found["value"]
-    value = compute()
-    write_json(path, {"key": key, "value": value})
+    value = recall(path, key)
+    if value is None:
+        value = compute()
+        write_json(path, {"key": key, "value": value})
     return value

@@ -2,90 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from diffcache.eval.clips import read_clip, read_fps, write_preview
-from diffcache.eval.folders import open_samples
 from diffcache.eval.metrics import lite
-from diffcache.eval.metrics.frechet import moments
 from diffcache.eval.oracle import observe
 from diffcache.eval.report.write import write_report
 from diffcache.eval.runs import record as records
 from diffcache.eval.runs import score
 from diffcache.eval.runs.cost import costs
 from diffcache.eval.runs.evaluate import Plan, Run, draw_all, start
-from diffcache.eval.runs.extractors import Extractors, at_hand
-from diffcache.eval.runs.folder import FILM, FPS, ManifestError, remember, write_json
+from diffcache.eval.runs.extractors import Columns, Extractors
+from diffcache.eval.runs.folder import FILM, FPS, ManifestError, recall, remember, write_json
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.quality import Reference, quality
 from diffcache.eval.runs.task import Case, digest
 from diffcache.features.base import Method
 
 _PREVIEWS = 3  # films of every case that a report plays
-_NEIGHBOURS = 2000  # real samples that KID, precision and the like look at
 
 
 def evaluate(plan: Plan, progress: Progress) -> dict[str, Any] | None:
     """Draw, measure, and write record and report; whatever is done already is kept.
 
-    Every process draws; the first one measures.
+    Every process draws its share of the batches and scores it; the first one joins the values.
 
     Args:
         plan: What to evaluate.
         progress: What is shown meanwhile.
 
     Returns:
-        The record, with the run's folder under `folder`; None in all processes but the first.
+        The record, with the run's folder under `folder`; None in all processes but the first, and
+        where scoring is no stage of the plan.
 
     Raises:
         FileNotFoundError: If there is no such model, or no such reference.
-        RunError: If the run's folder holds a run of other settings.
+        MissingError: If the reference is of a network that is missing here.
+        RunError: If the run's folder holds a run of other settings, or lacks samples that are not
+            to be drawn.
         ManifestError: If samples in it cannot be read.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(plan.task.threads)  # of scores, too: they change the order of sums
+    torch.set_num_threads(plan.task.threads)
     try:
         run = start(plan, progress)
         try:
             cases = draw_all(run)
+            with run.timed("errors of stand-ins"):
+                for number, case in enumerate(cases):
+                    if number % run.ranks.count == run.ranks.index:
+                        site_error(run, case)
+            if "score" not in plan.stages:
+                return None
+            drawn = score_share(run, cases)
         finally:
             run.ranks.close()
-        return write(run, cases) if run.ranks.is_first else None
+        return write(run, cases, drawn) if run.ranks.is_first else None
     finally:
         torch.set_num_threads(before)
 
 
-def write(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
-    """Measure the drawn cases; write record and report."""
-    found = {case.name: samples(run, case) for case in cases}
-    uncached = found["uncached"]
-    is_film = uncached.first.ndim == 4
+@dataclass(frozen=True)
+class Drawn:
+    """What a run has drawn, and what reads it.
+
+    Attributes:
+        samples: Of every case, by its name.
+        networks: What reads them.
+        place: Folder of the features of real samples.
+    """
+
+    samples: Mapping[str, score.Samples]
+    networks: Extractors
+    place: Path
+
+
+def score_share(run: Run, cases: Sequence[Case]) -> Drawn:
+    """Compute the values of the batches that fall to this process; they are kept.
+
+    One batch is a piece of work for one thread, so that neither the number of threads nor of
+    processes changes a value.
+    """
+    device = run.drawer.device
+    networks = run.networks(str(device) if device.type == "cuda" else "cpu")
+    samples = {case.name: samples_of(run, case) for case in cases}
+    drawn = Drawn(samples, networks, run.folder / "reference")
+    work: list[Callable[[], Any]] = []
+    for mine in samples.values():
+        base = None if mine is samples["uncached"] else samples["uncached"]
+        work += [partial(score.batch_values, mine, b, base, networks) for b in run.share]
+    if run.real is not None:
+        parts = run.real.parts[run.ranks.index :: run.ranks.count]
+        work += [partial(run.real.columns, part, networks, drawn.place) for part in parts]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with run.timed("score"), ThreadPoolExecutor(run.ranks.workers) as pool:
+            for number, _ in enumerate(pool.map(lambda piece: piece(), work), 1):
+                run.progress.say(f"score, batch {number} of {len(work)}")
+    finally:
+        torch.set_num_threads(threads)
+    run.ranks.wait()
+    return drawn
+
+
+def write(run: Run, cases: Sequence[Case], drawn: Drawn) -> dict[str, Any]:
+    """Join the values of the cases; time them; write record and report."""
+    first = drawn.samples["uncached"].first
     with run.timed("score"):
-        extractors = at_hand(str(run.drawer.device), is_film, run.plan.reward)
-        against = reference(run, extractors, is_film)
-        rows = []
-        for case in cases:
-            run.progress.say(f"score {case.name}")
-            rows.append(records.row(run, case, _scores(found, case, extractors, against, is_film)))
-    with run.timed("errors of stand-ins"):
-        for case, this in zip(cases, rows, strict=True):
-            this["site_error"] = site_error(run, case)
-    with run.timed("time"):
-        timing = costs(run, cases)
-    if is_film:
+        rows = _rows(run, cases, drawn)
+    timing: dict[str, Any] = {"rows": {}, "warning": None}
+    if "time" in run.plan.stages:
+        with run.timed("time"):
+            timing = costs(run, cases)
+    if first.ndim == 4:
         previews(run, cases, rows)
-    record = records.assemble(run, rows, timing, extractors, uncached.first)
+    record = records.assemble(run, rows, timing, drawn.networks, first)
     write_json(run.folder / "record.json", record)
     with run.timed("report"):
         files = write_report(record, run.folder)
     return {**record, "folder": str(run.folder), "files": [str(file) for file in files]}
 
 
-def samples(run: Run, case: Case) -> score.Samples:
+def samples_of(run: Run, case: Case) -> score.Samples:
     """Return the samples of a case, all of which are drawn.
 
     Raises:
@@ -96,68 +142,68 @@ def samples(run: Run, case: Case) -> score.Samples:
     gone = [batch.number for batch in run.batches if batch.number not in done]
     if gone:
         raise ManifestError(f"batch {gone[0]} of {folder.path} is gone; run the command again")
-    sums = tuple(file["sha256"] for number in sorted(done) for file in done[number]["files"])
-    ids = tuple(i for batch in run.batches for i in batch.ids)
-    prompts = tuple(text for batch in run.batches for text in batch.prompts)
-    return score.Samples(folder, ids, prompts, sums)
+    sums = {
+        i: file["sha256"]
+        for batch in run.batches
+        for i, file in zip(batch.ids, done[batch.number]["files"], strict=True)
+    }
+    return score.Samples(folder, tuple(run.batches), sums)
 
 
-def _scores(
-    found: Mapping[str, score.Samples],
-    case: Case,
-    extractors: Extractors,
-    against: Reference | None,
-    is_film: bool,
+def _rows(run: Run, cases: Sequence[Case], drawn: Drawn) -> list[dict[str, Any]]:
+    """Return the rows of the record."""
+    base = score.values(drawn.samples["uncached"], None, drawn.networks)
+    against = cache(lambda: reference(run, drawn))
+    return [_row(run, case, drawn, base, against) for case in cases]
+
+
+def _row(
+    run: Run, case: Case, drawn: Drawn, base: Columns, against: Callable[[], Reference | None]
 ) -> dict[str, Any]:
-    """Return fidelity and quality of a case; what takes time is kept."""
-    mine, uncached = found[case.name], found["uncached"]
-    base = score.quality_values(uncached, extractors)
-    values = base if mine is uncached else score.quality_values(mine, extractors)
-    parts = [mine.content, uncached.content, extractors.identity]
-    key = digest([score.DEFINITION, *parts, None if against is None else against.identity])
-    goodness = remember(
-        mine.folder.path / "quality.json", key,
-        lambda: quality(values, base, against, is_film),
-    )  # fmt: skip
-    if mine is uncached:
-        return {"fidelity": {}, "quality": goodness, "samples": {"count": len(mine.ids)}}
-    pairs = score.fidelity_values(mine, uncached, extractors)
-    fidelity, ranking = score.fidelity(pairs, mine.ids)
-    return {"fidelity": fidelity, "quality": goodness, "samples": ranking}
+    """Return the row of a case; what takes time is kept."""
+    run.progress.say(f"score {case.name}")
+    mine, uncached = drawn.samples[case.name], drawn.samples["uncached"]
+    values = base if mine is uncached else score.values(mine, uncached, drawn.networks)
+    real = records.reference_name(run), run.real and run.real.identity
+    parts = [mine.content, uncached.content, drawn.networks.identity, real]
+    measured: dict[str, Any] = {"fidelity": {}, "samples": {"count": len(mine.ids)}}
+    if mine is not uncached:
+        measured["fidelity"], measured["samples"] = score.fidelity(values, mine.ids)
+    measured["quality"] = remember(
+        mine.folder.path / "quality.json",
+        digest([score.DEFINITION, *parts]),
+        lambda: quality(values, base, against(), run.is_film),
+    )
+    return records.row(run, case, measured) | {"site_error": site_error(run, case)}
 
 
-def reference(run: Run, extractors: Extractors, is_film: bool) -> Reference | None:
+def reference(run: Run, drawn: Drawn) -> Reference | None:
     """Return the real samples to compare with, None where there are none.
 
     Raises:
-        FileNotFoundError: If the folder of the plan is not there.
-        ValueError: If it holds nothing that can be read, or a damaged file.
+        ValueError: If one of them is a damaged file.
     """
+    if run.real is not None:
+        return run.real.read(drawn.networks, drawn.place)
     name = records.reference_name(run)
     if name is None:
         return None
-    if run.plan.reference is None:
-        shipped = lite.reference()
-        if is_film:
-            return Reference(name, {"_lite": (shipped.films, None)})
-        return Reference(name, {"_lite": (shipped.moments, shipped.features)})
-    parts: dict[str, list[Tensor]] = {}
-    for batch in open_samples(run.plan.reference, is_film):
-        for key, column in extractors.of_real(batch).items():
-            parts.setdefault(key.removeprefix("features"), []).append(column)
-    sets = {}
-    for ending, found in parts.items():
-        features = torch.cat(found).double()
-        sets[ending] = (moments(features), features[:_NEIGHBOURS])
-    return Reference(name, sets)
+    shipped = lite.reference()
+    if run.is_film:
+        return Reference(name, {"_lite": (shipped.films, None)})
+    return Reference(name, {"_lite": (shipped.moments, shipped.features)})
 
 
 def site_error(run: Run, case: Case) -> dict[str, Any] | None:
-    """Return the error of every stand-in, by site and step, on the first batch; kept."""
+    """Return the error of every stand-in, by site and step, on the first batch; kept.
+
+    Without the stage that draws it is None where it was not measured before.
+    """
     method = case.method
     if not isinstance(method, Method) or not run.plan.site_errors:
         return None
     batch = run.batches[0]
+    place = run.case_folder(case).path / "site-error.json"
     key = digest([case.digest(run.drawer.about), batch.digest])
 
     def compute() -> dict[str, Any]:
@@ -165,7 +211,9 @@ def site_error(run: Run, case: Case) -> dict[str, Any] | None:
         found = observe(pipe, method, lambda: pipe(**run.drawer.arguments(batch, case.steps)))
         return {"sites": found.sites, "steps": found.steps, "values": found.values}
 
-    kept: dict[str, Any] = remember(run.case_folder(case).path / "site-error.json", key, compute)
+    kept: dict[str, Any] | None = recall(place, key)
+    if kept is None and "draw" in run.plan.stages:
+        kept = remember(place, key, compute)
     return kept
 
 

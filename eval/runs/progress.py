@@ -36,6 +36,15 @@ class Progress:
         self.drawn += count if drawn else 0
         self._show(label)
 
+    def note(self, text: str) -> None:
+        """Write a line that stays."""
+        if self._quiet:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
     def say(self, label: str) -> None:
         """Name what is going on."""
         self._show(label)

@@ -11,7 +11,13 @@ from torch import Tensor
 from diffcache.eval.metrics import bootstrap, distances
 from diffcache.eval.metrics.frechet import Moments, at_infinity, frechet, moments
 from diffcache.eval.runs.extractors import Columns
-from diffcache.eval.sets import FeatureSet, floor
+from diffcache.eval.sets import (
+    FeatureSet,
+    floor,
+    kernel_distance,
+    mean_and_spread,
+    neighbors,
+)
 
 _FEWEST_FOR_SETS = 32  # samples below which distances of sets say nothing
 _WIDEST = 256  # features; a resampling of wider ones takes seconds, so there is no interval
@@ -30,11 +36,6 @@ class Reference:
 
     name: str
     sets: Mapping[str, tuple[Moments, Tensor | None]]
-
-    @property
-    def identity(self) -> list[Any]:
-        """What changes when the reference does."""
-        return [self.name, {k: float(m.mean.sum()) for k, (m, _) in self.sets.items()}]
 
 
 def interval(column: Tensor) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def _sets(
     base = uncached[f"features{ending}"].double()
     if f"probabilities{ending}" in mine:
         score = distances.inception_score(mine[f"probabilities{ending}"].double())
-        found[f"is{ending}"] = _mean_and_spread(score, len(features))
+        found[f"is{ending}"] = mean_and_spread(score, len(features))
     if reference is not None and ending in reference.sets:
         real, some = reference.sets[ending]
         found |= _against(features, base if mine is not uncached else None, real, distance + ending)
@@ -87,7 +88,10 @@ def _sets(
             mine_set = FeatureSet(moments(features), len(features), features)
             equal = floor(FeatureSet(real, real.count, some.double()), mine_set)
             found[distance + ending]["floor"] = equal
-            found |= _neighbours(features, some.double(), distance, ending)
+            kernel = "kid" if distance == "fid" else "kvd"
+            found[f"{kernel}{ending}"] = kernel_distance(some.double(), features)
+            near = neighbors(some.double(), features)
+            found |= {f"{name}{ending}": entry for name, entry in near.items()}
     if mine is not uncached:
         name = f"{distance}{ending}_to_uncached"
         if features.shape[1] <= _WIDEST:
@@ -113,18 +117,3 @@ def _against(features: Tensor, base: Tensor | None, real: Moments, key: str) -> 
         changed = bootstrap.frechet_change(base, features, real)
         found[f"{key}_change"] = {**changed.to_dict(), "paired": True}
     return found
-
-
-def _neighbours(features: Tensor, real: Tensor, distance: str, ending: str) -> dict[str, Any]:
-    """Return KID, precision, recall, density and coverage."""
-    found: dict[str, Any] = {}
-    kernel = "kid" if distance == "fid" else "kvd"
-    found[f"{kernel}{ending}"] = _mean_and_spread(distances.kid(real, features), len(features))
-    precision, recall = distances.precision_recall_values(real, features)
-    density, coverage = distances.density_coverage_values(real, features)
-    values = {"precision": precision, "recall": recall, "density": density, "coverage": coverage}
-    return found | {f"{name}{ending}": interval(column) for name, column in values.items()}
-
-
-def _mean_and_spread(pair: tuple[float, float], count: int) -> dict[str, Any]:
-    return {"value": pair[0], "spread": pair[1], "n": count}

@@ -14,18 +14,27 @@ class Ranks:
     """This process among those of the run.
 
     Attributes:
-        index: From 0; the first one scores and reports.
+        index: From 0; the first one reports.
         count: How many.
         local: Place on its machine.
+        beside: How many are on its machine.
     """
 
     index: int = 0
     count: int = 1
     local: int = 0
+    beside: int = 1
+
+    @property
+    def workers(self) -> int:
+        """Threads of this process among the cores of its machine."""
+        known = getattr(os, "sched_getaffinity", None)
+        cores = len(known(0)) if known else os.cpu_count() or 1
+        return max(1, cores // self.beside)
 
     @property
     def is_first(self) -> bool:
-        """Whether this process scores and reports."""
+        """Whether this process reports."""
         return self.index == 0
 
     def wait(self) -> None:
@@ -59,4 +68,5 @@ def join(device: str) -> Ranks:
 
     on_cpu = device == "cpu" or not torch.cuda.is_available()
     state = PartialState(cpu=on_cpu, timeout=_PATIENCE)
-    return Ranks(state.process_index, state.num_processes, state.local_process_index)
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", state.num_processes))
+    return Ranks(state.process_index, state.num_processes, state.local_process_index, beside)

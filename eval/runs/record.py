@@ -21,7 +21,7 @@ from diffcache.eval.metrics.pixels import ms_ssim_variant
 from diffcache.eval.prompts import HALF, HELD_OUT
 from diffcache.eval.record import Setting, commit
 from diffcache.eval.report.records import SCHEMA, checked
-from diffcache.eval.runs.evaluate import Run, step_flops
+from diffcache.eval.runs.evaluate import Run, lacking, step_flops
 from diffcache.eval.runs.extractors import Extractors
 from diffcache.eval.runs.folder import CaseFolder
 from diffcache.eval.runs.lines import evaluations, shares
@@ -125,6 +125,8 @@ def assemble(
         },
         "metrics": describe(rows, extractors, size),
         "rows": list(rows),
+        "reference": None if run.real is None else run.real.describe(extractors),
+        "missing": lacking(run, extractors),
         "warnings": warnings(run, rows),
         "timing": {
             "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -139,8 +141,9 @@ def assemble(
 
 def reference_name(run: Run) -> str | None:
     """Return what FID-lite compares with: the real pictures' folder, or the shapes generator."""
-    if run.plan.reference is not None:
-        return run.plan.reference.name
+    if run.real is not None:
+        side = "" if run.real.side is None else f" at {run.real.side} pixels"
+        return f"{run.real.path.name}{side}"
     is_shapes = run.drawer.prompts.source in ("shapes", HELD_OUT)
     return "held-out scenes of the shapes generator" if is_shapes else None
 

@@ -1,13 +1,15 @@
 """Measure the samples of a case: how close each is to the uncached one, and what it is like.
 
-Per-sample values are computed once and kept beside the samples, under a key that changes with
-the samples, the extractor and the definition; intervals are taken from them.
+Values of samples are computed a drawn batch at a time, on one thread or on an accelerator, whoever
+does it, so that they are the same however the batches are shared out. They are kept beside the
+samples under a key that changes with the samples, the networks and the definition; intervals are
+taken from them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,16 +23,16 @@ from torch import Tensor
 
 from diffcache.eval.metrics import pixels
 from diffcache.eval.runs.extractors import Columns, Extractors
-from diffcache.eval.runs.folder import CaseFolder
+from diffcache.eval.runs.folder import Batch, CaseFolder
 from diffcache.eval.runs.quality import interval
 from diffcache.eval.runs.task import digest
 
-DEFINITION = 1  # of the values kept beside samples; a change of a metric's definition raises it
-_AT_ONCE = 64
-_BYTES_AT_ONCE = 1 << 25  # of 8-bit samples in memory; metrics need some twenty times as much
+DEFINITION = 2  # of the values kept beside samples; a change of a metric's definition raises it
+_BYTES_AT_ONCE = 1 << 23  # of 8-bit samples in memory; metrics need some twenty times as much
 _SHOWN = 8  # samples named as worst, median and best
 _SMALLEST_FOR_SCALES = 22  # pixels; MS-SSIM needs two scales
 _LOW_IS_GOOD = ("lpips", "lpips_lite", "temporal_error")
+_CLOSENESS = ("psnr_db", "mse", "ssim", "lpips_lite", "lpips", "ms_ssim", "temporal_error")
 
 
 @dataclass(frozen=True)
@@ -39,36 +41,41 @@ class Samples:
 
     Attributes:
         folder: Where they are.
-        ids: All of them, in order.
-        prompts: One for each.
-        sums: SHA-256 of the file of each.
+        batches: All of them, in order.
+        sums: SHA-256 of the file of each, by number.
     """
 
     folder: CaseFolder
-    ids: tuple[int, ...]
-    prompts: tuple[str, ...]
-    sums: tuple[str, ...]
+    batches: tuple[Batch, ...]
+    sums: Mapping[int, str]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Numbers of the samples, in order."""
+        return tuple(i for batch in self.batches for i in batch.ids)
 
     @property
     def content(self) -> str:
         """Digest of the files."""
-        return digest(self.sums)
+        return digest([self.sums[i] for i in self.ids])
 
     @cached_property
     def first(self) -> Tensor:
         """The first sample; all are of its size."""
-        return self._read(slice(0, 1))[0]
+        return self.read(self.ids[:1])[0]
 
-    def __iter__(self) -> Iterator[tuple[tuple[str, ...], list[Tensor]]]:
-        """Yield (prompts, samples) in batches that fit into memory."""
-        size = min(_AT_ONCE, max(1, _BYTES_AT_ONCE // self.first.nbytes))
-        for start in range(0, len(self.ids), size):
-            chosen = slice(start, start + size)
-            yield self.prompts[chosen], self._read(chosen)
+    def read(self, ids: Sequence[int]) -> list[Tensor]:
+        """Read samples: pictures uint8 [3, H, W] or films uint8 [F, 3, H, W].
 
-    def _read(self, chosen: slice) -> list[Tensor]:
-        ids = self.ids[chosen]
-        return self.folder.read(ids, dict(zip(ids, self.sums[chosen], strict=True)))
+        Raises:
+            ManifestError: If a file is missing or damaged; it is named.
+        """
+        return self.folder.read(ids, self.sums)
+
+    def parts(self, batch: Batch) -> Iterator[slice]:
+        """Yield the parts of a batch that fit into memory."""
+        size = max(1, _BYTES_AT_ONCE // self.first.nbytes)
+        yield from (slice(i, i + size) for i in range(0, len(batch.ids), size))
 
 
 def kept(path: Path, key: str, compute: Callable[[], Columns]) -> Columns:
@@ -78,35 +85,64 @@ def kept(path: Path, key: str, compute: Callable[[], Columns]) -> Columns:
         if (file.metadata() or {}).get("key") == key:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     found = {name: column.contiguous() for name, column in compute().items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     save_file(found, beside, {"key": key})
     os.replace(beside, path)
     return found
 
 
-def fidelity_values(samples: Samples, uncached: Samples, extractors: Extractors) -> Columns:
-    """Return per-sample closeness to the uncached samples; films are means over their frames.
+def values(samples: Samples, uncached: Samples | None, extractors: Extractors) -> Columns:
+    """Return per-sample values of a case; what is not kept yet is computed.
+
+    Args:
+        samples: Of the case.
+        uncached: Their counterparts, None for the uncached case itself.
+        extractors: What reads the samples.
 
     Returns:
-        Float64 [N] each: `psnr_db`, `mse` (full range is 1), `ssim`, `ms_ssim` where the pictures
-        are large enough, `lpips_lite`, `lpips` where its weights are; for films `temporal_error`.
+        What the extractors say of every sample by itself; and beside counterparts, float64 [N]
+        each, films as means over their frames: `psnr_db`, `mse` (full range is 1), `ssim`,
+        `ms_ssim` where the pictures are large enough, `lpips_lite`, `lpips` where its weights are,
+        and of films `temporal_error`.
     """
+    return joined([batch_values(samples, b, uncached, extractors) for b in samples.batches])
+
+
+def batch_values(
+    samples: Samples, batch: Batch, uncached: Samples | None, extractors: Extractors
+) -> Columns:
+    """Return the values of one batch, as `values` does of all."""
+    sets = [samples] if uncached is None else [samples, uncached]
+    sums = [[one.sums[i] for i in batch.ids] for one in sets]
+    key = digest([DEFINITION, sums, batch.prompts, extractors.identity])
 
     def compute() -> Columns:
-        parts: list[Columns] = []
-        for (_, mine), (_, theirs) in zip(samples, uncached, strict=True):
-            if theirs[0].ndim == 3:
-                parts.append(_pairs(torch.stack(theirs), torch.stack(mine), extractors))
-            else:
-                films = zip(theirs, mine, strict=True)
-                parts += [_film_pair(one, other, extractors) for one, other in films]
-        return _joined(parts)
+        parts = []
+        for part in samples.parts(batch):
+            mine, *theirs = (one.read(batch.ids[part]) for one in sets)
+            found = _alone(mine, batch.prompts[part], extractors)
+            parts.append(found | (_beside(theirs[0], mine, extractors) if theirs else {}))
+        return joined(parts)
 
-    key = digest([DEFINITION, samples.content, uncached.content, extractors.identity])
-    return kept(samples.folder.path / "fidelity.safetensors", key, compute)
+    place = samples.folder.path / "values" / f"{batch.number:05d}.safetensors"
+    return kept(place, key, compute)
+
+
+def _alone(samples: list[Tensor], prompts: Sequence[str], extractors: Extractors) -> Columns:
+    if samples[0].ndim == 4:
+        return extractors.of_films(samples)
+    return extractors.of_pictures(torch.stack(samples), prompts)
+
+
+def _beside(theirs: list[Tensor], mine: list[Tensor], extractors: Extractors) -> Columns:
+    if mine[0].ndim == 3:
+        return _pairs(torch.stack(theirs), torch.stack(mine), extractors)
+    return joined([_film_pair(*films, extractors) for films in zip(theirs, mine, strict=True)])
 
 
 def _pairs(theirs: Tensor, mine: Tensor, extractors: Extractors) -> Columns:
+    theirs, mine = extractors.placed(theirs), extractors.placed(mine)
     found = {
         "psnr_db": pixels.psnr(theirs, mine),
         "mse": ((theirs.double() - mine.double()) / 255).square().mean(dim=(1, 2, 3)),
@@ -115,32 +151,16 @@ def _pairs(theirs: Tensor, mine: Tensor, extractors: Extractors) -> Columns:
     }
     if min(theirs.shape[-2:]) >= _SMALLEST_FOR_SCALES:
         found["ms_ssim"] = pixels.ms_ssim(theirs, mine)
-    return {name: column.double() for name, column in found.items()}
+    return {name: column.double().cpu() for name, column in found.items()}
 
 
 def _film_pair(theirs: Tensor, mine: Tensor, extractors: Extractors) -> Columns:
     found = {k: v.mean()[None] for k, v in _pairs(theirs, mine, extractors).items()}
-    change = pixels.temporal_error(theirs, mine)
+    change = pixels.temporal_error(extractors.placed(theirs), extractors.placed(mine))
     return {**found, "temporal_error": torch.tensor([change], dtype=torch.float64)}
 
 
-def quality_values(samples: Samples, extractors: Extractors) -> Columns:
-    """Return what the extractors say of every sample by itself."""
-
-    def compute() -> Columns:
-        parts = []
-        for prompts, found in samples:
-            if found[0].ndim == 4:
-                parts.append(extractors.of_films(found))
-            else:
-                parts.append(extractors.of_pictures(torch.stack(found), prompts))
-        return _joined(parts)
-
-    key = digest([DEFINITION, samples.content, samples.prompts, extractors.identity])
-    return kept(samples.folder.path / "quality.safetensors", key, compute)
-
-
-def _joined(parts: Sequence[Columns]) -> Columns:
+def joined(parts: Sequence[Columns]) -> Columns:
     """Join columns; one that any part lacks (a prompt in other words) is left out."""
     names = [name for name in parts[0] if all(name in part for part in parts)]
     return {name: torch.cat([part[name] for part in parts]) for name in names}
@@ -149,9 +169,10 @@ def _joined(parts: Sequence[Columns]) -> Columns:
 def fidelity(values: Columns, ids: Sequence[int]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return intervals of the per-sample values, and the worst and best samples by LPIPS."""
     found: dict[str, Any] = {}
-    for name, column in values.items():
-        if name == "mse":
+    for name in _CLOSENESS:
+        if name == "mse" or name not in values:
             continue
+        column = values[name]
         is_good_low = name in _LOW_IS_GOOD
         tail = torch.quantile(column, 0.95 if is_good_low else 0.05)
         found[name] = interval(column)

@@ -30,7 +30,9 @@ from diffcache.eval.runs.task import Task, digest
 from diffcache.features.base import Method
 
 _TASK = {item.name for item in fields(Task)}
-_PLAN = {"rounds", "memory", "site_errors", "reference", "reward"}
+_PLAN = {
+    "rounds", "memory", "site_errors", "reference", "resize", "convention", "stages", "reward",
+}  # fmt: skip
 _TOP = _TASK | _PLAN | {"method"}
 
 

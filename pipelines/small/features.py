@@ -193,11 +193,12 @@ class Shipped(NamedTuple):
 
 
 @lru_cache(maxsize=2)
-def load(folder: Path = DIRECTORY) -> Shipped:
+def load(folder: Path = DIRECTORY, device: str = "cpu") -> Shipped:
     """Load the networks; loaded once.
 
     Args:
         folder: with `model.safetensors` and `config.json`.
+        device: Place of the networks, as torch names it.
 
     Raises:
         ValueError: if the weights are not those that the record names.
@@ -208,7 +209,7 @@ def load(folder: Path = DIRECTORY) -> Shipped:
     for name, model in (("extractor", extractor), ("matcher", matcher)):
         own = {k.removeprefix(f"{name}."): v for k, v in stored.items() if k.startswith(name)}
         model.load_state_dict({key: value.float() for key, value in own.items()})
-        model.eval().requires_grad_(False)
+        model.eval().requires_grad_(False).to(device)
     return Shipped(extractor, matcher, config)
 
 
@@ -286,7 +287,7 @@ def in_batches(work: Callable[..., Tensor], *pictures: Tensor) -> Tensor:
         pictures: sets of equal length, each uint8 [N, 3, H, W].
 
     Returns:
-        The results, joined.
+        The results, joined, on the CPU.
     """
     parts = zip(*(one.split(BATCH) for one in pictures), strict=True)
-    return torch.cat([work(*(to_unit(one) for one in part)) for part in parts])
+    return torch.cat([work(*(to_unit(one) for one in part)).cpu() for part in parts])
