@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from diffcache.eval.methods import parse_method
+from diffcache.eval.prompts import load_prompts
 from diffcache.eval.report.records import load
 from diffcache.eval.runs import measure
 from diffcache.eval.runs.cost import _spelled
@@ -197,25 +199,71 @@ class TestRun:
         assert mine == theirs
 
 
+# The command line; notes who scores what, and with KILL the second process ends at a picture.
+WATCHED = """
+import os, signal
+from pathlib import Path
+from diffcache.eval.runs import folder, score
+rank, write, compute = os.environ["RANK"], folder.write_file, score._alone
+def write_file(path, data):
+    if path.name == "00005.png" and "KILL" in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path, data)
+def noted(samples, prompts, networks):
+    with open(f"scored.{rank}", "a") as notes:
+        notes.write(prompts[0] + chr(10))
+    return compute(samples, prompts, networks)
+folder.write_file, score._alone = write_file, noted
+from diffcache.__main__ import main
+main()
+"""
+
+
 @pytest.mark.slow
-def test_two_processes_give_the_same_record(run: Path, tmp_path: Path) -> None:
+def test_two_processes_killed_once_give_the_same_record(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "two"
+    (tmp_path / "watched.py").write_text(WATCHED)
     command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--multi_gpu"]
-    command += ["--num_processes", "2", "--main_process_port", "0", "-m", "diffcache", "eval"]
+    command += ["--num_processes", "2", "--main_process_port", "0", "watched.py", "eval"]
     command += ["--model", "shapes-flux", "--out", str(out)]
     command += [word for name in METHODS for word in ("--method", name)]
     command += [*SETTINGS, "--device", "cpu", "--quiet"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    for row in load(out)["rows"]:
-        manifests = sorted(p.name for p in (out / row["folder"]).glob("manifest.*"))
-        assert manifests == ["manifest.0.jsonl", "manifest.1.jsonl"]
+    for kill, code in (({"KILL": "1"}, 1), ({}, 0)):
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment | kill, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr[-2000:]
+        assert (out / "record.json").exists() == (code == 0)
+    record = load(out)
     assert pictures(out) == pictures(run)
-    assert without_timing(load(out)) == without_timing(load(run))
-    assert load(out)["env"]["processes"] == 2
+    assert without_timing(record) == without_timing(load(run))
+    assert record["env"]["processes"] == 2
+    texts = load_prompts("shapes-held-out", TASK.samples).texts
+    for rank, shared in ((0, (0, 2)), (1, (1,))):  # three batches of four
+        scored = (tmp_path / f"scored.{rank}").read_text().splitlines()
+        assert sorted(scored) == sorted([texts[4 * n] for n in shared] * len(record["rows"]))
+    one, two = (
+        {p.relative_to(place).as_posix(): load_file(p) for p in place.rglob("values/*")}
+        for place in (run, out)
+    )
+    assert one.keys() == two.keys() and len(one) == 3 * len(record["rows"])
+    for name, columns in one.items():
+        assert all(torch.equal(column, two[name][key]) for key, column in columns.items())
+
+
+def test_drawing_and_scoring_are_separate_jobs(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    score = replace(plan(out), stages=("score", "time"))
+    with pytest.raises(RunError, match="3 batches of uncached are not drawn .*--stages draw"):
+        measure.evaluate(score, Progress(quiet=True))
+    assert measure.evaluate(replace(plan(out), stages=("draw",)), Progress(quiet=True)) is None
+    assert pictures(out) == pictures(run) and not list(out.rglob("values"))
+    record = measure.evaluate(score, Progress(quiet=True))
+    assert record is not None and without_timing(load(out)) == without_timing(load(run))
+    with pytest.raises(ValueError, match="stages: 'drawing': must be of draw, score, time"):
+        replace(plan(out), stages=("drawing",))
 
 
 class TestBadInput:
