@@ -1,6 +1,6 @@
 """Say which metrics run here, with what, and what the others lack.
 
-    python -m diffcache.eval.doctor [--json [FILE]] [--selftest]
+    python -m diffcache.eval.doctor [--json [FILE]] [--selftest] [--time SIDE]
 
 Every package is really imported and every weight file really hashed, so that a torchvision built
 for another torch shows as broken and a wrong file as wrong.
@@ -28,6 +28,7 @@ from diffcache.eval.metrics import clip, reward
 from diffcache.eval.metrics.catalog import METRICS, SHIPPED, Metric
 from diffcache.eval.metrics.inception import MissingPackageError, load_package
 from diffcache.eval.metrics.lpips import heads_file
+from diffcache.eval.runs.seconds import seconds_a_picture
 from diffcache.eval.vbench import driver
 
 Backend = Literal["exact", "real", "lite", "none"]
@@ -187,11 +188,15 @@ def _main(arguments: Sequence[str] | None) -> int:
         except (ImportError, OSError, ValueError) as error:
             script.warn(f"the self-test cannot run: {error}")
             return FAILED
+    taken = seconds_a_picture(given.time) if given.time else None
     report = {
         "metrics": [dataclasses.asdict(row) for row in found],
         "packages": [dataclasses.asdict(part) for part in installed],
         "selftest": test,
+        "seconds_a_picture": taken,
     }
+    if taken and given.json != "-":
+        _show_seconds(given.time, taken)
     script.show(given.json, report, lambda: _show(found, installed, test))
     return DONE if test is None or test["passed"] else FAILED
 
@@ -207,7 +212,22 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", nargs="?", const="-", metavar="FILE|-", help="write JSON to a file; without one, "
         "or with -, print nothing but JSON")  # fmt: skip
     add("--selftest", action="store_true", help="also measure FID-lite of 2,000 pictures")
+    add("--time", type=script.at_least(32), metavar="SIDE", help="also time every value of a "
+        "picture, SIDE pixels high and wide, on each device")  # fmt: skip
     return parser
+
+
+def _show_seconds(side: int, taken: dict[str, dict[str, float]]) -> None:
+    from diffcache.pipelines.demo.console import print_rows
+
+    rows = [[name, *(_seconds(row.get(name)) for row in taken.values())] for name in taken["cpu"]]
+    total = [_seconds(sum(row.values())) for row in taken.values()]
+    titles = (f"seconds a picture of {side} x {side}", *taken)
+    print_rows(titles, [*rows, ["all", *total]])
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
 
 
 def _show(found: Sequence[Row], installed: Sequence[Part], test: dict[str, Any] | None) -> None:

@@ -22,12 +22,13 @@ from diffcache.command import EXIT_LINE
 from diffcache.eval import folders, npz, script
 from diffcache.eval.backends import FEATURES, KINDS, Choice, SetNetwork, for_sets
 from diffcache.eval.metrics.frechet import Moments, moments
-from diffcache.eval.sets import FeatureSet, Wanted, compare
+from diffcache.eval.sets import MOST_NEIGHBORS, FeatureSet, Wanted, compare, some
 
 SCHEMA = "diffcache.fid/1"
 EPILOG = f"""\
 REAL and FAKE are folders of pictures or .npz files (arr_0, as for the ADM evaluator); REAL may be
-an .npz of statistics (mu, sigma), which has no KID, precision or recall. Distances of sets fall
+an .npz of statistics (mu, sigma), which has KID, precision and recall only if --save wrote it.
+These look at {MOST_NEIGHBORS:,} pictures of each at most, drawn by --seed. Distances of sets fall
 with the number of samples: compare equal numbers only, and read the floor beside them: two sets of
 one distribution are that far apart. Only pictures of the same prompts and seeds are closer.
 {EXIT_LINE}
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
-    script.check_targets(json=options.json, npz=options.npz)
+    script.check_targets(json=options.json, npz=options.npz, save=options.save)
     torch.set_num_threads(options.threads)
     real, fake = _open_real(options), _open(options.fake, options)
     warnings = _notes(real, fake)
@@ -82,7 +83,10 @@ def _main(arguments: Sequence[str] | None) -> None:
         options.kid, options.prdc, options.inception_score,
         RESAMPLES[network.kind] if options.resamples is None else options.resamples, options.seed,
     )  # fmt: skip
-    found = compare(*_features(real, fake, network, options), wanted)
+    sides = _features(real, fake, network, options)
+    if options.save:
+        _save(options.save, real, sides[0], network)
+    found = compare(*sides, wanted)
     few = _few(fake, network.kind, found["fid"])
     script.warn(*few)
     ending = "" if network.kind == "real" else "_lite"
@@ -109,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         "resize": "scale shorter sides to SIDE pixels and cut out the middle",
         "resamples": "of the interval, 0 for none (default: 1000 lite; 100 real, some s each)",
         "npz": "also write the pictures of FAKE for the ADM evaluator",
+        "save": "also write mean, covariance and some features of REAL, to be given as REAL later",
     }
     add("real", metavar="REAL", help="folder, .npz of pictures, or .npz of statistics")
     add("fake", metavar="FAKE", help="folder or .npz of pictures")
@@ -128,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="auto", help="of Inception: auto, cpu, cuda (default: auto)")
     add("--threads", type=count(1), default=1, metavar="N", help="of torch; default: 1")
     add("--npz", metavar="FILE", help=texts["npz"])
+    add("--save", metavar="FILE.npz", help=texts["save"])
     add("--json", metavar="FILE|-", help="write JSON to a file, or - for nothing but JSON")
     return parser
 
@@ -144,7 +150,9 @@ def _open_real(options: argparse.Namespace) -> Source:
         if options.samples or options.resize:
             statistics = None
         return Source(source.path, source.folder, source.indices, source.size, statistics)
-    for name, wanted in (("--kid", options.kid), ("--prdc", options.prdc),
+    needs_features = statistics.features is None
+    for name, wanted in (("--kid", options.kid and needs_features),
+                         ("--prdc", options.prdc and needs_features),
                          ("--samples", options.samples), ("--resize", options.resize)):  # fmt: skip
         if wanted:
             raise ValueError(f"{name} needs pictures, and {path} holds statistics (mu, sigma) only")
@@ -198,6 +206,8 @@ def _network(
         options.inception_score, warnings,
     )  # fmt: skip
     if stored in (None, FEATURES[network.kind]):
+        if real.statistics is not None:
+            npz.check_about(real.path, real.statistics, network.entry)
         return network, real
     text = f"{real.path}: statistics of {stored} features, {network.kind} has "
     text += f"{FEATURES[network.kind]}"
@@ -215,9 +225,21 @@ def _features(
     if stored is None:
         return _embed(real, network, options), _embed(fake, network, options)
     exact = Moments(stored.mean, stored.cov, stored.count or _UNKNOWN_COUNT)
-    needed = options.kid or options.prdc
-    features = _embed(real, network, options).features if needed else None
+    features = stored.features
+    if features is None and (options.kid or options.prdc):
+        features = _embed(real, network, options).features
     return FeatureSet(exact, stored.count, features), _embed(fake, network, options)
+
+
+def _save(path: str, real: Source, found: FeatureSet, network: SetNetwork) -> None:
+    """Write the statistics of REAL."""
+    known = found.features
+    if known is None and real.statistics is not None:
+        raise ValueError(f"--save {path}: {real.path} holds statistics already")
+    features = None if known is None else some(known)
+    about = {**network.entry, "source": real.path, "size": real.size}
+    both = found.moments.mean, found.moments.cov
+    npz.write_statistics(Path(path), npz.Statistics(*both, found.count, features, about))
 
 
 def _embed(source: Source, network: SetNetwork, options: argparse.Namespace) -> FeatureSet:

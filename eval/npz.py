@@ -12,7 +12,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -150,6 +150,20 @@ def write_statistics(path: Path, statistics: Statistics) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, **arrays)
     write_file(path, buffer.getvalue())
+
+
+def check_about(path: str, statistics: Statistics, entry: Mapping[str, Any]) -> None:
+    """Check that statistics are of the network that reads the other set, where they say.
+
+    Raises:
+        ValueError: If they are of another one.
+    """
+    for key in ("extractor", "convention", "sha256"):
+        if key in statistics.about and statistics.about[key] != entry.get(key):
+            raise ValueError(
+                f"{path}: statistics of another {key} ({statistics.about[key]!r}, here "
+                f"{entry.get(key)!r}); --convention says how Inception gets its pictures"
+            )
 
 
 def write_npz(path: str | Path, pictures: Iterable[Tensor], count: int) -> Path:

@@ -34,6 +34,8 @@ HELD_OUT_COUNT = 1000
 COLUMNS = ("prompts", "prompt", "caption")
 # VBench names its field prompt_en, COCO caption.
 FIELDS = ("prompt", "prompt_en", "caption")
+SEED = 0  # of the captions drawn from a file that has several a picture
+RULE = f"one caption a picture, captions and order of pictures drawn at random with seed {SEED}"
 _FOLDER = Path(__file__).resolve().parents[1] / "assets" / "prompts"
 
 
@@ -46,11 +48,13 @@ class Prompts:
         texts: The prompts, none empty.
         sha256: Of the whole list as UTF-8, one prompt a line, before any limit; the same for the
             same prompts in another kind of file.
+        rule: How they were chosen from a file that holds more; empty where all are taken.
     """
 
     source: str
     texts: Sequence[str]
     sha256: str
+    rule: str = ""
 
     def __getitem__(self, sample: int) -> str:
         """Return the prompt of a sample; the list repeats."""
@@ -65,8 +69,9 @@ def load_prompts(
     Args:
         source: `shapes`, `pictures`, `films`, `shapes-held-out` (as many as `limit` says, 1,000
             without one); or a file: `.txt` (one a line; blank lines and those that begin with #
-            are left out), `.csv` and `.tsv` with a header, `.json` (COCO captions, VBench's full
-            info, a list of texts or of objects), `.jsonl`. `FILE:COLUMN` names a column;
+            are left out), `.csv` and `.tsv` with a header, `.json` (COCO captions, of which one a
+            picture is drawn at random: `RULE`; VBench's full info, a list of texts or of
+            objects), `.jsonl`. `FILE:COLUMN` names a column;
             `held-out:FILE` is the half of its prompts that `calibration_prompts` leaves.
         limit: Only so many, from the start.
         column: Of a table, or field of the objects of a JSON file, if not one of the usual names.
@@ -87,12 +92,12 @@ def load_prompts(
         texts = [text for text in whole.texts if not is_for_calibration(text)]
         if not texts:
             raise ValueError(f"{whole.source} holds no prompt to hold out; give a longer list")
-        return Prompts(HALF + whole.source, tuple(texts[:limit]), _sha256(texts))
+        return Prompts(HALF + whole.source, tuple(texts[:limit]), _sha256(texts), whole.rule)
     file, column = _locate(source, column)
-    texts = _read(file, column)
+    texts, rule = _read(file, column)
     if not texts:
         raise ValueError(f"{file} holds no prompt")
-    return Prompts(str(file), tuple(texts[:limit]), _sha256(texts))
+    return Prompts(str(file), tuple(texts[:limit]), _sha256(texts), rule)
 
 
 def calibration_prompts(source: str) -> Prompts:
@@ -109,7 +114,7 @@ def calibration_prompts(source: str) -> Prompts:
         ValueError: If the file cannot be read, or no prompt falls into the half.
     """
     if source in PAIRED:
-        texts = _read(_FOLDER / f"{source}-calibration.txt", None)
+        texts, _ = _read(_FOLDER / f"{source}-calibration.txt", None)
         return Prompts(f"{source}-calibration", tuple(texts), _sha256(texts))
     whole = load_prompts(source)
     texts = [text for text in whole.texts if is_for_calibration(text)]
@@ -130,7 +135,7 @@ def _built_in(name: str, limit: int | None) -> Prompts:
     if name == HELD_OUT:
         texts = held_out_prompts(limit or HELD_OUT_COUNT)
         return Prompts(name, tuple(texts), _sha256(texts))
-    texts = _read(_FOLDER / f"{name}.txt", None)
+    texts, _ = _read(_FOLDER / f"{name}.txt", None)
     return Prompts(name, tuple(texts[:limit]), _sha256(texts))
 
 
@@ -153,8 +158,8 @@ def _locate(source: str | Path, column: str | None) -> tuple[Path, str | None]:
     )
 
 
-def _read(file: Path, column: str | None) -> list[str]:
-    """Return the prompts of a file, white space collapsed, empty ones left out."""
+def _read(file: Path, column: str | None) -> tuple[list[str], str]:
+    """Return the prompts of a file, white space collapsed, empty ones left out, and the rule."""
     ending = file.suffix.lower()
     if ending not in _READERS:
         raise ValueError(f"{file}: prompts are read from {', '.join(_READERS)}")
@@ -171,7 +176,8 @@ def _read(file: Path, column: str | None) -> list[str]:
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{file}: {error}") from error
     cleaned = (" ".join(prompt.split()) for prompt in found)
-    return [prompt for prompt in cleaned if prompt]
+    rule = RULE if isinstance(found, _OneAPicture) else ""
+    return [prompt for prompt in cleaned if prompt], rule
 
 
 def _read_text(text: str, column: str | None) -> Iterable[str]:
@@ -217,9 +223,32 @@ def _read_json(text: str, column: str | None) -> Iterable[str]:
     data = json.loads(text)
     if isinstance(data, dict) and isinstance(data.get("annotations"), list):
         data = data["annotations"]
+        if data and all(isinstance(entry, dict) and "image_id" in entry for entry in data):
+            return _one_a_picture(data, column)
     if not isinstance(data, list):
         raise ValueError('expected a list of prompts or an object with "annotations"')
     return [_field(entry, column, f"entry {place}") for place, entry in enumerate(data)]
+
+
+class _OneAPicture(list[str]):
+    """Captions that were drawn by `RULE`."""
+
+
+def _one_a_picture(annotations: Sequence[dict[str, Any]], column: str | None) -> _OneAPicture:
+    """Return one caption of each picture, in an order drawn at random.
+
+    Hashes draw, so that every version of Python and of the file's order agrees.
+    """
+    captions: dict[str, list[tuple[str, str]]] = {}
+    for place, entry in enumerate(annotations):
+        text = _field(entry, column, f"entry {place}")
+        captions.setdefault(str(entry["image_id"]), []).append((_drawn(text), text))
+    order = sorted(captions, key=_drawn)
+    return _OneAPicture(min(captions[image])[1] for image in order)
+
+
+def _drawn(text: str) -> str:
+    return hashlib.sha256(f"{SEED} {text}".encode()).hexdigest()
 
 
 def _read_lines(text: str, column: str | None) -> Iterable[str]:

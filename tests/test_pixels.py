@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import conv2d, interpolate, pad
 
 from diffcache.eval.metrics.pixels import (
+    both_ssim,
     ms_ssim,
     ms_ssim_variant,
     pooled_psnr,
@@ -75,6 +76,8 @@ def test_ssim_and_ms_ssim_are_torchmetrics(size: tuple[int, int]) -> None:
         x, y, data_range=1.0, betas=tuple(betas.tolist()), reduction="none"
     )
     torch.testing.assert_close(ms_ssim(a, b), theirs, rtol=1e-6, atol=0)
+    both = both_ssim(a, b)
+    assert torch.equal(both[0], ssim(a, b)) and torch.equal(both[1], ms_ssim(a, b))
 
 
 def test_ssim_is_its_definition() -> None:

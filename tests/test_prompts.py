@@ -53,6 +53,25 @@ def test_a_column_is_named_by_argument_or_behind_the_file(tmp_path: Path) -> Non
     assert load_prompts(entries, column="words").texts == ("five",)
 
 
+def test_coco_captions_are_one_a_picture_drawn_at_random(tmp_path: Path) -> None:
+    texts = {i: [f"picture {i} said {n}" for n in range(5)] for i in range(40)}
+    entries = [
+        {"image_id": i, "id": 5 * i + n, "caption": text}
+        for i, several in texts.items()
+        for n, text in enumerate(several)
+    ]
+    file = written(tmp_path, "captions_val2014.json", json.dumps({"annotations": entries}))
+    found = load_prompts(file)
+    pictures = [int(text.split()[1]) for text in found.texts]
+    chosen = {text.split()[-1] for text in found.texts}
+    assert sorted(pictures) == list(range(40)) and pictures != list(range(40))
+    assert chosen == set("01234") and "one caption a picture" in found.rule
+    few = load_prompts(file, limit=10)  # a sample of the pictures, that a larger one begins with
+    assert few.texts == found.texts[:10] and few.sha256 == found.sha256
+    turned = written(tmp_path, "turned.json", json.dumps({"annotations": entries[::-1]}))
+    assert load_prompts(turned).texts == found.texts
+
+
 def test_a_list_begins_again_where_it_ends() -> None:
     found = Prompts("x", ["a", "b", "c"], "")
     assert [found[i] for i in range(7)] == list("abcabca")

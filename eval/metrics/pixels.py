@@ -99,6 +99,19 @@ def ms_ssim(a: Tensor, b: Tensor) -> Tensor:
     Raises:
         ValueError: If dtypes, shapes or sides are not as above.
     """
+    return both_ssim(a, b)[1]
+
+
+def both_ssim(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `ssim` and `ms_ssim`, whose finest scale is the same, in half the time.
+
+    Args:
+        a: Pictures or film, uint8 [N, 3, H, W], both sides at least 22 pixels.
+        b: Pictures or film of the same shape, uint8.
+
+    Raises:
+        ValueError: If dtypes, shapes or sides are not as above.
+    """
     check_pictures(a, b)
     scales = _scales(a.shape[-2], a.shape[-1])
     weights = SCALE_WEIGHTS[:scales]
@@ -106,15 +119,17 @@ def ms_ssim(a: Tensor, b: Tensor) -> Tensor:
         weights = tuple(weight / sum(weights) for weight in weights)
 
     def values(x: Tensor, y: Tensor) -> Tensor:
-        result = torch.ones(len(x), dtype=x.dtype, device=x.device)
+        single, product = torch.tensor(0.0), torch.ones(len(x), dtype=x.dtype, device=x.device)
         for scale, weight in enumerate(weights, start=1):
             whole, contrast = _similarity(x, y)
+            single = whole if scale == 1 else single
             term = whole if scale == scales else contrast
-            result = result * term.clamp(min=0) ** weight
+            product = product * term.clamp(min=0) ** weight
             x, y = avg_pool2d(x, 2), avg_pool2d(y, 2)
-        return result
+        return torch.stack([single, product], dim=1)
 
-    return _per_picture(values, a, b)
+    single, product = _per_picture(values, a, b).reshape(-1, 2).unbind(dim=1)
+    return single, product
 
 
 def ms_ssim_variant(height: int, width: int) -> str:

@@ -116,6 +116,7 @@ def assemble(
             "prompts": {
                 "source": drawer.prompts.source, "sha256": drawer.prompts.sha256,
                 "count": len(drawer.prompts.texts),
+                **({"rule": drawer.prompts.rule} if drawer.prompts.rule else {}),
             },
             "samples": task.samples, "seed": task.seed, "batch_size": task.batch_size,
             "steps": drawer.steps, "call": drawer.call, "dtype": drawer.dtype,

@@ -29,7 +29,6 @@ from diffcache.eval.sets import some
 
 _PART = {False: 64, True: 4}  # pictures or films at once
 _EXACT = 2**62  # count of statistics that do not say; they are taken as exact
-_ABOUT = ("extractor", "convention", "sha256")
 
 
 @dataclass(frozen=True)
@@ -125,13 +124,7 @@ class Real:
                 f"--reference {self.path}: statistics of {len(self.statistics.mean)} features "
                 f"need the network of {name.upper()}: {reason}"
             )
-        about = self.statistics.about
-        for key in _ABOUT:
-            if key in about and about[key] != entry.get(key):
-                raise ValueError(
-                    f"--reference {self.path}: statistics of another {key} ({about[key]!r}, here "
-                    f"{entry.get(key)!r}); --convention says which resize is meant"
-                )
+        npz.check_about(f"--reference {self.path}", self.statistics, entry)
 
     def describe(self, extractors: Extractors) -> dict[str, Any]:
         """Return what a record says of the reference."""

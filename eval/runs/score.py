@@ -146,11 +146,12 @@ def _pairs(theirs: Tensor, mine: Tensor, extractors: Extractors) -> Columns:
     found = {
         "psnr_db": pixels.psnr(theirs, mine),
         "mse": ((theirs.double() - mine.double()) / 255).square().mean(dim=(1, 2, 3)),
-        "ssim": pixels.ssim(theirs, mine),
         **extractors.of_pairs(theirs, mine),
     }
     if min(theirs.shape[-2:]) >= _SMALLEST_FOR_SCALES:
-        found["ms_ssim"] = pixels.ms_ssim(theirs, mine)
+        found["ssim"], found["ms_ssim"] = pixels.both_ssim(theirs, mine)
+    else:
+        found["ssim"] = pixels.ssim(theirs, mine)
     return {name: column.double().cpu() for name, column in found.items()}
 
 

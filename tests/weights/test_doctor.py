@@ -157,3 +157,12 @@ def test_the_doctor_runs_as_a_script() -> None:
     command = [sys.executable, "-m", "diffcache.eval.doctor", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "--selftest" in done.stdout
+
+
+def test_seconds_of_every_value_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--time", "64", "--json"]) == 0
+    taken = list(json.loads(capsys.readouterr().out)["seconds_a_picture"].values())
+    assert {"write PNG", "ssim and ms_ssim", "lpips_lite", "features_lite"} <= set(taken[0])
+    assert all(0 < value < 10 for value in taken[0].values())
+    assert doctor.main(["--time", "32"]) == 0
+    assert "seconds a picture of 32 x 32" in capsys.readouterr().out
