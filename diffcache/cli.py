@@ -30,8 +30,10 @@ from diffcache.command import (
 from diffcache.eval import offline
 from diffcache.eval.cli import app as eval_app
 from diffcache.eval.kv.command import kv
+from diffcache.eval.loading import AS_SAVED, with_loading
 from diffcache.eval.methods import parse_method
 from diffcache.pipelines.demo.console import console, print_rows, progress, quiet
+from diffcache.pipelines.load import Loading
 
 NO_IMAGES: list[str] = []
 COMMANDS = {"tuned": "tune"}  # the command that makes a method's tables, if not calibrate
@@ -127,6 +129,7 @@ def demo(
 
 @app.command(epilog=EXIT_LINE)
 @guarded
+@with_loading
 def run(
     model: Annotated[str, typer.Argument(help=f"{MODELS[0].upper()}{MODELS[1:]}.")],
     prompt: Annotated[str, typer.Argument(help="What to draw, or a class number or name.")],
@@ -154,6 +157,7 @@ def run(
     compare: Annotated[
         bool, typer.Option("--compare", help="Run uncached too, and tell how close the two are.")
     ] = False,
+    loading: Loading = AS_SAVED,
 ) -> None:
     """Run any saved diffusers pipeline under a cache, and report what it did.
 
@@ -170,15 +174,17 @@ def run(
     place = device_of(device)
     quiet()
     from diffcache.eval import output
+    from diffcache.pipelines import load
     from diffcache.pipelines.demo import generate, inputs, saved
 
-    directory = saved.locate(model)
+    loading.check(model, place)
+    directory = saved.locate(model, variant=loading.variant, revision=loading.revision)
     name, parameters = saved.pipeline_of(directory)
     given = inputs.read_images(images, name, parameters)
     target = output.target_of(out, "num_frames" in parameters or "video_length" in parameters)
     if record is not None:
         check_target("--json", record)
-    pipe, defaults = generate.load(str(directory), dtype, str(place))
+    pipe, defaults = load.load(model, dtype, str(place), loading)
     order = generate.Order(prompt, steps, seed, height, width, given)
     done = generate.run(pipe, chosen, order, defaults, compare=compare)
     typer.echo(str(done.report))

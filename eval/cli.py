@@ -27,6 +27,8 @@ from diffcache.command import (
     parse_settings,
 )
 from diffcache.errors import MissingError
+from diffcache.eval.loading import AS_SAVED, with_loading
+from diffcache.pipelines.load import Loading
 
 if TYPE_CHECKING:
     from diffcache.eval.runs.evaluate import Plan
@@ -65,6 +67,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 
 @app.callback()
 @guarded
+@with_loading
 def evaluate(
     context: typer.Context,
     model: Model = "",
@@ -117,6 +120,7 @@ def evaluate(
         str, typer.Option("--json", metavar="FILE|-", help="Write the record here too.")
     ] = "",
     quiet: Quiet = False,
+    loading: Loading = AS_SAVED,
 ) -> None:
     """Evaluate methods on a model: fidelity, quality, speed; with a report.
 
@@ -153,7 +157,7 @@ def evaluate(
     task = Task(
         model=model, prompts=prompts, samples=samples, seed=seed, batch_size=batch_size,
         steps=steps, call=parse_settings(call, "--call"), dtype=dtype, device=device,
-        threads=threads,
+        threads=threads, loading=loading,
     )  # fmt: skip
     doubles = [name for name in methods if methods.count(name) > 1]
     if doubles:

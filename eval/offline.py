@@ -23,9 +23,11 @@ from diffcache.command import (
     guarded,
     parse_settings,
 )
+from diffcache.eval.loading import AS_SAVED, with_loading
 from diffcache.eval.methods import parse_method
 from diffcache.features.collect import Calibrated
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
+from diffcache.pipelines.load import Loading
 
 if TYPE_CHECKING:
     from diffcache.eval.runs.task import Task
@@ -81,8 +83,12 @@ def inputs_of(task: Task) -> Inputs:
     from diffcache.pipelines.demo.saved import locate
     from diffcache.pipelines.small.scenes import prompt, sample_scene
 
-    name = locate(task.model).resolve().name
+    how = task.loading
+    directory = locate(task.model, variant=how.variant, revision=how.revision)
+    name = directory.resolve().name
     if name in OWN:
+        if how.changes:
+            raise ValueError(f"{name} is loaded as it is shipped; leave {how.changes!r} out")
         torch.set_num_threads(task.threads)
         return replace(OWN[name](task), seed=SEEDS + task.seed)
     drawer = Drawer(task)
@@ -146,6 +152,7 @@ def _resumable(out: Path) -> Iterator[None]:
 
 
 @guarded
+@with_loading
 def calibrate(
     method: Annotated[str, typer.Option(metavar=METHOD, help="Method with tables.")],
     model: Model,
@@ -159,6 +166,7 @@ def calibrate(
     fresh: Fresh = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    loading: Loading = AS_SAVED,
 ) -> None:
     """Measure a method's tables on a pipeline, and write them to one file.
 
@@ -181,6 +189,7 @@ def calibrate(
     task = Task(
         model=model, prompts=prompts, samples=samples, seed=seed, batch_size=batch_size,
         steps=steps, call=parse_settings(call, "--call"), dtype=dtype, device=device,
+        loading=loading,
     )  # fmt: skip
     file = out or Path(f"{chosen.name}.safetensors")
     check_target("--out", file)
@@ -195,6 +204,7 @@ def calibrate(
 
 
 @guarded
+@with_loading
 def tune(
     model: Model,
     speedup: Annotated[
@@ -221,6 +231,7 @@ def tune(
     fresh: Fresh = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    loading: Loading = AS_SAVED,
 ) -> None:
     """Search methods, settings, sites and schedules for a pipeline, and write the best to a file.
 
@@ -246,6 +257,7 @@ def tune(
     task = Task(
         model=model, prompts=prompts, samples=samples, seed=seed, batch_size=batch_size,
         steps=steps, call=parse_settings(call, "--call"), dtype=dtype, device=device,
+        loading=loading,
     )  # fmt: skip
     chosen = [parse_method(text) for text in methods] or None
     file = out or Path("tuned.safetensors")

@@ -21,6 +21,7 @@ from diffcache.eval.clips import read_clip
 from diffcache.eval.weights import MissingWeightsError
 from diffcache.pipelines.demo import compare, generate, inputs
 from diffcache.pipelines.demo.panels import figure
+from diffcache.pipelines.load import load
 from diffcache.pipelines.small import flux
 from diffcache.pipelines.zoo import coverage
 from diffcache.pipelines.zoo.catalog import EXCLUDED, cases
@@ -240,12 +241,12 @@ class TestRun:
     def test_defaults_beside_the_model(self, directory):
         file = directory / "diffcache.json"
         before = file.read_text()
-        assert generate.load(str(directory))[1] == flux.CALL
+        assert load(str(directory))[1] == flux.CALL
         try:
             file.write_text('{"call": {"height": 32}}')
-            assert generate.load(str(directory))[1] == {"height": 32}
+            assert load(str(directory))[1] == {"height": 32}
             file.unlink()
-            assert generate.load(str(directory))[1] == {}
+            assert load(str(directory))[1] == {}
         finally:
             file.write_text(before)
 

@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from diffcache import cli, command
-from diffcache.pipelines.demo import generate
+from diffcache.pipelines import load
 
 PROMPT = "a small red ring on the left, on a yellow background"
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
@@ -32,7 +32,7 @@ def no_loading(monkeypatch):
     def refuse(*_):
         raise AssertionError("the pipeline was loaded")
 
-    monkeypatch.setattr(generate, "load", refuse)
+    monkeypatch.setattr(load, "load", refuse)
 
 
 RUN = ("run", "shapes-flux", PROMPT)

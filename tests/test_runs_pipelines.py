@@ -25,7 +25,7 @@ from diffcache.eval.runs.evaluate import Plan, RunError
 from diffcache.eval.runs.folder import CaseFolder
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.task import Task
-from diffcache.pipelines.demo import generate
+from diffcache.pipelines.load import load
 from diffcache.pipelines.zoo.pipe import TEXT_DIM, component, tiny_vae
 from diffcache.pipelines.zoo.pipes import pipes
 
@@ -79,7 +79,7 @@ def evaluate(task: Task, out: Path, *methods: str) -> dict[str, Any]:
 
 def check(task: Task, out: Path, record: dict[str, Any], condition: dict[str, Any]) -> None:
     """Compare every row with direct calls: pictures, and multiplications in linear layers."""
-    pipe = generate.load(task.model)[0]
+    pipe = load(task.model)[0]
     pipe.set_progress_bar_config(disable=True)
     done = [0.0]
     for module in (m for d in denoisers(pipe).values() for m in d.modules()):

@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from diffcache import cli
-from diffcache.pipelines.demo import generate, saved
+from diffcache.pipelines.demo import saved
+from diffcache.pipelines.load import load
 
 FLUX = saved.MODELS / "shapes-flux"
 
@@ -19,7 +20,7 @@ def call(*arguments):
 
 def test_auto_on_the_host():
     assert saved.dtype_of("auto", FLUX, torch.device("cpu")) == "float32"
-    pipe, _ = generate.load("shapes-flux")
+    pipe, _ = load("shapes-flux")
     expected = "cuda" if torch.cuda.is_available() else "cpu"
     assert pipe.device.type == expected
 

@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 
 import diffcache
 from diffcache.errors import DiffcacheError
+from diffcache.pipelines.load import Loading, load
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _SAMPLE_SECONDS = 0.002
@@ -66,11 +67,13 @@ class Place:
         device: As torch names it.
         dtype: Of the models: `float32`, `float16` or `bfloat16`.
         threads: CPU threads of torch.
+        loading: How the pipeline is loaded.
     """
 
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 1
+    loading: Loading = field(default_factory=Loading)
 
 
 def peak_bytes(
@@ -146,13 +149,13 @@ def measure(order: Mapping[str, Any]) -> Peak:
     """Load a pipeline and measure one call in this process; `peak_bytes` gives it a fresh one.
 
     Args:
-        order: `model`, `method`, `call`, `device`, `dtype` and `threads`.
+        order: `model`, `method`, `call`, `device`, `dtype`, `threads` and `loading`.
     """
     from diffcache.eval.methods import parse_method
-    from diffcache.pipelines.demo import generate
 
     torch.set_num_threads(order["threads"])
-    pipe, defaults = generate.load(order["model"], order["dtype"], order["device"])
+    loading = Loading(**order["loading"])
+    pipe, defaults = load(order["model"], order["dtype"], order["device"], loading)
     pipe.set_progress_bar_config(disable=True)
     call = {**defaults, **order["call"]}
     if "seed" in call:

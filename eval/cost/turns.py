@@ -26,8 +26,9 @@ from diffcache.eval.cost.interleave import Progress, Timings, Turn, measure, sum
 from diffcache.eval.cost.memory import Peak, Place, peak, peak_bytes
 from diffcache.eval.methods import parse_method
 from diffcache.eval.record import Setting, envelope
-from diffcache.pipelines.demo import generate, saved
+from diffcache.pipelines.demo import saved
 from diffcache.pipelines.demo.inputs import class_number, needed_inputs
+from diffcache.pipelines.load import load
 from diffcache.report import Report
 from diffcache.timeline import steps_of
 
@@ -95,7 +96,7 @@ class Bench:
         torch.set_num_threads(plan.place.threads)
         directory = saved.locate(plan.model)
         self.dtype = saved.dtype_of(plan.place.dtype, directory, device)
-        self.pipe, defaults = generate.load(str(directory), self.dtype, str(device))
+        self.pipe, defaults = load(plan.model, self.dtype, str(device), plan.place.loading)
         self.pipe.set_progress_bar_config(disable=True)
         self.setting = Setting(device, saved.DTYPES[self.dtype])
         self.taken = inspect.signature(type(self.pipe).__call__).parameters

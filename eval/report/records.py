@@ -14,8 +14,7 @@ KINDS = ("uncached", "method", "fewer steps")
 # What changes the samples or the uncached run. The batch size only changes how they are made.
 _TASK = (
     "model", "model_sha256", "pipeline", "kind", "prompts", "samples", "seed", "steps", "call",
-    "dtype",
-    "reference",
+    "dtype", "loading", "reference",
 )  # fmt: skip
 _MACHINE = ("device", "threads", "processes", "torch")
 

@@ -60,14 +60,14 @@ def check_call(pipeline: str, parameters: Parameters, task: Task, call: Mapping[
             )
 
 
-def prompts_of(task: Task, pipeline: str, parameters: Parameters, directory: Path) -> Prompts:
+def prompts_of(task: Task, pipeline: str, parameters: Parameters, model: Any) -> Prompts:
     """Return the prompts of a task, or what suits the pipeline.
 
     Args:
         task: What to draw.
         pipeline: Name of the class, for messages.
         parameters: Of its call.
-        directory: Of the model.
+        model: Directory of the model, or a loaded pipeline.
 
     Returns:
         Class numbers in digits where the pipeline is class-conditional, and one empty prompt where
@@ -81,7 +81,8 @@ def prompts_of(task: Task, pipeline: str, parameters: Parameters, directory: Pat
     source = task.prompts
     if "prompt" in parameters:
         if not source:
-            shapes = directory.resolve().name.startswith("shapes-")
+            name = model.resolve().name if isinstance(model, Path) else task.model
+            shapes = name.startswith("shapes-")
             is_film = "num_frames" in parameters
             source = "shapes-held-out" if shapes else "films" if is_film else "pictures"
         return load_prompts(source, task.samples)
@@ -89,7 +90,7 @@ def prompts_of(task: Task, pipeline: str, parameters: Parameters, directory: Pat
         if source:
             raise ValueError(f"prompts={source!r}: {pipeline} takes neither prompts nor classes")
         return Prompts("unconditional", ("",), digest([""]))
-    count = _class_count(directory)
+    count = _class_count(model)
     if not source:
         texts = tuple(map(str, range(count)))
         return Prompts("class numbers", texts, digest(texts))
@@ -103,15 +104,17 @@ def prompts_of(task: Task, pipeline: str, parameters: Parameters, directory: Pat
     return found
 
 
-def _class_count(directory: Path) -> int:
+def _class_count(model: Any) -> int:
     """Return how many classes a pipeline has: those that it names, else those that fit its table.
 
     A table may be longer than what was trained, so names go first.
     """
-    index = json.loads((directory / "model_index.json").read_text(encoding="utf-8"))
-    names = index.get("id2label")
-    if names:
-        return max(map(int, names)) + 1
-    config = directory / "transformer" / "config.json"
-    found = json.loads(config.read_text(encoding="utf-8")) if config.exists() else {}
-    return int(found.get("num_embeds_ada_norm") or _CLASSES)
+    if isinstance(model, Path):
+        index = json.loads((model / "model_index.json").read_text(encoding="utf-8"))
+        numbers = list(map(int, index.get("id2label") or ()))
+        file = model / "transformer" / "config.json"
+        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    else:
+        numbers = list((getattr(model, "labels", None) or {}).values())
+        config = dict(getattr(getattr(model, "transformer", None), "config", None) or {})
+    return max(numbers) + 1 if numbers else int(config.get("num_embeds_ada_norm") or _CLASSES)

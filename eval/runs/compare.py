@@ -10,7 +10,7 @@ from typing import Any
 from diffcache.errors import DiffcacheError
 
 _LIMIT = re.compile(r"(\w+)\s*([<>])\s*([+-]?\d+(?:\.\d+)?)")
-_SAME = ("model", "pipeline", "prompts", "samples", "seed", "steps", "call", "reference")
+_SAME = ("model", "loading", "pipeline", "prompts", "samples", "seed", "steps", "call", "reference")
 
 
 class CompareError(DiffcacheError):

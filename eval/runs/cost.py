@@ -134,8 +134,8 @@ def _peaks(run: Run, cases: Sequence[Case]) -> dict[str, int]:
         call = run.drawer.arguments(batch, case.steps)
         call.pop("generator", None)  # noise takes the same memory whatever its seed
         method = None if case.method is None else _spelled(case.method)
-        place = Place("cpu", run.drawer.dtype, task.threads)
-        found[case.name] = peak_bytes(run.drawer.directory, method, call, place).peak_bytes
+        place = Place("cpu", run.drawer.dtype, task.threads, task.loading)
+        found[case.name] = peak_bytes(task.model, method, call, place).peak_bytes
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
 import time
 import warnings
@@ -17,14 +19,16 @@ import torch
 from torch import Tensor
 
 import diffcache
+from diffcache.api import denoisers_of
 from diffcache.command import device_of
 from diffcache.eval.diffusers_caches import DiffusersCache, observed
 from diffcache.eval.prompts import HELD_OUT, Prompts
 from diffcache.eval.runs.arguments import check_call, prompts_of
 from diffcache.eval.runs.folder import Batch
 from diffcache.eval.runs.ranks import Ranks
-from diffcache.eval.runs.task import Case, Task, directory_sha256, versions
+from diffcache.eval.runs.task import Case, Task, directory_sha256, versions, weights_sha256
 from diffcache.features.base import Method
+from diffcache.pipelines import load
 from diffcache.pipelines.demo import generate, saved
 from diffcache.timeline import steps_of
 
@@ -51,30 +55,47 @@ class Drawer:
     Args:
         task: What to draw.
         ranks: This process among those of the run.
+        live: A pipeline that is loaded already; the task's `model` is its name in tables then, and
+            its dtype and device are those of the pipeline.
 
     Raises:
         FileNotFoundError: If there is no such model.
+        MissingError: If a package that loads the model is missing.
         ValueError: If the pipeline does not take an argument of the task's call, or needs more
             than prompts or class numbers.
     """
 
-    def __init__(self, task: Task, ranks: Ranks | None = None) -> None:
-        self.task, self.ranks = task, ranks or Ranks()
-        self.directory = saved.locate(task.model)
-        self.pipeline, self.parameters = saved.pipeline_of(self.directory)
-        defaults = saved.call_defaults(self.directory)
+    def __init__(self, task: Task, ranks: Ranks | None = None, live: Any = None) -> None:
+        self.task, self.ranks, self.live = task, ranks or Ranks(), live
+        self.directory: Path | None = None
+        if live is None:
+            self.device = device_of(task.device)
+            if self.device == torch.device("cuda") and self.ranks.count > 1:
+                self.device = torch.device("cuda", self.ranks.local)
+            how = task.loading
+            how.check(task.model, self.device)
+            self.directory = saved.locate(task.model, variant=how.variant, revision=how.revision)
+            self.pipeline, self.parameters = saved.pipeline_of(self.directory)
+            self.dtype = saved.dtype_of(task.dtype, self.directory, self.device)
+        else:
+            _check_live(task)
+            self.pipeline = type(live).__name__
+            self.parameters = dict(inspect.signature(type(live).__call__).parameters)
+            del self.parameters["self"]
+            self.device = torch.device(live.device)
+            dtype = next(iter(denoisers_of(live).values())).dtype
+            self.dtype = str(dtype).removeprefix("torch.")
+        defaults = {} if self.directory is None else saved.call_defaults(self.directory)
         self.call = {name: value for name, value in defaults.items() if name in self.parameters}
         self.call |= task.call
         check_call(self.pipeline, self.parameters, task, self.call)
-        self.device = device_of(task.device)
-        if self.device == torch.device("cuda") and self.ranks.count > 1:
-            self.device = torch.device("cuda", self.ranks.local)
-        self.dtype = saved.dtype_of(task.dtype, self.directory, self.device)
 
     @property
     def name(self) -> str:
         """Name of the model."""
-        return self.directory.resolve().name if Path(self.task.model).exists() else self.task.model
+        if self.directory is not None and Path(self.task.model).exists():
+            return self.directory.resolve().name
+        return self.task.model
 
     @property
     def steps(self) -> int:
@@ -109,6 +130,8 @@ class Drawer:
     @cached_property
     def _solver(self) -> Any:
         """The pipeline's scheduler, without the pipeline; only its plan is looked at."""
+        if self.directory is None:
+            return copy.deepcopy(self.live.scheduler)
         place = self.directory / "scheduler"
         name = json.loads((place / "scheduler_config.json").read_text())["_class_name"]
         return getattr(diffusers, name).from_pretrained(place)
@@ -116,7 +139,7 @@ class Drawer:
     @cached_property
     def prompts(self) -> Prompts:
         """The prompts: those of the task, or what suits the model."""
-        return prompts_of(self.task, self.pipeline, self.parameters, self.directory)
+        return prompts_of(self.task, self.pipeline, self.parameters, self.directory or self.live)
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -124,8 +147,10 @@ class Drawer:
         task = self.task
         # The held-out list grows with the number of samples, and its start stays as it is.
         grows = self.prompts.source == HELD_OUT
+        directory, loading = self.directory, load.identity_of(task.loading)
+        model = directory_sha256(directory) if directory else weights_sha256(self.live)
         return {
-            "model": directory_sha256(self.directory), "pipeline": self.pipeline,
+            "model": model, **({"loading": loading} if loading else {}), "pipeline": self.pipeline,
             "call": self.call, "dtype": self.dtype, "device": self.device.type,
             "threads": task.threads, "batch_size": task.batch_size, "seed": task.seed,
             "prompts": self.prompts.source if grows else self.prompts.sha256,
@@ -136,7 +161,10 @@ class Drawer:
     def pipe(self) -> Any:
         """The pipeline, loaded when it is first asked for."""
         torch.set_num_threads(self.task.threads)
-        pipe, _ = generate.load(str(self.directory), self.dtype, str(self.device))
+        if self.live is not None:
+            return self.live
+        task = self.task
+        pipe, _ = load.load(task.model, self.dtype, str(self.device), task.loading)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
@@ -190,6 +218,15 @@ class Drawer:
         elif count is not None:
             about["cache"] = count.summary()
         return Drawn(samples, about, torch.stack(kept) if kept else None)
+
+
+def _check_live(task: Task) -> None:
+    """Check that a task says nothing of a loaded pipeline that loading would decide."""
+    for name, value in (("dtype", task.dtype), ("device", task.device)):
+        if value != "auto":
+            raise ValueError(f"{name}={value!r}: a loaded pipeline has its own; leave it out")
+    if task.loading.changes:
+        raise ValueError(f"loading={task.loading.changes!r}: the pipeline is loaded already")
 
 
 def _keeper(kept: list[Tensor]) -> Any:

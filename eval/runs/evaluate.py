@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -66,6 +67,7 @@ class Plan:
         site_errors: Measure the error of every stand-in on the first batch.
         reward: `module:function` that scores pictures for prompts, "" for none.
         command: That repeats the run, for the record.
+        pipe: A loaded pipeline to evaluate; the task's `model` is its name in tables then.
     """
 
     task: Task
@@ -80,10 +82,16 @@ class Plan:
     site_errors: bool = True
     reward: str = ""
     command: str = ""
+    pipe: Any = None
 
     def __post_init__(self) -> None:
         if self.rounds < 0:
             raise ValueError(f"rounds={self.rounds}: must be 0 (nothing is timed) or more")
+        if self.pipe is not None and self.memory and not torch.cuda.is_available():
+            raise ValueError(
+                "memory=True: the memory of a CPU is measured in fresh processes, which cannot "
+                "load a live pipeline; save it, or leave memory out"
+            )
         if "uncached" in self.methods:
             raise ValueError("methods: 'uncached' is the name of the first row; use another")
         for stage in self.stages or ("",):
@@ -181,7 +189,7 @@ def start(plan: Plan, progress: Progress) -> Run:
             differ in size.
     """
     ranks = join(plan.task.device)
-    run = Run(plan, Drawer(plan.task, ranks), ranks, progress)
+    run = Run(plan, Drawer(plan.task, ranks, plan.pipe), ranks, progress)
     mine = {"identity": run.identity, **run.drawer.about, "steps": run.drawer.steps}
     is_new = check_claim(run.folder, mine)
     if plan.reference is not None:

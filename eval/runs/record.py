@@ -112,6 +112,7 @@ def assemble(
         "finished": True,
         "task": {
             "model": drawer.name, "model_sha256": drawer.about["model"],
+            **({"loading": drawer.about["loading"]} if "loading" in drawer.about else {}),
             "pipeline": drawer.pipeline, "kind": "films" if first.ndim == 4 else "pictures",
             "prompts": {
                 "source": drawer.prompts.source, "sha256": drawer.prompts.sha256,

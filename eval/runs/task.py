@@ -12,15 +12,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
+
 import diffcache
 from diffcache.eval.diffusers_caches import DiffusersCache
 from diffcache.features.base import Method
 from diffcache.pipelines.demo.saved import check_dtype
+from diffcache.pipelines.load import Loading
 
 Kind = Literal["uncached", "method", "fewer steps"]
 _PACKAGE = Path(diffcache.__file__).parent
 _CODE = ("step.py", "digest.py", "features", "attach", "kernels", "quant")
 _SMALL_BYTES = 1 << 20
+_SOME_VALUES = 64
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Task:
         dtype: Of the model, or `auto` (`diffcache.pipelines.demo.saved.dtype_of`).
         device: `auto`, or as torch names it.
         threads: CPU threads of torch; they change the order of sums.
+        loading: How the model is loaded; a mapping of its fields will do.
     """
 
     model: str
@@ -52,8 +57,11 @@ class Task:
     dtype: str = "auto"
     device: str = "auto"
     threads: int = 1
+    loading: Loading = field(default_factory=Loading)
 
     def __post_init__(self) -> None:
+        if isinstance(self.loading, Mapping):
+            object.__setattr__(self, "loading", Loading(**self.loading))
         for name, least in (("samples", 1), ("batch_size", 1), ("threads", 1), ("seed", 0)):
             if not _is_whole(getattr(self, name), least):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be at least {least}")
@@ -124,6 +132,24 @@ def code_sha256() -> str:
         files = [place] if place.is_file() else sorted(place.rglob("*.py"))
         for file in files:
             found.update(file.relative_to(_PACKAGE).as_posix().encode() + file.read_bytes())
+    return found.hexdigest()
+
+
+def weights_sha256(pipe: Any) -> str:
+    """Return a SHA-256 that tells live pipelines apart: configurations, and some of all weights.
+
+    Of every parameter and buffer the shape, the dtype, the sum and 64 values are read.
+    """
+    found = hashlib.sha256()
+    for name, part in sorted(pipe.components.items()):
+        config: Any = getattr(part, "config", None) or {}
+        known = config.to_dict() if hasattr(config, "to_dict") else dict(config)
+        found.update(f"{name}:{type(part).__name__}:{digest(known)}".encode())
+        for key, tensor in part.state_dict().items() if isinstance(part, nn.Module) else ():
+            flat = tensor.detach().flatten()
+            some = flat[:: max(1, len(flat) // _SOME_VALUES)].double()
+            values = [*some.cpu().tolist(), float(flat.double().sum())]
+            found.update(f"{key}:{tuple(tensor.shape)}:{tensor.dtype}:{values}".encode())
     return found.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Load any saved diffusers pipeline and run it once, with and without a cache."""
+"""Run any diffusers pipeline once, with and without a cache."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from PIL import Image
 
 import diffcache
 from diffcache.api import denoisers_of
-from diffcache.command import device_of
 from diffcache.features.base import Method
 from diffcache.pipelines.demo.compare import psnr
 from diffcache.pipelines.demo.inputs import check_required, class_number
-from diffcache.pipelines.demo.saved import DTYPES, call_defaults, check_dtype, dtype_of, locate
 from diffcache.report import Report
 
 
@@ -133,30 +131,6 @@ def run(
     seconds = time.perf_counter() - start
     _check_size(made, order)
     return Done(made, diffcache.report(pipe), seconds, plain, plain_seconds, _place(pipe))
-
-
-def load(model: str, dtype: str = "auto", device: str = "auto") -> tuple[Any, dict[str, Any]]:
-    """Load a pipeline, and the defaults of its call.
-
-    Defaults stand in `diffcache.json` beside the pipeline, as `{"call": {"height": 64}}`.
-
-    Args:
-        model: As `locate` takes it.
-        dtype: As `dtype_of` takes it.
-        device: As `diffcache.command.device_of` takes it.
-
-    Raises:
-        FileNotFoundError: If there is no such pipeline.
-        ValueError: If `dtype` or `device` is unknown, or the pipeline cannot be loaded.
-    """
-    from diffusers import DiffusionPipeline
-
-    check_dtype(dtype)
-    place = device_of(device)
-    path = locate(model)
-    kind = DTYPES[dtype_of(dtype, path, place)]
-    pipe = DiffusionPipeline.from_pretrained(str(path), torch_dtype=kind).to(place)
-    return pipe, call_defaults(path)
 
 
 def generate(pipe: Any, order: Order, defaults: dict[str, Any]) -> list[Image.Image]:

@@ -17,7 +17,9 @@ _DENOISERS = ("transformer", "unet", "prior")
 _OWN = {"DiffusionPolicyPipeline": "diffcache.pipelines.policy"}
 
 
-def locate(model: str, configs_only: bool = False) -> Path:
+def locate(
+    model: str, configs_only: bool = False, *, variant: str = "", revision: str = ""
+) -> Path:
     """Return the directory of a pipeline: a path, a shipped name, or a Hugging Face model ID.
 
     A model ID is looked up in the local hub cache, and downloaded unless `HF_HUB_OFFLINE` is set.
@@ -25,6 +27,8 @@ def locate(model: str, configs_only: bool = False) -> Path:
     Args:
         model: What a command line names.
         configs_only: Download configurations only, no weights.
+        variant: Files of weights to download, "" for those without one.
+        revision: Branch, tag or commit of a Hugging Face model; "" is the newest.
 
     Raises:
         FileNotFoundError: If there is no saved pipeline.
@@ -33,7 +37,8 @@ def locate(model: str, configs_only: bool = False) -> Path:
         if (path / "model_index.json").exists():
             return path
     if model.count("/") == 1 and not model.startswith((".", "/")) and not Path(model).exists():
-        return _from_hub(model, configs_only)
+        chosen = {"variant": variant, "revision": revision}
+        return _from_hub(model, configs_only, {k: v for k, v in chosen.items() if v})
     shipped = sorted(place.parent.name for place in MODELS.glob("*/model_index.json"))
     raise FileNotFoundError(
         f"no pipeline at {model!r}: name a directory that holds a model_index.json, as "
@@ -42,17 +47,19 @@ def locate(model: str, configs_only: bool = False) -> Path:
     )
 
 
-def _from_hub(model: str, configs_only: bool) -> Path:
+def _from_hub(model: str, configs_only: bool, chosen: Mapping[str, str]) -> Path:
     """Return the directory of a Hugging Face model in the local cache."""
     try:
         if configs_only:
             from huggingface_hub import snapshot_download
 
             names = ["model_index.json", "config.json", "*/config.json"]
-            return Path(snapshot_download(model, allow_patterns=names))
+            return Path(
+                snapshot_download(model, allow_patterns=names, revision=chosen.get("revision"))
+            )
         from diffusers import DiffusionPipeline
 
-        return Path(DiffusionPipeline.download(model))
+        return Path(DiffusionPipeline.download(model, **chosen))
     except Exception as error:
         reason = str(error).split("\n", 1)[0]
         raise FileNotFoundError(
@@ -133,7 +140,7 @@ def pipeline_of(directory: Path) -> tuple[str, Parameters]:
 
 
 def call_defaults(path: Path) -> dict[str, Any]:
-    """Return the default arguments of the call of a saved pipeline: see `load`."""
+    """Return the default arguments of the call of a saved pipeline, as `diffcache.json` says."""
     file = path / "diffcache.json"
     if not file.exists():
         return {}

@@ -1,0 +1,224 @@
+"""Load a saved pipeline as its user runs it: variant, offload, adapters, quantized, compiled."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from diffcache.api import denoisers_of
+from diffcache.command import device_of
+from diffcache.errors import MissingError
+from diffcache.pipelines.demo.saved import DTYPES, call_defaults, check_dtype, dtype_of, locate
+
+OFFLOADS = ("model", "sequential", "group")
+# Name -> back end of diffusers, its arguments, the package it needs.
+QUANTIZED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bnb-4bit": (
+        "bitsandbytes_4bit", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes",
+    ),
+    "bnb-8bit": ("bitsandbytes_8bit", {"load_in_8bit": True}, "bitsandbytes"),
+    "torchao-int8": ("torchao", {"quant_type": "Int8WeightOnlyConfig"}, "torchao"),
+    "torchao-float8": ("torchao", {"quant_type": "Float8WeightOnlyConfig"}, "torchao"),
+    "quanto-int8": ("quanto", {"weights_dtype": "int8"}, "optimum.quanto"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a pipeline is loaded, beside its dtype and device.
+
+    Attributes:
+        variant: Files of weights that are read, such as `fp16`; "" are those without one.
+        revision: Branch, tag or commit of a Hugging Face model; "" is the newest.
+        offload: One of `OFFLOADS`, as diffusers names them; "" keeps all on the device.
+        loras: Adapters of low rank, each a file, a folder or a Hugging Face model ID, with `:SCALE`
+            behind it if that is not 1.
+        quantize: Key of `QUANTIZED` for the weights of the denoisers; "" for none.
+        compile: Compile the repeated blocks of the denoisers.
+    """
+
+    variant: str = ""
+    revision: str = ""
+    offload: str = ""
+    loras: tuple[str, ...] = ()
+    quantize: str = ""
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loras", tuple(self.loras))  # a list in files
+        for name, value, known in (
+            ("offload", self.offload, OFFLOADS), ("quantize", self.quantize, QUANTIZED),
+        ):  # fmt: skip
+            if value and value not in known:
+                raise ValueError(f"--{name} {value!r}: must be one of {', '.join(known)}")
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What is not the default, as plain data."""
+        return {
+            item.name: value
+            for item in fields(self)
+            if (value := getattr(self, item.name)) != item.default
+        }
+
+    def check(self, model: str, device: torch.device) -> None:
+        """Check what can be checked before anything is read.
+
+        Args:
+            model: What the command line names.
+            device: Where the pipeline will run.
+
+        Raises:
+            FileNotFoundError: If an adapter is not there.
+            MissingError: If a package is missing.
+            ValueError: If the device cannot do it.
+        """
+        if self.offload and device.type == "cpu":
+            raise ValueError(
+                f"--offload {self.offload}: on the CPU there is nothing to move the weights from; "
+                "leave it out, or name an accelerator with --device"
+            )
+        if self.quantize:
+            package = QUANTIZED[self.quantize][2]
+            if importlib.util.find_spec(package.partition(".")[0]) is None:
+                name = package.replace(".", "-")
+                raise MissingError(f"--quantize {self.quantize} needs {name}: pip install {name}")
+        if self.revision and (Path(model).exists() or model.count("/") != 1):
+            raise ValueError(
+                f"--revision {self.revision}: {model} is no Hugging Face model ID; leave it out"
+            )
+        for text in self.loras:
+            source, _ = _adapter(text)
+            if not Path(source).exists() and source.count("/") != 1:
+                raise FileNotFoundError(
+                    f"--lora {text}: no file or folder {source}, and no Hugging Face model ID"
+                )
+        if self.loras and importlib.util.find_spec("peft") is None:
+            raise MissingError(f"--lora {self.loras[0]} needs peft: pip install peft")
+
+
+def load(
+    model: str, dtype: str = "auto", device: str = "auto", loading: Loading | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """Load a pipeline, and the defaults of its call.
+
+    Defaults stand in `diffcache.json` beside the pipeline, as `{"call": {"height": 64}}`.
+
+    Args:
+        model: As `locate` takes it.
+        dtype: As `dtype_of` takes it.
+        device: As `diffcache.command.device_of` takes it.
+        loading: Anything else than the weights as they are, on the device.
+
+    Raises:
+        FileNotFoundError: If there is no such pipeline or adapter.
+        MissingError: If a package is missing.
+        ValueError: If an argument is wrong, or the pipeline cannot be loaded so.
+    """
+    from diffusers import DiffusionPipeline
+
+    loading = loading or Loading()
+    check_dtype(dtype)
+    place = device_of(device)
+    loading.check(model, place)
+    path = locate(model, variant=loading.variant, revision=loading.revision)
+    kind = DTYPES[dtype_of(dtype, path, place)]
+    more: dict[str, Any] = {"variant": loading.variant} if loading.variant else {}
+    if loading.quantize:
+        more["quantization_config"] = _quantization(loading.quantize, path, kind)
+    try:
+        pipe = DiffusionPipeline.from_pretrained(str(path), torch_dtype=kind, **more)
+    except (OSError, ValueError) as error:
+        if not loading.changes:
+            raise
+        raise ValueError(f"{model} cannot be loaded with {loading.changes}: {error}") from error
+    _adapt(pipe, loading.loras)
+    _place(pipe, loading.offload, place)
+    if loading.compile:
+        for name, denoiser in denoisers_of(pipe).items():
+            if not getattr(denoiser, "_repeated_blocks", None):
+                raise ValueError(
+                    f"--compile: {type(denoiser).__name__} ({name}) names no repeated blocks"
+                )
+            cast(Any, denoiser).compile_repeated_blocks()
+    return pipe, call_defaults(path)
+
+
+def identity_of(loading: Loading) -> dict[str, Any]:
+    """Return what changes when a pipeline is loaded otherwise, with the content of adapters."""
+    known = loading.changes
+    sums = {}
+    for source, _ in map(_adapter, loading.loras):
+        place = Path(source)
+        files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+        whole = hashlib.sha256()
+        for file in filter(Path.is_file, files):
+            whole.update(file.read_bytes())
+        sums[source] = whole.hexdigest()
+    return {**known, "adapters": sums} if sums else known
+
+
+def _adapter(text: str) -> tuple[str, float]:
+    """Return source and scale of an adapter."""
+    source, sign, scale = text.rpartition(":")
+    try:
+        return (source, float(scale)) if sign else (text, 1.0)
+    except ValueError:
+        return text, 1.0
+
+
+def _quantization(name: str, path: Path, dtype: torch.dtype) -> Any:
+    """Return diffusers' configuration that quantizes the denoisers."""
+    from diffusers import PipelineQuantizationConfig
+
+    backend, known, _ = QUANTIZED[name]
+    options = dict(known)
+    if backend == "bitsandbytes_4bit":
+        options["bnb_4bit_compute_dtype"] = dtype
+    if backend == "torchao":
+        kinds = importlib.import_module("torchao.quantization")
+        options["quant_type"] = getattr(kinds, options["quant_type"])()
+    index = json.loads((path / "model_index.json").read_text(encoding="utf-8"))
+    parts = [part for part in index if part.startswith(("transformer", "unet", "prior"))]
+    return PipelineQuantizationConfig(
+        quant_backend=backend, quant_kwargs=options, components_to_quantize=parts
+    )
+
+
+def _adapt(pipe: Any, loras: tuple[str, ...]) -> None:
+    """Put adapters into a pipeline."""
+    if not loras:
+        return
+    if not hasattr(pipe, "load_lora_weights"):
+        raise ValueError(f"--lora {loras[0]}: {type(pipe).__name__} takes no adapters")
+    scales = {}
+    for number, text in enumerate(loras):
+        source, scale = _adapter(text)
+        file = Path(source)
+        where = (str(file.parent), {"weight_name": file.name}) if file.is_file() else (source, {})
+        name = f"lora{number}"
+        try:
+            pipe.load_lora_weights(where[0], adapter_name=name, **where[1])
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise ValueError(f"--lora {text}: cannot be put into the pipeline: {error}") from error
+        scales[name] = scale
+    pipe.set_adapters(list(scales), list(scales.values()))
+
+
+def _place(pipe: Any, offload: str, device: torch.device) -> None:
+    """Move a pipeline to the device, or let diffusers move its parts when they are needed."""
+    if not offload:
+        pipe.to(device)
+    elif offload == "group":
+        pipe.enable_group_offload(onload_device=device, offload_type="leaf_level", use_stream=True)
+    elif offload == "sequential":
+        pipe.enable_sequential_cpu_offload(device=device)
+    else:
+        pipe.enable_model_cpu_offload(device=device)

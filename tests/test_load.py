@@ -1,0 +1,152 @@
+"""A pipeline as its user runs it: adapters, variants, compiled blocks, a live one; and refusals."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from diffcache.cli import app
+from diffcache.errors import MissingError
+from diffcache.eval.methods import parse_method
+from diffcache.eval.runs import measure
+from diffcache.eval.runs.draw import Drawer
+from diffcache.eval.runs.evaluate import Plan
+from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.task import Task
+from diffcache.pipelines.demo.saved import locate
+from diffcache.pipelines.load import Loading, identity_of, load
+
+TASK = Task(model="shapes-flux", samples=2, batch_size=2, steps=2)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write an adapter that moves every query."""
+    peft = pytest.importorskip("peft")
+    pipe, _ = load("shapes-flux")
+    config = peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
+    torch.manual_seed(0)
+    pipe.transformer.add_adapter(config)
+    folder = tmp_path_factory.mktemp("adapter")
+    layers = peft.get_peft_model_state_dict(pipe.transformer)
+    type(pipe).save_lora_weights(folder, transformer_lora_layers=layers)
+    return folder / "pytorch_lora_weights.safetensors"
+
+
+def weight(pipe: Any) -> torch.Tensor:
+    """Return what the first query layer makes of ones."""
+    layer = pipe.transformer.transformer_blocks[0].attn.to_q
+    with torch.no_grad():
+        return layer(torch.ones(1, layer.in_features))
+
+
+def test_adapters_are_scaled_and_part_of_the_identity(adapter: Path, tmp_path: Path) -> None:
+    plain, _ = load("shapes-flux")
+    whole, half, folder = (
+        load("shapes-flux", loading=Loading(loras=(text,)))[0]
+        for text in (str(adapter), f"{adapter}:0.5", str(adapter.parent))
+    )
+    moved = weight(whole) - weight(plain)
+    assert moved.abs().max() > 1e-3 and torch.equal(weight(folder), weight(whole))
+    torch.testing.assert_close(weight(half) - weight(plain), moved / 2, rtol=1e-4, atol=1e-5)
+    about = Drawer(replace(TASK, loading=Loading(loras=(str(adapter),)))).about
+    assert about["loading"] == identity_of(Loading(loras=(str(adapter),)))
+    assert "loading" not in Drawer(TASK).about
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(adapter.read_bytes() + b" ")
+    sums = [identity_of(Loading(loras=(str(file),)))["adapters"] for file in (adapter, other)]
+    assert [*sums[0].values()] != [*sums[1].values()]
+
+
+def test_a_variant_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "flux"
+    shutil.copytree(locate("shapes-flux"), folder)
+    for file in folder.rglob("*.safetensors"):
+        file.rename(file.with_name(f"{file.stem}.fp16.safetensors"))
+    pipe, defaults = load(str(folder), loading=Loading(variant="fp16"))
+    plain, known = load("shapes-flux")
+    assert defaults == known and torch.equal(weight(pipe), weight(plain))
+    with pytest.raises(ValueError, match="cannot be loaded with {'variant': 'bf16'}"):
+        load(str(folder), loading=Loading(variant="bf16"))
+
+
+def test_compiled_blocks_are_those_that_repeat() -> None:
+    pipe, _ = load("shapes-flux", loading=Loading(compile=True))
+    blocks = [*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks]
+    assert all(block._compiled_call_impl is not None for block in blocks)
+
+
+@pytest.mark.parametrize("command", ["run", "calibrate", "tune", "eval"])
+@pytest.mark.parametrize(
+    ("arguments", "message", "code"),
+    [
+        (("--offload", "model", "--device", "cpu"), "--offload model: on the CPU", 2),
+        (("--offload", "disk"), "--offload 'disk': must be one of model, sequential, group", 2),
+        (("--quantize", "bnb-2bit"), "--quantize 'bnb-2bit': must be one of bnb-4bit", 2),
+        (("--quantize", "torchao-int8"), "--quantize torchao-int8 needs torchao: pip install", 3),
+        (("--lora", "nowhere.safetensors:0.5"), "no file or folder nowhere.safetensors", 2),
+        (("--revision", "main"), "--revision main: shapes-flux is no Hugging Face model ID", 2),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_loaded(
+    command: str, arguments: tuple[str, ...], message: str, code: int,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    import importlib.util
+
+    import diffusers
+
+    monkeypatch.chdir(tmp_path)
+    find = importlib.util.find_spec
+    missing = {"torchao"}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in missing else find(name)
+    )
+    monkeypatch.setattr(
+        diffusers.DiffusionPipeline, "from_pretrained", lambda *_, **__: pytest.fail("loaded")
+    )
+    words = {
+        "run": ("run", "shapes-flux", "a ring"),
+        "calibrate": ("calibrate", "--model", "shapes-flux", "--method", "ertacache"),
+        "tune": ("tune", "--model", "shapes-flux", "--speedup", "2"),
+        "eval": ("eval", "--model", "shapes-flux"),
+    }[command]
+    done = CliRunner().invoke(app, [*words, *arguments])
+    assert done.exit_code == code and message in " ".join(done.stderr.split()), done.stderr
+
+
+def test_a_live_pipeline_draws_what_the_saved_one_does(tmp_path: Path) -> None:
+    def evaluate(out: Path, task: Task, pipe: Any = None) -> dict[str, Any]:
+        methods = {"interval": parse_method("interval:every=2")}
+        plan = Plan(task, methods, out, rounds=0, pipe=pipe, site_errors=False)
+        record = measure.evaluate(plan, Progress(quiet=True))
+        assert record is not None
+        return record
+
+    pipe, call = load("shapes-flux")
+    live = replace(TASK, model="shapes-mine", call=call)
+    one = evaluate(tmp_path / "saved", TASK)
+    two = evaluate(tmp_path / "live", live, pipe)
+    files = [sorted((tmp_path / n).rglob("samples/*.png")) for n in ("saved", "live")]
+    assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
+    assert two["task"]["model"] == "shapes-mine" and two["task"]["kind"] == "pictures"
+    assert [row["fidelity"] for row in one["rows"]] == [row["fidelity"] for row in two["rows"]]
+    known = two["task"]["model_sha256"]
+    assert Drawer(live, live=pipe).about["model"] == known
+    with torch.no_grad():
+        pipe.transformer.proj_out.bias[0] += 1e-3
+    assert Drawer(live, live=pipe).about["model"] != known
+    with pytest.raises(ValueError, match="dtype='float32': a loaded pipeline has its own"):
+        Drawer(replace(live, dtype="float32"), live=pipe)
+
+
+def test_quantized_loading_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    with pytest.raises(MissingError, match="--quantize bnb-4bit needs bitsandbytes: pip install"):
+        Loading(quantize="bnb-4bit").check("shapes-flux", torch.device("cuda"))
