@@ -1,21 +1,18 @@
-"""Which network a script on folders uses: the published one, or the shipped stand-in."""
+"""Which network a command on folders uses: the published one, or the shipped stand-in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-from torch import Tensor
+from typing import Any
 
 from diffcache.command import device_of
-from diffcache.eval.metrics import inception, lite, lpips
+from diffcache.eval.metrics import inception, lpips
 from diffcache.eval.metrics.inception import MissingPackageError
+from diffcache.eval.runs.extractors import Extractors
 from diffcache.eval.weights import MissingWeightsError
 
 KINDS = ("auto", "real", "lite")
-FEATURES = {"real": inception.DIMENSIONS, "lite": 64}
-Network = TypeVar("Network")
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,7 @@ class Choice:
     Attributes:
         kind: `auto` (the real one where its weights and packages are), `real` or `lite`.
         weights: Path of the weights, which means `real`; None to look in the usual places.
-        device: Where a real network runs: `auto`, or as torch names it.
+        device: Where networks run: `auto`, or as torch names it.
     """
 
     kind: str = "auto"
@@ -40,76 +37,28 @@ class Choice:
             object.__setattr__(self, "kind", "real")
 
 
-@dataclass(frozen=True)
-class SetNetwork:
-    """What sees the pictures of a set.
-
-    Attributes:
-        kind: `real` or `lite`.
-        entry: What a report says of it.
-        call: Pictures uint8 [N, 3, H, W] -> features [N, D], class probabilities [N, C] or None.
-    """
-
-    kind: str
-    entry: dict[str, Any]
-    call: Callable[[Tensor], tuple[Tensor, Tensor | None]]
-
-
-@dataclass(frozen=True)
-class PairNetwork:
-    """What sees pairs of pictures.
-
-    Attributes:
-        kind: `real` or `lite`.
-        entry: What a report says of it.
-        call: Two times uint8 [N, 3, H, W] -> distances [N].
-    """
-
-    kind: str
-    entry: dict[str, Any]
-    call: Callable[[Tensor, Tensor], Tensor]
-
-
-def for_sets(
-    choice: Choice, convention: str, with_classes: bool, warnings: list[str]
-) -> SetNetwork:
-    """Return Inception, or the shipped extractor.
+def for_sets(choice: Choice, convention: str, warnings: list[str]) -> Extractors:
+    """Return what sees the pictures of a set: Inception, or the shipped extractor alone.
 
     Args:
         choice: Which.
         convention: How Inception gets its pictures.
-        with_classes: Whether class probabilities are wanted.
         warnings: Takes one where `auto` falls back to the stand-in.
 
     Raises:
         MissingWeightsError: If the real one is asked for and its weights are not found.
         MissingPackageError: If its packages are not.
-        ValueError: If the convention has no classes, or there is no such device.
+        ValueError: If there is no such device.
     """
 
-    def real() -> SetNetwork:
-        if with_classes and convention == "clean":
-            raise ValueError("--is needs logits, which --convention clean has not: leave one out")
-        network = inception.load(choice.weights, convention, str(device_of(choice.device)))
+    def load() -> Any:
+        return inception.load(choice.weights, convention, str(device_of(choice.device)))
 
-        def call(pictures: Tensor) -> tuple[Tensor, Tensor | None]:
-            seen = network(pictures)
-            return seen.pool, seen.probabilities() if with_classes else None
-
-        return SetNetwork("real", network.entry(), call)
-
-    def stand_in() -> SetNetwork:
-        def call(pictures: Tensor) -> tuple[Tensor, Tensor | None]:
-            classes = lite.class_probabilities(pictures) if with_classes else None
-            return lite.embed(pictures), classes
-
-        return SetNetwork("lite", lite.EXTRACTOR.entry(), call)
-
-    return _chosen(choice.kind, (real, stand_in), ("FID", "FID-lite"), warnings)
+    return _chosen(choice, "inception", load, warnings)
 
 
-def for_pairs(choice: Choice, warnings: list[str]) -> PairNetwork:
-    """Return LPIPS, or its stand-in.
+def for_pairs(choice: Choice, warnings: list[str]) -> Extractors:
+    """Return what sees pairs of pictures: LPIPS, or its stand-in alone.
 
     Args:
         choice: Which.
@@ -121,34 +70,26 @@ def for_pairs(choice: Choice, warnings: list[str]) -> PairNetwork:
         ValueError: If there is no such device.
     """
 
-    def real() -> PairNetwork:
-        network = lpips.load(choice.weights, str(device_of(choice.device)))
-        return PairNetwork("real", network.entry(), network.distances)
+    def load() -> Any:
+        return lpips.load(choice.weights, str(device_of(choice.device)))
 
-    def stand_in() -> PairNetwork:
-        return PairNetwork("lite", lite.EXTRACTOR.entry(), lite.lpips_lite)
-
-    return _chosen(choice.kind, (real, stand_in), ("LPIPS", "LPIPS-lite"), warnings)
+    return _chosen(choice, "lpips", load, warnings)
 
 
-def _chosen(
-    kind: str,
-    makers: tuple[Callable[[], Network], Callable[[], Network]],
-    names: tuple[str, str],
-    warnings: list[str],
-) -> Network:
-    """Return the real one or the stand-in."""
-    real, stand_in = makers
-    if kind == "lite":
-        return stand_in()
+def _chosen(choice: Choice, name: str, load: Callable[[], Any], warnings: list[str]) -> Extractors:
+    metric = {"inception": "fid", "lpips": "lpips"}[name]
+    if choice.kind == "lite":
+        return Extractors()
     try:
-        return real()
+        network = load()
     except (MissingWeightsError, MissingPackageError) as error:
-        if kind == "real":
+        if choice.kind == "real":
             raise
         reason = str(error).split("; looked for")[0]
         warnings.append(
-            f"{names[1]} in place of {names[0]}, the numbers do not compare (--backend lite to say "
-            f"that it is meant): {reason}"
+            f"{metric.upper()}-lite in place of {metric.upper()}, the numbers do not compare "
+            f"(--backend lite to say that it is meant): {reason}"
         )
-    return stand_in()
+        return Extractors()
+    device = str(device_of(choice.device))
+    return Extractors(**{name: network}, device=device, entries={metric: network.entry()})

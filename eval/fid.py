@@ -9,20 +9,24 @@ on the shipped features, under keys that end in `_lite`.
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from diffcache.command import EXIT_LINE
-from diffcache.eval import folders, npz, script
-from diffcache.eval.backends import FEATURES, KINDS, Choice, SetNetwork, for_sets
-from diffcache.eval.metrics.frechet import Moments, moments
+from diffcache.eval import npz, script
+from diffcache.eval.backends import KINDS, Choice, for_sets
+from diffcache.eval.metrics import inception, lite
+from diffcache.eval.metrics.frechet import moments
+from diffcache.eval.runs.extractors import Extractors
+from diffcache.eval.runs.score import joined
 from diffcache.eval.sets import MOST_NEIGHBORS, FeatureSet, Wanted, compare, some
+from diffcache.eval.sources import Source, Wish, open_source
 
 SCHEMA = "diffcache.fid/1"
 EPILOG = f"""\
@@ -35,26 +39,6 @@ one distribution are that far apart. Only pictures of the same prompts and seeds
 """
 RESAMPLES = {"real": 100, "lite": 1000}
 ENOUGH = {"real": 10_000, "lite": 2000}
-_UNKNOWN_COUNT = sys.maxsize  # of statistics that do not say; they are taken as exact
-
-
-@dataclass(frozen=True)
-class Source:
-    """One of the two sets, before its features are known.
-
-    Attributes:
-        path: As given.
-        folder: The pictures, None where only statistics are known.
-        indices: Which of them are used, increasing.
-        size: Height and width, pixels; None without pictures.
-        statistics: Stored mean and covariance.
-    """
-
-    path: str
-    folder: folders.Folder | None
-    indices: Sequence[int] = ()
-    size: tuple[int, int] | None = None
-    statistics: npz.Statistics | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,26 +57,29 @@ def _main(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     script.check_targets(json=options.json, npz=options.npz, save=options.save)
     torch.set_num_threads(options.threads)
-    real, fake = _open_real(options), _open(options.fake, options)
+    wish = Wish(False, options.resize, options.recursive, options.samples, options.seed, script.bar)
+    real, fake = open_source(options.real, wish), open_source(options.fake, wish)
+    _check(options, real, fake)
     warnings = _notes(real, fake)
-    network, real = _network(options, real, warnings)
+    networks, real = _networks(options, real, warnings)
+    kind = "lite" if networks.inception is None else "real"
     script.warn(*warnings)
     if options.npz:
-        _write_npz(options, fake)
+        _write_npz(options.npz, fake)
     wanted = Wanted(
         options.kid, options.prdc, options.inception_score,
-        RESAMPLES[network.kind] if options.resamples is None else options.resamples, options.seed,
+        RESAMPLES[kind] if options.resamples is None else options.resamples, options.seed,
     )  # fmt: skip
-    sides = _features(real, fake, network, options)
+    sides = _features(real, networks, options), _embed(fake, networks)
     if options.save:
-        _save(options.save, real, sides[0], network)
+        _save(options.save, real, sides[0], networks)
     found = compare(*sides, wanted)
-    few = _few(fake, network.kind, found["fid"])
+    few = _few(fake, kind, found["fid"])
     script.warn(*few)
-    ending = "" if network.kind == "real" else "_lite"
+    ending = "" if kind == "real" else "_lite"
     report = {
         "schema": SCHEMA, "real": _about(real), "fake": _about(fake), "seed": options.seed,
-        "resize": options.resize, "resamples": wanted.resamples, "backend": network.entry,
+        "resize": options.resize, "resamples": wanted.resamples, "backend": _entry(networks),
         "metrics": {f"{name}{ending}": values for name, values in found.items()},
         "warnings": warnings + few,
     }  # fmt: skip
@@ -127,7 +114,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--samples", type=count(2), metavar="N", help="use N of each, drawn by --seed")
     add("--resize", type=count(8), metavar="SIDE", help=texts["resize"])
     add("--recursive", action="store_true", help="look into folders inside, too")
-    add("--batch-size", type=count(1), default=64, metavar="N", help="default: 64")
     add("--resamples", type=count(0), metavar="N", help=texts["resamples"])
     add("--seed", type=count(0), default=0, metavar="N", help="of every draw; default: 0")
     add("--device", default="auto", help="of Inception: auto, cpu, cuda (default: auto)")
@@ -138,41 +124,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _open_real(options: argparse.Namespace) -> Source:
-    """Find the reference: pictures, statistics, or both."""
-    path = Path(options.real).expanduser()
-    if path.suffix.lower() != ".npz" or path.is_dir():
-        return _open(options.real, options)
-    statistics = npz.read_statistics(path)
-    if statistics is None or npz.PICTURES in npz.keys(path):
-        source = _open(options.real, options)
-        # Statistics are of all pictures as they are.
-        if options.samples or options.resize:
-            statistics = None
-        return Source(source.path, source.folder, source.indices, source.size, statistics)
-    needs_features = statistics.features is None
-    for name, wanted in (("--kid", options.kid and needs_features),
-                         ("--prdc", options.prdc and needs_features),
-                         ("--samples", options.samples), ("--resize", options.resize)):  # fmt: skip
-        if wanted:
-            raise ValueError(f"{name} needs pictures, and {path} holds statistics (mu, sigma) only")
-    return Source(options.real, None, statistics=statistics)
-
-
-def _open(path: str, options: argparse.Namespace) -> Source:
-    """Find the pictures, and check what can be checked without decoding them."""
-    folder = folders.open_pictures(path, options.recursive)
-    count = options.samples or len(folder)
-    if count > len(folder):
-        raise ValueError(f"--samples {count}: {path} holds {len(folder)} pictures")
-    if count < 2:
-        raise ValueError(f"{path} holds one picture; a set needs two or more")
-    indices = sorted(random.Random(options.seed).sample(range(len(folder)), count))
-    size = (options.resize, options.resize)
-    if not options.resize:
-        total = len(folder)
-        size = folders.common_size(folder, lambda s: script.bar(s, total, f"look at {path}"))
-    return Source(path, folder, indices, size)
+def _check(options: argparse.Namespace, real: Source, fake: Source) -> None:
+    """Check that the two sources have what is asked for."""
+    if fake.folder is None:
+        raise ValueError(f"{fake.path} holds no pictures")
+    stored = real.statistics
+    if real.folder is None and stored is not None and stored.features is None:
+        for name, wanted in (("--kid", options.kid), ("--prdc", options.prdc)):
+            if wanted:
+                raise ValueError(
+                    f"{name} needs pictures, and {real.path} holds statistics (mu, sigma) only"
+                )
+    if options.save and real.folder is None:
+        raise ValueError(f"--save {options.save}: {real.path} holds statistics already")
+    if options.inception_score and options.convention == "clean" and options.backend != "lite":
+        raise ValueError("--is needs logits, which --convention clean has not: leave one out")
 
 
 def _notes(real: Source, fake: Source) -> list[str]:
@@ -193,84 +159,76 @@ def _size(source: Source) -> str:
     return " x ".join(map(str, source.size or ()))
 
 
-def _network(
+def _networks(
     options: argparse.Namespace, real: Source, warnings: list[str]
-) -> tuple[SetNetwork, Source]:
+) -> tuple[Extractors, Source]:
     """Load the network; statistics of another one are not used, or an error if there is no more."""
-    stored = None if real.statistics is None else len(real.statistics.mean)
+    stored = real.statistics
     kind = options.backend
     if real.folder is None and kind == "auto":
-        kind = "lite" if stored == FEATURES["lite"] else "real"
-    network = for_sets(
-        Choice(kind, options.weights, options.device), options.convention,
-        options.inception_score, warnings,
-    )  # fmt: skip
-    if stored in (None, FEATURES[network.kind]):
-        if real.statistics is not None:
-            npz.check_about(real.path, real.statistics, network.entry)
-        return network, real
-    text = f"{real.path}: statistics of {stored} features, {network.kind} has "
-    text += f"{FEATURES[network.kind]}"
+        kind = "lite" if real.ending else "real"
+    choice = Choice(kind, options.weights, options.device)
+    networks = for_sets(choice, options.convention, warnings)
+    if stored is None:
+        return networks, real
+    mine = lite.DIMENSIONS if networks.inception is None else inception.DIMENSIONS
+    if len(stored.mean) == mine:
+        npz.check_about(str(real.path), stored, _entry(networks))
+        return networks, real
+    text = f"{real.path}: statistics of {len(stored.mean)} features, {kind} has {mine}"
     if real.folder is None:
         raise ValueError(f"{text}: choose the --backend that they are of, or give pictures")
     warnings.append(f"{text}: using the pictures")
-    return network, replace(real, statistics=None)
+    return networks, replace(real, statistics=None)
 
 
-def _features(
-    real: Source, fake: Source, network: SetNetwork, options: argparse.Namespace
-) -> tuple[FeatureSet, FeatureSet]:
-    """Show the network all pictures that are needed."""
+def _entry(networks: Extractors) -> dict[str, Any]:
+    return networks.describe("fid_lite" if networks.inception is None else "fid")
+
+
+def _features(real: Source, networks: Extractors, options: argparse.Namespace) -> FeatureSet:
+    """Return the features of REAL, those that are stored where they do."""
     stored = real.statistics
     if stored is None:
-        return _embed(real, network, options), _embed(fake, network, options)
-    exact = Moments(stored.mean, stored.cov, stored.count or _UNKNOWN_COUNT)
+        return _embed(real, networks)
     features = stored.features
     if features is None and (options.kid or options.prdc):
-        features = _embed(real, network, options).features
-    return FeatureSet(exact, stored.count, features), _embed(fake, network, options)
+        features = _embed(real, networks).features
+    return FeatureSet(real.exact, stored.count, features)
 
 
-def _save(path: str, real: Source, found: FeatureSet, network: SetNetwork) -> None:
+def _embed(source: Source, networks: Extractors) -> FeatureSet:
+    """Show the network the pictures of one set."""
+    seen = []
+    for part in script.bar(source.parts, len(source.parts), f"read {source.path}"):
+        seen.append(networks.of_pictures(cast(Tensor, source.read(part)), [""] * len(part)))
+    columns = joined(seen)
+    ending = "_lite" if networks.inception is None else ""
+    features = columns[f"features{ending}"].double()
+    classes = columns.get(f"probabilities{ending}")
+    return FeatureSet(moments(features), len(features), features, classes)
+
+
+def _save(path: str, real: Source, found: FeatureSet, networks: Extractors) -> None:
     """Write the statistics of REAL."""
-    known = found.features
-    if known is None and real.statistics is not None:
-        raise ValueError(f"--save {path}: {real.path} holds statistics already")
-    features = None if known is None else some(known)
-    about = {**network.entry, "source": real.path, "size": real.size}
+    features = None if found.features is None else some(found.features)
+    about = {**_entry(networks), "source": str(real.path), "size": real.size}
     both = found.moments.mean, found.moments.cov
     npz.write_statistics(Path(path), npz.Statistics(*both, found.count, features, about))
 
 
-def _embed(source: Source, network: SetNetwork, options: argparse.Namespace) -> FeatureSet:
-    """Show the network the pictures of one set."""
-    if source.folder is None:
-        raise ValueError(f"{source.path} holds no pictures")
-    total = -(-len(source.indices) // options.batch_size)
-    parts = folders.batches(source.folder, options.batch_size, source.indices, options.resize)
-    seen = [network.call(part) for part in script.bar(parts, total, f"read {source.path}")]
-    features = torch.cat([part.double() for part, _ in seen])
-    classes = [part for _, part in seen if part is not None]
-    return FeatureSet(
-        moments(features), len(features), features, torch.cat(classes) if classes else None
-    )
-
-
-def _write_npz(options: argparse.Namespace, fake: Source) -> None:
+def _write_npz(path: str, fake: Source) -> None:
     """Write the pictures of FAKE that are used."""
-    if fake.folder is None:
-        raise ValueError(f"{fake.path} holds no pictures")
-    count = len(fake.indices)
-    parts = folders.batches(fake.folder, 1, fake.indices, options.resize)
-    pictures = (part[0] for part in script.bar(parts, count, f"write {options.npz}"))
-    npz.write_npz(options.npz, pictures, count)
+    bar = script.bar(fake.indices, len(fake.indices), f"write {path}")
+    pictures = (cast(Tensor, fake.read([index]))[0] for index in bar)
+    npz.write_npz(path, pictures, len(fake.indices))
 
 
 def _about(source: Source) -> dict[str, Any]:
     """Return what the report says of a set."""
     known = None if source.statistics is None else source.statistics.count
     return {
-        "path": source.path, "count": len(source.indices) if source.folder else known,
+        "path": str(source.path), "count": len(source.indices) if source.folder else known,
         "size": list(source.size) if source.size else None,
         "statistics": source.statistics is not None,
     }  # fmt: skip

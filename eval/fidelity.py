@@ -21,10 +21,11 @@ import torch
 
 from diffcache.command import EXIT_LINE
 from diffcache.eval import folders, script
-from diffcache.eval.backends import KINDS, Choice, PairNetwork, for_pairs
+from diffcache.eval.backends import KINDS, Choice, for_pairs
 from diffcache.eval.metrics import bootstrap
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.pairs import KEYS, Columns, Pairs, measure, warn_of_encoding, warn_of_rates
+from diffcache.eval.runs.extractors import Extractors
 from diffcache.eval.runs.folder import write_file
 
 SCHEMA = "diffcache.fidelity/1"
@@ -60,13 +61,16 @@ def _main(arguments: Sequence[str] | None) -> None:
     said = len(pairs.warnings)
     columns = measure(pairs, metrics, network, options.batch_size)
     errors = columns.pop("mse", None)
+    key = next((key for key in ("lpips", "lpips_lite") if key in columns), "")
+    if key == "lpips":
+        columns.pop("lpips_lite", None)
     found = {key: _summary(key, column, pairs, options) for key, column in columns.items()}
     if errors is not None:
         found["psnr_db"]["pooled"] = -10 * math.log10(fmean(errors))
     report = {
         "schema": SCHEMA, "a": str(pairs.a.path), "b": str(pairs.b.path),
         "kind": "films" if pairs.is_film else "pictures", "count": len(pairs.places),
-        "backend": None if network is None else network.entry,
+        "backend": network.describe(key) if key else None,
         "metrics": found, "warnings": pairs.warnings,
     }  # fmt: skip
     script.warn(*pairs.warnings[said:])
@@ -134,7 +138,7 @@ def _open(options: argparse.Namespace) -> Pairs:
     return pairs
 
 
-def _metrics(options: argparse.Namespace, pairs: Pairs) -> tuple[list[str], PairNetwork | None]:
+def _metrics(options: argparse.Namespace, pairs: Pairs) -> tuple[list[str], Extractors]:
     """Return the metrics that apply, and the network of LPIPS if it is one of them."""
     named = options.metrics is not None
     chosen = options.metrics.replace("_", "-").split(",") if named else list(KEYS)
@@ -146,11 +150,11 @@ def _metrics(options: argparse.Namespace, pairs: Pairs) -> tuple[list[str], Pair
             raise ValueError("--metrics temporal-error: needs films, such as -v1 A -v2 B")
         chosen.remove("temporal-error")
     least = dict(LEAST_SIDE)
-    network = None
+    network = Extractors()
     if "lpips" in chosen:
         choice = Choice(options.backend, options.weights, options.device)
         network = for_pairs(choice, pairs.warnings)
-        if network.kind == "lite":
+        if network.lpips is None:
             del least["lpips"]
     if pairs.is_film:
         warn_of_encoding(pairs)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from diffcache.eval import clips, script
-from diffcache.eval.backends import PairNetwork
 from diffcache.eval.folders import Folder
 from diffcache.eval.metrics import pixels
+from diffcache.eval.runs.extractors import Extractors
+from diffcache.eval.runs.score import closeness
 
 KEYS = {
     "psnr": "psnr_db", "ssim": "ssim", "ms-ssim": "ms_ssim", "lpips": "lpips",
@@ -96,15 +97,13 @@ def _loss(file: Path) -> str:
     return "" if not kind or kind.startswith(_RGB_FORMATS) else f"{codec} {kind}"
 
 
-def measure(
-    pairs: Pairs, metrics: Sequence[str], network: PairNetwork | None, size: int
-) -> Columns:
+def measure(pairs: Pairs, metrics: Sequence[str], network: Extractors, size: int) -> Columns:
     """Return the values of every pair; the value of a film is the mean over its frames.
 
     Args:
         pairs: What to compare; takes warnings.
         metrics: Keys of `KEYS`.
-        network: For LPIPS.
+        network: What sees pairs, for LPIPS.
         size: Pairs of pictures at once.
 
     Returns:
@@ -120,7 +119,10 @@ def measure(
     for one, other in batches:
         shapes.add((one.shape[-2], one.shape[-1]))
         try:
-            found = _values(one, other, metrics, network)
+            found = closeness(one, other, network, [KEYS[name] for name in metrics])
+            if "temporal-error" in metrics:
+                change = pixels.temporal_error(one, other)
+                found["temporal_error"] = torch.tensor([change], dtype=torch.float64)
         except ValueError as error:
             done = len(next(iter(columns.values()), ()))
             text = f"{pairs.both(done)}: {error}"
@@ -166,23 +168,3 @@ def _films(pairs: Pairs) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _film_size(film: Tensor) -> str:
     return f"{len(film)} frames of {film.shape[2]} x {film.shape[3]}"
-
-
-def _values(
-    a: Tensor, b: Tensor, metrics: Sequence[str], network: PairNetwork | None
-) -> dict[str, Tensor]:
-    """Return the metrics of a batch of pictures or of the frames of a film, float64."""
-    found: dict[str, Tensor] = {}
-    if "psnr" in metrics:
-        found["psnr_db"] = pixels.psnr(a, b)
-        found["mse"] = 10 ** (-found["psnr_db"] / 10)
-    if "ssim" in metrics:
-        found["ssim"] = pixels.ssim(a, b)
-    if "ms-ssim" in metrics:
-        found["ms_ssim"] = pixels.ms_ssim(a, b)
-    if network is not None:
-        key = "lpips" if network.kind == "real" else "lpips_lite"
-        found[key] = network.call(a, b).double()
-    if "temporal-error" in metrics:
-        found["temporal_error"] = torch.tensor([pixels.temporal_error(a, b)], dtype=torch.float64)
-    return found

@@ -19,9 +19,9 @@ from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.evaluate import Plan
 from diffcache.eval.runs.extractors import Extractors
 from diffcache.eval.runs.progress import Progress
-from diffcache.eval.runs.reference import open_real, summary
 from diffcache.eval.runs.task import Task
 from diffcache.eval.sets import MOST_NEIGHBORS, kernel_distance, neighbors, some
+from diffcache.eval.sources import Wish, open_source, summary
 from diffcache.pipelines.small.features import reference_pictures
 
 PICTURES = reference_pictures(70)
@@ -95,26 +95,28 @@ def test_statistics_stand_for_pictures(tmp_path: Path, capsys: pytest.CaptureFix
     capsys.readouterr()
     read = {}
     for place in (file, bare, saved):
-        real = open_real(place, False, None)
+        real = open_source(place)
         real.check(networks)
-        read[place] = real.read(networks, tmp_path / "kept").sets["_lite"]
+        read[place] = real.reference(networks, tmp_path / "kept").sets["_lite"]
         assert torch.allclose(read[place][0].mean, features.mean(0), atol=1e-6)
         assert torch.allclose(read[place][0].cov, moments(features).cov, atol=1e-6)
     assert read[bare][1] is None and read[saved][1].shape == read[file][1].shape == (70, 64)
-    assert set(open_real(bare, False, None).lacking()) == {
+    assert set(open_source(bare).lacking()) == {
         f"{name}_lite" for name in ("kid", "precision", "recall", "density", "coverage")
     }
-    assert open_real(saved, False, None).lacking() == {}
-    said = open_real(saved, False, None).describe(networks)["statistics"]["of"]
+    assert open_source(saved).lacking() == {}
+    said = open_source(saved).describe(networks)["statistics"]["of"]
     assert said["extractor"] == "shapes-features" and said["source"] == str(file)
-    with pytest.raises(ValueError, match="--resize 64: .*bare.npz holds statistics"):
-        open_real(bare, False, 64)
+    with pytest.raises(
+        ValueError, match="--resize 64 needs pictures, and .*bare.npz holds statistics"
+    ):
+        open_source(bare, Wish(side=64))
     stored = npz.read_statistics(saved)
     assert stored is not None
     stored.about["extractor"] = "another"
     npz.write_statistics(saved, stored)
     with pytest.raises(ValueError, match="statistics of another extractor .'another'"):
-        open_real(saved, False, None).check(networks)
+        open_source(saved).check(networks)
 
 
 def test_neighbors_are_looked_for_among_samples_drawn_at_random() -> None:

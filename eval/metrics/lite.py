@@ -47,6 +47,7 @@ class Reference(NamedTuple):
     films: Moments
 
 
+DIMENSIONS = features.FEATURES
 EXTRACTOR = Weights("shapes-features", str(features.read_config()["sha256"]))
 
 

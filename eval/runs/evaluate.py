@@ -36,8 +36,8 @@ from diffcache.eval.runs.folder import (
 from diffcache.eval.runs.lines import evaluations
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.ranks import Ranks, join
-from diffcache.eval.runs.reference import Real, open_real, summary
 from diffcache.eval.runs.task import Case, Task, digest
+from diffcache.eval.sources import Source, Wish, open_source, summary
 from diffcache.features.base import Method
 
 FOLDER = Path("runs")
@@ -124,7 +124,7 @@ class Run:
     drawer: Drawer
     ranks: Ranks
     progress: Progress
-    real: Real | None = None
+    real: Source | None = None
     parts_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -193,7 +193,7 @@ def start(plan: Plan, progress: Progress) -> Run:
     mine = {"identity": run.identity, **run.drawer.about, "steps": run.drawer.steps}
     is_new = check_claim(run.folder, mine)
     if plan.reference is not None:
-        run.real = open_real(plan.reference, run.is_film, plan.resize)
+        run.real = open_source(plan.reference, Wish(run.is_film, plan.resize))
     if plan.reward:
         reward.load(plan.reward)
     if ranks.is_first:

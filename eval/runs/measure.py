@@ -184,7 +184,7 @@ def reference(run: Run, drawn: Drawn) -> Reference | None:
         ValueError: If one of them is a damaged file.
     """
     if run.real is not None:
-        return run.real.read(drawn.networks, drawn.place)
+        return run.real.reference(drawn.networks, drawn.place)
     name = records.reference_name(run)
     if name is None:
         return None

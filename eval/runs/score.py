@@ -9,7 +9,7 @@ taken from them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +32,7 @@ _BYTES_AT_ONCE = 1 << 23  # of 8-bit samples in memory; metrics need some twenty
 _SHOWN = 8  # samples named as worst, median and best
 _SMALLEST_FOR_SCALES = 22  # pixels; MS-SSIM needs two scales
 _LOW_IS_GOOD = ("lpips", "lpips_lite", "temporal_error")
-_CLOSENESS = ("psnr_db", "mse", "ssim", "lpips_lite", "lpips", "ms_ssim", "temporal_error")
+CLOSENESS = ("psnr_db", "mse", "ssim", "lpips_lite", "lpips", "ms_ssim", "temporal_error")
 
 
 @dataclass(frozen=True)
@@ -141,18 +141,43 @@ def _beside(theirs: list[Tensor], mine: list[Tensor], extractors: Extractors) ->
     return joined([_film_pair(*films, extractors) for films in zip(theirs, mine, strict=True)])
 
 
-def _pairs(theirs: Tensor, mine: Tensor, extractors: Extractors) -> Columns:
+def closeness(
+    theirs: Tensor,
+    mine: Tensor,
+    extractors: Extractors,
+    wanted: Collection[str] = CLOSENESS,
+) -> Columns:
+    """Return how close pictures are to their counterparts, float64 [N] each.
+
+    Args:
+        theirs: uint8 [N, 3, H, W].
+        mine: The same.
+        extractors: What reads them.
+        wanted: Of `CLOSENESS`; `lpips` is both of its kinds, `psnr_db` comes with `mse`.
+
+    Raises:
+        ValueError: If the pictures are too small for one of them.
+    """
     theirs, mine = extractors.placed(theirs), extractors.placed(mine)
-    found = {
-        "psnr_db": pixels.psnr(theirs, mine),
-        "mse": ((theirs.double() - mine.double()) / 255).square().mean(dim=(1, 2, 3)),
-        **extractors.of_pairs(theirs, mine),
-    }
-    if min(theirs.shape[-2:]) >= _SMALLEST_FOR_SCALES:
+    found: Columns = {}
+    if "psnr_db" in wanted:
+        found["psnr_db"] = pixels.psnr(theirs, mine)
+        found["mse"] = 10 ** (-found["psnr_db"] / 10)
+    if "ssim" in wanted and "ms_ssim" in wanted:
         found["ssim"], found["ms_ssim"] = pixels.both_ssim(theirs, mine)
     else:
-        found["ssim"] = pixels.ssim(theirs, mine)
+        for name, metric in (("ssim", pixels.ssim), ("ms_ssim", pixels.ms_ssim)):
+            if name in wanted:
+                found[name] = metric(theirs, mine)
+    if "lpips" in wanted:
+        found |= extractors.of_pairs(theirs, mine)
     return {name: column.double().cpu() for name, column in found.items()}
+
+
+def _pairs(theirs: Tensor, mine: Tensor, extractors: Extractors) -> Columns:
+    is_small = min(theirs.shape[-2:]) < _SMALLEST_FOR_SCALES
+    wanted = [name for name in CLOSENESS if not (is_small and name == "ms_ssim")]
+    return closeness(theirs, mine, extractors, wanted)
 
 
 def _film_pair(theirs: Tensor, mine: Tensor, extractors: Extractors) -> Columns:
@@ -170,7 +195,7 @@ def joined(parts: Sequence[Columns]) -> Columns:
 def fidelity(values: Columns, ids: Sequence[int]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return intervals of the per-sample values, and the worst and best samples by LPIPS."""
     found: dict[str, Any] = {}
-    for name in _CLOSENESS:
+    for name in CLOSENESS:
         if name == "mse" or name not in values:
             continue
         column = values[name]

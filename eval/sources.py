@@ -1,12 +1,13 @@
-"""Real samples to compare generated ones with: pictures, films, or statistics that were stored.
+"""Sets of samples to compare with: pictures, films, or statistics that were stored.
 
-Everything about them is checked before a run draws anything. Their features are computed a part at
-a time, shared out over the processes of a run like its own samples, and kept in its folder.
+Everything about them is checked before anything is computed. In a run their features are computed
+a part at a time, shared out over its processes like its own samples, and kept in its folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,9 +18,8 @@ from torch import Tensor
 
 from diffcache.errors import MissingError
 from diffcache.eval import folders, npz
-from diffcache.eval.backends import FEATURES
 from diffcache.eval.clips import read_clip
-from diffcache.eval.metrics import i3d
+from diffcache.eval.metrics import i3d, inception, lite
 from diffcache.eval.metrics.frechet import Moments, moments
 from diffcache.eval.runs.extractors import Columns, Extractors
 from diffcache.eval.runs.quality import Reference
@@ -32,30 +32,65 @@ _EXACT = 2**62  # count of statistics that do not say; they are taken as exact
 
 
 @dataclass(frozen=True)
-class Real:
-    """Real samples, checked and not read yet.
+class Wish:
+    """How the samples of a folder are taken.
+
+    Attributes:
+        is_film: Films are wanted.
+        side: Resize pictures to it, pixels; None where all are of one size.
+        recursive: Look into folders inside, too.
+        samples: Use so many, drawn at random; None for all.
+        seed: Seed of that draw.
+        progress: Shows how far sizes are looked at, of so many under a label.
+    """
+
+    is_film: bool = False
+    side: int | None = None
+    recursive: bool = False
+    samples: int | None = None
+    seed: int = 0
+    progress: Callable[[Iterable[Any], int, str], Iterable[Any]] = lambda items, *_: items
+
+
+@dataclass(frozen=True)
+class Source:
+    """Samples, checked and not read yet.
 
     Attributes:
         path: As given.
         folder: Pictures or films; None where only statistics are known.
+        indices: Which of them are used, increasing.
         is_film: Whether they are films.
         side: Pictures are resized to it, pixels; None leaves them.
+        size: Height and width of the pictures as they are used; None without.
         statistics: Stored mean and covariance.
     """
 
     path: Path
     folder: folders.Folder | None
+    indices: Sequence[int] = ()
     is_film: bool = False
     side: int | None = None
+    size: tuple[int, int] | None = None
     statistics: npz.Statistics | None = None
 
     @property
-    def parts(self) -> list[range]:
-        """Places of the samples, some at a time; the same whoever reads them."""
-        if self.folder is None:
-            return []
-        size, total = _PART[self.is_film], len(self.folder)
-        return [range(i, min(i + size, total)) for i in range(0, total, size)]
+    def parts(self) -> list[Sequence[int]]:
+        """The samples that are used, some at a time; the same whoever reads them."""
+        size = _PART[self.is_film]
+        return [self.indices[i : i + size] for i in range(0, len(self.indices), size)]
+
+    def read(self, part: Sequence[int]) -> Tensor | list[Tensor]:
+        """Read samples: pictures uint8 [N, 3, H, W], or films uint8 [F, 3, H, W].
+
+        Raises:
+            ValueError: If a file cannot be read; it is named.
+        """
+        folder = self.folder
+        assert folder is not None, "statistics have no parts"
+        if self.is_film:
+            return [read_clip(folder.files[i]) for i in part]
+        return torch.stack([folder.picture(i, self.side) for i in part])
 
     @cached_property
     def identity(self) -> str:
@@ -63,9 +98,9 @@ class Real:
         files = self.folder.files if self.folder and self.folder.files else (self.path,)
         stats = [(file.as_posix(), file.stat()) for file in files]
         known = [(name, s.st_size, s.st_mtime_ns) for name, s in stats]
-        return digest([known, self.side, self.is_film])
+        return digest([known, list(self.indices), self.side, self.is_film])
 
-    def columns(self, part: range, extractors: Extractors, place: Path) -> Columns:
+    def columns(self, part: Sequence[int], extractors: Extractors, place: Path) -> Columns:
         """Return the features of a part, those that are kept or computed ones.
 
         Args:
@@ -76,18 +111,11 @@ class Real:
         Raises:
             ValueError: If a file cannot be read; it is named.
         """
+        key = digest([DEFINITION, self.identity, list(part), extractors.identity])
+        place = place / f"{part[0]:06d}.safetensors"
+        return kept(place, key, lambda: extractors.of_real(self.read(part)))
 
-        def compute() -> Columns:
-            folder = self.folder
-            assert folder is not None, "statistics have no parts"
-            if self.is_film:
-                return extractors.of_real([read_clip(folder.files[i]) for i in part])
-            return extractors.of_real(torch.stack([folder.picture(i, self.side) for i in part]))
-
-        key = digest([DEFINITION, self.identity, part.start, part.stop, extractors.identity])
-        return kept(place / f"{part.start:06d}.safetensors", key, compute)
-
-    def read(self, extractors: Extractors, place: Path) -> Reference:
+    def reference(self, extractors: Extractors, place: Path) -> Reference:
         """Return moments, and the features of some samples drawn at random.
 
         Args:
@@ -100,11 +128,9 @@ class Real:
                 features = torch.cat([part[key] for part in parts]).double()
                 sets[key.removeprefix("features")] = (moments(features), some(features))
         if self.statistics is not None:
-            stored = self.statistics
-            ending = self._ending(stored)
-            known = None if stored.features is None else some(stored.features)
-            exact = Moments(stored.mean, stored.cov, stored.count or _EXACT)
-            sets[ending] = (exact, sets[ending][1] if ending in sets else known)
+            ending = self.ending
+            known = None if self.statistics.features is None else some(self.statistics.features)
+            sets[ending] = (self.exact, sets[ending][1] if ending in sets else known)
         return Reference(self.path.name, sets)
 
     def check(self, extractors: Extractors) -> None:
@@ -116,7 +142,7 @@ class Real:
         """
         if self.statistics is None:
             return
-        ending, name = self._ending(self.statistics), self._distance
+        ending, name = self.ending, self._distance
         entry = extractors.describe(f"{name}{ending}")
         if entry["backend"] == "exact":  # no entry
             reason = extractors.lacking.get(name, "")
@@ -154,53 +180,78 @@ class Real:
             f"{self.path} holds mean and covariance only; pictures, or a file of `diffcache eval "
             "fid --save`, give it"
         )
-        return {f"{name}{self._ending(self.statistics)}": reason for name in names}
+        return {f"{name}{self.ending}": reason for name in names}
 
     @property
     def _distance(self) -> str:
         return "fvd" if self.is_film else "fid"
 
-    def _ending(self, stored: npz.Statistics) -> str:
-        """Return the ending of the keys that statistics belong to."""
-        real = i3d.DIMENSIONS if self.is_film else FEATURES["real"]
-        sizes = {real: "", FEATURES["lite"]: "_lite"}
-        size = len(stored.mean)
-        if size not in sizes:
+    @property
+    def exact(self) -> Moments:
+        """The stored mean and covariance."""
+        stored = self.statistics
+        assert stored is not None
+        return Moments(stored.mean, stored.cov, stored.count or _EXACT)
+
+    @property
+    def ending(self) -> str:
+        """The ending of the keys that the statistics belong to.
+
+        Raises:
+            ValueError: If they are of features that no network here makes.
+        """
+        assert self.statistics is not None
+        real = i3d.DIMENSIONS if self.is_film else inception.DIMENSIONS
+        size = len(self.statistics.mean)
+        if size not in (real, lite.DIMENSIONS):
             raise ValueError(
-                f"--reference {self.path}: statistics of {size} features; {self._distance.upper()} "
-                f"has {real}, its stand-in {FEATURES['lite']}"
+                f"{self.path}: statistics of {size} features; {self._distance.upper()} has {real}, "
+                f"its stand-in {lite.DIMENSIONS}"
             )
-        return sizes[size]
+        return "" if size == real else "_lite"
 
 
-def open_real(path: Path, is_film: bool, side: int | None) -> Real:
-    """Look at real samples: names, sizes from headers, statistics.
+def open_source(path: str | Path, wish: Wish | None = None) -> Source:
+    """Look at samples: names, sizes from headers, statistics.
 
     Args:
         path: Folder of pictures or films, an .npz of pictures, or one of statistics.
-        is_film: Whether films are wanted.
-        side: Resize pictures to it, pixels; None where all are of one size.
+        wish: How they are taken; all pictures as they are by default.
 
     Raises:
         FileNotFoundError: If nothing is there.
         ValueError: If it holds nothing that can be used, or pictures differ in size.
     """
-    path = path.expanduser()
+    path, wish = Path(path).expanduser(), wish or Wish()
     stored = None
     if path.suffix.lower() == ".npz" and not path.is_dir():
         stored = npz.read_statistics(path)
-        if stored is not None and (is_film or npz.PICTURES not in npz.keys(path)):
-            if side is not None:
-                raise ValueError(f"--resize {side}: {path} holds statistics, which have no size")
-            return Real(path, None, is_film, None, stored)
-    if is_film:
-        if side is not None:
-            raise ValueError(f"--resize {side}: only pictures are resized, and {path} is of films")
-        return Real(path, folders.open_films(path), True)
-    folder = folders.open_pictures(path)
-    if side is None:
-        folders.common_size(folder)
-    return Real(path, folder, False, side, None if side else stored)
+        if stored is not None and (wish.is_film or npz.PICTURES not in npz.keys(path)):
+            for option, value in (("samples", wish.samples), ("resize", wish.side)):
+                if value is not None:
+                    raise ValueError(
+                        f"--{option} {value} needs pictures, and {path} holds statistics only"
+                    )
+            return Source(path, None, is_film=wish.is_film, statistics=stored)
+    if wish.is_film:
+        if wish.side is not None:
+            raise ValueError(f"--resize {wish.side}: {path} is of films; only pictures are resized")
+        films = folders.open_films(path)
+        return Source(path, films, range(len(films)), True)
+    folder = folders.open_pictures(path, wish.recursive)
+    total, count = len(folder), wish.samples or len(folder)
+    if count > total:
+        raise ValueError(f"--samples {count}: {path} holds {total} pictures")
+    if count < 2:
+        raise ValueError(f"{path} holds one picture; a set needs two or more")
+    indices = sorted(random.Random(wish.seed).sample(range(total), count))
+    size = (wish.side, wish.side) if wish.side else None
+    if size is None:
+        size = folders.common_size(folder, lambda s: wish.progress(s, total, f"look at {path}"))
+    # Statistics are of all pictures as they are.
+    is_whole = wish.side is None and wish.samples is None
+    statistics = stored if is_whole else None
+    return Source(path, folder, indices, False, wish.side, size, statistics)
 
 
 def summary(names: Sequence[str], lacking: dict[str, str]) -> list[str]:
