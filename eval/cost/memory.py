@@ -154,7 +154,7 @@ def measure(order: Mapping[str, Any]) -> Peak:
     from diffcache.eval.methods import parse_method
 
     torch.set_num_threads(order["threads"])
-    loading = Loading(**order["loading"])
+    loading = Loading(**order.get("loading", {}))
     pipe, defaults = load(order["model"], order["dtype"], order["device"], loading)
     pipe.set_progress_bar_config(disable=True)
     call = {**defaults, **order["call"]}
