@@ -29,12 +29,11 @@ def interval(statistic: Callable[[Tensor], float], n: int, resamples: int) -> In
     """Resample sample ids one by one and lay the quantiles around the point value."""
     generator = torch.Generator().manual_seed(0)
     drawn = [statistic(ids) for ids in torch.randint(n, (resamples, n), generator=generator)]
-    low, high = torch.quantile(
-        torch.tensor(drawn, dtype=torch.float64), torch.tensor([0.025, 0.975]).double()
-    )
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    low, high = torch.quantile(torch.tensor(drawn, dtype=torch.float64), ends).tolist()
     value = statistic(torch.arange(n))
     mean = sum(drawn) / resamples
-    return Interval(value, value + float(low) - mean, value + float(high) - mean, n)
+    return Interval(value, value + low - mean, value + high - mean, n)
 
 
 def test_mean_intervals_hold_the_true_mean_19_times_in_20() -> None:
