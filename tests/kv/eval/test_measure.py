@@ -55,8 +55,8 @@ def test_the_answers_are_those_of_the_whole_text(model: nn.Module, folder: Path)
             with torch.no_grad():
                 said = model(input_ids=ids).logits[:, CONTEXT + 1 : CONTEXT + 3].argmax(-1)
             hits.append(said == batch.expected[:, number])
-    wanted = torch.stack(hits).view(2, 2, 2, 2).transpose(1, 2).flatten(0, 1).double().mean((1, 2))
-    assert measured(model, Recipe(), folder)["hits"] == wanted.tolist()
+    wanted = torch.stack(hits).view(2, 2, 2, 2).transpose(1, 2).flatten(0, 1)
+    assert recall.hits_of(measured(model, Recipe(), folder)).equal(wanted)
 
 
 def test_dropped_slots_are_not_counted(model: nn.Module, folder: Path) -> None:
