@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.eval.kv import peer, recall
-from diffcache.eval.kv.kvpress_inputs import Seen
+from diffcache.eval.kv.seen import Seen
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import keydiff
@@ -94,8 +94,7 @@ def test_what_a_press_keeps_is_what_our_store_holds(
     drawn = torch.Generator().manual_seed(0)
     said: list[Tensor] = []
 
-    def kept(name: str, seen: Seen, ratio: float, settings: object) -> Tensor:
-        assert (name, ratio) == ("adakv_snapkv", 0.75)
+    def kept(seen: Seen, make: object, attentions: bool) -> Tensor:
         assert seen.attentions.shape[-1] == CONTEXT and hasattr(seen.module, "rotary_emb")
         mask = torch.rand(seen.k.shape[:3], generator=drawn) < 0.3
         mask[..., -1] = True
@@ -125,7 +124,7 @@ def test_what_a_press_keeps_is_what_our_store_holds(
 
 
 @pytest.mark.skipif(peer.installed() is None, reason="kvpress is not installed")
-@pytest.mark.parametrize("name", peer.PEERS)
+@pytest.mark.parametrize("name", peer.PRESSES)
 def test_kvpress_answers_for_every_press(name: str, model: nn.Module, folder: Path) -> None:
     found = measured(model, peer.peer(f"kvpress/{name}", 0.5), folder, samples=2)
     assert 0.2 * CONTEXT < found["slots"] < 0.7 * CONTEXT
@@ -134,7 +133,7 @@ def test_kvpress_answers_for_every_press(name: str, model: nn.Module, folder: Pa
 @pytest.mark.skipif(peer.installed() is None, reason="kvpress is not installed")
 def test_settings_go_to_the_press_that_has_them() -> None:
     assert dict(peer.peer("kvpress/adakv", 0.5, window_size=4).settings) == {"window_size": 4}
-    with pytest.raises(ValueError, match="kvpress/knorm has no setting 'window'"):
+    with pytest.raises(ValueError, match="KnormPress has no setting 'window'"):
         peer.peer("kvpress/knorm", 0.5, window=4)
 
 
