@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 NO_RECIPES: list[str] = []
-RECALL = "recall"
+RECALL, MODEL = "recall", "recall-llama"
 
 
 @guarded
@@ -41,7 +41,7 @@ def kv(
             help="Directory of a causal model, or recall-llama; elsewhere than in "
             "recall also a Hugging Face model ID."
         ),
-    ] = "recall-llama",
+    ] = MODEL,
     tasks: Annotated[
         str,
         typer.Option(
@@ -116,18 +116,19 @@ def kv(
     if out is not None:
         check_target("--out", out, (".json",))
     quiet()
-    recall = {"context": context, "facts": facts, "samples": samples, "sweep": sweep}
-    others = {"limit": limit, "include_path": include_path, "batch": batch}
-    for name, value in (others if tasks == RECALL else recall).items():
-        if value is not None:
-            where = "of tasks other than recall" if tasks == RECALL else "of --tasks recall"
-            raise ValueError(f"--{name.replace('_', '-')} {value}: is an option {where} alone")
+    shape: dict[str, Any] = {"context": context, "facts": facts, "samples": samples}
+    if sweep is not None:
+        named = {"model": None if model == MODEL else model, "seed": seed or None}
+        _refuse(shape | named, f"--sweep {sweep} says what is asked; leave it out")
     if tasks == RECALL:
+        _refuse({"limit": limit, "include-path": include_path, "batch": batch},
+                "is not for --tasks recall")  # fmt: skip
         if device not in ("auto", "cpu"):
             raise ValueError(f"--device {device}: recall is measured on the CPU; leave it out")
-        shape = {"context": context, "facts": facts, "samples": 32 if samples is None else samples}
+        shape["samples"] = 32 if samples is None else samples
         _recall(recipe, sweep, out, plot, model=model, seed=seed, **shape)
         return
+    _refuse(shape | {"sweep": sweep}, "is for --tasks recall alone")
     if importlib.util.find_spec("lm_eval") is None:
         raise MissingError(
             f"--tasks {tasks}: lm-evaluation-harness is missing: pip install 'diffcache[llm]'"
@@ -139,6 +140,13 @@ def kv(
         str(device_of(device)), batch=1 if batch is None else batch, seed=seed,
     )  # fmt: skip
     _harness(asked, recipe, out)
+
+
+def _refuse(options: dict[str, Any], why: str) -> None:
+    """Raise for the first option that was given."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"--{name} {value}: {why}")
 
 
 def _recall(

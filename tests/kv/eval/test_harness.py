@@ -213,7 +213,7 @@ def test_the_command_puts_recipes_beside_the_exact_cache(tasks: Path, tmp_path: 
         (["--tasks", "tiny_generate", "--recipe", "h2o", "--batch", "0"], "--batch 0: must be"),
         (
             ["--tasks", "tiny_generate", "--recipe", "h2o", "--facts", "4"],
-            "of --tasks recall alone",
+            "for --tasks recall alone",
         ),
         (["--tasks", "tiny_generate", "--recipe", "h2o", "--model", "nowhere"], "--model nowhere"),
         (["--recipe", "h2o"], "--include-path"),
