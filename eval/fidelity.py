@@ -10,11 +10,9 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from diffcache.eval.metrics import bootstrap
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.pairs import KEYS, Columns, Pairs, measure, warn_of_encoding, warn_of_rates
 from diffcache.eval.runs.folder import write_file
+from diffcache.psnr import decibels
 
 SCHEMA = "diffcache.fidelity/1"
 EPILOG = f"""\
@@ -62,7 +61,9 @@ def _main(arguments: Sequence[str] | None) -> None:
     errors = columns.pop("mse", None)
     found = {key: _summary(key, column, pairs, options) for key, column in columns.items()}
     if errors is not None:
-        found["psnr_db"]["pooled"] = -10 * math.log10(fmean(errors))
+        found["psnr_db"]["pooled"] = float(
+            decibels(torch.tensor(errors, dtype=torch.float64).mean())
+        )
     report = {
         "schema": SCHEMA, "a": str(pairs.a.path), "b": str(pairs.b.path),
         "kind": "films" if pairs.is_film else "pictures", "count": len(pairs.places),

@@ -24,6 +24,7 @@ from diffcache.eval.runs.extractors import Columns, Extractors
 from diffcache.eval.runs.folder import CaseFolder
 from diffcache.eval.runs.quality import interval
 from diffcache.eval.runs.task import digest
+from diffcache.psnr import decibels
 
 DEFINITION = 1  # of the values kept beside samples; a change of a metric's definition raises it
 _AT_ONCE = 64
@@ -156,7 +157,7 @@ def fidelity(values: Columns, ids: Sequence[int]) -> tuple[dict[str, Any], dict[
         tail = torch.quantile(column, 0.95 if is_good_low else 0.05)
         found[name] = interval(column)
         found[name]["p95" if is_good_low else "p5"] = float(tail)
-    found["psnr_db"]["pooled"] = float(pixels.decibels(values["mse"].mean()))
+    found["psnr_db"]["pooled"] = float(decibels(values["mse"].mean()))
     distance = values.get("lpips", values["lpips_lite"]).tolist()
     order = sorted(range(len(ids)), key=lambda place: (distance[place], place))
     ranked = [ids[place] for place in order]
