@@ -22,6 +22,7 @@ from diffcache.eval import folders, script
 from diffcache.eval.backends import KINDS, Choice, PairNetwork, for_pairs
 from diffcache.eval.metrics import bootstrap
 from diffcache.eval.metrics.catalog import METRICS
+from diffcache.eval.metrics.intervals import metric_interval
 from diffcache.eval.pairs import KEYS, Columns, Pairs, measure, warn_of_encoding, warn_of_rates
 from diffcache.eval.runs.folder import write_file
 from diffcache.psnr import decibels
@@ -197,7 +198,7 @@ def _summary(
     values = torch.tensor(column, dtype=torch.float64)
     found: dict[str, Any] = {"value": float(values.mean()), "n": len(values)}
     if options.resamples and len(values) > 1:
-        found = bootstrap.mean_interval(values, options.resamples, seed=options.seed).to_dict()
+        found = metric_interval(key, values, options.resamples, options.seed).to_dict()
     low_is_good = METRICS[key].direction == "down"
     tail = 0.95 if low_is_good else 0.05
     found[f"p{100 * tail:.0f}"] = float(torch.quantile(values, tail))
