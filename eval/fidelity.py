@@ -24,7 +24,7 @@ from diffcache.eval.metrics import bootstrap
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.intervals import metric_interval
 from diffcache.eval.pairs import KEYS, Columns, Pairs, measure, warn_of_encoding, warn_of_rates
-from diffcache.eval.runs.folder import write_file
+from diffcache.files import write_file
 from diffcache.psnr import decibels
 
 SCHEMA = "diffcache.fidelity/1"

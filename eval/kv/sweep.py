@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from diffcache.eval.kv.recall import DTYPES, KVTask, Progress, measure
 from diffcache.eval.kv.words import NONE, parse_row
 from diffcache.eval.record import ROOT, Setting, check, envelope
 from diffcache.eval.report.palette import GREY, OKABE_ITO, styled
-from diffcache.eval.runs.folder import write_json
 from diffcache.eval.runs.sweep import read_values
+from diffcache.files import write_json
 
 BENCHMARK = "kv-recall"
 # Settings that say how much is held, and not how.
@@ -129,14 +128,12 @@ def write_record(
     body = {
         "shapes": {"device": "cpu", **dataclasses.asdict(task)}, "rounds": 1,
         "seconds": sum(sum(row["seconds"].values()) for row in rows), "rows": rows,
-        "fingerprint": fingerprint(task), "families": dict(families or {}),
+        "seed": task.seed, "fingerprint": fingerprint(task), "families": dict(families or {}),
     }  # fmt: skip
     command = shlex.join(["diffcache", *sys.argv[1:]])
     setting = Setting(torch.device("cpu"), DTYPES[task.dtype])
     record = envelope(BENCHMARK, setting, command, body)
-    record["versions"]["transformers"] = transformers.__version__
     check(record)
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, record)
 
 

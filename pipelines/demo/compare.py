@@ -21,7 +21,6 @@ from diffcache.command import device_of
 from diffcache.features.base import Method
 from diffcache.pipelines.demo.saved import DTYPES, dtype_of
 from diffcache.pipelines.small import flux, scenes
-from diffcache.pipelines.small.export import versions
 from diffcache.psnr import CAP, psnr
 from diffcache.report import Report, human, share
 
@@ -149,12 +148,10 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the pictures as plain data."""
         return {
-            "schema": 1,
             "task": vars(self.task),
+            "seed": self.task.seed,
             "method": repr(self.method),
             "place": self.place,
-            "threads": torch.get_num_threads(),
-            "versions": versions(),
             "speedup": round(self.speedup, 3),
             "psnr_db": [round(value, 3) for value in self.psnr_db],
             "baseline": self.baseline.to_dict(),
