@@ -160,9 +160,9 @@ def evaluate(
 def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, Any] | None:
     """Evaluate a plan and print its table; return the record in the first process."""
     from diffcache.eval.report.table import terminal_table
-    from diffcache.eval.runs.folder import write_json
     from diffcache.eval.runs.measure import evaluate as run
     from diffcache.eval.runs.progress import shown
+    from diffcache.files import write_json
     from diffcache.pipelines.demo.console import console
 
     is_first = os.environ.get("RANK", "0") == "0"

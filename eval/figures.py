@@ -26,9 +26,9 @@ from diffcache.eval.report.docs import filled
 from diffcache.eval.report.plots import draw_pareto
 from diffcache.eval.report.records import Record, load
 from diffcache.eval.report.section import picture_of
-from diffcache.eval.runs.folder import write_file, write_json
 from diffcache.eval.runs.sweep import read_sweep, read_values, settings_of
 from diffcache.features.collect import Calibrated
+from diffcache.files import write_file, write_json
 from diffcache.pipelines.demo.console import progress, quiet
 
 NAME = "eval-{}-methods"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diffcache.eval.metrics import bootstrap, distances
 from diffcache.eval.metrics.frechet import Moments, frechet, moments
+from diffcache.eval.metrics.intervals import metric_interval
 
 _WIDE = 256  # features; above it one Fréchet distance takes seconds
 MOST_FOR_NEIGHBOURS = 5000  # samples; every one is compared with every other
@@ -127,10 +128,9 @@ def _frechet(
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"value": frechet(fake.moments, real.moments), "n": len(features)}
     if wanted.resamples:
-        interval = bootstrap.frechet_interval(
+        found = bootstrap.frechet_interval(
             features, real.moments, wanted.resamples, seed=wanted.seed
-        )
-        found = {**interval.to_dict(), "low": max(0.0, interval.low)}  # no distance is below 0
+        ).to_dict()
     found["floor"] = floor(real, fake, wanted.seed)
     return found
 
@@ -146,7 +146,7 @@ def _neighbours(real: Tensor, fake: Tensor, wanted: Wanted) -> dict[str, dict[st
     if not wanted.resamples:
         return {k: {"value": float(v.mean()), "n": len(v)} for k, v in columns.items()}
     return {
-        name: bootstrap.mean_interval(column, wanted.resamples, seed=wanted.seed).to_dict()
+        name: metric_interval(name, column, wanted.resamples, wanted.seed).to_dict()
         for name, column in columns.items()
     }
 

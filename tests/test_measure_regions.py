@@ -98,14 +98,6 @@ def test_ratios_are_fitted_to_the_steps_of_the_run(small: measure_regions.Measur
     assert method.tables["gamma"].shape == (STEPS - 1,)  # type: ignore[index, union-attr]
 
 
-def test_psnr() -> None:
-    one = torch.full((2, 3, 4, 4), 100, dtype=torch.uint8)
-    other = one.clone()
-    other[1] += 10
-    found = measure_regions.psnr_to(one, other)
-    assert found.tolist() == pytest.approx([100, 28.13], abs=0.01)
-
-
 def test_unknown_rows_are_refused(small: measure_regions.Measurement, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="only='nothing': must be one of interval:every=3, "):
         measure_regions.run(small, tmp_path / "none.json", tmp_path / "kept", ["nothing"])

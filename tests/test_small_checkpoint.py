@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from diffcache.files import write_json
 from diffcache.pipelines.small import checkpoint, course, loop
-from diffcache.pipelines.small.export import thin, write_json
+from diffcache.pipelines.small.export import thin
 from diffcache.pipelines.small.loop import Average
 from diffcache.pipelines.small.measure import write_report
 

@@ -26,8 +26,8 @@ from diffcache.eval.kv.recall import DTYPES, KVTask, Progress, measure
 from diffcache.eval.kv.words import NONE, parse_row
 from diffcache.eval.record import ROOT, Setting, check, envelope
 from diffcache.eval.report.palette import GREY, OKABE_ITO, styled
-from diffcache.eval.runs.folder import write_json
 from diffcache.eval.runs.sweep import read_values
+from diffcache.files import write_json
 
 BENCHMARK = "kv-recall"
 # Settings that say how much is held, and not how.
@@ -126,7 +126,7 @@ def write_record(
     shapes = {"device": "cpu", **dataclasses.asdict(task)}
     seconds = sum(sum(row["seconds"].values()) for row in rows)
     body = {"shapes": shapes, "rounds": 1, "seconds": seconds, "rows": rows,
-            "fingerprint": fingerprint(task), "families": dict(families or {})}  # fmt: skip
+            "seed": task.seed, "fingerprint": fingerprint(task), "families": dict(families or {})}  # fmt: skip
     write_rows(BENCHMARK, setting, body, out)
 
 
@@ -138,15 +138,13 @@ def write_rows(
     Args:
         benchmark: Name of the benchmark.
         setting: Device and dtype.
-        body: At least `shapes`, `rounds`, `seconds` and `rows`.
+        body: At least `shapes`, `rounds`, `seconds`, `rows` and `seed`.
         out: JSON file.
-        libraries: Packages whose versions count besides transformers.
+        libraries: More packages whose versions count.
     """
     record = envelope(benchmark, setting, shlex.join(["diffcache", *sys.argv[1:]]), body)
-    for name in ("transformers", *libraries):
-        record["versions"][name] = importlib.metadata.version(name)
+    record["versions"] |= {name: importlib.metadata.version(name) for name in libraries}
     check(record)
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, record)
 
 

@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{given.page}: {error}", file=sys.stderr)
         return 2
     if given.write:
-        from diffcache.eval.runs.folder import write_file
+        from diffcache.files import write_file
 
         write_file(given.page, wanted)
     elif page != wanted:

@@ -27,15 +27,13 @@ from diffcache.eval.runs.folder import (
     RunError,
     batches,
     check_claim,
-    read_json,
-    write_file,
-    write_json,
 )
 from diffcache.eval.runs.lines import evaluations
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.ranks import Ranks, join
 from diffcache.eval.runs.task import Case, Task, digest
 from diffcache.features.base import Method
+from diffcache.files import read_json, write_file, write_json
 
 FOLDER = Path("runs")
 WARM_UP = 1  # untimed rounds before the timed ones

@@ -23,6 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from diffcache.errors import DiffcacheError
+from diffcache.files import read_json, write_file, write_json
 
 FPS = 8  # of films on disk; pipelines do not say theirs, and no metric here depends on it
 MARKER = "run.json"  # says whose the folder of a run is
@@ -249,27 +250,6 @@ def check_claim(folder: Path, mine: Mapping[str, Any]) -> bool:
             f"{plain[name]!r}); name another folder with --out"
         )
     return False
-
-
-def write_file(path: Path, data: bytes | str) -> None:
-    """Write a file so that a crash leaves the old one or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    beside.write_bytes(data.encode() if isinstance(data, str) else data)
-    os.replace(beside, path)
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Write plain data as JSON, in one piece."""
-    write_file(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
-
-
-def read_json(path: Path) -> Any:
-    """Read what `write_json` wrote; None where there is no file or not a whole one."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def remember(path: Path, key: str, compute: Callable[[], Any]) -> Any:

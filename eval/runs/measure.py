@@ -19,11 +19,12 @@ from diffcache.eval.runs import score
 from diffcache.eval.runs.cost import costs
 from diffcache.eval.runs.evaluate import Plan, Run, draw_all, start
 from diffcache.eval.runs.extractors import Extractors, at_hand
-from diffcache.eval.runs.folder import FILM, FPS, ManifestError, remember, write_json
+from diffcache.eval.runs.folder import FILM, FPS, ManifestError, remember
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.quality import Reference, quality
 from diffcache.eval.runs.task import Case, digest
 from diffcache.features.base import Method
+from diffcache.files import write_json
 
 _PREVIEWS = 3  # films of every case that a report plays
 _NEIGHBOURS = 2000  # real samples that KID, precision and the like look at

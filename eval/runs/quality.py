@@ -10,6 +10,7 @@ from torch import Tensor
 
 from diffcache.eval.metrics import bootstrap, distances
 from diffcache.eval.metrics.frechet import Moments, at_infinity, frechet, moments
+from diffcache.eval.metrics.intervals import metric_interval
 from diffcache.eval.runs.extractors import Columns
 from diffcache.eval.sets import FeatureSet, floor
 
@@ -37,11 +38,11 @@ class Reference:
         return [self.name, {k: float(m.mean.sum()) for k, (m, _) in self.sets.items()}]
 
 
-def interval(column: Tensor) -> dict[str, Any]:
-    """Return the mean with its interval; of a single sample, the value alone."""
+def interval(key: str, column: Tensor) -> dict[str, Any]:
+    """Return the mean of a metric with its interval; of a single sample, the value alone."""
     if len(column) < 2:
         return {"value": float(column), "n": 1}
-    return bootstrap.mean_interval(column).to_dict()
+    return metric_interval(key, column).to_dict()
 
 
 def quality(
@@ -59,10 +60,10 @@ def quality(
     for name in _OF_SAMPLES:
         if name in mine:
             column = mine[name].double()
-            found[name] = interval(column)
+            found[name] = interval(name, column)
             if mine is not uncached:
-                change = column - uncached[name].double()
-                found[f"{name}_change"] = {**interval(change), "paired": True}
+                change = interval(f"{name}_change", column - uncached[name].double())
+                found[f"{name}_change"] = {**change, "paired": True}
     for ending in ("_lite", ""):
         if f"features{ending}" in mine and len(mine[f"features{ending}"]) >= _FEWEST_FOR_SETS:
             found |= _sets(mine, uncached, reference, ("fvd" if is_film else "fid", ending))
@@ -123,7 +124,7 @@ def _neighbours(features: Tensor, real: Tensor, distance: str, ending: str) -> d
     precision, recall = distances.precision_recall_values(real, features)
     density, coverage = distances.density_coverage_values(real, features)
     values = {"precision": precision, "recall": recall, "density": density, "coverage": coverage}
-    return found | {f"{name}{ending}": interval(column) for name, column in values.items()}
+    return found | {f"{k}{ending}": interval(k, column) for k, column in values.items()}
 
 
 def _mean_and_spread(pair: tuple[float, float], count: int) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 import torch
 
 from diffcache.eval.clips import write_clip
-from diffcache.eval.runs.folder import write_file
 from diffcache.eval.vbench import suite
+from diffcache.files import write_json
 
 INFO = "VBench_full_info.json"
 _HOSTILE = re.compile(r'[/\\:*?"<>|\x00-\x1f]')
@@ -267,11 +267,6 @@ def full_info(
             found = [os.path.join(folder, name) for name in names if name in there]
             entries.append({**prompt.entry, "video_list": found})
     return entries
-
-
-def write_json(path: str | Path, data: Any) -> None:
-    """Write JSON as VBench does (four spaces, ASCII), whole or not at all."""
-    write_file(Path(path), json.dumps(data, indent=4, allow_nan=False))
 
 
 def _films(folder: Path) -> list[Path]:

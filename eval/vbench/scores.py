@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diffcache.eval.vbench import suite
-from diffcache.eval.vbench.layout import write_json
+from diffcache.files import write_file
 
 ENDING = "_eval_results.json"
 
@@ -160,7 +160,8 @@ def write_results(
         path: File to write.
         results: By dimension: its score, and pairs of film and score of the film.
     """
-    write_json(path, {name: as_result(*result) for name, result in results.items()})
+    scored = {name: as_result(*result) for name, result in results.items()}
+    write_file(Path(path), json.dumps(scored, indent=4, allow_nan=False))
 
 
 def as_result(score: float, films: Sequence[tuple[str, float | bool]]) -> list[Any]:

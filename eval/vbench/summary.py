@@ -10,7 +10,7 @@ import torch
 
 from diffcache.eval.clips import FILM_ENDINGS, read_clip, read_fps
 from diffcache.eval.metrics import lite
-from diffcache.eval.metrics.bootstrap import mean_interval
+from diffcache.eval.metrics.intervals import metric_interval
 from diffcache.eval.pictures import is_picture
 from diffcache.eval.vbench import flow, own, scores
 
@@ -149,4 +149,4 @@ def _interval(key: str, values: list[float]) -> dict[str, Any]:
     if len(values) == 1:
         return {"value": values[0], "low": None, "high": None, "n": 1, "direction": direction}
     table = torch.tensor(values, dtype=torch.float64)
-    return {**mean_interval(table).to_dict(), "direction": direction}
+    return {**metric_interval(key, table).to_dict(), "direction": direction}

@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
+from diffcache.files import write_json
 from diffcache.pipelines.small.checkpoint import write_tensors
-from diffcache.pipelines.small.export import versions, write_json
+from diffcache.pipelines.small.export import versions
 from diffcache.pipelines.small.flux import DIRECTORY as FLUX
 from diffcache.pipelines.small.loop import Log, to_unit
 

@@ -28,6 +28,7 @@ from diffcache.pipelines.small.scenes import (
     render,
     sample_scene,
 )
+from diffcache.psnr import psnr
 
 KINDS = ("colour", "background", "size", "shape", "remove")
 NEW_WORDS = ("make", "turn", "into", "remove")
@@ -196,10 +197,8 @@ def untouched_psnr(pictures: Tensor, before: Tensor, after: Tensor) -> Tensor:
         before: the reference pictures, the same shape and dtype.
         after: the pictures of the wanted scenes; a pixel that is equal in both is untouched.
     """
-    same = (before == after).all(dim=1)
-    error = (pictures.double() - before.double()).square().mean(dim=1)
-    mean = (error * same).sum(dim=(1, 2)) / same.sum(dim=(1, 2)).clamp_min(1)
-    return 10 * torch.log10(255**2 / mean.clamp_min(255**2 * 1e-10))
+    untouched = (before == after).all(dim=1, keepdim=True)
+    return psnr(pictures, before, mask=untouched)
 
 
 def judge(
@@ -226,8 +225,8 @@ def judge(
         and all(all(marks) for marks in compare(scene, edit.after).values())
         for scene, edit in zip(found, edits, strict=True)
     ]
-    psnr = untouched_psnr(pictures, before, after)
-    both = [ok and kept >= least for ok, kept in zip(right, psnr.tolist(), strict=True)]
+    untouched = untouched_psnr(pictures, before, after)
+    both = [ok and kept >= least for ok, kept in zip(right, untouched.tolist(), strict=True)]
     by_kind = {
         kind: float(
             np.mean([ok for ok, edit in zip(right, edits, strict=True) if edit.kind == kind])
@@ -242,8 +241,8 @@ def judge(
         "whole_scene_right": float(np.mean(exact)),
         f"target_right_and_untouched_{least:g}_db": float(np.mean(both)),
         "untouched_psnr_db": {
-            "mean": round(float(psnr.mean()), 2),
-            "median": round(float(psnr.median()), 2),
-            "p5": round(float(psnr.quantile(0.05)), 2),
+            "mean": round(float(untouched.mean()), 2),
+            "median": round(float(untouched.median()), 2),
+            "p5": round(float(untouched.quantile(0.05)), 2),
         },
     }

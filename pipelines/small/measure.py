@@ -22,8 +22,9 @@ from diffusers import DiffusionPipeline, FluxPipeline
 from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
+from diffcache.files import write_json
 from diffcache.pipelines.small.classifier import prompt_accuracy
-from diffcache.pipelines.small.export import versions, write_json
+from diffcache.pipelines.small.export import versions
 from diffcache.pipelines.small.flux import CALL, DIRECTORY, load
 from diffcache.pipelines.small.scenes import held_out_prompts, shipped_prompts
 

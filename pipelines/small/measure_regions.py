@@ -47,6 +47,7 @@ from diffcache.pipelines.small.method_rows import (
     rounded,
     text_of,
 )
+from diffcache.psnr import psnr
 
 REPORT = DIRECTORY.parents[1] / "bench" / "shapes-kontext-methods.json"
 KEPT = Path("out/shapes-kontext-uncached.safetensors")
@@ -86,12 +87,6 @@ def fit(pipe: FluxKontextPipeline, method: RegionE, *, steps: int, samples: int)
         for i in range(0, samples, BATCH)
     ]
     return calibrate(pipe, method, calls, steps=steps, **CALL)
-
-
-def psnr_to(made: Tensor, wanted: Tensor) -> Tensor:
-    """Return the PSNR in dB [B] of pictures uint8 [B, 3, H, W] to others, at most 100."""
-    error = (made.double() - wanted.double()).square().mean(dim=(1, 2, 3))
-    return 10 * torch.log10(255**2 / error.clamp_min(255**2 * 1e-10))
 
 
 @dataclass(frozen=True)
@@ -205,8 +200,11 @@ class Measurement:
             pipes = (self.plain, self.pipe)
             plain, cached = (partial(self.timed, pipe, batch) for pipe in pipes)
             ratio = ratio_in_turn(plain, cached, self.rounds)
-        psnr = psnr_to(torch.cat(parts), wanted)
-        fidelity = {**rounded(interval(psnr), 2), "p5": round(float(psnr.quantile(0.05)), 2)}
+        closeness = psnr(torch.cat(parts), wanted)
+        fidelity = {
+            **rounded(interval(closeness), 2),
+            "p5": round(float(closeness.quantile(0.05)), 2),
+        }
         full = self.once * self.steps * self.samples
         return {
             "name": name,

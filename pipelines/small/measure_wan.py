@@ -25,8 +25,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from diffcache.files import write_json
 from diffcache.pipelines.small.classifier import prompt_accuracy
-from diffcache.pipelines.small.export import save_pipeline, thin, versions, write_json
+from diffcache.pipelines.small.export import save_pipeline, thin, versions
 from diffcache.pipelines.small.loop import Log, to_unit
 from diffcache.pipelines.small.scenes import prompt, sample_scene
 from diffcache.pipelines.small.train_wan_vae import draw_scenes_and_films

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaForCausalLM
 
+from diffcache.files import write_json
 from diffcache.pipelines.small.course import Course, Plan, train
 from diffcache.pipelines.small.diffusion import record
-from diffcache.pipelines.small.export import thin, write_json
+from diffcache.pipelines.small.export import thin
 from diffcache.pipelines.small.loop import Log, training_parser
 from diffcache.pipelines.small.measure import write_report
 from diffcache.pipelines.small.measure_reach import wilson
