@@ -104,12 +104,13 @@ def measure(
         Shares of the answers with 95 % intervals: `whole`, with both tokens right; `lookup`, with
         the first right, which must be found in the context; `copy`, with the second right after
         the right first one. `hits` has them all, see `hits_of`. Greedy generation gives the same
-        whole answers: it differs where the first token is wrong already. `perplexity` of filler
-        after the compressed context,
-        `bytes` held for one context, `share` of those of an exact cache, `slots` a row, `read`
-        (share of the slots held that a query reads), and seconds: `prefill`, `compress`, and
-        `token` for each token that is asked of a batch. Seconds of a press of kvpress are those
-        of our store, without what kvpress takes to choose.
+        whole answers: it goes another way only where the first token is wrong already.
+
+        `perplexity` of filler after the compressed context, `bytes` held for one context, `share`
+        of those of an exact cache, `slots` a row, `read` (share of the slots held that a query
+        reads), and seconds: `all`, `prefill` and `compress` of a context, `token` for each token
+        that is asked of a batch. Seconds of a press of kvpress are those of our store, without
+        what kvpress takes to choose.
     """
     spent, found = _Spent(), _Found()
     try:
@@ -221,8 +222,9 @@ class _Spent:
         self.tokens = 0
 
     def per(self, task: KVTask) -> dict[str, float]:
-        """Return seconds for a context, and for a token of a batch."""
+        """Return seconds of everything, for a context, and for a token of a batch."""
         return {
+            "all": self.prefill + self.compress + self.token,
             "prefill": self.prefill / task.samples,
             "compress": self.compress / task.samples,
             "token": self.token / max(self.tokens, 1),

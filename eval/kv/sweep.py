@@ -123,10 +123,11 @@ def write_record(
 ) -> None:
     """Write what was measured, and with what."""
     setting = Setting(torch.device("cpu"), DTYPES[task.dtype])
-    shapes = {"device": "cpu", **dataclasses.asdict(task)}
-    seconds = sum(sum(row["seconds"].values()) for row in rows)
-    body = {"shapes": shapes, "rounds": 1, "seconds": seconds, "rows": rows,
-            "seed": task.seed, "fingerprint": fingerprint(task), "families": dict(families or {})}  # fmt: skip
+    body = {
+        "shapes": {"device": "cpu", **dataclasses.asdict(task)}, "rounds": 1, "seed": task.seed,
+        "seconds": sum(row["seconds"]["all"] for row in rows), "rows": rows,
+        "fingerprint": fingerprint(task), "families": dict(families or {}),
+    }  # fmt: skip
     write_rows(BENCHMARK, setting, body, out)
 
 

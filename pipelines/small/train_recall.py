@@ -176,7 +176,10 @@ def change(path: Path, **values: Any) -> None:
 
 @torch.no_grad()
 def measure(model: LlamaForCausalLM, task: Task, *, samples: int, seed: int) -> dict[str, Any]:
-    """Measure how many answers are exactly right, and the perplexity of filler.
+    """Measure how many whole answers are right, both tokens, and the perplexity of filler.
+
+    The second token is asked after the right first one, so greedy generation gives the same whole
+    answers.
 
     Args:
         model: in evaluation mode.
@@ -195,7 +198,8 @@ def measure(model: LlamaForCausalLM, task: Task, *, samples: int, seed: int) -> 
         marked.append(batch.asked_marks)
         nats.append(filler_nats(logits, batch))
     hits, marks = torch.cat(right), torch.cat(marked)
-    count, total = int(hits.sum()), hits.numel()
+    whole = hits.all(-1)
+    count, total = int(whole.sum()), whole.numel()
     return {
         "context": task.context,
         "facts": task.facts,
@@ -206,11 +210,11 @@ def measure(model: LlamaForCausalLM, task: Task, *, samples: int, seed: int) -> 
         "seed": seed,
         "recall": round(count / total, 4),
         "wilson_95": [round(end, 4) for end in wilson(count, total)],
-        "v1": share(hits[..., 0]),
-        "v2": share(hits[..., 1]),
-        "first_query": share(hits[:, 0]),
-        "marked": share(hits[marks]),
-        "unmarked": share(hits[~marks]),
+        "lookup": share(hits[..., 0]),
+        "copy": share(hits[..., 1]),
+        "first_query": share(whole[:, 0]),
+        "marked": share(whole[marks]),
+        "unmarked": share(whole[~marks]),
         "filler_perplexity": round(float(torch.cat(nats).mean().exp()), 3),
         "seconds": round(time.monotonic() - begin, 1),
     }
@@ -237,7 +241,8 @@ def judge(samples: int) -> None:
         print(json.dumps(runs[-1]), flush=True)
     about = {
         "model": "recall-llama",
-        "measure": "share of exactly right answers (v1 and v2 of distinct queries), uncached",
+        "measure": "share of whole answers (both tokens right) to distinct queries, uncached; "
+        "lookup and copy are of their first and second tokens",
         "dtype": "float32",
         "filler_perplexity_floor": SUCCESSORS,
     }

@@ -196,11 +196,21 @@ class TestTraining:
         with torch.no_grad():
             logits = model(batch.ids).logits
         right = score(batch.answer_logits(logits), batch).double()
-        assert run["recall"] == pytest.approx(right.mean().item(), abs=1e-4)
-        assert run["v1"] == pytest.approx(right[..., 0].mean().item(), abs=1e-4)
-        assert run["first_query"] == pytest.approx(right[:, 0].mean().item(), abs=1e-4)
+        whole = right.prod(-1)
+        assert run["recall"] == pytest.approx(whole.mean().item(), abs=1e-4)
+        assert run["lookup"] == pytest.approx(right[..., 0].mean().item(), abs=1e-4)
+        assert run["first_query"] == pytest.approx(whole[:, 0].mean().item(), abs=1e-4)
         assert run["wilson_95"][0] < run["recall"] <= run["wilson_95"][1] + 1e-4
         assert run["trained"] and run["queries"] == 2
+
+    def test_an_answer_whose_second_token_is_wrong_is_not_whole(self, model, monkeypatch):
+        def first_only(logits, batch):
+            return torch.tensor([True, False]).expand(batch.expected.shape)
+
+        monkeypatch.setattr(train_recall, "score", first_only)
+        run = train_recall.measure(model, Task(65, 8, 2), samples=3, seed=HELD_OUT)
+        assert (run["recall"], run["lookup"], run["copy"]) == (0, 1, 0)
+        assert run["unmarked"] in (0, None) and run["wilson_95"][0] == 0
 
 
 @pytest.fixture(scope="module")
