@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -127,7 +127,7 @@ class RecipeLM(HFLM):  # type: ignore[misc] # lm_eval has no types
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: Any = None
     ) -> list[tuple[float, bool]]:
-        check_contexts(self.recipe, requests)
+        check_prompts(self.recipe, all(len(context) > 1 for _, context, _ in requests))
         answers = []
         shown = tqdm(requests, "scoring", disable=disable_tqdm, leave=False)
         for context, alike in groupby(shown, self._context):
@@ -180,48 +180,37 @@ class RecipeLM(HFLM):  # type: ignore[misc] # lm_eval has no types
 
 def acts_on_tokens(recipe: Recipe) -> bool:
     """Return whether a recipe does anything while tokens are generated one by one."""
-    trigger = recipe.trigger
-    decoding = trigger is not None and trigger.decoding
+    decoding = recipe.trigger is not None and recipe.trigger.decoding
     return decoding or recipe.codec is not None or recipe.retrieve is not None
 
 
-def check_recipe(recipe: Recipe, kinds: Iterator[tuple[str, str]]) -> None:
+def check_recipe(recipe: Recipe, kinds: Mapping[str, str]) -> None:
     """Check that tasks can measure a recipe.
 
     Args:
         recipe: What is measured.
-        kinds: Name of each task, and what it asks for.
+        kinds: What each task asks for, by its name.
 
     Raises:
-        ValueError: If it would act on nothing that is scored, or cannot act.
+        ValueError: If it cannot act, or would act on nothing that is scored.
     """
     if recipe.score == Asked():
         raise ValueError(
             f"recipe {recipe.name!r} scores slots by a probe that its user chooses, and a task has "
             "none; --tasks recall measures it with the context as the probe"
         )
-    for task, kind in kinds:
-        if kind == "loglikelihood_rolling" and not acts_on_tokens(recipe) and recipe.evicts:
-            raise ValueError(f"--tasks {task}: {_nothing_before(recipe)}")
+    for task, kind in kinds.items():
+        check_prompts(recipe, kind != "loglikelihood_rolling", f"--tasks {task}: ")
 
 
-def check_contexts(recipe: Recipe, requests: Sequence[Request]) -> None:
-    """Check that something can be compressed before anything is scored.
-
-    Raises:
-        ValueError: If a context is empty and the recipe compresses contexts alone.
-    """
-    alone = any(len(context) < 2 for _, context, _ in requests)
-    if alone and recipe.evicts and not acts_on_tokens(recipe):
-        raise ValueError(_nothing_before(recipe))
-
-
-def _nothing_before(recipe: Recipe) -> str:
-    return (
-        f"recipe {recipe.name!r} compresses once, after a prompt, and here whole texts are scored "
-        "without one, so nothing would be compressed; take a recipe that also acts while tokens "
-        "are generated (h2o, kivi, ...), or a task with contexts"
-    )
+def check_prompts(recipe: Recipe, prompted: bool, where: str = "") -> None:
+    """Raise where only a prompt is compressed, and none stands before what is scored."""
+    if not prompted and recipe.evicts and not acts_on_tokens(recipe):
+        raise ValueError(
+            f"{where}recipe {recipe.name!r} compresses once, after a prompt, and here whole texts "
+            "are scored without one, so nothing would be compressed; take a recipe that also acts "
+            "while tokens are generated (h2o, kivi, ...), or a task with contexts"
+        )
 
 
 def ask(
@@ -249,7 +238,7 @@ def ask(
     manager = questions.manager()
     loaded = manager.load(list(questions.tasks))["tasks"]
     for recipe in recipes.values():
-        check_recipe(recipe, ((name, task.OUTPUT_TYPE) for name, task in loaded.items()))
+        check_recipe(recipe, {name: task.OUTPUT_TYPE for name, task in loaded.items()})
     lm, started = questions.load(), time.perf_counter()
     rows: list[dict[str, Any]] = []
     exact: dict[tuple[str, str], tuple[float, Tensor]] = {}

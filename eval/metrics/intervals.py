@@ -66,8 +66,8 @@ def share_change(before: Tensor, after: Tensor, level: float = LEVEL) -> Interva
     """Return how much larger a share is among the same samples, with an interval within -1..1.
 
     The change is the share that only `after` has right minus the share that only `before` has, and
-    its interval is put together from Wilson's of the two (Zou and Donner 2008): never of width zero,
-    even where all outcomes are the same.
+    its interval is put together from Wilson's of the two (Zou and Donner 2008): it never has width
+    zero, even where all outcomes are the same.
 
     Args:
         before: Outcomes in 0..1, [N] or [N, Q], as `share_interval` takes them.

@@ -16,7 +16,6 @@ from diffcache import cli
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import h2o, snapkv
-from diffcache.kv.recipes.eviction_more import kvzip
 from diffcache.kv.recipes.quantised import kivi
 from diffcache.pipelines.small.recall import Task, draw
 from diffcache.pipelines.small.recall_llama import words
@@ -239,8 +238,3 @@ def test_a_missing_harness_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = CliRunner().invoke(cli.app, ["kv", "--tasks", "gsm8k", "--recipe", "h2o"])
     assert found.exit_code == 3 and "pip install 'diffcache[llm]'" in found.output
-
-
-def test_a_recipe_that_needs_a_probe_is_no_recipe_of_a_task() -> None:
-    with pytest.raises(ValueError, match="'kvzip' scores slots by a probe"):
-        harness.check_recipe(kvzip(8), iter([]))
