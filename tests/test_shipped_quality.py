@@ -16,7 +16,7 @@ from diffcache.eval.shipped import cards, quality, recall
 from diffcache.pipelines.demo.saved import MODELS
 from diffcache.pipelines.small import dit
 from diffcache.pipelines.small.recall import HELD_OUT, Task
-from diffcache.pipelines.small.scenes import Figure, Scene, held_out, parse, prompt, render
+from diffcache.pipelines.small.scenes import Figure, Scene, prompt, render
 
 LEFT = Figure("ring", "red", "large", "left")
 SCENE = Scene("yellow", (LEFT, Figure("square", "blue", "large", "right")))
@@ -53,12 +53,6 @@ def test_answers_are_right_where_both_values_are() -> None:
     assert recall.TASKS[0].context == 513  # that of the tables of caches
     assert recall.measure(model, task, 5, 3)["first_right"].float().mean() > 0.9
     assert HELD_OUT + 3 > 1 << 39
-
-
-def test_prompts_of_films_are_held_out() -> None:
-    prompts = quality.held_out_films(100)
-    assert len(set(prompts)) == 100
-    assert all(held_out(parse(text)) for text in prompts)
 
 
 def test_a_record_says_how_it_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from diffcache.eval.shipped.quality import draw_films, held_out_films
+from diffcache.eval.shipped.quality import draw_films
 from diffcache.pipelines.small import train_wan, train_wan_text, train_wan_vae, wan
 from diffcache.pipelines.small.classifier import prompt_accuracy
 from diffcache.pipelines.small.course import update
 from diffcache.pipelines.small.export_wan import RECORD
 from diffcache.pipelines.small.loop import to_unit
-from diffcache.pipelines.small.scenes import prompt
+from diffcache.pipelines.small.scenes import held_out_singles, prompt
 from diffcache.pipelines.small.train_wan_vae import draw_scenes, draw_scenes_and_films
 from diffcache.pipelines.small.wan_places import start_with_places
 from diffcache.pipelines.small.wan_step import REAL_TOKENS, Step, draw_sigmas
@@ -59,7 +59,7 @@ class TestShipped:
         assert (pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial) == (2, 8)
 
     def test_films_what_held_out_prompts_say(self, pipe):
-        prompts = held_out_films(8, seed=5)
+        prompts = held_out_singles(5)[:8]
         films = draw_films(pipe, prompts, steps=8, seed=5)
         assert films.shape == (8, wan.FRAMES, 64, 64, 3)
         share, _ = prompt_accuracy(films[:, wan.FRAMES // 2].permute(0, 3, 1, 2), prompts)

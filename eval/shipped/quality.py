@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import DiffusionPipeline, WanPipeline
 from PIL import Image, ImageDraw, ImageFont
@@ -42,9 +41,8 @@ from diffcache.pipelines.small.loop import to_unit
 from diffcache.pipelines.small.recall import Task
 from diffcache.pipelines.small.scenes import (
     held_out_prompts,
+    held_out_singles,
     parse,
-    prompt,
-    sample_scene,
     shipped_prompts,
 )
 
@@ -126,21 +124,6 @@ def draw_films(
     return torch.cat(films)
 
 
-def held_out_films(count: int, seed: int = 0) -> list[str]:
-    """Return different prompts of one object in combinations no model was trained on.
-
-    Args:
-        count: Prompts; there are 236 in all.
-        seed: Seed of the draw.
-    """
-    rng = np.random.default_rng([seed, 20_261])
-    scenes: dict[str, str] = {}
-    while len(scenes) < count:
-        scene = sample_scene(rng, held=True, figures=1)
-        scenes.setdefault(scene.key(), prompt(scene, int(rng.integers(2))))
-    return list(scenes.values())
-
-
 def of_prompts(pictures: Any, prompts: Sequence[str]) -> Outcomes:
     """Return which pictures show everything their prompt states, and the share of each attribute.
 
@@ -170,7 +153,7 @@ def _of_unet(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
 
 def _of_wan(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
     """Judge the middle frame, where the object passes its stated place."""
-    prompts = held_out_films(samples, seed)
+    prompts = held_out_singles(seed)[:samples]
     films = draw_films(pipe, prompts, steps=steps, seed=seed)
     return of_prompts(films[:, wan.FRAMES // 2].permute(0, 3, 1, 2), prompts)
 
@@ -241,7 +224,7 @@ def _kontext_grid(pipe: Any) -> tuple[str, Image.Image]:
 
 
 def _wan_strips(pipe: Any) -> tuple[str, Image.Image]:
-    texts = held_out_films(10)
+    texts = held_out_singles()[:10]
     films = draw_films(pipe, texts, steps=20, seed=0)[:, ::2].permute(0, 1, 4, 2, 3)
     strips = [[_image(frame) for frame in film] for film in films]
     return "strips.png", draw_grid(strips, texts, scale=2, columns=1)
