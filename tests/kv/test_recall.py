@@ -248,8 +248,7 @@ class TestShipped:
         bench = train_recall.BENCH
         quality = json.loads((bench / "recall-llama-quality.json").read_text())
         training = json.loads((bench / "recall-llama-training.json").read_text())
-        assert quality["model"] == training["model"] == "recall-llama"
+        assert quality["shapes"]["model"] == training["model"] == "recall-llama"
         assert training["weights"] == 853_120 and training["seed"] == 0
-        tried = {(run["context"], run["facts"]): run for run in quality["runs"]}
-        run = tried[LONGEST, 64]
-        assert run["wilson_95"][0] >= 0.95
+        rows = {(row["tokens"], row["facts"]): row["quality"] for row in quality["rows"]}
+        assert rows[LONGEST, 64]["whole_right"]["low"] >= 0.95
