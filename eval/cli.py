@@ -77,7 +77,8 @@ def evaluate(
         int | None, typer.Option(min=1, help="Sampling steps (default: the pipeline's).")
     ] = None,
     prompts: Annotated[
-        str, typer.Option(help="shapes, shapes-held-out, pictures, films, or a file of prompts.")
+        str,
+        typer.Option(help="shapes, shapes-held-out, shapes-one-held-out, pictures, films, a file."),
     ] = "",
     seed: Seed = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts a call.")] = 8,

@@ -13,7 +13,6 @@ from diffcache.eval.metrics.bootstrap import (
     frechet_change,
     frechet_interval,
     mean_interval,
-    paired_change,
 )
 from diffcache.eval.metrics.frechet import Moments, frechet, moments
 
@@ -111,14 +110,6 @@ def test_a_planted_shift_is_found_and_an_equal_distribution_is_not() -> None:
     assert alone[0].high > alone[1].low
 
 
-def test_changes_of_means_are_paired() -> None:
-    a = 10 * noise(200)
-    found = paired_change(a, a + 0.1 + 0.1 * noise(200, seed=1))
-    assert found.low > 0 and found.value == pytest.approx(0.1, abs=0.03)
-    assert paired_change(a, a) == Interval(0.0, 0.0, 0.0, 200)
-    assert mean_interval(a).low < mean_interval(a + 0.1).value < mean_interval(a).high
-
-
 def test_equal_features_do_not_differ_at_all() -> None:
     features = noise(40, 64)  # rank below the size
     zero = Interval(0.0, 0.0, 0.0, 40)
@@ -146,7 +137,6 @@ def test_the_seed_decides_and_blocks_do_not(monkeypatch: pytest.MonkeyPatch) -> 
         (lambda: mean_interval(torch.tensor([1, torch.nan])), "NaN or infinity in 1 of 2"),
         (lambda: mean_interval(torch.ones(4), resamples=1), "resamples=1"),
         (lambda: mean_interval(torch.ones(4), level=95), "level=95 must be between 0 and 1"),
-        (lambda: paired_change(torch.ones(4), torch.ones(5)), "4 values against 5"),
         (lambda: frechet_interval(noise(9, 5), REFERENCE), "features of 5 and 6 values"),
         (lambda: frechet_interval(noise(9, 6), REFERENCE, level=0), "level=0"),
         (lambda: frechet_change(noise(9, 6), noise(8, 6), REFERENCE), "9 samples against 8"),

@@ -63,6 +63,21 @@ def test_intervals_of_clusters_hold_the_true_share_19_times_in_20() -> None:
     assert plain / 600 < 0.85  # what the clusters are for
 
 
+def test_a_change_is_of_the_same_samples_and_knows_that_others_may_change() -> None:
+    before = torch.rand(300, generator=torch.Generator().manual_seed(0)) < 0.9
+    after = before & (torch.arange(300) % 5 > 0)
+    lost = int((before & ~after).sum())
+    found = share_change(before, after)
+    assert found.value == pytest.approx(-lost / 300) and found.high < 0
+    assert found.n == 300 and share_change(after, before).value == pytest.approx(lost / 300)
+    # Bonett and Price's shares of pairs that changed either way
+    one, other = 1 / 302, (lost + 1) / 302
+    half = 1.959964 * math.sqrt((one + other - (one - other) ** 2) / 302)
+    assert (found.low, found.high) == pytest.approx((one - other - half, one - other + half))
+    same = share_change(before, before)
+    assert same.value == 0 and -0.02 < same.low < 0 < same.high < 0.02
+
+
 def test_shares_of_several_attributes_are_worth_more_than_one_outcome() -> None:
     right = torch.rand(256, 8, generator=torch.Generator().manual_seed(0)) < 0.9
     fractions = right.double().mean(dim=1)
@@ -103,6 +118,8 @@ def test_every_range_is_of_a_metric() -> None:
 def test_bad_outcomes_have_a_clear_error(hits: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         share_interval(hits)
+    with pytest.raises(ValueError, match="needs the same samples"):
+        share_change(torch.ones(2), torch.ones(3))
     with pytest.raises(ValueError, match="level=95"):
         share_interval(torch.ones(2), level=95)
 

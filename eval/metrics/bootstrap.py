@@ -80,33 +80,6 @@ def mean_interval(
     return _centred(float(table.mean()), means, len(table), level, bounds)
 
 
-def paired_change(
-    values_a: Tensor,
-    values_b: Tensor,
-    resamples: int = RESAMPLES,
-    level: float = LEVEL,
-    seed: int = 0,
-) -> Interval:
-    """Return mean(b) - mean(a) with its interval, both resampled with the same ids.
-
-    Args:
-        values_a: One value a sample, [N]: the baseline.
-        values_b: The same samples, [N].
-        resamples: Resamplings.
-        level: Share of resamplings inside, in 0..1.
-        seed: Seed of the resampling.
-
-    Raises:
-        ValueError: If shapes differ or a value is not finite.
-    """
-    a, b = _column(values_a, "values_a"), _column(values_b, "values_b")
-    if len(a) != len(b):
-        raise ValueError(
-            f"{len(a)} values against {len(b)}; a paired change needs the same samples"
-        )
-    return mean_interval(b - a, resamples, level, seed)
-
-
 def frechet_interval(
     fake_features: Tensor,
     reference: Moments,

@@ -104,6 +104,35 @@ def _independent(table: Tensor) -> float:
     return min(worth, float(count)) if are_whole else worth
 
 
+def share_change(before: Tensor, after: Tensor, level: float = LEVEL) -> Interval:
+    """Return how much larger a share of the same samples' outcomes became, with its interval.
+
+    Two pairs more, one that changed each way, keep the interval from having width zero where no
+    outcome changed (Bonett and Price 2012, doi 10.3102/1076998611411915).
+
+    Args:
+        before: Outcomes in 0..1, [N] or [N, Q] as in `share_interval`.
+        after: Outcomes of the same samples, of the same shape.
+        level: Confidence of the interval, in 0..1.
+
+    Raises:
+        ValueError: If shapes differ, or as in `share_interval`.
+    """
+    if before.shape != after.shape:
+        raise ValueError(
+            f"outcomes of shape {list(before.shape)} and {list(after.shape)}: a paired change "
+            "needs the same samples"
+        )
+    one, other = share_interval(before, level), share_interval(after, level)
+    change = (after.double() - before.double()).reshape(len(before), -1).mean(dim=1).cpu()
+    table = torch.cat([change, torch.tensor([1.0, -1.0], dtype=torch.float64)])
+    middle, spread = float(table.mean()), float(table.std(correction=0)) / math.sqrt(len(table))
+    half = NormalDist().inv_cdf((1 + level) / 2) * spread
+    value = other.value - one.value
+    low, high = max(-1.0, middle - half), min(1.0, middle + half)
+    return Interval(value, min(low, value), max(high, value), len(change))
+
+
 def metric_interval(
     key: str, values: Tensor, resamples: int = RESAMPLES, seed: int = 0
 ) -> Interval:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diffcache.eval.prompts import Prompts, load_prompts
+from diffcache.eval.prompts import HELD_OUT, HELD_OUT_ONE, Prompts, load_prompts
 from diffcache.eval.runs.task import Task, digest
 from diffcache.pipelines.demo.inputs import needed_inputs
 from diffcache.pipelines.demo.saved import Parameters
@@ -83,7 +83,8 @@ def prompts_of(task: Task, pipeline: str, parameters: Parameters, directory: Pat
         if not source:
             shapes = directory.resolve().name.startswith("shapes-")
             is_film = "num_frames" in parameters
-            source = "shapes-held-out" if shapes else "films" if is_film else "pictures"
+            ours = HELD_OUT_ONE if is_film else HELD_OUT  # our films are of one object
+            source = ours if shapes else "films" if is_film else "pictures"
         return load_prompts(source, task.samples)
     if "class_labels" not in parameters:
         if source:

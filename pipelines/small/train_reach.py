@@ -1,4 +1,4 @@
-"""Train the small policy that reaches a goal round obstacles, export it and measure it.
+"""Train the small policy that reaches a goal round obstacles, and export it.
 
     python -m diffcache.pipelines.small.train_reach --out out/reach
 
