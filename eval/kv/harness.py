@@ -24,7 +24,7 @@ from tqdm import tqdm
 from diffcache.eval.kv.recall import SHIPPED
 from diffcache.eval.kv.sweep import write_rows
 from diffcache.eval.kv.words import NONE
-from diffcache.eval.metrics.bootstrap import Interval, mean_interval, paired_change
+from diffcache.eval.metrics.bootstrap import Interval, mean_interval
 from diffcache.eval.metrics.intervals import share_change, share_interval
 from diffcache.eval.record import Setting
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
@@ -312,4 +312,4 @@ def _change(before: tuple[float, Tensor], after: tuple[float, Tensor]) -> dict[s
         return {"value": after[0] - before[0]}
     if all(map(_is_share, values)):
         return share_change(*values).to_dict()
-    return paired_change(*values).to_dict()
+    return mean_interval(values[1] - values[0]).to_dict()

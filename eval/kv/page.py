@@ -48,8 +48,8 @@ retrieval, of the slots that a query reads).
 ALIKE = (
     "kvpress 0.5.5 says which slots stay, our store holds exactly those, and both are asked alike. "
     "The first row of ours in the record that has the name and the budget stands beside a press. "
-    "Differences of the whole answers are of the same questions; their 95 % intervals are put "
-    "together from Wilson's of the answers that only one of the two has right."
+    "Differences of the whole answers are of the same questions, with 95 % intervals for paired "
+    "shares (Bonett and Price 2012) over contexts."
 )
 HELD = (
     "Bytes held for a context, scales, zeros, positions, exact rest and kept queries included, and "

@@ -62,34 +62,6 @@ def share_interval(hits: Tensor, level: float = LEVEL) -> Interval:
     return Interval(share, min(low, share), max(high, share), len(table))
 
 
-def share_change(before: Tensor, after: Tensor, level: float = LEVEL) -> Interval:
-    """Return how much larger a share is among the same samples, with an interval within -1..1.
-
-    The change is the share that only `after` has right minus the share that only `before` has, and
-    its interval is put together from Wilson's of the two (Zou and Donner 2008): it never has width
-    zero, even where all outcomes are the same.
-
-    Args:
-        before: Outcomes in 0..1, [N] or [N, Q], as `share_interval` takes them.
-        after: The same samples, of the same shape.
-        level: Confidence of the interval, in 0..1.
-
-    Raises:
-        ValueError: If the shapes differ, or as `share_interval`.
-    """
-    if before.shape != after.shape:
-        raise ValueError(
-            f"outcomes of shapes {list(before.shape)} and {list(after.shape)}; a paired change "
-            "needs the same samples"
-        )
-    gain = after.to(torch.float64) - before.to(torch.float64)
-    won, lost = (share_interval(part.clamp(min=0), level) for part in (gain, -gain))
-    change = won.value - lost.value
-    low = change - math.hypot(won.value - won.low, lost.high - lost.value)
-    high = change + math.hypot(won.high - won.value, lost.value - lost.low)
-    return Interval(change, max(low, -1.0), min(high, 1.0), len(before))
-
-
 def _independent(table: Tensor) -> float:
     """Return how many independent outcomes are worth as much as these, float64 [N, Q]."""
     share, count = float(table.mean()), table.numel()

@@ -102,9 +102,9 @@ def test_rows_stand_beside_those_of_kvpress() -> None:
         ("h2o:budget=0.25", "kvpress/observed_attention:budget=0.25"),
     ]
     text = page.results(record)
-    # One whole answer of six is ours alone: 1/6, less hypot(1/6 - 0.030, 0.390) of Wilson's ends.
-    # Answers that are all the same still leave room.
-    assert "| +0.167 (-0.247 to +0.564) |" in text and "| +0.000 (-0.390 to +0.390) |" in text
+    # One whole answer of six is ours alone: 0.1 +- 1.96 sqrt(0.44 / 5) over the changes 0, 1/2, 0
+    # of the contexts and the pairs 1, -1. Answers that are all the same still leave room.
+    assert "| +0.167 (-0.481 to +0.681) |" in text and "| +0.000 (-0.554 to +0.554) |" in text
     assert "snapkv:budget=0.25\\|kivi" in text
     assert page.figures_of(record, "snapkv") == [
         "`budget=0.25,window=8` 0.500 (0.400 to 0.600), look-up 0.250, copy 0.750, at 26.0%"
