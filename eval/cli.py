@@ -86,6 +86,10 @@ def evaluate(
         list[str],
         typer.Option("--call", metavar="KEY=VALUE", help="An argument of the pipeline's call."),
     ] = EMPTY,
+    fps: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1000, help="Frames a second of films (default: the model's)."),
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of torch.")] = 1,
@@ -143,7 +147,7 @@ def evaluate(
     task = Task(
         model=model, prompts=prompts, samples=samples, seed=seed, batch_size=batch_size,
         steps=steps, call=parse_settings(call, "--call"), dtype=dtype, device=device,
-        threads=threads,
+        threads=threads, fps=fps,
     )  # fmt: skip
     doubles = [name for name in methods if methods.count(name) > 1]
     if doubles:

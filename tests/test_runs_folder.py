@@ -91,7 +91,7 @@ class TestCaseFolder:
         assert not folder.done([short])
 
     def test_a_damaged_manifest_is_named(self, tmp_path: Path) -> None:
-        folder, (batch,) = CaseFolder(tmp_path), batches(["a"], 1, 1, 0)
+        folder, (batch,) = CaseFolder(tmp_path, fps=12), batches(["a"], 1, 1, 0)
         folder.write(batch, [self.sample()], {})
         folder.manifest.write_text("{" + folder.manifest.read_text() + "\n")
         with pytest.raises(ManifestError, match=r"manifest\.0\.jsonl is damaged: delete"):

@@ -24,7 +24,7 @@ NETWORKS = Extractors()
 
 def written(path: Path, samples: list[Tensor], prompts: list[str]) -> score.Samples:
     """Store samples as a run does."""
-    folder = CaseFolder(path)
+    folder = CaseFolder(path, fps=8)
     (batch,) = batches(prompts, len(samples), len(samples), 0)
     folder.write(batch, samples, {})
     (line,) = folder.done([batch]).values()

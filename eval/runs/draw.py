@@ -20,7 +20,7 @@ import diffcache
 from diffcache.command import device_of
 from diffcache.eval.diffusers_caches import DiffusersCache, observed
 from diffcache.eval.prompts import HELD_OUT, Prompts
-from diffcache.eval.runs.arguments import check_call, prompts_of
+from diffcache.eval.runs.arguments import check_call, frame_rate, prompts_of
 from diffcache.eval.runs.folder import Batch
 from diffcache.eval.runs.ranks import Ranks
 from diffcache.eval.runs.task import Case, Task, directory_sha256, versions
@@ -66,6 +66,7 @@ class Drawer:
         self.call = {name: value for name, value in defaults.items() if name in self.parameters}
         self.call |= task.call
         check_call(self.pipeline, self.parameters, task, self.call)
+        self.fps = frame_rate(self.pipeline, self.parameters, task, self.call)
         self.device = device_of(task.device)
         if self.device == torch.device("cuda") and self.ranks.count > 1:
             self.device = torch.device("cuda", self.ranks.local)
@@ -124,8 +125,9 @@ class Drawer:
         task = self.task
         # The held-out list grows with the number of samples, and its start stays as it is.
         grows = self.prompts.source == HELD_OUT
+        films = {} if self.fps is None else {"fps": self.fps}
         return {
-            "model": directory_sha256(self.directory), "pipeline": self.pipeline,
+            **films, "model": directory_sha256(self.directory), "pipeline": self.pipeline,
             "call": self.call, "dtype": self.dtype, "device": self.device.type,
             "threads": task.threads, "batch_size": task.batch_size, "seed": task.seed,
             "prompts": self.prompts.source if grows else self.prompts.sha256,

@@ -117,7 +117,7 @@ class Run:
     def case_folder(self, case: Case) -> CaseFolder:
         """Return the folder of a case."""
         path = self.folder / "cases" / case.folder(self.drawer.about)
-        return CaseFolder(path, self.ranks.index)
+        return CaseFolder(path, self.ranks.index, self.drawer.fps)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

@@ -40,6 +40,7 @@ class Task:
         dtype: Of the model, or `auto` (`diffcache.pipelines.demo.saved.dtype_of`).
         device: `auto`, or as torch names it.
         threads: CPU threads of torch; they change the order of sums.
+        fps: Frames per second of films on disk; None is the pipeline's own.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Task:
     dtype: str = "auto"
     device: str = "auto"
     threads: int = 1
+    fps: float | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("samples", 1), ("batch_size", 1), ("threads", 1), ("seed", 0)):
@@ -59,6 +61,8 @@ class Task:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be at least {least}")
         if self.steps is not None and not _is_whole(self.steps, 1):
             raise ValueError(f"steps={self.steps!r}: must be at least 1")
+        if self.fps is not None and not 0.01 <= self.fps <= 1000:
+            raise ValueError(f"fps={self.fps!r}: must be from 0.01 to 1000 frames per second")
         if not isinstance(self.call, Mapping):
             raise ValueError(f"call={self.call!r}: must be arguments by name")
         check_dtype(self.dtype)
