@@ -27,12 +27,13 @@ from diffcache.command import (
     parse_settings,
 )
 from diffcache.errors import MissingError
+from diffcache.eval.vbench.command import app as vbench_app
 
 if TYPE_CHECKING:
     from diffcache.eval.runs.evaluate import Plan
 
 EMPTY: list[str] = []
-NEEDED = ("torchmetrics", "matplotlib", "cv2", "av")
+NEEDED = ("torchmetrics", "matplotlib", "av")
 SHOWN = (
     "evaluations", "flops_ratio", "ratio", "held_bytes", "psnr_db", "lpips", "lpips_lite",
     "temporal_error", "fid", "fid_lite", "fid_lite_change", "fvd_lite", "fvd_lite_change",
@@ -44,11 +45,10 @@ SCRIPTS = {
     "fid": "Compare two folders of pictures as sets: FID, KID, precision and recall.",
     "fidelity": "Compare two folders file by file: PSNR, SSIM, MS-SSIM, LPIPS.",
     "latency": "Time a pipeline with and without methods, in turn.",
-    "vbench": "Measure a folder of films: own dimensions, or VBench where it is installed.",
     "report": "Write tables, plots and a page from records.",
 }
 
-PACKAGES = ("report", "vbench")
+PACKAGES = ("report",)
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -57,6 +57,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(vbench_app, name="vbench")
 
 Model = Annotated[str, typer.Option(help=f"{MODELS[0].upper()}{MODELS[1:]}.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/MODEL-HASH).")]

@@ -34,7 +34,7 @@ Backend = Literal["exact", "real", "lite", "none"]
 Kind = Literal["package", "weights", "interpreter", "shipped"]
 EXTRAS = {
     "torch_fidelity": "fid", "torchvision": "fid", "cleanfid": "", "torchmetrics": "eval",
-    "cv2": "eval", "matplotlib": "eval", "av": "eval", "lm_eval": "llm",
+    "matplotlib": "eval", "av": "eval", "lm_eval": "llm",
     "pynvml": "energy", "transformers": "",
 }  # fmt: skip
 SELFTEST_PICTURES = 2000

@@ -37,7 +37,7 @@ class TestCaseFolder:
         assert all(map(torch.equal, folder.read([0, 1, 2]), drawn))
 
     def test_films_come_back_as_they_were(self, tmp_path: Path) -> None:
-        folder, (batch,) = CaseFolder(tmp_path), batches(["a"], 1, 4, 0)
+        folder, (batch,) = CaseFolder(tmp_path, fps=12), batches(["a"], 1, 4, 0)
         film = torch.randint(0, 256, (5, 3, 32, 48), dtype=torch.uint8)
         folder.write(batch, [film], {})
         assert torch.equal(folder.read([0])[0], film)
@@ -91,7 +91,7 @@ class TestCaseFolder:
         assert not folder.done([short])
 
     def test_a_damaged_manifest_is_named(self, tmp_path: Path) -> None:
-        folder, (batch,) = CaseFolder(tmp_path, fps=12), batches(["a"], 1, 1, 0)
+        folder, (batch,) = CaseFolder(tmp_path), batches(["a"], 1, 1, 0)
         folder.write(batch, [self.sample()], {})
         folder.manifest.write_text("{" + folder.manifest.read_text() + "\n")
         with pytest.raises(ManifestError, match=r"manifest\.0\.jsonl is damaged: delete"):

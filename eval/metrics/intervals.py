@@ -18,14 +18,11 @@ from diffcache.eval.metrics.bootstrap import LEVEL, RESAMPLES, Interval, mean_in
 
 # Metrics that are means of outcomes in 0..1, and the least and most that others can be; `_lite`
 # ones as those they stand in for.
-_SHARES = ("prompt_accuracy", "precision", "recall", "coverage", "dynamic_degree", "exact_match")
+_SHARES = ("prompt_accuracy", "precision", "recall", "coverage", "exact_match")
 _BOUNDS = {
     "psnr_db": (0.0, 100.0), "ssim": (-1.0, 1.0), "ms_ssim": (0.0, 1.0), "lpips": (0.0, math.inf),
     "temporal_error": (0.0, 2.0), "temporal_flickering": (0.0, 1.0), "density": (0.0, math.inf),
-    "clip_score": (-100.0, 100.0), "motion_smoothness": (0.0, 1.0), "warp_error": (0.0, 1.0),
-    "dynamic_motion": (0.0, math.inf), "sharpness": (0.0, math.inf),
-    "noise_sigma": (0.0, math.inf), "blockiness": (0.0, math.inf),
-    "subject_consistency": (-1.0, 1.0), "background_consistency": (-1.0, 1.0),
+    "clip_score": (-100.0, 100.0),
 }  # fmt: skip
 
 
