@@ -37,7 +37,8 @@ NEEDED = ("torchmetrics", "matplotlib", "av")
 SHOWN = (
     "evaluations", "flops_ratio", "ratio", "held_bytes", "psnr_db", "lpips", "lpips_lite",
     "temporal_error", "fid", "fid_lite", "fid_lite_change", "fvd_lite", "fvd_lite_change",
-    "clip_score", "prompt_accuracy", "image_reward",
+    "clip_score", "prompt_accuracy", "image_reward", "pick_score",
+    "hps_v2",
 )  # fmt: skip
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 SCRIPTS = {
@@ -105,7 +106,12 @@ def evaluate(
         bool, typer.Option(help="Measure the error of every stand-in on the first batch.")
     ] = True,
     reward: Annotated[
-        str, typer.Option(metavar="MODULE:FUNCTION", help="Scores pictures for prompts.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Rewards of pictures for prompts, with commas: imagereward, pickscore, hpsv2, or "
+            "your own module:function.",
+        ),
     ] = "",
     out: Out = None,
     machine: Annotated[
@@ -187,7 +193,8 @@ def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, An
     if machine:
         write_json(Path(machine), record)
     screen = console()
-    screen.print(terminal_table(record, SHOWN))
+    own = [key for key in record["metrics"] if key.startswith("reward_")]
+    screen.print(terminal_table(record, (*SHOWN, *own)))
     for text in record["warnings"]:
         screen.print(f"note: {text}", highlight=False, markup=False)
     page = next((file for file in files if file.endswith(".html")), folder)

@@ -194,5 +194,5 @@ def test_a_missing_weight_leaves_a_network_out(
     found = at_hand("cpu", films=False)
     assert found.inception is found.lpips is found.clip is None
     assert found.entries == {}
-    with pytest.raises(ValueError, match="reward='nothing'"):
+    with pytest.raises(ValueError, match="reward nothing"):
         at_hand("cpu", films=False, reward_name="nothing")

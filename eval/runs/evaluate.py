@@ -56,7 +56,7 @@ class Plan:
         memory: Measure peak memory, of each case in a process of its own (always on CUDA, in this
             process).
         site_errors: Measure the error of every stand-in on the first batch.
-        reward: `module:function` that scores pictures for prompts, "" for none.
+        reward: Rewards of pictures for prompts, as `metrics.reward.load` takes them.
         command: That repeats the run, for the record.
     """
 
@@ -146,6 +146,8 @@ def start(plan: Plan, progress: Progress) -> Run:
     if plan.reference is not None:
         (open_films if "num_frames" in run.drawer.parameters else open_pictures)(plan.reference)
     if plan.reward:
+        if run.drawer.fps is not None:
+            raise ValueError(f"reward {plan.reward}: scores pictures, not films; leave it out")
         reward.load(plan.reward)
     run.ranks.wait()
     if is_new and ranks.is_first:

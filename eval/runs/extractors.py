@@ -6,7 +6,7 @@ comes from the shipped one; the same key without the ending from a real one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,15 +31,15 @@ class Extractors:
         lpips: Distances of pairs.
         clip: Scores of pictures for prompts.
         i3d: Features of films, for FVD.
-        reward: Scores of pictures for prompts, by a function of the user's.
-        reward_name: `module:function` of that.
+        rewards: Scores of pictures for prompts, by the key of their metric.
+        reward_name: Names of those.
     """
 
     inception: inception.Inception | None = None
     lpips: lpips.LPIPS | None = None
     clip: clip.ClipScore | None = None
     i3d: i3d.I3D | None = None
-    reward: reward.Reward | None = None
+    rewards: Mapping[str, reward.Reward] = field(default_factory=dict)
     reward_name: str = ""
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class Extractors:
         Returns:
             `features_lite` [N, D], `probabilities_lite` [N, C]; where prompts are in the words of
             the shapes generator `clip_score_lite` [N] and `prompt_accuracy` [N]; and of the real
-            networks `features`, `probabilities`, `clip_score`, `image_reward`.
+            networks `features`, `probabilities`, `clip_score`, and every reward under its key.
         """
         found: Columns = {
             "features_lite": lite.embed(pictures),
@@ -84,8 +84,8 @@ class Extractors:
                 found["probabilities"] = seen.probabilities()
         if self.clip is not None and in_words:
             found["clip_score"] = self.clip(pictures, prompts)
-        if self.reward is not None and in_words:
-            found["image_reward"] = reward.score(self.reward, pictures, prompts)
+        for key, scorer in self.rewards.items() if in_words else ():
+            found[key] = reward.score(scorer, pictures, prompts)
         return found
 
     def of_real(self, samples: Tensor | Sequence[Tensor]) -> Columns:
@@ -122,10 +122,11 @@ def at_hand(device: str, films: bool, reward_name: str = "") -> Extractors:
     Args:
         device: Where real networks run.
         films: Whether the samples are films.
-        reward_name: `module:function`, or "" for none.
+        reward_name: As `reward.load` takes it.
 
     Raises:
         WrongWeightsError: If a weight file is another one than it should be.
+        MissingError: If a reward lacks its weights or its package.
         ValueError: If `reward_name` names nothing that can be called.
     """
 
@@ -141,7 +142,7 @@ def at_hand(device: str, films: bool, reward_name: str = "") -> Extractors:
     else:
         found["inception"] = loaded(lambda: inception.load(device=device))
         found["clip"] = loaded(lambda: clip.ClipScore(device=device))
-        found["reward"] = reward.load(reward_name) if reward_name else None
+        found["rewards"] = reward.load(reward_name, device)
     keys = {"lpips": ("lpips",), "i3d": ("fvd",), "inception": _REAL_SETS, "clip": ("clip_score",)}
     entries = {
         key: found[name].entry()
@@ -149,8 +150,7 @@ def at_hand(device: str, films: bool, reward_name: str = "") -> Extractors:
         if found.get(name) is not None
         for key in metrics
     }
-    if reward_name and not films:
-        entries["image_reward"] = {"backend": "real", "extractor": reward_name}
+    entries |= {key: one.entry() for key, one in found.get("rewards", {}).items()}
     return Extractors(**found, reward_name=reward_name, entries=entries)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from diffcache.eval.metrics import bootstrap, distances
+from diffcache.eval.metrics import bootstrap, distances, reward
 from diffcache.eval.metrics.frechet import Moments, at_infinity, frechet, moments
 from diffcache.eval.metrics.intervals import metric_interval
 from diffcache.eval.runs.extractors import Columns
@@ -16,7 +16,7 @@ from diffcache.eval.sets import FeatureSet, floor
 
 _FEWEST_FOR_SETS = 32  # samples below which distances of sets say nothing
 _WIDEST = 256  # features; a resampling of wider ones takes seconds, so there is no interval
-_OF_SAMPLES = ("prompt_accuracy", "clip_score_lite", "clip_score", "image_reward")
+_OF_SAMPLES = ("prompt_accuracy", "clip_score_lite", "clip_score", *reward.NAMES.values())
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def quality(
         is_film: Whether the samples are films.
     """
     found: dict[str, Any] = {}
-    for name in _OF_SAMPLES:
+    for name in (*_OF_SAMPLES, *(key for key in mine if key.startswith(reward.OWN))):
         if name in mine:
             column = mine[name].double()
             found[name] = interval(name, column)

@@ -162,12 +162,14 @@ def describe(
     found = {}
     for key in keys:
         base = key.removesuffix("_change")
-        metric = METRICS[base]
+        about = dict(extractors.describe(key))
+        metric = METRICS.get(base)  # functions of the user's have a title alone, and are rewards
+        title = about.pop("title", None) or METRICS[base].title
         found[key] = {
-            "title": metric.title + (", change" if key != base else ""),
-            "unit": metric.unit,
-            "direction": metric.direction,
-            **extractors.describe(key),
+            "title": title + (", change" if key != base else ""),
+            "unit": metric.unit if metric else "",
+            "direction": metric.direction if metric else "up",
+            **about,
         }
     if "ms_ssim" in found:
         found["ms_ssim"]["variant"] = ms_ssim_variant(*size)
