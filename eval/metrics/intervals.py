@@ -22,7 +22,7 @@ _SHARES = ("prompt_accuracy", "precision", "recall", "coverage", "exact_match")
 _BOUNDS = {
     "psnr_db": (0.0, 100.0), "ssim": (-1.0, 1.0), "ms_ssim": (0.0, 1.0), "lpips": (0.0, math.inf),
     "temporal_error": (0.0, 2.0), "temporal_flickering": (0.0, 1.0), "density": (0.0, math.inf),
-    "clip_score": (-100.0, 100.0),
+    "clip_score": (-100.0, 100.0), "hps_v2": (-1.0, 1.0),
 }  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def metric_interval(
     Raises:
         ValueError: If the shape is different, or a value is not finite or out of range.
     """
-    base = key.removeprefix("lite_").removesuffix("_lite")
+    base = key.removesuffix("_lite")
     if base in _SHARES:
         return share_interval(values)
     bounds = _BOUNDS.get(base, (-math.inf, math.inf))
