@@ -54,6 +54,8 @@ bench: $(READY) ## Measure what the methods save and what they cost
 	$(BIN)/python -m diffcache.eval.bench $(ARGS)
 
 figures: $(READY) ## Draw the table of methods of every shipped model again (hours; ARGS=model for one)
+	$(if $(ARGS),,$(BIN)/python -m diffcache.eval.shipped.kontext)
+	$(if $(ARGS),,$(BIN)/python -m diffcache.eval.shipped.reach)
 	$(BIN)/python -m diffcache.eval.figures $(ARGS)
 
 build: $(READY) ## Build dist/ (sdist, wheel from it), install the wheel afresh and import it
@@ -75,6 +77,8 @@ models: $(READY) ## Train the shipped models again (most of a day on one core)
 	$(BIN)/python -m diffcache.eval.lite_card
 	for name in dit unet wan kontext recall; do $(BIN)/python -m diffcache.pipelines.small.train_$$name || exit 1; done
 	$(BIN)/python -m diffcache.pipelines.small.train_reach --export
+	$(BIN)/python -m diffcache.eval.shipped.quality
+	$(BIN)/python -m diffcache.eval.shipped.cards --write
 
 docs: $(READY) ## Print what diffcache knows of every supported model
 	$(BIN)/diffcache inspect --all $(ARGS)

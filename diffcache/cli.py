@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import shlex
+import sys
 import warnings
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from diffcache import __version__
@@ -32,6 +34,7 @@ from diffcache.eval.cli import app as eval_app
 from diffcache.eval.kv.command import kv
 from diffcache.eval.loading import AS_SAVED, with_loading
 from diffcache.eval.methods import parse_method
+from diffcache.files import write_json
 from diffcache.pipelines.demo.console import console, print_rows, progress, quiet
 from diffcache.pipelines.load import Loading
 
@@ -112,8 +115,10 @@ def demo(
     chosen.abilities()  # raises where tables are missing
     check_target("--out", out, (".png", ".jpg", ".jpeg", ".webp"))
     quiet()
+    from diffcache.eval.record import Setting, envelope
     from diffcache.pipelines.demo.compare import PROMPT, Task, compare
     from diffcache.pipelines.demo.panels import figure
+    from diffcache.pipelines.demo.saved import DTYPES
 
     task = Task(prompt or PROMPT, steps, seed, samples, dtype, device)
     with progress("drawing") as show:
@@ -123,7 +128,10 @@ def demo(
     typer.echo(f"\n{result.report}\n")
     figure(result).save(out, optimize=True)
     record = out.with_suffix(".json")
-    record.write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
+    place, number_format = result.place.split(", ")
+    setting = Setting(torch.device(place), DTYPES[number_format])
+    again = shlex.join(["diffcache", *sys.argv[1:]])
+    write_json(record, envelope("demo", setting, again, result.to_dict()))
     typer.echo(f"wrote {out} and {record}")
 
 
@@ -196,7 +204,7 @@ def run(
         beside = target.with_name(f"{target.stem}-uncached{target.suffix}")
         typer.echo(f"wrote {output.save(done.plain, beside)}")
     if record is not None:
-        record.write_text(json.dumps(done.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_json(record, done.to_dict())
         typer.echo(f"wrote {record}")
 
 

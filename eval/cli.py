@@ -28,17 +28,19 @@ from diffcache.command import (
 )
 from diffcache.errors import MissingError
 from diffcache.eval.loading import AS_SAVED, with_loading
+from diffcache.eval.vbench.command import app as vbench_app
 from diffcache.pipelines.load import Loading
 
 if TYPE_CHECKING:
     from diffcache.eval.runs.evaluate import Plan
 
 EMPTY: list[str] = []
-NEEDED = ("torchmetrics", "matplotlib", "cv2", "av")
+NEEDED = ("torchmetrics", "matplotlib", "av")
 SHOWN = (
     "evaluations", "flops_ratio", "ratio", "held_bytes", "psnr_db", "lpips", "lpips_lite",
     "temporal_error", "fid", "fid_lite", "fid_lite_change", "fvd_lite", "fvd_lite_change",
-    "clip_score", "prompt_accuracy", "image_reward",
+    "clip_score", "prompt_accuracy", "image_reward", "pick_score",
+    "hps_v2",
 )  # fmt: skip
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 SCRIPTS = {
@@ -46,11 +48,10 @@ SCRIPTS = {
     "fid": "Compare two folders of pictures as sets: FID, KID, precision and recall.",
     "fidelity": "Compare two folders file by file: PSNR, SSIM, MS-SSIM, LPIPS.",
     "latency": "Time a pipeline with and without methods, in turn.",
-    "vbench": "Measure a folder of films: own dimensions, or VBench where it is installed.",
     "report": "Write tables, plots and a page from records.",
 }
 
-PACKAGES = ("report", "vbench")
+PACKAGES = ("report",)
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -59,6 +60,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(vbench_app, name="vbench")
 
 Model = Annotated[str, typer.Option(help=f"{MODELS[0].upper()}{MODELS[1:]}.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/MODEL-HASH).")]
@@ -80,7 +82,8 @@ def evaluate(
         int | None, typer.Option(min=1, help="Sampling steps (default: the pipeline's).")
     ] = None,
     prompts: Annotated[
-        str, typer.Option(help="shapes, shapes-held-out, pictures, films, or a file of prompts.")
+        str,
+        typer.Option(help="shapes, shapes-held-out, shapes-one-held-out, pictures, films, a file."),
     ] = "",
     seed: Seed = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts a call.")] = 8,
@@ -88,6 +91,10 @@ def evaluate(
         list[str],
         typer.Option("--call", metavar="KEY=VALUE", help="An argument of the pipeline's call."),
     ] = EMPTY,
+    fps: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=1000, help="Frames a second of films (default: the model's)."),
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of torch.")] = 1,
@@ -113,7 +120,12 @@ def evaluate(
         bool, typer.Option(help="Measure the error of every stand-in on the first batch.")
     ] = True,
     reward: Annotated[
-        str, typer.Option(metavar="MODULE:FUNCTION", help="Scores pictures for prompts.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Rewards of pictures for prompts, with commas: imagereward, pickscore, hpsv2, or "
+            "your own module:function.",
+        ),
     ] = "",
     out: Out = None,
     machine: Annotated[
@@ -157,7 +169,7 @@ def evaluate(
     task = Task(
         model=model, prompts=prompts, samples=samples, seed=seed, batch_size=batch_size,
         steps=steps, call=parse_settings(call, "--call"), dtype=dtype, device=device,
-        threads=threads, loading=loading,
+        threads=threads, fps=fps, loading=loading,
     )  # fmt: skip
     doubles = [name for name in methods if methods.count(name) > 1]
     if doubles:
@@ -176,9 +188,9 @@ def evaluate(
 def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, Any] | None:
     """Evaluate a plan and print its table; return the record in the first process."""
     from diffcache.eval.report.table import terminal_table
-    from diffcache.eval.runs.folder import write_json
     from diffcache.eval.runs.measure import evaluate as run
     from diffcache.eval.runs.progress import shown
+    from diffcache.files import write_json
     from diffcache.pipelines.demo.console import console
 
     is_first = os.environ.get("RANK", "0") == "0"
@@ -199,7 +211,8 @@ def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, An
     if machine:
         write_json(Path(machine), record)
     screen = console()
-    screen.print(terminal_table(record, SHOWN))
+    own = [key for key in record["metrics"] if key.startswith("reward_")]
+    screen.print(terminal_table(record, (*SHOWN, *own)))
     for text in record["warnings"]:
         screen.print(f"note: {text}", highlight=False, markup=False)
     page = next((file for file in files if file.endswith(".html")), folder)

@@ -35,7 +35,7 @@ Backend = Literal["exact", "real", "lite", "none"]
 Kind = Literal["package", "weights", "interpreter", "shipped"]
 EXTRAS = {
     "torch_fidelity": "fid", "torchvision": "fid", "cleanfid": "", "torchmetrics": "eval",
-    "cv2": "eval", "matplotlib": "eval", "av": "eval", "lm_eval": "llm",
+    "matplotlib": "eval", "av": "eval", "lm_eval": "llm",
     "pynvml": "energy", "transformers": "",
 }  # fmt: skip
 SELFTEST_PICTURES = 2000
@@ -257,9 +257,10 @@ def _needs(metric: Metric) -> list[tuple[str, Kind]]:
     found: list[tuple[str, Kind]] = []
     for name in metric.packages:
         found.append((name, "shipped" if name in SHIPPED else "package"))
-    if metric.key.startswith("vbench_") or metric.key == "image_reward":
-        variable = reward.VARIABLE if metric.key == "image_reward" else driver.PYTHON
-        found.append((variable, "interpreter"))
+    if metric.key in reward.PACKAGES:
+        found.append((reward.PACKAGES[metric.key].variable, "interpreter"))
+    elif metric.key.startswith("vbench_"):
+        found.append((driver.PYTHON, "interpreter"))
     return [*found, *((name, "weights") for name in metric.weights)]
 
 
@@ -297,7 +298,8 @@ def _shipped(name: str) -> str:
 
 
 def _interpreter(variable: str) -> str:
-    package = "ImageReward" if variable == reward.VARIABLE else "vbench"
+    rewards = {package.variable: package.name for package in reward.PACKAGES.values()}
+    package = rewards.get(variable, "vbench")
     named = os.environ.get(variable)
     if not named and package == "vbench" and importlib.util.find_spec(package):
         named = sys.executable

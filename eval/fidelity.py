@@ -10,11 +10,9 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -24,9 +22,11 @@ from diffcache.eval import folders, script
 from diffcache.eval.backends import KINDS, Choice, for_pairs
 from diffcache.eval.metrics import bootstrap
 from diffcache.eval.metrics.catalog import METRICS
+from diffcache.eval.metrics.intervals import metric_interval
 from diffcache.eval.pairs import KEYS, Columns, Pairs, measure, warn_of_encoding, warn_of_rates
 from diffcache.eval.runs.extractors import Extractors
-from diffcache.eval.runs.folder import write_file
+from diffcache.files import write_file
+from diffcache.psnr import decibels
 
 SCHEMA = "diffcache.fidelity/1"
 EPILOG = f"""\
@@ -66,7 +66,9 @@ def _main(arguments: Sequence[str] | None) -> None:
         columns.pop("lpips_lite", None)
     found = {key: _summary(key, column, pairs, options) for key, column in columns.items()}
     if errors is not None:
-        found["psnr_db"]["pooled"] = -10 * math.log10(fmean(errors))
+        found["psnr_db"]["pooled"] = float(
+            decibels(torch.tensor(errors, dtype=torch.float64).mean())
+        )
     report = {
         "schema": SCHEMA, "a": str(pairs.a.path), "b": str(pairs.b.path),
         "kind": "films" if pairs.is_film else "pictures", "count": len(pairs.places),
@@ -200,7 +202,7 @@ def _summary(
     values = torch.tensor(column, dtype=torch.float64)
     found: dict[str, Any] = {"value": float(values.mean()), "n": len(values)}
     if options.resamples and len(values) > 1:
-        found = bootstrap.mean_interval(values, options.resamples, seed=options.seed).to_dict()
+        found = metric_interval(key, values, options.resamples, options.seed).to_dict()
     low_is_good = METRICS[key].direction == "down"
     tail = 0.95 if low_is_good else 0.05
     found[f"p{100 * tail:.0f}"] = float(torch.quantile(values, tail))

@@ -26,9 +26,9 @@ from diffcache.eval.report.docs import filled
 from diffcache.eval.report.plots import draw_pareto
 from diffcache.eval.report.records import Record, load
 from diffcache.eval.report.section import picture_of
-from diffcache.eval.runs.folder import write_file, write_json
 from diffcache.eval.runs.sweep import read_sweep, read_values, settings_of
 from diffcache.features.collect import Calibrated
+from diffcache.files import write_file, write_json
 from diffcache.pipelines.demo.console import progress, quiet
 
 NAME = "eval-{}-methods"
@@ -37,7 +37,9 @@ OUT = Path("runs")
 SAMPLES = 32
 COLUMNS = (
     "evaluations", "flops_ratio", "ratio", "psnr_db", "ssim", "lpips_lite", "temporal_error",
-    "prompt_accuracy", "prompt_accuracy_change", "fid_lite_to_uncached", "fvd_lite_to_uncached",
+    "prompt_accuracy", "prompt_accuracy_change", "whole_right", "whole_right_change",
+    "success_rate", "success_rate_change", "action_error", "fid_lite_to_uncached",
+    "fvd_lite_to_uncached",
     "held_bytes",
 )  # fmt: skip
 HEAD = """# Figures
@@ -47,7 +49,7 @@ methods that need tables are calibrated first, on prompts that the evaluation do
 rows of a table come from one process, and their seconds were measured in turn. The tables are
 filled from the records beside the sweeps in `assets/bench/`, which hold versions, settings and
 every metric; [evaluation.md](evaluation.md) defines these. The policy and the editing pipeline,
-whose inputs are no prompts, have scripts of their own: [methods.md](methods.md) shows their rows.
+whose inputs are no prompts, are drawn by `python -m diffcache.eval.shipped.reach` and `.kontext`.
 """
 
 
@@ -144,10 +146,9 @@ def page(folder: Path = FOLDER) -> str:
     """Return `docs/figures.md`: a table and a plot for every record."""
     records: dict[str, Record] = {}
     parts = [HEAD]
-    for model in models(folder):
-        file = folder / f"{NAME.format(model)}.json"
-        if not file.exists():
-            continue
+    start, end = NAME.split("{}")
+    for file in sorted(folder.glob(NAME.format("*") + ".json")):
+        model = file.stem.removeprefix(start).removesuffix(end)
         record = records[file.stem] = load(file)
         held = [column.key for column in columns_of(record)]
         shown = ",".join(key for key in COLUMNS if key in held)

@@ -159,8 +159,10 @@ def holds_films(path: str | Path) -> bool:
 
 
 def is_film(file: Path) -> bool:
-    """Say whether a file has a film's ending (hidden ones do not count)."""
-    return file.suffix.lower() in FILM_ENDINGS and not file.name.startswith(".")
+    """Say whether a file is a film by its name; hidden files and previews are none."""
+    is_preview = file.name.endswith(".preview.mp4")  # runs once kept them beside the films
+    is_hidden = file.name.startswith(".")
+    return file.suffix.lower() in FILM_ENDINGS and not (is_hidden or is_preview)
 
 
 def pair(a: Folder, b: Folder) -> list[tuple[int, int]]:

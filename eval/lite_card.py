@@ -9,7 +9,6 @@ pictures and 512 held-out films. No number in the card is typed.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.distances import inception_score
 from diffcache.eval.metrics.frechet import frechet, moments
-from diffcache.eval.runs.folder import write_file
+from diffcache.files import write_file, write_json
 from diffcache.pipelines.small import features
 from diffcache.pipelines.small.corruptions import corrupt
 from diffcache.pipelines.small.loop import draw
@@ -268,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(chosen.threads)
     tables = measure()
     exact = {t: {k: float(f"{v:.6g}") for k, v in rows.items()} for t, rows in tables.items()}
-    write_file(chosen.out / "sensitivity.json", json.dumps(exact, indent=2) + "\n")
+    write_json(chosen.out / "sensitivity.json", exact, indent=2)
     write_file(chosen.out / "README.md", card(tables))
     print(card(tables))
 

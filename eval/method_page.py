@@ -20,7 +20,6 @@ from diffcache.pipelines.zoo.families import ELSEWHERE, FAMILIES, KINDS
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path("docs/methods.md")
 RECORDS = "eval-*.json"
-REPORTS = "*-methods.json"  # of models whose call takes more than a prompt
 # title, where the value lies in a row of a record, how it is written
 FIGURES = (
     ("evaluations", ("evaluations",), "{:.1f}"),
@@ -31,12 +30,13 @@ FIGURES = (
     ("LPIPS-lite", ("fidelity", "lpips_lite"), "{:.4f}"),
     ("FID-lite change", ("quality", "fid_lite_change"), "{:+.3f}"),
     ("prompt accuracy", ("quality", "prompt_accuracy"), "{:.4f}"),
+    ("whole scenes right", ("quality", "whole_right"), "{:.3f}"),
+    ("its change", ("quality", "whole_right_change"), "{:+.3f}"),
+    ("success rate", ("quality", "success_rate"), "{:.3f}"),
+    ("its change", ("quality", "success_rate_change"), "{:+.3f}"),
+    ("action error", ("fidelity", "action_error"), "{:.2g}"),
     ("bytes held", ("held_bytes",), "{:,.0f}"),
 )
-OTHERS = (
-    "model", "settings", "computed steps", "FLOPs ratio", "seconds ratio", "quality",
-    "change to uncached", "fidelity", "bytes held a sample",
-)  # fmt: skip
 HEAD = """# Methods
 
 Every method of the catalogue: what it does, where it comes from, its settings, where it differs
@@ -51,7 +51,7 @@ measured on the model first: `diffcache.calibrate(pipe, method, prompts)` or `di
 int8 or on the host: `hold="int8"`.
 
 Ratios are how many times less than uncached; those of seconds are measured in turn with uncached
-runs in one process (median and quartiles of the rounds). Other ranges are 95 % bootstrap intervals.
+runs in one process (median and quartiles of the rounds). Other ranges are 95 % intervals.
 """
 
 
@@ -63,8 +63,7 @@ def page(directory: Path = ROOT) -> str:
     """
     folder = directory / "assets" / "bench"
     records = _read(folder.glob(RECORDS))
-    reports = _read(set(folder.glob(REPORTS)) - set(folder.glob(RECORDS)))
-    parts = [HEAD, _overview(), *[_section(name, records, reports) for name in METHODS]]
+    parts = [HEAD, _overview(), *[_section(name, records) for name in METHODS]]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -77,7 +76,7 @@ def _overview() -> str:
     return "\n".join(rows) + "\n"
 
 
-def _section(name: str, records: list[dict[str, Any]], reports: list[dict[str, Any]]) -> str:
+def _section(name: str, records: list[dict[str, Any]]) -> str:
     cls = method_class(name)
     lines = [f"## {name}", "", f"`diffcache.features.{_module(cls)}:{cls.__name__}`", ""]
     lines += [_story(cls), ""]
@@ -91,7 +90,6 @@ def _section(name: str, records: list[dict[str, Any]], reports: list[dict[str, A
     lines += [f"Run by the tests on: {'; '.join(ran)}.", ""]
     lines += _table(("model", "settings", *(title for title, _, _ in FIGURES)),
                     _figures(name, records))  # fmt: skip
-    lines += _table(OTHERS, _other_figures(name, reports))
     if cls.bibtex:
         lines += ["```bibtex", cls.bibtex, "```", ""]
     return "\n".join(lines)
@@ -144,10 +142,15 @@ def _read(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def _table(titles: Sequence[str], rows: list[list[str]]) -> list[str]:
-    """Return a table's lines with an empty one behind, nothing without rows."""
+    """Return a table's lines with an empty one behind, nothing without rows.
+
+    Columns in which no row has anything are left out.
+    """
     if not rows:
         return []
-    lines = ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
+    held = [place for place in range(len(titles)) if any(row[place] for row in rows)]
+    titles = [titles[place] for place in held]
+    lines = ["| " + " | ".join(_cell(row[place]) for place in held) + " |" for row in rows]
     return ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles), *lines, ""]
 
 
@@ -163,30 +166,6 @@ def _figures(name: str, records: list[dict[str, Any]]) -> list[list[str]]:
             values = [_figure(shown, place, form) for _, place, form in FIGURES]
             about = _about(Path(task["model"]).name, row["steps"], task["samples"])
             found.append([about, _set(row), *values])
-    return found
-
-
-def _other_figures(name: str, reports: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the cells of every report's row of a method, each with what is measured there."""
-    found = []
-    for report in reports:
-        quality, fidelity = report["quality"], report["fidelity"]
-        for row in report["rows"]:
-            if not _is_of(row, name):
-                continue
-            value = _figure(row, ("quality", quality["key"]), "{:.4f}")
-            close = _figure(row, ("fidelity", fidelity["key"]), "{:.4g}")
-            found.append([
-                _about(report["model"], report["steps"], report["samples"]),
-                _set(row),
-                _figure(row, ("computed_steps",), "{:.1f}"),
-                _figure(row, ("flops_ratio",), "{:.2f}"),
-                _figure(row, ("seconds_ratio",), "{:.2f}"),
-                f"{quality['title']} {value}",
-                _figure(row, ("quality", f"{quality['key']}_change"), "{:+.4f}"),
-                f"{fidelity['title']} {close}",
-                _figure(row, ("held_bytes",), "{:,.0f}"),
-            ])  # fmt: skip
     return found
 
 

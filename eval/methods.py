@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from diffcache.catalog import make_method
-from diffcache.errors import UnknownMethodError
+from diffcache.errors import TablesError, UnknownMethodError
 from diffcache.features.base import Method, check_int
 from diffcache.features.combine import Combine
 from diffcache.features.parts.instead import Reuse
@@ -86,12 +87,23 @@ def make_row(name: str, **settings: Any) -> Method | DiffusersCache:
 def _read(text: str, make: Callable[..., Made]) -> Made:
     """Return what `make` makes of one word's name and settings; its errors name the word."""
     name, settings = read_word(text)
-    try:
+    with naming(f"method {text!r}"):
         return make(name, **settings)
-    except UnknownMethodError as error:
-        raise UnknownMethodError(f"method {text!r}: {error}") from error
-    except (ValueError, TypeError, AttributeError) as error:  # also values of a wrong type
-        raise ValueError(f"method {text!r}: {error}") from error
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Have errors say first what they are about; values of a wrong type are wrong values.
+
+    Args:
+        what: What the user wrote, such as `method 'taylorseer:every=0'`.
+    """
+    try:
+        yield
+    except (UnknownMethodError, TablesError) as error:
+        raise type(error)(f"{what}: {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def read_word(text: str) -> tuple[str, dict[str, Any]]:

@@ -24,7 +24,7 @@ import torch
 from numpy.lib import format as npy
 from torch import Tensor
 
-from diffcache.eval.runs.folder import write_file
+from diffcache.files import write_file
 
 PICTURES = "arr_0"
 _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, LookupError, ValueError)

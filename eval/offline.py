@@ -78,7 +78,7 @@ def inputs_of(task: Task) -> Inputs:
     import numpy as np
     import torch
 
-    from diffcache.eval.prompts import HELD_OUT, calibration_prompts
+    from diffcache.eval.prompts import HELD_OUT, HELD_OUT_ONE, calibration_prompts
     from diffcache.eval.runs.draw import Drawer
     from diffcache.pipelines.demo.saved import locate
     from diffcache.pipelines.small.scenes import prompt, sample_scene
@@ -100,8 +100,10 @@ def inputs_of(task: Task) -> Inputs:
         prompts: list[Any] = [known[i] for i in order[: task.samples]]
     elif "prompt" not in drawer.parameters:
         prompts = [drawer.prompts[i] for i in range(task.samples)]
-    elif drawer.prompts.source in ("shapes", HELD_OUT):
-        prompts = [prompt(sample_scene(rng, held=False), 0) for _ in range(task.samples)]
+    elif drawer.prompts.source in ("shapes", HELD_OUT, HELD_OUT_ONE):
+        figures = 1 if drawer.prompts.source == HELD_OUT_ONE else None
+        scenes = [sample_scene(rng, held=False, figures=figures) for _ in range(task.samples)]
+        prompts = [prompt(scene, 0) for scene in scenes]
     else:
         chosen = calibration_prompts(task.prompts or drawer.prompts.source)
         prompts = [chosen[i] for i in range(task.samples)]

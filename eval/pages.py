@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from diffcache.eval.runs.folder import write_file
+from diffcache.files import write_file
 
 
 def keep_page(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from diffcache.offline.calibrate import prompt_hash
-from diffcache.pipelines.small.scenes import held_out_prompts
+from diffcache.pipelines.small.scenes import held_out_prompts, held_out_singles
 
 SHIPPED = {
     "shapes": "64 held-out scenes of the shapes generator",
@@ -28,6 +28,8 @@ SHIPPED = {
 # Built-in lists that have another to calibrate on, in `<name>-calibration.txt`.
 PAIRED = ("pictures", "films")
 HELD_OUT = "shapes-held-out"
+HELD_OUT_ONE = "shapes-one-held-out"  # of one object, for models that draw no more
+_BUILT_IN = (*SHIPPED, HELD_OUT, HELD_OUT_ONE)
 HALF = "held-out:"  # before a file: the half that is never calibrated on
 HELD_OUT_COUNT = 1000
 # DrawBench names its column Prompts, PartiPrompts Prompt.
@@ -68,10 +70,11 @@ def load_prompts(
 
     Args:
         source: `shapes`, `pictures`, `films`, `shapes-held-out` (as many as `limit` says, 1,000
-            without one); or a file: `.txt` (one a line; blank lines and those that begin with #
-            are left out), `.csv` and `.tsv` with a header, `.json` (COCO captions, of which one a
-            picture is drawn at random: `RULE`; VBench's full info, a list of texts or of
-            objects), `.jsonl`. `FILE:COLUMN` names a column;
+            without one), `shapes-one-held-out` (236, of one object); or a file: `.txt` (one a
+            line; blank lines and those that begin with # are left out), `.csv` and `.tsv` with a
+            header, `.json` (COCO captions, of which one a picture is drawn at random: `RULE`;
+            VBench's full info, a list of texts or of objects), `.jsonl`. `FILE:COLUMN` names a
+            column;
             `held-out:FILE` is the half of its prompts that `calibration_prompts` leaves.
         limit: Only so many, from the start.
         column: Of a table, or field of the objects of a JSON file, if not one of the usual names.
@@ -83,7 +86,7 @@ def load_prompts(
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit}: must be at least 1 prompt")
     name = str(source)
-    if name in (*SHIPPED, HELD_OUT):
+    if name in _BUILT_IN:
         if column is not None:
             raise ValueError(f"column={column!r}: the built-in list {name!r} has no columns")
         return _built_in(name, limit)
@@ -135,7 +138,9 @@ def _built_in(name: str, limit: int | None) -> Prompts:
     if name == HELD_OUT:
         texts = held_out_prompts(limit or HELD_OUT_COUNT)
         return Prompts(name, tuple(texts), _sha256(texts))
-    texts, _ = _read(_FOLDER / f"{name}.txt", None)
+    texts = held_out_singles()
+    if name != HELD_OUT_ONE:
+        texts, _ = _read(_FOLDER / f"{name}.txt", None)
     return Prompts(name, tuple(texts[:limit]), _sha256(texts))
 
 
@@ -150,11 +155,10 @@ def _locate(source: str | Path, column: str | None) -> tuple[Path, str | None]:
         raise ValueError(f"{file} is a folder; give a file of prompts")
     if file.is_file():
         return file, column
-    known = (*SHIPPED, HELD_OUT)
-    close = difflib.get_close_matches(str(source), known, n=1)
+    close = difflib.get_close_matches(str(source), _BUILT_IN, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise FileNotFoundError(
-        f"no prompts {str(source)!r}: neither a file nor one of {', '.join(known)}{hint}"
+        f"no prompts {str(source)!r}: neither a file nor one of {', '.join(_BUILT_IN)}{hint}"
     )
 
 

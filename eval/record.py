@@ -16,15 +16,16 @@ from typing import Any
 import torch
 
 import diffcache
+from diffcache.files import write_json
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[1]
-_CODE = ("diffcache", "kernels", "pipelines", "eval")
+_CODE = ("diffcache", "kernels", "pipelines", "eval")  # records and pages may change meanwhile
 FOLDER = ROOT / "assets" / "bench"
 _FIELDS: dict[str, Any] = {
     "schema": int, "benchmark": str, "versions": dict, "device": str, "threads": int, "dtype": str,
-    "shapes": dict, "rounds": int, "command": str, "date": str, "commit": (str, type(None)),
-    "seconds": (int, float), "rows": list,
+    "shapes": dict, "rounds": int, "command": str, "seed": int, "date": str,
+    "commit": (str, type(None)), "seconds": (int, float), "rows": list,
 }  # fmt: skip
 
 
@@ -78,19 +79,21 @@ def envelope(
     Args:
         benchmark: Name of the benchmark.
         setting: Device and dtype.
-        command: That measures it again.
-        body: At least `shapes`, `rounds`, `seconds` and `rows`.
+        command: Command that measures it again.
+        body: What was measured; `seed` is 0, that of every bench, where it names no other.
     """
     return {
         "schema": SCHEMA,
         "benchmark": benchmark,
         "command": command,
+        "seed": 0,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
             "diffusers": importlib.metadata.version("diffusers"),
+            "transformers": importlib.metadata.version("transformers"),
             "diffcache": diffcache.__version__,
         },
         "device": setting.device_name,
@@ -126,8 +129,7 @@ def write(record: dict[str, Any], folder: Path) -> Path:
     check(record)
     on_cpu = record["shapes"].get("device", "cpu") == "cpu"
     file = folder / f"{record['benchmark']}{'' if on_cpu else '-cuda'}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_json(file, record)
     return file
 
 
@@ -148,15 +150,20 @@ def _processor() -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout, with a plus sign where the code was changed since."""
+    """Return the commit of the checkout, with a plus sign where the code was changed since.
+
+    None where the code is not a checkout of its own, such as an installed package.
+    """
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(ROOT), *words]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != ROOT:
+            return None
         commit = git("rev-parse", "--short=12", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", *_CODE)
+        changed = git("status", "--porcelain", "--", *_CODE)
     except (OSError, subprocess.CalledProcessError):
         return None
     return f"{commit}+" if changed else commit

@@ -87,7 +87,7 @@ def check_targets(**targets: str | None) -> None:
 
 def show(target: str | None, report: dict[str, Any], print_table: Callable[[], None]) -> None:
     """Print the table, or nothing but JSON for `-`; write JSON to a file if one is named."""
-    from diffcache.eval.runs.folder import write_json
+    from diffcache.files import write_json
 
     if target == "-":
         print(json.dumps(report, indent=1, allow_nan=False))

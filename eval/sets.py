@@ -11,6 +11,7 @@ from torch import Tensor
 
 from diffcache.eval.metrics import bootstrap, distances
 from diffcache.eval.metrics.frechet import Moments, frechet, moments
+from diffcache.eval.metrics.intervals import metric_interval
 
 _WIDE = 256  # features; above it one Fréchet distance takes seconds
 MOST_NEIGHBORS = 2000  # samples; every one is compared with every other
@@ -124,10 +125,9 @@ def _frechet(
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"value": frechet(fake.moments, real.moments), "n": len(features)}
     if wanted.resamples:
-        interval = bootstrap.frechet_interval(
+        found = bootstrap.frechet_interval(
             features, real.moments, wanted.resamples, seed=wanted.seed
-        )
-        found = {**interval.to_dict(), "low": max(0.0, interval.low)}  # no distance is below 0
+        ).to_dict()
     found["floor"] = floor(real, fake, wanted.seed)
     return found
 
@@ -164,7 +164,7 @@ def neighbors(
     for name, column in columns.items():
         entry: dict[str, Any] = {"value": float(column.mean()), "n": len(column)}
         if resamples:
-            entry = bootstrap.mean_interval(column, resamples, seed=seed).to_dict()
+            entry = metric_interval(name, column, resamples, seed).to_dict()
         found[name] = entry | _drawn(one, other, seed)
     return found
 

@@ -75,6 +75,8 @@ _L14 = "b8cca3fd41ae0c99ba7e8951adf17d267cdb84cd88be6f7c2e0eca1737a03836"
 _USED_MODELS = "https://huggingface.co/OpenGVLab/VBench_Used_Models/resolve/main/"
 _CLIP_REPOSITORY = "openai/clip-vit-large-patch14"
 _REWARD_REPOSITORY = "THUDM/ImageReward"
+_PICK_REPOSITORY = "yuvalkirstain/PickScore_v1"
+_HPS_REPOSITORY = "xswu/HPSv2"
 
 
 def _vbench(
@@ -114,6 +116,13 @@ _FILES = (
         "image-reward-config", "med_config.json",
         f"https://huggingface.co/{_REWARD_REPOSITORY}/resolve/main/med_config.json", None,
         ("image_reward",), cache="reward"),
+    WeightFile(
+        "pickscore", "PickScore_v1", f"https://huggingface.co/{_PICK_REPOSITORY}", None,
+        ("pick_score",), cache=f"hub:{_PICK_REPOSITORY}", is_folder=True),
+    WeightFile(
+        "hpsv2", "HPS_v2.1_compressed.pt",
+        f"https://huggingface.co/{_HPS_REPOSITORY}/resolve/main/HPS_v2.1_compressed.pt", None,
+        ("hps_v2",), cache=f"hub:{_HPS_REPOSITORY}"),
     _vbench(
         "dino", "dino_model/dino_vitbase16_pretrain.pth",
         "https://dl.fbaipublicfiles.com/dino/dino_vitbase16_pretrain/dino_vitbase16_pretrain.pth",
@@ -275,7 +284,8 @@ def _cached(weight: WeightFile) -> Iterator[Path]:
             yield snapshot / weight.file
         return
     if weight.cache.startswith("hub:"):
-        yield from _snapshots(weight.cache.removeprefix("hub:"))
+        for snapshot in _snapshots(weight.cache.removeprefix("hub:")):
+            yield snapshot if weight.is_folder else snapshot / weight.file
         return
     yield Path(torch.hub.get_dir()) / "checkpoints" / weight.file
 

@@ -376,15 +376,15 @@ class TestDemo:
         task = compare.Task(PROMPT, steps=3)
         with pytest.warns(diffcache.CacheWarning, match="skipped nothing"):
             result = compare.compare(task, diffcache.Interval(every=1), directory)
-        assert result.psnr == [float("inf")]
-        assert result.to_dict()["psnr_db"] == [None]
-        assert ("PSNR to uncached (8 bit, peak 255)", "-", "identical") in result.rows()
+        assert result.to_dict()["psnr_db"] == result.psnr_db == [100.0]
+        assert ("PSNR to uncached (8 bit)", "-", "100 dB or more") in result.rows()
         assert figure(result).mode == "RGB"
 
-    def test_psnr(self):
+    def test_closeness_is_the_psnr_of_8_bit_pictures(self):
         one, other = (Image.new("RGB", (4, 4), (value,) * 3) for value in (10, 15))
-        assert compare.psnr(one, other) == pytest.approx(34.1514, abs=1e-3)
-        assert compare.psnr(one, one) == float("inf")
+        assert compare.closeness([one, one], [other, one]) == pytest.approx(
+            [34.1514, 100], abs=1e-3
+        )
 
     @pytest.mark.skipif(
         not (flux.DIRECTORY / "model_index.json").exists(), reason="the model is not trained yet"

@@ -126,10 +126,11 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
 def test_films_are_files_and_folders_of_frames(tmp_path: Path) -> None:
     film = torch.stack([noise(seed=s) for s in range(3)])
     write_clip(tmp_path / "b.mkv", film, 8)
+    (tmp_path / "z.preview.mp4").touch()  # no film of its own
     filled(tmp_path / "a", ["2.png", "10.png", "1.png"])
     (tmp_path / "notes.txt").touch()
     found = folders.open_films(tmp_path)
-    assert found.names == ("a", "b") and "notes.txt" in found.notes[0]
+    assert found.names == ("a", "b") and "2 files" in found.notes[0]
     frames, read = map(read_clip, found.files)
     assert read.equal(film) and frames.equal(film[[2, 0, 1]])
     assert folders.open_films(tmp_path / "a").names == ("a",)

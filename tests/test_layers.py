@@ -18,7 +18,7 @@ FILES = sorted(file for top in TOPS for file in (ROOT / top).rglob("*.py"))
 
 LAYERS = [
     {"kernels"},
-    {"step", "digest", "errors", "names", "foreign"},
+    {"step", "digest", "errors", "files", "names", "foreign", "psnr"},
     {"kv"},
     {"quant"},
     {"features", "video", "dllm"},

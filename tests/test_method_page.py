@@ -32,8 +32,8 @@ def test_every_method_says_what_it_is() -> None:
                 assert cells[-1], f"{name}: {line} has no meaning in the docstring"
 
 
-def test_rows_of_records_and_reports(tmp_path: Path) -> None:
-    """Each in its method's section; a record is not a report, whatever its name ends in."""
+def test_rows_of_records(tmp_path: Path) -> None:
+    """Each in its method's section, with the columns that its rows have."""
     folder = tmp_path / "assets" / "bench"
     folder.mkdir(parents=True)
     rows = [
@@ -49,33 +49,24 @@ def test_rows_of_records_and_reports(tmp_path: Path) -> None:
     }
     (folder / "eval-shapes-flux-methods.json").write_text(json.dumps(record))
     row = {
-        "name": "bac:count=5,union=3", "method": "BAC()", "computed_steps": 8.25,
-        "flops_ratio": 4.5, "held_bytes": 24576, "seconds_ratio": ratio,
-        "quality": {
-            "success_rate": {"value": 0.95, "low": 0.92, "high": 0.98, "n": 256},
-            "success_rate_change": {"value": -0.02, "low": -0.04, "high": 0.0, "n": 256},
-        },
+        "name": "bac:count=5,union=3", "kind": "method", "steps": 100, "flops_ratio": 4.5,
+        "quality": {"success_rate": {"value": 0.95, "low": 0.92, "high": 0.98, "n": 256}},
         "fidelity": {"action_error": {"value": 0.0012, "low": 0.0010, "high": 0.0014, "n": 256}},
     }  # fmt: skip
-    report = {
-        "model": "reach-policy", "samples": 256, "steps": 100,
-        "quality": {"key": "success_rate", "title": "success rate"},
-        "fidelity": {"key": "action_error", "title": "action error"},
-        "rows": [{"name": "uncached", "quality": {}}, row, {**row, "name": "temporal-table"}],
-    }  # fmt: skip
-    (folder / "reach-policy-methods.json").write_text(json.dumps(report))
+    other = {"task": {"model": "reach-policy", "samples": 256}, "rows": [row]}
+    (folder / "eval-reach-policy-methods.json").write_text(json.dumps(other))
     sections = dict(
         part.partition("\n")[::2] for part in method_page.page(tmp_path).split("\n## ")[1:]
     )
     timed, untimed = figures(sections["interval"])
-    assert timed.startswith("| shapes-flux, 28 steps, 256 samples | `every=4` |  | 3.97 | 3.66 (3.")
-    assert untimed.startswith("| shapes-flux, 28 steps, 256 samples | `every=9` |  | 8.50 |  |")
-    assert figures(sections["bac"])[0] == (
-        "| reach-policy, 100 steps, 256 samples | `count=5,union=3` | 8.2 | 4.50 | 3.66 (3.60 to "
-        "3.71) | success rate 0.9500 (0.9200 to 0.9800) | -0.0200 (-0.0400 to +0.0000) | action "
-        "error 0.0012 (0.001 to 0.0014) | 24,576 |"
+    assert timed.startswith("| shapes-flux, 28 steps, 256 samples | `every=4` | 3.97 | 3.66 (3.")
+    assert untimed.startswith("| shapes-flux, 28 steps, 256 samples | `every=9` | 8.50 |  |")
+    (row,) = figures(sections["bac"])
+    assert row.startswith(
+        "| reach-policy, 100 steps, 256 samples | `count=5,union=3` | 4.50 | 0.95"
     )
-    assert "| `defaults` | 8.2 |" in figures(sections["temporal-table"])[0]
+    assert row.endswith("0.950 (0.920 to 0.980) | 0.0012 (0.001 to 0.0014) |")
+    assert "| model | settings | FLOPs ratio | success rate | action error |" in sections["bac"]
     assert not figures(sections["taylorseer"])
 
 

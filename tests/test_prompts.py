@@ -94,6 +94,14 @@ def test_held_out_list_is_any_length_and_a_longer_one_begins_with_a_shorter() ->
     assert all(scenes.held_out(scenes.parse(text)) for text in long.texts)
 
 
+def test_held_out_scenes_of_one_object_are_all_there_are() -> None:
+    found = load_prompts("shapes-one-held-out")
+    read = [scenes.parse(text) for text in found.texts]
+    assert len({scene.key() for scene in read}) == len(read) == 236
+    assert all(len(scene.figures) == 1 and scenes.held_out(scene) for scene in read)
+    assert load_prompts("shapes-one-held-out", 9).sha256 == found.sha256
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -128,7 +136,7 @@ def test_wrong_encoding_is_an_error_that_names_the_byte(tmp_path: Path) -> None:
 def test_unknown_sources_list_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(
         FileNotFoundError,
-        match="'picturs'.* shapes, pictures, films, shapes-held-out; did you mean 'pictures'",
+        match="'picturs'.* shapes, pictures, films, shapes-held-out, shapes-one-held-out; did you mean 'pictures'",
     ):
         load_prompts("picturs")
     with pytest.raises(FileNotFoundError, match=r"no prompts '.*missing\.csv:Text'"):

@@ -180,6 +180,7 @@ class TestRun:
         for wrong, words in (
             ({"reference": tmp_path / "none"}, "no folder or file"),
             ({"reward": "json:none"}, "has no function none"),
+            ({"task": replace(TASK, model="shapes-wan"), "reward": "json:dumps"}, "not films"),
         ):
             with pytest.raises((ValueError, FileNotFoundError), match=words):
                 measure.evaluate(replace(plan(out), **wrong), Progress(quiet=True))

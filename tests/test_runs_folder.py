@@ -37,7 +37,7 @@ class TestCaseFolder:
         assert all(map(torch.equal, folder.read([0, 1, 2]), drawn))
 
     def test_films_come_back_as_they_were(self, tmp_path: Path) -> None:
-        folder, (batch,) = CaseFolder(tmp_path), batches(["a"], 1, 4, 0)
+        folder, (batch,) = CaseFolder(tmp_path, fps=12), batches(["a"], 1, 4, 0)
         film = torch.randint(0, 256, (5, 3, 32, 48), dtype=torch.uint8)
         folder.write(batch, [film], {})
         assert torch.equal(folder.read([0])[0], film)

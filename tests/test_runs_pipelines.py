@@ -17,7 +17,9 @@ from transformers import (
 )
 
 import diffcache
+from diffcache.eval.clips import read_fps
 from diffcache.eval.cost.flops import denoisers
+from diffcache.eval.folders import open_films
 from diffcache.eval.methods import parse_method
 from diffcache.eval.runs import arguments, measure
 from diffcache.eval.runs.draw import Drawer, samples_of
@@ -25,6 +27,7 @@ from diffcache.eval.runs.evaluate import Plan, RunError
 from diffcache.eval.runs.folder import CaseFolder
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.task import Task
+from diffcache.pipelines.demo.saved import pipeline_of
 from diffcache.pipelines.load import load
 from diffcache.pipelines.zoo.pipe import TEXT_DIM, component, tiny_vae
 from diffcache.pipelines.zoo.pipes import pipes
@@ -159,12 +162,47 @@ def test_films_of_two_denoisers(tmp_path: Path) -> None:
     check(task, tmp_path / "run", record, {"prompt": texts})
     row = record["rows"][1]
     assert record["task"]["kind"] == "films" and "temporal_error" in row["fidelity"]
-    assert list((tmp_path / "run" / row["folder"] / "clips").glob("*.preview.mp4"))
+    case = tmp_path / "run" / row["folder"]
+    # Two films are two films to whatever reads their folder, and play as fast as Wan's do.
+    assert len(open_films(case / "clips")) == len(list((case / "clips").iterdir())) == 2
+    assert {read_fps(film) for film in (case / "clips").iterdir()} == {16}
+    assert {read_fps(film) for film in (case / "previews").iterdir()} == {16}
     sites = row["site_error"]["sites"]
     assert {site.partition(".")[0] for site in sites} == {"transformer", "transformer_2"}
     for values in row["site_error"]["values"]:  # the columns are steps of the run
         seen = [step for step, value in enumerate(values) if value is not None]
         assert all(row["timeline"][step]["computed"] == 0 for step in seen)
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "fps"),
+    [
+        ("WanPipeline", {}, 16),  # its documentation exports the film so
+        ("CogVideoXPipeline", {}, 8),
+        ("HunyuanVideoPipeline", {}, 15),
+        ("LTXPipeline", {}, 25),  # the default of its argument, not the 24 of the example
+        ("LTXPipeline", {"frame_rate": 30}, 30),
+        ("MochiPipeline", {}, 30),
+        ("FluxPipeline", {}, None),
+    ],
+)
+def test_films_have_the_frame_rate_of_their_pipeline(
+    name: str, call: dict, fps: float | None, tmp_path: Path
+) -> None:
+    (tmp_path / "model_index.json").write_text(f'{{"_class_name": "{name}"}}')
+    parameters = pipeline_of(tmp_path)[1]
+    assert arguments.frame_rate(name, parameters, Task(""), call) == fps
+    if fps is None:
+        with pytest.raises(ValueError, match="fps=12: FluxPipeline draws no films"):
+            arguments.frame_rate(name, parameters, Task("", fps=12), call)
+    else:
+        assert arguments.frame_rate(name, parameters, Task("", fps=12), call) == 12
+
+
+def test_a_frame_rate_that_nobody_says_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "AnimateDiffPipeline"}')
+    with pytest.raises(ValueError, match="AnimateDiffPipeline does not say .* with --fps"):
+        Drawer(Task(str(tmp_path)))
 
 
 class TestRefused:

@@ -23,7 +23,7 @@ NETWORKS = Extractors()
 
 def written(path: Path, samples: list[Tensor], prompts: list[str]) -> score.Samples:
     """Store samples as a run does."""
-    folder = CaseFolder(path)
+    folder = CaseFolder(path, fps=8)
     (batch,) = batches(prompts, len(samples), len(samples), 0)
     folder.write(batch, samples, {})
     (line,) = folder.done([batch]).values()
@@ -191,5 +191,5 @@ def test_a_missing_weight_leaves_a_network_out(
     assert {"fid", "lpips", "clip_score"} <= set(found.lacking)
     assert found.lacking["fid"].startswith("no file weights-inception-2015-12-05-6726825d.pth")
     assert "looked for" not in found.lacking["fid"]
-    with pytest.raises(ValueError, match="reward='nothing'"):
+    with pytest.raises(ValueError, match="reward nothing"):
         at_hand("cpu", films=False, reward_name="nothing")

@@ -258,7 +258,7 @@ class TestPipeline:
         assert small(text, **call).images[0].size == (64, 64)
 
     def test_same_noise_same_picture(self, pipe):
-        from diffcache.pipelines.small.measure import draw_pictures
+        from diffcache.eval.shipped.quality import draw_pictures
 
         one, same, other = (
             np.asarray(draw_pictures(pipe, scenes.shipped_prompts()[:1], steps=3, seed=seed)[0])
@@ -269,8 +269,8 @@ class TestPipeline:
 
     @pytest.mark.slow
     def test_draws_what_held_out_prompts_say(self, pipe):
-        from diffcache.pipelines.small.measure import measure
+        from diffcache.eval.shipped.quality import QUALITIES
 
-        record, pictures = measure(pipe, steps=28, samples=12, seed=1)
-        assert len(pictures) == 12
-        assert record["prompt_accuracy"] >= 0.9
+        found = QUALITIES["shapes-flux"].measure(pipe, 28, 12, 1)
+        assert len(found["whole_right"]) == 12
+        assert found["prompt_accuracy"].mean() >= 0.9

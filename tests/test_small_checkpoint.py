@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from diffcache.files import write_json
 from diffcache.pipelines.small import checkpoint, course, loop
-from diffcache.pipelines.small.export import thin, write_json
+from diffcache.pipelines.small.export import thin
 from diffcache.pipelines.small.loop import Average
-from diffcache.pipelines.small.measure import write_report
 
 
 class Masked(nn.Module):
@@ -194,13 +194,6 @@ class TestRecords:
             write_json(path, {"one": path})
         assert json.loads(path.read_text()) == {"one": 1}
         assert [file.name for file in path.parent.iterdir()] == ["some.json"]
-
-    def test_reports_say_what_they_depend_on(self, tmp_path):
-        write_report(tmp_path / "some.json", {"model": "some", "measure": "share"}, [{"steps": 2}])
-        made = json.loads((tmp_path / "some.json").read_text())
-        words = ["model", "measure", "device", "threads", "date", "versions", "runs"]
-        assert list(made) == words and made["runs"] == [{"steps": 2}]
-        assert made["versions"]["torch"] == torch.__version__
 
     def test_thinned_logs_keep_the_last_row_and_measurements(self):
         rows = [{"step": step} for step in range(1000)]

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from diffcache.eval.shipped.quality import draw_pictures
 from diffcache.pipelines.small import train_dit
 from diffcache.pipelines.small.classifier import read
 from diffcache.pipelines.small.course import Course, Plan
@@ -28,7 +29,6 @@ from diffcache.pipelines.small.dit import (
 )
 from diffcache.pipelines.small.export import save_pipeline
 from diffcache.pipelines.small.loop import Stopped
-from diffcache.pipelines.small.measure import draw_pictures
 
 MEGABYTE = 1_000_000
 
@@ -177,5 +177,5 @@ class TestTraining:
         kept = pipe.transformer.proj_out_2.weight.detach().bfloat16().float()
         assert save_pipeline(pipe, tmp_path / "model") < 10 * MEGABYTE
         assert torch.equal(load(directory=tmp_path / "model").transformer.proj_out_2.weight, kept)
-        done = record(tmp_path, "dit", "python", tmp_path / "some-training.json")
+        done = record(tmp_path, "dit", tmp_path / "some-training.json", seed=3, command="python")
         assert done["model"] == "some" and done["steps"] == last

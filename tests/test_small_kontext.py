@@ -259,13 +259,13 @@ def test_the_shipped_files_are_small_and_complete(shipped: Any) -> None:
 
 
 def test_the_shipped_pipeline_edits_what_it_is_asked_to(shipped: Any) -> None:
-    from diffcache.pipelines.small.measure_kontext import edit_pictures, instructions
+    from diffcache.eval.shipped.kontext import edit_pictures, instructions
 
     edits, before, after = draw_edits(16, 0, held=True)
     made = edit_pictures(shipped, before, instructions(16, 0), steps=8, seed=0)
     found = judge(made, edits, before, after)
-    assert found["target_right"] >= TARGET_LEAST
-    assert found["untouched_psnr_db"]["median"] >= PSNR_LEAST
+    assert found["target_right"].float().mean() >= TARGET_LEAST
+    assert found["untouched_psnr_db"].median() >= PSNR_LEAST
 
 
 def test_words_without_a_reference_are_drawn_by_the_same_call(shipped: Any) -> None:

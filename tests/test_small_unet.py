@@ -6,13 +6,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from diffcache.eval.shipped.quality import draw_pictures
 from diffcache.pipelines.small import train_unet
 from diffcache.pipelines.small.classifier import prompt_accuracy
 from diffcache.pipelines.small.course import Course, Plan
 from diffcache.pipelines.small.diffusion import load_autoencoder
 from diffcache.pipelines.small.export import save_pipeline
 from diffcache.pipelines.small.loop import Stopped
-from diffcache.pipelines.small.measure import draw_pictures
 from diffcache.pipelines.small.scenes import shipped_prompts
 from diffcache.pipelines.small.small_unet import (
     CALL,

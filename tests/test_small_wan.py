@@ -7,15 +7,18 @@ import pytest
 import torch
 from torch import nn
 
-from diffcache.pipelines.small import measure_wan, train_wan, train_wan_text, train_wan_vae, wan
+from diffcache.eval.shipped.quality import draw_films
+from diffcache.pipelines.small import train_wan, train_wan_text, train_wan_vae, wan
 from diffcache.pipelines.small.classifier import prompt_accuracy
 from diffcache.pipelines.small.course import update
+from diffcache.pipelines.small.export_wan import RECORD
 from diffcache.pipelines.small.loop import to_unit
-from diffcache.pipelines.small.scenes import held_out, parse, prompt
+from diffcache.pipelines.small.scenes import held_out_singles, prompt
 from diffcache.pipelines.small.train_wan_vae import draw_scenes, draw_scenes_and_films
 from diffcache.pipelines.small.wan_places import start_with_places
 from diffcache.pipelines.small.wan_step import REAL_TOKENS, Step, draw_sigmas
 from diffcache.pipelines.small.wan_whole import decode, encode
+from diffcache.psnr import psnr
 
 MEGABYTE = 1_000_000
 RED = "a small red ring on the left, on a yellow background"
@@ -56,16 +59,14 @@ class TestShipped:
         assert (pipe.vae_scale_factor_temporal, pipe.vae_scale_factor_spatial) == (2, 8)
 
     def test_films_what_held_out_prompts_say(self, pipe):
-        prompts = measure_wan.held_out_prompts(8, seed=5)
-        films = measure_wan.draw_films(pipe, prompts, steps=8, seed=5)
+        prompts = held_out_singles(5)[:8]
+        films = draw_films(pipe, prompts, steps=8, seed=5)
         assert films.shape == (8, wan.FRAMES, 64, 64, 3)
         share, _ = prompt_accuracy(films[:, wan.FRAMES // 2].permute(0, 3, 1, 2), prompts)
         assert share > 0.7
 
     def test_the_same_noise_makes_the_same_film(self, pipe):
-        one, same, other = (
-            measure_wan.draw_films(pipe, [RED], steps=2, seed=seed) for seed in (1, 1, 2)
-        )
+        one, same, other = (draw_films(pipe, [RED], steps=2, seed=seed) for seed in (1, 1, 2))
         assert torch.equal(one, same) and not torch.equal(one, other)
 
     def test_load_takes_a_dtype(self):
@@ -78,8 +79,7 @@ class TestShipped:
         films = to_unit(films)
         with torch.no_grad():
             made = pipe.vae.decode(pipe.vae.encode(films).latent_dist.mode()).sample
-        error = (made - films).square().mean(dim=(1, 3, 4))
-        assert (10 * torch.log10(4 / error)).mean() > 26
+        assert psnr(made, films, span=2).mean() > 26
 
     def test_latents_have_unit_deviation(self, pipe):
         _, films = draw_scenes_and_films(16, 78)
@@ -88,10 +88,7 @@ class TestShipped:
         assert float(latents.std()) == pytest.approx(1.0, abs=0.2)
 
     def test_records_are_of_this_model(self):
-        report = json.loads(measure_wan.REPORT.read_text(encoding="utf-8"))
-        assert report["model"] == "shapes-wan"
-        assert all(run["samples"] >= 64 for run in report["runs"])
-        record = json.loads(measure_wan.RECORD.read_text(encoding="utf-8"))
+        record = json.loads(RECORD.read_text(encoding="utf-8"))
         assert record["stages"]["denoiser"]["steps"] > 0
 
 
@@ -200,11 +197,6 @@ class TestData:
         assert list(train_wan_text.COLOURS)[row[0]] == scene.background
         assert list(train_wan_text.POSITIONS)[row[4]] == scene.figures[0].position
 
-    def test_prompts_are_held_out(self):
-        prompts = measure_wan.held_out_prompts(100)
-        assert len(set(prompts)) == 100
-        assert all(held_out(parse(text)) for text in prompts)
-
     def test_latents_on_disk_are_read_back(self, tmp_path):
         torch.manual_seed(0)
         model = wan.build_autoencoder()
@@ -257,6 +249,6 @@ class TestAutoencoderTraining:
         monkeypatch.setattr(train_wan_vae, "encode", lambda model, part: (part, None))
         monkeypatch.setattr(train_wan_vae, "decode", lambda model, latents: latents)
         assert train_wan_vae.measure(None, films) == {
-            "psnr": pytest.approx(100 + 10 * np.log10(4), abs=1e-3),
+            "psnr": 100.0,
             "motion_error": 0.0,
         }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from diffcache.eval.kv.recall import exact_bytes
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.recipe import Recipe
@@ -79,11 +80,7 @@ def trained_rows(tokens: int = TOKENS + 1) -> list[dict[str, Any]]:
         whole = _read(model, Recipe(), batch)
         later = _queries(model, whole, batch.questions[:, 0])
         wanted = _outputs(whole, later)
-        exact = sum(
-            x.numel() * x.element_size()
-            for layer in whole.store.layers
-            for x in (layer.read().k, layer.read().v)
-        )
+        exact = exact_bytes(whole, task.context)
         rows = []
         for name, (recipe, most) in cases().items():
             cache = _read(model, recipe, batch)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.eval.kv.kvpress_inputs import Seen, capture
-from diffcache.eval.kv.peer import showing
+from diffcache.eval.kv.seen import Seen, capture, showing
 from diffcache.kv.hf.cache import KVCache, cache_for
 from diffcache.kv.observe import Observation, observe
 from diffcache.kv.recipe import Recipe

@@ -1,23 +1,25 @@
-"""`docs/kv.md`: every recipe, from its docstring, its parts and its figures."""
+"""`docs/kv.md` behind its introduction: every recipe with its docstring, parts and figures."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffcache.eval.kv.introduction import INTRODUCTION
 from diffcache.eval.kv.parts import composition, example
-from diffcache.eval.kv.versus import figures_of, joint_figures, peer_lines, timing_lines
+from diffcache.eval.kv.peer import PREFIX
+from diffcache.eval.kv.recall import hits_of
+from diffcache.eval.metrics.intervals import share_change
 from diffcache.eval.pages import keep_page
 from diffcache.eval.record import ROOT
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import recipe_function, reference
 from diffcache.names import RECIPES
 
+Row = Mapping[str, Any]
 PAGE = Path("docs/kv.md")
 RECORD, TIMES = "kv-recall.json", "kv.json"
 # Module of recipes -> its title; another module gets its own name.
@@ -31,46 +33,62 @@ TITLES: Mapping[str, str] = {
     "low_rank": "Low rank and layers in terms of one another",
     "retrieval": "Retrieval: nothing is dropped",
 }
-METHODS_HEAD = """\
-## Methods
-
+METHODS = "## Methods\n"  # what stands before is written by hand
+METHODS_HEAD = f"""\
+{METHODS}
 `budget` is what a row holds on average, or for retrieval what a query reads. Parts with their
 defaults are written by name; settings are those of the recipe's defaults where they differ from the
-part's own. Figures: the share of answers that are right after a context was compressed before
-anybody asked (95 % bootstrap interval), on recall-llama, at the share of an exact cache's bytes
-that is really held (or, for retrieval, of the slots that a query reads).
+part's own. Figures: the share of whole answers, both tokens right, after a context was compressed
+before anybody asked (95 % Wilson interval, which counts the questions of a context as a cluster);
+then the look-up, the share of right first tokens, which must be found in the context, and the copy,
+that of second tokens right after the right first one. Greedy generation gives the same whole
+answers. All on recall-llama, at the share of an exact cache's bytes that is really held (or, for
+retrieval, of the slots that a query reads).
 """
+ALIKE = (
+    "kvpress 0.5.5 says which slots stay, our store holds exactly those, and both are asked alike. "
+    "The first row of ours in the record that has the name and the budget stands beside a press. "
+    "Differences of the whole answers are of the same questions, with 95 % intervals for paired "
+    "shares (Bonett and Price 2012) over contexts."
+)
+HELD = (
+    "Bytes held for a context, scales, zeros, positions, exact rest and kept queries included, and "
+    "the relative error of the attention output for later queries."
+)
+# Presses that are called otherwise here, and what else our word says.
+OURS: Mapping[str, tuple[str, str]] = {
+    "observed_attention": ("h2o", ""), "cur": ("curdkv", ""),
+    "critical_adakv": ("criticalkv", "base='adakv"),
+}  # fmt: skip
 
 
 def page(directory: Path = ROOT) -> str:
     """Return the whole page.
 
     Args:
-        directory: Of the project, for its records.
+        directory: The project, for its records and the introduction of the page.
     """
     record, times = (_read(directory / "assets" / "bench" / name) for name in (RECORD, TIMES))
-    parts = [INTRODUCTION, METHODS_HEAD]
+    introduction, _, _ = (directory / PAGE).read_text(encoding="utf-8").partition(METHODS)
+    parts = [introduction + METHODS_HEAD]
     for module, names in RECIPES.items():
-        rows = [_row(recipe_function(name), name, record) for name in names]
+        rows = [_recipe(recipe_function(name), name, record) for name in names]
         title = TITLES.get(module, module.replace("_", " ").capitalize())
-        parts.append(f"### {title}\n\n`diffcache.kv.recipes.{module}`\n\n" + _table(rows) + "\n")
-    parts += [text for text in (_results(record), _times(times)) if text]
+        titles = ["recipe", "what it does", "parts", "source", "departures", "figures"]
+        lines = _table(titles if record else titles[:-1], rows)
+        parts.append("\n".join([f"### {title}\n\n`diffcache.kv.recipes.{module}`\n", *lines]))
+    parts += [results(record)] if record else []
+    parts += [timing(times)] if times else []
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _row(function: Callable[..., Recipe], name: str, record: Mapping[str, Any] | None) -> list[str]:
+def _recipe(
+    function: Callable[..., Recipe], name: str, record: Mapping[str, Any] | None
+) -> list[str]:
     said = story(function)
     cells = [f"`{name}`", said["what"], composition(example(function)), said["source"],
              said["departures"]]  # fmt: skip
-    return [*cells, "<br>".join(figures_of(record, name)) if record else ""]
-
-
-def _table(rows: list[list[str]]) -> str:
-    titles = ["recipe", "what it does", "parts", "source", "departures", "figures"]
-    if not any(row[-1] for row in rows):
-        titles, rows = titles[:-1], [row[:-1] for row in rows]
-    lines = ["| " + " | ".join(map(cell, row)) + " |" for row in rows]
-    return "\n".join(["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles), *lines])
+    return [*cells, "<br>".join(figures_of(record, name))] if record else cells
 
 
 def story(function: Callable[..., Recipe]) -> dict[str, str]:
@@ -79,37 +97,121 @@ def story(function: Callable[..., Recipe]) -> dict[str, str]:
     Raises:
         ValueError: If it names no reference.
     """
-    doc = inspect.cleandoc(function.__doc__ or "")
-    what = " ".join(re.split(r"\n\n", doc)[0].split()).rstrip(".")
-    text = reference(function)
-    source, _, rest = re.split(r"\s*(Departures?:)\s*", text, maxsplit=1) if (
-        re.search("Departures?:", text)
-    ) else (text, "", "")  # fmt: skip
-    return {"what": what, "source": source.rstrip("."), "departures": rest.rstrip(".")}
+    what = inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0]
+    source, *rest = re.split(r"\s*Departures?:\s*", reference(function), maxsplit=1)
+    return {"what": " ".join(what.split()).rstrip("."), "source": source.rstrip("."),
+            "departures": "".join(rest).rstrip(".")}  # fmt: skip
 
 
-def cell(text: str) -> str:
-    """Return text that may stand in a table."""
-    return text.replace("|", "\\|")
+def figures_of(record: Mapping[str, Any], name: str) -> list[str]:
+    """Return a line for every row of one recipe alone."""
+    lines = []
+    for row in record["rows"]:
+        if _first(row) == name and "|" not in row["name"]:
+            settings = row["name"].partition(":")[2] or "defaults"
+            where = f"{row['share']:.1%}" if row["read"] == 1 else f"{row['read']:.0%} read"
+            halves = f"look-up {_value(row, 'lookup')}, copy {_value(row, 'copy')}"
+            lines.append(f"`{settings}` {_share(row['whole'])}, {halves}, at {where}")
+    return lines
 
 
-def _results(record: Mapping[str, Any] | None) -> str:
-    if record is None:
-        return ""
-    shapes = record["shapes"]
+def results(record: Mapping[str, Any]) -> str:
+    """Return the tables of recipes that are joined, and of recipes beside kvpress."""
+    shapes, joined = record["shapes"], [row for row in record["rows"] if "|" in row["name"]]
     about = (
         f"recall-llama, contexts of {shapes['context']} tokens with {shapes['facts']} facts, "
         f"{shapes['samples']} contexts, {shapes['queries']} questions each, {shapes['dtype']}; "
         f"transformers {record['versions']['transformers']}. All figures: "
         f"`assets/bench/{RECORD}`; to measure them again: `{record['command']}`."
     )
-    parts = ["## Together and beside kvpress\n", about, "", *joint_figures(record)]
-    parts += peer_lines(record)
-    return "\n".join(parts) + "\n"
+    lines = ["## Together and beside kvpress\n", about, ""]
+    lines += _table(
+        ["recipes", "whole answers", "look-up", "copy", "bytes held", "slots read"],
+        [[f"`{row['name']}`", _share(row["whole"]), _value(row, "lookup"), _value(row, "copy"),
+          f"{row['share']:.1%}", f"{row['read']:.0%}"] for row in joined],
+    )  # fmt: skip
+    beside = [
+        [f"`{ours['name']}`", _share(ours["whole"]), f"`{peer['name']}`", _share(peer["whole"]),
+         _share(share_change(_whole(peer), _whole(ours)).to_dict(), "+")]
+        for ours, peer in pairs(record)
+    ]  # fmt: skip
+    if beside:
+        titles = ["ours", "whole answers", "kvpress", "whole answers", "difference"]
+        lines += [ALIKE, "", *_table(titles, beside)]
+    return "\n".join(lines)
 
 
-def _times(record: Mapping[str, Any] | None) -> str:
-    return "" if record is None else "\n".join(["## Host time and bytes\n", *timing_lines(record)])
+def pairs(record: Mapping[str, Any]) -> list[tuple[Row, Row]]:
+    """Return each row of kvpress behind ours of the same method and budget, the first there is."""
+    found = []
+    for peer in record["rows"]:
+        if not peer["name"].startswith(PREFIX):
+            continue
+        press = _first(peer).removeprefix(PREFIX)
+        name, inside = OURS.get(press, (press, ""))
+        ours = [
+            row for row in record["rows"]
+            if _first(row) == name and _budget(row) == _budget(peer)
+            and "|" not in row["name"] and inside in row["name"]
+        ]  # fmt: skip
+        found += [(row, peer) for row in ours[:1]]
+    return found
+
+
+def timing(record: Mapping[str, Any]) -> str:
+    """Return the tables of host time and of bytes."""
+    shapes = record["shapes"]
+    about = (
+        f"Host time of a layer and step, without the arithmetic, at {shapes['slots']:,} slots on "
+        f"{record['device']}, {record['threads']} thread, {record['dtype']}; torch "
+        f"{record['versions']['torch']}; median and quartiles of {record['rounds']} rounds in turn "
+        f"(`{record['command']}`). The arithmetic is a token copied into a buffer and attention; "
+        "of coded or ragged rows also reading them into a rectangle. Its median is subtracted."
+    )
+
+    def spread(found: Mapping[str, float] | None) -> str:
+        quartiles = "{median:.0f} ({q1:.0f} to {q3:.0f})"
+        return quartiles.format(**found) if found else ""
+
+    def some(text: str, value: float | None) -> str:
+        return "" if value is None else text.format(value)
+
+    steps = [[row["name"], spread(row["step_us"]), spread(row["above_floor_us"]),
+              some("at most {:.0f}", row["target_us"])] for row in record["rows"]]  # fmt: skip
+    held = [[row["name"], f"{row['share']:.4f}", some("at most {}", row["target_share"]),
+             some("{:.4f}", row["error"])] for row in record["held"]]  # fmt: skip
+    lines = ["## Host time and bytes\n", about, ""]
+    lines += _table(["", "µs in all", "µs above the arithmetic", "aim"], steps)
+    lines += [HELD, "", *_table(["", "share of exact bytes", "aim", "error"], held)]
+    return "\n".join(lines)
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table and an empty one."""
+    lines = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows]
+    head = "| " + " | ".join(titles) + " |"
+    return [head.replace("|  |", "| |"), "|" + "---|" * len(titles), *lines, ""] if lines else []
+
+
+def _share(found: Mapping[str, float], sign: str = "") -> str:
+    value, low, high = (f"{found[name]:{sign}.3f}" for name in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
+
+
+def _value(row: Row, name: str) -> str:
+    return f"{row[name]['value']:.3f}"
+
+
+def _whole(row: Row) -> Any:
+    return hits_of(row).all(-1)
+
+
+def _first(row: Row) -> str:
+    return str(row["name"]).partition(":")[0].replace("-", "_")
+
+
+def _budget(row: Row) -> str:
+    return next(iter(re.findall(r"[:,]budget=([^,]*)", row["name"])), "")
 
 
 def _read(file: Path) -> dict[str, Any] | None:

@@ -1,21 +1,34 @@
 """kvpress as a peer: it says which slots stay, and our store holds exactly those.
 
 So both are asked in the same way, about the same contexts: `kvpress/snapkv:budget=0.25`.
+
+kvpress (NVIDIA, Apache-2.0) pins an older transformers, and its hooks do not run on ours; its
+`compress` methods do, called one layer and one row at a time, which is how its own pipeline calls
+them (batch size 1). Only single press files are imported: kvpress' own `__init__` would patch every
+attention function of transformers and import `datasets`, `fire` and `cachetools`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from diffcache.errors import UnknownMethodError
-from diffcache.eval.kv.kvpress_inputs import Seen, capture
-from diffcache.eval.kv.kvpress_oracle import installed, kept, press
+from diffcache.eval.kv.seen import Seen, capture, showing
 from diffcache.eval.metrics.inception import MissingPackageError
 from diffcache.kv.budget import Budget, check_size
 from diffcache.kv.observe import Observation
@@ -25,29 +38,58 @@ from diffcache.kv.score.base import Score
 
 PREFIX = "kvpress/"
 INSTALL = "pip install --no-deps kvpress==0.5.5"
-# What a row may be called -> the press. Those that need tables of other models are left out.
-PEERS: Mapping[str, str] = {
-    "knorm": "knorm",
-    "keydiff": "keydiff",
-    "streaming_llm": "streaming_llm",
-    "snapkv": "snapkv",
-    "tova": "tova",
-    "observed_attention": "observed_attention",
-    "criticalkv": "critical_snapkv",
-    "expected_attention": "expected_attention",
-    "lagkv": "lagkv",
-    "leverage": "leverage",
-    "non_causal": "non_causal",
-    "compactor": "compactor",
-    "cur": "cur",
-    "cap": "cap",
-    "pyramidkv": "pyramidkv_beta20",
-    "adakv": "adakv_snapkv",
-    "critical_adakv": "critical_adakv_snapkv",
-    "chunkkv": "chunkkv_snapkv",
-    "chunk_keydiff": "chunk_keydiff",
-    "block_keydiff": "block_keydiff",
-}
+SKETCH_SEED = 7
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A press: its file and class, its settings, the press that it wraps, what it reads."""
+
+    file: str
+    cls: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    base: str | None = None
+    attentions: bool = False
+
+
+WINDOW = {"window_size": 8, "kernel_size": 5}
+FUTURE = {"n_future_positions": 512, "n_sink": 4}
+_SAFE = {"alpha_safeguard": 0.2}
+_TWO_STAGES = {"epsilon": 1e-4, "first_stage_ratio": 0.5}
+# Settings are kvpress' defaults except where a default is too long for a few hundred tokens:
+# windows (64), lags (128), chunks (256, 1024), blocks (128), chunks of ChunkKV (20), the sketch
+# (48), and `epsilon` of expected attention (0), which is 0.02 in the press that LU-KV wraps by
+# default. Presses that need tables of other models are left out.
+PRESSES: Mapping[str, Spec] = {
+    "knorm": Spec("knorm_press", "KnormPress"),
+    "keydiff": Spec("keydiff_press", "KeyDiffPress"),
+    "streaming_llm": Spec("streaming_llm_press", "StreamingLLMPress", {"n_sink": 4}),
+    "snapkv": Spec("snapkv_press", "SnapKVPress", WINDOW),
+    "tova": Spec("tova_press", "TOVAPress"),
+    "observed_attention":
+        Spec("observed_attention_press", "ObservedAttentionPress", attentions=True),
+    "criticalkv": Spec("criticalkv_press", "CriticalKVPress", _TWO_STAGES, "snapkv"),
+    "expected_attention":
+        Spec("expected_attention_press", "ExpectedAttentionPress",
+             {**FUTURE, "use_covariance": True, "use_vnorm": True, "epsilon": 0.02}),
+    "lagkv": Spec("lagkv_press", "LagKVPress", {"n_sink": 4, "lag_size": 12}),
+    "leverage": Spec("leverage_press", "LeverageScorePress", {"sketch_dimension": 12}),
+    "non_causal": Spec("non_causal_attention_press", "NonCausalAttnPress", {"chunk_size": 32}),
+    "compactor":
+        Spec("compactor_press", "CompactorPress",
+             {"sink_size_start": 8, "sink_size_end": 4, "chunk_size": 32, "sketch_dimension": 12}),
+    "cur":
+        Spec("cur_press", "CURPress",
+             {"num_sinks": 4, "leverage_type": "kv_product", "local_window_size": 16}),
+    "cap": Spec("cap_press", "CapPress", {"tau": 5.0, **FUTURE}),
+    "pyramidkv": Spec("pyramidkv_press", "PyramidKVPress", {**WINDOW, "beta": 20}),
+    "adakv": Spec("adakv_press", "AdaKVPress", _SAFE, "snapkv"),
+    "critical_adakv":
+        Spec("criticalkv_press", "CriticalAdaKVPress", {**_SAFE, **_TWO_STAGES}, "snapkv"),
+    "chunkkv": Spec("chunkkv_press", "ChunkKVPress", {"chunk_length": 8}, "snapkv"),
+    "chunk_keydiff": Spec("chunk_press", "ChunkPress", {"chunk_length": 18}, "keydiff"),
+    "block_keydiff": Spec("block_press", "BlockPress", {"block_size": 16}, "keydiff"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,9 +97,9 @@ class Peer:
     """A press of kvpress, with what it is told.
 
     Args:
-        press: A key of `PEERS`.
+        press: A key of `PRESSES`.
         budget: Share of the tokens that stays, above 0 and at most 1.0.
-        settings: Of the press, instead of those in `diffcache.eval.kv.kvpress_presses`.
+        settings: Of the press, instead of those in `PRESSES`.
     """
 
     press: str
@@ -77,19 +119,20 @@ class Peer:
             model: Of the Llama architecture.
             ids: int64 [B, T], without padding.
         """
+        spec = PRESSES[self.press]
         with showing(model):
-            masks = [self._kept(seen) for seen in capture(model, ids)]
+            masks = [
+                kept(seen, lambda: build(spec, 1 - self.budget, self.settings), spec.attentions)
+                for seen in capture(model, ids)
+            ]
         return Recipe(self.name, score=Given(tuple(masks)), budget=AllGiven(), plan=TopK())
-
-    def _kept(self, seen: Seen) -> Tensor:
-        return kept(PEERS[self.press], seen, 1 - self.budget, self.settings)
 
 
 def peer(name: str, budget: float = 0.5, **settings: Any) -> Peer:
     """Return a row of kvpress.
 
     Args:
-        name: `kvpress/` and a key of `PEERS`.
+        name: `kvpress/` and a key of `PRESSES`.
         budget: Share of the tokens that stays.
         settings: Of the press.
 
@@ -99,14 +142,14 @@ def peer(name: str, budget: float = 0.5, **settings: Any) -> Peer:
         ValueError: If the budget is no share, or the press has no such setting.
     """
     short = name.removeprefix(PREFIX)
-    if short not in PEERS:
-        raise UnknownMethodError(f"unknown press {short!r}; known: {', '.join(PEERS)}")
+    if short not in PRESSES:
+        raise UnknownMethodError(f"unknown press {short!r}; known: {', '.join(PRESSES)}")
     check_size("budget", budget)
     if not isinstance(budget, float):
         raise ValueError(f"budget={budget!r}: kvpress takes a share of the tokens, such as 0.25")
     if installed() is None:
         raise MissingPackageError(f"{name}: kvpress is not installed: {INSTALL}")
-    press(PEERS[short], 1 - budget, _NO_TABLES, settings)  # says which setting is wrong
+    build(PRESSES[short], 1 - budget, settings)  # says which setting is wrong
     return Peer(short, budget, settings)
 
 
@@ -143,26 +186,115 @@ class AllGiven(Budget):
         return [(score > 0).sum(-1) for score in scores]
 
 
-class _NoTables:
-    """What a press may ask of a model's configuration before there is a model."""
-
-    num_hidden_layers = num_key_value_heads = head_dim = 1
+# kvpress itself ----------------------------------------------------------------------------------
 
 
-_NO_TABLES = _NoTables()
-
-
-@contextmanager
-def showing(model: nn.Module) -> Iterator[None]:
-    """Have a model show its attention, and its rotary embedding where kvpress looks for it."""
-    attentions = [layer.self_attn for layer in model.model.layers]  # type: ignore[union-attr]
-    before = model.config._attn_implementation  # type: ignore[union-attr]
-    model.set_attn_implementation("eager")  # type: ignore[operator]
-    for attention in attentions:
-        attention.rotary_emb = model.model.rotary_emb  # type: ignore[union-attr]
+def installed() -> str | None:
+    """Return the version of kvpress, or None where it is not installed."""
     try:
-        yield
+        return importlib.metadata.version("kvpress")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def press_class(file: str, cls: str) -> Any:
+    """Import one press file without the package's `__init__` and without its heavy imports."""
+    if "kvpress" not in sys.modules:
+        spec = importlib.util.find_spec("kvpress")
+        if spec is None or spec.origin is None:
+            raise ModuleNotFoundError(f"kvpress is missing: {INSTALL}")
+        sys.modules["kvpress"] = _stub("kvpress", __path__=[str(Path(spec.origin).parent)])
+    stubs = {
+        "cachetools": _stub(
+            "cachetools", LRUCache=dict, cached=lambda *_, **__: lambda function: function
+        ),
+        "datasets": _stub("datasets", load_dataset=None),
+    }
+    absent = {name: stub for name, stub in stubs.items() if name not in sys.modules}
+    sys.modules.update(absent)
+    try:
+        return getattr(importlib.import_module(f"kvpress.presses.{file}"), cls)
     finally:
-        for attention in attentions:
-            del attention.rotary_emb
-        model.set_attn_implementation(before)  # type: ignore[operator]
+        for name in absent:
+            del sys.modules[name]
+
+
+def _stub(name: str, **members: Any) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    vars(module).update(members)
+    return module
+
+
+def build(spec: Spec, ratio: float, settings: Mapping[str, Any] | None = None) -> Any:
+    """Build a press.
+
+    Args:
+        spec: Which.
+        ratio: The fraction removed.
+        settings: Instead of those of the spec; those that a wrapper lacks go to what it wraps.
+
+    Raises:
+        ValueError: If there is no such setting.
+    """
+    cls = press_class(spec.file, spec.cls)
+    known = {each.name for each in dataclasses.fields(cls)}
+    left = dict(settings or {})
+    own = {**spec.settings, **{key: left.pop(key) for key in sorted(known & left.keys())}}
+    if spec.base is not None:
+        return cls(press=build(PRESSES[spec.base], ratio, left), **own)
+    if left:
+        taken = ", ".join(sorted(known - {"compression_ratio"})) or "none"
+        raise ValueError(f"kvpress' {spec.cls} has no setting {min(left)!r}; it has: {taken}")
+    return cls(**{"compression_ratio": ratio, **own})
+
+
+@contextlib.contextmanager
+def calling(seen: Seen) -> Iterator[None]:
+    """Fix the seed of sketches, and name an attention that presses of ragged heads accept."""
+    config = seen.module.config
+    before = config._attn_implementation
+    seen.module.masked_key_indices = None
+    config._attn_implementation = "sdpa"
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(SKETCH_SEED)
+            yield
+    finally:
+        config._attn_implementation = before
+
+
+def compress(
+    row: Seen, press: Any, attentions: bool = False, by_values: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys, values and the kept slots as a mask [1, H, S], after a press.
+
+    Keys and values are put in order of position; a press of ragged heads returns them all.
+
+    Args:
+        row: One row of what a layer saw.
+        press: From `build`.
+        attentions: Whether it reads the attention weights.
+        by_values: Find the kept slots by their values, where the press changes keys.
+    """
+    whole = row.v.clone() if by_values else row.k.clone()
+    with calling(row):
+        weights = row.attentions if attentions else None
+        k, v = press.compress(row.module, row.hidden, row.k, row.v, weights, row.rotation)
+    masked = row.module.masked_key_indices
+    if masked is not None:
+        mask = torch.ones(whole.shape[:3], dtype=torch.bool)
+        mask[masked] = False
+        return k, v, mask
+    left = v if by_values else k  # these rows are copies, and no two slots are alike
+    same = (left[:, :, :, None] == whole[:, :, None]).all(-1)
+    assert (same.sum(-1) == 1).all()
+    order = same.int().argmax(-1).argsort(-1)[..., None].expand_as(k)
+    return k.gather(2, order), v.gather(2, order), same.any(2)
+
+
+def kept(seen: Seen, make: Callable[[], Any], attentions: bool = False) -> Tensor:
+    """Return the kept slots of all rows as a mask [B, H, S]; `make` builds the press anew."""
+    rows = map(seen.row, range(len(seen.k)))
+    return torch.cat([compress(row, make(), attentions)[2] for row in rows])

@@ -1,9 +1,9 @@
-"""What a recipe costs a model that recalls facts: accuracy, perplexity, bytes, seconds."""
+"""What a recipe costs a model that recalls facts: answers, perplexity, bytes, seconds."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.eval.kv.peer import Peer
-from diffcache.eval.metrics.bootstrap import mean_interval
+from diffcache.eval.metrics.intervals import share_interval
 from diffcache.kv.attend import Query, View
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.layer import KVLayer
@@ -101,12 +101,16 @@ def measure(
         progress: Told how far it is.
 
     Returns:
-        `accuracy` (share of the answers' tokens that are right, each after the right one),
-        `v1` and `v2` (its two halves), `perplexity` of filler after the compressed context,
-        `bytes` held for one context, `share` of those of an exact cache, `slots` a row, `read`
-        (share of the slots held that a query reads), and seconds: `prefill`, `compress`, and
-        `token` for each token that is asked of a batch. Seconds of a press of kvpress are those
-        of our store, without what kvpress takes to choose.
+        Shares of the answers with 95 % intervals: `whole`, with both tokens right; `lookup`, with
+        the first right, which must be found in the context; `copy`, with the second right after
+        the right first one. `hits` has them all, see `hits_of`. Greedy generation gives the same
+        whole answers: it goes another way only where the first token is wrong already.
+
+        `perplexity` of filler after the compressed context, `bytes` held for one context, `share`
+        of those of an exact cache, `slots` a row, `read` (share of the slots held that a query
+        reads), and seconds: `all`, `prefill` and `compress` of a context, `token` for each token
+        that is asked of a batch. Seconds of a press of kvpress are those of our store, without
+        what kvpress takes to choose.
     """
     spent, found = _Spent(), _Found()
     try:
@@ -120,6 +124,16 @@ def measure(
     finally:
         detach(model)
     return {"name": row.name or "none", **found.row(task.samples), "seconds": spent.per(task)}
+
+
+def hits_of(row: Mapping[str, Any]) -> Tensor:
+    """Return which tokens were right, bool [N, queries, 2]: of each context, question and answer.
+
+    A record holds a context as text, `"11 10"` for a right answer and one whose second token is
+    wrong.
+    """
+    return torch.tensor([[[bit == "1" for bit in one] for one in text.split()]
+                         for text in row["hits"]])  # fmt: skip
 
 
 def _recipe(row: Recipe | Peer, model: nn.Module, batch: RecallBatch) -> Recipe:
@@ -185,19 +199,18 @@ class _Found:
     def row(self, samples: int) -> dict[str, Any]:
         """Return it for one context."""
         right = torch.cat(self.hits)  # [N, queries, 2]
-        each = right.double().mean((1, 2))
         held = sum(count.held for count in self.counts)
         return {
-            "accuracy": mean_interval(each).to_dict(),
-            "v1": float(right[..., 0].double().mean()),
-            "v2": float(right[..., 1].double().mean()),
+            "whole": share_interval(right.all(-1)).to_dict(),
+            "lookup": share_interval(right[..., 0]).to_dict(),
+            "copy": share_interval(right[..., 1]).to_dict(),
             "perplexity": float(torch.cat(self.nats).mean().exp()),
             "bytes": self.bytes / samples,
             "share": self.bytes / self.exact,
             "slots": self.slots / samples,
             "read": sum(count.read for count in self.counts) / held if held else 1.0,
             "mode": self.mode,
-            "hits": each.tolist(),
+            "hits": [" ".join(f"{a}{b}" for a, b in one) for one in right.int().tolist()],
         }
 
 
@@ -209,8 +222,9 @@ class _Spent:
         self.tokens = 0
 
     def per(self, task: KVTask) -> dict[str, float]:
-        """Return seconds for a context, and for a token of a batch."""
+        """Return seconds of everything, for a context, and for a token of a batch."""
         return {
+            "all": self.prefill + self.compress + self.token,
             "prefill": self.prefill / task.samples,
             "compress": self.compress / task.samples,
             "token": self.token / max(self.tokens, 1),

@@ -11,23 +11,23 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from diffcache.eval.kv.recall import DTYPES, KVTask, Progress, measure
 from diffcache.eval.kv.words import NONE, parse_row
 from diffcache.eval.record import ROOT, Setting, check, envelope
 from diffcache.eval.report.palette import GREY, OKABE_ITO, styled
-from diffcache.eval.runs.folder import write_json
 from diffcache.eval.runs.sweep import read_values
+from diffcache.files import write_json
 
 BENCHMARK = "kv-recall"
 # Settings that say how much is held, and not how.
@@ -88,7 +88,6 @@ def run(
     sweep: Sweep,
     out: Path | None = None,
     progress: Progress | None = None,
-    each: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Measure every recipe of a sweep, those that `out` holds already excepted.
 
@@ -97,7 +96,6 @@ def run(
         out: JSON file of the record; written after every row, so that a run that was cut off goes
             on. Rows are kept while neither the task nor the code of caches has changed.
         progress: Told how far a recipe is.
-        each: Told every row.
     """
     key, rows = fingerprint(sweep.task), {}
     if out is not None and out.exists():
@@ -111,8 +109,6 @@ def run(
             rows[word] = {**row, "name": word}
             if out is not None:
                 write_record(list(rows.values()), sweep.task, out)
-        if each is not None:
-            each(rows[word])
     wanted = [rows[word] for word in sweep.words()]
     if out is not None:
         write_record(wanted, sweep.task, out, sweep.families)
@@ -126,17 +122,30 @@ def write_record(
     families: Mapping[str, list[str]] | None = None,
 ) -> None:
     """Write what was measured, and with what."""
+    setting = Setting(torch.device("cpu"), DTYPES[task.dtype])
     body = {
-        "shapes": {"device": "cpu", **dataclasses.asdict(task)}, "rounds": 1,
-        "seconds": sum(sum(row["seconds"].values()) for row in rows), "rows": rows,
+        "shapes": {"device": "cpu", **dataclasses.asdict(task)}, "rounds": 1, "seed": task.seed,
+        "seconds": sum(row["seconds"]["all"] for row in rows), "rows": rows,
         "fingerprint": fingerprint(task), "families": dict(families or {}),
     }  # fmt: skip
-    command = shlex.join(["diffcache", *sys.argv[1:]])
-    setting = Setting(torch.device("cpu"), DTYPES[task.dtype])
-    record = envelope(BENCHMARK, setting, command, body)
-    record["versions"]["transformers"] = transformers.__version__
+    write_rows(BENCHMARK, setting, body, out)
+
+
+def write_rows(
+    benchmark: str, setting: Setting, body: dict[str, Any], out: Path, *libraries: str
+) -> None:
+    """Write the record of a command.
+
+    Args:
+        benchmark: Name of the benchmark.
+        setting: Device and dtype.
+        body: At least `shapes`, `rounds`, `seconds`, `rows` and `seed`.
+        out: JSON file.
+        libraries: More packages whose versions count.
+    """
+    record = envelope(benchmark, setting, shlex.join(["diffcache", *sys.argv[1:]]), body)
+    record["versions"] |= {name: importlib.metadata.version(name) for name in libraries}
     check(record)
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, record)
 
 
@@ -150,7 +159,7 @@ def fingerprint(task: KVTask) -> str:
 
 @styled
 def draw(record: Mapping[str, Any], picture: Path) -> None:
-    """Draw accuracy against the bytes held, one panel for each family.
+    """Draw whole answers against the bytes held, one panel for each family.
 
     Args:
         record: Of `run`.
@@ -168,18 +177,15 @@ def draw(record: Mapping[str, Any], picture: Path) -> None:
     axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flatten()
     for axis, (family, words) in zip(axes, families.items(), strict=False):
         reads = all(rows[word]["read"] < 1 for word in words)
-        x_of = "read" if reads else "share"
-        axis.axhline(rows[NONE]["accuracy"]["value"], color=GREY, linewidth=1, linestyle="--")
+        axis.axhline(rows[NONE]["whole"]["value"], color=GREY, linewidth=1, linestyle="--")
         for number, (name, held) in enumerate(_lines(words, rows).items()):
-            points = sorted(((row[x_of], row["accuracy"]) for row in held), key=lambda p: p[0])
-            x = [share for share, _ in points]
-            y = [right["value"] for _, right in points]
-            around = [[r["value"] - r["low"] for _, r in points],
-                      [r["high"] - r["value"] for _, r in points]]  # fmt: skip
-            marker, colour = MARKERS[number % len(MARKERS)], OKABE_ITO[number % len(OKABE_ITO)]
+            points = sorted((row["read" if reads else "share"], *_ends(row)) for row in held)
+            x, y, below, above = zip(*points, strict=True)
+            marker, color = MARKERS[number % len(MARKERS)], OKABE_ITO[number % len(OKABE_ITO)]
             axis.errorbar(
-                x, y, around, marker=marker, markersize=4, linewidth=1, color=colour, label=name
-            )
+                x, y, [below, above], marker=marker, markersize=4, linewidth=1, color=color,
+                label=name,
+            )  # fmt: skip
         axis.set_title(family + (": slots read" if reads else ""))
         axis.set_xscale("log", base=2)
         axis.set_ylim(-0.03, 1.03)
@@ -187,9 +193,15 @@ def draw(record: Mapping[str, Any], picture: Path) -> None:
     for axis in axes[len(families) :]:
         axis.set_visible(False)
     figure.supxlabel("bytes held, share of an exact cache (or slots read)")
-    figure.supylabel("accuracy (dashed: nothing dropped)")
+    figure.supylabel("whole answers right, share with 95 % interval (dashed: nothing dropped)")
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=130)
+
+
+def _ends(row: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Return the whole answers of a row, and how far its interval reaches below and above."""
+    whole = row["whole"]
+    return whole["value"], whole["value"] - whole["low"], whole["high"] - whole["value"]
 
 
 def _lines(

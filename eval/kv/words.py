@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffcache.errors import TablesError, UnknownMethodError
 from diffcache.eval.kv.peer import PREFIX, Peer, peer
 from diffcache.eval.kv.tables import MARK, read_table
-from diffcache.eval.methods import read_word, split
+from diffcache.eval.methods import naming, read_word, split
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import make_recipe
 
@@ -30,11 +29,9 @@ def parse_row(text: str) -> Recipe | Peer:
         return parse_recipe(text)
     if "|" in text:
         raise ValueError(f"recipe {text!r}: kvpress does not compose with |; ask for it alone")
-    name, settings = _read(text, text)
-    try:
+    name, settings = read_word(text.strip())
+    with naming(f"recipe {text!r}"):
         return peer(name, **settings)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"recipe {text!r}: {error}") from error
 
 
 def parse_recipe(text: str) -> Recipe:
@@ -54,28 +51,18 @@ def parse_recipe(text: str) -> Recipe:
         raise ValueError("recipe '': a name is missing; `diffcache kv --list` lists them")
     whole = Recipe()
     for part in split(text, text, "|"):
-        name, settings = _read(text, part)
+        if not part.partition(":")[0].strip():
+            raise ValueError(
+                f"recipe {text!r}: a name is missing between the signs |; `diffcache kv --list` "
+                "lists them"
+            )
+        name, settings = read_word(part.strip())
         if name == NONE and not settings:
             continue
-        try:
+        with naming(f"recipe {text!r}"):
             given = {key: _value(key, value) for key, value in settings.items()}
             whole = whole | make_recipe(name, **given)
-        except UnknownMethodError as error:
-            raise UnknownMethodError(f"recipe {text!r}: {error}") from error
-        except TablesError as error:
-            raise TablesError(f"recipe {text!r}: {error}") from error
-        except (ValueError, TypeError, AttributeError) as error:  # also values of a wrong type
-            raise ValueError(f"recipe {text!r}: {error}") from error
     return whole
-
-
-def _read(text: str, part: str) -> tuple[str, dict[str, Any]]:
-    if not part.partition(":")[0].strip():
-        raise ValueError(
-            f"recipe {text!r}: a name is missing between the signs |; `diffcache kv --list` lists "
-            "them"
-        )
-    return read_word(part.strip())
 
 
 def _value(key: str, value: Any) -> Any:

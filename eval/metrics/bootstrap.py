@@ -14,7 +14,7 @@ samples are neighbours at distance 0; take `mean_interval` of their values per s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -32,11 +32,13 @@ from diffcache.eval.metrics.frechet import (
 RESAMPLES = 1000
 LEVEL = 0.95
 DRAWN_AT_ONCE = 2**22  # sample ids, 32 MiB
+_UNBOUNDED = (-math.inf, math.inf)
+_DISTANCE = (0.0, math.inf)
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A point value, low <= value <= high, with its bootstrap interval and its n samples."""
+    """A point value, low <= value <= high, with its interval and its n samples."""
 
     value: float
     low: float
@@ -52,33 +54,12 @@ class Interval:
         return not self.low <= value <= self.high
 
 
-def interval(
-    statistic: Callable[[Tensor], float],
-    n: int,
+def mean_interval(
+    values: Tensor,
     resamples: int = RESAMPLES,
     level: float = LEVEL,
     seed: int = 0,
-) -> Interval:
-    """Return the centred bootstrap interval of any statistic of n samples.
-
-    Args:
-        statistic: Takes sample ids, int64 [n] on the CPU, and returns a finite number.
-        n: Samples, at least 2.
-        resamples: Resamplings.
-        level: Share of resamplings inside, in 0..1.
-        seed: Of the resampling.
-
-    Raises:
-        ValueError: If a number is out of range or the statistic is not finite.
-    """
-    _check_settings(n, resamples, level)
-    value = statistic(torch.arange(n))
-    drawn = [statistic(ids) for block in _resampled_ids(n, resamples, seed) for ids in block]
-    return _centred(value, drawn, n, level)
-
-
-def mean_interval(
-    values: Tensor, resamples: int = RESAMPLES, level: float = LEVEL, seed: int = 0
+    bounds: tuple[float, float] = _UNBOUNDED,
 ) -> Interval:
     """Return the mean of one value a sample with its interval.
 
@@ -86,7 +67,8 @@ def mean_interval(
         values: [N], N at least 2, any dtype.
         resamples: Resamplings.
         level: Share of resamplings inside, in 0..1.
-        seed: Of the resampling.
+        seed: Seed of the resampling.
+        bounds: Least and most that a value can be; the interval ends there.
 
     Raises:
         ValueError: If the shape is different or a value is not finite.
@@ -95,34 +77,7 @@ def mean_interval(
     _check_settings(len(table), resamples, level)
     blocks = _resampled_ids(len(table), resamples, seed)
     means = [mean for ids in blocks for mean in table[ids].mean(dim=1).tolist()]
-    return _centred(float(table.mean()), means, len(table), level)
-
-
-def paired_change(
-    values_a: Tensor,
-    values_b: Tensor,
-    resamples: int = RESAMPLES,
-    level: float = LEVEL,
-    seed: int = 0,
-) -> Interval:
-    """Return mean(b) - mean(a) with its interval, both resampled with the same ids.
-
-    Args:
-        values_a: One value a sample, [N]: the baseline.
-        values_b: The same samples, [N].
-        resamples: Resamplings.
-        level: Share of resamplings inside, in 0..1.
-        seed: Of the resampling.
-
-    Raises:
-        ValueError: If shapes differ or a value is not finite.
-    """
-    a, b = _column(values_a, "values_a"), _column(values_b, "values_b")
-    if len(a) != len(b):
-        raise ValueError(
-            f"{len(a)} values against {len(b)}; a paired change needs the same samples"
-        )
-    return mean_interval(b - a, resamples, level, seed)
+    return _centred(float(table.mean()), means, len(table), level, bounds)
 
 
 def frechet_interval(
@@ -142,7 +97,7 @@ def frechet_interval(
         reference: Moments of the real features, taken as exact.
         resamples: Resamplings.
         level: Share of resamplings inside, in 0..1.
-        seed: Of the resampling.
+        seed: Seed of the resampling.
 
     Raises:
         ValueError: If shapes do not fit or a number is out of range.
@@ -150,7 +105,8 @@ def frechet_interval(
     distance = _Resampled(fake_features, reference)
     weights = _weights(fake_features, resamples, level, seed)
     drawn = [distance(w) for w in weights]
-    return _centred(frechet(moments(fake_features), reference), drawn, len(fake_features), level)
+    value = frechet(moments(fake_features), reference)
+    return _centred(value, drawn, len(fake_features), level, _DISTANCE)
 
 
 def frechet_change(
@@ -170,7 +126,7 @@ def frechet_change(
         b_features: The same samples made otherwise, [N, D].
         reference: Moments of the real features, taken as exact.
         resamples: Resamplings.
-        seed: Of the resampling.
+        seed: Seed of the resampling.
 
     Raises:
         ValueError: If shapes do not fit or a number is out of range.
@@ -179,7 +135,7 @@ def frechet_change(
     of_a, of_b = _Resampled(a_features, reference), _Resampled(b_features, reference)
     drawn = [of_b(w) - of_a(w) for w in _weights(a_features, resamples, LEVEL, seed)]
     point = frechet(moments(b_features), reference) - frechet(moments(a_features), reference)
-    return _centred(point, drawn, len(a_features), LEVEL)
+    return _centred(point, drawn, len(a_features), LEVEL, _UNBOUNDED)
 
 
 def frechet_between(
@@ -193,7 +149,7 @@ def frechet_between(
         a_features: [N, D], any float dtype.
         b_features: The same samples made otherwise, [N, D].
         resamples: Resamplings.
-        seed: Of the resampling.
+        seed: Seed of the resampling.
 
     Raises:
         ValueError: If shapes do not fit or a number is out of range.
@@ -203,7 +159,7 @@ def frechet_between(
     a, b = (x.to(torch.float64) - centre for x in (a_features, b_features))
     weights = _weights(a, resamples, LEVEL, seed)
     drawn = [frechet(_weighted_moments(a, w), _weighted_moments(b, w)) for w in weights]
-    return _centred(frechet(moments(a), moments(b)), drawn, len(a), LEVEL)
+    return _centred(frechet(moments(a), moments(b)), drawn, len(a), LEVEL, _DISTANCE)
 
 
 class _Resampled:
@@ -255,8 +211,10 @@ def _weights(features: Tensor, resamples: int, level: float, seed: int) -> Itera
             yield torch.bincount(ids, minlength=n).to(features.device, torch.float64)
 
 
-def _centred(value: float, drawn: list[float], n: int, level: float) -> Interval:
-    """Lay the spread of the resampled values around the point value."""
+def _centred(
+    value: float, drawn: list[float], n: int, level: float, bounds: tuple[float, float]
+) -> Interval:
+    """Lay the spread of the resampled values around the point value, within the bounds."""
     found = torch.tensor(drawn, dtype=torch.float64)
     if not (math.isfinite(value) and bool(found.isfinite().all())):
         raise ValueError(
@@ -265,7 +223,8 @@ def _centred(value: float, drawn: list[float], n: int, level: float) -> Interval
     tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
     low, high = (torch.quantile(found, tails) - found.mean()).tolist()
     # The mean of a very skewed sample can lie outside its quantiles.
-    return Interval(value, value + min(0.0, low), value + max(0.0, high), n)
+    ends = (max(value + min(0.0, low), bounds[0]), min(value + max(0.0, high), bounds[1]))
+    return Interval(value, min(ends[0], value), max(ends[1], value), n)
 
 
 def _column(values: Tensor, name: str) -> Tensor:

@@ -56,7 +56,7 @@ class Metric:
     @property
     def is_lite(self) -> bool:
         """Whether it is an offline stand-in, which has no published counterpart to compare with."""
-        return self.key.startswith("lite_") or "_lite" in self.key
+        return "_lite" in self.key
 
 
 # key | title | unit | direction | definition | source | call | weights | packages | stand-in
@@ -90,7 +90,9 @@ density_lite | Density-lite | | up | density on features of the shipped extracto
 coverage_lite | Coverage-lite | | up | coverage on features of the shipped extractor | this project, after arXiv 2002.09797 | `distances.density_coverage` on `lite.embed` | | shapes-features |
 clip_score | CLIP score | | up | 100 max(0, cos(image features, text features)), mean over samples; prompts are cut at the text model's length (77 tokens) | Hessel et al. 2021, arXiv 2104.08718 (factor 100 as in torchmetrics) | `clip.ClipScore` (transformers `CLIPModel`) | clip | transformers | clip_score_lite
 clip_score_lite | CLIP-score-lite | | up | 100 cos, not clamped, of a small image and text encoder trained on the shapes generator; prompts must be in its words | this project, after arXiv 2104.08718 | `lite.clip_score_lite` | | shapes-features |
-image_reward | ImageReward | | up | learned human preference of an image for its prompt, about standard normal | Xu et al. 2023, arXiv 2304.05977 | `reward.image_reward` (`ImageReward.load(...).score`, in its own interpreter) | image-reward, image-reward-config | |
+image_reward | ImageReward | | up | learned human preference of an image for its prompt, about standard normal | Xu et al. 2023, arXiv 2304.05977 | `reward.Elsewhere` (`ImageReward.load(...).score`, in its own interpreter) | image-reward, image-reward-config | |
+pick_score | PickScore | | up | exp(logit scale) cos(image features, text features) of a CLIP ViT-H/14 trained on preferences of people | Kirstain et al. 2023, arXiv 2305.01569 | `reward.PickScore` (transformers `CLIPModel`) | pickscore | transformers |
+hps_v2 | HPSv2.1 | | up | cos(image features, text features) of a CLIP ViT-H/14 trained on preferences of people | Wu et al. 2023, arXiv 2306.09341 | `reward.Elsewhere` (model and transforms of `hpsv2`, in its own interpreter) | hpsv2 | |
 prompt_accuracy | Prompt accuracy | | up | share of the attributes a shapes prompt states that a classifier reads back from the image | this project | `pipelines.small.classifier` | | shapes-classifier |
 # Quality of videos
 fvd | FVD | | down | Fréchet distance of 400-d I3D logits of clips of equal length, usually 16 frames | Unterthiner et al. 2018, arXiv 1812.01717; detector and call as StyleGAN-V, arXiv 2112.14683 | `i3d.I3D`, `frechet.frechet` | i3d | | fvd_lite
@@ -99,17 +101,8 @@ fvd_to_uncached | FVD to uncached | | down | FVD between the cached and the unca
 fvd_lite_to_uncached | FVD-lite to uncached | | down | FVD-lite between the cached and the uncached videos of the same prompts and seeds | this project | as FVD-lite | | shapes-features |
 kvd | KVD | | down | KID's estimator on the I3D logits of clips | arXiv 1812.01717 | `i3d.I3D`, `distances.kid` | i3d | | kvd_lite
 kvd_lite | KVD-lite | | down | KID's estimator on the clip features of FVD-lite | this project, after arXiv 1812.01717 | `lite.clip_features`, `distances.kid` | | shapes-features |
-# Videos, own dimensions without VBench's weights (their numbers are not VBench's)
-temporal_flickering | Temporal flickering (formula) | | up | (255 - mean abs(F[t] - F[t+1])) / 255, VBench's formula on all videos instead of static ones only | arXiv 2311.17982 | `own.temporal_flickering` | | cv2 |
-lite_motion_smoothness | Motion-smoothness-lite | | up | (255 - mean abs(odd frame - guess)) / 255, the guess by bidirectional optical flow from its neighbors | this project, after VBench's protocol | `own.measure` | | cv2 |
-lite_warp_error | Warp-error-lite | | down | mean abs(F[t+1] - F[t] warped by optical flow) / 255 where flow there and back agree | after Lai et al. 2018, arXiv 1808.00449 | `own.measure` | | cv2 |
-lite_dynamic_degree | Dynamic-degree-lite | | none | 1 if a quarter of the frame pairs have a mean of their 5 % longest flow vectors above 6 · side / 256 pixels | this project, after VBench's rule | `own.measure` | | cv2 |
-lite_dynamic_motion | Dynamic-motion-lite | | none | mean of the 5 % longest flow vectors over side / 256; flow sees motion in noise | this project | `own.measure` | | cv2 |
-lite_sharpness | Sharpness-lite | | none | variance of the Laplacian of gray levels, mean over frames | Pech-Pacheco et al. 2000, doi 10.1109/ICPR.2000.903548 | `own.sharpness` | | cv2 |
-lite_noise_sigma | Noise-lite | gray levels | down | √(π/2) / 6 times the mean absolute response to Immerkær's mask, mean over frames | Immerkær 1996, doi 10.1006/cviu.1996.0060 | `own.noise_sigma` | | cv2 |
-lite_blockiness | Blockiness-lite | | down | mean step across the borders of blocks over that elsewhere, largest of 4, 8 and 16 pixel blocks; 1 without blocks | after Wang, Bovik and Evans, ICIP 2000 | `own.blockiness` | | cv2 |
-lite_subject_consistency | Subject-consistency-lite | | up | mean of ½(cos to the previous + cos to the first) of the shipped extractor's features of frames | this project, after VBench's formula | `own.measure` | | cv2, shapes-features |
-lite_background_consistency | Background-consistency-lite | | up | the same with the moving part of the frames painted over | this project, after VBench's formula | `own.measure` | | cv2, shapes-features |
+# Videos, by VBench's formula without its choice of videos
+temporal_flickering | Temporal flickering (formula) | | up | (255 - mean abs(F[t] - F[t+1])) / 255, VBench's formula on all videos instead of static ones only | arXiv 2311.17982 | `own.temporal_flickering` | | |
 # VBench, through the official package in its own interpreter (arXiv 2311.17982)
 vbench_subject_consistency | VBench subject consistency | | up | mean over frames of ½(cos to the previous + cos to the first) of DINO ViT-B/16 features | arXiv 2311.17982 | `VBench.evaluate` | vbench-dino | |
 vbench_background_consistency | VBench background consistency | | up | the same on CLIP ViT-B/32 features | arXiv 2311.17982 | `VBench.evaluate` | vbench-clip-b32 | |
@@ -215,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{given.page}: {error}", file=sys.stderr)
         return 2
     if given.write:
-        from diffcache.eval.runs.folder import write_file
+        from diffcache.files import write_file
 
         write_file(given.page, wanted)
     elif page != wanted:

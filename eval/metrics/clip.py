@@ -55,6 +55,14 @@ class ClipScore:
     def __call__(self, pictures: Tensor, prompts: Sequence[str], batch_size: int = 32) -> Tensor:
         """Return the score of each picture for its own prompt, float64 [N], from 0 to 100.
 
+        Args and errors: `cosines`.
+        """
+        return 100 * self.cosines(pictures, prompts, batch_size).clamp(min=0)
+
+    @torch.no_grad()
+    def cosines(self, pictures: Tensor, prompts: Sequence[str], batch_size: int = 32) -> Tensor:
+        """Return the cosine of each picture's features with its own prompt's, float64 [N].
+
         Args:
             pictures: uint8 [N, 3, H, W].
             prompts: N texts.
@@ -73,7 +81,7 @@ class ClipScore:
             image = self.image_features(pictures[chosen])
             text = self.text_features(prompts[chosen])
             found.append(functional.cosine_similarity(image, text, dim=1))
-        return 100 * torch.cat(found).clamp(min=0)
+        return torch.cat(found)
 
     def image_features(self, pictures: Tensor) -> Tensor:
         """Return features of pictures, float64 [N, D] on the CPU.
@@ -113,7 +121,7 @@ class ClipScore:
             warnings.warn(
                 f"{count} of {len(prompts)} prompts have more than {self.longest} tokens and are "
                 "cut for the CLIP score",
-                stacklevel=3,
+                stacklevel=4,
             )
 
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, pad
 
-SMALLEST_ERROR = 1e-10  # a mean squared error; its PSNR, 100 dB, is the cap
+from diffcache.psnr import decibels
+from diffcache.psnr import psnr as sample_psnr
+
 VALUES_AT_ONCE = 2**20  # float64 values of one input, 8 MiB; SSIM holds about 20 times that
 RADIUS, SIGMA = 5, 1.5  # of the window, pixels
 LUMINANCE, CONTRAST = 0.01**2, 0.03**2  # C1 and C2 for a data range of 1
@@ -38,7 +40,7 @@ def psnr(a: Tensor, b: Tensor) -> Tensor:
     Raises:
         ValueError: If dtypes or shapes are not as above.
     """
-    return decibels(_per_picture(_mean_squared_error, a, b))
+    return _per_picture(sample_psnr, a, b)
 
 
 def pooled_psnr(a: Tensor, b: Tensor) -> float:
@@ -239,11 +241,6 @@ def _blur(pictures: Tensor) -> Tensor:
             blurred.add_(pictures.narrow(dim, start, size), alpha=weight / sum(weights))
         pictures = blurred
     return pictures
-
-
-def decibels(error: Tensor) -> Tensor:
-    """Return the PSNR in dB of mean squared errors whose full range is 1, at most 100."""
-    return 0.0 - 10 * error.clamp(min=SMALLEST_ERROR).log10()  # no -0
 
 
 def _pictures_at_once(pictures: Tensor) -> int:

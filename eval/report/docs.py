@@ -14,7 +14,7 @@ from pathlib import Path
 from diffcache.eval.report.records import FILE, Record, load
 from diffcache.eval.report.table import escape_markdown, markdown, table_of
 from diffcache.eval.report.words import conditions
-from diffcache.eval.runs.folder import write_file
+from diffcache.files import write_file
 
 _OPEN = re.compile(r"^<!-- diffcache\.eval: (?P<name>\S+)(?: columns=(?P<columns>\S+))? -->$")
 _CLOSE = "<!-- /diffcache.eval -->"

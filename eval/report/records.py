@@ -117,6 +117,12 @@ def timing_of(record: Record, name: str) -> dict[str, Any]:
     return dict(rows.get(name) or {})
 
 
+def environment(record: Record) -> dict[str, Any]:
+    """Return what a record was measured on and with, and when."""
+    top = {key: record[key] for key in ("device", "threads", "commit", "date") if key in record}
+    return {**record.get("versions", {}), **top, **(record.get("env") or {})}
+
+
 def number(found: Any) -> float | None:
     """Return a finite number as a float, anything else as None."""
     right = isinstance(found, (int, float)) and not isinstance(found, bool)
@@ -180,7 +186,7 @@ def join(records: Sequence[Record]) -> Record:
             new: timing_of(record, old) for old, new in names.items() if timing_of(record, old)
         }
     warnings = [text for record in records for text in record.get("warnings") or []]
-    machines = [[(r.get("env") or {}).get(key) for key in _MACHINE] for r in records]
+    machines = [[environment(r).get(key) for key in _MACHINE] for r in records]
     if any(machine != machines[0] for machine in machines):
         timed = {}
         warnings.append("the runs were on different machines: their times are left out")

@@ -49,7 +49,7 @@ class Samples:
 
     def preview(self, row: dict[str, Any], number: int) -> bytes | None:
         """Return the bytes of a small film for browsers; None where there is none."""
-        named = (c / "clips" / f"{number:05d}.preview.mp4" for c in self._cases(row))
+        named = (c / "previews" / f"{number:05d}.mp4" for c in self._cases(row))
         return next((file.read_bytes() for file in map(self._inside, named) if file), None)
 
     @cached_property

@@ -10,6 +10,7 @@ from diffcache.eval.report.columns import CHANGE, columns_of, decimals, describe
 from diffcache.eval.report.records import (
     Record,
     Value,
+    environment,
     matches_of,
     metric_of,
     number,
@@ -98,7 +99,7 @@ def compare(one: Value | None, other: Value | None, direction: str | None) -> in
 
 def conditions(record: Record) -> str:
     """Return what a table was measured with and on, in one line."""
-    task, env = record["task"], record.get("env") or {}
+    task, env = record["task"], environment(record)
     libraries = [f"{key} {env[key]}" for key in ("diffcache", "torch", "diffusers") if env.get(key)]
     threads = f"{env['threads']} threads" if env.get("threads") else ""
     steps = f"{task.get('steps', '?')} steps"
@@ -110,7 +111,7 @@ def conditions(record: Record) -> str:
 
 def facts(record: Record) -> list[tuple[str, str]]:
     """Return how it was measured, as names and values."""
-    task, env = record["task"], record.get("env") or {}
+    task, env = record["task"], environment(record)
     timing = record.get("timing") or {}
     prompts = task.get("prompts") or {}
     names = {"model", "model_sha256", "prompts", "versions", "kind", "samples"}
@@ -124,7 +125,6 @@ def facts(record: Record) -> list[tuple[str, str]]:
         ),
         *((key, value) for key, value in task.items() if key not in names),
         *((f"environment: {key}", value) for key, value in env.items()),
-        ("measured", timing.get("created")),
         *((f"seconds of {k}", v) for k, v in (timing.get("parts_seconds") or {}).items()),
     ]
     return [(name, _plain(value)) for name, value in found if value not in (None, "", {}, [])]

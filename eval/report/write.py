@@ -10,7 +10,7 @@ from diffcache.eval.report import page, plots, words
 from diffcache.eval.report.records import Record, checked, differing, join
 from diffcache.eval.report.section import Picture, Section, picture_of, section_of
 from diffcache.eval.report.table import escape_markdown, markdown, to_csv
-from diffcache.eval.runs.folder import write_file
+from diffcache.files import write_file
 
 FORMATS = ("md", "html", "csv")
 FOLDER = "report"

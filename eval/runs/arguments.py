@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diffcache.eval.prompts import Prompts, load_prompts
+import diffusers
+
+from diffcache.eval.prompts import HELD_OUT, HELD_OUT_ONE, Prompts, load_prompts
 from diffcache.eval.runs.task import Task, digest
 from diffcache.pipelines.demo.inputs import needed_inputs
 from diffcache.pipelines.demo.saved import Parameters
@@ -24,6 +27,9 @@ _FIXED = (
     "num_images_per_prompt", "num_videos_per_prompt", "output_type", "return_dict",
     "callback_on_step_end",
 )  # fmt: skip
+_RATES = ("frame_rate", "fps")  # what pipelines call their frames per second
+# Frame rates of pipelines whose documentation in diffusers names none, from their model cards.
+_KNOWN_RATES = {"MochiPipeline": 30.0}
 _REAL = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -60,6 +66,49 @@ def check_call(pipeline: str, parameters: Parameters, task: Task, call: Mapping[
             )
 
 
+def frame_rate(
+    pipeline: str, parameters: Parameters, task: Task, call: Mapping[str, Any]
+) -> float | None:
+    """Return the frames per second of a pipeline's films.
+
+    The task's number goes first, then the call's own argument, given or default. Pipelines without
+    such an argument name the rate where the example in their documentation exports its film.
+
+    Args:
+        pipeline: Name of the class.
+        parameters: Parameters of its call.
+        task: What to draw.
+        call: Arguments of the call, defaults of the model included.
+
+    Returns:
+        Frames per second; None for a pipeline of pictures.
+
+    Raises:
+        ValueError: If a pipeline of films does not say its frame rate, or the task gives one to
+            a pipeline of pictures.
+    """
+    if not {"num_frames", "video_length"} & set(parameters):
+        if task.fps is not None:
+            raise ValueError(f"fps={task.fps:g}: {pipeline} draws no films; leave --fps out")
+        return None
+    if task.fps is not None:
+        return task.fps
+    for name in _RATES:
+        if name in parameters:
+            value = call.get(name, parameters[name].default)
+            if isinstance(value, (int, float)) and value > 0:
+                return float(value)
+    example = getattr(diffusers, pipeline).__call__.__doc__ or ""
+    rates = {float(rate) for rate in re.findall(r"\bfps=(\d+(?:\.\d+)?)", example)}
+    if len(rates) == 1:
+        return rates.pop()
+    if pipeline in _KNOWN_RATES:
+        return _KNOWN_RATES[pipeline]
+    raise ValueError(
+        f"{pipeline} does not say how many frames a second its films have: give them with --fps"
+    )
+
+
 def prompts_of(task: Task, pipeline: str, parameters: Parameters, model: Any) -> Prompts:
     """Return the prompts of a task, or what suits the pipeline.
 
@@ -84,7 +133,8 @@ def prompts_of(task: Task, pipeline: str, parameters: Parameters, model: Any) ->
             name = model.resolve().name if isinstance(model, Path) else task.model
             shapes = name.startswith("shapes-")
             is_film = "num_frames" in parameters
-            source = "shapes-held-out" if shapes else "films" if is_film else "pictures"
+            ours = HELD_OUT_ONE if is_film else HELD_OUT  # our films are of one object
+            source = ours if shapes else "films" if is_film else "pictures"
         return load_prompts(source, task.samples)
     if "class_labels" not in parameters:
         if source:

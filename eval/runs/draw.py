@@ -23,7 +23,7 @@ from diffcache.api import denoisers_of
 from diffcache.command import device_of
 from diffcache.eval.diffusers_caches import DiffusersCache, observed
 from diffcache.eval.prompts import HELD_OUT, Prompts
-from diffcache.eval.runs.arguments import check_call, prompts_of
+from diffcache.eval.runs.arguments import check_call, frame_rate, prompts_of
 from diffcache.eval.runs.folder import Batch
 from diffcache.eval.runs.ranks import Ranks
 from diffcache.eval.runs.task import Case, Task, directory_sha256, versions, weights_sha256
@@ -89,6 +89,7 @@ class Drawer:
         self.call = {name: value for name, value in defaults.items() if name in self.parameters}
         self.call |= task.call
         check_call(self.pipeline, self.parameters, task, self.call)
+        self.fps = frame_rate(self.pipeline, self.parameters, task, self.call)
 
     @property
     def name(self) -> str:
@@ -149,8 +150,10 @@ class Drawer:
         grows = self.prompts.source == HELD_OUT
         directory, loading = self.directory, load.identity_of(task.loading)
         model = directory_sha256(directory) if directory else weights_sha256(self.live)
+        more = {"loading": loading, "fps": self.fps}
         return {
-            "model": model, **({"loading": loading} if loading else {}), "pipeline": self.pipeline,
+            **{key: value for key, value in more.items() if value},
+            "model": model, "pipeline": self.pipeline,
             "call": self.call, "dtype": self.dtype, "device": self.device.type,
             "threads": task.threads, "batch_size": task.batch_size, "seed": task.seed,
             "prompts": self.prompts.source if grows else self.prompts.sha256,

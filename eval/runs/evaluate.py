@@ -29,9 +29,6 @@ from diffcache.eval.runs.folder import (
     RunError,
     batches,
     check_claim,
-    read_json,
-    write_file,
-    write_json,
 )
 from diffcache.eval.runs.lines import evaluations
 from diffcache.eval.runs.progress import Progress
@@ -39,6 +36,7 @@ from diffcache.eval.runs.ranks import Ranks, join
 from diffcache.eval.runs.task import Case, Task, digest
 from diffcache.eval.sources import Source, Wish, open_source, summary
 from diffcache.features.base import Method
+from diffcache.files import read_json, write_file, write_json
 
 FOLDER = Path("runs")
 STAGES = ("draw", "score", "time")
@@ -65,7 +63,7 @@ class Plan:
         memory: Measure peak memory, of each case in a process of its own (always on CUDA, in this
             process).
         site_errors: Measure the error of every stand-in on the first batch.
-        reward: `module:function` that scores pictures for prompts, "" for none.
+        reward: Rewards of pictures for prompts, as `metrics.reward.load` takes them.
         command: That repeats the run, for the record.
         pipe: A loaded pipeline to evaluate; the task's `model` is its name in tables then.
     """
@@ -164,7 +162,7 @@ class Run:
     def case_folder(self, case: Case) -> CaseFolder:
         """Return the folder of a case."""
         path = self.folder / "cases" / case.folder(self.drawer.about)
-        return CaseFolder(path, self.ranks.index)
+        return CaseFolder(path, self.ranks.index, self.drawer.fps)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -195,6 +193,8 @@ def start(plan: Plan, progress: Progress) -> Run:
     if plan.reference is not None:
         run.real = open_source(plan.reference, Wish(run.is_film, plan.resize))
     if plan.reward:
+        if run.drawer.fps is not None:
+            raise ValueError(f"reward {plan.reward}: scores pictures, not films; leave it out")
         reward.load(plan.reward)
     if ranks.is_first:
         networks = run.networks("cpu")  # loaded to see that they can be, and let go

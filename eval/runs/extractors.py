@@ -7,7 +7,7 @@ comes from the shipped one; the same key without the ending from a real one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,8 +34,8 @@ class Extractors:
         lpips: Distances of pairs.
         clip: Scores of pictures for prompts.
         i3d: Features of films, for FVD.
-        reward: Scores of pictures for prompts, by a function of the user's.
-        reward_name: `module:function` of that.
+        rewards: Scores of pictures for prompts, by the key of their metric.
+        reward_name: Names of those.
         device: Where pictures are seen; `cpu` or an accelerator with float64.
         entries: What a record says of the real networks, by metric.
         lacking: Real metrics that are left out, and why.
@@ -45,7 +45,7 @@ class Extractors:
     lpips: lpips.LPIPS | None = None
     clip: clip.ClipScore | None = None
     i3d: i3d.I3D | None = None
-    reward: reward.Reward | None = None
+    rewards: Mapping[str, reward.Reward] = field(default_factory=dict)
     reward_name: str = ""
     device: str = "cpu"
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Extractors:
         Returns:
             `features_lite` [N, D], `probabilities_lite` [N, C]; where prompts are in the words of
             the shapes generator `clip_score_lite` [N] and `prompt_accuracy` [N]; and of the real
-            networks `features`, `probabilities`, `clip_score`, `image_reward`.
+            networks `features`, `probabilities`, `clip_score`, and every reward under its key.
         """
         there = self.placed(pictures)
         found: Columns = {
@@ -98,9 +98,9 @@ class Extractors:
                 found["probabilities"] = seen.probabilities()
         if self.clip is not None and in_words:
             found["clip_score"] = self.clip(pictures, prompts)
-        if self.reward is not None and in_words:
+        for key, scorer in self.rewards.items() if in_words else ():
             with _ALONE:
-                found["image_reward"] = reward.score(self.reward, pictures, prompts)
+                found[key] = reward.score(scorer, pictures, prompts)
         return found
 
     def of_real(self, samples: Tensor | Sequence[Tensor]) -> Columns:
@@ -145,11 +145,12 @@ def at_hand(
     Args:
         device: Where they run, as torch names it.
         films: Whether the samples are films.
-        reward_name: `module:function`, or "" for none.
+        reward_name: As `reward.load` takes it.
         convention: How Inception gets its pictures.
 
     Raises:
         WrongWeightsError: If a weight file is another one than it should be.
+        MissingError: If a reward lacks its weights or its package.
         ValueError: If `reward_name` names nothing that can be called.
     """
     loaders: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
@@ -168,9 +169,9 @@ def at_hand(
             entries |= dict.fromkeys(metrics, networks[name].entry())
         except (MissingWeightsError, MissingPackageError) as error:
             lacking |= dict.fromkeys(metrics, str(error).split("; looked for")[0])
-    if reward_name and not films:
-        networks["reward"] = reward.load(reward_name)
-        entries["image_reward"] = {"backend": "real", "extractor": reward_name}
+    if not films:
+        networks["rewards"] = reward.load(reward_name, device)
+        entries |= {key: one.entry() for key, one in networks["rewards"].items()}
     return Extractors(
         **networks, reward_name=reward_name, device=device, entries=entries, lacking=lacking
     )

@@ -23,10 +23,12 @@ from PIL import Image
 from torch import Tensor
 
 from diffcache.errors import DiffcacheError
+from diffcache.files import read_json, write_file, write_json
 
-FPS = 8  # of films on disk; pipelines do not say theirs, and no metric here depends on it
 MARKER = "run.json"  # says whose the folder of a run is
 PICTURE, FILM = "samples/{:05d}.png", "clips/{:05d}.mp4"
+FILMS = "films"  # folder of films under other names than numbers
+PREVIEW = "previews/{:05d}.mp4"  # out of the folder of films, which other tools read as a whole
 
 
 class RunError(DiffcacheError):
@@ -82,11 +84,15 @@ class CaseFolder:
 
     Args:
         path: The folder; made when the first batch is written.
-        rank: Of this process, which writes a manifest of its own.
+        rank: Rank of this process, which writes a manifest of its own.
+        fps: Frames per second of films that are written; None for pictures.
+        names: Name of the film of every sample, for films that go by other names than numbers.
     """
 
-    def __init__(self, path: Path, rank: int = 0) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, rank: int = 0, fps: float | None = None, names: Sequence[str] = ()
+    ) -> None:
+        self.path, self.fps, self.names = path, fps, names
         self.manifest = path / f"manifest.{rank}.jsonl"
 
     def lines(self) -> dict[int, list[dict[str, Any]]]:
@@ -174,7 +180,7 @@ class CaseFolder:
             write_file(self.manifest, data[: data.rfind(b"\n") + 1])
 
     def _save(self, number: int, sample: Tensor) -> dict[str, Any]:
-        name = (PICTURE if sample.ndim == 3 else FILM).format(number)
+        name = PICTURE.format(number) if sample.ndim == 3 else self._film(number)
         file = self.path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         if sample.ndim == 3:
@@ -182,9 +188,16 @@ class CaseFolder:
         else:
             from diffcache.eval.clips import write_clip
 
-            write_clip(file, sample, FPS)
+            if self.fps is None:
+                raise RunError(f"{file} is a film, but its pipeline takes no number of frames")
+            # A folder of films never holds a part of one: other tools read all that lies in it.
+            draft = self.path / f".{os.getpid()}.mp4"
+            os.replace(write_clip(draft, sample, self.fps), file)
         data = file.read_bytes()
         return {"name": name, "bytes": len(data), "sha256": sha256(data)}
+
+    def _film(self, number: int) -> str:
+        return f"{FILMS}/{self.names[number]}" if self.names else FILM.format(number)
 
     def read(self, ids: Sequence[int], sums: Mapping[int, str] | None = None) -> list[Tensor]:
         """Read samples back: pictures uint8 [3, H, W] or films uint8 [F, 3, H, W].
@@ -199,7 +212,7 @@ class CaseFolder:
         return [self._load(i, None if sums is None else sums[i]) for i in ids]
 
     def _load(self, number: int, wanted: str | None) -> Tensor:
-        picture, film = self.path / PICTURE.format(number), self.path / FILM.format(number)
+        picture, film = self.path / PICTURE.format(number), self.path / self._film(number)
         place = film if film.exists() else picture
         try:
             if wanted is not None and sha256(place.read_bytes()) != wanted:
@@ -256,27 +269,6 @@ def check_claim(folder: Path, mine: Mapping[str, Any]) -> bool:
             f"{plain[name]!r}); name another folder with --out"
         )
     return False
-
-
-def write_file(path: Path, data: bytes | str) -> None:
-    """Write a file so that a crash leaves the old one or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    beside.write_bytes(data.encode() if isinstance(data, str) else data)
-    os.replace(beside, path)
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Write plain data as JSON, in one piece."""
-    write_file(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
-
-
-def read_json(path: Path) -> Any:
-    """Read what `write_json` wrote; None where there is no file or not a whole one."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def recall(path: Path, key: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from diffcache.eval.clips import read_clip, read_fps, write_preview
+from diffcache.eval.clips import read_clip, write_preview
 from diffcache.eval.metrics import lite
 from diffcache.eval.oracle import observe
 from diffcache.eval.report.write import write_report
@@ -20,11 +20,12 @@ from diffcache.eval.runs import score
 from diffcache.eval.runs.cost import costs
 from diffcache.eval.runs.evaluate import Plan, Run, draw_all, start
 from diffcache.eval.runs.extractors import Columns, Extractors
-from diffcache.eval.runs.folder import FILM, FPS, ManifestError, recall, remember, write_json
+from diffcache.eval.runs.folder import FILM, PREVIEW, ManifestError, recall, remember
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.quality import Reference, quality
 from diffcache.eval.runs.task import Case, digest
 from diffcache.features.base import Method
+from diffcache.files import write_json
 
 _PREVIEWS = 3  # films of every case that a report plays
 
@@ -218,12 +219,14 @@ def site_error(run: Run, case: Case) -> dict[str, Any] | None:
 
 
 def previews(run: Run, cases: Sequence[Case], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Encode the films that a report shows for viewing, beside the lossless ones."""
+    """Encode the films that a report shows for viewing, in a folder of their own."""
     wanted = {i for row in rows for i in row["samples"].get("worst", [])[:_PREVIEWS]}
     for case in cases:
         folder = run.case_folder(case)
         for number in sorted(wanted):
-            place = folder.path / FILM.format(number)
-            beside = place.with_suffix(".preview.mp4")
-            if not beside.exists():
-                write_preview(beside, read_clip(place), read_fps(place) or FPS)
+            target = folder.path / PREVIEW.format(number)
+            if not target.exists():
+                target.parent.mkdir(exist_ok=True)
+                film = read_clip(folder.path / FILM.format(number))
+                assert run.drawer.fps is not None  # or no film had been written
+                write_preview(target, film, run.drawer.fps)

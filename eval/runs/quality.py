@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from diffcache.eval.metrics import bootstrap, distances
+from diffcache.eval.metrics import bootstrap, distances, reward
 from diffcache.eval.metrics.frechet import Moments, at_infinity, frechet, moments
+from diffcache.eval.metrics.intervals import metric_interval
 from diffcache.eval.runs.extractors import Columns
 from diffcache.eval.sets import (
     FeatureSet,
@@ -21,7 +22,7 @@ from diffcache.eval.sets import (
 
 _FEWEST_FOR_SETS = 32  # samples below which distances of sets say nothing
 _WIDEST = 256  # features; a resampling of wider ones takes seconds, so there is no interval
-_OF_SAMPLES = ("prompt_accuracy", "clip_score_lite", "clip_score", "image_reward")
+_OF_SAMPLES = ("prompt_accuracy", "clip_score_lite", "clip_score", *reward.NAMES.values())
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,11 @@ class Reference:
     sets: Mapping[str, tuple[Moments, Tensor | None]]
 
 
-def interval(column: Tensor) -> dict[str, Any]:
-    """Return the mean with its interval; of a single sample, the value alone."""
+def interval(key: str, column: Tensor) -> dict[str, Any]:
+    """Return the mean of a metric with its interval; of a single sample, the value alone."""
     if len(column) < 2:
         return {"value": float(column), "n": 1}
-    return bootstrap.mean_interval(column).to_dict()
+    return metric_interval(key, column).to_dict()
 
 
 def quality(
@@ -51,19 +52,19 @@ def quality(
     """Return how good the samples of a case are, with intervals.
 
     Args:
-        mine: `quality_values` of the case.
+        mine: Values of the case's samples.
         uncached: The same of the uncached case; the very object for that case itself.
         reference: Real samples, None where there are none.
         is_film: Whether the samples are films.
     """
     found: dict[str, Any] = {}
-    for name in _OF_SAMPLES:
+    for name in (*_OF_SAMPLES, *(key for key in mine if key.startswith(reward.OWN))):
         if name in mine:
             column = mine[name].double()
-            found[name] = interval(column)
+            found[name] = interval(name, column)
             if mine is not uncached:
-                change = column - uncached[name].double()
-                found[f"{name}_change"] = {**interval(change), "paired": True}
+                change = interval(f"{name}_change", column - uncached[name].double())
+                found[f"{name}_change"] = {**change, "paired": True}
     for ending in ("_lite", ""):
         if f"features{ending}" in mine and len(mine[f"features{ending}"]) >= _FEWEST_FOR_SETS:
             found |= _sets(mine, uncached, reference, ("fvd" if is_film else "fid", ending))

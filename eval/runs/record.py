@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import json
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import Tensor
 
-import diffcache
 from diffcache.attach.provenance import tables_of
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.pixels import ms_ssim_variant
 from diffcache.eval.prompts import HALF, HELD_OUT
-from diffcache.eval.record import Setting, commit
+from diffcache.eval.record import Setting, envelope
 from diffcache.eval.report.records import SCHEMA, checked
 from diffcache.eval.runs.evaluate import Run, lacking, step_flops
 from diffcache.eval.runs.extractors import Extractors
@@ -31,7 +27,7 @@ from diffcache.offline.calibrate import prompt_hash
 from diffcache.pipelines.demo.saved import DTYPES
 
 _ENOUGH = 2000
-_TIME_KEYS = ("timing", "env", "command")
+_TIME_KEYS = ("timing", "env", "command", "date", "commit", "versions", "device", "threads")
 
 
 def row(run: Run, case: Case, measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,8 +86,8 @@ def assemble(
 ) -> dict[str, Any]:
     """Return the record.
 
-    What depends on the time or the machine stands under `timing` and `env`, so that the rest can
-    be compared between runs (`without_timing`).
+    What depends on the time or the machine stands under keys of its own, so that the rest can be
+    compared between runs (`without_timing`).
 
     Args:
         run: The run.
@@ -106,10 +102,9 @@ def assemble(
         f"{case}: draw": round(seconds, 3)
         for case, seconds in ((r["name"], _drawing_seconds(run, r)) for r in rows)
     }
-    record = {
-        "schema": SCHEMA,
-        "command": run.plan.command,
-        "finished": True,
+    setting = Setting(drawer.device, DTYPES[drawer.dtype])
+    body = {
+        "schema": SCHEMA, "seed": task.seed, "finished": True,
         "task": {
             "model": drawer.name, "model_sha256": drawer.about["model"],
             **({"loading": drawer.about["loading"]} if "loading" in drawer.about else {}),
@@ -131,12 +126,14 @@ def assemble(
         "missing": lacking(run, extractors),
         "warnings": warnings(run, rows),
         "timing": {
-            "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "parts_seconds": {**run.parts_seconds, **drawn}, "rows": timing.get("rows", {}),
             "warning": timing.get("warning"),
         },
-        "env": environment(run),
+        "env": {
+            "processes": run.ranks.count, "load": [round(value, 2) for value in os.getloadavg()],
+        },
     }  # fmt: skip
+    record = envelope("eval", setting, run.plan.command, body)
     check(record)
     return record
 
@@ -170,12 +167,14 @@ def describe(
     found = {}
     for key in keys:
         base = key.removesuffix("_change")
-        metric = METRICS[base]
+        about = dict(extractors.describe(key))
+        metric = METRICS.get(base)  # functions of the user's have a title alone, and are rewards
+        title = about.pop("title", None) or METRICS[base].title
         found[key] = {
-            "title": metric.title + (", change" if key != base else ""),
-            "unit": metric.unit,
-            "direction": metric.direction,
-            **extractors.describe(key),
+            "title": title + (", change" if key != base else ""),
+            "unit": metric.unit if metric else "",
+            "direction": metric.direction if metric else "up",
+            **about,
         }
     if "ms_ssim" in found:
         found["ms_ssim"]["variant"] = ms_ssim_variant(*size)
@@ -213,21 +212,6 @@ def calibrated_on(run: Run) -> list[str]:
                 f"others, such as --prompts {HALF}FILE"
             )
     return found
-
-
-def environment(run: Run) -> dict[str, Any]:
-    """Return versions, device and processes."""
-    setting = Setting(run.drawer.device, DTYPES[run.drawer.dtype])
-    return {
-        "diffcache": diffcache.__version__,
-        "python": platform.python_version(),
-        **versions(),
-        "device": setting.device_name,
-        "threads": torch.get_num_threads(),
-        "processes": run.ranks.count,
-        "load": [round(value, 2) for value in os.getloadavg()],
-        "commit": commit(),
-    }
 
 
 def check(record: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from diffcache.eval.runs.extractors import Columns, Extractors
 from diffcache.eval.runs.folder import Batch, CaseFolder
 from diffcache.eval.runs.quality import interval
 from diffcache.eval.runs.task import digest
+from diffcache.psnr import decibels
 
 DEFINITION = 2  # of the values kept beside samples; a change of a metric's definition raises it
 _BYTES_AT_ONCE = 1 << 23  # of 8-bit samples in memory; metrics need some twenty times as much
@@ -201,9 +202,9 @@ def fidelity(values: Columns, ids: Sequence[int]) -> tuple[dict[str, Any], dict[
         column = values[name]
         is_good_low = name in _LOW_IS_GOOD
         tail = torch.quantile(column, 0.95 if is_good_low else 0.05)
-        found[name] = interval(column)
+        found[name] = interval(name, column)
         found[name]["p95" if is_good_low else "p5"] = float(tail)
-    found["psnr_db"]["pooled"] = float(pixels.decibels(values["mse"].mean()))
+    found["psnr_db"]["pooled"] = float(decibels(values["mse"].mean()))
     distance = values.get("lpips", values["lpips_lite"]).tolist()
     order = sorted(range(len(ids)), key=lambda place: (distance[place], place))
     ranked = [ids[place] for place in order]

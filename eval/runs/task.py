@@ -44,6 +44,7 @@ class Task:
         dtype: Of the model, or `auto` (`diffcache.pipelines.demo.saved.dtype_of`).
         device: `auto`, or as torch names it.
         threads: CPU threads of torch; they change the order of sums.
+        fps: Frames per second of films on disk; None is the pipeline's own.
         loading: How the model is loaded; a mapping of its fields will do.
     """
 
@@ -57,6 +58,7 @@ class Task:
     dtype: str = "auto"
     device: str = "auto"
     threads: int = 1
+    fps: float | None = None
     loading: Loading = field(default_factory=Loading)
 
     def __post_init__(self) -> None:
@@ -67,6 +69,8 @@ class Task:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be at least {least}")
         if self.steps is not None and not _is_whole(self.steps, 1):
             raise ValueError(f"steps={self.steps!r}: must be at least 1")
+        if self.fps is not None and not 0.01 <= self.fps <= 1000:
+            raise ValueError(f"fps={self.fps!r}: must be from 0.01 to 1000 frames per second")
         if not isinstance(self.call, Mapping):
             raise ValueError(f"call={self.call!r}: must be arguments by name")
         check_dtype(self.dtype)

@@ -14,8 +14,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ CACHE = "VBENCH_CACHE_DIR"
 _DINO_CODE = "dino_model/facebookresearch_dino_main"
 _DINO_AGAIN = "dino_vitbase16_pretrain.pth"
 _TAIL_LINES = 8
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Runs in the other interpreter, which may have any version of Python that VBench supports.
 _PROGRAM = """
 import json, sys
@@ -61,6 +64,8 @@ class Job:
         filtered: Films that VBench's static filter kept, for temporal_flickering of the suite.
         device: Torch device in the other interpreter.
         python: The interpreter; None for `$VBENCH_PYTHON`, or this one.
+        gpus: CUDA devices, each of which runs one dimension at a time. VBench's own way to share
+            one dimension out needs NCCL, and takes the last frame for appearance_style.
     """
 
     films: Path
@@ -70,6 +75,20 @@ class Job:
     filtered: Path | None = None
     device: str = "cuda"
     python: str | None = None
+    gpus: int = 1
+
+    def __post_init__(self) -> None:
+        if self.gpus > 1 and self.device != "cuda":
+            raise ValueError(f"--gpus {self.gpus}: --device must be cuda, not {self.device!r}")
+        named = os.environ.get(_VISIBLE)
+        if named is not None and len(named.split(",")) < self.gpus:
+            raise ValueError(f"--gpus {self.gpus}: ${_VISIBLE} names fewer devices: {named!r}")
+
+    @property
+    def visible(self) -> list[str]:
+        """`CUDA_VISIBLE_DEVICES` of each process that runs at a time; "" leaves it as it is."""
+        named = os.environ.get(_VISIBLE) or ",".join(map(str, range(self.gpus)))
+        return named.split(",")[: self.gpus] if self.gpus > 1 else [""]
 
     @property
     def mode(self) -> str:
@@ -106,9 +125,7 @@ def run(job: Job, dimensions: Sequence[str] | None = None) -> dict[str, float]:
     stamps = {name: stamp(job, name) for name in names}
     todo = [name for name in names if not _done(job, name, stamps[name])]
     preflight(todo)
-    for name in todo:
-        _measure(job, name)
-        _stamp_file(job, name).write_text(stamps[name])
+    _measure_all(job, {name: stamps[name] for name in todo})
     found = [scores.read_results(job.out / f"{name}{scores.ENDING}") for name in names]
     return {name: result[name] for name, result in zip(names, found, strict=True)}
 
@@ -190,7 +207,30 @@ def _done(job: Job, dimension: str, films: str) -> bool:
     return result.is_file() and kept.is_file() and kept.read_text() == films
 
 
-def _measure(job: Job, dimension: str) -> None:
+def _measure_all(job: Job, stamps: Mapping[str, str]) -> None:
+    """Run dimensions, as many at a time as there are devices; after a failure none is begun."""
+    free: SimpleQueue[str] = SimpleQueue()
+    for device in job.visible:
+        free.put(device)
+
+    def run_one(name: str) -> None:
+        device = free.get()
+        try:
+            _measure(job, name, device)
+            _stamp_file(job, name).write_text(stamps[name])
+        finally:
+            free.put(device)
+
+    with ThreadPoolExecutor(len(job.visible)) as pool:
+        runs = [pool.submit(run_one, name) for name in stamps]
+        try:
+            for pending in runs:
+                pending.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _measure(job: Job, dimension: str, visible: str) -> None:
     """Run one dimension in the other interpreter and move its two files into place."""
     work = job.out / ".work" / dimension
     shutil.rmtree(work, ignore_errors=True)
@@ -209,7 +249,7 @@ def _measure(job: Job, dimension: str) -> None:
     text = json.dumps(message)
     try:
         done = subprocess.run(
-            command, input=text, env=_environment(), capture_output=True, text=True
+            command, input=text, env=_environment(visible), capture_output=True, text=True
         )
     except OSError as error:
         raise VBenchError(f"cannot start {job.interpreter} ({PYTHON}): {error}") from error
@@ -226,14 +266,17 @@ def _measure(job: Job, dimension: str) -> None:
     shutil.rmtree(work)
 
 
-def _environment() -> dict[str, str]:
-    """Environment of the other interpreter: no network, and old checkpoints may be loaded."""
+def _environment(visible: str) -> dict[str, str]:
+    """Environment of the other interpreter: no network, and old checkpoints may be loaded.
+
+    Parts of VBench ask for `cuda` without a number, so each process is shown its own device only.
+    """
     ours = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
     }
-    return {**os.environ, **ours}
+    return {**os.environ, **ours, **({_VISIBLE: visible} if visible else {})}
 
 
 def _source(weight: WeightFile) -> str:

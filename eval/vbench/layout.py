@@ -1,25 +1,19 @@
 """Films where VBench looks for them: `{prompt}-{i}.mp4`, flat, and nothing else in the folder.
 
 VBench takes the ending of all films from the first name that the operating system lists, so a
-manifest, a log or a half-written film in that folder breaks it. Everything of that kind is kept one
-level up.
+manifest, a log or a half-written film in that folder breaks it.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
-import torch
-
-from diffcache.eval.clips import write_clip
-from diffcache.eval.runs.folder import write_file
+from diffcache.eval.folders import is_film
 from diffcache.eval.vbench import suite
 
 INFO = "VBench_full_info.json"
@@ -33,13 +27,11 @@ class Prompt:
 
     Attributes:
         text: English prompt.
-        dimensions: That it is evaluated on.
-        entry: Its entry in VBench's file, unchanged.
+        dimensions: Dimensions that it is evaluated on.
     """
 
     text: str
     dimensions: tuple[str, ...]
-    entry: Mapping[str, Any]
 
 
 def find_info(path: str | Path | None = None) -> Path:
@@ -85,8 +77,8 @@ def read_info(path: str | Path) -> list[Prompt]:
         unknown = set(map(str, named)) - set(suite.DIMENSIONS)
         if unknown:
             raise ValueError(f"{path}: entry {number} names unknown dimensions {sorted(unknown)}")
-        film_name(text, suite.FLICKER_SAMPLES - 1)
-        prompts.append(Prompt(text, tuple(named), entry))
+        film_name(text, suite.SAMPLES * suite.FLICKER_TIMES - 1)
+        prompts.append(Prompt(text, tuple(named)))
     return prompts
 
 
@@ -104,7 +96,7 @@ def film_name(prompt: str, index: int, ending: str = ".mp4") -> str:
     if index < 0:
         raise ValueError(f"index of a film must not be negative, but is {index}")
     name = f"{prompt}-{index}{ending}"
-    way_out = "films of such prompts go through write_custom, which keeps prompts in a JSON"
+    way_out = "VBench finds films by their prompts; take it out of the list"
     found = _HOSTILE.search(prompt)
     if not prompt.strip() or found:
         what = repr(found[0]) if found else "no text"
@@ -117,13 +109,23 @@ def film_name(prompt: str, index: int, ending: str = ".mp4") -> str:
     return name
 
 
-def expected(prompts: Iterable[Prompt], dimensions: Sequence[str] | None = None) -> list[str]:
-    """Return the name of every film that these dimensions need, in the order of the prompts."""
+def expected(
+    prompts: Iterable[Prompt],
+    dimensions: Sequence[str] | None = None,
+    samples: int = suite.SAMPLES,
+) -> list[str]:
+    """Return the name of every film that these dimensions need, in the order of the prompts.
+
+    Args:
+        prompts: VBench's list.
+        dimensions: Names; None for all.
+        samples: Films of a prompt, five times as many of flickering.
+    """
     wanted = set(suite.choose(dimensions))
     names: dict[str, None] = {}
     for prompt in prompts:
         shared = wanted.intersection(prompt.dimensions)
-        count = suite.samples(shared) if shared else 0
+        count = suite.samples(shared, samples) if shared else 0
         names.update((film_name(prompt.text, index), None) for index in range(count))
     return list(names)
 
@@ -132,7 +134,7 @@ def missing(
     folder: str | Path, prompts: Sequence[Prompt], dimensions: Sequence[str] | None = None
 ) -> dict[str, list[str]]:
     """Return the names of the films that are not there, for every dimension that lacks some."""
-    there = {file.name for file in _films(Path(folder))}
+    there = {file.name for file in _files(Path(folder))}
     lacking = {}
     for dimension in suite.choose(dimensions):
         names = [name for name in expected(prompts, [dimension]) if name not in there]
@@ -178,8 +180,9 @@ def check_folder(folder: str | Path) -> list[Path]:
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder {folder}")
-    files = _films(folder)
-    strangers = sorted(file.name for file in files if file.suffix != ".mp4" or not file.is_file())
+    files = _files(folder)
+    films = [f for f in files if f.suffix == ".mp4" and is_film(f) and f.is_file()]
+    strangers = sorted({file.name for file in files} - {film.name for film in films})
     if strangers:
         raise ValueError(
             f"{folder} must hold nothing but .mp4 films, but has {strangers[0]!r} "
@@ -190,99 +193,6 @@ def check_folder(folder: str | Path) -> list[Path]:
     return files
 
 
-def write_film(
-    folder: str | Path, name: str, frames: torch.Tensor, fps: float = suite.FRAME_RATE
-) -> Path:
-    """Write one film without loss; the folder never shows a part of it, even after a crash.
-
-    Args:
-        folder: Made if it is not there.
-        name: From `film_name`.
-        frames: `[F, 3, H, W]` uint8.
-        fps: Frames per second.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    draft = folder.parent / f".{folder.name}-{os.getpid()}.mp4"
-    try:
-        write_clip(draft, frames, fps)
-        os.replace(draft, folder / name)
-    finally:
-        draft.unlink(missing_ok=True)
-    return folder / name
-
-
-def manifest(folder: str | Path) -> Path:
-    """Return where the manifest of a folder stands: beside it."""
-    folder = Path(folder)
-    return folder.parent / f"{folder.name}.manifest.jsonl"
-
-
-def record_film(folder: str | Path, name: str, **facts: Any) -> None:
-    """Add a line about a film, such as its seed, to the manifest."""
-    line = json.dumps({"file": name, **facts}, ensure_ascii=False, allow_nan=False)
-    path = manifest(folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        # An interrupt can leave half a line, which must not swallow this one.
-        if file.tell() and not _ends_line(file):
-            file.write(b"\n")
-        file.write(f"{line}\n".encode())
-
-
-def write_custom(
-    folder: str | Path,
-    films: Iterable[tuple[str, torch.Tensor]],
-    fps: float = suite.FRAME_RATE,
-) -> Path:
-    """Write films of any prompts for VBench's mode `custom_input`.
-
-    Args:
-        folder: Receives `00000.mp4`, `00001.mp4`, ...
-        films: Pairs of prompt and frames, `[F, 3, H, W]` uint8.
-        fps: Frames per second.
-
-    Returns:
-        `prompts/<folder>.json` beside the folder, `{file name: prompt}`, for `--prompt_file`.
-    """
-    folder = Path(folder)
-    prompts = {}
-    for index, (prompt, frames) in enumerate(films):
-        prompts[write_film(folder, f"{index:05d}.mp4", frames, fps).name] = prompt
-    target = folder.parent / "prompts" / f"{folder.name}.json"
-    write_json(target, prompts)
-    return target
-
-
-def full_info(
-    folder: str | Path, prompts: Sequence[Prompt], dimensions: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Return the contents of VBench's `*_full_info.json`: entries, each with its films."""
-    there = {file.name for file in _films(Path(folder))}
-    wanted = set(suite.choose(dimensions))
-    entries = []
-    for prompt in prompts:
-        if wanted.intersection(prompt.dimensions):
-            names = [film_name(prompt.text, index) for index in range(suite.SAMPLES)]
-            found = [os.path.join(folder, name) for name in names if name in there]
-            entries.append({**prompt.entry, "video_list": found})
-    return entries
-
-
-def write_json(path: str | Path, data: Any) -> None:
-    """Write JSON as VBench does (four spaces, ASCII), whole or not at all."""
-    write_file(Path(path), json.dumps(data, indent=4, allow_nan=False))
-
-
-def _films(folder: Path) -> list[Path]:
+def _files(folder: Path) -> list[Path]:
     """Return everything in a folder but what a file manager hides."""
-    return sorted(_visible(folder)) if folder.is_dir() else []
-
-
-def _ends_line(file: BinaryIO) -> bool:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"
-
-
-def _visible(folder: Path) -> Iterator[Path]:
-    return (file for file in folder.iterdir() if file.name != ".DS_Store")
+    return sorted(f for f in folder.iterdir() if f.name != ".DS_Store") if folder.is_dir() else []

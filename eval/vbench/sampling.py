@@ -1,96 +1,141 @@
-"""Draw the films of VBench's suite, one seed each, resumable at any film."""
+"""Draw the films of VBench's suite under the names that it looks for, resumable at any film.
+
+The films lie in a folder of their own, since VBench takes all that is in it for films; manifests
+and settings stand beside that folder.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-
+from diffcache.eval.methods import parse_row
+from diffcache.eval.runs.draw import Drawer
+from diffcache.eval.runs.folder import (
+    FILMS,
+    MARKER,
+    Batch,
+    CaseFolder,
+    check_claim,
+)
+from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.ranks import join
+from diffcache.eval.runs.task import Case, Task, code_sha256, digest
 from diffcache.eval.vbench import layout, suite
-
-Draw = Callable[[str, int], torch.Tensor]
-Progress = Callable[[int, int], None]
+from diffcache.files import write_json
 
 
-def draw_suite(
-    folder: str | Path,
-    prompts: Sequence[layout.Prompt],
-    draw: Draw,
-    dimensions: Sequence[str] | None = None,
-    *,
-    fps: float = suite.FRAME_RATE,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> int:
-    """Draw every film that is not there yet.
+@dataclass(frozen=True)
+class Suite:
+    """Films to draw.
+
+    Attributes:
+        task: Model, seed of the first film, call, frame rate; its `prompts` is VBench's list.
+        out: Folder of the run; the films go into `films` inside.
+        method: A row of an evaluation (`diffcache.eval.methods.parse_row`); "" for uncached.
+        dimensions: Dimensions to draw for; None for all. The choice does not change a film's seed.
+        samples: Films of a prompt, five times as many of flickering; VBench's own number is 5.
+        rewritten: File with one prompt a line in the order of VBench's list, handed to the
+            pipeline in place of VBench's own; names of films keep those.
+    """
+
+    task: Task
+    out: Path
+    method: str = ""
+    dimensions: Sequence[str] | None = None
+    samples: int = suite.SAMPLES
+    rewritten: Path | None = None
+
+    @property
+    def films(self) -> Path:
+        """The folder that VBench reads."""
+        return self.out / FILMS
+
+
+def draw_suite(job: Suite, progress: Progress) -> tuple[int, float] | None:
+    """Draw every film that is not there yet; processes of a launcher share them out.
 
     Args:
-        folder: Receives the films; the manifest with their seeds stands beside it.
-        prompts: All of VBench's, from `read_info`.
-        draw: Takes a prompt and a seed and returns `[F, 3, H, W]` uint8.
-        dimensions: To draw for; None for all. The choice does not change a film's seed.
-        fps: Frames per second.
-        seed: Of the first film of the whole suite; film i has `seed + i`, so no two share one.
-        progress: Called with (films there, films needed) behind every film.
+        job: What to draw. Film `i` of the whole suite has seed `seed + i`, so no two share one.
+        progress: What is shown meanwhile.
 
     Returns:
-        How many films were drawn now.
+        How many films there are, and their frames per second; None in all processes but the first.
 
     Raises:
-        ValueError: Films in the folder were drawn with other seeds or another frame rate, or are
-            not in the manifest.
+        FileNotFoundError: There is no such model or list of prompts.
+        RunError: The folder holds films of other settings.
+        ValueError: The list cannot be read, the pipeline draws pictures, or something else lies in
+            the folder of films.
     """
-    folder = Path(folder)
-    wanted = layout.expected(prompts, dimensions)
-    seeds = {name: seed + i for i, name in enumerate(layout.expected(prompts))}
-    text = {layout.film_name(p.text, i): p.text for p in prompts for i in range(_most(p))}
-    recorded = read_manifest(folder)
-    there = {name for name in wanted if (folder / name).is_file()}
-    for name in sorted(there):
-        _check(folder / name, recorded.get(name), {"seed": seeds[name], "fps": fps})
-    for done, name in enumerate((n for n in wanted if n not in there), start=1):
-        frames = draw(text[name], seeds[name])
-        facts = {"prompt": text[name], "seed": seeds[name], "fps": fps, "frames": len(frames)}
-        # First the line, then the film: a film without a line cannot come about.
-        if recorded.get(name) != facts:
-            layout.record_film(folder, name, **facts)
-        layout.write_film(folder, name, frames, fps)
-        if progress:
-            progress(len(there) + done, len(wanted))
-    return len(wanted) - len(there)
+    prompts = layout.read_info(job.task.prompts)
+    texts = _texts(prompts, job.rewritten)
+    ranks = join(job.task.device)
+    drawer = Drawer(job.task, ranks)
+    if drawer.fps is None:
+        raise ValueError(f"--model {job.task.model}: {drawer.pipeline} draws no films")
+    names = layout.expected(prompts)
+    places = {name: place for place, name in enumerate(names)}
+    wanted = [
+        Batch(places[name], (places[name],), (texts[name],), (job.task.seed + places[name],))
+        for name in layout.expected(prompts, job.dimensions, job.samples)
+    ]
+    method = parse_row(job.method) if job.method else None
+    case = Case(FILMS, "method" if method else "uncached", drawer.steps, method)
+    # The names of the whole list, so that none changes its number.
+    shared = {**drawer.about, "names": digest(names), "texts": digest(sorted(texts.items()))}
+    mine = {"identity": case.digest(shared), **shared, "steps": case.steps, "method": job.method}
+    mine |= {"code": code_sha256()} if method else {}
+    is_new = check_claim(job.out, mine)
+    if job.films.is_dir() and any(job.films.iterdir()):
+        layout.check_folder(job.films)
+    ranks.wait()
+    if is_new and ranks.is_first:
+        write_json(job.out / MARKER, mine)
+    folder = CaseFolder(job.out, ranks.index, drawer.fps, names)
+    _draw(drawer, case, folder, wanted[ranks.index :: ranks.count], progress)
+    ranks.wait()
+    ranks.close()
+    return (len(wanted), drawer.fps) if ranks.is_first else None
 
 
-def read_manifest(folder: str | Path) -> dict[str, dict[str, Any]]:
-    """Return what is recorded about each film; the last line about a film counts.
+def _draw(
+    drawer: Drawer, case: Case, folder: CaseFolder, share: Sequence[Batch], progress: Progress
+) -> None:
+    """Draw the films of this process that are not drawn yet, one a call."""
+    done = folder.done(share)
+    progress.expect(len(share))
+    progress.advance(len(done), case.name, drawn=False)
+    todo = [batch for batch in share if batch.number not in done]
+    if not todo:
+        return
+    with drawer.wrapped(case):
+        for batch in todo:
+            drawn = drawer.draw(case, batch)
+            folder.write(batch, drawn.samples, drawn.about)
+            progress.advance(1, case.name)
 
-    A line that was cut off by an interrupt is left out: its film was not written.
+
+def _texts(prompts: Sequence[layout.Prompt], rewritten: Path | None) -> Mapping[str, str]:
+    """Return what the pipeline is asked for, by name of the film.
+
+    Raises:
+        FileNotFoundError: There is no such file of rewritten prompts.
+        ValueError: It does not hold one prompt for each of the list.
     """
-    path = layout.manifest(folder)
-    if not path.is_file():
-        return {}
-    facts: dict[str, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        facts[entry.pop("file")] = entry
-    return facts
-
-
-def _most(prompt: layout.Prompt) -> int:
-    return suite.samples(prompt.dimensions)
-
-
-def _check(path: Path, recorded: Mapping[str, Any] | None, asked: Mapping[str, Any]) -> None:
-    """Refuse to mix films of different settings."""
-    if recorded is None:
-        raise ValueError(f"{path} is not in the manifest beside its folder: move it away")
-    for key, value in asked.items():
-        if recorded.get(key) != value:
+    lines = [prompt.text for prompt in prompts]
+    if rewritten is not None:
+        text = rewritten.read_text(encoding="utf-8")
+        lines = [line.strip() for line in text.removesuffix("\n").split("\n")]
+        if len(lines) != len(prompts) or not all(lines):
             raise ValueError(
-                f"{path} was drawn with {key} {recorded.get(key)}, not {value}: use another folder"
+                f"--rewritten {rewritten}: has {len(list(filter(None, lines)))} prompts in "
+                f"{len(lines)} lines, but must have one for each of the {len(prompts)} of VBench's "
+                "list, in its order"
             )
+    texts: dict[str, str] = {}
+    # A prompt that stands in the list twice is drawn once, from its last line, as in VBench's loop.
+    for prompt, line in zip(prompts, lines, strict=True):
+        texts |= dict.fromkeys(layout.expected([prompt]), line)
+    return texts

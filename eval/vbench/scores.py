@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from diffcache.eval.vbench import suite
-from diffcache.eval.vbench.layout import write_json
 
 ENDING = "_eval_results.json"
 
@@ -107,21 +106,6 @@ def summarise(raw: Mapping[str, float]) -> Scores:
     return Scores(ordered, normalised, quality, semantic, total)
 
 
-def total_score(raw: Mapping[str, float]) -> float:
-    """Return VBench's total score.
-
-    Raises:
-        ValueError: One of the 16 dimensions is missing; names all that are.
-    """
-    scores = summarise(raw)
-    if scores.total is None:
-        raise ValueError(
-            f"a total score needs all {len(suite.DIMENSIONS)} dimensions; missing: "
-            f"{', '.join(scores.missing)}"
-        )
-    return scores.total
-
-
 def read_results(path: str | Path) -> dict[str, float]:
     """Read the scores in one file, or in every `*_eval_results.json` of a folder.
 
@@ -149,23 +133,6 @@ def read_results(path: str | Path) -> dict[str, float]:
                 )
             scores[name], source[name] = value, file
     return scores
-
-
-def write_results(
-    path: str | Path, results: Mapping[str, tuple[float, Sequence[tuple[str, float | bool]]]]
-) -> None:
-    """Write scores in the shape of VBench's `*_eval_results.json`.
-
-    Args:
-        path: File to write.
-        results: By dimension: its score, and pairs of film and score of the film.
-    """
-    write_json(path, {name: as_result(*result) for name, result in results.items()})
-
-
-def as_result(score: float, films: Sequence[tuple[str, float | bool]]) -> list[Any]:
-    """Return one dimension's entry: `[score, [{"video_path": ..., "video_results": ...}]]`."""
-    return [score, [{"video_path": film, "video_results": value} for film, value in films]]
 
 
 def _mean(normalised: Mapping[str, float], names: Sequence[str]) -> float | None:

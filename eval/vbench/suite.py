@@ -12,9 +12,10 @@ from typing import Literal
 
 from diffcache.eval.weights import WEIGHTS, WeightFile
 
-FRAME_RATE = 8.0  # frames per second in the sampling instructions
 SAMPLES = 5  # films a prompt
-FLICKER_SAMPLES = 25  # of which VBench's static filter keeps up to five that hardly move
+FLICKER_TIMES = (
+    5  # as many of flickering, of which VBench's static filter keeps those that are still
+)
 FLICKER = "temporal_flickering"
 
 
@@ -96,6 +97,11 @@ def choose(names: Sequence[str] | None, custom: bool = False) -> list[str]:
     return [name for name in DIMENSIONS if name in wanted and name not in refused]
 
 
-def samples(dimensions: Iterable[str]) -> int:
-    """Return how many films a prompt of these dimensions needs."""
-    return FLICKER_SAMPLES if FLICKER in dimensions else SAMPLES
+def samples(dimensions: Iterable[str], each: int = SAMPLES) -> int:
+    """Return how many films a prompt of these dimensions needs.
+
+    Args:
+        dimensions: Names.
+        each: Films of a prompt of any dimension but flickering.
+    """
+    return each * FLICKER_TIMES if FLICKER in dimensions else each

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from diffcache.command import device_of
 from diffcache.features.base import Method
 from diffcache.pipelines.demo.saved import DTYPES, dtype_of
 from diffcache.pipelines.small import flux, scenes
-from diffcache.pipelines.small.export import versions
+from diffcache.psnr import CAP, psnr
 from diffcache.report import Report, human, share
 
 PROMPT = (
@@ -108,10 +108,9 @@ class Comparison:
     place: str = "cpu, float32"
 
     @property
-    def psnr(self) -> list[float]:
+    def psnr_db(self) -> list[float]:
         """PSNR of each cached picture to the uncached one, in dB."""
-        pairs = zip(self.baseline.images, self.cached.images, strict=True)
-        return [psnr(one, other) for one, other in pairs]
+        return closeness(self.baseline.images, self.cached.images)
 
     @property
     def speedup(self) -> float:
@@ -138,8 +137,7 @@ class Comparison:
             rows.append(
                 ("FLOPs of these", human(total), f"{human(report.flops_computed)}  ({saved} saved)")
             )
-        closeness = ", ".join("identical" if np.isinf(v) else f"{v:.1f} dB" for v in self.psnr)
-        rows.append(("PSNR to uncached (8 bit, peak 255)", "-", closeness))
+        rows.append(("PSNR to uncached (8 bit)", "-", ", ".join(map(decibels, self.psnr_db))))
         rows.append(("bytes of features, at most", "0 B", human(report.peak_bytes, "B")))
         for number, (one, other) in enumerate(zip(base.reads, cached.reads, strict=True)):
             rows.append((f"picture {number} shows", one, "the same" if one == other else other))
@@ -148,27 +146,30 @@ class Comparison:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything but the pictures as plain data; an infinite PSNR becomes None."""
+        """Return everything but the pictures as plain data."""
         return {
-            "schema": 1,
             "task": vars(self.task),
+            "seed": self.task.seed,
             "method": repr(self.method),
             "place": self.place,
-            "threads": torch.get_num_threads(),
-            "versions": versions(),
             "speedup": round(self.speedup, 3),
-            "psnr_db": [None if np.isinf(v) else round(v, 3) for v in self.psnr],
+            "psnr_db": [round(value, 3) for value in self.psnr_db],
             "baseline": self.baseline.to_dict(),
             "cached": self.cached.to_dict(),
             "report": self.report.to_dict(),
         }
 
 
-def psnr(one: Image.Image, other: Image.Image) -> float:
-    """Return the PSNR of two 8-bit pictures in dB: peak 255, mean over pixels and channels."""
-    a, b = (np.asarray(picture.convert("RGB"), dtype=np.float64) for picture in (one, other))
-    error = float(np.mean((a - b) ** 2))
-    return float("inf") if error == 0 else 10 * float(np.log10(255**2 / error))
+def closeness(ones: Sequence[Image.Image], others: Sequence[Image.Image]) -> list[float]:
+    """Return the PSNR of pairs of 8-bit pictures of equal size, in dB, at most 100."""
+    pairs = zip(ones, others, strict=True)
+    arrays = [[np.array(picture.convert("RGB")) for picture in pair] for pair in pairs]
+    return [float(psnr(*(torch.from_numpy(a)[None] for a in pair))) for pair in arrays]
+
+
+def decibels(value: float) -> str:
+    """Return a PSNR as text; at the cap pictures are equal, or too close to tell."""
+    return "100 dB or more" if value >= CAP else f"{value:.1f} dB"
 
 
 def load(model: Path | None = None, dtype: str = "auto", device: str = "auto") -> Any:

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from PIL import Image
 import diffcache
 from diffcache.api import denoisers_of
 from diffcache.features.base import Method
-from diffcache.pipelines.demo.compare import psnr
+from diffcache.pipelines.demo.compare import closeness, decibels
 from diffcache.pipelines.demo.inputs import check_required, class_number
 from diffcache.report import Report
 
@@ -65,31 +66,27 @@ class Done:
     @property
     def psnr_db(self) -> float | None:
         """Mean PSNR of the cached pictures to the uncached ones, in dB; None without those."""
-        pairs = zip(self.plain, self.made, strict=True) if self.plain else ()
-        values = [psnr(one, other) for one, other in pairs]
-        return float(np.mean(values)) if values else None
+        return fmean(closeness(self.plain, self.made)) if self.plain else None
 
     def lines(self) -> list[str]:
         """Say how long it took, and how close it is to the uncached run."""
         if self.plain_seconds is None or self.psnr_db is None:
             return [f"the pipeline took {self.seconds:.2f} s on {self.place}"]
-        close = "identical" if np.isinf(self.psnr_db) else f"PSNR {self.psnr_db:.1f} dB (peak 255)"
         ratio = self.plain_seconds / self.seconds
         both = f"uncached {self.plain_seconds:.2f}, cached {self.seconds:.2f}: {ratio:.2f}x"
         return [
             f"seconds: {both} on {self.place}",
-            f"closeness to the uncached: {close}",
+            f"closeness to the uncached: PSNR {decibels(self.psnr_db)} (8 bit)",
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the numbers as plain data; the PSNR of identical pictures becomes None."""
-        value = self.psnr_db
+        """Return the numbers as plain data."""
         return {
             "schema": 2,
             "place": self.place,
             "seconds": self.seconds,
             "uncached_seconds": self.plain_seconds,
-            "psnr_db": None if value is None or np.isinf(value) else value,
+            "psnr_db": self.psnr_db,
             "report": self.report.to_dict(),
         }
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFont
 
-from diffcache.pipelines.demo.compare import Comparison
+from diffcache.pipelines.demo.compare import Comparison, decibels
 
 SIDE, GAP, HEAD, LABEL, TIMELINE = 256, 20, 82, 50, 132
 AMPLIFY = 4
@@ -58,8 +58,7 @@ def difference(one: Image.Image, other: Image.Image) -> Image.Image:
 
 def _labels(result: Comparison, row: int) -> list[tuple[str, str]]:
     base, cached = median(result.baseline.seconds), median(result.cached.seconds)
-    closeness = result.psnr[row]
-    apart = "identical" if np.isinf(closeness) else f"PSNR {closeness:.1f} dB to the uncached"
+    apart = f"PSNR {decibels(result.psnr_db[row])} to the uncached"
     return [
         ("without a cache", f"{base:.2f} s"),
         ("with the cache", f"{cached:.2f} s, {result.speedup:.2f} times as fast"),

@@ -173,6 +173,11 @@ def prompt_accuracy(
     return float(np.mean(every)), {**shares, "exact": float(np.mean(exact))}
 
 
+def shows_all(found: Scene, stated: Scene) -> bool:
+    """Say whether a scene shows everything stated, and no object besides."""
+    return all(all(values) for values in compare(found, stated).values())
+
+
 def compare(found: Scene, stated: Scene) -> dict[str, list[bool]]:
     """Mark each attribute of the stated scene as shown in the found one or not."""
     there = {figure.position: figure for figure in found.figures}

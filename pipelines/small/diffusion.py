@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
+from diffcache.files import write_json
 from diffcache.pipelines.small.checkpoint import write_tensors
-from diffcache.pipelines.small.export import versions, write_json
+from diffcache.pipelines.small.export import versions
 from diffcache.pipelines.small.flux import DIRECTORY as FLUX
 from diffcache.pipelines.small.loop import Log, to_unit
 
@@ -104,20 +105,22 @@ def velocity_error(predicted: Tensor, latents: Tensor, noise: Tensor, signal: Te
     return (predicted.float() - velocity).square().mean()
 
 
-def record(out: Path, name: str, command: str, path: Path) -> dict[str, Any]:
+def record(out: Path, name: str, path: Path, *, seed: int, command: str) -> dict[str, Any]:
     """Write what a training took, with its loss curve of at most 120 points.
 
     Args:
         out: the training folder.
         name: of the course.
-        command: that trains the model again.
         path: of the JSON file.
+        seed: that was used.
+        command: that trains the model again.
     """
     rows = Log(out / f"{name}.jsonl", resume=True).rows()
     every = -(-len(rows) // 120)
     steps, seconds = rows[-1]["step"], rows[-1]["seconds"]
     done: dict[str, Any] = {
         "model": path.name.removesuffix("-training.json"),
+        "seed": seed,
         "command": command,
         "versions": versions(),
         "steps": steps,

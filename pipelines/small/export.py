@@ -20,6 +20,7 @@ from diffusers import AutoencoderKL, DiffusionPipeline, FluxPipeline
 from safetensors.torch import load_file
 from torch import nn
 
+from diffcache.files import write_json
 from diffcache.pipelines.small.flux import CALL, DIRECTORY, build_pipeline
 from diffcache.pipelines.small.loop import Log
 
@@ -76,14 +77,6 @@ def _tidy(config: Path) -> None:
     values.pop("_name_or_path", None)
     values = {k: "float32" if k in ("dtype", "torch_dtype") else v for k, v in values.items()}
     config.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
 
 
 def thin(rows: list[dict[str, Any]], most: int = 120) -> list[dict[str, Any]]:

@@ -9,7 +9,8 @@ from diffusers import FluxKontextPipeline
 from safetensors.torch import load_file
 from torch import nn
 
-from diffcache.pipelines.small.export import TRAINED, save_pipeline, versions, write_json
+from diffcache.files import write_json
+from diffcache.pipelines.small.export import TRAINED, save_pipeline, versions
 from diffcache.pipelines.small.kontext import CALL, DIRECTORY, build_pipeline
 from diffcache.pipelines.small.loop import Log
 

@@ -72,12 +72,6 @@ def to_unit(pictures: Tensor) -> Tensor:
     return pictures.float() / 127.5 - 1
 
 
-def psnr(one: Tensor, other: Tensor) -> float:
-    """Return the mean peak signal-to-noise ratio in dB of pictures in [-1, 1], [B, 3, H, W]."""
-    error = (one.float() - other.float()).square().mean(dim=(1, 2, 3)).clamp_min(1e-10)
-    return float((10 * torch.log10(4 / error)).mean())
-
-
 def shuffled(count: int, batch: int, seed: int, start: int = 0) -> Iterator[Tensor]:
     """Yield batches of indices without end, in an order that depends only on seed and start."""
     step = start

@@ -167,7 +167,7 @@ class RecallBatch:
 
 
 def score(given: Tensor, batch: RecallBatch) -> Tensor:
-    """Return which answers are exactly right.
+    """Return which tokens of the answers are right; an answer is whole where both are.
 
     Args:
         given: Answers, int64 `[B, N, 2]`, or their logits, float `[B, N, 2, V]`.

@@ -8,6 +8,7 @@ that a model can be trained and its accuracy measured without any downloaded dat
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,6 +241,23 @@ def held_out_prompts(count: int, seed: int = 0) -> list[str]:
         scene = sample_scene(rng, held=True)
         scenes.setdefault(scene.key(), prompt(scene, int(rng.integers(2))))
     return list(scenes.values())
+
+
+def held_out_singles(seed: int = 0) -> list[str]:
+    """Return a prompt for every scene of one object that no model was trained on, 236 in all.
+
+    Args:
+        seed: of their order and wording.
+    """
+    rng = np.random.default_rng([seed, 20_261])
+    figures = itertools.product(SHAPES, COLOURS, SIZES, POSITIONS)
+    scenes = [
+        Scene(ground, (Figure(*figure),))
+        for figure, ground in itertools.product(figures, COLOURS)
+        if figure[1] != ground
+    ]
+    held = [scene for scene in scenes if held_out(scene)]
+    return [prompt(held[number], int(rng.integers(2))) for number in rng.permutation(len(held))]
 
 
 def shipped_prompts() -> list[str]:

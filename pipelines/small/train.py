@@ -1,8 +1,8 @@
-"""Train, export and measure the small shapes models with one command.
+"""Train and export the small shapes models with one command.
 
     python -m diffcache.pipelines.small.train --out out/shapes
 
-On one CPU core it takes about an hour and three quarters, measuring included. A seed and a number
+On one CPU core it takes about an hour and a half. A seed and a number
 of updates give the same weights, however fast the machine is.
 """
 
@@ -16,14 +16,13 @@ from pathlib import Path
 import torch
 from diffusers import AutoencoderKL
 
-from diffcache.pipelines.small import measure as quality
 from diffcache.pipelines.small import train_autoencoder, train_classifier, train_flux, train_text
 from diffcache.pipelines.small.classifier import DIRECTORY as CLASSIFIER
 from diffcache.pipelines.small.course import Plan
 from diffcache.pipelines.small.export import export, record
 from diffcache.pipelines.small.loop import training_parser
 
-STAGES = ("classifier", "autoencoder", "text", "flux", "decoder", "export", "measure")
+STAGES = ("classifier", "autoencoder", "text", "flux", "decoder", "export")
 STEPS = train_flux.COURSE.steps
 UPDATES = {"classifier": 817, "autoencoder": 2524, "text": 1415, "flux": STEPS, "decoder": 2839}
 
@@ -63,10 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             train_flux.train(out, AutoencoderKL.from_pretrained(out / "autoencoder"), plan)
         elif stage == "decoder":
             train_autoencoder.refine(out, seed=chosen.seed, steps=steps[stage])
-        elif stage == "export":
-            _export(out, chosen.seed, chosen.updates)
         else:
-            quality.main(["--steps", "28", "50", "--samples", "256"])
+            _export(out, chosen.seed, chosen.updates)
 
 
 def _export(out: Path, seed: int, updates: int) -> None:

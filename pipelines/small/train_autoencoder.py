@@ -14,7 +14,8 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from diffcache.pipelines.small.flux import build_autoencoder
-from diffcache.pipelines.small.loop import Average, Log, draw, paced, psnr, rate, shuffled, to_unit
+from diffcache.pipelines.small.loop import Average, Log, draw, paced, rate, shuffled, to_unit
+from diffcache.psnr import psnr
 
 PICTURES = 16_000
 BATCH = 16
@@ -127,7 +128,7 @@ def _averaged(average: Average) -> AutoencoderKL:
 def measure(model: AutoencoderKL, pictures: torch.Tensor) -> float:
     """Return the PSNR in dB of pictures in [-1, 1] after encoding and decoding."""
     made = model.decode(model.encode(pictures).latent_dist.mode()).sample
-    return psnr(made.clamp(-1, 1), pictures)
+    return float(psnr(made.clamp(-1, 1), pictures, span=2).mean())
 
 
 @torch.no_grad()

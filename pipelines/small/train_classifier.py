@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
+from diffcache.files import write_json
 from diffcache.pipelines.small.classifier import (
     ATTRIBUTES,
     Reading,
@@ -126,5 +126,4 @@ def measure(model: SceneReader, seed: int) -> dict[str, float]:
 
 def _save(out: Path, model: SceneReader, about: dict[str, object]) -> None:
     save_file({k: v.contiguous() for k, v in model.state_dict().items()}, out / "model.safetensors")
-    text = json.dumps({"model": "SceneReader", **about}, indent=2)
-    (out / "config.json").write_text(text + "\n", encoding="utf-8")
+    write_json(out / "config.json", {"model": "SceneReader", **about}, indent=2)

@@ -1,4 +1,4 @@
-"""Train, export and measure the small class-conditional DiTPipeline.
+"""Train and export the small class-conditional DiTPipeline.
 
     python -m diffcache.pipelines.small.train_dit --out out/shapes-dit
 
@@ -8,21 +8,15 @@ The autoencoder is the one of shapes-flux; only the denoiser is trained, one cla
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from diffusers import DiTPipeline
 from diffusers.models.attention_processor import AttnProcessor
-from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from diffcache.pipelines.small.classifier import read
 from diffcache.pipelines.small.course import Course, Plan, train
 from diffcache.pipelines.small.diffusion import (
     disturb,
@@ -32,14 +26,13 @@ from diffcache.pipelines.small.diffusion import (
     noise_error,
     record,
 )
-from diffcache.pipelines.small.dit import CALL, DIRECTORY, EMPTY, LABELS, build_pipeline, draw, load
+from diffcache.pipelines.small.dit import CALL, DIRECTORY, EMPTY, build_pipeline, draw
 from diffcache.pipelines.small.export import save_pipeline
 from diffcache.pipelines.small.loop import training_parser
-from diffcache.pipelines.small.measure import draw_grid, draw_pictures, write_report
 
 COURSE = Course("dit", examples=24_000, steps=8186)
 CLASS_DROPOUT = 0.1
-STAGES = ("train", "export", "measure")
+STAGES = ("train", "export")
 BENCH = DIRECTORY.parents[1] / "bench"
 
 
@@ -99,70 +92,16 @@ def assemble(out: Path) -> DiTPipeline:
     return pipe
 
 
-def marks(pictures: Sequence[Image.Image], labels: Sequence[int]) -> dict[str, float]:
-    """Return shares of pictures: one object, its shape, its colour, and all three as `right`."""
-    found = []
-    for scene, label in zip(read(pictures), labels, strict=True):
-        colour, shape = LABELS[label].split()
-        one = len(scene.figures) == 1
-        shaped = one and scene.figures[0].shape == shape
-        coloured = one and scene.figures[0].colour == colour
-        found.append((shaped and coloured, one, shaped, coloured))
-    shares = np.mean(found, axis=0)
-    names = ("right", "one", "shape", "colour")
-    return {name: round(float(share), 4) for name, share in zip(names, shares, strict=True)}
-
-
-def measure(pipe: DiTPipeline, *, steps: int, samples: int, seed: int) -> dict[str, Any]:
-    """Measure how many pictures show the shape and colour of their class, over all classes.
-
-    Args:
-        pipe: the pipeline.
-        steps: sampling steps.
-        samples: how many pictures.
-        seed: of the noise.
-    """
-    labels = [number % len(LABELS) for number in range(samples)]
-    begin = time.monotonic()
-    pictures = draw_pictures(pipe, labels, steps=steps, seed=seed, batch=35, call=CALL)
-    seconds = time.monotonic() - begin
-    given = {"steps": steps, **CALL, "samples": samples, "seed": seed}
-    return {
-        **given,
-        **marks(pictures, labels),
-        "seconds": round(seconds, 1),
-        "seconds_per_picture": round(seconds / samples, 3),
-    }
-
-
-def judge(steps: Sequence[int], samples: int, seed: int) -> None:
-    """Measure the shipped pipeline; write the report and a grid of all classes."""
-    pipe = load()
-    runs = []
-    for count in steps:
-        runs.append(measure(pipe, steps=count, samples=samples, seed=seed))
-        print(json.dumps(runs[-1]))
-    measured = "share of pictures in which the classifier reads one object of the class"
-    about = {"model": "shapes-dit", "measure": measured, "dtype": "float32"}
-    write_report(BENCH / "shapes-dit-quality.json", about, runs)
-    pictures = draw_pictures(
-        pipe, range(len(LABELS)), steps=steps[0], seed=seed, batch=35, call=CALL
-    )
-    draw_grid(pictures, LABELS, columns=7).save(DIRECTORY / "grid.png", optimize=True)
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the command's arguments."""
     made = training_parser(
         "train_dit",
-        "Train, export and measure the class-conditional shapes pipeline on a CPU.",
+        "Train and export the class-conditional shapes pipeline on a CPU.",
         out="out/shapes-dit",
         updates=COURSE.steps,
         stages=STAGES,
     )
     made.add_argument("--eager", action="store_true", help="do not compile (no C++ compiler)")
-    made.add_argument("--steps", type=int, nargs="+", default=[28, 50], help="sampling steps")
-    made.add_argument("--samples", type=int, default=280, help="pictures for each step count")
     return made
 
 
@@ -180,10 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "python -m diffcache.pipelines.small.train_dit "
             f"--seed {chosen.seed} --updates {chosen.updates}"
         )
-        done = record(chosen.out, COURSE.name, command, BENCH / "shapes-dit-training.json")
+        path = BENCH / "shapes-dit-training.json"
+        done = record(chosen.out, COURSE.name, path, seed=chosen.seed, command=command)
         print(f"exported {size / 1e6:.2f} MB after {done['steps']} steps")
-    if "measure" in chosen.stages:
-        judge(chosen.steps, chosen.samples, seed=0)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
 
+from diffcache.files import write_file, write_json
 from diffcache.pipelines.small import features
 from diffcache.pipelines.small.classifier import Reading
 from diffcache.pipelines.small.corruptions import RANGES, corrupt
@@ -213,9 +212,7 @@ def reference(extractor: Extractor, seed: int) -> dict[str, Tensor]:
 def save(out: Path, name: str, tensors: dict[str, Tensor]) -> str:
     """Write tensors in one go and return the file's sha256."""
     content: bytes = to_bytes({key: value.contiguous() for key, value in tensors.items()})
-    part = out / f"{name}.tmp"
-    part.write_bytes(content)
-    os.replace(part, out / name)
+    write_file(out / name, content)
     return hashlib.sha256(content).hexdigest()
 
 
@@ -243,18 +240,12 @@ def train(out: Path, *, seed: int) -> None:
         "sha256": save(out, "model.safetensors", {k: v.half() for k, v in weights.items()}),
         "reference_sha256": "",
     }
-    _write_config(out, record)
+    write_json(out / "config.json", record, indent=2)
     # The reference is of the stored, rounded weights.
     found = reference(features.load(out).extractor, seed)
     record["reference_sha256"] = save(out, "reference.safetensors", found)
-    _write_config(out, record)
+    write_json(out / "config.json", record, indent=2)
     log.write(part="done", step=STEPS + MATCHER_STEPS)
-
-
-def _write_config(out: Path, record: dict[str, object]) -> None:
-    part = out / "config.json.tmp"
-    part.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    os.replace(part, out / "config.json")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

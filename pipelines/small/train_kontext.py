@@ -1,4 +1,4 @@
-"""Train, export and measure the small FluxKontextPipeline, starting from shapes-flux.
+"""Train and export the small FluxKontextPipeline, starting from shapes-flux.
 
     python -m diffcache.pipelines.small.train_kontext --out out/kontext
 

@@ -1,4 +1,4 @@
-"""Train the small policy that reaches a goal round obstacles, export it and measure it.
+"""Train the small policy that reaches a goal round obstacles, and export it.
 
     python -m diffcache.pipelines.small.train_reach --out out/reach
 
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
 
+from diffcache.files import write_json
 from diffcache.pipelines.policy import DiffusionPolicyPipeline, rollout
 from diffcache.pipelines.small import reach
 from diffcache.pipelines.small.checkpoint import restore, save
-from diffcache.pipelines.small.export import save_pipeline, versions, write_json
+from diffcache.pipelines.small.export import save_pipeline, versions
 from diffcache.pipelines.small.loop import (
     Average,
     Log,

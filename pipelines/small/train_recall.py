@@ -1,4 +1,4 @@
-"""Train, export and measure the small language model that recalls facts.
+"""Train and export the small language model that recalls facts.
 
     python -m diffcache.pipelines.small.train_recall --out out/recall-llama
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,33 +23,27 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, LlamaForCausalLM
 
+from diffcache.files import write_json
 from diffcache.pipelines.small.course import Course, Plan, train
 from diffcache.pipelines.small.diffusion import record
-from diffcache.pipelines.small.export import thin, write_json
+from diffcache.pipelines.small.export import thin
 from diffcache.pipelines.small.loop import Log, training_parser
-from diffcache.pipelines.small.measure import write_report
-from diffcache.pipelines.small.measure_reach import wilson
 from diffcache.pipelines.small.recall import (
     BLOCK,
     BOS,
     EOS,
-    HELD_OUT,
     NK,
     PAD,
-    SUCCESSORS,
     RecallBatch,
     Task,
     draw,
-    filler_nats,
     score,
 )
 from diffcache.pipelines.small.recall_llama import (
     ANSWER,
     DIRECTORY,
-    LENGTHS,
     build_model,
     build_tokenizer,
-    load,
 )
 
 # every step draws new samples
@@ -63,8 +56,7 @@ MIXED = (  # from which share of the run on which contexts, equally likely
     (0.25, (65, 129, 257, 385, 513, 769, 1025)),
     (0.5, (33, 65, 129, 257, 513, 769, 1025, 1025, 2049, 2049, 2049)),
 )
-BEYOND = 4097  # measured, longer than what was trained on
-STAGES = ("train", "export", "measure")
+STAGES = ("train", "export")
 BENCH = DIRECTORY.parents[1] / "bench"
 RUN = "python -m diffcache.pipelines.small.train_recall"
 
@@ -173,76 +165,6 @@ def change(path: Path, **values: Any) -> None:
     write_json(path, json.loads(path.read_text(encoding="utf-8")) | values)
 
 
-@torch.no_grad()
-def measure(model: LlamaForCausalLM, task: Task, *, samples: int, seed: int) -> dict[str, Any]:
-    """Measure how many answers are exactly right, and the perplexity of filler.
-
-    Args:
-        model: in evaluation mode.
-        task: what to draw.
-        samples: how many, drawn in groups of about 8192 tokens.
-        seed: of the draw; from `HELD_OUT` on for what was not trained on.
-    """
-    begin = time.monotonic()
-    generator = torch.Generator().manual_seed(seed)
-    group = max(2 * TOKENS // (task.context + BLOCK * task.queries), 1)
-    right, marked, nats = [], [], []
-    for start in range(0, samples, group):
-        batch = draw(min(group, samples - start), task, generator)
-        logits = model(batch.ids, use_cache=False).logits
-        right.append(score(batch.answer_logits(logits), batch))
-        marked.append(batch.asked_marks)
-        nats.append(filler_nats(logits, batch))
-    hits, marks = torch.cat(right), torch.cat(marked)
-    count, total = int(hits.sum()), hits.numel()
-    return {
-        "context": task.context,
-        "facts": task.facts,
-        "queries": task.queries,
-        "odds": task.odds,
-        "trained": task.context in LENGTHS,
-        "samples": samples,
-        "seed": seed,
-        "recall": round(count / total, 4),
-        "wilson_95": [round(end, 4) for end in wilson(count, total)],
-        "v1": share(hits[..., 0]),
-        "v2": share(hits[..., 1]),
-        "first_query": share(hits[:, 0]),
-        "marked": share(hits[marks]),
-        "unmarked": share(hits[~marks]),
-        "filler_perplexity": round(float(torch.cat(nats).mean().exp()), 3),
-        "seconds": round(time.monotonic() - begin, 1),
-    }
-
-
-def share(right: Tensor) -> float | None:
-    """Return the share that is true, or nothing of nothing."""
-    return round(float(right.float().mean()), 4) if right.numel() else None
-
-
-def tasks() -> list[Task]:
-    """Return what is measured: contexts half of facts, with at most 64, and one crowded."""
-    lengths = [length for length in (*LENGTHS, BEYOND) if length > 33]
-    counts = [(length, min((length - 1) // BLOCK // 2, 64)) for length in lengths]
-    return [Task(length, facts, min(facts // 4, 8)) for length, facts in [*counts, (513, 115)]]
-
-
-def judge(samples: int) -> None:
-    """Measure the shipped model at every length and write the report."""
-    model, runs = load(), []
-    for task in tasks():
-        count = samples if task.context in LENGTHS else max(samples // 8, 1)
-        runs.append(measure(model, task, samples=count, seed=HELD_OUT))
-        print(json.dumps(runs[-1]), flush=True)
-    about = {
-        "model": "recall-llama",
-        "measure": "share of exactly right answers (v1 and v2 of distinct queries), uncached",
-        "dtype": "float32",
-        "filler_perplexity_floor": SUCCESSORS,
-    }
-    write_report(BENCH / "recall-llama-quality.json", about, runs)
-
-
 def keep(out: Path, seed: int, updates: int) -> dict[str, Any]:
     """Write the training record, with the accuracies that were seen on the way.
 
@@ -252,10 +174,11 @@ def keep(out: Path, seed: int, updates: int) -> dict[str, Any]:
         updates: of the whole run.
     """
     path = BENCH / "recall-llama-training.json"
-    done = record(out, COURSE.name, f"{RUN} --seed {seed} --updates {updates}", path)
+    command = f"{RUN} --seed {seed} --updates {updates}"
+    done = record(out, COURSE.name, path, seed=seed, command=command)
     rows = Log(out / "accuracy.jsonl", resume=True).rows()
     model = {"weights": sum(p.numel() for p in build_model().parameters())}
-    done = {"model": done["model"], "seed": seed} | model | done | {"accuracy": thin(rows)}
+    done = {"model": done["model"]} | model | done | {"accuracy": thin(rows)}
     write_json(path, done)
     return done
 
@@ -264,13 +187,12 @@ def parser() -> argparse.ArgumentParser:
     """Return the command's arguments."""
     made = training_parser(
         "train_recall",
-        "Train, export and measure the language model that recalls, on a CPU.",
+        "Train and export the language model that recalls, on a CPU.",
         out="out/recall-llama",
         updates=COURSE.steps,
         stages=STAGES,
     )
     made.add_argument("--eager", action="store_true", help="do not compile (no C++ compiler)")
-    made.add_argument("--samples", type=int, default=128, help="for each trained length")
     return made
 
 
@@ -286,8 +208,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         size = export(chosen.out)
         done = keep(chosen.out, chosen.seed, chosen.updates)
         print(f"exported {size / 1e6:.2f} MB after {done['steps']} steps")
-    if "measure" in chosen.stages:
-        judge(chosen.samples)
 
 
 if __name__ == "__main__":

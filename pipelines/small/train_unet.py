@@ -1,4 +1,4 @@
-"""Train, export and measure the small StableDiffusionPipeline.
+"""Train and export the small StableDiffusionPipeline.
 
     python -m diffcache.pipelines.small.train_unet --out out/shapes-unet
 
@@ -9,11 +9,8 @@ prompts, is where the text side starts. One prompt in ten is empty.
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +19,6 @@ from diffusers.models.attention_processor import AttnProcessor
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from diffcache.pipelines.small.classifier import prompt_accuracy
 from diffcache.pipelines.small.course import Course, Plan, train
 from diffcache.pipelines.small.diffusion import (
     disturb,
@@ -34,9 +30,7 @@ from diffcache.pipelines.small.diffusion import (
 )
 from diffcache.pipelines.small.export import save_pipeline
 from diffcache.pipelines.small.loop import draw, training_parser
-from diffcache.pipelines.small.measure import draw_grid, draw_pictures, write_report
-from diffcache.pipelines.small.scenes import held_out_prompts, shipped_prompts
-from diffcache.pipelines.small.small_unet import CALL, DIRECTORY, build_pipeline, load
+from diffcache.pipelines.small.small_unet import CALL, DIRECTORY, build_pipeline
 from diffcache.pipelines.small.train_flux import write_prompts
 
 COURSE = Course(
@@ -46,7 +40,7 @@ PROMPT_DROPOUT = 0.1
 SINGLES_FIRST = 0.15
 EVEN_FIRST = 0.5
 PLACES_UNTIL = 0.85
-STAGES = ("train", "export", "measure")
+STAGES = ("train", "export")
 BENCH = DIRECTORY.parents[1] / "bench"
 
 
@@ -122,59 +116,16 @@ def assemble(out: Path) -> StableDiffusionPipeline:
     return pipe
 
 
-def measure(
-    pipe: StableDiffusionPipeline, *, steps: int, samples: int, seed: int
-) -> dict[str, Any]:
-    """Measure prompt accuracy on held-out prompts, as `measure.measure` does.
-
-    Args:
-        pipe: the pipeline.
-        steps: sampling steps.
-        samples: how many prompts, one picture each.
-        seed: of the prompts and the noise.
-    """
-    prompts = held_out_prompts(samples, seed)
-    begin = time.monotonic()
-    pictures = draw_pictures(pipe, prompts, steps=steps, seed=seed, call=CALL)
-    seconds = time.monotonic() - begin
-    overall, parts = prompt_accuracy(pictures, prompts)
-    given = {"steps": steps, **CALL, "samples": samples, "seed": seed}
-    return {
-        **given,
-        "prompt_accuracy": round(overall, 4),
-        "attributes": {name: round(value, 4) for name, value in parts.items()},
-        "seconds": round(seconds, 1),
-        "seconds_per_picture": round(seconds / samples, 3),
-    }
-
-
-def judge(steps: Sequence[int], samples: int, seed: int) -> None:
-    """Measure the shipped pipeline; write the report and a labelled grid."""
-    pipe = load()
-    runs = []
-    for count in steps:
-        runs.append(measure(pipe, steps=count, samples=samples, seed=seed))
-        print(json.dumps(runs[-1]))
-    measured = "share of the attributes stated in held-out prompts that the classifier reads"
-    about = {"model": "shapes-unet", "measure": measured, "dtype": "float32"}
-    write_report(BENCH / "shapes-unet-quality.json", about, runs)
-    prompts = shipped_prompts()[:24]
-    pictures = draw_pictures(pipe, prompts, steps=steps[0], seed=seed, call=CALL)
-    draw_grid(pictures, prompts).save(DIRECTORY / "grid.png", optimize=True)
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the command's arguments."""
     made = training_parser(
         "train_unet",
-        "Train, export and measure the small StableDiffusionPipeline on a CPU.",
+        "Train and export the small StableDiffusionPipeline on a CPU.",
         out="out/shapes-unet",
         updates=COURSE.steps,
         stages=STAGES,
     )
     made.add_argument("--compile", action="store_true", help="compile the denoiser")
-    made.add_argument("--steps", type=int, nargs="+", default=[28, 50], help="sampling steps")
-    made.add_argument("--samples", type=int, default=256, help="pictures for each step count")
     return made
 
 
@@ -192,10 +143,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "python -m diffcache.pipelines.small.train_unet "
             f"--seed {chosen.seed} --updates {chosen.updates}"
         )
-        done = record(chosen.out, COURSE.name, command, BENCH / "shapes-unet-training.json")
+        path = BENCH / "shapes-unet-training.json"
+        done = record(chosen.out, COURSE.name, path, seed=chosen.seed, command=command)
         print(f"exported {size / 1e6:.2f} MB after {done['steps']} steps")
-    if "measure" in chosen.stages:
-        judge(chosen.steps, chosen.samples, seed=0)
 
 
 if __name__ == "__main__":

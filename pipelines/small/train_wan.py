@@ -1,4 +1,4 @@
-"""Train, export and measure the small WanPipeline with one command.
+"""Train and export the small WanPipeline with one command.
 
     python -m diffcache.pipelines.small.train_wan --out out/shapes-wan
 
@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from diffcache.pipelines.small import course, measure_wan, train_wan_text, train_wan_vae
+from diffcache.pipelines.small import course, export_wan, train_wan_text, train_wan_vae
 from diffcache.pipelines.small.checkpoint import write_tensors
 from diffcache.pipelines.small.course import Course
 from diffcache.pipelines.small.loop import to_unit, training_parser
@@ -45,7 +45,7 @@ COURSE = Course(
 PART = 200
 PROMPT_DROPOUT = 0.1
 MOST_TEXT_TOKENS = 512
-STAGES = ("autoencoder", "text", "denoiser", "decoder", "export", "measure")
+STAGES = ("autoencoder", "text", "denoiser", "decoder", "export")
 UPDATES = {"autoencoder": 3750, "text": 490, "denoiser": COURSE.steps, "decoder": 2083}
 
 
@@ -111,7 +111,7 @@ def train(out: Path, autoencoder: AutoencoderKLWan, plan: Plan) -> WanPipeline:
     pipe = build_pipeline(autoencoder)
     pipe.text_encoder.load_state_dict(load_file(out / "text.safetensors"))
     step = Step(pipe, compiled=plan.compiled)
-    weights = nn.ModuleDict({name: getattr(pipe, name) for name in measure_wan.TRAINED})
+    weights = nn.ModuleDict({name: getattr(pipe, name) for name in export_wan.TRAINED})
     scenes, latents = draw_latents(out, autoencoder, plan)
 
     def loss(chosen: Tensor, index: int, progress: float) -> Tensor:
@@ -168,11 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             train(out, trained, Plan(seed, chosen.updates, resume, not chosen.eager, minutes))
         elif stage == "decoder":
             train_wan_vae.refine(out, seed=seed, steps=steps[stage])
-        elif stage == "export":
-            print(f"exported {measure_wan.export(out) / 1e6:.2f} MB")
-            measure_wan.record(out, seed=seed, updates=chosen.updates)
         else:
-            measure_wan.main([])
+            print(f"exported {export_wan.export(out) / 1e6:.2f} MB")
+            export_wan.record(out, seed=seed, updates=chosen.updates)
 
 
 if __name__ == "__main__":

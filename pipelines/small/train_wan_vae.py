@@ -23,6 +23,7 @@ from diffcache.pipelines.small.moving import film
 from diffcache.pipelines.small.scenes import Scene, sample_scene
 from diffcache.pipelines.small.wan import FRAMES, LATENT_CHANNELS, build_autoencoder
 from diffcache.pipelines.small.wan_whole import decode, encode
+from diffcache.psnr import psnr
 
 WIDE_CHANNELS = 16
 FILMS = 2_000
@@ -218,10 +219,10 @@ def measure(model: AutoencoderKLWan, films: Tensor) -> dict[str, float]:
     """
     made = torch.cat([decode(model, encode(model, part)[0]) for part in films.split(8)])
     made = made.clamp(-1, 1)
-    error = (made - films).square().mean(dim=(1, 3, 4)).clamp_min(1e-10)
+    frames = (part.transpose(1, 2).flatten(0, 1) for part in (made, films))
     change = films.diff(dim=2)
     lost = (made.diff(dim=2) - change).square().mean() / change.square().mean()
-    return {"psnr": float((10 * torch.log10(4 / error)).mean()), "motion_error": float(lost)}
+    return {"psnr": float(psnr(*frames, span=2).mean()), "motion_error": float(lost)}
 
 
 @torch.no_grad()

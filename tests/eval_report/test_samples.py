@@ -108,7 +108,8 @@ def test_films_have_contact_sheets_and_previews(
         frames[:, 0] = torch.arange(5)[:, None, None] * 40
         frames[:, 1] = 90 if row_["name"] == "taylorseer" else 0
         write_clip(clips / "00001.mp4", frames, 8)
-        write_preview(clips / "00001.preview.mp4", frames, 8)
+        (clips.parent / "previews").mkdir()
+        write_preview(clips.parent / "previews" / "00001.mp4", frames, 8)
     (sheet, *_), left_out = strips.draw(record, [tmp_path])
     assert left_out == ["Pictures: the files of 3 samples are not in the run's folder."]
     pixels = np.asarray(sheet.image)
@@ -124,14 +125,14 @@ def test_films_have_contact_sheets_and_previews(
 
 def test_links_that_lead_out_of_a_run_are_not_followed(tmp_path: Path) -> None:
     own, other = tmp_path / "run" / "cases", tmp_path / "other"
-    (other / "clips").mkdir(parents=True)
+    (other / "previews").mkdir(parents=True)
     (other / "samples").mkdir()
-    (other / "clips" / "00000.preview.mp4").write_bytes(b"secret")
+    (other / "previews" / "00000.mp4").write_bytes(b"secret")
     Image.new("RGB", (8, 8)).save(other / "samples" / "00000.png")
     (other / "manifest.jsonl").write_text('{"ids": [0], "prompts": ["secret"]}\n')
     linked, whole = own / "a-01234567", own / "b-76543210"
     for folder, name in (
-        ("clips", "00000.preview.mp4"),
+        ("previews", "00000.mp4"),
         ("samples", "00000.png"),
         (".", "manifest.jsonl"),
     ):

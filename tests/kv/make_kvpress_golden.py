@@ -86,16 +86,11 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from diffcache.eval.kv import kvpress_oracle as oracle
-from diffcache.eval.kv.kvpress_inputs import Seen, capture
-from diffcache.eval.kv.kvpress_presses import (
-    DUO_RECENT,
-    DUO_SINK,
-    DUO_STREAMING,
-    SCORERS,
-    WRAPPERS,
-)
+from diffcache.eval.kv.peer import installed
+from diffcache.eval.kv.seen import Seen, capture
+from tests.kv import kvpress_oracle as oracle
 from tests.kv.kvpress_inputs import tiny_ids, tiny_llama
+from tests.kv.kvpress_oracle import ALL, DUO_RECENT, DUO_SINK, DUO_STREAMING, SCORERS
 from tests.kv.kvpress_presses import GOLDEN, HEADS, LAYERS, SIZE
 
 RATIOS = {50: 0.5, 75: 0.75}
@@ -152,7 +147,7 @@ def at_border(name: str, seen: Seen, ratio: float) -> bool:
 def golden_kept(layers: list[Seen]) -> tuple[dict[str, Tensor], list[str]]:
     """Return the kept sets, and the names of those that rounding could turn."""
     found, tied = {}, []
-    for name in {**SCORERS, **WRAPPERS}:
+    for name in ALL:
         for percent, ratio in RATIOS.items():
             key = f"kept.{name}.{percent}"
             sure = [
@@ -174,11 +169,14 @@ def golden_kept(layers: list[Seen]) -> tuple[dict[str, Tensor], list[str]]:
 
 def changed(layers: list[Seen]) -> dict[str, Tensor]:
     """Return the values that merging changed and the keys that were turned to new positions."""
-    merged = [oracle.compressed("merged_snapkv", seen, 0.75)[1] for seen in layers]
-    turned = [oracle.compressed("rerotated_knorm", seen, 0.75)[0] for seen in layers]
+
+    def part(name: str, place: int) -> Tensor:
+        found = [oracle.compressed(name, seen, 0.75) for seen in layers]
+        return torch.stack([torch.cat([row[place] for row in rows]) for rows in found])
+
     return {
-        "values.merged_snapkv.75": torch.stack(merged),
-        "keys.rerotated_knorm.75": torch.stack(turned),
+        "values.merged_snapkv.75": part("merged_snapkv", 1),
+        "keys.rerotated_knorm.75": part("rerotated_knorm", 0),
     }
 
 
@@ -186,15 +184,15 @@ def header(tied: list[str]) -> dict[str, str]:
     """Return where the numbers come from and the settings of every press."""
     duo = {"streaming": DUO_STREAMING, "sink": DUO_SINK, "recent": DUO_RECENT}
     settings = {
-        name: {"class": spec.cls, "settings": spec.settings, "base": spec.base}
-        for name, spec in {**SCORERS, **WRAPPERS}.items()
+        name: {"class": spec.cls, "settings": dict(spec.settings), "base": spec.base}
+        for name, spec in ALL.items()
     }
     settings["duo"]["settings"] = duo
     notes = {
         "attribution": "Numbers computed with kvpress, Copyright NVIDIA CORPORATION & AFFILIATES, "
         "https://github.com/NVIDIA/kvpress, licensed under Apache-2.0.",
         "licence": "Apache-2.0",
-        "kvpress": oracle.installed(),
+        "kvpress": installed(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "presses": settings,

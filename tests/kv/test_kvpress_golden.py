@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.eval.kv.kvpress_oracle import installed
-from diffcache.eval.kv.kvpress_presses import CONTEXT, SCORERS, WRAPPERS
+from diffcache.eval.kv.peer import installed
+from tests.kv.kvpress_oracle import ALL as PRESSES
+from tests.kv.kvpress_oracle import CONTEXT, SCORERS
 from tests.kv.kvpress_presses import (
     GOLDEN,
     GROUPS,
@@ -27,7 +28,6 @@ from tests.kv.kvpress_presses import (
 )
 
 RATIOS = {50: 0.5, 75: 0.75}
-PRESSES = {**SCORERS, **WRAPPERS}
 EXTRA = {"finch": TOKENS, "kvzip": CONTEXT, "kvzip_plus": CONTEXT}
 RAGGED = ("adakv_snapkv", "critical_adakv_snapkv", "duo", "lukv")
 OTHER_COUNT = (*RAGGED, "pyramidkv_beta2", "pyramidkv_beta20", "chunkkv_snapkv", "chunk_keydiff")

@@ -1,8 +1,7 @@
-"""Rewards: functions named by their entries, and ImageReward in another interpreter."""
+"""Rewards: functions of the user's, PickScore, and packages in another interpreter."""
 
 import importlib.machinery
 import importlib.util
-import json
 import sys
 import types
 from collections.abc import Sequence
@@ -12,8 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.eval import weights
-from diffcache.eval.metrics import reward
+from diffcache.errors import MissingError
+from diffcache.eval.metrics import clip, reward
+from diffcache.eval.runs.extractors import at_hand
+from diffcache.eval.runs.quality import quality
+from diffcache.eval.runs.record import describe
+
+ROOT = Path(__file__).parents[2]
 
 
 def pictures(count: int, height: int = 40, width: int = 48, seed: int = 0) -> Tensor:
@@ -33,19 +37,40 @@ def brightness(these: Tensor, prompts: Sequence[str]) -> Tensor:
     return these.float().mean(dim=(1, 2, 3))
 
 
-def test_a_reward_is_named_by_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_goes_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_module(monkeypatch, "my_rewards", bright=brightness, number=3)
     given = pictures(3)
-    found = reward.score(reward.load("my_rewards:bright"), given, ["a", "b", "c"])
-    torch.testing.assert_close(found, given.double().mean(dim=(1, 2, 3)), rtol=1e-6, atol=0)
-    for entry, words in {
-        "my_rewards": "must be 'module:function'",
-        "my_rewards:dark": "has no function dark",
-        "my_rewards:number": "has no function number",
-        "no_such_module:f": "cannot be imported",
-    }.items():
-        with pytest.raises(ValueError, match=words):
-            reward.load(entry)
+    networks = at_hand("cpu", films=False, reward_name="my_rewards:bright")
+    found = networks.of_pictures(given, ["a", "b", "c"])
+    torch.testing.assert_close(
+        found["reward_bright"], given.double().mean(dim=(1, 2, 3)), rtol=1e-6, atol=0
+    )
+    assert "image_reward" not in found
+    rows = [{"fidelity": {}, "quality": quality(found, found | {}, None, is_film=False)}]
+    told = describe(rows, networks, (40, 48))
+    assert told["reward_bright"] == {
+        "title": "my_rewards:bright", "unit": "", "direction": "up", "backend": "user",
+        "extractor": "my_rewards:bright",
+    }  # fmt: skip
+    assert told["reward_bright_change"]["title"] == "my_rewards:bright, change"
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ("my_rewards", "must be imagereward, hpsv2, pickscore or module:function"),
+        ("my_rewards:dark", "has no function dark"),
+        ("my_rewards:number", "has no function number"),
+        ("no_such_module:f", "cannot be imported"),
+        ("my_rewards:bright,my_rewards:bright", "two of them are reward_bright"),
+    ],
+)
+def test_what_is_no_reward_is_an_error(
+    names: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_module(monkeypatch, "my_rewards", bright=brightness, number=3)
+    with pytest.raises(ValueError, match=f"reward {names}: .*{words}"):
+        reward.load(names)
 
 
 def test_what_a_reward_returns_is_checked() -> None:
@@ -58,51 +83,116 @@ def test_what_a_reward_returns_is_checked() -> None:
         reward.score(brightness, given, ["a"])
 
 
-FAKE_PACKAGE = """
+def test_pick_score_is_the_scaled_cosine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoTokenizer, CLIPConfig, CLIPModel
+
+    torch.manual_seed(0)
+    folder = tmp_path / "PickScore_v1"
+    shipped = ROOT / "assets" / "models" / "shapes-flux" / "tokenizer"
+    tokenizer = AutoTokenizer.from_pretrained(shipped)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes["num_attention_heads"] = 2
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    text = {**sizes, **ends, "vocab_size": len(tokenizer), "max_position_embeddings": 12}
+    vision = {**sizes, "image_size": 32, "patch_size": 8}
+    config = CLIPConfig(
+        text_config=text, vision_config=vision, projection_dim=8, logit_scale_init_value=4.6
+    )
+    model = CLIPModel(config).eval()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    _, processor, _ = clip.classes()
+    square = {"height": 32, "width": 32}
+    processor(size={"shortest_edge": 32}, crop_size=square).save_pretrained(folder)
+    monkeypatch.setenv("DIFFCACHE_WEIGHTS", str(tmp_path))
+    networks = at_hand("cpu", films=False, reward_name="pickscore")
+    given, prompts = pictures(3, 32, 32), ["a small red ring", "a large blue cross", "green"]
+    found = networks.of_pictures(given, prompts)["pick_score"]
+    # CLIP's own logits are what PickScore's model card computes: exp(logit scale) times cosines.
+    mean = torch.tensor([0.48145466, 0.4578275, 0.40821073]).view(3, 1, 1)
+    spread = torch.tensor([0.26862954, 0.26130258, 0.27577711]).view(3, 1, 1)
+    for place, prompt in enumerate(prompts):
+        tokens = tokenizer([prompt], return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            pixels = ((given[place] / 255 - mean) / spread)[None]
+            logits = model(input_ids=tokens, pixel_values=pixels).logits_per_image
+        assert float(found[place]) == pytest.approx(float(logits), rel=1e-4)
+    told = describe([{"fidelity": {}, "quality": {"pick_score": {}}}], networks, (32, 32))
+    assert told["pick_score"]["title"] == "PickScore"
+    assert told["pick_score"]["extractor"] == "PickScore_v1"
+
+
+# Packages that stand for the real ones: each score says what the model was made and asked with.
+FAKES = {
+    "ImageReward": """
 import os
+print("noise on the standard output")
 class Model:
     def score(self, prompt, picture):
-        return len(prompt) + os.path.getsize(picture) / 1000
+        from PIL import Image
+        return len(prompt) + Image.open(picture).size[0] / 1000
 def load(name, device, med_config):
     assert os.path.basename(name) == "ImageReward.pt" and device == "cpu"
     assert os.path.basename(med_config) == "med_config.json" and os.path.isfile(med_config)
     assert os.environ["HF_HUB_OFFLINE"] == "1"
+    with open(os.environ["FAKE_LOG"], "a") as log:
+        log.write("loaded ")
     return Model()
-"""
+""",
+    "hpsv2": "",
+    "hpsv2/src": "",
+    "hpsv2/src/open_clip": """
+import torch
+class Model(torch.nn.Linear):
+    def forward(self, image, text):
+        assert not self.training
+        features = torch.nn.functional.normalize(super().forward(image), dim=-1)
+        return {"image_features": features, "text_features": text}
+def create_model_and_transforms(name, device, precision, light_augmentation, output_dict):
+    assert (name, precision, light_augmentation, output_dict) == ("ViT-H-14", "amp", True, True)
+    prepare = lambda picture: torch.tensor([float(v) for v in picture.getpixel((0, 0))])
+    return Model(3, 3, bias=False), None, prepare
+def get_tokenizer(name):
+    assert name == "ViT-H-14"
+    return lambda texts: torch.eye(3)[[len(text) for text in texts]]
+""",
+}
 
 
 @pytest.fixture
-def reward_folder(tmp_path: Path) -> Path:
-    """The two weight files, two pictures and a package called ImageReward (and a light torch)."""
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The weight files, and an interpreter with packages of the rewards' names."""
+    for name, text in FAKES.items():
+        folder = tmp_path / "other" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "__init__.py").write_text(text)
     (tmp_path / "ImageReward.pt").write_bytes(b"weights")
     (tmp_path / "med_config.json").write_text("{}")
-    (tmp_path / "0.png").write_bytes(b"0" * 250)
-    (tmp_path / "1.png").write_bytes(b"0" * 500)
-    for name, body in {
-        "ImageReward": FAKE_PACKAGE,
-        "torch": "import contextlib\nno_grad = contextlib.nullcontext\n",
-    }.items():
-        (tmp_path / "other" / name).mkdir(parents=True)
-        (tmp_path / "other" / name / "__init__.py").write_text(body)
+    state = {"state_dict": {"weight": torch.eye(3)[[1, 0, 2]]}}
+    torch.save(state, tmp_path / "HPS_v2.1_compressed.pt")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "other"))
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("DIFFCACHE_WEIGHTS", str(tmp_path))
+    for package in reward.PACKAGES.values():
+        monkeypatch.setenv(package.variable, sys.executable)
     return tmp_path
 
 
-def test_image_reward_runs_in_another_interpreter(
-    monkeypatch: pytest.MonkeyPatch, reward_folder: Path
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(reward_folder / "other"))
-    monkeypatch.setenv("DIFFCACHE_REWARD_PYTHON", sys.executable)
-    files = [reward_folder / "0.png", reward_folder / "1.png"]
-    found = reward.image_reward(files, ["abc", "Ringgröße"], folder=reward_folder)
-    assert found.tolist() == [3.25, 9.5] and found.dtype == torch.float64
-
-
-def fake_interpreter(folder: Path, body: str) -> Path:
-    """Write a program that is called as `python -c DRIVER request answer`."""
-    program = folder / "python"
-    program.write_text(f"#!/bin/sh\n{body}\n")
-    program.chmod(0o755)
-    return program
+def test_packages_are_asked_in_another_interpreter(elsewhere: Path) -> None:
+    networks = at_hand("cpu", films=False, reward_name="imagereward, hpsv2")
+    given = pictures(2)
+    for _ in range(2):
+        found = networks.of_pictures(given, ["a", "bc"])
+        assert found["image_reward"].tolist() == [1.048, 2.048]
+        corner = given[:, :, 0, 0].double()
+        expected = [corner[0, 0], corner[1, 2]]  # rows 0 and 1 of the weights are swapped
+        assert found["hps_v2"].tolist() == pytest.approx(
+            [float(v / c.norm()) for v, c in zip(expected, corner, strict=True)], rel=1e-6
+        )
+    assert (elsewhere / "log").read_text() == "loaded "  # once, not for every batch
+    told = describe([{"fidelity": {}, "quality": {"image_reward": {}, "hps_v2": {}}}], networks, (8, 8))  # fmt: skip
+    assert [told[key]["title"] for key in ("image_reward", "hps_v2")] == ["ImageReward", "HPSv2.1"]
+    assert {told[key]["backend"] for key in told} == {"real"}
 
 
 @pytest.mark.parametrize(
@@ -110,41 +200,43 @@ def fake_interpreter(folder: Path, body: str) -> Path:
     [
         ("echo 'No module named ImageReward' >&2; exit 3", "code 3.*No module named ImageReward"),
         ("exit 0", "ended with code 0.*nothing on its error output"),
-        ("echo 'not JSON' > \"$4\"", "wrote something else than JSON"),
-        ('echo \'{"scores": [1.0]}\' > "$4"', "not 2 scores"),
-        ('echo \'{"scores": [1.0, NaN]}\' > "$4"', "not a finite number"),
+        ("echo 'not JSON'; cat >/dev/null", "answered 'not JSON.*no numbers"),
+        ("echo '[1.0]'; cat >/dev/null", r"returned \[1\], not \[2\]"),
+        ("echo '[1.0, NaN]'; cat >/dev/null", "not a finite number"),
     ],
 )
-def test_an_interpreter_that_fails_is_quoted(reward_folder: Path, body: str, words: str) -> None:
-    program = fake_interpreter(reward_folder, body)
-    files = [reward_folder / "0.png", reward_folder / "1.png"]
-    with pytest.raises(reward.RewardError, match=f"(?s){words}"):
-        reward.image_reward(files, ["a", "b"], program, reward_folder)
-
-
-def test_the_request_names_pictures_and_prompts(reward_folder: Path) -> None:
-    keep = reward_folder / "kept.json"
-    program = fake_interpreter(
-        reward_folder, f'cp "$3" {keep}\necho \'{{"scores": [1.5]}}\' > "$4"'
-    )
-    file = reward_folder / "0.png"
-    assert reward.image_reward([file], ["a ring"], program, reward_folder).tolist() == [1.5]
-    assert json.loads(keep.read_text())["pairs"] == [[str(file.resolve()), "a ring"]]
-
-
-def test_image_reward_says_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, reward_folder: Path
+def test_an_interpreter_that_fails_is_quoted(
+    elsewhere: Path, body: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = reward_folder / "0.png"
-    monkeypatch.delenv("DIFFCACHE_REWARD_PYTHON", raising=False)
-    with pytest.raises(reward.RewardError, match="set DIFFCACHE_REWARD_PYTHON to its python"):
-        reward.image_reward([file], ["a"], folder=reward_folder)
-    with pytest.raises(reward.RewardError, match="there is no such interpreter"):
-        reward.image_reward([file], ["a"], reward_folder / "none", reward_folder)
-    with pytest.raises(FileNotFoundError, match=r"2\.png: there is no such picture"):
-        reward.image_reward([reward_folder / "2.png"], ["a"], sys.executable, reward_folder)
-    with pytest.raises(ValueError, match="1 pictures and 2 prompts"):
-        reward.image_reward([file], ["a", "b"], sys.executable, reward_folder)
-    (reward_folder / "med_config.json").unlink()
-    with pytest.raises(weights.MissingWeightsError, match="med_config.json"):
-        reward.image_reward([file], ["a"], sys.executable, reward_folder)
+    program = elsewhere / "python"
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("DIFFCACHE_REWARD_PYTHON", str(program))
+    asked = reward.load("imagereward")["image_reward"]
+    with pytest.raises(reward.RewardError, match=f"(?s){words}"):
+        reward.score(asked, pictures(2), ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("name", "variable", "file"),
+    [
+        ("imagereward", "DIFFCACHE_REWARD_PYTHON", "med_config.json"),
+        ("hpsv2", "DIFFCACHE_HPSV2_PYTHON", "HPS_v2.1_compressed.pt"),
+        ("pickscore", "", "PickScore_v1"),
+    ],
+)
+def test_a_reward_says_what_is_missing(
+    name: str, variable: str, file: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(elsewhere))
+    monkeypatch.setenv("HOME", str(elsewhere))
+    (elsewhere / file).unlink(missing_ok=True)
+    with pytest.raises(MissingError, match=f"{file}.* get it from https://huggingface.co/"):
+        reward.load(name)
+    if variable:
+        monkeypatch.setenv(variable, str(elsewhere / "none"))
+        with pytest.raises(MissingError, match="there is no such interpreter"):
+            reward.load(name)
+        monkeypatch.delenv(variable)
+        with pytest.raises(MissingError, match=f"pip install .* set {variable} to its python"):
+            reward.load(name)

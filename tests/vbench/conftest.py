@@ -1,13 +1,21 @@
 """A list of prompts as VBench's own, and an interpreter with a package that stands for it."""
 
+import json
 import stat
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from diffcache.eval.vbench import layout, suite
+
+
+@pytest.fixture
+def run() -> Any:
+    """Runs a command line of typer."""
+    return CliRunner().invoke
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +46,13 @@ def info(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 entry["prompt_en"] = f"aesthetic_quality {number}."
             entries.append(entry)
     path = tmp_path_factory.mktemp("info") / layout.INFO
-    layout.write_json(path, entries)
+    path.write_text(json.dumps(entries))
     return path
 
 
 # Stands for the package: writes the files VBench writes, and a log of how it was called.
 PACKAGE = """
-import json, os
+import json, os, time
 class VBench:
     def __init__(self, device, info, out):
         self.device, self.info, self.out = str(device), info, out
@@ -53,7 +61,13 @@ class VBench:
         films = sorted(os.listdir(videos_path))
         with open(os.environ["FAKE_LOG"], "a") as log:
             log.write(json.dumps([dimension_list, self.device, mode, local, len(films),
-                                  prompt_list, options, os.environ["HF_HUB_OFFLINE"]]) + "\\n")
+                                  prompt_list, options, os.environ["HF_HUB_OFFLINE"],
+                                  os.environ.get("CUDA_VISIBLE_DEVICES")]) + "\\n")
+        if "FAKE_MEETS" in os.environ:  # until the other process is here too
+            deadline = time.monotonic() + 30
+            while len(open(os.environ["FAKE_LOG"]).readlines()) < int(os.environ["FAKE_MEETS"]):
+                assert time.monotonic() < deadline, "alone"
+                time.sleep(0.01)
         if os.environ.get("FAKE_FAILS") == name:
             raise RuntimeError("out of memory on the device")
         result = {name: [0.5, [{"video_path": f, "video_results": 0.5} for f in films]]}

@@ -34,13 +34,14 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *dimensions: str) -
 def test_each_dimension_runs_once_until_the_films_change(
     tmp_path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     weights(tmp_path, monkeypatch, "imaging_quality")
     job = driver.Job(some_films(tmp_path / "films"), tmp_path / "out", device="cuda:1")
     names = ["imaging_quality", "temporal_flickering"]
     assert driver.run(job, names) == {"temporal_flickering": 0.5, "imaging_quality": 0.5}
     options = {"imaging_quality_preprocessing_mode": "longer"}
     assert calls(other) == [
-        [[name], "cuda:1", "custom_input", True, 2, [], options, "1"]
+        [[name], "cuda:1", "custom_input", True, 2, [], options, "1", None]
         for name in ("temporal_flickering", "imaging_quality")
     ]
     # VBench's own script reads every JSON it finds there: nothing else may lie about.
@@ -152,3 +153,31 @@ def test_the_standard_suite_must_be_whole(
     ]
     with pytest.raises(ValueError, match="color on its standard prompts only"):
         driver.run(driver.Job(films, tmp_path / "out"), ["color"])
+
+
+@pytest.mark.parametrize(("visible", "devices"), [(None, {"0", "1"}), ("6,2,3", {"6", "2"})])
+def test_dimensions_are_shared_out_over_gpus(
+    tmp_path: Path,
+    other: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str | None,
+    devices: set[str],
+) -> None:
+    weights(tmp_path, monkeypatch, "imaging_quality")
+    monkeypatch.setenv("FAKE_MEETS", "2")  # each of the two waits for the other
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    job = driver.Job(some_films(tmp_path / "films"), tmp_path / "out", gpus=2)
+    names = ["temporal_flickering", "imaging_quality"]
+    assert driver.run(job, names) == dict.fromkeys(names, 0.5)
+    assert {(call[0][0], call[1]) for call in calls(other)} == {(name, "cuda") for name in names}
+    assert {call[8] for call in calls(other)} == devices
+
+
+def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="--gpus 2: --device must be cuda, not 'cpu'"):
+        driver.Job(Path("films"), Path("out"), device="cpu", gpus=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(ValueError, match="--gpus 2: .CUDA_VISIBLE_DEVICES names fewer .* '3'"):
+        driver.Job(Path("films"), Path("out"), gpus=2)

@@ -27,12 +27,6 @@ def test_every_metric_is_described() -> None:
             assert name in METRICS[key].weights or name == "inception-clean"
 
 
-def test_own_film_dimensions_are_those_that_are_measured() -> None:
-    own = pytest.importorskip("diffcache.eval.vbench.own", exc_type=ImportError)
-    listed = {key: metric for key, metric in METRICS.items() if "own dimensions" in metric.group}
-    assert {key: metric.direction for key, metric in listed.items()} == own.DIRECTIONS
-
-
 def test_the_vbench_dimensions_are_those_of_the_suite() -> None:
     suite = pytest.importorskip("diffcache.eval.vbench.suite")
     listed = {key: metric for key, metric in METRICS.items() if key.startswith("vbench_")}

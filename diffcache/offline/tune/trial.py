@@ -22,8 +22,7 @@ from diffcache.errors import CacheWarning, TablesError
 from diffcache.features.base import Method
 from diffcache.features.tables import Tables
 from diffcache.offline.tracing import call_pipeline
-
-CAP = 100.0  # dB, of two outputs that are equal
+from diffcache.psnr import psnr as psnr_of
 
 
 @dataclass(frozen=True)
@@ -204,9 +203,8 @@ def psnr(output: Tensor, reference: Tensor) -> Tensor:
     The peak is 1 for pictures in [0, 1], and the range of the reference for anything else.
     """
     inside = bool(reference.min() >= 0) and bool(reference.max() <= 1)
-    peak = 1.0 if inside else float(reference.max() - reference.min())
-    error = (output.double() - reference.double()).square().flatten(1).mean(1)
-    return (10 * torch.log10(peak**2 / error.clamp_min(1e-30))).clamp_max(CAP)
+    span = 1.0 if inside else float(reference.max() - reference.min())
+    return psnr_of(output, reference, span=span or 1.0)
 
 
 def outputs(result: Any) -> Tensor:

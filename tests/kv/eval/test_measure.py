@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.eval.kv import peer, recall
-from diffcache.eval.kv.kvpress_inputs import Seen
+from diffcache.eval.kv.seen import Seen
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import keydiff
@@ -55,8 +55,8 @@ def test_the_answers_are_those_of_the_whole_text(model: nn.Module, folder: Path)
             with torch.no_grad():
                 said = model(input_ids=ids).logits[:, CONTEXT + 1 : CONTEXT + 3].argmax(-1)
             hits.append(said == batch.expected[:, number])
-    wanted = torch.stack(hits).view(2, 2, 2, 2).transpose(1, 2).flatten(0, 1).double().mean((1, 2))
-    assert measured(model, Recipe(), folder)["hits"] == wanted.tolist()
+    wanted = torch.stack(hits).view(2, 2, 2, 2).transpose(1, 2).flatten(0, 1)
+    assert recall.hits_of(measured(model, Recipe(), folder)).equal(wanted)
 
 
 def test_dropped_slots_are_not_counted(model: nn.Module, folder: Path) -> None:
@@ -94,8 +94,7 @@ def test_what_a_press_keeps_is_what_our_store_holds(
     drawn = torch.Generator().manual_seed(0)
     said: list[Tensor] = []
 
-    def kept(name: str, seen: Seen, ratio: float, settings: object) -> Tensor:
-        assert (name, ratio) == ("adakv_snapkv", 0.75)
+    def kept(seen: Seen, make: object, attentions: bool) -> Tensor:
         assert seen.attentions.shape[-1] == CONTEXT and hasattr(seen.module, "rotary_emb")
         mask = torch.rand(seen.k.shape[:3], generator=drawn) < 0.3
         mask[..., -1] = True
@@ -125,7 +124,7 @@ def test_what_a_press_keeps_is_what_our_store_holds(
 
 
 @pytest.mark.skipif(peer.installed() is None, reason="kvpress is not installed")
-@pytest.mark.parametrize("name", peer.PEERS)
+@pytest.mark.parametrize("name", peer.PRESSES)
 def test_kvpress_answers_for_every_press(name: str, model: nn.Module, folder: Path) -> None:
     found = measured(model, peer.peer(f"kvpress/{name}", 0.5), folder, samples=2)
     assert 0.2 * CONTEXT < found["slots"] < 0.7 * CONTEXT
@@ -134,7 +133,7 @@ def test_kvpress_answers_for_every_press(name: str, model: nn.Module, folder: Pa
 @pytest.mark.skipif(peer.installed() is None, reason="kvpress is not installed")
 def test_settings_go_to_the_press_that_has_them() -> None:
     assert dict(peer.peer("kvpress/adakv", 0.5, window_size=4).settings) == {"window_size": 4}
-    with pytest.raises(ValueError, match="kvpress/knorm has no setting 'window'"):
+    with pytest.raises(ValueError, match="KnormPress has no setting 'window'"):
         peer.peer("kvpress/knorm", 0.5, window=4)
 
 

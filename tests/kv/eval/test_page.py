@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.eval.kv import bench, held, page, parts, versus
+from diffcache.eval.kv import bench, held, page, parts
 from diffcache.eval.record import ROOT, Setting, check, envelope
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import recipe_function, recipes
@@ -74,10 +74,14 @@ def test_parts_are_spelled_without_defaults_and_tensors() -> None:
     assert "score `Window" in text and "codec `Pair(GroupQuant(bits=4" in text
 
 
+HITS = ["11 01", "11 11", "00 10"]
+
+
 def row(name: str, value: float, **changes: Any) -> dict[str, Any]:
-    accuracy = {"value": value, "low": value - 0.1, "high": value + 0.1}
-    hits = [value, value + 0.1, value - 0.1]
-    return {"name": name, "accuracy": accuracy, "share": 0.26, "read": 1.0, "hits": hits, **changes}
+    whole = {"value": value, "low": value - 0.1, "high": value + 0.1}
+    halves = {"lookup": {"value": 0.25}, "copy": {"value": 0.75}}
+    given = {"name": name, "whole": whole, **halves, "share": 0.26, "read": 1.0, "hits": HITS}
+    return {**given, **changes}
 
 
 def test_rows_stand_beside_those_of_kvpress() -> None:
@@ -85,21 +89,27 @@ def test_rows_stand_beside_those_of_kvpress() -> None:
         "rows": [
             row("none", 1.0), row("snapkv:budget=0.25,window=8", 0.5), row("h2o:budget=0.25", 0.3),
             row("snapkv:budget=0.25|kivi:bits=2", 0.1), row("quest:budget=0.5", 0.9, read=0.5),
-            row("kvpress/snapkv:budget=0.25", 0.4), row("kvpress/snapkv:budget=0.5", 0.4),
+            row("kvpress/snapkv:budget=0.25", 0.4, hits=["11 01", "11 01", "01 10"]),
+            row("kvpress/snapkv:budget=0.5", 0.4),
             row("kvpress/observed_attention:budget=0.25", 0.35),
-        ]
+        ],
+        "shapes": {"context": 513, "facts": 64, "samples": 3, "queries": 2, "dtype": "bfloat16"},
+        "versions": {"transformers": "5"}, "command": "again",
     }  # fmt: skip
-    found = [(ours["name"], theirs["name"]) for ours, theirs in versus.pairs(record)]
+    found = [(ours["name"], theirs["name"]) for ours, theirs in page.pairs(record)]
     assert found == [
         ("snapkv:budget=0.25,window=8", "kvpress/snapkv:budget=0.25"),
         ("h2o:budget=0.25", "kvpress/observed_attention:budget=0.25"),
     ]
-    assert "| +0.100 (+0.100 to +0.100) |" in "".join(versus.peer_lines(record))
-    assert versus.figures_of(record, "snapkv") == [
-        "`budget=0.25,window=8` 0.500 (0.400 to 0.600) at 26.0%"
+    text = page.results(record)
+    # One whole answer of six is ours alone: 0.1 +- 1.96 sqrt(0.44 / 5) over the changes 0, 1/2, 0
+    # of the contexts and the pairs 1, -1. Answers that are all the same still leave room.
+    assert "| +0.167 (-0.481 to +0.681) |" in text and "| +0.000 (-0.554 to +0.554) |" in text
+    assert "snapkv:budget=0.25\\|kivi" in text
+    assert page.figures_of(record, "snapkv") == [
+        "`budget=0.25,window=8` 0.500 (0.400 to 0.600), look-up 0.250, copy 0.750, at 26.0%"
     ]
-    assert versus.figures_of(record, "quest")[0].endswith("at 50% read")
-    assert "snapkv:budget=0.25\\|kivi" in "".join(versus.joint_figures(record))
+    assert page.figures_of(record, "quest")[0].endswith("at 50% read")
 
 
 def test_a_benchmark_makes_a_whole_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +120,7 @@ def test_a_benchmark_makes_a_whole_record(monkeypatch: pytest.MonkeyPatch) -> No
     check(record)
     assert {row["floor"] for row in record["rows"]} >= {"arithmetic", None}
     assert bench.tables(record)[0].row_count == len(record["rows"])
-    text = "\n".join(versus.timing_lines(record))
+    text = page.timing(record)
     assert "transformers DynamicCache" in text and "adakv, a tenth" in text
 
 

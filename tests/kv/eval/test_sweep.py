@@ -11,7 +11,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from diffcache import cli
-from diffcache.eval.kv import peer, sweep
+from diffcache.eval.kv import peer, recall, sweep
 from diffcache.eval.record import ROOT
 from diffcache.pipelines.small.recall_llama import DIRECTORY
 from tests.kv.eval.small import task
@@ -118,6 +118,15 @@ def test_the_command_prints_a_table_and_writes_a_record(tmp_path: Path, folder: 
     assert "keydiff:budget=0.25" in found.output and "none" in found.output
     rows = json.loads(out.read_text())["rows"]
     assert [row["slots"] for row in rows] == [33, 8]
+    for row in rows:  # 4 contexts of 4 questions, two tokens each; intervals of some width
+        hits = recall.hits_of(row)
+        assert hits.shape == (4, 4, 2)
+        for name, right in zip(
+            ("whole", "lookup", "copy"), (hits.all(-1), *hits.unbind(-1)), strict=True
+        ):
+            share = row[name]
+            assert share["value"] == right.double().mean()
+            assert 0 <= share["low"] < share["high"] <= 1
     assert out.with_suffix(".png").exists()
 
 
@@ -126,7 +135,10 @@ def test_the_command_prints_a_table_and_writes_a_record(tmp_path: Path, folder: 
     [
         ([], "give --recipe (may be repeated), --sweep FILE, or --list"),
         (["--recipe", "keydif"], "did you mean 'keydiff'"),
-        (["--recipe", "keydiff", "--task", "sums"], "task='sums'"),
+        (["--recipe", "keydiff", "--limit", "4"], "--limit 4: is not for --tasks recall"),
+        (["--recipe", "keydiff", "--device", "cuda"], "recall is measured on the CPU"),
+        (["--sweep", "any.toml", "--facts", "4"], "--facts 4: --sweep any.toml says what is"),
+        (["--sweep", "any.toml", "--seed", "4"], "--seed 4: --sweep any.toml says what is"),
         (["--recipe", "keydiff", "--samples", "1"], "at least 2"),
         (["--recipe", "keydiff", "--model", "nowhere"], "model='nowhere'"),
         (["--sweep", "nowhere.toml"], "nowhere.toml"),

@@ -1,13 +1,15 @@
-"""What the attention layers of a Llama see, for the presses of kvpress."""
+"""What the attention layers of a Llama see, for the presses of kvpress and for tables."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 
@@ -39,10 +41,31 @@ class Seen:
         return {"position_embeddings": (self.cos, self.sin), "hidden_states": self.hidden}
 
 
+@contextmanager
+def showing(model: Any) -> Iterator[None]:
+    """Have a model show its attention, and its rotary embedding where kvpress looks for it."""
+    attentions = [layer.self_attn for layer in model.model.layers]
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    for attention in attentions:
+        attention.rotary_emb = model.model.rotary_emb
+    try:
+        yield
+    finally:
+        for attention in attentions:
+            del attention.rotary_emb
+        model.set_attn_implementation(before)
+
+
 @torch.no_grad()
-def capture(model: LlamaForCausalLM, ids: Tensor) -> list[Seen]:
-    """Run the model once and return what every layer saw."""
-    found: list[Seen] = []
+def capture(model: Any, ids: Tensor) -> list[Seen]:
+    """Run a model that shows its attention once, and return what every layer saw.
+
+    Args:
+        model: Of the Llama architecture.
+        ids: int64 [B, S], without padding.
+    """
+    layers: list[Seen] = []
     cache = DynamicCache(config=model.config)
 
     def look(module: Any, _: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -52,7 +75,7 @@ def capture(model: LlamaForCausalLM, ids: Tensor) -> list[Seen]:
         layer = cache.layers[module.layer_idx]
         rows = ids.shape[0]
         cos, sin = cos.expand(rows, -1, -1), sin.expand(rows, -1, -1)
-        found.append(Seen(module, hidden, q, layer.keys, layer.values, output[1], cos, sin))
+        layers.append(Seen(module, hidden, q, layer.keys, layer.values, output[1], cos, sin))
 
     handles = [
         layer.self_attn.register_forward_hook(look, with_kwargs=True)
@@ -63,4 +86,4 @@ def capture(model: LlamaForCausalLM, ids: Tensor) -> list[Seen]:
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return layers

@@ -1,0 +1,136 @@
+"""Put the measured quality of the shipped models into their cards and the README.
+
+    python -m diffcache.eval.shipped.cards --write
+
+fills what stands between `<!-- quality: MODEL -->` and `<!-- /quality -->` from the records of
+`diffcache.eval.shipped.quality`; `<!-- quality: all -->` is a table of all models. No number in
+these places is typed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from diffcache.eval.record import FOLDER, ROOT
+from diffcache.eval.shipped.quality import QUALITIES, WHOLE, file_of
+from diffcache.files import write_file
+from diffcache.pipelines.demo.saved import MODELS
+
+_PLACE = re.compile(r"(<!-- quality: (\S+) -->\n).*?(<!-- /quality -->)", re.DOTALL)
+_TITLES = {
+    WHOLE: "right in everything", "prompt_accuracy": "of all attributes", "colour": "color",
+    "target_right": "target right", "touched": "touched an obstacle",
+    "first_right": "first value", "second_right": "second value, given the first",
+    "untouched_psnr_db": "untouched part, dB",
+    "autoencoder_untouched_psnr_db": "the same, autoencoder alone, dB",
+}  # fmt: skip
+
+
+def pages() -> list[Path]:
+    """Return the files that have places: cards, and the README where it has one."""
+    files = [MODELS / name / "README.md" for name in QUALITIES] + [ROOT / "README.md"]
+    return [file for file in files if _PLACE.search(file.read_text(encoding="utf-8"))]
+
+
+def filled(text: str, folder: Path = FOLDER) -> str:
+    """Return a page with its places filled.
+
+    Args:
+        text: Text of the page.
+        folder: Folder of the records.
+
+    Raises:
+        FileNotFoundError: If a record is not there; the command that makes it is named.
+        ValueError: If a place names no shipped model.
+    """
+    return _PLACE.sub(lambda m: f"{m[1]}\n{_block(m[2], folder)}\n\n{m[3]}", text)
+
+
+def _block(name: str, folder: Path) -> str:
+    if name == "all":
+        return _overview(folder)
+    if name not in QUALITIES:
+        raise ValueError(f"<!-- quality: {name} -->: must be one of all, {', '.join(QUALITIES)}")
+    record = _read(name, folder)
+    rows, what = record["rows"], record["shapes"]["what"]
+    first, whole = rows[0], rows[0]["quality"][WHOLE]
+    head = (
+        f"**{_share(whole)} of {whole['n']:,} {_unit(first, what)} are right in everything** "
+        f"({first['name']}; 95 % interval)."
+    )
+    keys = [key for key in first["quality"] if key != WHOLE]
+    titles = [_TITLES.get(key, key.replace("_", " ")) for key in (WHOLE, *keys)]
+    table = [f"| | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
+    for row in rows:
+        cells = [_cell(key, row["quality"][key]) for key in (WHOLE, *keys)]
+        table.append(f"| {row['name']} | {' | '.join(cells)} |")
+    source = (
+        f"Measured by `{record['command']}` at commit `{record['commit']}` and kept in "
+        f"`assets/bench/{file_of(name).name}`."
+    )
+    return "\n".join([head, "", *table, "", source])
+
+
+def _overview(folder: Path) -> str:
+    """Return a table of all models."""
+    lines = ["| model | samples | right in everything (95 %) |", "|---|---|---|"]
+    for name in QUALITIES:
+        record = _read(name, folder)
+        row = record["rows"][0]
+        whole = row["quality"][WHOLE]
+        samples = f"{whole['n']:,} {_unit(row, record['shapes']['what'])}, {row['name']}"
+        link = f"[`{name}`](assets/models/{name}/README.md)"
+        lines.append(f"| {link} | {samples} | {_share(whole)} |")
+    return "\n".join(lines)
+
+
+def _read(name: str, folder: Path) -> dict[str, Any]:
+    file = file_of(name, folder)
+    if not file.exists():
+        raise FileNotFoundError(
+            f"{file.name} is missing; make it: python -m diffcache.eval.shipped.quality {name}"
+        )
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return record
+
+
+def _unit(row: Mapping[str, Any], what: str) -> str:
+    """Return what the samples of a row are called."""
+    return f"contexts' {what}" if "tokens" in row else f"held-out {what}"
+
+
+def _share(found: Mapping[str, float]) -> str:
+    return f"{found['value']:.1%} ({found['low']:.1%} to {found['high']:.1%})"
+
+
+def _cell(key: str, found: Mapping[str, float]) -> str:
+    if key.endswith("_db"):
+        return f"{found['value']:.1f} (median {found['median']:.1f})"
+    return _share(found)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the pages, or check that they are up to date; return an exit code."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given not in (["--write"], ["--check"]):
+        print("usage: python -m diffcache.eval.shipped.cards --write | --check", file=sys.stderr)
+        return 2
+    stale = 0
+    for page in pages():
+        before = page.read_text(encoding="utf-8")
+        after = filled(before)
+        if before != after and given == ["--write"]:
+            write_file(page, after)
+        elif before != after:
+            print(f"{page.relative_to(ROOT)}: out of date; run with --write", file=sys.stderr)
+            stale = 1
+    return stale
+
+
+if __name__ == "__main__":
+    sys.exit(main())

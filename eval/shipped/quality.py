@@ -1,0 +1,359 @@
+"""Measure the shipped models: how many of their held-out samples are right in everything?
+
+    python -m diffcache.eval.shipped.quality                      # all of them
+    python -m diffcache.eval.shipped.quality shapes-unet --samples 256
+
+A sample is right where the shipped classifier, the task or the answer's key finds nothing wrong in
+it. Records go to `assets/bench/<model>-quality.json`, samples of the models that draw to a labelled
+picture beside the weights; `diffcache.eval.shipped.cards` puts the numbers into the model cards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline, WanPipeline
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+from tqdm import tqdm
+
+from diffcache.eval.metrics.bootstrap import mean_interval
+from diffcache.eval.metrics.intervals import share_interval
+from diffcache.eval.record import FOLDER, Setting, check, envelope
+from diffcache.eval.runs.task import directory_sha256
+from diffcache.eval.shipped import kontext as editing
+from diffcache.eval.shipped import recall
+from diffcache.files import write_json
+from diffcache.pipelines.demo.saved import MODELS
+from diffcache.pipelines.policy import rollout
+from diffcache.pipelines.small import dit, flux, kontext, reach, recall_llama, small_unet, wan
+from diffcache.pipelines.small.classifier import ATTRIBUTES, compare, read
+from diffcache.pipelines.small.edits import draw_edits, judge
+from diffcache.pipelines.small.loop import to_unit
+from diffcache.pipelines.small.recall import Task
+from diffcache.pipelines.small.scenes import (
+    held_out_prompts,
+    held_out_singles,
+    parse,
+    shipped_prompts,
+)
+
+Outcomes = Mapping[str, Tensor]  # name -> [N] or [N, Q]; `whole_right` first, `_db` are no shares
+WHOLE = "whole_right"
+SETTING = Setting(torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Model:
+    """How a shipped model is measured.
+
+    Attributes:
+        what: Samples that are right in everything, as a title.
+        load: Returns the pipeline or model.
+        measure: Takes it with steps, samples and seed; returns outcomes.
+        steps: Sampling steps, each a row; contexts of a language model.
+        samples: Samples of a row.
+        grid: Draws the picture of samples, None for models that draw none.
+    """
+
+    what: str
+    load: Callable[[], Any]
+    measure: Callable[[Any, Any, int, int], Outcomes]
+    steps: Sequence[Any] = (28, 50)
+    samples: int = 256
+    grid: Callable[[Any], tuple[str, Image.Image]] | None = None
+
+
+def draw_pictures(
+    pipe: DiffusionPipeline,
+    prompts: Sequence[Any],
+    *,
+    steps: int,
+    seed: int,
+    batch: int = 32,
+    call: Mapping[str, Any] = flux.CALL,
+) -> list[Image.Image]:
+    """Draw one picture for each prompt; picture i starts from the noise of seed + i.
+
+    Args:
+        pipe: The pipeline.
+        prompts: What to draw: texts or classes.
+        steps: Sampling steps.
+        seed: Seed of the first picture.
+        batch: Pictures drawn at once.
+        call: Further arguments of the pipeline's call.
+    """
+    pictures: list[Image.Image] = []
+    for start in tqdm(range(0, len(prompts), batch), desc=f"{steps} steps", leave=False):
+        part = list(prompts[start : start + batch])
+        seeds = range(seed + start, seed + start + len(part))
+        noise = [torch.Generator("cpu").manual_seed(number) for number in seeds]
+        pictures += pipe(part, num_inference_steps=steps, generator=noise, **call).images
+    return pictures
+
+
+def draw_films(
+    pipe: WanPipeline, prompts: Sequence[str], *, steps: int, seed: int, **call: Any
+) -> Tensor:
+    """Film each prompt; film i starts from the noise of seed + i.
+
+    Args:
+        pipe: The pipeline.
+        prompts: What to film.
+        steps: Sampling steps.
+        seed: Seed of the first film.
+        **call: Arguments that replace those of `wan.CALL`.
+
+    Returns:
+        Films uint8 [B, F, 64, 64, 3].
+    """
+    films = []
+    for start in tqdm(range(0, len(prompts), 16), desc=f"{steps} steps", leave=False):
+        part = list(prompts[start : start + 16])
+        noise = [torch.Generator().manual_seed(seed + start + i) for i in range(len(part))]
+        made = pipe(part, num_inference_steps=steps, generator=noise, **{**wan.CALL, **call}).frames
+        films.append(torch.from_numpy(made).mul(255).round().to(torch.uint8))
+    return torch.cat(films)
+
+
+def of_prompts(pictures: Any, prompts: Sequence[str]) -> Outcomes:
+    """Return which pictures show everything their prompt states, and the share of each attribute.
+
+    Args:
+        pictures: As the classifier takes them.
+        prompts: One for each, in the words of the shapes generator.
+    """
+    rows = [
+        compare(scene, parse(text)) for scene, text in zip(read(pictures), prompts, strict=True)
+    ]
+    every = [[mark for values in marks.values() for mark in values] for marks in rows]
+    found = {WHOLE: torch.tensor([all(marks) for marks in every])}
+    found["prompt_accuracy"] = torch.tensor([sum(marks) / len(marks) for marks in every])
+    for name in ATTRIBUTES:
+        found[name] = torch.tensor([sum(marks[name]) / len(marks[name]) for marks in rows])
+    return found
+
+
+def _of_flux(pipe: Any, steps: int, samples: int, seed: int, call: Any = flux.CALL) -> Outcomes:
+    prompts = held_out_prompts(samples, seed)
+    return of_prompts(draw_pictures(pipe, prompts, steps=steps, seed=seed, call=call), prompts)
+
+
+def _of_unet(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+    return _of_flux(pipe, steps, samples, seed, small_unet.CALL)
+
+
+def _of_wan(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+    """Judge the middle frame, where the object passes its stated place."""
+    prompts = held_out_singles(seed)[:samples]
+    films = draw_films(pipe, prompts, steps=steps, seed=seed)
+    return of_prompts(films[:, wan.FRAMES // 2].permute(0, 3, 1, 2), prompts)
+
+
+def of_classes(pictures: Sequence[Image.Image], labels: Sequence[int]) -> Outcomes:
+    """Return which pictures show one object of their class, its shape and its colour."""
+    marks = []
+    for scene, label in zip(read(pictures), labels, strict=True):
+        colour, shape = dit.LABELS[label].split()
+        one = len(scene.figures) == 1
+        shaped = one and scene.figures[0].shape == shape
+        coloured = one and scene.figures[0].colour == colour
+        marks.append((shaped and coloured, one, shaped, coloured))
+    names = (WHOLE, "count", "shape", "colour")
+    return {
+        name: torch.tensor(column)
+        for name, column in zip(names, zip(*marks, strict=True), strict=True)
+    }
+
+
+def _of_dit(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+    labels = [number % len(dit.LABELS) for number in range(samples)]
+    pictures = draw_pictures(pipe, labels, steps=steps, seed=seed, batch=35, call=dit.CALL)
+    return of_classes(pictures, labels)
+
+
+@torch.no_grad()
+def _of_kontext(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+    edits, before, after = draw_edits(samples, seed, held=True)
+    texts = editing.instructions(samples, seed)
+    made = editing.edit_pictures(pipe, before, texts, steps=steps, seed=seed)
+    found = judge(made, edits, before, after)
+    decoded = pipe.vae.decode(pipe.vae.encode(to_unit(after)).latent_dist.mode()).sample
+    pictures = ((decoded.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    best = judge(pictures, edits, before, after)
+    by_kind = {
+        f"target_right_{kind}": found["target_right"][[edit.kind == kind for edit in edits]]
+        for kind in sorted({edit.kind for edit in edits})
+    }
+    autoencoder = {"autoencoder_untouched_psnr_db": best["untouched_psnr_db"]}
+    return {**found, **by_kind, **autoencoder}
+
+
+def _of_reach(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+    episodes = reach.Reach(reach.draw_scenes(samples, reach.HELD_OUT + seed))
+    rollout(pipe, episodes, num_inference_steps=steps, seed=seed)
+    return {WHOLE: episodes.succeeded, "touched": episodes.touched}
+
+
+def _texts_grid(pipe: Any, call: Mapping[str, Any]) -> tuple[str, Image.Image]:
+    texts = shipped_prompts()[:24]
+    pictures = draw_pictures(pipe, texts, steps=28, seed=0, call=call)
+    return "grid.png", draw_grid([[one] for one in pictures], texts, scale=3, columns=6)
+
+
+def _dit_grid(pipe: Any) -> tuple[str, Image.Image]:
+    labels = range(len(dit.LABELS))
+    pictures = draw_pictures(pipe, labels, steps=28, seed=0, batch=35, call=dit.CALL)
+    return "grid.png", draw_grid([[one] for one in pictures], dit.LABELS, scale=3, columns=7)
+
+
+def _kontext_grid(pipe: Any) -> tuple[str, Image.Image]:
+    _, before, _ = draw_edits(24, 0, held=True)
+    texts = editing.instructions(24, 0)
+    made = editing.edit_pictures(pipe, before, texts, steps=28, seed=0)
+    pairs = [[_image(picture) for picture in pair] for pair in zip(before, made, strict=True)]
+    return "grid.png", draw_grid(pairs, texts, scale=2, columns=6)
+
+
+def _wan_strips(pipe: Any) -> tuple[str, Image.Image]:
+    texts = held_out_singles()[:10]
+    films = draw_films(pipe, texts, steps=20, seed=0)[:, ::2].permute(0, 1, 4, 2, 3)
+    strips = [[_image(frame) for frame in film] for film in films]
+    return "strips.png", draw_grid(strips, texts, scale=2, columns=1)
+
+
+def _image(picture: Tensor) -> Image.Image:
+    return Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
+
+
+def draw_grid(
+    cells: Sequence[Sequence[Image.Image]], texts: Sequence[str], *, scale: int, columns: int
+) -> Image.Image:
+    """Lay samples out in a grid, enlarged, each over its text.
+
+    Args:
+        cells: Pictures of each sample, which stand side by side.
+        texts: One for each sample.
+        scale: Pixels of the grid for one of a picture.
+        columns: Samples in a row.
+    """
+    side, gap, line = 64 * scale, 10, 18
+    wide = len(cells[0]) * side
+    wrapped = ["\n".join(textwrap.wrap(text, wide // 7)) for text in texts]
+    high = side + line * max(text.count("\n") + 1 for text in wrapped) + gap
+    rows = math.ceil(len(cells) / columns)
+    grid = Image.new("RGB", (columns * (wide + gap) + gap, rows * high + gap), "white")
+    pen, font = ImageDraw.Draw(grid), ImageFont.load_default(size=13)
+    for index, (pictures, text) in enumerate(zip(cells, wrapped, strict=True)):
+        row, column = divmod(index, columns)
+        x, y = gap + column * (wide + gap), gap + row * high
+        for place, picture in enumerate(pictures):
+            enlarged = picture.resize((side, side), Image.Resampling.NEAREST)
+            grid.paste(enlarged, (x + place * side, y))
+        pen.multiline_text((x, y + side + 2), text, fill="black", font=font, spacing=1)
+    return grid.quantize(128, dither=Image.Dither.NONE)
+
+
+QUALITIES: Mapping[str, Model] = {
+    "shapes-flux": Model(
+        "pictures", flux.load, _of_flux, grid=lambda pipe: _texts_grid(pipe, flux.CALL)
+    ),
+    "shapes-dit": Model("pictures", dit.load, _of_dit, (28,), 280, _dit_grid),
+    "shapes-unet": Model(
+        "pictures", small_unet.load, _of_unet, (28,), 256,
+        lambda pipe: _texts_grid(pipe, small_unet.CALL),
+    ),
+    "shapes-wan": Model("films", wan.load, _of_wan, (20,), 128, _wan_strips),
+    "shapes-kontext": Model("edits", kontext.load, _of_kontext, (28,), 256, _kontext_grid),
+    "reach-policy": Model("episodes", reach.load, _of_reach, (100,), 256),
+    "recall-llama": Model("answers", recall_llama.load, recall.measure, recall.TASKS, 128),
+}  # fmt: skip
+
+
+def measure(name: str, samples: int, seed: int) -> dict[str, Any]:
+    """Measure a model and return its record.
+
+    Args:
+        name: One of `QUALITIES`.
+        samples: Samples of a row.
+        seed: Seed of what is asked for and of the noise.
+    """
+    model, started = QUALITIES[name], time.monotonic()
+    pipe = model.load()
+    rows = []
+    for steps in model.steps:
+        begun = time.monotonic()
+        outcomes = model.measure(pipe, steps, samples, seed)
+        about = {"steps": steps}
+        if isinstance(steps, Task):
+            about = {"tokens": steps.context, "facts": steps.facts}
+        found = {key: _interval(key, column) for key, column in outcomes.items()}
+        rows.append({
+            "name": ", ".join(f"{value} {key}" for key, value in about.items()), **about,
+            "samples": samples, "quality": found,
+            "seconds_per_sample": round((time.monotonic() - begun) / samples, 4),
+        })  # fmt: skip
+    body = {
+        "seed": seed, "rounds": 1, "seconds": round(time.monotonic() - started, 1), "rows": rows,
+        "shapes": {"device": "cpu", "model": name, "what": model.what,
+                   "model_sha256": directory_sha256(MODELS / name)},
+    }  # fmt: skip
+    command = f"python -m diffcache.eval.shipped.quality {name} --samples {samples} --seed {seed}"
+    record = envelope(f"{name}-quality", SETTING, command, body)
+    check(record)
+    return record
+
+
+def _interval(key: str, column: Tensor) -> dict[str, Any]:
+    if key.endswith("_db"):
+        low, middle = column.double().quantile(0.05), column.double().median()
+        found = mean_interval(column, bounds=(-math.inf, 100.0)).to_dict()
+        return {**found, "median": float(middle), "p5": float(low)}
+    return share_interval(column).to_dict()
+
+
+def file_of(name: str, folder: Path = FOLDER) -> Path:
+    """Return the file of a model's record."""
+    return folder / f"{name}-quality.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure models; write their records and the pictures of samples."""
+    parser = argparse.ArgumentParser(
+        prog="python -m diffcache.eval.shipped.quality",
+        description="Measure how many held-out samples of shipped models are right.",
+    )
+    parser.add_argument("models", nargs="*", metavar="model", help=f"{', '.join(QUALITIES)} (all)")
+    parser.add_argument("--samples", type=int, help="samples of a row, where not the model's own")
+    parser.add_argument("--seed", type=int, default=0, help="seed of samples and noise")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
+    given = parser.parse_args(arguments)
+    unknown = [name for name in given.models if name not in QUALITIES]
+    if unknown:
+        parser.error(f"no quality of {unknown[0]!r}; there are {', '.join(QUALITIES)}")
+    if given.samples is not None and given.samples < 2:
+        parser.error(f"--samples {given.samples}: must be at least 2")
+    torch.set_num_threads(given.threads)
+    for name in given.models or QUALITIES:
+        model = QUALITIES[name]
+        record = measure(name, given.samples or model.samples, given.seed)
+        write_json(file_of(name), record)
+        for row in record["rows"]:
+            whole = row["quality"][WHOLE]
+            print(f"{name}, {row['name']}: {whole['value']:.1%} of {whole['n']} {model.what} right "
+                  f"({whole['low']:.1%} to {whole['high']:.1%})", flush=True)  # fmt: skip
+        if model.grid is not None:
+            file, picture = model.grid(model.load())
+            picture.save(MODELS / name / file, optimize=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Measure methods on the small policy: how often it succeeds, how far off it acts, what it costs.
+
+    python -m diffcache.eval.shipped.reach
+
+Every method sees the same held-out scenes and, for each episode, the same noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import diffcache
+from diffcache.eval.cost.flops import count
+from diffcache.eval.metrics.bootstrap import mean_interval
+from diffcache.eval.shipped.table import Drawn, Subject, record_of, run
+from diffcache.features.base import Method
+from diffcache.features.collect import Calibrated
+from diffcache.offline.calibrate import calibrate
+from diffcache.pipelines.policy import DiffusionPolicyPipeline, rollout
+from diffcache.pipelines.small import reach, train_reach
+
+CALIBRATION = reach.HELD_OUT // 2  # seed of the scenes that methods are calibrated on
+TIMED = 64  # chunks of a timed call
+_LAST = {"union": 12, "official": True}  # all 12 modules in the union, the last step computed
+_BAC: tuple[dict[str, Any], ...] = (
+    *({"count": count, **_LAST} for count in (20, 15, 10, 5)),
+    *({"count": count, "union": 3, "official": True} for count in (20, 10, 5)),
+    *({"count": count, "union": 3} for count in (20, 10)),
+    *(
+        {"count": count, "objective": "adjacent", "union": 3, **official}
+        for count in (20, 10)
+        for official in ({"official": True}, {})
+    ),
+    *({"count": 10, "union": union} for union in (0, 5)),
+)
+# What is outside the blocks runs at every step: one step in 4 is 3.5 times fewer FLOPs. No module
+# depends on the timestep alone, so that there is nothing for temporal tables.
+METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("interval", {"every": 4}),
+    ("interval", {"every": 4, "site": "module"}),
+    ("taylorseer", {"every": 4, "site": "module"}),
+    ("taylorseer", {"every": 4, "site": "stack"}),
+    ("fitted-forecast", {"computed": 25}),
+    ("cachequant", {"every": 4, "lead": 0, "tail": 0}),
+    *(("bac", settings) for settings in _BAC),
+    *(("interval", {"every": every, "site": "module"}) for every in (5, 10, 20)),
+)
+_SHARED = ("bac", "fitted-forecast")  # their tables serve any settings
+
+
+class Policy(Subject):
+    """The policy.
+
+    Args:
+        directory: Directory of the policy.
+        episodes: Held-out episodes, run side by side.
+        seed: Seed of scenes and noise.
+        steps: Denoising steps.
+    """
+
+    name = "reach-policy"
+    methods = METHODS
+    metrics: Mapping[str, Mapping[str, Any]] = {
+        "action_error": {"title": "Action error", "unit": "", "direction": "down"},
+        "success_rate": {"title": "Success rate", "unit": "", "direction": "up"},
+    }
+
+    def __init__(
+        self, directory: Path = reach.DIRECTORY, episodes: int = 256, seed: int = 0,
+        steps: int = 100,
+    ) -> None:  # fmt: skip
+        self.directory = directory
+        self.about = {
+            "pipeline": DiffusionPolicyPipeline.__name__, "kind": "episodes",
+            "prompts": {"source": "held-out scenes", "count": episodes}, "samples": episodes,
+            "seed": seed, "steps": steps, "call": {},
+            "calibration": "32 observations of 8 demonstrations, neither trained nor tested on",
+        }  # fmt: skip
+        self.episodes, self.seed, self.steps = episodes, seed, steps
+        self.pipe, self.plain = reach.load(directory), reach.load(directory)
+        self._tables: dict[Any, Any] = {}
+
+    def calibrated(self, method: Calibrated) -> Calibrated:
+        """Return a method with tables of demonstrations."""
+        key = method.name if method.name in _SHARED else method
+        if key not in self._tables:
+            seen = train_reach.demonstrate(8, CALIBRATION)[0]
+            seen = seen[torch.arange(32) * len(seen) // 32]
+            call = [{"observation": seen}]
+            with_tables = calibrate(self.pipe, method, call, steps=self.steps, seed=self.seed)
+            self._tables[key] = with_tables.tables
+        return replace(method, tables=self._tables[key])  # type: ignore[type-var]
+
+    def uncached(self) -> Drawn:
+        """Return outcomes and first actions of the uncached policy."""
+        return self._drawn(self.plain)
+
+    def draw(self, method: Method) -> Drawn:
+        """Run all episodes; cost is that of one chunk."""
+        drawn = self._drawn(self.pipe)
+        self.pipe(torch.zeros(1, reach.OBSERVED, reach.OBSERVATION), self.steps,
+                  torch.Generator().manual_seed(0))  # fmt: skip
+        return replace(drawn, reports=[(diffcache.report(self.pipe), 1)])
+
+    def fidelity(self, mine: Tensor, uncached: Tensor) -> dict[str, Any]:
+        """Return the root mean square difference of the first chunks' actions."""
+        squares = mean_interval((mine - uncached).square().mean((1, 2)), bounds=(0.0, torch.inf))
+        ends = {key: getattr(squares, key) ** 0.5 for key in ("value", "low", "high")}
+        return {"action_error": {**ends, "n": squares.n}}
+
+    def step_flops(self) -> float:
+        """Return the operations of one denoiser call for one chunk."""
+        return self._step_flops
+
+    @cached_property
+    def _step_flops(self) -> float:
+        seen = torch.zeros(1, reach.OBSERVED, reach.OBSERVATION)
+        once = count(self.plain, {"observation": seen, "num_inference_steps": 1}).per_call
+        assert once is not None  # nothing here is compiled
+        return once
+
+    def timed(self, pipe: DiffusionPolicyPipeline, method: Method) -> Callable[[], object]:
+        """Return a call that draws a batch of chunks."""
+        scenes = reach.draw_scenes(min(TIMED, self.episodes), reach.HELD_OUT + 1000 + self.seed)
+        seen = reach.Reach(scenes).observe()
+        return lambda: pipe(seen, self.steps, torch.Generator().manual_seed(self.seed))
+
+    def _drawn(self, pipe: DiffusionPolicyPipeline) -> Drawn:
+        """Run the episodes, and draw the first chunk of each once more, `[E, n_action_steps, 2]`.
+
+        The episodes end when they are over, so that their actions differ in number.
+        """
+        episodes = self._episodes()
+        noises = [torch.Generator().manual_seed(number) for number in range(self.episodes)]
+        actions = pipe(episodes.observe(), self.steps, noises).actions
+        rollout(pipe, episodes, num_inference_steps=self.steps, seed=self.seed)
+        return Drawn({"success_rate": episodes.succeeded}, actions)
+
+    def _episodes(self) -> reach.Reach:
+        return reach.Reach(reach.draw_scenes(self.episodes, reach.HELD_OUT + self.seed))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and write the record."""
+    parser = argparse.ArgumentParser(
+        prog="python -m diffcache.eval.shipped.reach",
+        description="Measure methods on the small policy.",
+    )
+    parser.add_argument("--episodes", type=int, default=256, help="held-out episodes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of scenes and noise")
+    parser.add_argument("--rounds", type=int, default=10, help="timed calls of each method")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
+    parser.add_argument("--only", nargs="+", default=(), help="rows besides the uncached")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(given.threads)
+    subject = Policy(episodes=given.episodes, seed=given.seed)
+    words = f" --episodes {given.episodes} --seed {given.seed} --rounds {given.rounds}"
+    words += f" --only {' '.join(given.only)}" if given.only else ""
+    command = f"python -m diffcache.eval.shipped.reach{words}"
+    run(subject, record_of(subject.name, given.seed), command, given.rounds, given.only)
+
+
+if __name__ == "__main__":
+    main()

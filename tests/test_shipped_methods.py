@@ -1,0 +1,225 @@
+"""Tables of methods on the policy and the editing pipeline: cost, rows, resuming, pages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import diffcache
+from diffcache.attach.flops import counted
+from diffcache.eval import figures, method_page
+from diffcache.eval.metrics.intervals import share_change, share_interval
+from diffcache.eval.record import FOLDER
+from diffcache.eval.report.records import load
+from diffcache.eval.shipped import kontext, table
+from diffcache.eval.shipped.reach import Policy
+from diffcache.features.combine import Combine
+from diffcache.features.interval import Interval
+from diffcache.features.parts.when import Every
+from diffcache.features.regione import RegionE
+from diffcache.pipelines.small import reach
+
+ON_POLICY = ("interval:every=4", "bac:count=5,union=3,official=True")
+ON_EDITOR = ("interval:every=3", "regione:threshold=0.88")
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    """An untrained policy, few episodes and steps."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("policy")
+    reach.build().save_pretrained(folder)
+    return Policy(folder, episodes=4, steps=12)
+
+
+@pytest.fixture(scope="module")
+def editor(tmp_path_factory: pytest.TempPathFactory) -> kontext.Editor:
+    kept = tmp_path_factory.mktemp("kept") / "kept.safetensors"
+    return kontext.Editor(samples=2, steps=STEPS, fitted=2, kept=kept)
+
+
+@pytest.fixture(scope="module")
+def of_policy(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("records") / "eval-reach-policy-methods.json"
+    table.run(policy, file, "again", 2, ON_POLICY)
+    return file
+
+
+@pytest.fixture(scope="module")
+def of_editor(editor: kontext.Editor, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two methods, measured one after the other as by two commands."""
+    file = tmp_path_factory.mktemp("records") / "eval-shapes-kontext-methods.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kontext, "TIMED", 1)
+        for name in ON_EDITOR:
+            table.run(editor, file, "again", 1, [name])
+    return file
+
+
+def test_cost_counts_what_a_run_computes(policy: Policy) -> None:
+    """A cache saves modules and nothing else; what is outside of them runs at every step."""
+    seen = torch.zeros(1, reach.OBSERVED, reach.OBSERVATION)
+    with diffcache.wrapped(policy.pipe, Combine(Every(2), site="module")):
+        policy.pipe(seen, 4, torch.Generator().manual_seed(0))
+        reports = [(diffcache.report(policy.pipe), 1)]
+    plain, half = (table._cost(r, 4, policy.step_flops()) for r in ([], reports))
+    assert plain["flops_ratio"] == 1 and plain["computed_steps"] == 4 and not plain["held_bytes"]
+    assert half["computed_steps"] == 2
+    layers, width, tokens, observed = 4, 64, reach.HORIZON, reach.OBSERVED + 1
+    assert half["held_bytes"] == 3 * layers * tokens * width * 4
+    attend = 8 * tokens * width**2 + 4 * tokens**2 * width
+    cross = 4 * (tokens + observed) * width**2 + 4 * tokens * observed * width
+    modules = layers * (attend + cross + 16 * tokens * width**2)
+    rest = 2 * width * (2 * tokens + reach.OBSERVED * reach.OBSERVATION + 2 * tokens)
+    rest += observed * 16 * width**2
+    assert plain["flops"] == 4 * (modules + rest)
+    assert half["flops"] == pytest.approx(4 * rest + 2 * modules, rel=1e-12)
+
+
+def test_rows_of_the_policy_hold_what_was_measured(of_policy: Path) -> None:
+    record = load(of_policy)
+    assert [row["name"] for row in record["rows"]] == ["uncached", *ON_POLICY]
+    assert (record["command"], record["seed"], record["finished"]) == ("again", 0, True)
+    assert record["task"]["samples"] == 4 and record["commit"]
+    check_rows(record, "success_rate")
+    plain, *others = record["rows"]
+    assert plain["flops_ratio"] == 1 and not plain["fidelity"]
+    for row in others:
+        assert row["flops_ratio"] > 1 and row["held_bytes"] > 0 and row["computed_steps"] < 12
+        assert row["fidelity"]["action_error"]["value"] > 0 and "Tables" not in row["method"]
+        times = record["timing"]["rows"][row["name"]]
+        assert times["ratio"]["n"] == 2 and times["cpu_seconds"]["median"] > 0
+
+
+def test_rows_of_the_editor_hold_what_was_measured(editor: kontext.Editor, of_editor: Path) -> None:
+    record = load(of_editor)
+    check_rows(record, "whole_right")
+    check_rows(record, "target_right")
+    _, whole, region = record["rows"]
+    assert whole["computed_steps"] == 3 and 0 < region["computed_steps"] < STEPS
+    for row in (whole, region):
+        assert row["flops_ratio"] > 1 and row["held_bytes"] > 0
+        assert row["fidelity"]["psnr_db"]["n"] == 2 and row["fidelity"]["psnr_db"]["value"] < 100
+    calls: list[Any] = []
+    model = editor.plain.transformer
+    parts = [*model.transformer_blocks, *model.single_transformer_blocks]
+    hooks = [
+        part.register_forward_pre_hook(lambda m, a, k: calls.append((m, a, k)), with_kwargs=True)
+        for part in parts
+    ]
+    kontext.edit_pictures(editor.plain, editor.before[:1], editor.texts[:1], steps=1, seed=0)
+    for hook in hooks:
+        hook.remove()
+    with torch.no_grad():
+        blocks = sum(counted(part, args, kwargs)[1] or 0 for part, args, kwargs in calls)
+    full = STEPS * editor.step_flops()
+    assert whole["flops_ratio"] == pytest.approx(full / (full - (STEPS - 3) * blocks), rel=1e-9)
+
+
+def check_rows(record: dict[str, Any], key: str) -> None:
+    """Compare shares, intervals and changes with the outcomes that the rows keep."""
+
+    def outcomes(row: dict[str, Any]) -> torch.Tensor:
+        found = torch.tensor([flag == "1" for flag in row["outcomes"][key]])
+        assert len(found) == record["task"]["samples"]
+        return found
+
+    base = outcomes(record["rows"][0])
+    for row in record["rows"]:
+        assert row["quality"][key] == share_interval(outcomes(row)).to_dict()
+        if row["kind"] == "method":
+            again = share_change(base, outcomes(row)).to_dict()
+            assert row["quality"][f"{key}_change"] == {**again, "paired": True}
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("eval-*-methods*.json")), ids=lambda f: f.stem)
+def test_shipped_rows_are_those_of_their_outcomes(file: Path) -> None:
+    record = load(file)
+    keys = record["rows"][0].get("outcomes", {})
+    for key in keys:
+        check_rows(record, key)
+    assert all(row["fidelity"] for row in record["rows"] if row["kind"] == "method")
+
+
+def test_rows_are_kept(
+    policy: Policy, of_policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second run draws only what is missing, another measurement everything."""
+    drawn: list[str] = []
+
+    def noting(draw: Callable[..., Any]) -> Callable[..., Any]:
+        def note(self: Policy, *method: Any) -> Any:
+            drawn.append(method[0].name if method else "uncached")
+            return draw(self, *method)
+
+        return note
+
+    monkeypatch.setattr(Policy, "uncached", noting(Policy.uncached))
+    monkeypatch.setattr(Policy, "draw", noting(Policy.draw))
+    before = json.loads(of_policy.read_text())
+    more = tmp_path / "more.json"
+    more.write_text(json.dumps(before))
+    table.run(policy, more, "again", 1, ON_POLICY)
+    assert not drawn
+    record = table.run(policy, more, "again", 1, ["interval:every=4,site=module"])
+    assert drawn == ["uncached", "interval"] and len(record["rows"]) == 4
+    assert record["rows"][:3] == before["rows"]
+    other = Policy(policy.directory, 4, 1, 12)
+    assert len(table.run(other, more, "again", 1, ON_POLICY[:1])["rows"]) == 2
+
+
+def test_uncached_pictures_are_kept(
+    editor: kontext.Editor, of_editor: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def edit(*_: Any) -> None:
+        raise AssertionError("drawn again")
+
+    monkeypatch.setattr(kontext.Editor, "_edit", edit)
+    assert editor.uncached().values.shape == (2, 3, 64, 64)
+    with pytest.raises(AssertionError, match="drawn again"):
+        kontext.Editor(samples=2, steps=STEPS + 1, kept=editor.kept).uncached()
+
+
+def test_a_method_that_is_off_acts_as_the_uncached_policy(policy: Policy) -> None:
+    base, method = policy.uncached(), Interval(every=1)
+    with pytest.warns(match="skipped nothing"), diffcache.wrapped(policy.pipe, method):
+        row = table._row(policy, "interval:every=1", method, policy.draw(method), base)
+    assert row["fidelity"]["action_error"]["high"] == 0 and row["flops_ratio"] == 1
+    assert row["quality"]["success_rate_change"]["value"] == 0 and row["computed_steps"] == 12
+
+
+def test_ratios_are_fitted_to_the_steps_of_the_run(editor: kontext.Editor) -> None:
+    method = editor.calibrated(RegionE(threshold=0.9))
+    assert method.steps == STEPS and method.threshold == 0.9
+    assert method.tables["gamma"].shape == (STEPS - 1,)  # type: ignore[index, union-attr]
+
+
+def test_pages_and_a_plot_are_made_of_the_records(of_policy: Path, of_editor: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from PIL import Image
+
+    for file in (of_policy, of_editor):
+        with Image.open(file.with_suffix(".png")) as picture:
+            assert picture.size[0] > 500
+    text = figures.page(of_policy.parent)
+    assert "## reach-policy" in text and "Success rate" in text and "Action error" in text
+    rows = method_page._figures("bac", [load(of_policy)])
+    assert rows[0][0] == "reach-policy, 12 steps, 4 samples"
+
+
+def test_names_are_those_of_the_command_line() -> None:
+    assert table.named("first-block", {}) == "first-block"
+    assert table.named("bac", {"count": 5, "official": True}) == "bac:count=5,official=True"
+
+
+def test_bad_arguments_are_refused(policy: Policy, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--only nothing: must be one of interval:every=4, "):
+        table.run(policy, tmp_path / "none.json", "", 1, ["nothing"])
+    with pytest.raises(ValueError, match="--rounds 0: must be at least 1"):
+        table.run(policy, tmp_path / "none.json", "", 0)

@@ -1,0 +1,106 @@
+"""The quality of the shipped models: what counts as right, records, cards."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from diffcache.eval import record as records
+from diffcache.eval.metrics.intervals import share_interval
+from diffcache.eval.shipped import cards, quality, recall
+from diffcache.pipelines.demo.saved import MODELS
+from diffcache.pipelines.small import dit
+from diffcache.pipelines.small.recall import HELD_OUT, Task
+from diffcache.pipelines.small.scenes import Figure, Scene, prompt, render
+
+LEFT = Figure("ring", "red", "large", "left")
+SCENE = Scene("yellow", (LEFT, Figure("square", "blue", "large", "right")))
+
+
+def picture(scene: Scene) -> Image.Image:
+    return Image.fromarray(render(scene))
+
+
+def test_a_picture_is_right_only_where_everything_is() -> None:
+    wrong = replace(SCENE, figures=(LEFT, replace(SCENE.figures[1], colour="green")))
+    more = replace(SCENE, figures=(*SCENE.figures, Figure("cross", "black", "large", "top")))
+    found = quality.of_prompts(list(map(picture, (SCENE, wrong, more))), [prompt(SCENE)] * 3)
+    assert found["whole_right"].tolist() == [True, False, False]
+    assert found["colour"].tolist() == [1, 0.5, 1] and found["count"].tolist() == [1, 1, 0]
+    assert found["prompt_accuracy"].tolist() == pytest.approx([1, 9 / 10, 9 / 10])
+
+
+def test_a_picture_of_a_class_has_one_object_of_it() -> None:
+    label = dit.LABELS.index("red ring")
+    two = replace(SCENE, background="white")
+    shown = [Scene("yellow", (LEFT,)), Scene("yellow", (replace(LEFT, shape="cross"),)), two]
+    found = quality.of_classes(list(map(picture, shown)), [label] * 3)
+    assert found["whole_right"].tolist() == [True, False, False]
+    assert found["colour"].tolist() == [True, True, False]
+    assert found["count"].tolist() == [True, True, False]
+
+
+def test_answers_are_right_where_both_values_are() -> None:
+    model, task = quality.QUALITIES["recall-llama"].load(), Task(65, 8, 2)
+    found = recall.measure(model, task, 5, 3)
+    assert all(column.shape == (5, 2) for column in found.values())
+    assert torch.equal(found["whole_right"], found["first_right"] & found["second_right"])
+    assert recall.TASKS[0].context == 513  # that of the tables of caches
+    assert recall.measure(model, task, 5, 3)["first_right"].float().mean() > 0.9
+    assert HELD_OUT + 3 > 1 << 39
+
+
+def test_a_record_says_how_it_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replace(quality.QUALITIES["shapes-dit"], steps=(2,))
+    monkeypatch.setattr(quality, "QUALITIES", {"shapes-dit": model})
+    record = quality.measure("shapes-dit", 3, 7)
+    records.check(record)
+    assert record["command"].endswith("quality shapes-dit --samples 3 --seed 7")
+    assert record["seed"] == 7 and record["commit"]
+    (row,) = record["rows"]
+    assert row["name"] == "2 steps" and row["quality"]["whole_right"]["n"] == 3
+
+
+def test_a_grid_holds_every_sample() -> None:
+    grid = quality.draw_grid([[picture(SCENE)] * 2] * 5, ["a text"] * 5, scale=2, columns=3)
+    assert grid.size[0] > 3 * 2 * 128 and grid.size[1] > 2 * 128
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Records of all models with 3 right samples of 4."""
+    whole = share_interval(torch.tensor([1, 1, 1, 0])).to_dict()
+    kept = {"value": 22.4, "low": 20.0, "high": 24.0, "n": 4, "median": 21.3, "p5": 13.6}
+    for name, model in quality.QUALITIES.items():
+        row = {"name": "28 steps", "quality": {"whole_right": whole, "untouched_psnr_db": kept}}
+        values = {"command": "again", "commit": "abc", "rows": [row]}
+        values["shapes"] = {"what": model.what}
+        quality.file_of(name, tmp_path).write_text(json.dumps(values))
+    return tmp_path
+
+
+def test_cards_are_filled_from_records(folder: Path) -> None:
+    text = "before\n<!-- quality: shapes-kontext -->\nold\n<!-- /quality -->\nafter\n"
+    found = cards.filled(text, folder)
+    assert "75.0% (30.1% to 95.4%) of 4 held-out edits are right in everything" in found
+    assert "| 28 steps | 75.0% (30.1% to 95.4%) | 22.4 (median 21.3) |" in found
+    assert "old" not in found and found.startswith("before\n") and found.endswith("after\n")
+    assert cards.filled(found, folder) == found
+    everything = cards.filled(text.replace("shapes-kontext", "all"), folder)
+    assert all(f"[`{name}`](assets/models/{name}/README.md)" in everything
+               for name in quality.QUALITIES)  # fmt: skip
+    with pytest.raises(ValueError, match="quality: shapes-none -->: must be one of all, "):
+        cards.filled(text.replace("kontext", "none"), folder)
+    with pytest.raises(FileNotFoundError, match="shipped.quality shapes-kontext"):
+        cards.filled(text, folder / "none")
+
+
+def test_cards_are_those_of_the_records(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {MODELS / name / "README.md" for name in quality.QUALITIES} <= set(cards.pages())
+    assert cards.main(["--check"]) == 0, "python -m diffcache.eval.shipped.cards --write"
+    assert cards.main([]) == 2 and "--write | --check" in capsys.readouterr().err
