@@ -1,7 +1,5 @@
 """The shipped class-conditional pipeline, and how it and its sibling are trained."""
 
-import json
-
 import pytest
 import torch
 
@@ -81,11 +79,6 @@ class TestShipped:
     def test_files_are_small(self):
         sizes = [path.stat().st_size for path in DIRECTORY.rglob("*") if path.is_file()]
         assert max(sizes) < 8 * MEGABYTE and sum(sizes) < 10 * MEGABYTE
-
-    def test_report_is_of_this_model(self):
-        report = json.loads((train_dit.BENCH / "shapes-dit-quality.json").read_text())
-        assert report["model"] == "shapes-dit"
-        assert {run["steps"] for run in report["runs"]} >= {28}
 
 
 class TestPictures:
