@@ -12,6 +12,7 @@ from PIL import Image
 
 from diffcache.eval import record as records
 from diffcache.eval.metrics.intervals import share_interval
+from diffcache.eval.runs.task import directory_sha256
 from diffcache.eval.shipped import cards, quality, recall
 from diffcache.pipelines.demo.saved import MODELS
 from diffcache.pipelines.small import dit
@@ -98,6 +99,13 @@ def test_cards_are_filled_from_records(folder: Path) -> None:
         cards.filled(text.replace("kontext", "none"), folder)
     with pytest.raises(FileNotFoundError, match="shipped.quality shapes-kontext"):
         cards.filled(text, folder / "none")
+
+
+@pytest.mark.parametrize("name", quality.QUALITIES)
+def test_the_committed_record_is_of_the_shipped_weights(name: str) -> None:
+    record = json.loads(quality.file_of(name).read_text(encoding="utf-8"))
+    assert record["shapes"]["model_sha256"] == directory_sha256(MODELS / name)
+    assert all(row["quality"]["whole_right"]["n"] >= 128 for row in record["rows"])
 
 
 def test_cards_are_those_of_the_records(capsys: pytest.CaptureFixture[str]) -> None:

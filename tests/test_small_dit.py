@@ -1,11 +1,9 @@
 """The shipped class-conditional pipeline, and how it and its sibling are trained."""
 
-import json
-
 import pytest
 import torch
 
-from diffcache.eval.shipped.quality import draw_pictures
+from diffcache.eval.shipped.quality import draw_pictures, of_classes
 from diffcache.pipelines.small import train_dit
 from diffcache.pipelines.small.classifier import read
 from diffcache.pipelines.small.course import Course, Plan
@@ -48,8 +46,9 @@ class TestShipped:
         assert labels == list(range(0, 35, 3))
         pictures = draw_pictures(pipe, labels, steps=14, seed=5, call=CALL)
         assert pictures[0].size == (64, 64)
-        shares = train_dit.marks(pictures, labels)
-        assert shares["right"] >= 0.25 and shares["colour"] >= 0.4
+        found = of_classes(pictures, labels)
+        assert found["whole_right"].float().mean() >= 0.25
+        assert found["colour"].float().mean() >= 0.4
 
     def test_without_guidance_no_empty_class_is_asked_for(self, pipe):
         seen = []
@@ -80,11 +79,6 @@ class TestShipped:
     def test_files_are_small(self):
         sizes = [path.stat().st_size for path in DIRECTORY.rglob("*") if path.is_file()]
         assert max(sizes) < 8 * MEGABYTE and sum(sizes) < 10 * MEGABYTE
-
-    def test_report_is_of_this_model(self):
-        report = json.loads((train_dit.BENCH / "shapes-dit-quality.json").read_text())
-        assert report["model"] == "shapes-dit"
-        assert {run["steps"] for run in report["runs"]} >= {28}
 
 
 class TestPictures:
