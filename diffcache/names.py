@@ -39,8 +39,8 @@ RECIPES: dict[str, tuple[str, ...]] = {
         "snapkv", "pyramidkv", "cake", "adakv", "criticalkv",
     ),
     "eviction_more": (
-        "scissorhands", "keyformer", "lazy_eviction", "windowkv", "mpcache_static", "critic",
-        "epicache", "kvzip", "curdkv", "compactor",
+        "scissorhands", "keyformer", "lazy_eviction", "windowkv", "epicache", "kvzip", "curdkv",
+        "compactor",
     ),
     "eviction_offline": ("prefixkv", "compresskv", "scalekv"),
     "merging": (
@@ -53,7 +53,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "low_rank": ("xkv", "minicache", "cskv", "kv_heads", "rematerialised", "xquant_latent"),
     "retrieval": (
         "quest", "mpcache_select", "double_sparsity", "tidal_decode", "sentence_kv", "rekv",
-        "actqkv", "a2ats", "shadowkv",
+        "probe_query", "a2ats", "shadowkv",
     ),
 }  # fmt: skip
 

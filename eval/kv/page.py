@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from diffcache.eval.kv.parts import composition, example
 from diffcache.eval.kv.peer import PREFIX
@@ -21,12 +22,13 @@ from diffcache.names import RECIPES
 
 Row = Mapping[str, Any]
 PAGE = Path("docs/kv.md")
+DERIVED = "test_official_"  # and the name of a recipe
 RECORD, TIMES = "kv-recall.json", "kv.json"
 # Module of recipes -> its title; another module gets its own name.
 TITLES: Mapping[str, str] = {
     "streaming": "First and latest tokens",
     "eviction": "Eviction by a score",
-    "eviction_more": "Eviction by statistics, windows, blends and probes",
+    "eviction_more": "Eviction by statistics, windows and probes",
     "eviction_offline": "Eviction by tables found beforehand",
     "merging": "Merging and diversity",
     "quantised": "Quantization and sparsity",
@@ -43,7 +45,9 @@ before anybody asked (95 % Wilson interval, which counts the questions of a cont
 then the look-up, the share of right first tokens, which must be found in the context, and the copy,
 that of second tokens right after the right first one. Greedy generation gives the same whole
 answers. All on recall-llama, at the share of an exact cache's bytes that is really held (or, for
-retrieval, of the slots that a query reads).
+retrieval, of the slots that a query reads). Where a recipe has modes, the first is the
+default. The column of official code says what a test in `tests/kv/official` compares with the
+algorithm of the authors' code, derived anew; where it is empty, none does.
 """
 ALIKE = (
     "kvpress 0.5.5 says which slots stay, our store holds exactly those, and both are asked alike. "
@@ -70,11 +74,12 @@ def page(directory: Path = ROOT) -> str:
     """
     record, times = (_read(directory / "assets" / "bench" / name) for name in (RECORD, TIMES))
     introduction, _, _ = (directory / PAGE).read_text(encoding="utf-8").partition(METHODS)
-    parts = [introduction + METHODS_HEAD]
+    parts, equal = [introduction + METHODS_HEAD], compared(directory)
     for module, names in RECIPES.items():
-        rows = [_recipe(recipe_function(name), name, record) for name in names]
+        rows = [_recipe(recipe_function(name), name, record, equal) for name in names]
         title = TITLES.get(module, module.replace("_", " ").capitalize())
-        titles = ["recipe", "what it does", "parts", "source", "departures", "figures"]
+        titles = ["recipe", "what it does", "parts", "source", "mode", "departures",
+                  "equal to official code", "figures"]  # fmt: skip
         lines = _table(titles if record else titles[:-1], rows)
         parts.append("\n".join([f"### {title}\n\n`diffcache.kv.recipes.{module}`\n", *lines]))
     parts += [results(record)] if record else []
@@ -83,11 +88,14 @@ def page(directory: Path = ROOT) -> str:
 
 
 def _recipe(
-    function: Callable[..., Recipe], name: str, record: Mapping[str, Any] | None
+    function: Callable[..., Recipe],
+    name: str,
+    record: Mapping[str, Any] | None,
+    equal: Mapping[str, str],
 ) -> list[str]:
     said = story(function)
     cells = [f"`{name}`", said["what"], composition(example(function)), said["source"],
-             said["departures"]]  # fmt: skip
+             modes(function), said["departures"], equal.get(name, "")]  # fmt: skip
     return [*cells, "<br>".join(figures_of(record, name))] if record else cells
 
 
@@ -101,6 +109,32 @@ def story(function: Callable[..., Recipe]) -> dict[str, str]:
     source, *rest = re.split(r"\s*Departures?:\s*", reference(function), maxsplit=1)
     return {"what": " ".join(what.split()).rstrip("."), "source": source.rstrip("."),
             "departures": "".join(rest).rstrip(".")}  # fmt: skip
+
+
+def compared(directory: Path = ROOT) -> dict[str, str]:
+    """Return what of each recipe a test compares with official code, from its docstring.
+
+    Args:
+        directory: Root of the project, for its tests.
+    """
+    found = {}
+    for file in sorted((directory / "tests" / "kv" / "official").glob("test_*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith(DERIVED):
+                said = (ast.get_docstring(node) or "").partition("\n\n")[0]
+                found[node.name.removeprefix(DERIVED)] = " ".join(said.split()).rstrip(".")
+    return found
+
+
+def modes(function: Callable[..., Recipe]) -> str:
+    """Return the modes of a recipe, the default first; nothing if it has none."""
+    default = inspect.signature(function).parameters.get("mode")
+    if default is None:
+        return ""
+    others = [
+        mode for mode in get_args(get_type_hints(function)["mode"]) if mode != default.default
+    ]
+    return ", ".join(f"`{mode}`" for mode in (default.default, *others))
 
 
 def figures_of(record: Mapping[str, Any], name: str) -> list[str]:

@@ -59,8 +59,6 @@ def examples() -> dict[str, Make]:
         "keyformer": lambda: eviction_more.keyformer(12),
         "lazy_eviction": lambda: eviction_more.lazy_eviction(12, lag=3, threshold=0.02),
         "windowkv": lambda: eviction_more.windowkv(16, window=4, size=4, group=2),
-        "mpcache_static": lambda: eviction_more.mpcache_static(14, window=6),
-        "critic": lambda: eviction_more.critic(14, window=4, kernel=3),
         "epicache": lambda: eviction_more.epicache(12),
         "kvzip": lambda: eviction_more.kvzip(12),
         "curdkv": lambda: eviction_more.curdkv(12, window=5, sinks=2),
@@ -97,7 +95,7 @@ def examples() -> dict[str, Make]:
 
 def lossless() -> dict[str, tuple[Make, float]]:
     """Return recipes that lose nothing, with how far from stock their logits may be."""
-    rounding = {"rekv": 1e-9, "actqkv": 1e-9, "a2ats": 1e-9, "shadowkv": 1e-6}
+    rounding = {"rekv": 1e-9, "probe_query": 1e-9, "a2ats": 1e-9, "shadowkv": 1e-6}
     return {
         "h2o": (lambda: eviction.h2o(1.0), 0.0),
         "snapkv": (lambda: eviction.snapkv(1.0, window=4), 0.0),
@@ -114,11 +112,13 @@ def _reading() -> dict[str, Callable[[Size], Recipe]]:
     return {
         "quest": lambda n: retrieval.quest(n, page=4, skip=1),
         "mpcache_select": lambda n: retrieval.mpcache_select(n, large=8, small=4),
-        "double_sparsity": lambda n: retrieval.double_sparsity(CHANNELS, n, recent=4, bits=4),
+        "double_sparsity": lambda n: retrieval.double_sparsity(
+            CHANNELS, n, recent=4, bits=4, skip=0
+        ),
         "tidal_decode": lambda n: retrieval.tidal_decode(n, select=(1, 3), recent=4),
         "sentence_kv": lambda n: retrieval.sentence_kv(n, sinks=2, recent=4, block=4),
         "rekv": lambda n: retrieval.rekv(n, recent=4, sinks=2, block=4),
-        "actqkv": lambda n: retrieval.actqkv(n, density=1.0, block=4, recent=4),
+        "probe_query": lambda n: retrieval.probe_query(n, density=1.0, block=4, recent=4),
         "a2ats": lambda n: retrieval.a2ats(n, codes=16, far=4, recent=4),
         "shadowkv": lambda n: retrieval.shadowkv(
             44 if n == 24 else n, rank=32, outliers=1, block=8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,45 +13,66 @@ from diffcache.kv.budget import Budget, Size, check_size, slots_for
 from diffcache.kv.observe import Observation
 
 Heads = tuple[tuple[bool, ...], ...]
+Safeguard = Literal["blend", "floor"]
 
 
 @dataclass(frozen=True)
 class AdaHead(Budget):
     """Share a layer's slots out among its heads by their highest scores.
 
-    Each head first gets a floor; what is left goes to the highest scores of all heads together, of
-    equals to those that rank higher within their head. Works with any score that means the same in
-    all heads of a layer, as attention does.
+    The slots of all heads go to the highest scores of all of them together, of equals to those that
+    rank higher within their head, and a safeguard sees to heads of low scores. Works with any score
+    that means the same in all heads of a layer, as attention does.
 
     Args:
-        base: Slots of every head before they are shared out, whose sum over the heads is kept.
-        floor: Share of its slots that every head keeps, from 0 to 1; 1 shares nothing out.
+        base: Slots of every head before they are shared out.
+        floor: Weight of the safeguard, from 0 to 1; 1 shares nothing out.
+        safeguard: `"floor"` gives every head that share of its slots first and shares out the
+            rest, so that the sum over the heads is kept. `"blend"` shares out all, and takes the
+            mean, weighted by `floor`, of what a head won and what it had. It is rounded in each
+            head, so that the sum may be off by a slot a head, and leaves out slots of an infinite
+            score, which stay.
 
     Raises:
-        ValueError: If `floor` is out of its range.
+        ValueError: If a setting is out of its range.
 
-    Reference: Ada-KV, arXiv 2407.11550, algorithm 1.
+    Reference: Ada-KV, arXiv 2407.11550, algorithm 1; the official code blends, kvpress has floors.
     """
 
     base: Budget
     floor: float = 0.2
+    safeguard: Safeguard = "floor"
     size: Size = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.safeguard not in ("blend", "floor"):
+            raise ValueError(f"safeguard={self.safeguard!r}: must be 'blend' or 'floor'")
         if not 0 <= self.floor <= 1:
             raise ValueError(f"floor={self.floor}: must be a share from 0 to 1")
         object.__setattr__(self, "size", self.base.size)
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
-        """Return slots that sum over the heads of a layer to what the base gives."""
+        """Return slots that sum over the heads of a layer to about what the base gives."""
         budgets = self.base.allot(scores, seen)
+        share = self._blended if self.safeguard == "blend" else self._floored
         return [
-            self._shared(score, budget.minimum(each.lengths), each.lengths)
+            share(score, budget.minimum(each.lengths), each.lengths)
             for score, budget, each in zip(scores, budgets, seen, strict=True)
         ]
 
-    def _shared(self, score: Tensor, budget: Tensor, lengths: Tensor) -> Tensor:
+    def _floored(self, score: Tensor, budget: Tensor, lengths: Tensor) -> Tensor:
         safe = (budget * self.floor + 1e-9).floor().long().clamp_min(1).minimum(budget)
+        return self._shared(score, budget, lengths, safe)
+
+    def _blended(self, score: Tensor, budget: Tensor, lengths: Tensor) -> Tensor:
+        stay = (score == float("inf")).sum(-1).minimum(budget)
+        won = self._shared(score, budget, lengths, stay) - stay
+        safe = ((budget - stay).double() * self.floor + 1e-9).floor()
+        mixed = (won * (1 - self.floor) + safe).round().long() + stay
+        return mixed.clamp_min(1).minimum(lengths).where(budget < lengths, lengths)
+
+    def _shared(self, score: Tensor, budget: Tensor, lengths: Tensor, safe: Tensor) -> Tensor:
+        """Return slots [B, H] of which each head has `safe`, and wins the others by its scores."""
         ranked = score.sort(dim=-1, descending=True).values
         place = torch.arange(score.shape[-1], device=score.device)
         open_to_all = (place >= safe[..., None]) & (place < lengths[..., None])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ class Pyramid(Budget):
         size: Mean slots of a row, or a share of the tokens it has seen.
         beta: How steep it is, at least 1; 1 is even.
         window: Slots that every layer gets beforehand.
+        mode: `"paper"` keeps an exact total. `"official"` rounds the least budget and the step from
+            layer to layer down, so that more is held, and gives all layers the same where a prompt
+            has fewer tokens than twice their mean beyond the window.
 
     Raises:
         ValueError: If a setting is out of its range.
@@ -35,6 +39,7 @@ class Pyramid(Budget):
     size: Size
     beta: float = 20.0
     window: int = 8
+    mode: Literal["paper", "official"] = "paper"
 
     def __post_init__(self) -> None:
         check_size("size", self.size)
@@ -44,7 +49,9 @@ class Pyramid(Budget):
             raise ValueError(f"window={self.window}: must be at least 0 slots")
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
-        """Return an arithmetic sequence, rounded so that the total is exact."""
+        """Return an arithmetic sequence, rounded."""
+        if self.mode == "official":
+            return [self._stepped(each, index, len(seen)) for index, each in enumerate(seen)]
         held = torch.stack([each.lengths for each in seen])
         mean = torch.stack([slots_for(self.size, each.tokens) for each in seen]).minimum(held)
         spare = (mean - self.window).clamp_min(0).double().mean(0)
@@ -55,3 +62,13 @@ class Pyramid(Budget):
         weights = (shape + self.window).expand(held.shape)
         least = held.clamp_max(self.window).minimum(mean)
         return list(apportion(weights, mean.sum(0), least, held))
+
+    def _stepped(self, seen: Observation, index: int, layers: int) -> Tensor:
+        """Return the slots of one layer as the official code has them."""
+        mean = slots_for(self.size, seen.tokens)
+        spare = (mean - self.window).clamp_min(0)
+        room = (seen.lengths - self.window).clamp_min(0)
+        most = (2 * spare - (spare / self.beta).floor().long()).minimum(room)
+        step = (2 * (most - spare)) // max(layers - 1, 1)
+        slots = (most - index * step + self.window).where(seen.lengths >= 2 * spare, mean)
+        return slots.clamp_min(1).minimum(seen.lengths)

@@ -86,6 +86,8 @@ class GroupQuant(TensorCodec):
             and the grid has an odd number of values, so that 0 is one of them (except at 1 bit).
         levels: Values the range is divided into, None for all that the bits have. More than they
             have leaves the top of the range out: 9 at 3 bits is the grid of RotateKV's code.
+        whole_zero: Move the grid, by at most half a scale, so that 0 is a whole number of scales
+            from the smallest value, as in RotateKV's code; not for symmetric grids.
         relax: Share of the range that the grid is drawn in at either end, 0 to below 0.5.
         scale_dtype: What scales and minima are stored in. Groups beyond its range saturate.
 
@@ -98,6 +100,7 @@ class GroupQuant(TensorCodec):
     group: int | None = 32
     symmetric: bool = False
     levels: int | None = None
+    whole_zero: bool = False
     relax: float = 0.0
     scale_dtype: torch.dtype = torch.float16
 
@@ -107,6 +110,8 @@ class GroupQuant(TensorCodec):
             raise ValueError(f"along={self.along!r}: must be 'tokens' or 'channels'")
         if self.group is not None and self.group < 1:
             raise ValueError(f"group={self.group}: must be at least 1, or None for the whole axis")
+        if self.whole_zero and self.symmetric:
+            raise ValueError("whole_zero=True: a symmetric grid has no smallest value to move")
         if self.levels is not None and self.levels < 2:
             raise ValueError(f"levels={self.levels}: must be at least 2, or None")
         if not 0 <= self.relax < 0.5:
@@ -149,7 +154,11 @@ class GroupQuant(TensorCodec):
         span = (high - low) * (1 - 2 * self.relax)
         found = [span / self.intervals]
         if not self.symmetric:
-            found.append(low + (high - low) * self.relax)
+            low = low + (high - low) * self.relax
+            if self.whole_zero:
+                scale = found[0]
+                low = ((low / scale).round() * scale).where(scale > 0, low)
+            found.append(low)
         limit = torch.finfo(self.scale_dtype).max
         return torch.stack(found, 3).clamp(-limit, limit).to(self.scale_dtype)
 

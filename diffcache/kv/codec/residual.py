@@ -18,7 +18,7 @@ from diffcache.kv.codec.table import SlotTable
 
 @dataclass(frozen=True, eq=False)
 class Geared(Payload):
-    """The sum of quantized elements, a low rank and outliers; the last two may be left out."""
+    """Quantized elements, outliers in place of some, plus a low rank; the last two may be none."""
 
     quantized: Quantized
     factors: Factors | None
@@ -28,10 +28,10 @@ class Geared(Payload):
     def decode(self) -> Tensor:
         """Return the sum, computed in float32 (float64 for float64)."""
         total = self.quantized.decode()
+        if self.outliers is not None:
+            total = self.outliers.over(total)
         if self.factors is not None:
             total = total + self.factors.decode()
-        if self.outliers is not None:
-            total = total + self.outliers.decode().to(total.dtype)
         return total.to(self.dtype)
 
     def take(self, index: Tensor) -> Geared:
@@ -55,13 +55,18 @@ class Geared(Payload):
 
 @dataclass(frozen=True)
 class Gear(TensorCodec):
-    """Quantize what is left without outliers, and add a low rank of the error: `Q(X - S) + L + S`.
+    """Quantize what is left without outliers, and add a low rank of the error.
+
+    Outliers are quantized as the mean of their vector, as in the official code: zeros, which
+    subtracting them leaves, would widen the range of vectors that lie away from 0. They are kept
+    exactly and take the place of what was quantized before the error is taken.
 
     Reference: GEAR, arXiv 2403.05527, with `along="tokens"` for keys and `"channels"`
     for values. The low rank is of each head, from a power iteration that starts from seeded normal
     numbers; the first vectors of a higher rank span what a lower one spans, so the error never
     grows with the rank. Departures: a vector that outliers are taken from is of one head, and
-    over tokens ends where the encoded block ends.
+    over tokens ends where the encoded block ends; both kinds give the same share of a vector, where
+    the official code takes as many outliers of a channel as of a token.
 
     Args:
         bits: As in `GroupQuant`.
@@ -111,13 +116,17 @@ class Gear(TensorCodec):
     def encode(self, x: Tensor) -> Geared:
         """Code a tensor `[B, H, S, D]`."""
         wide = checked(x, self.multiple).to(work_dtype(x.dtype))
-        outliers = self.sparse.encode(x) if self.outliers else None
-        if outliers is not None:
-            wide = wide - outliers.decode().to(wide.dtype)
-        quantized = self.quant.encode(wide)
+        outliers, rest = None, wide
+        if self.outliers:
+            outliers = self.sparse.encode(x)
+            mean = wide.mean(3 if self.along == "channels" else 2, keepdim=True)
+            rest = mean.expand_as(wide).where(outliers.places(), wide)
+        quantized = self.quant.encode(rest)
         factors = None
         if self.rank:
-            left, basis = self.low_rank(wide - quantized.decode())
+            found = quantized.decode()
+            error = wide - (found if outliers is None else outliers.over(found))
+            left, basis = self.low_rank(error)
             stored = Exact(x.dtype).encode(left)
             table = SlotTable.single(basis.to(x.dtype).contiguous(), x.shape[2])
             factors = Factors(stored, table, wide.dtype)

@@ -232,16 +232,34 @@ def rotatekv(
         group: Channels of a quantization group.
         heads: Consecutive heads that are reordered and rotated together, which must divide H.
         order: Calibrated order of the `heads * D` channels, or None to fit it to what is encoded.
+        mode: See `rotatekv_grid`.
+
+    Raises:
+        ValueError: If a value is out of its range.
+    """
+    one = ChannelPermute(Hadamard(rotatekv_grid(bits, group, mode)), order)
+    return JoinHeads(one, heads) if heads > 1 else one
+
+
+def rotatekv_grid(
+    bits: float = 2, group: int = 32, mode: Literal["paper", "official"] = "paper"
+) -> GroupQuant:
+    """Return what quantizes the tokens of RotateKV, keys once they are rotated and values.
+
+    Args:
+        bits: As in `GroupQuant`.
+        group: Channels of a quantization group.
         mode: `paper` divides the range by `2 ** bits - 1`; `official` by the bits' square less
-            one, as the authors' code does, which at 3 bits is 8 and leaves the top code short.
+            one, as the authors' code does, which at 3 bits is 8 and leaves the top code short, and
+            has 0 stand a whole number of scales from the smallest value.
 
     Raises:
         ValueError: If a value is out of its range.
     """
     if mode not in ("paper", "official"):
         raise ValueError(f"mode={mode!r}: must be 'paper' or 'official'")
-    if mode == "official" and bits not in (2, 3, 4):
+    if mode == "paper":
+        return GroupQuant(bits, "channels", group)
+    if bits not in (2, 3, 4):
         raise ValueError(f"bits={bits!r}: mode='official' has 2, 3 or 4; use mode='paper'")
-    levels = None if mode == "paper" else int(bits) ** 2
-    one = ChannelPermute(Hadamard(GroupQuant(bits, "channels", group, levels=levels)), order)
-    return JoinHeads(one, heads) if heads > 1 else one
+    return GroupQuant(bits, "channels", group, levels=int(bits) ** 2, whole_zero=True)

@@ -121,9 +121,17 @@ class Scattered(Payload):
 
     def decode(self) -> Tensor:
         """Return the elements in their places and zeros elsewhere."""
-        out = self.values.new_zeros(self.counts.numel(), self.size)
-        out[self.owners(), self.channels.long()] = self.values
-        return out.reshape(*self.counts.shape, self.size)
+        return self.over(self.values.new_zeros(*self.counts.shape, self.size))
+
+    def over(self, x: Tensor) -> Tensor:
+        """Return `[B, H, S, D]` with the elements in their places."""
+        out = x.flatten(0, 2).clone()
+        out[self.owners(), self.channels.long()] = self.values.to(x.dtype)
+        return out.reshape(x.shape)
+
+    def places(self) -> Tensor:
+        """Return where the elements are, bool `[B, H, S, D]`."""
+        return replace(self, values=torch.ones_like(self.values)).decode().bool()
 
     def owners(self) -> Tensor:
         """Return the number of the slot of each element, `[N]` int64, over rows and heads."""

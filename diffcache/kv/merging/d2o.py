@@ -19,6 +19,7 @@ from diffcache.kv.observe import Observation
 from diffcache.kv.score.base import Score
 from diffcache.kv.slots import Slots
 
+Mode = Literal["paper", "official"]
 _GATE = "d2o_gate"  # the threshold of a row, plus 2, so that 0 is "none yet"
 _DENSITY = "d2o_density"
 
@@ -37,8 +38,10 @@ class EmaMerge(Merger):
     Args:
         beta: Weight of the newest likeness in the threshold, 0 to 1. The official code has 0.5.
         mode: `"paper"` weighs a slot with e and what it takes over with exp(cosine), all divided by
-            their sum. `"official"` divides what is already normalised once more by the number of
-            slots merged, so that norms shrink.
+            their sum. `"official"` weighs a slot with 1 and what it takes over with its cosine, all
+            divided by their number, so that norms shrink; the n-th slots that go in each head are
+            recalled together, where the mean of their cosines reaches a threshold that all heads
+            share.
         space: Whether keys are merged rotated, as the official code does, or unrotated.
 
     Raises:
@@ -46,7 +49,7 @@ class EmaMerge(Merger):
     """
 
     beta: float = 0.7
-    mode: Literal["paper", "official"] = "paper"
+    mode: Mode = "paper"
     space: Literal["post", "pre"] = "post"
 
     def __post_init__(self) -> None:
@@ -63,17 +66,18 @@ class EmaMerge(Merger):
         if not bool(goes.any()):
             return slots, plan
         match = by_cosine(slots.k, goes, stays)
-        gate, known = self._gate(slots, match.likeness, match.found)
-        near = match.only(match.likeness >= gate[..., None])
-        weight = near.likeness.exp()
-        own = weight.new_full((), math.e)
-        whole = own + total(near, weight, slots.width)
-        if self.mode == "paper":
-            merged = absorb(slots, near, weight, own, whole)
+        likeness, found = match.likeness, match.found
+        if self.mode == "official":
+            heads = found.sum(1, keepdim=True)
+            likeness = likeness.where(found, 0).sum(1, keepdim=True) / heads.clamp_min(1)
+            likeness, found = likeness.expand_as(match.likeness), (heads > 0).expand_as(found)
+        gate, known = self._gate(slots, likeness, found)
+        near = match.only(likeness >= gate[..., None])
+        if self.mode == "official":
+            count = 1 + total(near, torch.ones_like(likeness), slots.width)
+            merged = absorb(slots, near, near.likeness, torch.ones_like(count), count)
         else:
-            count = 1 + total(near, torch.ones_like(weight), slots.width)
-            weight = weight / whole.gather(2, near.target)
-            merged = absorb(slots, near, weight, own / own, count)
+            merged = absorb(slots, near, near.likeness.exp(), near.likeness.new_full((), math.e))
         kept = (gate.float() + 2).where(known, 0)[..., None].expand(plan.shape)
         return replace(merged, meta={**merged.meta, _GATE: kept}), plan
 
@@ -95,20 +99,23 @@ class EmaMerge(Merger):
 class Density(Score):
     """Keep what another score says, and note how unevenly a prompt attends to its tokens.
 
-    The variance of the column sums of the attention, averaged over heads, over the squared mean:
-    the same number for prompts of any length. It is noted with every prompt and left alone while
-    tokens are generated, so that layers keep their shares.
+    It is noted with every prompt and left alone while tokens are generated, so that layers keep
+    their shares.
 
     Reference: D2O, arXiv 2406.13035.
 
     Args:
-        score: Whose first statistic are column sums of the attention.
+        score: Another score, whose first statistic are column sums of the attention.
+        mode: `"paper"` takes the variance of the column sums, averaged over heads, over the squared
+            mean: the same number for prompts of any length. `"official"` takes the variance in each
+            key-value head, brought to 0..1 between the heads of a layer, and the mean of those.
 
     Raises:
         ValueError: If the score keeps no statistics.
     """
 
     score: Score
+    mode: Mode = "paper"
 
     def __post_init__(self) -> None:
         if not self.score.statistics:
@@ -135,25 +142,41 @@ class Density(Score):
             return
         there = found.isfinite().any(3).any(2)
         mass = stats[self.score.statistics[0]] * there
+        if self.mode == "official":
+            stats[_DENSITY][:] = _between_heads(mass, there)[:, None, None]
+            return
         mass, many = mass.mean(1), there.any(1).sum(-1).clamp_min(1)
         mean = mass.sum(-1) / many
         spread = ((mass - mean[:, None]).square() * there.any(1)).sum(-1) / many
         stats[_DENSITY][:] = (spread / mean.square().clamp_min(1e-20))[:, None, None]
 
 
+def _between_heads(mass: Tensor, there: Tensor) -> Tensor:
+    """Return the mean over heads of their variances [B], the least being 0 and the largest 1."""
+    many = there.sum(-1, keepdim=True)
+    away = (mass - mass.sum(-1, keepdim=True) / many.clamp_min(1)) * there
+    spread = away.square().sum(-1) / (many[..., 0] - 1).clamp_min(1)
+    low, high = spread.amin(1, keepdim=True), spread.amax(1, keepdim=True)
+    return ((spread - low) / (high - low + 1e-6)).mean(1)
+
+
 @dataclass(frozen=True)
 class DenseLayers(Budget):
     """Give layers whose attention is spread evenly more slots than those where it is not.
 
-    The shares are a softmax of minus the variances. All layers together hold as many slots as with
-    the same size for each; what a layer has no use for goes to the others.
+    The shares are a softmax of minus the variances.
 
-    Reference: D2O, arXiv 2406.13035. Variances are divided by their mean over the
-    layers first, as the softmax would otherwise depend on how long the prompt is.
+    Reference: D2O, arXiv 2406.13035.
 
     Args:
         size: Slots of a row, averaged over layers, or a share of the tokens.
-        least: Share of `size` that every layer holds, 0 to 1.
+        least: Share of `size` that every layer holds, 0 to 1; in paper mode.
+        mode: `"paper"` divides variances by their mean over the layers first, as the softmax would
+            otherwise depend on how long the prompt is; all layers together hold as many slots as
+            with the same size for each, and what a layer has no use for goes to the others.
+            `"official"` takes variances as they are, gives every layer a hundredth of the tokens at
+            least, gives nobody what a layer has no use for, and then leaves layers 0, 1 and the
+            last whole, so that more is held than `size` says.
 
     Raises:
         ValueError: If a number is out of range.
@@ -161,6 +184,7 @@ class DenseLayers(Budget):
 
     size: Size
     least: float = 0.25
+    mode: Mode = "paper"
 
     def __post_init__(self) -> None:
         check_size("size", self.size)
@@ -178,9 +202,15 @@ class DenseLayers(Budget):
                 "DenseLayers needs the variance that `Density(score)` notes; wrap the score in it"
             )
         spread = torch.stack([each.stats[_DENSITY].amax(-1) for each in seen]).double()
-        spread = spread / spread.mean(0).clamp_min(1e-20)
-        share = (-spread).softmax(0)
         room = torch.stack([each.lengths for each in seen])
         each = slots_for(self.size, seen[0].tokens)
+        if self.mode == "official":
+            tokens = seen[0].tokens
+            slots = (-spread).softmax(0) * len(seen) * each
+            slots = slots.maximum(tokens * 0.01).floor().long().clamp_min(1).minimum(room)
+            ends = [one.layer in (0, 1, one.layers - 1) for one in seen]
+            whole = torch.tensor(ends, device=room.device)[:, None, None]
+            return list(room.where(whole, slots))
+        share = (-spread / spread.mean(0).clamp_min(1e-20)).softmax(0)
         floor = (each * self.least).long().clamp_min(1).expand_as(room)
         return list(apportion(share, each * len(seen), floor.minimum(room), room))

@@ -12,8 +12,7 @@ from diffcache.kv.merge import Merger, check_space
 from diffcache.kv.merging.absorb import absorb, by_position, parted
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import Planner
-from diffcache.kv.score.base import Score
-from diffcache.kv.score.revised import Revised
+from diffcache.kv.planning.fixed import FixedSlot
 from diffcache.kv.slots import Slots
 
 
@@ -25,69 +24,65 @@ class BucketMerge(Merger):
     earlier one is taken, which the paper leaves open.
 
     Args:
-        least: Rows that lose fewer slots merge nothing: while tokens are generated, one by one,
-            the paper only drops.
         space: Whether keys are merged rotated, as the official code does, or unrotated.
+        ends: First and last tokens that a prompt always keeps, for the official code: it counts
+            what goes from the end of the first ones, merges the slots of the same numbers counted
+            from the first slot, which may be kept ones, and into no anchor among the ends. None
+            merges what goes, into any anchor.
 
     Raises:
-        ValueError: If a setting is out of its range.
+        ValueError: If there is no such space.
     """
 
-    least: int = 2
     space: Literal["post", "pre"] = "post"
+    ends: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         check_space(self.space)
-        if self.least < 1:
-            raise ValueError(f"least={self.least}: must be at least 1 slot")
 
     def __call__(self, seen: Observation, score: Tensor, plan: Tensor) -> tuple[Slots, Tensor]:
         """Return the slots with their buckets averaged in, and the plan as it is."""
         slots = seen.slots
         goes, stays = parted(slots, plan)
-        goes = goes & (goes.sum(-1, keepdim=True) >= self.least)
+        goes = goes & (goes.sum(-1, keepdim=True) > 1)  # the paper only drops a token's one slot
         if not bool(goes.any()):
             return slots, plan
+        if self.ends is not None:
+            stays = stays & between(seen, *self.ends)
+            goes = goes.roll(-self.ends[0], -1)
         match = by_position(slots.pos, goes, stays)
         ones = torch.ones_like(match.likeness)
         return absorb(slots, match, ones, ones.new_ones(())), plan
+
+
+def between(seen: Observation, sinks: int, recent: int) -> Tensor:
+    """Return which slots are neither empty nor among the first or last, bool [B, H, S]."""
+    place = torch.arange(seen.slots.width, device=seen.pad.device)
+    return (place >= seen.pad[..., None] + sinks) & (place < seen.slots.width - recent)
 
 
 @dataclass(frozen=True)
 class SingleArgsort(Planner):
     """Hand another plan what one argsort of the scores returns, as if it held ranks.
 
-    It holds slots: what is kept has nothing to do with the scores. The official code does this.
+    It holds slots: what is kept has nothing to do with the scores. The official code does this with
+    the slots between the first and the last ones, and keeps one fewer than its budget.
 
     Reference: Elastic Cache, arXiv 2407.18121, official code.
 
     Args:
-        plan: The other.
+        plan: The other, which always keeps first and last tokens of a prompt.
     """
 
-    plan: Planner
+    plan: FixedSlot
 
     def __call__(self, score: Tensor, budget: Tensor, seen: Observation) -> Tensor:
         """Return what becomes of every slot."""
-        # Empty slots come first and in order, so that what follows names slots of the row.
-        order = torch.argsort(score.masked_fill(~seen.valid, float("-inf")), dim=-1, stable=True)
-        wrong = order.to(score.dtype).masked_fill(~seen.valid, float("-inf"))
-        return self.plan(wrong, budget, seen)
-
-
-@dataclass(frozen=True)
-class HeadMean(Revised):
-    """Have all heads of a layer share the mean of what another score says of them.
-
-    Args:
-        score: The other.
-    """
-
-    score: Score
-
-    def __call__(self, seen: Observation) -> Tensor:
-        """Return the mean over heads, [B, H, S]."""
-        score = self.said(seen)
-        valid = seen.valid.expand(score.shape)
-        mean = score.where(valid, 0).sum(1, keepdim=True) / valid.sum(1, keepdim=True).clamp_min(1)
-        return mean.expand(score.shape)
+        sinks, recent = self.plan.sinks, self.plan.recent
+        middle = between(seen, sinks, recent)
+        # Other slots come first and in order, as many before the middle as stand there but for the
+        # last ones: from there on the list names slots of the middle.
+        order = torch.argsort(score.masked_fill(~middle, float("-inf")), dim=-1, stable=True)
+        wrong = order.roll(-recent, -1).to(score.dtype).masked_fill(~seen.valid, float("-inf"))
+        first_time = (seen.lengths == seen.tokens) & (budget < seen.lengths)
+        return self.plan(wrong, (budget - first_time.long()).clamp_min(1), seen)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from diffcache.kv.budget import Size, Uniform
 from diffcache.kv.budgets.entropy import EntropyVariance
-from diffcache.kv.budgets.heads import AdaHead
+from diffcache.kv.budgets.heads import AdaHead, Safeguard
 from diffcache.kv.budgets.pyramid import Pyramid
 from diffcache.kv.plan import TopK
 from diffcache.kv.planning.critical import TwoStage
@@ -144,8 +145,9 @@ def h2o(budget: Size = 0.2, *, recent: Share = 0.5, mean: bool = False, every: i
         mean: Divide the attention by the queries that could see a slot, which the paper does not.
         every: Tokens from one eviction to the next.
 
-    Reference: H2O, arXiv 2306.14048, section 4.1, algorithm 1. Departure: the query heads of a
-    key-value head are averaged.
+    Reference: H2O, arXiv 2306.14048, section 4.1, algorithm 1. Departures: the query heads of a
+    key-value head are averaged; the token being computed comes on top of the budget; a
+    budget that is a share grows with what is generated.
     """
     return Recipe(
         "h2o", score=Mass(mean), budget=Uniform(budget), plan=RecentShare(recent),
@@ -196,7 +198,12 @@ def snapkv(
 
 @checked
 def pyramidkv(
-    budget: Size = 1024, *, beta: float = 20.0, window: Count = 8, kernel: int = 5
+    budget: Size = 1024,
+    *,
+    beta: float = 20.0,
+    window: Count = 8,
+    kernel: int = 5,
+    mode: Literal["paper", "official"] = "paper",
 ) -> Recipe:
     """Keep what the end of the prompt attends to, fewer slots the deeper the layer.
 
@@ -205,13 +212,14 @@ def pyramidkv(
         beta: How steep the pyramid is, at least 1.
         window: Last queries of the prompt, whose slots always stay.
         kernel: Neighbouring slots whose average is taken, odd.
+        mode: `"official"` rounds budgets down by its own steps, and gives all layers of a short
+            prompt the same, see `diffcache.kv.budgets.pyramid.Pyramid`.
 
     Reference: PyramidKV, arXiv 2406.02069, section 4.2. Departure: one set of slots for each
     key-value head, as in `snapkv`.
     """
-    return Recipe(
-        "pyramidkv", score=Window(window, kernel), budget=Pyramid(budget, beta, window), plan=TopK()
-    )
+    budgets = Pyramid(budget, beta, window, mode)
+    return Recipe("pyramidkv", score=Window(window, kernel), budget=budgets, plan=TopK())
 
 
 @checked
@@ -232,8 +240,9 @@ def cake(
         tau1: Temperature of a layer's entropy; the paper fits it to each model.
         tau2: Temperature of a layer's variance; the paper fits it to each model.
 
-    Reference: CAKE, arXiv 2503.12491. Departure: all layers are shared out at once
-    after the prompt, which ends in the same slots as doing it layer by layer.
+    Reference: CAKE, arXiv 2503.12491. Departures: all layers are shared out at once after the
+    prompt, and not while it is read; a prompt that is longer than the budget by no more than its
+    window is cut too, where the official code leaves it whole.
     """
     return Recipe(
         "cake",
@@ -244,23 +253,33 @@ def cake(
 
 
 @checked
-def adakv(budget: Size = 1024, *, floor: float = 0.2, base: Recipe | None = None) -> Recipe:
+def adakv(
+    budget: Size = 1024,
+    *,
+    floor: float = 0.2,
+    safeguard: Safeguard = "blend",
+    base: Recipe | None = None,
+) -> Recipe:
     """Share the slots of a layer out among its heads by their highest scores.
 
     Args:
         budget: Mean slots of a row, or a share of the tokens it has seen; not used with `base`.
-        floor: Share of it that every head keeps.
+        floor: Weight of the safeguard, from 0 to 1.
+        safeguard: `"blend"` takes the weighted mean of what a head won and an even share, as the
+            official code does; `"floor"` gives every head that part of an even share and has them
+            win the rest, as kvpress does.
         base: Another recipe with a score that means the same in all heads; by default SnapKV.
 
     Raises:
         ValueError: If `base` drops nothing.
 
-    Reference: Ada-KV, arXiv 2407.11550, algorithm 1.
+    Reference: Ada-KV, arXiv 2407.11550, algorithm 1. Departure: SnapKV averages over 5 slots here,
+    where the official code takes the largest of 7.
     """
     base = base or snapkv(budget)
     if base.budget is None:
         raise ValueError(f"base={base.name!r}: drops nothing, so there is nothing to share out")
-    return replace(base, name=_named("adakv", base), budget=AdaHead(base.budget, floor))
+    return replace(base, name=_named("adakv", base), budget=AdaHead(base.budget, floor, safeguard))
 
 
 @checked

@@ -1,4 +1,4 @@
-"""Recipes that drop slots by statistics over time, whole windows, blends and probes."""
+"""Recipes that drop slots by statistics over time, whole windows and probes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Literal
 from diffcache.kv.budget import Size, Uniform
 from diffcache.kv.budgets.arithmetic import Arithmetic
 from diffcache.kv.budgets.heads import AdaHead
-from diffcache.kv.budgets.prefix import CDFLevel
 from diffcache.kv.budgets.table import LayerTable
 from diffcache.kv.life.episodes import OnRequest
 from diffcache.kv.plan import TopK
@@ -16,7 +15,6 @@ from diffcache.kv.planning.windows import Windows
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.settings import Count, Share, checked
 from diffcache.kv.score.attention import Window
-from diffcache.kv.score.blend import Blend, LeaveOut, Surprise
 from diffcache.kv.score.compactor import Compactor
 from diffcache.kv.score.cur import NormProduct
 from diffcache.kv.score.keyformer import NoisyMass
@@ -84,7 +82,9 @@ def keyformer(
 
     Reference: Keyformer, arXiv 2403.09054, section 3.4, algorithm 1. Departures: a budget that is a
     share grows with what is generated, where the paper's is a share of the prompt; the temperature
-    rises by a fixed step, as in the official code, where the paper's reaches 2 at the last token.
+    rises by a fixed step, as in the official code, where the paper's reaches 2 at the last token;
+    the latest tokens are all kept, of which the official code drops the first; the token being
+    computed comes on top of the budget.
     """
     return Recipe(
         "keyformer", score=NoisyMass(temperature, increment, seed=seed), budget=Uniform(budget),
@@ -139,7 +139,8 @@ def windowkv(
         beta: How many times the average is larger than the smallest budget.
 
     Reference: WindowKV, arXiv 2503.17922, section 2.2. Departures: the task is said here, and not
-    found by a classifier; each key-value head keeps windows of its own; the paper's pyramid is
+    found by a classifier; the budget counts the last queries' slots, which the official code adds
+    to it; each key-value head keeps windows of its own; the paper's pyramid is
     steeper, with a `beta` of 14, and its groups are of 7 or 8 layers.
     """
     few = min(best, size) if task == "aggregation" else None
@@ -147,46 +148,6 @@ def windowkv(
         "windowkv", score=Shared(Window(window, kernel=1), group),
         budget=Arithmetic(budget, group, beta), plan=Windows(size, window, few),
     )  # fmt: skip
-
-
-@checked
-def mpcache_static(budget: Size = 0.75, *, window: Count = 32) -> Recipe:
-    """Drop once, after the prompt, what its end does not attend to.
-
-    This is the static part of MPCache; what is kept can then be read in part, by a retriever:
-    `mpcache_static() | quest()`.
-
-    Args:
-        budget: Slots of a row, or a share of the tokens it has seen.
-        window: Last queries of the prompt, whose slots always stay.
-
-    Reference: MPCache, arXiv 2501.06807 (look-once static eviction). Departure: how many queries
-    are looked at is a number, where the paper takes the last fifth of the prompt.
-    """
-    return Recipe(
-        "mpcache_static", score=Window(window, kernel=1), budget=Uniform(budget), plan=TopK()
-    )
-
-
-@checked
-def critic(budget: Size = 1024, *, window: Count = 32, kernel: int = 5) -> Recipe:
-    """Keep what attention, entropy and being left out say is important, weighted by CRITIC.
-
-    Each of the three counts, in every row, by its standard deviation times the sum of
-    1 - correlation with the others, and layers get slots by how much of the sum they need.
-
-    Args:
-        budget: Slots of a row in the average layer, or a share of the tokens it has seen.
-        window: Last queries of the prompt, whose slots always stay.
-        kernel: Neighbouring slots whose average is taken in the attention score, odd.
-
-    Reference: "Scaling Test-Time Inference with Policy-Optimized, Dynamic Retrieval-Augmented
-    Generation via KV Caching and Decoding", arXiv 2504.01281, where CRITIC keeps tokens by
-    attention-based, entropy-based and gradient-free importance under adaptive layer budgets. No
-    further detail is public: the three scores, their weights and the budgets are ours.
-    """
-    scores = (Window(window, kernel), Surprise(window), LeaveOut(window))
-    return Recipe("critic", score=Blend(scores), budget=CDFLevel(budget), plan=TopK())
 
 
 @checked
@@ -228,8 +189,9 @@ def kvzip(budget: Size = 0.3, *, floor: float = 0.0, sinks: int = 4) -> Recipe:
         floor: Share of it that every head keeps.
         sinks: First tokens that are always kept.
 
-    Reference: KVzip, arXiv 2505.23416. Departure: slots are shared out among the heads
-    of a layer, and not among those of all layers.
+    Reference: KVzip, arXiv 2505.23416. Departures: slots are shared out among the heads of a layer,
+    and not among those of all layers; attention of the repeated prompt is over all that is held,
+    where the official code has it over the first tokens, one chunk and its repetition.
     """
     return Recipe(
         "kvzip", score=Asked(), budget=AdaHead(Uniform(budget), floor), plan=TopK(sinks=sinks),
@@ -246,8 +208,8 @@ def curdkv(budget: Size = 0.5, *, window: Count = 16, sinks: int = 4) -> Recipe:
         window: Tokens that are compared with each other.
         sinks: First tokens, which are always kept.
 
-    Reference: CurDKV, arXiv 2509.15038. Departure: leverage is that of norms, as in
-    kvpress.
+    Reference: CurDKV, arXiv 2509.15038. Departure: leverage is that of norms within a window, as in
+    the official code and in kvpress, where a decomposition has singular vectors.
     """
     return Recipe(
         "curdkv", score=NormProduct(window, sinks), budget=Uniform(budget), plan=TopK(sinks=sinks)

@@ -19,6 +19,8 @@ from diffcache.kv.score.patches import PatchCentres
 from diffcache.kv.score.shared import Shared
 from diffcache.kv.trigger import EveryStep
 
+Mode = Literal["paper", "official"]
+
 
 @checked
 def prefixkv(
@@ -27,7 +29,7 @@ def prefixkv(
     shares: tuple[float, ...] = (),
     sinks: int = 4,
     distance: Count = 25,
-    mode: Literal["paper", "official"] = "paper",
+    mode: Mode = "paper",
 ) -> Recipe:
     """Keep in every layer the fewest slots that hold the same share of attention.
 
@@ -91,10 +93,10 @@ def scalekv(
     scales: tuple[tuple[int, int], ...],
     table: tuple[tuple[int, ...], ...] = (),
     prompt: int = 0,
-    patch: Count = 4,
-    recent: int = 16,
+    grid: Count = 4,
+    mode: Mode = "paper",
 ) -> Recipe:
-    """Keep, after each scale of a next-scale image model, what patch centres attend to.
+    """Keep, after each scale of a next-scale image model, what the middles of patches attend to.
 
     Args:
         budget: Slots of a row, or a share of the tokens it has seen, where the table is empty.
@@ -102,15 +104,17 @@ def scalekv(
         table: Of each layer, the slots after each scale, from
             `diffcache.kv.learn.scalekv.capacities`.
         prompt: Tokens that come before the first map.
-        patch: Tokens of a patch along each side.
-        recent: Last tokens that are always kept.
+        grid: Patches along each side of a map, of which the middles ask and are kept.
+        mode: `"official"` scores by logits and not by attention, and pools by the largest.
 
-    Reference: ScaleKV, arXiv 2505.19602, section 3.3. Departures: see
-    `diffcache.kv.score.patches` and `diffcache.kv.learn.scalekv`.
+    Reference: ScaleKV, arXiv 2505.19602, section 3.3. Departures: queries are those that attention
+    used, where the official code projects its own, unrotated ones; maps that are not square, or
+    smaller than the grid, are cut like the others; a budget below the middles keeps the last of
+    them; drafters are a fixed number of layers at each scale, see `diffcache.kv.learn.scalekv`.
     """
     sizes = tuple(height * width for height, width in scales)
     return Recipe(
-        "scalekv", score=PatchCentres(scales, prompt, patch),
-        budget=Scheduled(budget, sizes, table, prompt), plan=TopK(recent=recent),
+        "scalekv", score=PatchCentres(scales, prompt, grid, mode=mode),
+        budget=Scheduled(budget, sizes, table, prompt), plan=TopK(),
         trigger=EveryStep(min(sizes, default=1)),
     )  # fmt: skip

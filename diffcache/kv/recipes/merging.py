@@ -8,7 +8,7 @@ from diffcache.kv.budget import Size, Uniform
 from diffcache.kv.budgets.heads import AdaHead
 from diffcache.kv.merging.chelsea import SoftMatching
 from diffcache.kv.merging.d2o import DenseLayers, Density, EmaMerge
-from diffcache.kv.merging.elastic import BucketMerge, HeadMean, SingleArgsort
+from diffcache.kv.merging.elastic import BucketMerge, SingleArgsort
 from diffcache.kv.merging.ems import ZeroClassMerge
 from diffcache.kv.merging.kvmerger import ContiguousMerge
 from diffcache.kv.merging.lococo import ConvolutionMerge, MixWeights
@@ -23,6 +23,7 @@ from diffcache.kv.score.attention import Mass
 from diffcache.kv.score.global_local import GlobalLocal
 from diffcache.kv.score.learned import Retained, RetainingHeads
 from diffcache.kv.score.recency import Recency
+from diffcache.kv.score.shared import Shared
 from diffcache.kv.trigger import EveryStep
 
 Mode = Literal["paper", "official"]
@@ -43,17 +44,22 @@ def d2o(
         budget: Slots of a row, averaged over layers, or a share of the tokens it has seen.
         recent: Share of the budget that goes to the latest tokens.
         beta: Weight of the newest likeness in the threshold; 0.7, or 0.5 in official mode.
-        mode: `"official"` averages weighted keys by their number, so that norms shrink.
+        mode: `"official"` weighs by the cosine itself, gates by the mean over heads, keeps the
+            first 4 tokens and never evicts from layers 0, 1 and the last, so that more is held.
         space: `"pre"` holds and merges unrotated keys, which the paper does not.
 
-    Reference: D2O, arXiv 2406.13035. Departures: see the parts in
-    `diffcache.kv.merging.d2o`.
+    Reference: D2O, arXiv 2406.13035. Departures: variances of layers are divided by their mean, and
+    layers share out an exact total, in `"paper"` mode; a budget that is a share grows with what is
+    generated; the token being computed comes on top of the budget; a prompt is evicted before the
+    first token after it, where the official code lets that attend first.
     """
+    official = mode == "official"
     if beta is None:
-        beta = 0.7 if mode == "paper" else 0.5
+        beta = 0.5 if official else 0.7
     return Recipe(
-        "d2o", score=Density(Mass()), budget=DenseLayers(budget), plan=RecentShare(recent),
-        merge=EmaMerge(beta, mode, space), trigger=EveryStep(), space=space,
+        "d2o", score=Density(Mass(), mode), budget=DenseLayers(budget, mode=mode),
+        plan=RecentShare(recent, sinks=4 if official else 0), merge=EmaMerge(beta, mode, space),
+        trigger=EveryStep(), space=space,
     )  # fmt: skip
 
 
@@ -103,16 +109,21 @@ def elastic_cache(
         sinks: First tokens of a prompt that are always kept.
         recent: Last tokens of a prompt that are always kept.
         distance: From the end of a row, in slots, where one goes for every new token.
-        mode: `"official"` takes slots for ranks, so that scores say nothing of what is kept.
+        mode: `"official"` takes slots for ranks, so that scores say nothing of what is kept, keeps
+            a slot fewer, and merges slots that are `sinks` before those that go.
         space: `"pre"` holds and merges unrotated keys, which the paper does not.
 
-    Reference: Elastic Cache, arXiv 2407.18121.
+    Reference: Elastic Cache, arXiv 2407.18121. Departure: in `"official"` mode the slot that goes
+    for each new token is counted from the end, where the official code goes on with the number that
+    it had after the prompt.
     """
-    plan: Planner = FixedSlot(distance, sinks, recent)
+    plan = FixedSlot(distance, sinks, recent)
+    official = mode == "official"
     return Recipe(
-        "elastic_cache", score=HeadMean(Mass()), budget=Uniform(budget),
-        plan=plan if mode == "paper" else SingleArgsort(plan),
-        merge=BucketMerge(space=space), trigger=EveryStep(), space=space,
+        "elastic_cache", score=Shared(Mass(), heads=True), budget=Uniform(budget),
+        plan=SingleArgsort(plan) if official else plan,
+        merge=BucketMerge(space=space, ends=(sinks, recent) if official else None),
+        trigger=EveryStep(), space=space,
     )  # fmt: skip
 
 
@@ -125,6 +136,7 @@ def look_m(
     text: int = 0,
     mode: Mode = "paper",
     space: Space = "post",
+    sinks: Whole = 0,
 ) -> Recipe:
     """Keep text before images after the prompt, and merge evicted images into what is kept.
 
@@ -137,10 +149,12 @@ def look_m(
         text: The tag of text.
         mode: `"official"` keeps all text, even where it is more than the budget.
         space: `"pre"` holds and merges unrotated keys, which the paper does not.
+        sinks: First tokens that are always kept: 4 in those classes of the official code that
+            prefer no text, which this is in `"paper"` mode where nothing has a tag.
 
     Reference: LOOK-M, arXiv 2406.18139, sections 3.2 and 3.3.
     """
-    plan: Planner = RecentShare(recent)
+    plan: Planner = RecentShare(recent, sinks)
     return Recipe(
         "look_m", score=TextFirst(Mass(), text), budget=Uniform(budget),
         plan=plan if mode == "paper" else AllText(plan, text),

@@ -9,11 +9,13 @@ from torch import Tensor
 from diffcache.kv.budget import Size, Uniform
 from diffcache.kv.codec.base import TensorCodec
 from diffcache.kv.codec.fourier import FourierSigns, RangeSplit
+from diffcache.kv.codec.heads import JoinHeads
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.layers import Together
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.codec.residual import Gear
 from diffcache.kv.codec.rotate import rotatekv as rotated
+from diffcache.kv.codec.rotate import rotatekv_grid
 from diffcache.kv.codec.scaled import ChannelSeparable
 from diffcache.kv.codec.shared import SharedCodes
 from diffcache.kv.codec.sparse import BitmapSparse
@@ -69,8 +71,9 @@ def gear(
         outliers: Share of a vector that is kept exactly.
         buffer: Tokens that are coded at once, a multiple of `group`; a prompt is coded whole.
 
-    Reference: GEAR, arXiv 2403.05527. Departure: tokens that are
-    generated get the same rank as the prompt, where the paper gives them 2.
+    Reference: GEAR, arXiv 2403.05527. Departures: tokens that are generated get the same rank as
+    the prompt, where the paper gives them 2; outliers are the same share of a token and of a
+    channel, each within a head, where the official code takes them of all heads together.
     """
     check_multiple("buffer", buffer, group)
     keys = Gear(bits, "tokens", group, outliers, rank)
@@ -96,12 +99,13 @@ def zipcache(
         every: Tokens that stay exact before they are coded together.
         probes: Share of the queries that salience is taken from.
 
-    Reference: ZipCache, arXiv 2405.14256. Departure: what is coded stays as
-    it is, where the paper codes everything anew every 100 tokens.
+    Reference: ZipCache, arXiv 2405.14256. Departures: what is coded stays as it is, where the
+    paper codes everything anew every 100 tokens; channels of values are scaled by the tokens of
+    one precision, where the official code takes those of both; probes are spread and not drawn.
     """
     rungs = tuple(
         Pair(GroupQuant(bits, "tokens", None),
-             ChannelSeparable(GroupQuant(bits, "channels", None)), 1)
+             JoinHeads(ChannelSeparable(GroupQuant(bits, "channels", None))), 1)
         for bits in (high, low)
     )  # fmt: skip
     return Recipe(
@@ -153,13 +157,14 @@ def rotatekv(
         sinks: First tokens that stay exact.
         recent: Last tokens that stay exact.
         order: Calibrated order of the `heads * D` channels; None fits it to every block.
-        mode: The grid of 3 bits, see `diffcache.kv.codec.rotate.rotatekv`.
+        mode: The grid, see `diffcache.kv.codec.rotate.rotatekv_grid`.
 
-    Reference: RotateKV, arXiv 2501.16383. Departure: the tokens of massive activations
-    are taken to be the first, where the paper finds them in the input of a layer.
+    Reference: RotateKV, arXiv 2501.16383. Departures: the tokens of massive activations
+    are taken to be the first, where the paper finds them in the input of a layer; ranges are not
+    clipped; without `order` the channels are reordered anew in every block.
     """
     keys = rotated(bits, group, heads, order, mode)
-    values = GroupQuant(bits, "channels", group)
+    values = rotatekv_grid(bits, group, mode)
     codec = Pair(keys, values, max(recent, 1), recent, whole=True, sinks=sinks)
     return Recipe("rotatekv", codec=codec, space="pre")
 
@@ -226,8 +231,8 @@ def staircase(steps: tuple[int, ...] = (32, 128, 512), *, group: Count = 32) -> 
         steps: Ages in tokens at which bits are halved, the first from exact to 8; up to four.
         group: Tokens of a group of keys, which grow old together, and channels of one of values.
 
-    Reference: PM-KVQ, arXiv 2505.18610, of which the shift; by age as staircase adaptive
-    quantization has it, whose details are not public.
+    Reference: none; the ages and the rungs are ours, the shift of codes is that of PM-KVQ, arXiv
+    2505.18610.
 
     Raises:
         ValueError: If there are more steps than bits can be halved.

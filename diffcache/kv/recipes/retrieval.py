@@ -11,10 +11,10 @@ from diffcache.kv.life.tiers import Tiers
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.settings import Count, Whole, checked
 from diffcache.kv.retrieval.a2ats import KeyCodes
-from diffcache.kv.retrieval.actqkv import ProbeQuery
 from diffcache.kv.retrieval.double_sparsity import Channels, LabelChannels
 from diffcache.kv.retrieval.mpcache import MinMaxTree
 from diffcache.kv.retrieval.offload import InTiers
+from diffcache.kv.retrieval.probe_query import ProbeQuery
 from diffcache.kv.retrieval.quest import Quest
 from diffcache.kv.retrieval.rekv import Frames
 from diffcache.kv.retrieval.select import Group
@@ -53,9 +53,9 @@ def mpcache_select(
         alpha: Weight of the upper bound; dimensionless, 0 to 1.
         layers: Neighbouring layers that share a choice.
 
-    Reference: MPCache, arXiv 2501.06807, the part that looks at queries; compose it with a recipe
-    that drops slots after the prompt for the other. Departure: the first two layers share a choice
-    too, which the paper's do not.
+    Reference: MPCache, arXiv 2501.06807, the part that looks at queries; the other, which drops
+    slots once after the prompt, is `snapkv(0.75, kernel=1)`, to compose it with. Departure: the
+    first two layers share a choice too, which the paper's do not.
     """
     chooser = MinMaxTree(
         budget, sinks=0, recent=small, group="mean",
@@ -66,8 +66,9 @@ def mpcache_select(
 
 @checked
 def double_sparsity(
-    channels: Channels, budget: Size = 0.0625, recent: int = 64, bits: int | None = None
-) -> Recipe:
+    channels: Channels, budget: Size = 0.0625, recent: int = 1, bits: int | None = None,
+    *, sinks: int = 0, skip: int = 2,
+) -> Recipe:  # fmt: skip
     """Read the tokens of the highest logits over a few label channels.
 
     Args:
@@ -75,28 +76,39 @@ def double_sparsity(
             `diffcache.kv.learn.label_channels`; the paper takes a sixteenth of them.
         budget: Slots a query reads, or a share of the tokens.
         recent: Last tokens that are always read.
-        bits: Of the label cache; None keeps it exact, the paper takes 4.
+        bits: Bits of the label cache and of the queries' labels; None keeps both exact, the paper
+            takes 4.
+        sinks: First tokens that are always read.
+        skip: First layers that read everything.
 
-    Reference: Double Sparsity, arXiv 2408.07092.
+    Reference: Double Sparsity, arXiv 2408.07092. Departures: the token itself is always read; the
+    query heads of a key-value head choose together, where the official code lets each choose.
     """
     width = len(channels[0][0]) if channels and channels[0] else 1
     labels = None if bits is None else GroupQuant(bits, along="channels", group=width)
-    chooser = LabelChannels(budget, recent=recent, group="mean", channels=channels, labels=labels)
+    chooser = LabelChannels(
+        budget, sinks=sinks, recent=recent, group="mean", skip=skip,
+        channels=channels, labels=labels,
+    )  # fmt: skip
     return Recipe("double_sparsity", retrieve=chooser)
 
 
 @checked
-def tidal_decode(budget: Size = 1024, select: tuple[int, ...] = (2, 9), recent: int = 64) -> Recipe:
+def tidal_decode(
+    budget: Size = 1024, select: tuple[int, ...] = (2, 9), recent: int = 1, *, sinks: int = 0
+) -> Recipe:
     """Let a few layers choose positions by full attention, and the others read the same ones.
 
     Args:
         budget: Slots a query reads, or a share of the tokens.
         select: Layers that choose; those before the first read everything.
         recent: Last tokens that are always read.
+        sinks: First tokens that are always read.
 
-    Reference: TidalDecode, arXiv 2410.05076.
+    Reference: TidalDecode, arXiv 2410.05076. Departures: the token itself is always read; the query
+    heads of a key-value head choose together.
     """
-    chooser = LayerReuse(budget, recent=recent, group="mean", select=select)
+    chooser = LayerReuse(budget, sinks=sinks, recent=recent, group="mean", select=select)
     return Recipe("tidal_decode", retrieve=chooser)
 
 
@@ -104,7 +116,7 @@ def tidal_decode(budget: Size = 1024, select: tuple[int, ...] = (2, 9), recent: 
 def sentence_kv(
     budget: Size = 1024, sinks: int = 32, recent: int = 32, block: Count = 32
 ) -> Recipe:
-    """Read the sentences whose mean key the query agrees with.
+    """Read the sentences whose mean key the queries since the last full stop agree with.
 
     Args:
         budget: Slots a query reads, or a share of the tokens.
@@ -112,9 +124,11 @@ def sentence_kv(
         recent: Last tokens that are always read.
         block: Tokens that count as a sentence where none is known.
 
-    Reference: SentenceKV, arXiv 2504.00970. Sentences are the `tags` of the cache, see
-    `diffcache.kv.retrieval.sentence.sentence_tags`; what the paper drops after the prompt is left
-    to a recipe that this one is composed with.
+    Reference: SentenceKV, arXiv 2504.00970. Departures: what the paper drops after the prompt is
+    left to a recipe that this one is composed with; what is generated counts as sentences of
+    `block` tokens, and the first query of a sentence asks like the others, where the official code
+    has it read everything; sentences are read whole or not at all; sentences of the prompt are the
+    `tags` of the cache, see `diffcache.kv.retrieval.sentence.sentence_tags`.
     """
     chooser = Sentences(budget, sinks=sinks, recent=recent, group="mean", block=block)
     return Recipe("sentence_kv", retrieve=chooser)
@@ -146,7 +160,7 @@ def rekv(
 
 
 @checked
-def actqkv(
+def probe_query(
     budget: Size = 2048, density: float = 0.95, block: Count = 16, sinks: int = 4, recent: int = 64
 ) -> Recipe:
     """Let the unusual queries of a chunk choose blocks, and tokens those that hold enough mass.
@@ -158,18 +172,19 @@ def actqkv(
         sinks: First tokens that are always read.
         recent: Last tokens that are always read.
 
-    Reference: ActQKV, arXiv 2502.13542, from its description: see `ProbeQuery`.
+    Reference: none; the formulas are ours, after the description of ActQKV, arXiv 2502.13542, see
+    `diffcache.kv.retrieval.probe_query`.
     """
     chooser = ProbeQuery(
         budget, sinks=sinks, recent=recent, group="mean", block=block, density=density
     )
-    return Recipe("actqkv", retrieve=chooser, space="pre")
+    return Recipe("probe_query", retrieve=chooser, space="pre")
 
 
 @checked
 def a2ats(
     budget: Size = 0.0625, codes: int = 256, far: int = 64, recent: int = 64,
-    codebook: Codebook | None = None,
+    codebook: Codebook | None = None, *, sinks: int = 4,
 ) -> Recipe:  # fmt: skip
     """Read the tokens of the highest logits that a codebook of unrotated keys gives.
 
@@ -178,11 +193,14 @@ def a2ats(
         codes: Vectors of a codebook that is fitted to the prompt.
         far: Distance at which far keys are met, in positions.
         recent: Last tokens that are always read.
-        codebook: Fitted beforehand; None fits one to each prompt.
+        codebook: Codebook that was fitted beforehand; None fits one to each prompt.
+        sinks: First tokens that are always read.
 
     Reference: A2ATS, arXiv 2502.12665. Departures: see `diffcache.kv.retrieval.a2ats`.
     """
-    chooser = KeyCodes(budget, recent=recent, group="mean", codes=codes, far=far, codebook=codebook)
+    chooser = KeyCodes(
+        budget, sinks=sinks, recent=recent, group="mean", codes=codes, far=far, codebook=codebook
+    )
     return Recipe("a2ats", retrieve=chooser, space="pre")
 
 
@@ -200,8 +218,10 @@ def shadowkv(
         block: A prompt with fewer tokens stays exact.
         tiers: Where the values are held, in blocks of 64 slots; None leaves them where they are.
 
-    Reference: ShadowKV, arXiv 2410.21465, section 4.1. Departure: chunks of tokens that are
-    generated are chosen as well, where the paper always reads these tokens.
+    Reference: ShadowKV, arXiv 2410.21465, section 4.1. Departures: chunks of tokens that are
+    generated are chosen as well, where the paper always reads these tokens; the budget counts the
+    outliers and the last chunks, on top of which the official one comes; outliers may be among the
+    last chunks.
     """
     values = Exact() if tiers is None else InTiers(tiers)
     chooser = Landmarks(budget, sinks=0, recent=32, group="max", outliers=outliers)

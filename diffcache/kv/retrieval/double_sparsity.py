@@ -24,11 +24,12 @@ class LabelChannels(Selecting):
     """Read the tokens of the highest logits, found from the channels that matter most.
 
     Reference: Double Sparsity, arXiv 2408.07092: label channels are chosen offline
-    (`diffcache.kv.learn.label_channels`), and the label cache may be held in 4 bits.
+    (`diffcache.kv.learn.label_channels`), and the label cache may be held in 4 bits, in which
+    queries are coded as well.
 
     Args:
         channels: Label channels of each head of each layer; all heads have as many.
-        labels: How the label cache is held; None keeps it exact.
+        labels: How the label cache is held, and queries are read; None keeps both exact.
     """
 
     channels: Channels = ()
@@ -61,6 +62,8 @@ class LabelChannels(Selecting):
         q = ask.query.grouped(label.shape[1])
         index = self._index(ask.layer, label.shape[1], q)[None, :, None, None]
         q = q.gather(4, index.expand(*q.shape[:4], -1)).float() * ask.query.scale
+        if self.labels is not None:
+            q = self.labels.encode(q.flatten(2, 3)).decode().view_as(q)
         score = torch.einsum("bhgnr,bhsr->bhgns", q, label.float())
         return top(grouped(score, self.group), ask.free, ask.room)
 

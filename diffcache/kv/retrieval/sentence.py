@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
@@ -16,11 +16,16 @@ from diffcache.kv.retrieval.select import Ask, Selecting, asked, fill, grouped
 from diffcache.kv.retrieval.summary import Summary
 from diffcache.kv.slots import Slots
 
+_ASKED = ("asked", "asked_pos")  # the last queries and their positions, of whole rows
+
 
 @final
 @dataclass(frozen=True)
 class Sentences(Selecting):
     """Read whole sentences, those of the highest product of query and mean key.
+
+    A query is the mean of those that were asked since its sentence began; those of the prompt and
+    those before the cache was last compressed count for nothing.
 
     Reference: SentenceKV, arXiv 2504.00970. A token's sentence is its `tag` (see
     `sentence_tags`); tokens without one, as those that are generated, form blocks of `block`.
@@ -38,13 +43,41 @@ class Sentences(Selecting):
         self._blocks()
 
     def extend(self, old: Summary, fresh: Slots, query: Query, layer: KVLayer) -> Summary:
-        """Add new keys to the mean of their sentence."""
-        return self._blocks().extend(old, fresh)
+        """Add new keys to the mean of their sentence; a prompt forgets the queries before it."""
+        found = self._blocks().extend(old, fresh)
+        if query.count <= self.few:
+            return found
+        kept = {name: value for name, value in found.state.items() if name not in _ASKED}
+        return replace(found, state=kept)
 
     def choose(self, ask: Ask) -> Tensor:
         """Return the slots of the best sentences that fit."""
-        score = grouped(asked(ask.query, mean_keys(ask.summary)), self.group)
+        query = self._of_sentence(ask)
+        score = grouped(asked(query, mean_keys(ask.summary)), self.group)
         return slots_of(fill(score, sizes(ask), ask.room), ask.summary)
+
+    def _of_sentence(self, ask: Ask) -> Query:
+        """Return the mean of the queries since the sentence of each began, and keep them all."""
+        query, summary = ask.query, ask.summary
+        q, own = query.q, query.positions().expand(len(query.q), -1)
+        pos = own
+        if "asked" in summary.state:
+            before = summary.state["asked_pos"]
+            old = slice(int((before < own[:, :1]).all(0).sum()))  # later ones were taken back
+            q = torch.cat([summary.state["asked"][:, :, old], q], 2)
+            pos = torch.cat([before[:, old], own], 1)
+        most = self.block + query.count - 1
+        q, pos = q[:, :, -most:], pos[:, -most:]
+        state = {**summary.state, "asked": q, "asked_pos": pos}
+        ask.layer.summary = replace(summary, state=state)
+        block = summary.slots["block"]
+        same = block[:, :, None] == block[:, :, -query.count :, None]  # [B, 1 or H, n, S]
+        far = torch.iinfo(torch.int32).max
+        begin = summary.pos[:, :, None].masked_fill(~same, far).amin((1, 3))
+        inside = (pos[:, None] >= begin[..., None]) & (pos[:, None] <= own[..., None])
+        weight = inside / inside.sum(-1, keepdim=True).clamp_min(1)
+        mean = torch.einsum("bnm,bhmd->bhnd", weight.to(q.dtype), q)
+        return replace(query, q=mean)
 
     def _blocks(self) -> Blocks:
         return Blocks(self.block, "mean", self.longest)

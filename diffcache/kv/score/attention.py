@@ -62,7 +62,8 @@ def with_window(earlier: Tensor, width: int) -> Tensor:
 class Window(Score):
     """Score by the attention of the last queries, pooled over neighbours; their slots stay.
 
-    Queries of padding count for nothing. What keeps the window is an infinite score.
+    Query heads are reduced first and slots pooled then, which matters where either takes the
+    largest. Queries of padding count for nothing. What keeps the window is an infinite score.
 
     Args:
         size: Queries, whose own slots always stay.
@@ -96,7 +97,7 @@ class Window(Score):
         width = seen.slots.width
         before = max(width - self.size, 0)
         mean = seen.window_mean(seen.probs(self.size)[..., :before])
-        return with_window(over_groups(pooled(mean, self.kernel, self.pooling), self.groups), width)
+        return with_window(pooled(over_groups(mean, self.groups), self.kernel, self.pooling), width)
 
 
 @dataclass(frozen=True)

@@ -1,43 +1,54 @@
-"""Attention of the queries at the centres of image patches."""
+"""Attention of a few queries spread evenly over an image."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from diffcache.kv.attend import logits
 from diffcache.kv.observe import Observation
-from diffcache.kv.score.attention import check_window, over_groups, pooled
+from diffcache.kv.score.attention import ALWAYS, check_window, over_groups, pooled
 from diffcache.kv.score.base import Score
 
 
 @dataclass(frozen=True)
 class PatchCentres(Score):
-    """Average the attention of one query for each patch of the token map that came last.
+    """Score by a few queries of the token map that came last; their own slots stay.
 
-    Reference: ScaleKV, arXiv 2505.19602, section 3.3; patches of 4 by 4 and the largest of 5
-    neighbours are those of the official code, where the paper pools by the average. A centre is the
-    token at half the patch, rounded down; a patch cut off by the border has its centre in what is
-    left.
+    The map is cut into a grid of patches, as many whatever its size, and the token in the middle of
+    each asks. All tokens of a map see one another.
+
+    Reference: ScaleKV, arXiv 2505.19602, section 3.3. A middle is that of the official code, the
+    token before it where a patch has an even side; rows and columns beyond the last whole patch are
+    in none. Departures: maps that are not square are cut alike, and those smaller than the grid
+    into single rows or columns, where the official code then asks the last tokens; queries are
+    those that attention used, where the official code projects its own, unrotated ones.
 
     Args:
         scales: Height and width of each token map, first to last.
         prompt: Tokens that come before the first map.
-        patch: Tokens of a patch along each side.
-        kernel: Slots of which the largest is taken, around each, odd.
+        grid: Patches along each side.
+        kernel: Slots that are pooled, around each, odd.
+        mode: `"paper"` takes the mean of the attention, pooled by the average; `"official"` the sum
+            of the logits, pooled by the largest, the slots of the queries left out.
 
     Raises:
-        ValueError: If a number is out of range.
+        ValueError: If a setting is out of its range.
     """
 
     scales: tuple[tuple[int, int], ...]
     prompt: int = 0
-    patch: int = 4
+    grid: int = 4
     kernel: int = 5
+    mode: Literal["paper", "official"] = "paper"
 
     def __post_init__(self) -> None:
-        check_window(self.patch, self.kernel, "max")
+        check_window(self.grid, self.kernel, "max")
+        if self.mode not in ("paper", "official"):
+            raise ValueError(f"mode={self.mode!r}: must be 'paper' or 'official'")
         if not self.scales or min(min(scale) for scale in self.scales) < 1 or self.prompt < 0:
             raise ValueError(
                 f"scales={self.scales}, prompt={self.prompt}: must be (height, width) of at least "
@@ -50,16 +61,25 @@ class PatchCentres(Score):
         return max(height * width for height, width in self.scales)
 
     def __call__(self, seen: Observation) -> Tensor:
-        """Return the mean over centres and query heads, [B, H, S].
+        """Return the scores, the mean over query heads [B, H, S], infinite where a query stands.
 
         Raises:
             ValueError: If the rows are at different tokens, or not at the end of a map.
         """
         height, width = self.last(seen)
-        rows, columns = (centres(length, self.patch) for length in (height, width))
-        index = (torch.tensor(rows)[:, None] * width + torch.tensor(columns)).flatten()
-        probs = seen.probs(height * width)[:, :, :, index.to(seen.slots.k.device)]
-        return over_groups(pooled(probs.mean(3), self.kernel, "max"), "mean")
+        rows, columns = (middles(length, self.grid) for length in (height, width))
+        index = torch.tensor(rows)[:, None] * width + torch.tensor(columns)
+        index = index.flatten().to(seen.slots.k.device)
+        last = seen.last(height * width)
+        asked = replace(last, q=last.q[:, :, index], pos=last.positions()[:, index], causal=False)
+        found = logits(asked, seen.slots)
+        own = torch.zeros(seen.slots.width, dtype=torch.bool, device=index.device)
+        own[seen.slots.width - height * width + index] = True
+        if self.mode == "official":
+            found = pooled(found.masked_fill(own, float("-inf")).sum(3), self.kernel, "max")
+        else:
+            found = pooled(found.softmax(-1).mean(3), self.kernel, "avg")
+        return over_groups(found, "mean").masked_fill(own, ALWAYS)
 
     def last(self, seen: Observation) -> tuple[int, int]:
         """Return height and width of the map that was written last."""
@@ -75,6 +95,8 @@ class PatchCentres(Score):
         )
 
 
-def centres(length: int, patch: int) -> list[int]:
-    """Return the centre of each patch along one side."""
-    return [start + min(patch, length - start) // 2 for start in range(0, length, patch)]
+def middles(length: int, grid: int) -> list[int]:
+    """Return the middle of each of the patches along one side, as many as fit of `grid`."""
+    count = min(grid, length)
+    size = length // count
+    return [number * size + (size - 1) // 2 for number in range(count)]

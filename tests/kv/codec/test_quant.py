@@ -199,6 +199,7 @@ def test_lifecycle_of_groups() -> None:
         (dict(levels=1), "levels=1: must be at least 2"),
         (dict(relax=0.5), "relax=0.5: must be at least 0 and below 0.5"),
         (dict(relax=math.nan), "relax=nan"),
+        (dict(whole_zero=True, symmetric=True), "a symmetric grid has no smallest value"),
         (dict(scale_dtype=torch.int8), "scale_dtype=torch.int8: must be a float dtype"),
     ],
 )

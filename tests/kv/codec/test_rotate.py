@@ -109,17 +109,13 @@ def test_a_given_order_is_used_and_stored_once() -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_rotatekv_grid_of_paper_and_code(bits: int) -> None:
-    """The code divides by bits ** 2 - 1: 3, 8 and 15, so that 3 bits miss the top by a width."""
+def test_rotatekv_rounds_to_the_nearest_of_its_grid(bits: int) -> None:
     x, order = torch.randn(1, 2, 64, 32), torch.arange(32)
     rotated = hadamard(x, 32)
     span = rotated.amax(-1, keepdim=True) - rotated.amin(-1, keepdim=True)
-    worst = {}
-    for mode, widths in (("paper", 2**bits - 1), ("official", bits**2 - 1)):
-        found = rotatekv(bits, 32, 1, order, mode=mode).encode(x).decode()
-        worst[mode] = float(((hadamard(found, 32) - rotated).abs() / (span / widths)).max())
-    assert worst["paper"] == pytest.approx(0.5, abs=0.02)
-    assert worst["official"] == pytest.approx(1.0 if bits == 3 else 0.5, abs=0.02)
+    found = rotatekv(bits, 32, 1, order).encode(x).decode()
+    worst = ((hadamard(found, 32) - rotated).abs() / (span / (2**bits - 1))).max()
+    assert float(worst) == pytest.approx(0.5, abs=0.02)
 
 
 def test_bad_settings_are_refused() -> None:

@@ -32,6 +32,21 @@ def test_every_recipe_says_what_it_does_and_where_it_is_from(name: str) -> None:
     assert parts.composition(parts.example(recipe_function(name)))
 
 
+def test_equal_to_official_code_is_said_where_a_test_derives_it() -> None:
+    equal = page.compared()
+    assert {"snapkv", "d2o", "gear", "sentence_kv"} < equal.keys() <= recipes().keys()
+    assert all(10 < len(said) < 120 for said in equal.values())
+    for name in recipes():
+        row = page._recipe(recipe_function(name), name, None, equal)
+        assert row[6] == equal.get(name, "")
+    assert "official" not in page.compared(Path("nowhere"))
+
+
+@pytest.mark.parametrize(("name", "modes"), [("d2o", "`paper`, `official`"), ("snapkv", "")])
+def test_a_row_says_its_modes(name: str, modes: str) -> None:
+    assert page._recipe(recipe_function(name), name, None, {})[4] == modes
+
+
 def test_a_docstring_is_taken_apart() -> None:
     def one() -> Recipe:
         """Do a thing

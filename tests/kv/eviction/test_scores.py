@@ -184,11 +184,12 @@ def snap(pooling: str, groups: str, kernel: int) -> Tensor:
     seen = stored(0)
     probs = seen.probs(8)[..., : TOKENS - 8]
     mean = sum(probs[:, :, :, i] for i in range(8)) / 8
+    mean = {"mean": mean.mean(2), "max": mean.amax(2), "sum": mean.sum(2)}[groups]
     found = torch.zeros_like(mean)
     for slot in range(TOKENS - 8):
         near = mean[..., max(slot - kernel // 2, 0) : slot + kernel // 2 + 1]
         found[..., slot] = near.sum(-1) / kernel if pooling == "avg" else near.amax(-1)
-    return {"mean": found.mean(2), "max": found.amax(2), "sum": found.sum(2)}[groups]
+    return found
 
 
 @pytest.mark.parametrize("pooling", ["avg", "max"])

@@ -16,7 +16,8 @@ from diffcache.kv.life.episodes import (
     find_episodes,
     prefill_by_blocks,
 )
-from diffcache.kv.recipes.eviction_more import epicache, kvzip, mpcache_static
+from diffcache.kv.recipes.eviction import snapkv
+from diffcache.kv.recipes.eviction_more import epicache, kvzip
 from diffcache.kv.score.probe import Asked
 from tests.kv.tiny import llama, prompts, row
 
@@ -129,7 +130,7 @@ def test_several_probes_and_heads_of_their_own_size(exact: Any) -> None:
 
 def test_probes_are_checked(exact: Any) -> None:
     run, ids = forward(exact), prompts(1, 20)["input_ids"][:, 17:]
-    cache = cache_for(exact, mpcache_static(4, window=2), mode="native")
+    cache = cache_for(exact, snapkv(4, window=2), mode="native")
     run(ids, cache)
     with pytest.raises(ValueError, match="needs a recipe that scores by"):
         compress_by_probe(cache, lambda fork: run(ids, fork))

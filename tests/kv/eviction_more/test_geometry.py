@@ -15,7 +15,7 @@ from diffcache.kv.score.base import Score
 from diffcache.kv.score.compactor import Compactor, leverage, standard
 from diffcache.kv.score.cur import NormProduct
 from diffcache.kv.score.lag import Lag
-from diffcache.kv.score.patches import PatchCentres, centres
+from diffcache.kv.score.patches import PatchCentres, middles
 from diffcache.kv.score.probe import Asked, MaxAttention
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
@@ -109,23 +109,24 @@ def test_what_a_chunk_lacks_counts_for_nothing(layer: int) -> None:
     close(Compactor(blend=0, chunk=79, first=0, last=0)(seen), official)
 
 
-def test_patch_centres_are_asked() -> None:
-    score = PatchCentres(((1, 1), (2, 3), (5, 6)), prompt=2, patch=4, kernel=3)
-    assert centres(5, 4) == [2, 4] and centres(6, 4) == [2, 5] and centres(1, 4) == [0]
-    text = Text(2 + 1 + 6 + 30)
-    found = scores(score, text, [2, 1, 6, 30])[0][0]
-    attention, first = text.attention(), 9
-    asked = [first + row * 6 + column for row in (2, 4) for column in (2, 5)]
-    for head in range(HEADS):
-        expected: list[list[float]] = []
-        for group in range(GROUPS):
-            mean = [
-                sum(float(attention[head, group, q, s]) for q in asked) / 4
-                for s in range(text.tokens)
-            ]
-            expected.append([max(mean[max(s - 1, 0) : s + 2]) for s in range(text.tokens)])
-        both = torch.tensor(expected).mean(0)
-        torch.testing.assert_close(found[head], both, rtol=1e-4, atol=1e-6)
+def test_small_and_oblong_maps_have_fewer_middles() -> None:
+    assert middles(24, 4) == [2, 8, 14, 20] and middles(6, 4) == [0, 1, 2, 3]
+    assert middles(3, 4) == [0, 1, 2] and middles(1, 4) == [0]
+    score = PatchCentres(((1, 1), (2, 3)), prompt=2)
+    found = scores(score, Text(9), [2, 1, 6])[0]
+    assert found[..., -6:].isinf().all() and found[..., :-6].isfinite().all()
+
+
+def test_middles_of_a_map_ask_all_of_it_whatever_the_order() -> None:
+    text = Text(2 + 16)
+    score = PatchCentres(((4, 4),), prompt=2, grid=2, kernel=3)
+    asked = [2 + row * 4 + column for row in (0, 2) for column in (0, 2)]
+    q = text.q[0, 0].view(HEADS, GROUPS, 18, -1)[:, :, asked]
+    mean = (q @ text.k[0, 0][:, None].mT * q.shape[-1] ** -0.5).softmax(-1).mean((1, 2))
+    around = torch.nn.functional.pad(mean, (1, 1)).unfold(-1, 3, 1).mean(-1)
+    around[:, asked] = float("inf")
+    torch.testing.assert_close(scores(score, text, [18])[0][0], around)
+    score = PatchCentres(((1, 1), (2, 3)), prompt=2)
     with pytest.raises(ValueError, match=r"tokens=\[10\]"):
         scores(score, Text(10), [10])
 

@@ -15,13 +15,11 @@ from diffcache.kv.planning.windows import Windows
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction_more import (
     compactor,
-    critic,
     curdkv,
     epicache,
     keyformer,
     kvzip,
     lazy_eviction,
-    mpcache_static,
     scissorhands,
     windowkv,
 )
@@ -41,8 +39,6 @@ MAKERS: dict[str, Callable[[Any], Recipe]] = {
     "windowkv_places": lambda size: windowkv(
         size, window=4, size=4, task="aggregation", best=2, group=3, beta=1.5
     ),
-    "mpcache_static": lambda size: mpcache_static(size, window=6),
-    "critic": lambda size: critic(size, window=4, kernel=3),
     "prefixkv": lambda size: prefixkv(size, sinks=2),
     "prefixkv_table": lambda size: prefixkv(size, sinks=2, shares=SHARES),
     "prefixkv_official": lambda size: prefixkv(size, sinks=2, distance=5, mode="official"),
@@ -201,7 +197,7 @@ def test_scales_hold_what_their_table_says() -> None:
     scales = ((1, 1), (2, 2), (4, 4), (8, 8))
     index = torch.tensor([[0.1, 0.1, 0.9, 0.9], [0.9, 0.9, 0.1, 0.1]])
     table = capacities(index, 20, drafters=1, reduction=0.8)
-    store = KVStore(2, scalekv(scales=scales, table=table, recent=2))
+    store = KVStore(2, scalekv(scales=scales, table=table))
     text, start = Text(85 + 1, pad=(0, 0), layers=2), 0
     before: list[int] = []
     for scale, (height, width) in enumerate(scales):

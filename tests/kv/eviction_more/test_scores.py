@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from diffcache.kv.attend import Query
-from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import Mass, Window
-from diffcache.kv.score.base import Score
-from diffcache.kv.score.blend import Blend, LeaveOut, Surprise
 from diffcache.kv.score.heads import HeadVote
 from diffcache.kv.score.keyformer import NoisyMass
 from diffcache.kv.score.lag import Lag
@@ -24,32 +17,14 @@ from diffcache.kv.score.probe import Asked, MaxAttention
 from diffcache.kv.score.recurrence import Recurrence
 from diffcache.kv.score.scissorhands import LowCount
 from diffcache.kv.score.shared import Shared
-from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
 from tests.kv.eviction_more.plain import GROUPS, HEADS, Text, observed, recipe, scores
-
-
-@dataclass(frozen=True)
-class Entering(Score):
-    """Knows tokens by when they came."""
-
-    statistics = ("came",)
-    attends = False
-
-    def __call__(self, seen: Observation) -> Tensor:
-        return seen.stats["came"]
-
-    def enter(self, stats: Any, asked: Query, slots: Slots, layer: int) -> None:
-        stats["came"].copy_(slots.pos.float().expand_as(stats["came"]))
-
 
 PROMPT = [14, 1, 1, 1]  # tokens of each forward
 TOKENS = sum(PROMPT)
 EVERY = [
     LowCount(6), NoisyMass(seed=3), Recurrence(0.1), MaxAttention(), HeadVote(((0, 3),), 4, 3),
-    Blend((Window(4, 3), Surprise(4), LeaveOut(4))), Blend((Mass(), LeaveOut(4)), (1.0, 3.0)),
-    Surprise(5), LeaveOut(5), Lag(4, 2), Shared(Mass(), heads=True),
-    Blend((Shared(Mass()), MaxAttention())),
+    Window(4, 3), Lag(4, 2), Shared(Mass(), heads=True),
 ]  # fmt: skip
 
 
@@ -198,62 +173,6 @@ def test_chosen_heads_vote(heads: Any) -> None:
         assert bool((found[layer][..., before:] == float("inf")).all())
 
 
-def test_critic_weights_are_those_of_the_definition() -> None:
-    parts = (Surprise(5), LeaveOut(5), MaxAttention())
-    text = Text(TOKENS)
-    each = [scores(part, text, PROMPT)[0][0].double().numpy() for part in parts]
-    blended = scores(Blend(parts), text, PROMPT)[0][0]
-    for head in range(HEADS):
-        table = np.stack([(x[head] - x[head].min()) / np.ptp(x[head]) for x in each])
-        said = table.std(1) * (1 - np.corrcoef(table)).sum(1)
-        expected = (said / said.sum()) @ table
-        np.testing.assert_allclose(blended[head].numpy(), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_score_that_tells_nothing_apart_counts_for_nothing() -> None:
-    text = Text(TOKENS)
-    alike = MaxAttention()
-    alone = scores(alike, text, PROMPT)[0]
-    blended = scores(Blend((alike, Lag(64, 0))), text, PROMPT)[0]  # Lag: 1 everywhere
-    assert torch.equal(blended.argsort(dim=-1, stable=True), alone.argsort(dim=-1, stable=True))
-    both = scores(Blend((Lag(64, 0), Shared(Lag(64, 0)))), text, PROMPT)[0]
-    assert bool(both.isfinite().all())
-
-
-def test_blends_of_scores_that_look_at_tokens_as_they_come() -> None:
-    text = Text(TOKENS)
-    found = scores(Blend((Entering(), Lag(64, 0)), (1.0, 0.0)), text, PROMPT)[0]
-    torch.testing.assert_close(found[0, 0], torch.linspace(0, 1, TOKENS))
-
-
-def test_blend_keeps_what_any_score_always_keeps() -> None:
-    text = Text(TOKENS)
-    found = scores(Blend((Window(4, 3), Surprise(4))), text, PROMPT)[0]
-    assert bool((found[..., -4:] == float("inf")).all())
-    assert bool((found[..., :-4] <= 1).all()) and bool((found[..., :-4] >= 0).all())
-
-
-def test_leaving_a_slot_out_moves_the_output_so_far() -> None:
-    text = Text(9)
-    found = scores(LeaveOut(1), text, [9])[0][0]
-    q = text.q[0, 0, :, -1].view(HEADS, GROUPS, -1)
-    logits = torch.einsum("hgd,hsd->hgs", q, text.k[0, 0]) * q.shape[-1] ** -0.5
-    whole = logits.softmax(-1) @ text.v[0, 0]
-    for slot in range(9):
-        rest = [other for other in range(9) if other != slot]
-        without = logits[..., rest].softmax(-1) @ text.v[0, 0][:, rest]
-        expected = (whole - without).norm(dim=-1).mean(-1)
-        torch.testing.assert_close(found[:, slot], expected, rtol=1e-3, atol=1e-5)
-
-
-def test_surprise_adds_up_to_the_entropy() -> None:
-    text = Text(TOKENS)
-    found = scores(Surprise(3), text, PROMPT)[0][0].sum(-1)
-    attention = text.attention()[:, :, -3:]
-    entropy = -(attention * attention.clamp_min(1e-300).log()).sum(-1).mean((1, 2))
-    torch.testing.assert_close(found.double(), entropy, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -262,11 +181,6 @@ def test_surprise_adds_up_to_the_entropy() -> None:
         (lambda: Recurrence(0.0), r"threshold=0\.0"),
         (lambda: HeadVote(((),)), r"heads\[0\]"),
         (lambda: HeadVote(kernel=4), "kernel=4"),
-        (lambda: Blend((Surprise(),)), "at least two"),
-        (lambda: Blend((Surprise(), LeaveOut()), (1.0,)), "weights="),
-        (lambda: Blend((Mass(), Mass())), "same statistics"),
-        (lambda: Blend((Mass(), Entering())), "blend one kind"),
-        (lambda: Surprise(0), "queries=0"),
         (lambda: Shared(Mass(), 0), "group=0"),
         (lambda: PatchCentres(()), "scales="),
         (lambda: Lag(1), "lag=1"),

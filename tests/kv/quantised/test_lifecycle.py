@@ -141,7 +141,7 @@ def test_kivi_at_2_bits_holds_a_fifth_of_bfloat16() -> None:
 
 
 def test_bits_of_a_slot_are_counted() -> None:
-    """ZipCache: 4 and 2 bits a channel, 32 bits a value vector, and rows of scales for each part."""
+    """ZipCache: 4 and 2 bits a channel, 32 bits for the values of a token, and rows of scales for each part."""
     store = KVStore(1, zipcache(0.5, every=16))
     write(store, 64, 0, size=32)
     store.begin(1)
@@ -150,7 +150,7 @@ def test_bits_of_a_slot_are_counted() -> None:
     for segment, bits in zip(layer.segments, (4, 2), strict=True):
         rows = 2 * 32 * (2 + 1) * 2  # key scale and minimum, value factor, of every channel
         codes = 2 * 2 * 32 * 32 * bits // 8
-        vectors = 2 * 32 * 2 * 2
+        vectors = 32 * 2 * 2
         pos = 2 * 32 * 4
         counted = sum(t.numel() * t.element_size() for t in tensors(segment))
         assert counted == rows + codes + vectors + pos

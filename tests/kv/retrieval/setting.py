@@ -12,9 +12,9 @@ from diffcache.kv.attend import Query, attend
 from diffcache.kv.budget import Size
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.a2ats import KeyCodes
-from diffcache.kv.retrieval.actqkv import ProbeQuery
 from diffcache.kv.retrieval.double_sparsity import LabelChannels
 from diffcache.kv.retrieval.mpcache import MinMaxTree
+from diffcache.kv.retrieval.probe_query import ProbeQuery
 from diffcache.kv.retrieval.quest import Quest
 from diffcache.kv.retrieval.rekv import Frames
 from diffcache.kv.retrieval.select import Selecting
@@ -35,11 +35,11 @@ MADE: dict[str, Callable[[Size], Selecting]] = {
     "tidal": lambda n: LayerReuse(n, select=(0, 2), **FEW),
     "sentence": lambda n: Sentences(n, block=8, **FEW),
     "rekv": lambda n: Frames(n, block=8, **FEW),
-    "actqkv": lambda n: ProbeQuery(n, density=1.0, **FEW),
+    "probe_query": lambda n: ProbeQuery(n, density=1.0, **FEW),
     "a2ats": lambda n: KeyCodes(n, codes=512, far=0, **FEW),
     "shadowkv": lambda n: Landmarks(n, outliers=2, **FEW),
 }
-PRE = {"rekv", "actqkv", "a2ats", "shadowkv"}
+PRE = {"rekv", "probe_query", "a2ats", "shadowkv"}
 
 
 def rotary() -> Rotary:

@@ -114,7 +114,7 @@ def test_settled_segments_are_read_like_the_tail(name: str) -> None:
     two.write(slots.k[:, :, 89:], slots.v[:, :, 89:])
     two.summary = None
     query = Query(q[:, :, -1:], 89, D**-0.5)
-    if name == "rekv":
+    if name in ("rekv", "sentence"):  # blocks that a tag begins, queries of the sentence
         layer.summary = None
         one = attend(query, chooser.views(query, layer, [layer]))
     if name == "a2ats":  # one codebook for both: that of the prompt

@@ -29,16 +29,16 @@ CHANNELS = (((0, 2, 8, 13), (1, 5, 7, 9)),) * 4
 RECIPES: dict[str, Callable[[Size], Recipe]] = {
     "quest": lambda n: recipes.quest(n, page=4, skip=1),
     "mpcache_select": lambda n: recipes.mpcache_select(n, large=8, small=4),
-    "double_sparsity": lambda n: recipes.double_sparsity(CHANNELS, n, recent=4, bits=4),
+    "double_sparsity": lambda n: recipes.double_sparsity(CHANNELS, n, recent=4, bits=4, skip=0),
     "tidal_decode": lambda n: recipes.tidal_decode(n, select=(1, 3), recent=4),
     "sentence_kv": lambda n: recipes.sentence_kv(n, sinks=2, recent=4, block=4),
     "rekv": lambda n: recipes.rekv(n, recent=4, sinks=2, block=4),
-    "actqkv": lambda n: recipes.actqkv(n, density=1.0, block=4, recent=4),
+    "probe_query": lambda n: recipes.probe_query(n, density=1.0, block=4, recent=4),
     "a2ats": lambda n: recipes.a2ats(n, codes=16, far=4, recent=4),
     "shadowkv": lambda n: recipes.shadowkv(n, rank=32, outliers=1, block=8),
 }
 # Keys held before rotation are turned back and on; low rank adds the rounding of a product.
-TOLERANCE = {"rekv": 2e-4, "actqkv": 2e-4, "a2ats": 2e-4, "shadowkv": 2e-3}
+TOLERANCE = {"rekv": 2e-4, "probe_query": 2e-4, "a2ats": 2e-4, "shadowkv": 2e-3}
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_label_channels_are_chosen_from_what_a_model_does(model: Any, stock: Any
     same(found, stock["greedy"])
     channels = watch.channels(4)
     assert len(channels) == 4 and all(len(layer) == 2 for layer in channels)
-    recipe = recipes.double_sparsity(channels, 16, recent=4)
+    recipe = recipes.double_sparsity(channels, 16, recent=4, skip=0)
     cache = cache_for(model, recipe)
     model.generate(**prompts(), past_key_values=cache, **SHORT)
     detach(model)

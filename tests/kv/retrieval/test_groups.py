@@ -7,7 +7,7 @@ import torch
 
 from diffcache.kv.attend import Query, attend, logits
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.retrieval.actqkv import ProbeQuery, bias
+from diffcache.kv.retrieval.probe_query import ProbeQuery, bias
 from diffcache.kv.retrieval.rekv import Frames
 from diffcache.kv.retrieval.sentence import Sentences, sentence_tags
 from diffcache.kv.retrieval.summary import known
@@ -118,7 +118,7 @@ def test_unusual_queries_weigh_more_and_padding_nothing() -> None:
 def test_density_cuts_off_what_holds_little_mass() -> None:
     k, v, q = tokens(200)
     few = [
-        int(known(run(ProbeQuery(150, density=d, block=4, **FEW), "actqkv", k, v, q, 199)[1])
+        int(known(run(ProbeQuery(150, density=d, block=4, **FEW), "probe_query", k, v, q, 199)[1])
             .read.sum())  # type: ignore[union-attr]
         for d in (0.3, 0.8, 1.0)
     ]  # fmt: skip
@@ -129,7 +129,7 @@ def test_density_cuts_off_what_holds_little_mass() -> None:
 
 def test_a_chunk_of_a_prompt_chooses_by_its_probe() -> None:
     k, v, q = tokens(120)
-    line, chooser = Row("actqkv"), ProbeQuery(60, block=4, sinks=2, recent=4)
+    line, chooser = Row("probe_query"), ProbeQuery(60, block=4, sinks=2, recent=4)
     for part in (slice(0, 80), slice(80, 120)):
         line.step(chooser, k[:, :, part], v[:, :, part], q[:, :, part])
     read = known(line.layers[0]).read

@@ -1,4 +1,4 @@
-"""ActQKV: unusual queries of a chunk say what is read, and dense layers read less."""
+"""Unusual queries of a chunk say what is read, and tokens read until they have enough mass."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from diffcache.kv.slots import Slots
 class ProbeQuery(Selecting):
     """Choose blocks by a probe query in a chunk of a prompt, and by mass when few tokens come.
 
-    Reference: ActQKV, arXiv 2502.13542; bias and cut-off are written from its description, so their
-    formulas may differ from the paper's. The bias of a token is the squared
-    distance of its query from the mean of the chunk, each channel in units of its variance there;
-    the probe is the mean of the queries weighted by it. When tokens are generated, each layer reads
-    the fewest blocks that hold `density` of the mass of its block scores, never more than the
-    budget: the paper's cut-off by density of information, here within a layer and a step, as later
-    layers are not known yet.
+    The weight of a token is the squared distance of its query from the mean of the chunk, each
+    channel in units of its variance there; the probe is the mean of the queries so weighted. When
+    tokens are generated, each layer reads the fewest blocks that hold `density` of the mass of its
+    block scores, never more than the budget.
+
+    Reference: none; the formulas are ours, after the description of ActQKV, arXiv 2502.13542.
 
     Args:
         block: Tokens of a block.
@@ -75,7 +74,7 @@ class ProbeQuery(Selecting):
 
 
 def bias(query: Query, valid: Tensor) -> Tensor:
-    """Return the weight of each query of a chunk, its activation bias over the sum of all.
+    """Return the weight of each query of a chunk, its distance over the sum of all.
 
     Args:
         query: n queries.
