@@ -35,10 +35,9 @@ if TYPE_CHECKING:
 EMPTY: list[str] = []
 NEEDED = ("torchmetrics", "matplotlib", "av")
 SHOWN = (
-    "evaluations", "flops_ratio", "ratio", "held_bytes", "psnr_db", "lpips", "lpips_lite",
-    "temporal_error", "fid", "fid_lite", "fid_lite_change", "fvd_lite", "fvd_lite_change",
-    "clip_score", "prompt_accuracy", "image_reward", "pick_score",
-    "hps_v2",
+    "evaluations", "flops_ratio", "ratio", "cpu_ratio", "held_bytes", "psnr_db", "lpips",
+    "lpips_lite", "temporal_error", "fid", "fid_lite", "fid_lite_change", "fvd_lite",
+    "fvd_lite_change", "clip_score", "prompt_accuracy", "image_reward", "pick_score", "hps_v2",
 )  # fmt: skip
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 SCRIPTS = {
@@ -98,7 +97,7 @@ def evaluate(
     reference: Annotated[
         Path | None, typer.Option(help="Folder or npz of real pictures, for FID and the like.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=0, help="Timed rounds; 0 times nothing.")] = 5,
+    rounds: Annotated[int, typer.Option(min=0, help="Timed rounds; 0 times nothing.")] = 10,
     memory: Annotated[
         bool, typer.Option("--memory", help="Measure peak memory, in a process for each case.")
     ] = False,

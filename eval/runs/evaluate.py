@@ -15,9 +15,9 @@ from torch import Tensor
 
 from diffcache.errors import DiffcacheError
 from diffcache.eval.cost.flops import denoiser_flops
-from diffcache.eval.diffusers_caches import DiffusersCache
 from diffcache.eval.folders import open_films, open_pictures
 from diffcache.eval.metrics import reward
+from diffcache.eval.peers import Peer
 from diffcache.eval.runs.draw import Drawer, relative_errors
 from diffcache.eval.runs.folder import (
     MARKER,
@@ -61,10 +61,10 @@ class Plan:
     """
 
     task: Task
-    methods: Mapping[str, Method | DiffusersCache]
+    methods: Mapping[str, Method | Peer]
     out: Path | None = None
     reference: Path | None = None
-    rounds: int = 5
+    rounds: int = 10
     memory: bool = False
     site_errors: bool = True
     reward: str = ""
