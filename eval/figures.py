@@ -41,8 +41,7 @@ COLUMNS = (
     "evaluations", "flops_ratio", "ratio", "cpu_ratio", "psnr_db", "ssim", "lpips_lite",
     "temporal_error", "prompt_accuracy", "prompt_accuracy_change", "whole_right",
     "whole_right_change", "success_rate", "success_rate_change", "action_error",
-    "fid_lite_to_uncached", "fvd_lite_to_uncached",
-    "held_bytes",
+    "fid_lite_to_uncached", "fvd_lite_to_uncached", "held_bytes",
 )  # fmt: skip
 HEAD = """# Figures
 
