@@ -34,12 +34,13 @@ _PLAN = {"rounds", "memory", "site_errors", "reference", "reward"}
 _TOP = _TASK | _PLAN | {"method"}
 
 
-def read_sweep(file: Path, out: Path) -> list[Plan]:
+def read_sweep(file: Path, out: Path, instead: Mapping[str, Any] | None = None) -> list[Plan]:
     """Read a sweep.
 
     Args:
         file: TOML or YAML.
         out: Folder of the runs; each gets a folder of its own in it.
+        instead: Keys and values in place of those of the file.
 
     Returns:
         One plan for each combination of the task's lists.
@@ -49,7 +50,7 @@ def read_sweep(file: Path, out: Path) -> list[Plan]:
         ValueError: If it cannot be read, or a key or a value in it is wrong.
         MissingError: If the library of a row is not installed.
     """
-    found = read_values(file)
+    found = {**read_values(file), **(instead or {})}
     unknown = sorted(set(found) - _TOP)
     if unknown:
         raise ValueError(f"{file}: unknown key {unknown[0]!r}; use {', '.join(sorted(_TOP))}")
