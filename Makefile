@@ -10,6 +10,7 @@ LOWEST_TESTS := FluxTransformer2DModel or FluxPipeline or WanTransformer3DModel 
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.stamp
+PEERS := $(VENV)/.peers
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
@@ -50,10 +51,10 @@ fix: $(READY) ## Repair style and formatting
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(READY) ## Measure what the methods save and what they cost
+bench: $(READY) ## Measure what caching itself costs: skipped steps, compiled graphs, KV caches
 	$(BIN)/python -m diffcache.eval.bench $(ARGS)
 
-figures: $(READY) ## Draw the table of methods of every shipped model again (hours; ARGS=model for one)
+figures: $(PEERS) ## Draw the table of methods of every shipped model again (hours; ARGS=model for one)
 	$(if $(ARGS),,$(BIN)/python -m diffcache.eval.shipped.kontext)
 	$(if $(ARGS),,$(BIN)/python -m diffcache.eval.shipped.reach)
 	$(BIN)/python -m diffcache.eval.figures $(ARGS)
@@ -86,8 +87,9 @@ docs: $(READY) ## Print what diffcache knows of every supported model
 gpu-test: $(READY) ## Run the tests that need a CUDA device
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m gpu $(ARGS)
 
-gpu-bench: $(READY) ## Measure on a CUDA device
+gpu-bench: $(PEERS) ## Measure on a CUDA device, beside the caches of other libraries
 	$(BIN)/python -m diffcache.eval.bench --device cuda $(ARGS)
+	$(BIN)/diffcache eval sweep assets/bench/eval-shapes-flux-50-methods.toml --device cuda
 
 clean: ## Remove build products and caches; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
@@ -107,4 +109,8 @@ $(READY): pyproject.toml
 	  $(PIP) install --no-deps "$(TORCH)"; \
 	fi
 	@$(PIP) install --editable '.[dev]'
+	@touch $@
+
+$(PEERS): $(READY)
+	@$(PIP) install --editable '.[peers]'
 	@touch $@

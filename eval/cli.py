@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -37,17 +38,15 @@ if TYPE_CHECKING:
 EMPTY: list[str] = []
 NEEDED = ("torchmetrics", "matplotlib", "av")
 SHOWN = (
-    "evaluations", "flops_ratio", "ratio", "held_bytes", "psnr_db", "lpips", "lpips_lite",
-    "temporal_error", "fid", "fid_lite", "fid_lite_change", "fvd_lite", "fvd_lite_change",
-    "clip_score", "prompt_accuracy", "image_reward", "pick_score",
-    "hps_v2",
+    "evaluations", "flops_ratio", "ratio", "cpu_ratio", "held_bytes", "psnr_db", "lpips",
+    "lpips_lite", "temporal_error", "fid", "fid_lite", "fid_lite_change", "fvd_lite",
+    "fvd_lite_change", "clip_score", "prompt_accuracy", "image_reward", "pick_score", "hps_v2",
 )  # fmt: skip
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 SCRIPTS = {
     "doctor": "Say which metrics run here, with which weights, and what is missing.",
     "fid": "Compare two folders of pictures as sets: FID, KID, precision and recall.",
     "fidelity": "Compare two folders file by file: PSNR, SSIM, MS-SSIM, LPIPS.",
-    "latency": "Time a pipeline with and without methods, in turn.",
     "report": "Write tables, plots and a page from records.",
 }
 
@@ -65,6 +64,23 @@ app.add_typer(vbench_app, name="vbench")
 Model = Annotated[str, typer.Option(help=f"{MODELS[0].upper()}{MODELS[1:]}.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/MODEL-HASH).")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+Methods = Annotated[list[str], typer.Option("--method", metavar=METHOD, help="May be repeated.")]
+Prompts = Annotated[
+    str,
+    typer.Option(help="shapes, shapes-held-out, shapes-one-held-out, pictures, films, a file."),
+]
+Steps = Annotated[int | None, typer.Option(min=1, help="Sampling steps (default: the pipeline's).")]
+Call = Annotated[
+    list[str],
+    typer.Option("--call", metavar="KEY=VALUE", help="An argument of the pipeline's call."),
+]
+Threads = Annotated[int, typer.Option(min=1, help="CPU threads of torch.")]
+Memory = Annotated[
+    bool, typer.Option("--memory", help="Measure peak memory, in a process for each case.")
+]
+Machine = Annotated[
+    str, typer.Option("--json", metavar="FILE|-", help="Write the record here too.")
+]
 
 
 @app.callback()
@@ -73,31 +89,20 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 def evaluate(
     context: typer.Context,
     model: Model = "",
-    methods: Annotated[
-        list[str],
-        typer.Option("--method", metavar=METHOD, help="May be repeated."),
-    ] = EMPTY,
+    methods: Methods = EMPTY,
     samples: Annotated[int, typer.Option(min=1, help="Samples of every case.")] = 256,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Sampling steps (default: the pipeline's).")
-    ] = None,
-    prompts: Annotated[
-        str,
-        typer.Option(help="shapes, shapes-held-out, shapes-one-held-out, pictures, films, a file."),
-    ] = "",
+    steps: Steps = None,
+    prompts: Prompts = "",
     seed: Seed = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts a call.")] = 8,
-    call: Annotated[
-        list[str],
-        typer.Option("--call", metavar="KEY=VALUE", help="An argument of the pipeline's call."),
-    ] = EMPTY,
+    call: Call = EMPTY,
     fps: Annotated[
         float | None,
         typer.Option(min=0.01, max=1000, help="Frames a second of films (default: the model's)."),
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of torch.")] = 1,
+    threads: Threads = 1,
     reference: Annotated[
         Path | None,
         typer.Option(help="Real pictures for FID and the like: a folder, or npz, or statistics."),
@@ -112,10 +117,8 @@ def evaluate(
     stages: Annotated[
         str, typer.Option(help="What is done now, of draw,score,time; the rest another time.")
     ] = "draw,score,time",
-    rounds: Annotated[int, typer.Option(min=0, help="Timed rounds; 0 times nothing.")] = 5,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Measure peak memory, in a process for each case.")
-    ] = False,
+    rounds: Annotated[int, typer.Option(min=0, help="Timed rounds; 0 times nothing.")] = 10,
+    memory: Memory = False,
     site_errors: Annotated[
         bool, typer.Option(help="Measure the error of every stand-in on the first batch.")
     ] = True,
@@ -128,9 +131,7 @@ def evaluate(
         ),
     ] = "",
     out: Out = None,
-    machine: Annotated[
-        str, typer.Option("--json", metavar="FILE|-", help="Write the record here too.")
-    ] = "",
+    machine: Machine = "",
     quiet: Quiet = False,
     loading: Loading = AS_SAVED,
 ) -> None:
@@ -162,7 +163,6 @@ def evaluate(
     if machine not in ("", "-"):
         check_target("--json", Path(machine))
     _prepare()
-    from diffcache.eval.methods import parse_row
     from diffcache.eval.runs.evaluate import Plan
     from diffcache.eval.runs.task import Task
 
@@ -171,18 +171,88 @@ def evaluate(
         steps=steps, call=parse_settings(call, "--call"), dtype=dtype, device=device,
         threads=threads, fps=fps, loading=loading,
     )  # fmt: skip
-    doubles = [name for name in methods if methods.count(name) > 1]
-    if doubles:
-        raise ValueError(f"--method {doubles[0]}: given twice")
     if not methods:
         message = f"no --method: {samples} uncached samples are drawn and measured, nothing else"
         typer.echo(message, err=True)
     plan = Plan(
-        task, {name: parse_row(name) for name in methods}, out, reference, resize=resize,
+        task, _rows(methods), out, reference, resize=resize,
         convention=convention, stages=stages.split(","), rounds=rounds, memory=memory,
         site_errors=site_errors, reward=reward, command=shlex.join(["diffcache", *sys.argv[1:]]),
     )  # fmt: skip
     show(plan, machine, quiet)
+
+
+def _rows(methods: list[str]) -> dict[str, Any]:
+    """Return row name -> method or cache of another library.
+
+    Raises:
+        ValueError: If a method is given twice, or cannot be read.
+    """
+    from diffcache.eval.methods import parse_row
+
+    doubles = [name for name in methods if methods.count(name) > 1]
+    if doubles:
+        raise ValueError(f"--method {doubles[0]}: given twice")
+    return {name: parse_row(name) for name in methods}
+
+
+@app.command(epilog=EXIT_LINE)
+@guarded
+@with_loading
+def latency(
+    model: Annotated[str, typer.Argument(help=f"{MODELS[0].upper()}{MODELS[1:]}.")],
+    methods: Methods = EMPTY,
+    prompts: Prompts = "",
+    steps: Steps = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples a call.")] = 1,
+    call: Call = EMPTY,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 10,
+    memory: Memory = False,
+    machine: Machine = "",
+    quiet: Quiet = False,
+    loading: Loading = AS_SAVED,
+) -> None:
+    """Time a pipeline uncached and under methods, in turn: medians and quartiles of the rounds.
+
+    A busy machine slows all of them; "ratio" is uncached over cached seconds, by wall time, by CPU
+    time and within the denoiser.
+
+    [bold]Try[/bold]
+
+        diffcache eval latency shapes-flux --method taylorseer --method taylorseer:every=4
+    """
+    if machine not in ("", "-"):
+        check_target("--json", Path(machine))
+    _prepare()
+    from diffcache.eval.latency import measure, tables
+    from diffcache.eval.runs.evaluate import Plan
+    from diffcache.eval.runs.progress import shown
+    from diffcache.eval.runs.task import Task
+    from diffcache.files import write_json
+    from diffcache.pipelines.demo.console import print_rows
+
+    task = Task(
+        model=model, prompts=prompts, samples=batch_size, batch_size=batch_size, steps=steps,
+        call=parse_settings(call, "--call"), dtype=dtype, device=device, threads=threads,
+        loading=loading,
+    )  # fmt: skip
+    with TemporaryDirectory() as folder, shown(quiet) as progress:
+        plan = Plan(task, _rows(methods), Path(folder) / "run", rounds=rounds, memory=memory,
+                    stages=("draw", "time"),
+                    command=shlex.join(["diffcache", *sys.argv[1:]]))  # fmt: skip
+        record = measure(plan, progress)
+    if machine == "-":
+        typer.echo(json.dumps(record, indent=1))
+        return
+    if machine:
+        write_json(Path(machine), record)
+    for titles, rows in tables(record):
+        print_rows(titles, rows)
+    for text in record["warnings"]:
+        typer.echo(f"note: {text}")
 
 
 def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, Any] | None:
@@ -240,6 +310,7 @@ def sweep(
     file: Annotated[Path, typer.Argument(help="TOML or YAML; docs/evaluation.md shows one.")],
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs"),
     quiet: Quiet = False,
+    device: Annotated[str, typer.Option(help="In place of the file's.")] = "",
     dry: Annotated[bool, typer.Option("--dry-run", help="Only list the cases.")] = False,
 ) -> None:
     """Evaluate many settings: every list in the file is swept.
@@ -254,7 +325,7 @@ def sweep(
     _prepare()
     from diffcache.eval.runs.sweep import read_sweep
 
-    plans = read_sweep(file, out)
+    plans = read_sweep(file, out, {"device": device} if device else {})
     if dry:
         for plan in plans:
             typer.echo(f"{plan.out}: {plan.task.samples} samples, uncached and")

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import diffcache
 from diffcache.catalog import make_method
 from diffcache.eval.cli import show
@@ -36,11 +38,10 @@ PAGE = ROOT / "docs" / "figures.md"
 OUT = Path("runs")
 SAMPLES = 32
 COLUMNS = (
-    "evaluations", "flops_ratio", "ratio", "psnr_db", "ssim", "lpips_lite", "temporal_error",
-    "prompt_accuracy", "prompt_accuracy_change", "whole_right", "whole_right_change",
-    "success_rate", "success_rate_change", "action_error", "fid_lite_to_uncached",
-    "fvd_lite_to_uncached",
-    "held_bytes",
+    "evaluations", "flops_ratio", "ratio", "cpu_ratio", "psnr_db", "ssim", "lpips_lite",
+    "temporal_error", "prompt_accuracy", "prompt_accuracy_change", "whole_right",
+    "whole_right_change", "success_rate", "success_rate_change", "action_error",
+    "fid_lite_to_uncached", "fvd_lite_to_uncached", "held_bytes",
 )  # fmt: skip
 HEAD = """# Figures
 
@@ -89,6 +90,7 @@ def calibrate(sweep: Path, samples: int = SAMPLES) -> None:
         ValueError: If `tuned` is among them, which a search must choose.
     """
     from diffcache.eval.offline import inputs_of
+    from diffcache.eval.peers import MAG_CACHE, mag_ratios_of
     from diffcache.eval.runs.task import Task
 
     missing = missing_tables(sweep)
@@ -103,6 +105,11 @@ def calibrate(sweep: Path, samples: int = SAMPLES) -> None:
     )
     inputs = inputs_of(task)
     for name, settings, file in missing:
+        if name == MAG_CACHE:
+            noise = torch.Generator().manual_seed(inputs.seed)
+            call = {"prompt": inputs.prompts, "num_inference_steps": task.steps, "generator": noise}
+            write_json(file, {"mag_ratios": mag_ratios_of(inputs.pipe, {**inputs.call, **call})})
+            continue
         method = make_method(name, **settings)
         if not isinstance(method, Calibrated):
             raise ValueError(f"{sweep}: {name} takes no tables, yet names {file}")

@@ -15,7 +15,7 @@ from diffcache.features.parts.instead import Reuse
 from diffcache.features.parts.when import Listed
 
 if TYPE_CHECKING:
-    from diffcache.eval.diffusers_caches import DiffusersCache
+    from diffcache.eval.peers import Peer
 
 Made = TypeVar("Made")
 EVEN = "even"
@@ -38,15 +38,16 @@ def parse_method(text: str) -> Method:
     return _read(text, make_method)
 
 
-def parse_row(text: str) -> Method | DiffusersCache:
-    """Return what a row of an evaluation stands for: a method, or a cache of diffusers.
+def parse_row(text: str) -> Method | Peer:
+    """Return what a row of an evaluation stands for: a method, or a cache of another library.
 
     Args:
         text: As `parse_method` takes it, or `diffusers/name:key=value,key=value`, or
-            `even:computed=13,steps=20`.
+            `cache-dit/dbcache:key=value`, or `even:computed=13,steps=20`.
 
     Raises:
         UnknownMethodError: If there is no such name.
+        MissingError: If the library of the cache is not installed.
         ValueError: As `parse_method`.
     """
     return _read(text, make_row)
@@ -73,14 +74,14 @@ def even(computed: int, steps: int, site: str = "stack") -> Combine:
     return Combine(Listed([i * steps // computed for i in range(computed)], steps), Reuse(), site)
 
 
-def make_row(name: str, **settings: Any) -> Method | DiffusersCache:
-    """Return a method of the catalogue, a cache of diffusers, or `even`, by name."""
+def make_row(name: str, **settings: Any) -> Method | Peer:
+    """Return a method of the catalogue, a cache of another library, or `even`, by name."""
     if name == EVEN:
         return even(**settings)
-    if name.startswith("diffusers/"):
-        from diffcache.eval.diffusers_caches import DiffusersCache  # imports diffusers
+    if "/" in name:
+        from diffcache.eval.peers import make_peer  # imports diffusers
 
-        return DiffusersCache(name, settings)
+        return make_peer(name, settings)
     return make_method(name, **settings)
 
 

@@ -1,97 +1,383 @@
-"""The caches that diffusers has itself, set to skip as many steps as ours, and what they hold."""
+"""Caches of other libraries as rows beside ours: `diffusers/taylorseer:cache_interval=5`.
+
+`diffusers/NAME` is put in with the denoiser's own `enable_cache`, `cache-dit/dbcache` with that of
+cache-dit, both configured by the names of their classes' arguments. What a run of theirs computes
+is counted, operation by operation, as they do not tell.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import ast
+import dataclasses
+import importlib.metadata
+import importlib.util
+import io
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import TaylorSeerCacheConfig
 from torch import Tensor, nn
 
+from diffcache.errors import AttachError, MissingError, UnknownMethodError
+from diffcache.eval.cost.flops import Tally, counting, denoisers
+from diffcache.foreign import children_of
 
-def taylor_schedule(interval: int, before: int, steps: int) -> list[int]:
-    """Return the steps that diffusers' TaylorSeer computes.
-
-    After `before` steps it predicts one step and only then starts to count: interval 4, before 3
-    is C C C P C P P P C.
-    """
-    return [s for s in range(steps) if s < before or (s - before - 1) % interval == 0]
-
-
-def taylor_config(
-    computed: int, steps: int, lite: bool, dtype: torch.dtype
-) -> TaylorSeerCacheConfig:
-    """Return a TaylorSeer of diffusers that computes about as many steps as wanted.
-
-    Args:
-        computed: Wanted number of computed steps.
-        steps: Steps of the run.
-        lite: Whether to keep the head's output only, instead of every attention output.
-        dtype: Of the kept tensors.
-    """
-    before = min(3, computed)
-    distance = {
-        n: abs(len(taylor_schedule(n, before, steps)) - computed) for n in range(1, steps + 1)
-    }
-    interval = min(distance, key=lambda n: (distance[n], n))
-    return TaylorSeerCacheConfig(
-        cache_interval=interval, disable_cache_before_step=before, max_order=1,
-        taylor_factors_dtype=dtype, use_lite_mode=lite,
-    )  # fmt: skip
+DIFFUSERS = "diffusers/"
+CONFIGS = {
+    "faster-cache": "FasterCacheConfig",
+    "first-block": "FirstBlockCacheConfig",
+    "mag-cache": "MagCacheConfig",
+    "pyramid-attention-broadcast": "PyramidAttentionBroadcastConfig",
+    "sea-cache": "SeaCacheConfig",
+    "taylorseer": "TaylorSeerCacheConfig",
+}
+MAG_CACHE = f"{DIFFUSERS}mag-cache"
+CACHE_DIT = "cache-dit/dbcache"
+PREFIXES = (DIFFUSERS, "cache-dit/")
+_REFUSALS = (ValueError, AttributeError, LookupError, TypeError, AssertionError)
 
 
-def held_bytes(model: nn.Module) -> int:
-    """Return the bytes of all tensors in the states of a model's diffusers hooks."""
-    storages: dict[int, int] = {}
-    for module in model.modules():
-        registry = getattr(module, "_diffusers_hook", None)
-        for hook in registry.hooks.values() if registry is not None else ():
-            kept = getattr(getattr(hook, "state_manager", None), "_state_cache", {})
-            states = [*kept.values(), *([hook.state] if hasattr(hook, "state") else [])]
-            for tensor in _tensors([vars(state) for state in states]):
-                storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
-def threshold_for(
-    computed: int,
-    count: Callable[[float], int],
-    low: float = 1e-3,
-    high: float = 2.0,
-    tries: int = 8,
-) -> float:
-    """Return the threshold at which a gate computes about as many steps as wanted.
+@dataclasses.dataclass(frozen=True)
+class Peer(ABC):
+    """A cache of another library.
 
     Args:
-        computed: Wanted number of computed steps.
-        count: Runs the gate at a threshold and returns how many steps it computed.
-        low: Threshold that computes too many.
-        high: Threshold that computes too few.
-        tries: Thresholds to try.
+        name: As a row names it, with its prefix.
+        settings: Arguments of its configuration.
+
+    Raises:
+        UnknownMethodError: If there is no such cache, here or in the installed library.
+        MissingError: If its library is not installed.
+        ValueError: If a setting is unknown, or the configuration refuses its value.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        unknown = [key for key in self.settings if key not in self.fields]
+        if unknown:
+            raise ValueError(
+                f"{self.name}: no setting {unknown[0]!r}; there are {', '.join(self.fields)}"
+            )
+        try:
+            self.config()
+        except (TypeError, ValueError, OSError, LookupError) as error:
+            raise ValueError(f"{self.name}: {error}") from error
+
+    @property
+    @abstractmethod
+    def fields(self) -> list[str]:
+        """Names of the settings."""
+
+    @property
+    def total(self) -> int | None:
+        """Steps of the runs that it is made for, None for any."""
+        return None
+
+    @abstractmethod
+    def config(self, pipe: Any = None) -> Any:
+        """Return the library's own configuration."""
+
+    @abstractmethod
+    def attached(self, pipe: Any, models: Mapping[str, nn.Module]) -> AbstractContextManager[None]:
+        """Return a context in which the denoisers of a pipeline run under the cache."""
+
+    @contextmanager
+    def applied(self, pipe: Any, steps: int | None = None) -> Iterator[None]:
+        """Put the cache into every denoiser of a pipeline, and take it out again.
+
+        Args:
+            pipe: The pipeline.
+            steps: Sampling steps of its runs, if they are to be checked.
+
+        Raises:
+            AttachError: If a denoiser takes no such cache.
+            ValueError: If the cache is made for runs of another number of steps.
+        """
+        if steps is not None and self.total not in (None, steps):
+            raise ValueError(f"{self.name}: made for {self.total} steps, and the run has {steps}")
+        models = denoisers(pipe)
+        # What a library leaves behind must not stand in the way of the next row.
+        modules = [module for model in models.values() for module in model.modules()]
+        before = [(m, dict(vars(m)), dict(children_of(m))) for m in modules]
+        try:
+            with self.attached(pipe, models):
+                yield
+        finally:
+            for module, attributes, children in before:
+                vars(module).clear()
+                vars(module).update(attributes)
+                children_of(module).clear()  # cache-dit changes their order
+                children_of(module).update(children)
+
+
+class DiffusersCache(Peer):
+    """A cache of diffusers; `current_timestep_callback` is filled in.
+
+    `diffusers/mag-cache` takes `tables`, a file of `mag_ratios` (`mag_ratios_of`), and the number
+    of steps from it.
+    """
+
+    def __post_init__(self) -> None:
+        short = self.name.removeprefix(DIFFUSERS)
+        if short not in CONFIGS or not hasattr(diffusers, CONFIGS[short]):
+            known = ", ".join(DIFFUSERS + name for name in CONFIGS)
+            raise UnknownMethodError(f"no cache {self.name!r}; there are {known}")
+        super().__post_init__()
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{key}={value!r}" for key, value in self._arguments().items())
+        return f"{self._class.__name__}({said})"
+
+    @property
+    def _class(self) -> Any:
+        return getattr(diffusers, CONFIGS[self.name.removeprefix(DIFFUSERS)])
+
+    @property
+    def fields(self) -> list[str]:
+        """Names of the configuration's arguments."""
+        names = [field.name for field in dataclasses.fields(self._class)]
+        return [*names, "tables"] if self.name == MAG_CACHE else names
+
+    @property
+    def total(self) -> int | None:
+        """Steps of the runs that it is made for, None for any."""
+        return getattr(self.config(), "num_inference_steps", None)
+
+    def _arguments(self) -> dict[str, Any]:
+        given = dict(self.settings)
+        file = given.pop("tables", None)
+        if file is not None:
+            ratios = json.loads(Path(file).read_text(encoding="utf-8"))["mag_ratios"]
+            given = {"mag_ratios": ratios, "num_inference_steps": len(ratios)} | given
+        return given
+
+    def config(self, pipe: Any = None) -> Any:
+        """Return a configuration; those that ask for the timestep read it from the pipeline."""
+        given = self._arguments()
+        if "current_timestep_callback" in self.fields:
+            given.setdefault("current_timestep_callback", lambda: pipe.current_timestep)
+        return self._class(**given)
+
+    @contextmanager
+    def attached(self, pipe: Any, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Enable the cache of every denoiser."""
+        without = [name for name, model in models.items() if not hasattr(model, "enable_cache")]
+        if without or not models:
+            kind = type(models[without[0]]).__name__ if without else "nothing"
+            raise AttachError(f"{self.name}: {kind} has no enable_cache; leave this row out")
+        entered: list[Any] = []
+        try:
+            for model in models.values():
+                enable: Any = model.enable_cache
+                try:
+                    enable(self.config(pipe))
+                except _REFUSALS as error:
+                    raise AttachError(
+                        f"{self.name}: diffusers cannot cache {type(model).__name__}: {error}"
+                    ) from error
+                entered.append(model)
+            yield
+        finally:
+            for model in entered:
+                model.disable_cache()
+
+
+class CacheDit(Peer):
+    """DBCache of cache-dit, which refuses to leave out the first block.
+
+    `steps_computation_mask` is a list of 0 and 1, or such digits in a row; the number of steps is
+    taken from it. `taylorseer_order` adds its TaylorSeer calibrator; without it, residuals are
+    reused.
+    """
+
+    def __post_init__(self) -> None:
+        if self.name != CACHE_DIT:
+            raise UnknownMethodError(f"no cache {self.name!r}; there is {CACHE_DIT}")
+        if importlib.util.find_spec("cache_dit") is None:
+            raise MissingError("cache-dit is not installed: pip install cache-dit")
+        super().__post_init__()
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{key}={value!r}" for key, value in self.settings.items())
+        return f"DBCacheConfig({said}), cache-dit {importlib.metadata.version('cache-dit')}"
+
+    @property
+    def fields(self) -> list[str]:
+        """Names of the configuration's arguments, and `taylorseer_order`."""
+        names = [field.name for field in dataclasses.fields(_cache_dit().DBCacheConfig)]
+        return [*names, "taylorseer_order"]
+
+    @property
+    def total(self) -> int | None:
+        """Length of the mask, None without one."""
+        steps: int | None = self.config().num_inference_steps
+        return steps
+
+    def config(self, pipe: Any = None) -> Any:
+        """Return a new configuration: cache-dit writes into it."""
+        given = {key: value for key, value in self.settings.items() if key != "taylorseer_order"}
+        mask = given.get("steps_computation_mask")
+        if mask is not None:
+            digits = [str(step) for step in (mask if isinstance(mask, list) else str(mask))]
+            if set(digits) - {"0", "1"}:
+                raise ValueError(f"steps_computation_mask={mask!r}: must be of 0 and 1")
+            given["steps_computation_mask"] = [int(digit) for digit in digits]
+            given.setdefault("num_inference_steps", len(digits))
+        first = given.get("Fn_compute_blocks", 1)
+        if not isinstance(first, int) or first < 1:
+            raise ValueError(f"Fn_compute_blocks={first!r}: must be 1 or more")
+        return _cache_dit().DBCacheConfig(**given)
+
+    @contextmanager
+    def attached(self, pipe: Any, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Enable the cache of a pipeline, whose class it changes meanwhile."""
+        library, order = _cache_dit(), self.settings.get("taylorseer_order")
+        calibrator = None
+        if order is not None:
+            calibrator = library.TaylorSeerCalibratorConfig(taylorseer_order=order)
+        try:
+            try:
+                library.enable_cache(pipe, cache_config=self.config(), calibrator_config=calibrator)
+            except _REFUSALS as error:
+                raise AttachError(
+                    f"{self.name}: cache-dit cannot cache {type(pipe).__name__}: {error}"
+                ) from error
+            yield
+        finally:
+            library.disable_cache(pipe)
+
+
+def _cache_dit() -> Any:
+    """Return the library, which is told to be quiet."""
+    os.environ.setdefault("CACHE_DIT_LOG_LEVEL", "error")  # it is read once, at import
+    import cache_dit
+
+    return cache_dit
+
+
+def make_peer(name: str, settings: Mapping[str, Any]) -> Peer:
+    """Return a cache of another library by its name.
+
+    Raises:
+        UnknownMethodError: If there is no such cache.
+        MissingError: If its library is not installed.
+        ValueError: If a setting is wrong.
+    """
+    return (DiffusersCache if name.startswith(DIFFUSERS) else CacheDit)(name, settings)
+
+
+def mag_ratios_of(pipe: Any, call: Mapping[str, Any]) -> list[float]:
+    """Measure the ratios that MagCache of diffusers needs, in its own calibration mode.
+
+    Args:
+        pipe: The pipeline.
+        call: Arguments of one call, `num_inference_steps` among them.
 
     Returns:
-        The best of the thresholds tried, to three digits.
+        One ratio for every step; of the first guidance branch, where there are several.
     """
-    best, distance = high, float("inf")
-    for _ in range(tries):
-        middle = float(f"{(low * high) ** 0.5:.3g}")
-        found = count(middle)
-        if abs(found - computed) < distance:
-            best, distance = middle, abs(found - computed)
-        if found == computed:
-            break
-        low, high = (middle, high) if found > computed else (low, middle)
-    return best
+    settings = {"calibrate": True, "num_inference_steps": call["num_inference_steps"]}
+    cache = DiffusersCache(MAG_CACHE, settings)
+    with cache.applied(pipe), torch.no_grad(), redirect_stdout(io.StringIO()) as printed:
+        pipe(**call)  # diffusers prints them, and says them nowhere else
+    lists = [line for line in printed.getvalue().splitlines() if line.startswith("[")]
+    return [float(ratio) for ratio in ast.literal_eval(lists[-1])]
+
+
+@dataclasses.dataclass
+class Count:
+    """What a run under a cache of another library did.
+
+    Attributes:
+        tally: Operations of every denoiser call.
+        timesteps: The timestep of every call.
+        held_bytes: Most bytes kept at the end of a call.
+    """
+
+    tally: Tally
+    timesteps: list[float] = dataclasses.field(default_factory=list)
+    held_bytes: int = 0
+
+    def summary(self) -> dict[str, Any]:
+        """Return what a manifest keeps of a run, as `draw.summary` does of one of ours.
+
+        A step counts as computed if no call of it left anything out. The first call computes
+        everything in each of these caches, so that it is what the others are compared with.
+        """
+        flops = [count for _, count in self.tally.calls]
+        known = [count for count in flops if count is not None]
+        full = known[0] if len(known) == len(flops) and known else None
+        steps: list[list[Any]] = []
+        for timestep, count in zip(self.timesteps, flops, strict=True):
+            whole = int(full is None or count is None or count > 0.999 * full)
+            if steps and steps[-1][0] == timestep:
+                steps[-1][1] = max(steps[-1][1], whole)
+            else:
+                steps.append([timestep, whole])
+        saved = None if full is None else sum(full - count for count in known)
+        return {
+            "steps": steps,
+            "computed": sum(whole for _, whole in steps),
+            "skipped": sum(1 - whole for _, whole in steps),
+            "flops_computed": None if full is None else sum(known),
+            "flops_saved": saved,
+            "held_bytes": self.held_bytes,
+        }
+
+
+@contextmanager
+def observed(pipe: Any) -> Iterator[Count]:
+    """Count what the denoisers of a pipeline do; inside of `applied`."""
+    models = denoisers(pipe)
+    with counting(models) as tally:
+        count = Count(tally)
+        hooks = []
+
+        def note(model: Any, args: Any, kwargs: Any, out: Any) -> None:
+            given = kwargs.get("timestep", args[1] if len(args) > 1 else 0)
+            first = given.flatten()[0] if hasattr(given, "flatten") else given
+            count.timesteps.append(float(first))
+            count.held_bytes = max(count.held_bytes, held_bytes(models.values()))
+
+        for model in models.values():
+            hooks.append(model.register_forward_hook(note, with_kwargs=True))
+        try:
+            yield count
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def held_bytes(models: Iterable[nn.Module]) -> int:
+    """Return the bytes of all tensors that the caches of some denoisers keep."""
+    kept: list[Any] = []
+    for model in models:
+        kept.append(getattr(model, "_context_manager", None))  # of cache-dit
+        for module in model.modules():
+            registry = getattr(module, "_diffusers_hook", None)
+            for hook in registry.hooks.values() if registry is not None else ():
+                states = getattr(getattr(hook, "state_manager", None), "_state_cache", {})
+                kept += [*states.values(), getattr(hook, "state", None)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                for t in _tensors(kept, set())}.values())  # fmt: skip
+
+
+def _tensors(value: Any, known: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors in containers and in attributes of objects, each object once."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)) or hasattr(value, "__dict__"):
+        if id(value) in known or isinstance(value, (type, nn.Module)) or callable(value):
+            return
+        known.add(id(value))
+        inner = vars(value) if hasattr(value, "__dict__") else value
+        for item in inner.values() if isinstance(inner, dict) else inner:
+            yield from _tensors(item, known)

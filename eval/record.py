@@ -7,8 +7,7 @@ import importlib.metadata
 import json
 import platform
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,16 +51,6 @@ class Setting:
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         return _processor()
-
-    @property
-    def clock(self) -> Callable[[], float]:
-        """The clock for short pieces of work, in seconds.
-
-        CPU time of the thread where all the work is done in it, which other work on the machine
-        does not lengthen; else wall time.
-        """
-        alone = self.device.type == "cpu" and torch.get_num_threads() == 1
-        return time.thread_time if alone else time.perf_counter
 
 
 def stats(samples: Sequence[float], scale: float = 1.0) -> dict[str, float]:

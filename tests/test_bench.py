@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel, TaylorSeerCacheConfig
 
-from diffcache.eval import bench, compiled, memory, overhead, peers, record, speed
-from diffcache.eval.contender import psnr
-from diffcache.eval.tiny import Shape, build, emptied, inputs
-from diffcache.pipelines.small.flux import build_autoencoder, build_pipeline
+from diffcache.eval import record
+from diffcache.eval.bench import __main__ as bench
+from diffcache.eval.bench import compiled, overhead
+from diffcache.eval.bench.models import Shape
 
 SETTING = record.Setting(torch.device("cpu"))
 TINY = Shape(double=2, single=3, image_tokens=4, text_tokens=3)
@@ -21,17 +20,6 @@ def written(name, body, folder: Path):
     return json.loads(file.read_text())
 
 
-@pytest.fixture
-def pipe():
-    autoencoder = build_autoencoder()
-    autoencoder.register_to_config(shift_factor=0.0, scaling_factor=1.0)
-    made = build_pipeline(autoencoder)
-    sizes = {**made.transformer.config, "num_layers": 2, "num_single_layers": 2}
-    made.transformer = FluxTransformer2DModel.from_config(sizes)
-    made.set_progress_bar_config(disable=True)
-    return made
-
-
 def test_overhead(tmp_path: Path):
     body = overhead.measure(SETTING, rounds=2, shape=TINY)
     found = written("overhead", body, tmp_path)
@@ -40,15 +28,9 @@ def test_overhead(tmp_path: Path):
     assert {"diffusers MagCache", "diffusers FirstBlockCache", "0 blocks", "1 block"} <= set(rows)
     assert rows["TaylorSeer module"]["sites"] == 3 * TINY.double + TINY.single
     assert rows["TaylorSeer attention"]["sites"] == TINY.double + TINY.single
-    assert all(row["step_us"]["n"] > 0 for row in found["rows"])
-    assert len(overhead.tables(found)) == 2
-
-
-def test_memory_equals_the_formula(tmp_path: Path):
-    found = written("memory", memory.measure(SETTING, shape=TINY), tmp_path)
-    assert [row["name"] for row in found["rows"] if not row["equal"]] == []
-    assert len(found["rows"]) == 2 * (3 * len(memory.SITES) + 2)
-    assert memory.tables(found)[0].row_count == len(found["rows"])
+    calls = {name: row["step_us"]["n"] for name, row in rows.items()}
+    assert calls["TaylorSeer stack"] == calls["0 blocks"] == 10 and calls["full step"] == 4
+    assert overhead.tables(found)[0].row_count == len(found["rows"])
 
 
 @pytest.mark.slow
@@ -63,63 +45,6 @@ def test_compile(tmp_path: Path, monkeypatch):
             assert (row["graphs"], row["breaks"]) == (rows["uncached"]["graphs"], 0)
             assert row["error"] is None and row["difference"] < 1e-5
     assert compiled.tables(found)[0].row_count == len(rows)
-
-
-@pytest.mark.slow
-def test_speed(tmp_path: Path, pipe, monkeypatch):
-    monkeypatch.setattr(speed, "threshold_for", lambda wanted, count: 0.1 + 0 * count(0.1))
-    body = speed.measure(SETTING, pipe=pipe, rounds=1, steps=6, batches=[1])
-    found = written("speed", body, tmp_path)
-    rows = {row["name"]: row for row in found["rows"]}
-    assert rows["uncached"]["computed_steps"] == [6]
-    assert rows["uncached"]["psnr_db"] is None and rows["uncached"]["held_bytes"] == 0
-    assert rows["TaylorSeer stack"]["computed_steps"] == [3]
-    assert rows["TaylorSeer module"]["computed_steps"] == [3]
-    assert rows["TaylorSeer module"]["held_bytes"] > rows["TaylorSeer stack"]["held_bytes"] > 0
-    assert rows["diffusers TaylorSeer lite"]["held_bytes"] > 0
-    assert found["split"][0]["milliseconds"]["computed step"]["n"] == 4
-    assert len(speed.tables(found)) == 4
-    assert not pipe.transformer.is_cache_enabled
-
-
-@pytest.mark.parametrize(
-    ("interval", "before", "computed"),
-    [(4, 3, [0, 1, 2, 4, 8]), (5, 2, [0, 1, 3, 8]), (1, 1, list(range(10)))],
-)
-def test_diffusers_schedule_is_known(interval, before, computed):
-    assert peers.taylor_schedule(interval, before, 10) == computed
-    model, call = (
-        build(TINY, SETTING.device, SETTING.dtype),
-        inputs(TINY, SETTING.device, SETTING.dtype),
-    )
-    model.enable_cache(TaylorSeerCacheConfig(interval, before, taylor_factors_dtype=torch.float32))
-    ran = []
-    last = model.single_transformer_blocks[-1].attn.to_q
-    last.register_forward_hook(lambda *given: ran.append(step))
-    for step in range(10):  # noqa: B007
-        with torch.no_grad(), model.cache_context("cond"):
-            model(**call)
-    assert ran == computed
-
-
-def test_thresholds_are_searched():
-    assert peers.threshold_for(10, lambda at: round(1 / at)) == pytest.approx(0.1, rel=0.1)
-    assert peers.taylor_config(10, 50, False, torch.float32).cache_interval == 7
-
-
-def test_emptied_gives_the_blocks_back():
-    model = build(TINY, SETTING.device, SETTING.dtype)
-    blocks = model.transformer_blocks
-    with emptied(model, keep=1):
-        assert len(model.transformer_blocks) == 1 and len(model.single_transformer_blocks) == 0
-    assert model.transformer_blocks is blocks and len(model.single_transformer_blocks) == 3
-
-
-def test_psnr():
-    pictures = torch.zeros(2, 8, 8, 3, dtype=torch.uint8).numpy()
-    others = pictures.copy()
-    others[1] += 255
-    assert psnr(pictures, others) == [None, pytest.approx(0.0)]
 
 
 def test_stats():
@@ -147,18 +72,19 @@ def test_broken_records_are_refused(change, text):
 
 
 def test_command_line(tmp_path: Path, capsys, monkeypatch):
-    monkeypatch.setattr(memory, "cases", lambda shape, cases=memory.cases: cases(shape)[:2])
-    assert bench.main(["memory", "--quick", "--out", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "memory.json").read_text())
-    assert found["command"].startswith("python -m diffcache.eval.bench memory --device cpu")
+    monkeypatch.setitem(bench.SMALL, "overhead", {"rounds": 2, "shape": TINY})
+    assert bench.main(["overhead", "--quick", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "overhead.json").read_text())
+    assert found["command"] == (
+        "python -m diffcache.eval.bench overhead --device cpu --dtype float32 --threads 1 "
+        "--rounds 2 --quick"
+    )
     assert str(tmp_path) not in json.dumps(found)
-    assert "Interval model" in capsys.readouterr().out
+    assert "TaylorSeer stack" in capsys.readouterr().out
 
 
-def test_command_line_says_what_is_wrong(tmp_path: Path, capsys):
-    assert bench.main(["speed", "--model", str(tmp_path)]) == 1
-    assert "no pipeline in" in capsys.readouterr().out
-    for words in (["speeed"], ["memory", "--rounds", "0"]):
+def test_command_line_says_what_is_wrong(capsys):
+    for words in (["speeed"], ["overhead", "--rounds", "0"]):
         with pytest.raises(SystemExit, match="2"):
             bench.main(words)
     error = capsys.readouterr().err

@@ -33,13 +33,15 @@ def test_record_has_the_rows_of_its_sweep(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(ROOT)
+    if model.startswith("shapes-flux"):
+        pytest.importorskip("cache_dit")  # some of its rows
     sweep = FOLDER / f"eval-{model}-methods.toml"
     (plan,) = read_sweep(sweep, tmp_path)  # its tables are there, and are those of the methods
     record = json.loads(sweep.with_suffix(".json").read_text())
     rows = {row["name"]: row for row in record["rows"] if row["kind"] == "method"}
     assert list(rows) == list(plan.methods)
     assert [row["method"] for row in rows.values()] == [repr(m) for m in plan.methods.values()]
-    assert record["task"]["samples"] >= 256 and record["task"]["model"] == model
+    assert record["task"]["samples"] >= 256 and model.startswith(record["task"]["model"])
     assert all(row["fidelity"]["psnr_db"]["low"] is not None for row in rows.values())
     assert set(rows) <= set(record["timing"]["rows"])
     assert str(ROOT) not in json.dumps(record)

@@ -6,130 +6,119 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 from diffcache.attach.anchor import owner_of
+from diffcache.cli import app
 from diffcache.eval import latency, record
-from diffcache.eval.cost import turns
 from diffcache.eval.cost.clock import DenoiserClock
 from diffcache.eval.cost.energy import Joules
 from diffcache.eval.cost.interleave import measure
-from diffcache.eval.cost.memory import Peak, Place
+from diffcache.eval.cost.memory import Peak
+from diffcache.eval.methods import parse_row
 from diffcache.eval.record import Setting
+from diffcache.eval.runs import cost
+from diffcache.eval.runs.evaluate import Plan, start
+from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.task import Case, Task
 
 STACK = "taylorseer:every=2,warmup=1,site=stack"
-WORDS = [
-    "shapes-flux",
-    "--device",
-    "cpu",
-    "--steps",
-    "4",
-    "--rounds",
-    "2",
-    "--warmup",
-    "0",
-    "--batch-size",
-    "2",
-]
+PEER = "diffusers/taylorseer:cache_interval=2,disable_cache_before_step=1,use_lite_mode=True"
+WORDS = ["shapes-flux", "--device", "cpu", "--steps", "4", "--rounds", "2", "--batch-size", "2"]
+SETTING = Setting(torch.device("cpu"))
 
 
-def test_the_record_of_a_run(capsys, tmp_path, monkeypatch):
+def call(*words):
+    return CliRunner().invoke(app, ["eval", "latency", *words])
+
+
+def turns_of(tmp_path, method=""):
+    task = Task("shapes-flux", samples=1, batch_size=1, steps=2)
+    run = start(Plan(task, {}, tmp_path / "run"), Progress(quiet=True))
+    case = Case(method or "uncached", "method", 2, parse_row(method) if method else None)
+    return run, cost._Turns(run, case, SETTING)
+
+
+def test_the_record_of_a_run(tmp_path, monkeypatch):
     asked = []
 
     def peak_bytes(model, method, call, place):
-        asked.append((model, method, place.device))
-        json.dumps(call)
+        asked.append((model.name, method and method.partition(":")[0], place.device))
         return Peak(3000, 2000)
 
-    monkeypatch.setattr(turns, "peak_bytes", peak_bytes)
-    monkeypatch.setenv("COLUMNS", "200")  # long times must not wrap the cells
+    monkeypatch.setattr(cost, "peak_bytes", peak_bytes)
+    monkeypatch.setenv("COLUMNS", "250")  # long times must not wrap the cells
     file = tmp_path / "new" / "latency.json"
-    methods = ["--method", STACK, "--method", "first-block:threshold=1e-9"]
-    assert latency.main([*WORDS, *methods, "--memory", "--json", str(file)]) == 0
+    gate = "first-block:threshold=1e-9"
+    methods = [word for name in (STACK, gate, PEER) for word in ("--method", name)]
+    done = call(*WORDS, *methods, "--memory", "--json", str(file))
+    assert done.exit_code == 0, done.output
     found = json.loads(file.read_text(encoding="utf-8"))
     record.check(found)
-    uncached, stack, gated = found["rows"]
-    assert [row["name"] for row in found["rows"]] == ["uncached", STACK, methods[-1]]
+    uncached, stack, gated, peer = found["rows"]
+    assert [row["name"] for row in found["rows"]] == ["uncached", STACK, gate, PEER]
     assert (uncached["steps"], uncached["evaluations"], uncached["flops_ratio"]) == (4, 4, 1)
     assert (stack["steps"], stack["computed_steps"]) == (4, 2) and 2 < stack["evaluations"] < 2.05
     assert stack["flops"] == pytest.approx(uncached["flops"] * stack["evaluations"] / 4)
     assert stack["flops_ratio"] == pytest.approx(4 / stack["evaluations"])
     assert gated["evaluations"] == 4 and uncached["held_bytes"] == 0 < stack["held_bytes"]
+    assert peer["computed_steps"] == 2 and peer["held_bytes"] > 0 and "peak_bytes" not in peer
     for row in found["rows"]:
-        assert row["seconds"]["n"] == row["ratio"]["n"] == row["denoiser_seconds"]["n"] == 2
+        assert row["seconds"]["n"] == row["cpu_ratio"]["n"] == row["denoiser_seconds"]["n"] == 2
         assert 0 < row["denoiser_seconds"]["median"] < row["seconds"]["median"]
         assert row["throughput"] == pytest.approx(2 / row["seconds"]["median"])
-        assert row["peak_bytes"] == 3000 and "joules" not in row
+        assert "joules" not in row
     assert uncached["ratio"]["median"] == uncached["denoiser_ratio"]["median"] == 1
-    assert asked == [("shapes-flux", name, "cpu") for name in (None, STACK, methods[-1])]
-    assert f"{methods[-1]} skipped nothing" in found["warnings"]
+    assert uncached["peak_bytes"] == stack["peak_bytes"] == 3000
+    assert asked == [("shapes-flux", name, "cpu") for name in (None, "taylorseer", "first-block")]
+    assert f"{gate} skipped nothing" in found["warnings"]
     assert found["shapes"]["num_inference_steps"] == 4 and found["shapes"]["batch_size"] == 2
-    assert not file.with_name("latency.json.tmp").exists()
-    shown = capsys.readouterr().out
-    assert "2.93 KiB" in shown and "2/4" in shown and "note: " in shown
+    assert "2.93 KiB" in done.output and "2/4" in done.output and "note: " in done.output
 
 
-def test_json_alone_on_standard_output(capsys):
-    words = ["shapes-flux", "--steps", "1", "--rounds", "1", "--warmup", "0", "--json", "-"]
-    assert latency.main(words) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in found["rows"]] == ["uncached"]
-    assert found["rows"][0]["steps"] == 1
+def test_json_alone_on_standard_output():
+    done = call("shapes-flux", "--steps", "1", "--rounds", "1", "--json", "-", "--quiet")
+    (row,) = json.loads(done.stdout)["rows"]
+    assert (row["name"], row["steps"]) == ("uncached", 1)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["nowhere"], "no pipeline at 'nowhere'"),
-        (["shapes-flux", "--rounds", "0"], "rounds=0: must be at least 1"),
-        (["shapes-flux", "--steps", "0"], "num_inference_steps=0: must be at least 1"),
-        (["shapes-flux", "--steps", "many"], "argument --steps: invalid int value: 'many'"),
-        (["shapes-flux", "--threads", "0"], "threads=0: must be at least 1"),
+        (["shapes-flux", "--rounds", "0"], "--rounds"),
         (["shapes-flux", "--method", "teacach"], "unknown method 'teacach'"),
         (["shapes-flux", "--method", "interval:evry=4"], "has no setting 'evry'"),
-        (["shapes-flux", *["--method", "interval"] * 2], "--method interval: is a row already"),
-        (["shapes-flux", "--frames", "9"], "FluxPipeline takes no num_frames"),
+        (["shapes-flux", *["--method", "interval"] * 2], "--method interval: given twice"),
+        (["shapes-flux", "--call", "num_frames=9"], "num_frames"),
         (["shapes-flux", "--device", "moon"], "--device 'moon'"),
-        (["shapes-flux", "--dtype", "int8"], "dtype='int8'"),
-        ([], "the following arguments are required: model"),
+        (["shapes-flux", "--dtype", "int8"], "int8"),
+        ([], "argument"),
     ],
 )
-def test_errors_are_one_line(words, message, capsys):
-    assert latency.main(words) == 2
-    printed = capsys.readouterr()
-    lines = [line for line in printed.err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and message in lines[0] and printed.out == ""
+def test_errors_are_told(words, message):
+    done = call(*words)
+    assert done.exit_code == 2 and message in done.stderr and done.stdout == ""
 
 
-@pytest.mark.parametrize(("error", "code"), [(ImportError("no x"), 3), (RuntimeError("ran"), 1)])
-def test_exit_codes(monkeypatch, capsys, error, code):
-    def run(*given):
-        raise error
-
-    monkeypatch.setattr(turns, "run", run)
-    assert latency.main(["shapes-flux"]) == code
-    assert str(error) in capsys.readouterr().err
-
-
-def test_the_pipeline_is_free_again_when_a_turn_fails(monkeypatch):
-    bench = turns.Bench(turns.Plan("shapes-flux", (STACK,), {"num_inference_steps": 2}))
-    before = set(vars(bench.pipe.transformer))
-    turn = bench.turn(STACK)
+def test_the_pipeline_is_free_again_when_a_turn_fails(tmp_path):
+    run, turns = turns_of(tmp_path, STACK)
+    model = run.drawer.pipe.transformer
+    before = set(vars(model))
 
     def fail():
-        with turn.within():
-            assert owner_of(bench.pipe.transformer) is not None
+        with turns.turn().within():
+            assert owner_of(model) is not None
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         fail()
-    assert owner_of(bench.pipe.transformer) is None
-    assert set(vars(bench.pipe.transformer)) == before
-    assert not bench.pipe.transformer._forward_hooks
+    assert owner_of(model) is None and set(vars(model)) == before and not model._forward_hooks
 
 
 def test_the_clock_counts_denoiser_calls_only():
     model = nn.Linear(2, 2)
-    with DenoiserClock(model, Setting(torch.device("cpu"))) as clock:
+    with DenoiserClock(model, SETTING) as clock:
         for _ in range(3):
             model(torch.ones(1, 2))
         assert clock.calls == 3 and clock.seconds > 0
@@ -139,18 +128,12 @@ def test_the_clock_counts_denoiser_calls_only():
     assert clock.calls == 0 and not model._forward_hooks and not model._forward_pre_hooks
 
 
-def test_plans_of_command_lines():
-    plan, out = latency.plan_of([*WORDS, "--height", "32", "--json", "-"])
-    assert plan.call == {"num_inference_steps": 4, "height": 32} and out == "-"
-    assert plan.place == Place("cpu", "auto", 1) and plan.batch_size == 2 and not plan.memory
-
-
 def test_energy_has_its_column():
     number = {"median": 2.0, "q1": 1.0, "q3": 3.0, "n": 3}
-    row = {
-        "name": "a", "computed_steps": 4, "steps": 4, "seconds": number, "cpu_seconds": number,
-        "denoiser_seconds": number, "ratio": number, "denoiser_ratio": number, "throughput": 1.0,
-        "flops_ratio": None, "held_bytes": 0, "joules": number,
+    timed = ("seconds", "cpu_seconds", "denoiser_seconds", "ratio", "cpu_ratio", "denoiser_ratio")
+    row = dict.fromkeys(timed, number) | {
+        "name": "a", "computed_steps": 4, "steps": 4, "throughput": 1.0, "flops_ratio": None,
+        "held_bytes": 0, "joules": 2.0,
     }  # fmt: skip
     _, (titles, rows) = latency.tables({"rows": [row]})
     assert dict(zip(titles, rows[0], strict=True))["energy"] == "2 J"
@@ -158,23 +141,22 @@ def test_energy_has_its_column():
     assert Joules("cpu").joules is None
 
 
-def test_energy_is_read_around_every_timed_call(monkeypatch):
-    bench = turns.Bench(turns.Plan("shapes-flux", (), {"num_inference_steps": 1}))
+def test_energy_is_read_around_every_timed_call(tmp_path, monkeypatch):
+    run, turns = turns_of(tmp_path)
     log = []
-    fake = SimpleNamespace(
+    turns.joules = SimpleNamespace(
         start=lambda: log.append("start"), stop=lambda: log.append("stop"), joules=5.0
     )
-    monkeypatch.setattr(bench, "_energy", fake)
-    monkeypatch.setattr(bench, "draw", lambda short=False: log.append("short" if short else "draw"))
-    timings = measure({"uncached": bench.turn("uncached")}, 1, 0, bench.setting)
+    monkeypatch.setattr(run.drawer, "draw", lambda case, batch, timed: log.append("draw"))
+    timings = measure({"uncached": turns.turn()}, 1, 0, SETTING)
     assert timings.readings["uncached"]["joules"] == [5.0]
-    assert log == ["short", "start", "draw", "stop", "stop"]
+    assert log == ["draw", "start", "draw", "stop", "stop"]
 
 
 @pytest.mark.gpu
-def test_on_an_accelerator(capsys):
+def test_on_an_accelerator():
     words = ["shapes-flux", "--device", "cuda", "--steps", "4", "--rounds", "2", "--memory"]
-    assert latency.main([*words, "--method", STACK, "--json", "-"]) == 0
-    for row in json.loads(capsys.readouterr().out)["rows"]:
+    done = call(*words, "--method", STACK, "--json", "-", "--quiet")
+    for row in json.loads(done.stdout)["rows"]:
         assert 0 < row["denoiser_seconds"]["median"] < row["seconds"]["median"]
-        assert row["reserved_bytes"] >= row["peak_bytes"] >= row["loaded_bytes"] > 0
+        assert row["peak_bytes"] > 0

@@ -54,6 +54,13 @@ def test_every_list_is_swept(tmp_path: Path, name: str, text: str) -> None:
         assert [m.every for m in plan.methods.values() if hasattr(m, "every")] == [3, 3, 4, 4]
 
 
+def test_a_key_can_be_replaced(tmp_path: Path) -> None:
+    file = written(tmp_path, TOML)
+    plans = read_sweep(file, tmp_path, {"device": "cuda"})
+    assert {plan.task.device for plan in plans} == {"cuda"}
+    assert not {plan.out for plan in plans} & {plan.out for plan in read_sweep(file, tmp_path)}
+
+
 def test_same_sweep_same_folders_other_settings_other_folders(tmp_path: Path) -> None:
     out = tmp_path / "runs"
     first = [p.out for p in read_sweep(written(tmp_path, TOML), out)]

@@ -19,8 +19,6 @@ from torch import nn
 import diffcache
 from diffcache.attach.anchor import owner_of
 from diffcache.attach.flops import counted
-from diffcache.report import Report
-from diffcache.timeline import steps_of
 
 
 @dataclass
@@ -167,42 +165,6 @@ def denoiser_flops(target: Any, call: Mapping[str, Any]) -> float | None:
         ValueError: If it runs under a cache, or the call reached no denoiser.
     """
     return count(target, call).per_step
-
-
-def run_flops(report: Report, full_call_flops: float, calls: int | None = None) -> float | None:
-    """Return the operations of a cached run: those of as many full calls, less what was saved.
-
-    Args:
-        report: Of the run.
-        full_call_flops: Mean operations of one full denoiser call (`Counted.per_call`).
-        calls: Denoiser calls of the run; those of the report by default.
-
-    Returns:
-        The operations; None where the report could not count.
-    """
-    if report.flops_saved is None:
-        return None
-    return (len(report.calls) if calls is None else calls) * full_call_flops - report.flops_saved
-
-
-def evaluations(report: Report, full_step_flops: float) -> float | None:
-    """Return how many full denoiser steps cost as much as a cached run did.
-
-    Args:
-        report: Of the run.
-        full_step_flops: Operations of one full step, all branches (`denoiser_flops`).
-
-    Returns:
-        Full steps, dimensionless; None where the report could not count.
-
-    Raises:
-        ValueError: If `full_step_flops` is not above 0.
-    """
-    if not full_step_flops > 0:
-        raise ValueError(f"full_step_flops={full_step_flops}: must be above 0")
-    if report.flops_saved is None:
-        return None
-    return len(steps_of(report.calls)) - report.flops_saved / full_step_flops
 
 
 def denoisers(target: Any) -> dict[str, nn.Module]:

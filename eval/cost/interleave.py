@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,23 +23,27 @@ class Turn:
     Attributes:
         call: What is timed.
         within: Makes the context of a turn, such as a cache put in and taken out again.
-        prepare: Called untimed in that context before every timed call.
-        readings: Called untimed behind every timed call; further numbers about it, by name.
+        prepare: Called untimed in that context before the timed calls.
+        readings: Called untimed at the end of a turn; further numbers about it, by name.
+        after: Called untimed behind every timed call.
+        calls: Timed calls in a row, for pieces of work that are short.
     """
 
     call: Call
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
     prepare: Call | None = None
     readings: Callable[[], Mapping[str, float | None]] | None = None
+    after: Call | None = None
+    calls: int = 1
 
 
 @dataclass
 class Timings:
-    """What was timed, one number for every round; the first contender is the yardstick.
+    """What was timed, one number for every timed call; the first contender is the yardstick.
 
     Attributes:
-        seconds: Contender -> wall time of its call.
-        cpu_seconds: Contender -> CPU time of the process in it, all threads.
+        seconds: Contender -> wall time of its call, the wait for an accelerator included.
+        cpu_seconds: Contender -> CPU time of the process until its call returned, all threads.
         readings: Contender -> name -> what its turns said besides.
         warmup: Untimed rounds before.
         load: Highest load average (one minute) seen, None where the system has none.
@@ -52,24 +57,26 @@ class Timings:
     load: float | None = None
     cores: int = 1
 
-    def ratios(self, reading: str | None = None) -> dict[str, list[float]]:
-        """Return the first contender's seconds over each one's own, round by round.
+    def ratios(self, reading: str = "seconds") -> dict[str, list[float]]:
+        """Return the first contender's seconds over each one's own, call by call.
 
         Args:
-            reading: A reading to take in place of the seconds.
+            reading: `seconds`, `cpu_seconds`, or a reading of the turns.
 
         Returns:
             Contender -> ratios, dimensionless; above 1 is faster than the first.
 
         Raises:
-            ValueError: If a contender has no such reading in every round.
+            ValueError: If a contender has no such reading in every round, or one of 0 seconds.
         """
-        taken = self.seconds
-        if reading is not None:
+        taken = {"seconds": self.seconds, "cpu_seconds": self.cpu_seconds}.get(reading)
+        if taken is None:
             taken = {name: found.get(reading, []) for name, found in self.readings.items()}
         first = next(iter(taken.values()))
         if not first or any(len(values) != len(first) for values in taken.values()):
             raise ValueError(f"reading={reading!r}: not every contender has it in every round")
+        if not all(all(values) for values in taken.values()):
+            raise ValueError(f"reading={reading!r}: 0 seconds, too short for its clock")
         return {
             name: [one / own for one, own in zip(first, values, strict=True)]
             for name, values in taken.items()
@@ -93,25 +100,52 @@ class Timings:
             samples_per_call: Pictures or films that one call makes.
 
         Returns:
-            Contender -> `seconds`, `cpu_seconds`, `ratio` (dimensionless), each with median, q1,
-            q3 and n, `throughput` in samples a second, and the readings.
+            Contender -> `seconds`, `cpu_seconds`, the readings, `ratio`, and where every
+            contender has what they are made of `cpu_ratio` and `denoiser_ratio` (dimensionless),
+            each with median, q1, q3 and n; `throughput` in samples a second.
 
         Raises:
             ValueError: If `samples_per_call` is below 1.
         """
         if samples_per_call < 1:
             raise ValueError(f"samples_per_call={samples_per_call}: must be at least 1")
-        ratios = self.ratios()
+        ratios = {"ratio": self.ratios()}
+        for key, reading in (("cpu_ratio", "cpu_seconds"), ("denoiser_ratio", "denoiser_seconds")):
+            with suppress(ValueError):
+                ratios[key] = self.ratios(reading)
         return {
             name: {
                 "seconds": summary(seconds),
                 "cpu_seconds": summary(self.cpu_seconds[name]),
-                "ratio": summary(ratios[name]),
+                **{key: summary(values[name]) for key, values in ratios.items()},
                 "throughput": samples_per_call / summary(seconds)["median"],
                 **{key: summary(values) for key, values in self.readings[name].items()},
             }
             for name, seconds in self.seconds.items()
         }
+
+
+def too_fast(
+    rows: Mapping[str, Mapping[str, Any]], allowed: Mapping[str, float | None]
+) -> list[str]:
+    """Return a sentence for every row that is faster than its operations allow.
+
+    Args:
+        rows: As `Timings.rows` returns them.
+        allowed: Contender -> its FLOPs ratio, None where it is not known.
+    """
+    titles = {"ratio": "speed", "cpu_ratio": "CPU ratio", "denoiser_ratio": "denoiser's speed"}
+    found = []
+    for name, row in rows.items():
+        most = max(allowed.get(name) or math.inf, 1.0)  # a mean over calls: 1 may be rounded
+        tops = {title: row[key]["q3"] for key, title in titles.items() if key in row}
+        told = [f"{title} ({top:.2f})" for title, top in tops.items() if top > most]
+        if told:
+            found.append(
+                f"upper quartile of the {' and the '.join(told)} of {name} is above what its "
+                f"operations allow ({most:.2f}): timing noise, or work that FLOPs do not count"
+            )
+    return found
 
 
 def summary(values: list[float]) -> dict[str, float]:
@@ -172,17 +206,20 @@ def _take(timings: Timings, name: str, turn: Turn, setting: Setting, counts: boo
     with turn.within():
         if turn.prepare is not None:
             turn.prepare()
-        setting.wait()
-        cpu, wall = time.process_time(), time.perf_counter()
-        turn.call()
-        setting.wait()
-        seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
+        for _ in range(turn.calls):
+            setting.wait()
+            cpu, wall = time.process_time(), time.perf_counter()
+            turn.call()
+            cpu_seconds = time.process_time() - cpu  # before the wait, which may spin
+            setting.wait()
+            seconds = time.perf_counter() - wall
+            if turn.after is not None:
+                turn.after()
+            if counts:
+                timings.seconds[name].append(seconds)
+                timings.cpu_seconds[name].append(cpu_seconds)
         more = {} if turn.readings is None else turn.readings()
-    if not counts:
-        return
-    timings.seconds[name].append(seconds)
-    timings.cpu_seconds[name].append(cpu_seconds)
-    for key, value in more.items():
+    for key, value in more.items() if counts else ():
         if value is not None:
             timings.readings[name].setdefault(key, []).append(value)
 

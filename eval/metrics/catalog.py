@@ -126,6 +126,8 @@ perplexity | Perplexity | | down | exp(-mean log p of a token given those before
 # Cost
 seconds | Seconds | s | down | median wall time of timed runs after warm-up runs, synchronized, uncached and cached interleaved | definition | `eval.cost` | | |
 ratio | Speed ratio | | up | uncached seconds over cached seconds of each interleaved pair, median | definition | `eval.cost` | | |
+cpu_ratio | CPU ratio | | up | CPU seconds of the uncached call over those of the cached one, of each interleaved pair, median; other work on the machine hardly changes it | definition | `eval.cost` | | |
+denoiser_ratio | Denoiser ratio | | up | the speed ratio within the denoiser's calls, without text encoders and decoder | definition | `eval.cost` | | |
 throughput | Throughput | samples/s | up | samples of a batch over its seconds, median | definition | `eval.cost` | | |
 flops | FLOPs | FLOP | down | two per multiply-accumulate of the matrix products, convolutions and attention that ran; by formula where a model is too big to run | definition | `eval.cost.flops` (`torch.utils.flop_counter` with a rule for attention on CPUs) | | |
 flops_ratio | FLOPs ratio | | up | FLOPs of the uncached run over those of the row | definition | as FLOPs | | |

@@ -140,6 +140,7 @@ def _cost(record: Record) -> list[Column]:
         return None if found is None else Value(found)
 
     seconds, ratio = partial(timed, "seconds"), partial(timed, "ratio")
+    on_cpu, denoiser = partial(timed, "cpu_ratio"), partial(timed, "denoiser_ratio")
     peak, joules = partial(used, "peak_bytes"), partial(used, "joules")
     held, calls = partial(plain, "held_bytes"), partial(plain, "evaluations")
     flops = partial(plain, "flops_ratio")
@@ -148,6 +149,8 @@ def _cost(record: Record) -> list[Column]:
         Column("flops_ratio", "FLOPs ratio", "cost", "up", "", "number", flops),
         Column("seconds", "Seconds", "cost", "down", "quartiles", "number", seconds),
         Column("ratio", "Speed ratio", "cost", "up", "quartiles", "number", ratio),
+        Column("cpu_ratio", "CPU ratio", "cost", "up", "quartiles", "number", on_cpu),
+        Column("denoiser_ratio", "Denoiser ratio", "cost", "up", "quartiles", "number", denoiser),
         Column("joules", "Energy", "cost", "down", "", "number", joules, "J"),
         Column("peak_bytes", "Peak", "cost", "down", "", "bytes", peak),
         Column("held_bytes", "Held", "cost", None, "", "bytes", held),
@@ -233,7 +236,7 @@ def flat(record: Record, row: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     cells["matches"] = "; ".join(matches_of(row))
     timed = timing_of(record, row["name"])
-    for key in ("seconds", "ratio"):
+    for key in ("seconds", "ratio", "cpu_ratio", "denoiser_ratio"):
         found = timed.get(key) or {}
         cells |= {f"{key}.{part}": found.get(part) for part in ("median", "q1", "q3", "n")}
     cells |= {key: timed.get(key) for key in ("throughput", "peak_bytes", "joules")}

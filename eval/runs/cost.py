@@ -10,7 +10,7 @@ from diffcache.eval.cost.clock import DenoiserClock
 from diffcache.eval.cost.energy import Joules
 from diffcache.eval.cost.interleave import Turn, measure
 from diffcache.eval.cost.memory import Place, peak, peak_bytes
-from diffcache.eval.diffusers_caches import DiffusersCache
+from diffcache.eval.peers import Peer
 from diffcache.eval.record import Setting
 from diffcache.eval.runs.evaluate import WARM_UP, Run
 from diffcache.eval.runs.folder import remember
@@ -129,7 +129,7 @@ def _peaks(run: Run, cases: Sequence[Case]) -> dict[str, int]:
                 turns.prepare()
                 found[case.name] = peak(turns.draw, run.drawer.device).peak_bytes
             continue
-        if isinstance(case.method, DiffusersCache):
+        if isinstance(case.method, Peer):
             continue  # the fresh process makes methods of the catalogue only
         call = run.drawer.arguments(batch, case.steps)
         call.pop("generator", None)  # noise takes the same memory whatever its seed

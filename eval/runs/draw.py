@@ -21,7 +21,7 @@ from torch import Tensor
 import diffcache
 from diffcache.api import denoisers_of
 from diffcache.command import device_of
-from diffcache.eval.diffusers_caches import DiffusersCache, observed
+from diffcache.eval.peers import Peer, observed
 from diffcache.eval.prompts import HELD_OUT, Prompts
 from diffcache.eval.runs.arguments import check_call, frame_rate, prompts_of
 from diffcache.eval.runs.folder import Batch
@@ -188,8 +188,8 @@ class Drawer:
         """Return a context in which the pipeline runs under the case's method, if it has one."""
         if case.method is None:
             return nullcontext()
-        if isinstance(case.method, DiffusersCache):
-            return case.method.applied(self.pipe)
+        if isinstance(case.method, Peer):
+            return case.method.applied(self.pipe, case.steps)
         return diffcache.wrapped(self.pipe, case.method)
 
     def draw(
@@ -201,15 +201,15 @@ class Drawer:
             case: What to draw.
             batch: Which samples.
             keep_latents: Keep the latents of every step, where the pipeline shows them.
-            timed: The call is timed: a cache of diffusers, which counts nothing itself, is not
-                watched.
+            timed: The call is timed: a cache of another library, which counts nothing itself,
+                is not watched.
         """
         given = self.arguments(batch, case.steps)
         kept: list[Tensor] = []
         if keep_latents and "callback_on_step_end" in self.parameters:
             given["callback_on_step_end"] = _keeper(kept)
         started = time.perf_counter()
-        is_watched = isinstance(case.method, DiffusersCache) and not timed
+        is_watched = isinstance(case.method, Peer) and not timed
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", diffcache.CacheWarning)  # the record tells it
             with observed(self.pipe) if is_watched else nullcontext() as count:

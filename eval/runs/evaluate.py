@@ -16,9 +16,9 @@ from torch import Tensor
 
 from diffcache.errors import DiffcacheError
 from diffcache.eval.cost.flops import denoiser_flops
-from diffcache.eval.diffusers_caches import DiffusersCache
 from diffcache.eval.metrics import reward
 from diffcache.eval.metrics.inception import CONVENTIONS
+from diffcache.eval.peers import Peer
 from diffcache.eval.runs.draw import Drawer, relative_errors
 from diffcache.eval.runs.extractors import Extractors, at_hand
 from diffcache.eval.runs.folder import (
@@ -69,13 +69,13 @@ class Plan:
     """
 
     task: Task
-    methods: Mapping[str, Method | DiffusersCache]
+    methods: Mapping[str, Method | Peer]
     out: Path | None = None
     reference: Path | None = None
     resize: int | None = None
     convention: str = "torch-fidelity"
     stages: Sequence[str] = STAGES
-    rounds: int = 5
+    rounds: int = 10
     memory: bool = False
     site_errors: bool = True
     reward: str = ""
@@ -196,7 +196,7 @@ def start(plan: Plan, progress: Progress) -> Run:
         if run.drawer.fps is not None:
             raise ValueError(f"reward {plan.reward}: scores pictures, not films; leave it out")
         reward.load(plan.reward)
-    if ranks.is_first:
+    if ranks.is_first and "score" in plan.stages:
         networks = run.networks("cpu")  # loaded to see that they can be, and let go
         if run.real is not None:
             run.real.check(networks)

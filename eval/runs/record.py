@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from diffcache.attach.provenance import tables_of
+from diffcache.eval.cost.interleave import too_fast
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.pixels import ms_ssim_variant
 from diffcache.eval.prompts import HALF, HELD_OUT
@@ -124,7 +125,7 @@ def assemble(
         "rows": list(rows),
         "reference": None if run.real is None else run.real.describe(extractors),
         "missing": lacking(run, extractors),
-        "warnings": warnings(run, rows),
+        "warnings": warnings(run, rows, timing.get("rows", {})),
         "timing": {
             "parts_seconds": {**run.parts_seconds, **drawn}, "rows": timing.get("rows", {}),
             "warning": timing.get("warning"),
@@ -181,8 +182,16 @@ def describe(
     return found
 
 
-def warnings(run: Run, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what a reader should know before believing the numbers."""
+def warnings(
+    run: Run, rows: Sequence[Mapping[str, Any]], timed: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Return what a reader should know before believing the numbers.
+
+    Args:
+        run: The run.
+        rows: Of `row`.
+        timed: Row name -> seconds and ratios; empty if untimed.
+    """
     found = []
     count = run.plan.task.samples
     floors = [r["quality"].get(key, {}).get("floor") for r in rows for key in ("fid_lite", "fid")]
@@ -195,7 +204,8 @@ def warnings(run: Run, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for this in rows:
         if this["kind"] == "method" and this["evaluations"] >= this["steps"]:
             found.append(f"{this['name']} skipped nothing: too strict settings, or too few steps")
-    return [*found, *calibrated_on(run)]
+    allowed = {this["name"]: this["flops_ratio"] for this in rows}
+    return [*found, *too_fast(timed, allowed), *calibrated_on(run)]
 
 
 def calibrated_on(run: Run) -> list[str]:

@@ -22,9 +22,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from diffcache.errors import DiffcacheError
-from diffcache.eval.diffusers_caches import DiffusersCache
+from diffcache.errors import DiffcacheError, MissingError
 from diffcache.eval.methods import make_row
+from diffcache.eval.peers import Peer
 from diffcache.eval.runs.evaluate import Plan
 from diffcache.eval.runs.task import Task, digest
 from diffcache.features.base import Method
@@ -36,12 +36,13 @@ _PLAN = {
 _TOP = _TASK | _PLAN | {"method"}
 
 
-def read_sweep(file: Path, out: Path) -> list[Plan]:
+def read_sweep(file: Path, out: Path, instead: Mapping[str, Any] | None = None) -> list[Plan]:
     """Read a sweep.
 
     Args:
         file: TOML or YAML.
         out: Folder of the runs; each gets a folder of its own in it.
+        instead: Keys and values in place of those of the file.
 
     Returns:
         One plan for each combination of the task's lists.
@@ -49,8 +50,9 @@ def read_sweep(file: Path, out: Path) -> list[Plan]:
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If it cannot be read, or a key or a value in it is wrong.
+        MissingError: If the library of a row is not installed.
     """
-    found = read_values(file)
+    found = {**read_values(file), **(instead or {})}
     unknown = sorted(set(found) - _TOP)
     if unknown:
         raise ValueError(f"{file}: unknown key {unknown[0]!r}; use {', '.join(sorted(_TOP))}")
@@ -107,7 +109,7 @@ def _toml(text: str) -> dict[str, Any]:
     return found
 
 
-def _methods(file: Path, tables: Any) -> Iterator[tuple[str, Method | DiffusersCache]]:
+def _methods(file: Path, tables: Any) -> Iterator[tuple[str, Method | Peer]]:
     """Yield name in the table and method, for every combination of the lists of every table."""
     seen = set()
     for called, values in settings_of(file, tables):
@@ -118,6 +120,8 @@ def _methods(file: Path, tables: Any) -> Iterator[tuple[str, Method | DiffusersC
         seen.add(name)
         try:
             yield name, make_row(called, **values)
+        except MissingError as error:
+            raise MissingError(f"{file}: {name}: {error}") from error
         except (DiffcacheError, ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{file}: {name}: {error}") from error
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import nn
 
 import diffcache
-from diffcache.eval.diffusers_caches import DiffusersCache
+from diffcache.eval.peers import Peer
 from diffcache.features.base import Method
 from diffcache.pipelines.demo.saved import check_dtype
 from diffcache.pipelines.load import Loading
@@ -88,14 +88,14 @@ class Case:
         name: In tables; unique in a run.
         kind: Which of the three.
         steps: Sampling steps.
-        method: The cache, ours or one of diffusers, None for the other two.
+        method: The cache, ours or one of another library, None for the other two.
         matches: Names of the methods whose evaluations a case of fewer steps has.
     """
 
     name: str
     kind: Kind
     steps: int
-    method: Method | DiffusersCache | None = None
+    method: Method | Peer | None = None
     matches: tuple[str, ...] = ()
 
     def digest(self, about: Mapping[str, Any]) -> str:

@@ -61,6 +61,7 @@ def test_contenders_take_turns_and_ratios_are_those_of_a_round(clock):
     assert rows["one"]["seconds"] == {"median": 3.0, "q1": 1.75, "q3": 5.5, "n": 4}
     assert rows["half"]["ratio"] == {"median": 2.0, "q1": 2.0, "q3": 2.0, "n": 4}
     assert rows["half"]["cpu_seconds"]["median"] == 0.5
+    assert rows["half"]["cpu_ratio"] == {"median": 2.0, "q1": 2.0, "q3": 2.0, "n": 4}
     assert rows["half"]["throughput"] == 6 / 1.5
     assert seen[0] == (0, 10, "one") and seen[-1] == (10, 10, "")
     assert timings.warning is None
@@ -86,9 +87,37 @@ def test_what_surrounds_a_turn_is_not_timed(clock):
     timings = interleave.measure({"a": turn, "b": lambda: clock.takes(8)}, 3, 0, CPU)
     assert timings.seconds == {"a": [4.0] * 3, "b": [8.0] * 3} and log == ["in", "read", "out"] * 3
     assert timings.readings == {"a": {"denoiser_seconds": [3.0] * 3}, "b": {}}
-    assert timings.rows()["a"]["denoiser_seconds"]["median"] == 3.0
+    row = timings.rows()["a"]
+    assert row["denoiser_seconds"]["median"] == 3.0
+    assert "cpu_ratio" not in row and "denoiser_ratio" not in row  # 0 s, and not in every row
     with pytest.raises(ValueError, match="reading='denoiser_seconds': not every contender"):
         timings.ratios("denoiser_seconds")
+
+
+def test_short_calls_are_timed_in_a_row(clock):
+    log = []
+    turn = interleave.Turn(
+        lambda: log.append("call") or clock.takes(2, 1), prepare=lambda: clock.takes(9, 9),
+        after=lambda: log.append("after") or clock.takes(7, 7), calls=2,
+    )  # fmt: skip
+    timings = interleave.measure({"a": turn}, 2, 1, CPU)
+    assert timings.seconds == {"a": [2.0] * 4} and timings.cpu_seconds == {"a": [1.0] * 4}
+    assert log == ["call", "after"] * 6
+
+
+def test_no_speed_above_what_operations_allow_goes_without_a_word():
+    def row(q3, cpu=1.0):
+        return {"ratio": {"median": 1.0, "q3": q3}, "cpu_ratio": {"median": 1.0, "q3": cpu}}
+
+    rows = {"uncached": row(1.0), "fitted": row(4.94, 4.5), "unknown": row(9.0), "slow": row(0.9)}
+    allowed = {"uncached": 0.999, "fitted": 4.63, "unknown": None, "slow": 2.0}
+    (warning,) = interleave.too_fast(rows, allowed)
+    assert warning == (
+        "upper quartile of the speed (4.94) of fitted is above what its operations allow (4.63): "
+        "timing noise, or work that FLOPs do not count"
+    )
+    (warning,) = interleave.too_fast({"slow": row(2.2, 2.5)}, allowed)
+    assert "the speed (2.20) and the CPU ratio (2.50) of slow" in warning
 
 
 def test_a_busy_machine_is_told(clock, monkeypatch):

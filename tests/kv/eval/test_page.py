@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.eval.kv import bench, held, page, parts
+from diffcache.eval.bench import kv as bench
+from diffcache.eval.kv import held, page, parts
 from diffcache.eval.record import ROOT, Setting, check, envelope
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import recipe_function, recipes

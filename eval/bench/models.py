@@ -1,18 +1,20 @@
-"""Small FLUX transformers with random weights, for what depends on structure and not on pictures.
+"""Small FLUX transformers with random weights, and the least that drives them as a pipeline does.
 
 Nothing here says anything about quality: on random weights only counts and host time mean anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import torch
 from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
+
+import diffcache
+from diffcache.features.base import Method
 
 
 @dataclass(frozen=True)
@@ -108,22 +110,84 @@ def hollow_out(model: nn.Module, paths: list[str], call: dict[str, Any]) -> None
         setattr(model.get_submodule(parent), child, Constant(seen[path]))
 
 
-@contextmanager
-def emptied(model: nn.Module, keep: int = 0) -> Iterator[None]:
-    """Take the blocks out of a FLUX transformer for a while.
+class Ticker:
+    """The least that counts as a scheduler: it says how many steps there are, and when one ends."""
 
-    Without any, what is left is what every skipped step must do.
+    def __init__(self) -> None:
+        self.timesteps: range = range(0)
+
+    def set_timesteps(self, steps: int) -> None:
+        """Start a run."""
+        self.timesteps = range(steps)
+
+    def step(self) -> None:
+        """End a step."""
+
+
+class Loop:
+    """A denoiser under a method, one step at a time, with the clock of a real pipeline.
 
     Args:
-        model: The transformer.
-        keep: First double blocks to keep.
+        model: A denoiser.
+        method: What to wrap it with.
+        call: Arguments of every call.
+        steps: Length of a run.
     """
-    names = ("transformer_blocks", "single_transformer_blocks")
-    kept = {name: getattr(model, name) for name in names}
-    try:
-        for name, left in zip(names, (keep, 0), strict=True):
-            setattr(model, name, nn.ModuleList(list(kept[name])[:left]))
-        yield
-    finally:
-        for name, blocks in kept.items():
-            setattr(model, name, blocks)
+
+    def __init__(
+        self, model: Any, method: Method, call: dict[str, Any], steps: int = 10**6
+    ) -> None:
+        self.model, self.method, self.steps, self.arguments = model, method, steps, call
+        self.scheduler = Ticker()
+        self.components = {"transformer": model, "scheduler": self.scheduler}
+
+    def __call__(self) -> None:
+        """Do nothing; a pipeline can be called."""
+
+    def __enter__(self) -> Loop:
+        diffcache.wrap(self, self.method)
+        self.restart()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        diffcache.unwrap(self)
+
+    def restart(self) -> None:
+        """Start a run."""
+        self.scheduler.set_timesteps(self.steps)
+
+    def call(self, branch: str = "cond") -> Any:
+        """Make one denoiser call, as diffusers' pipelines do."""
+        with self.model.cache_context(branch):
+            return self.model(**self.arguments)
+
+    def tick(self) -> None:
+        """End the step."""
+        self.scheduler.step()
+
+    def take(self, steps: int, branches: tuple[str, ...] = ("cond",)) -> None:
+        """Take some steps."""
+        for _ in range(steps):
+            for branch in branches:
+                self.call(branch)
+            self.tick()
+
+
+class Plain:
+    """A denoiser without a cache, driven as a `Loop` is."""
+
+    def __init__(self, model: Any, call: dict[str, Any]) -> None:
+        self.model, self.arguments = model, call
+
+    def call(self) -> Any:
+        """Make one denoiser call."""
+        with self.model.cache_context("cond"):
+            return self.model(**self.arguments)
+
+    def tick(self) -> None:
+        """End the step, which nobody follows."""

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from diffcache.eval.cost.interleave import Progress, Turn
+from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.kv.held import held_rows, trained_rows
 from diffcache.eval.record import Setting, stats
 from diffcache.kv.attend import Query
@@ -39,7 +40,7 @@ _SCALE = SIZE**-0.5
 _WARMUP, _STEPS = 3, 5
 
 
-@dataclass
+@dataclass(frozen=True)
 class Variant:
     """One way to take a step.
 
@@ -49,7 +50,6 @@ class Variant:
         back: Takes the token back; not timed.
         floor: The variant that is its arithmetic.
         target: Microseconds above the floor.
-        samples: Seconds of the steps.
     """
 
     name: str
@@ -57,7 +57,15 @@ class Variant:
     back: Callable[[], None]
     floor: str = ""
     target: float | None = None
-    samples: list[float] = field(default_factory=list)
+
+    def turn(self) -> Turn:
+        """Return a few steps, each but the first timed: that one finds the caches cold."""
+
+        def first() -> None:
+            self.step()
+            self.back()
+
+        return Turn(self.step, prepare=first, after=self.back, calls=_STEPS)
 
 
 @dataclass(frozen=True)
@@ -192,52 +200,47 @@ def variants(setting: Setting, slots: int = SLOTS) -> list[Variant]:
     return found
 
 
-def turn(variant: Variant, setting: Setting) -> None:
-    """Take a few steps, each but the first timed: that one finds the caches cold."""
-    clock = setting.clock
-    for number in range(1 + _STEPS):
-        started = clock()
-        variant.step()
-        setting.wait()
-        seconds = clock() - started
-        variant.back()
-        if number:
-            variant.samples.append(seconds / LAYERS)
-
-
 @torch.no_grad()
 def measure(
-    setting: Setting, *, rounds: int = 50, slots: int = SLOTS, bar: bool = False
+    setting: Setting,
+    *,
+    rounds: int = 50,
+    slots: int = SLOTS,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure host time of a step, and bytes and error of codes.
 
     Args:
         setting: Device and dtype; bytes are those of float16.
-        rounds: Rounds of a few steps of every variant.
+        rounds: Turns of a few steps of every variant.
         slots: Held by every layer.
-        bar: Whether to show a progress bar.
+        progress: Told (turns done, turns in all, name of the next).
     """
     started = time.monotonic()
     found = variants(setting, slots)
-    for variant in found * _WARMUP:
-        turn(variant, setting)
-    for variant in found:
-        variant.samples.clear()
-    for _ in track(range(rounds), "kv", disable=not bar, transient=True):
-        for variant in found:
-            turn(variant, setting)
+    turns = {variant.name: variant.turn() for variant in found}
+    timings = take_turns(turns, rounds, _WARMUP, setting, progress)
+    # Other work on the machine does not lengthen CPU time, which knows nothing of an accelerator.
+    is_alone = setting.device.type == "cpu" and torch.get_num_threads() == 1
+    clock, taken = ("process_time", timings.cpu_seconds) if is_alone else (
+        "perf_counter", timings.seconds)  # fmt: skip
     shapes = {"device": setting.device.type, "slots": slots, "layers": LAYERS, "heads": HEADS,
               "groups": GROUPS, "head_size": SIZE}  # fmt: skip
     return {
-        "shapes": shapes, "rounds": rounds, "clock": setting.clock.__name__,
-        "rows": times(found), "held": [*held_rows(slots), *trained_rows(slots + 1)],
+        "shapes": shapes, "rounds": rounds, "clock": clock,
+        "rows": times(found, taken), "held": [*held_rows(slots), *trained_rows(slots + 1)],
         "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
 
 
-def times(found: list[Variant]) -> list[dict[str, Any]]:
-    """Return microseconds a layer and step."""
-    took = {variant.name: stats(variant.samples, 1e6) for variant in found}
+def times(found: list[Variant], taken: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Return microseconds a layer and step.
+
+    Args:
+        found: What was timed.
+        taken: Seconds of the steps of each.
+    """
+    took = {name: stats(samples, 1e6 / LAYERS) for name, samples in taken.items()}
     rows = []
     for variant in found:
         mine, floor = took[variant.name], took.get(variant.floor)

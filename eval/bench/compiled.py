@@ -14,9 +14,8 @@ from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
 from rich.table import Table
 from torch import Tensor, nn
 
-from diffcache.eval.loop import Loop, Plain
+from diffcache.eval.bench.models import Loop, Plain, Shape, build, inputs
 from diffcache.eval.record import Setting
-from diffcache.eval.tiny import Shape, build, inputs
 from diffcache.features.base import Method
 from diffcache.features.confidence_gated import ConfidenceGatedTaylor
 from diffcache.features.first_block import FirstBlock
