@@ -28,7 +28,7 @@ from diffcache.eval.runs.quality import interval
 from diffcache.eval.runs.task import digest
 from diffcache.psnr import decibels
 
-DEFINITION = 2  # of the values kept beside samples; a change of a metric's definition raises it
+DEFINITION = 3  # of the values kept beside samples; a change of a metric's definition raises it
 _BYTES_AT_ONCE = 1 << 23  # of 8-bit samples in memory; metrics need some twenty times as much
 _SHOWN = 8  # samples named as worst, median and best
 _SMALLEST_FOR_SCALES = 22  # pixels; MS-SSIM needs two scales
