@@ -26,6 +26,7 @@ from diffcache.command import (
 from diffcache.eval.loading import AS_SAVED, with_loading
 from diffcache.eval.methods import parse_method
 from diffcache.features.collect import Calibrated
+from diffcache.features.tables import Tables
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
 from diffcache.pipelines.load import Loading
 
@@ -222,9 +223,9 @@ def tune(
         list[str],
         typer.Option("--method", metavar=METHOD, help="Try these instead."),
     ] = EMPTY,
-    trials: Annotated[int, typer.Option(min=1, help="Most methods that are tried.")] = 60,
+    trials: Annotated[int, typer.Option(min=1, help="Most methods that are tried.")] = 100,
     out: Out = None,
-    samples: Samples = 32,
+    samples: Samples = 48,
     steps: Steps = None,
     prompts: Prompts = "",
     batch_size: BatchSize = 8,
@@ -237,7 +238,7 @@ def tune(
 ) -> None:
     """Search methods, settings, sites and schedules for a pipeline, and write the best to a file.
 
-    Half of the prompts are searched on, the other half validate. An interrupted search goes on.
+    A third of the prompts is searched on, the others validate. An interrupted search goes on.
 
     [bold]Try[/bold]
 
@@ -271,13 +272,29 @@ def tune(
             methods=chosen, trials=trials, steps=steps, batch_size=batch_size,
             seed=inputs.seed, out=file, resume=not fresh, progress=show, **inputs.call,
         )  # fmt: skip
-    rows = []
-    for seen in best.front:
-        validated = seen["validation_psnr_db"]
-        rows.append((
-            f"{seen['cost']:.1%}", f"{seen['psnr_db']:.1f}",
-            "" if validated is None else f"{validated:.1f}", seen["method"],
-        ))  # fmt: skip
-    print_rows(("operations", "PSNR dB", "validated", "method"), rows)
+    rows = [
+        (f"{trial['cost']:.1%}", f"{trial['psnr_db']:.1f}", _validated(trial), trial["method"])
+        for trial in best.front
+    ]
+    print_rows(("operations", "PSNR dB", "validated [95 %]", "method"), rows)
+    done, header = best.validation, Tables.load(file).header
+    typer.echo(
+        f"{header['tried']} trials; {len(header['refused'])} methods do not fit this model and "
+        f"{header['unreached']} were not reached"
+    )
+    for refused, why in header["refused"].items():
+        typer.echo(f"refused: {refused}: {why}")
     typer.echo(f"chosen: {best.method!r}")
+    typer.echo(
+        f"{done['psnr_db']:.1f} dB [{done['low_db']:.1f}, {done['high_db']:.1f}] at "
+        f"{done['cost']:.1%} of the operations, on {done['samples']} samples not searched on"
+    )
     typer.echo(f"wrote {file}; use it as --method tuned:tables={file}")
+
+
+def _validated(trial: dict[str, Any]) -> str:
+    """Return the PSNR of a trial on held-out prompts with its interval, empty if there is none."""
+    if trial["validation_psnr_db"] is None:
+        return ""
+    low, high = trial["validation_low_db"], trial["validation_high_db"]
+    return f"{trial['validation_psnr_db']:.1f} [{low:.1f}, {high:.1f}]"

@@ -48,6 +48,8 @@ def test_tune_then_load(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     best = Tuned(tmp_path / "tuned.safetensors")
     assert repr(best.method) in done.stdout
+    held_out = f"{best.validation['psnr_db']:.1f} dB [{best.validation['low_db']:.1f}, "
+    assert held_out in done.stdout and "on 1 samples not searched on" in done.stdout
     assert best.total == 4 and best.front
 
 

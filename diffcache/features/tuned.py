@@ -70,11 +70,21 @@ class Tuned(FeatureMethod):
         """What was seen: of no two trials is one better and cheaper; the cheapest first.
 
         Each has `method` (its repr), `cost` (floating-point operations of the denoiser as a share
-        of the uncached run's), `psnr_db` on the prompts that were searched on, and
-        `validation_psnr_db` where it was validated, else None.
+        of the uncached run's), `psnr_db` on the prompts that were searched on, and where it was
+        validated, else None, `validation_psnr_db` on the others with the ends of its 95 %
+        bootstrap interval over samples, `validation_low_db` and `validation_high_db`.
         """
         front: list[dict[str, Any]] = json.loads(json.dumps(self._measured.header["front"]))
         return front
+
+    @property
+    def validation(self) -> dict[str, Any]:
+        """What the chosen method did on the prompts that were not searched on.
+
+        `cost`, `psnr_db`, `low_db`, `high_db` and `seconds` as in a trial of the search, and the
+        number of `samples`.
+        """
+        return dict(self._measured.header["validation"])
 
     def parts(self) -> Combine:
         """Return the parts of the method that was chosen."""
@@ -119,7 +129,8 @@ def _made(tables: Tables) -> FeatureMethod:
 
 def _front_fault(front: Any) -> str:
     """Return what is wrong with the trials of a header, empty if nothing is."""
-    numbers = ("cost", "psnr_db", "validation_psnr_db")
+    validated = ("validation_psnr_db", "validation_low_db", "validation_high_db")
+    numbers = ("cost", "psnr_db", *validated)
     for trial in front if isinstance(front, list) else [front]:
         known = isinstance(trial, dict) and {"method", *numbers} <= set(trial)
         if not known or not isinstance(trial["method"], str) or not all(

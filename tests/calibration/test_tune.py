@@ -1,17 +1,28 @@
-"""tune on the shipped model: the best of what it saw, and a log of trials that goes on."""
+"""tune: the search on landscapes whose best is known, the shipped model, and the log of trials."""
 
+import math
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
 
 import diffcache
-from diffcache import Combine, FittedForecast, Listed, Tables, Taylor
+from diffcache import Combine, FirstBlock, FittedForecast, Listed, Newton, Reuse, Tables, Taylor
 from diffcache.errors import AttachError, TablesError
-from diffcache.offline.tune.search import Goal, front_of
-from diffcache.offline.tune.space import moves, schedules
-from diffcache.offline.tune.trial import Bench, Trial, psnr
+from diffcache.features.combine import reuse_of
+from diffcache.offline.tune.search import Goal, Search, front_of
+from diffcache.offline.tune.space import (
+    additions,
+    drops,
+    ladders,
+    moves,
+    schedules,
+    sites,
+    steps_listed,
+)
+from diffcache.offline.tune.trial import Bench, Trial, closeness, mean_interval, outputs
 from diffcache.pipelines.small.flux import CALL
 from tests.calibration.shapes_flux import PROMPTS, SETTINGS, STEPS, draw
 
@@ -59,6 +70,9 @@ def test_tune_returns_the_best_of_what_it_saw_and_goes_on(pipe, tmp_path):
     assert best.tables.header["seed"] == 0
     chosen = next(t for t in front if t["validation_psnr_db"] is not None)
     assert chosen["cost"] <= 1 / 1.5
+    done = best.validation
+    assert done["samples"] == 1 and done["low_db"] <= done["psnr_db"] <= done["high_db"]
+    assert done["method"] == repr(best.method)
     again = diffcache.features.tuned.Tuned(out)
     assert again.method == best.method
     with diffcache.wrapped(pipe, "tuned", tables=str(out)):
@@ -68,28 +82,151 @@ def test_tune_returns_the_best_of_what_it_saw_and_goes_on(pipe, tmp_path):
     assert [call.index for call in done.calls if call.computed] == listed
 
 
+def test_every_kind_of_the_built_in_space_is_calibrated_and_tried_or_said_to_be_refused(
+    pipe, monkeypatch
+):
+    tried = []
+
+    def measure(self, method, batches):
+        tried.append(method)
+        if isinstance(method, FirstBlock):
+            raise AttachError("no blocks")
+        method.abilities()  # raises where tables are missing
+        return Trial(repr(method), 0.5, 30.0, 29.0, 31.0, 1.0, len(batches))
+
+    monkeypatch.setattr(Bench, "_measure", measure)
+    settings = {**SETTINGS, "batch_size": 1, "steps": 3}
+    best = diffcache.tune(pipe, PROMPTS[:2], speedup=1.5, trials=200, **settings)
+    assert {type(method).__name__ for method in tried} == {
+        "Combine", "FittedForecast", "FirstBlock", "ConfidenceGatedTaylor", "DBCache", "SeaCache",
+        "TeaCache", "MagCache", "BAC", "ProfilingDiT",
+    }  # fmt: skip
+    reuses = [reuse_of(method) for method in tried if isinstance(method, Combine)]
+    assert {type(reuse.instead) for reuse in reuses} >= {Reuse, Taylor, Newton}
+    assert {reuse.site.value for reuse in reuses} == {"model", "stack", "module"}
+    header = best.tables.header
+    assert header["unreached"] == 0 and list(header["refused"].values()) == ["no blocks"]
+
+
 def test_a_goal_that_nothing_meets_says_so(pipe):
     methods = [Combine(Listed((0, 2), STEPS), Taylor(0), site="stack")]
     with pytest.raises(AttachError, match=r"none meets Goal\(.*psnr=99"):
         diffcache.tune(pipe, PROMPTS, psnr=99.0, methods=methods, trials=3, **SETTINGS)
 
 
+class Landscape:
+    """A bench with 20 steps on which the errors of gaps add up; late gaps weigh more."""
+
+    total, uncached_seconds = 20, 2.0
+
+    def __init__(self, gains=None, refused=()):
+        self.gains, self.refused, self.runs = gains or {}, refused, []
+
+    def measure(self, method, batches):
+        site = reuse_of(method).site.value
+        if site in self.refused:
+            raise AttachError(f"nothing at {site}")
+        steps = steps_listed(method)
+        if steps:
+            cost, decibels = self.cost(len(steps)), self.decibels(steps)
+            decibels += self.gains.get(repr(reuse_of(method).instead), 0)
+        else:
+            cost = 0.15 + 0.5 / (1 + 10 * method.threshold)
+            decibels = 30 + 20 * cost
+        self.runs.append((steps, cost, decibels, len(batches)))
+        return Trial(repr(method), cost, decibels, decibels, decibels, 2 * cost, 8)
+
+    def cost(self, computed):
+        return (computed + 0.01 * (self.total - computed)) / self.total
+
+    def decibels(self, steps):
+        gaps = zip(steps, (*steps[1:], self.total), strict=True)
+        error = sum((end - start - 1) ** 2 * (1 + 3 * start / self.total) for start, end in gaps)
+        return 60 - 10 * math.log10(1 + error)
+
+    def best(self, computed):
+        others = combinations(range(1, self.total), computed - 1)
+        return max(self.decibels((0, *steps)) for steps in others)
+
+
+def searched(landscape, goal, trials=60):
+    search = Search(landscape, goal, [0, 1], trials)
+    search.run(ladders(landscape.total, sites(is_unet=False), []))
+    (method, trial), *_ = search.best(search.seen)
+    return search, method, trial
+
+
+@pytest.mark.parametrize("psnr", [33.0, 35.0, 37.5, 40.0, 45.0])
+def test_a_search_for_a_psnr_finds_the_least_number_of_steps(psnr):
+    landscape = Landscape()
+    search, method, trial = searched(landscape, Goal(psnr=psnr))
+    least = next(count for count in range(1, 20) if landscape.best(count) >= psnr)
+    assert trial.psnr_db >= psnr and len(steps_listed(method)) == least
+    assert search.unreached == 0 and search.used == len(landscape.runs) <= 60
+    cheapest = math.inf  # so far, that met the goal: no schedule as dear had its first look after
+    for steps, cost, decibels, batches in landscape.runs:
+        assert not steps or cost < cheapest or (cost == cheapest and batches == 2)
+        cheapest = min(cheapest, cost if decibels >= psnr else math.inf)
+
+
+@pytest.mark.parametrize("goal", [Goal(speedup=4.0), Goal(seconds=0.4)])
+@pytest.mark.parametrize("forecast", [Reuse(), Newton(2)])
+def test_a_search_for_a_speed_finds_the_best_schedule_and_forecast(goal, forecast):
+    landscape = Landscape({repr(forecast): 3.0}, refused=("module",))
+    search, method, trial = searched(landscape, goal)
+    share = goal.limit / (2.0 if goal.seconds else 1.0)  # a full run takes two seconds
+    most = max(count for count in range(1, 20) if landscape.cost(count) <= share)
+    assert method.instead == forecast and len(steps_listed(method)) == most
+    assert trial.psnr_db == pytest.approx(landscape.best(most) + 3.0)
+    assert all(cost <= share for steps, cost, _, _ in landscape.runs[1:] if steps)
+    again = Landscape({repr(forecast): 3.0}, refused=("module",))
+    searched(again, goal)
+    assert again.runs == landscape.runs
+    assert len(search.refused) == 4 and set(search.refused.values()) == {"nothing at module"}
+
+
+def test_what_is_left_for_want_of_trials_is_counted():
+    search, _, _ = searched(Landscape(), Goal(speedup=4.0), trials=10)
+    assert search.used == 10 and search.unreached > 5
+
+
 def test_ranks_fronts_and_moves():
-    cheap, close = Trial("a", 0.2, 30.0, 1.0, 1), Trial("b", 0.5, 50.0, 2.0, 1)
-    worse = Trial("c", 0.6, 40.0, 3.0, 1)
+    cheap, close, worse = (
+        Trial(name, cost, psnr, psnr, psnr, seconds, 1)
+        for name, cost, psnr, seconds in (
+            ("a", 0.2, 30.0, 1.0), ("b", 0.5, 50.0, 2.0), ("c", 0.6, 40.0, 3.0),
+        )
+    )  # fmt: skip
     assert front_of([close, worse, cheap]) == [cheap, close]
-    assert max((cheap, close, worse), key=Goal(speedup=4.0).rank) is cheap
-    assert max((cheap, close, worse), key=Goal(speedup=2.0).rank) is close
-    assert max((cheap, close, worse), key=Goal(psnr=35.0).rank) is close
-    assert max((cheap, close, worse), key=Goal(seconds=1.5).rank) is cheap
+    for goal, best in (
+        (Goal(speedup=4.0), cheap), (Goal(speedup=2.0), close), (Goal(psnr=35.0), close),
+        (Goal(seconds=1.5), cheap),
+    ):  # fmt: skip
+        assert max((cheap, close, worse), key=goal.rank) is best
     assert set(moves((0, 2, 3), 5)) == {(0, 1, 3), (0, 2, 4)}
-    assert (0, 2, 4) in set(schedules(6, 3)) and (0, 1, 4) in set(schedules(6, 3))
-    ones = torch.ones(2, 3)
-    assert psnr(ones, ones).tolist() == [100, 100]
-    assert psnr(ones * 0.9, ones)[0] == pytest.approx(20.0, abs=1e-4)
-    assert psnr(torch.tensor([[11.0, 0.0]]), torch.tensor([[10.0, 0.0]]))[0] == pytest.approx(
-        10 * torch.log10(torch.tensor(100 / 0.5)).item()
-    )
+    assert set(moves((0, 2, 3), 5, together=2)) == {(0, 1, 2), (0, 3, 4)}
+    assert set(drops((0, 2, 3))) == {(0, 3), (0, 2)}
+    assert set(additions((0, 2, 3), 5)) == {(0, 1, 2, 3), (0, 2, 3, 4)}
+    assert set(schedules((0, 1, 2), [], 6)) == {(0, 2, 4), (0, 1, 4)}
+
+
+def test_closeness_is_that_of_the_pictures_that_are_saved():
+    exact = torch.rand(2, 3, 4, 4)
+    near, film = (exact + 1e-4).clamp(0, 1), torch.rand(2, 5, 3, 4, 4)
+    pictures = [outputs((one,), True) for one in (exact, near, film)]
+    assert all(one.dtype == torch.uint8 for one in pictures)
+    assert torch.equal(pictures[0], (exact * 255).round().byte())
+    error = (pictures[1].double() - pictures[0]).square().flatten(1).mean(1).clamp_min(1e-10)
+    expected = (20 * math.log10(255) - 10 * error.log10()).clamp_max(100)
+    assert torch.allclose(closeness(pictures[1], pictures[0]), expected)
+    frames = [closeness(pictures[2][:, i], pictures[2][:, 0]) for i in range(5)]
+    still = pictures[2][:, :1].expand_as(pictures[2])
+    assert torch.allclose(closeness(pictures[2], still), torch.stack(frames).mean(0))
+    latents = torch.tensor([[11.0, 0.0]]), torch.tensor([[10.0, 0.0]])
+    assert outputs((latents[0],), True).dtype == torch.float32  # beyond [0, 1]: no pictures
+    assert closeness(*latents)[0] == pytest.approx(10 * math.log10(100 / 0.5))
+    mean, low, high = mean_interval(torch.tensor([30.0, 31.0, 32.0, 37.0]))
+    assert mean == 32.5 and 30 < low < 32 < mean < high < 36.5
 
 
 def test_a_log_of_trials_that_was_cut_off(tmp_path, monkeypatch):
@@ -98,7 +235,7 @@ def test_a_log_of_trials_that_was_cut_off(tmp_path, monkeypatch):
 
     def measure(self, method, batches):
         measured.append(batches)
-        return Trial(repr(method), 0.5, 30.0, 1.0, len(batches))
+        return Trial(repr(method), 0.5, 30.0, 29.0, 31.0, 1.0, len(batches))
 
     monkeypatch.setattr(Bench, "_measure", measure)
 
@@ -117,7 +254,7 @@ def test_a_log_of_trials_that_was_cut_off(tmp_path, monkeypatch):
     again.measure(method, [1])
     assert measured == [[0], [1], [0, 1]]
     again.measure(method, [0, 1])  # its line was cut off
-    assert len(measured) == 4 and bench().measure(method, [0, 1]) == replace(trial, batches=2)
+    assert len(measured) == 4 and bench().measure(method, [0, 1]) == replace(trial, samples=2)
     assert len(measured) == 4
     with pytest.raises(TablesError, match="of another search"):
         bench("y")

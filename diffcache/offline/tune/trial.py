@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +24,9 @@ from diffcache.errors import CacheWarning, TablesError
 from diffcache.features.base import Method
 from diffcache.features.tables import Tables
 from diffcache.offline.tracing import call_pipeline
-from diffcache.psnr import psnr as psnr_of
+from diffcache.psnr import psnr
+
+RESAMPLES = 1000  # of the samples, for the interval of a mean
 
 
 @dataclass(frozen=True)
@@ -32,16 +36,21 @@ class Trial:
     Attributes:
         method: Its repr.
         cost: Floating-point operations of the denoiser, as a share of the uncached run's.
-        psnr_db: To the uncached output, mean over samples.
+        psnr_db: PSNR to the uncached output, in dB, mean over samples; of 8-bit pictures where the
+            pipeline draws any.
+        low_db: Lower end of the 95 % bootstrap interval of that mean over samples.
+        high_db: Upper end.
         seconds: Median of the runs of a batch.
-        batches: Number of batches it ran on.
+        samples: Number of samples that it drew.
     """
 
     method: str
     cost: float
     psnr_db: float
+    low_db: float
+    high_db: float
     seconds: float
-    batches: int
+    samples: int
 
 
 class Bench:
@@ -120,11 +129,10 @@ class Bench:
                 drawn = self._draw(number)
                 seconds.append(time.perf_counter() - start)
                 costs.append(self._cost())
-            values.append(psnr(drawn, reference))
-        return Trial(
-            repr(method), sum(costs) / len(costs), float(torch.cat(values).mean()),
-            median(seconds), len(batches),
-        )  # fmt: skip
+            values.append(closeness(drawn, reference))
+        each = torch.cat(values)
+        cost = sum(costs) / len(costs)
+        return Trial(repr(method), cost, *mean_interval(each), median(seconds), len(each))
 
     def reference(self, number: int) -> Tensor:
         """Return the uncached output of a batch."""
@@ -138,11 +146,10 @@ class Bench:
         return self._references[number]
 
     def _draw(self, number: int) -> Tensor:
-        given = {"output_type": "pt", **self.call}
-        names = type(self.pipe).__call__.__code__.co_varnames
-        if "output_type" not in names and not hasattr(type(self.pipe).__call__, "__wrapped__"):
-            given.pop("output_type", None)
-        return outputs(call_pipeline(self.pipe, self.batches[number], self.seed + number, given))
+        has_decoder = "output_type" in inspect.signature(type(self.pipe).__call__).parameters
+        call = {"output_type": "pt", **self.call} if has_decoder else self.call
+        drawn = call_pipeline(self.pipe, self.batches[number], self.seed + number, call)
+        return outputs(drawn, call.get("output_type", "latent") != "latent")
 
     def _count(self, number: int) -> None:
         """Count the operations of one uncached call of every denoiser, and the steps of a run."""
@@ -197,24 +204,42 @@ def _tables_in(part: Any) -> Iterator[Tables]:
             yield from _tables_in(getattr(part, field.name))
 
 
-def psnr(output: Tensor, reference: Tensor) -> Tensor:
-    """Return the peak signal-to-noise ratio in dB of every sample, [B], at most 100.
+def closeness(output: Tensor, reference: Tensor) -> Tensor:
+    """Return the PSNR in dB of every sample, float64 [B]; of a film the mean over its frames.
 
-    The peak is 1 for pictures in [0, 1], and the range of the reference for anything else.
+    Args:
+        output: Output of a cached run: uint8 pictures [B, C, H, W] or films [B, F, C, H, W], or
+            floats [B, ...].
+        reference: The same of the uncached run; the full range of floats is its own.
     """
-    inside = bool(reference.min() >= 0) and bool(reference.max() <= 1)
-    span = 1.0 if inside else float(reference.max() - reference.min())
-    return psnr_of(output, reference, span=span or 1.0)
+    if output.ndim == 5 and output.dtype == torch.uint8:
+        return psnr(output.flatten(0, 1), reference.flatten(0, 1)).view(output.shape[:2]).mean(1)
+    span = None if output.dtype == torch.uint8 else float(reference.max() - reference.min()) or 1.0
+    return psnr(output, reference, span=span).nan_to_num(0.0)  # of numbers that overflowed
 
 
-def outputs(result: Any) -> Tensor:
-    """Return what a pipeline drew, as a float tensor [B, ...] on the CPU."""
+def mean_interval(values: Tensor) -> tuple[float, float, float]:
+    """Return the mean of values [N], and the ends of its 95 % bootstrap interval."""
+    sample = values.double().numpy()
+    picks = np.random.default_rng(0).integers(len(sample), size=(RESAMPLES, len(sample)))
+    low, high = np.percentile(sample[picks].mean(1), (2.5, 97.5))
+    return float(sample.mean()), float(low), float(high)
+
+
+def outputs(result: Any, are_pictures: bool) -> Tensor:
+    """Return what a pipeline drew, [B, ...] on the CPU: uint8 for pictures in [0, 1], else floats.
+
+    Args:
+        result: What the pipeline's call returned.
+        are_pictures: Whether it was asked for pictures or films, not for latents.
+    """
     first = result[0]
     if isinstance(first, (list, tuple)):
-        import numpy as np
-
         first = np.stack([np.asarray(item) for item in first])
     tensor = torch.as_tensor(first).detach().cpu()
     if tensor.dtype == torch.uint8:
-        return tensor.float() / 255
-    return tensor.float()
+        return tensor
+    tensor = tensor.float()
+    if not are_pictures or (tensor < 0).any() or (tensor > 1).any():
+        return tensor
+    return (tensor.nan_to_num() * 255).round().to(torch.uint8)  # as pictures are saved

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from diffcache.api import check_free, denoisers_of
 from diffcache.attach.fingerprint import facts_of
-from diffcache.errors import AttachError
+from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
-from diffcache.features.combine import Combine
-from diffcache.features.parts.instead import Reuse
-from diffcache.features.parts.when import Listed
 from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
 from diffcache.features.tuned import Tuned
 from diffcache.offline.calibrate import BATCH_SIZE, Plan, calibrate, header_of
 from diffcache.offline.tracing import batches_of
 from diffcache.offline.tune import space
-from diffcache.offline.tune.search import Goal, Search, front_of
+from diffcache.offline.tune.search import BEST, Goal, Search, Tried, front_of
 from diffcache.offline.tune.trial import Bench, Trial
 from diffcache.step import Site
 
@@ -35,16 +35,17 @@ def tune(
     psnr: float | None = None,
     seconds: float | None = None,
     methods: Sequence[Method] | None = None,
-    trials: int = 60,
+    trials: int = 100,
     **settings: Any,
 ) -> Tuned:
     """Search methods, settings, sites and schedules for a pipeline, and return the best.
 
-    Half of the prompts are searched on, and the best few are validated on the other half. Tried
-    are regular schedules with reuse, Taylor's and Newton's forecasts, schedules by dynamic
-    programming with fitted forecasts, and gates; then single steps of the best schedules are
-    moved as long as that helps. Costs are floating-point operations, so a search on one machine
-    holds on another, except with `seconds`.
+    A third of the prompts is searched on, and the best few are validated on the others. Tried are
+    the ladders of `diffcache.offline.tune.space`: reuse, Taylor's, Newton's and fitted forecasts
+    for any number of computed steps, gates for any threshold, at all sites that the model has;
+    then steps of the best schedules are dropped, moved and added as long as that helps. What
+    the model refuses is left out and listed under `refused` in the tables' header. Costs are
+    floating-point operations, so a search on one machine holds on another, except with `seconds`.
 
     Args:
         pipe: A diffusers pipeline, not wrapped, with one denoiser.
@@ -52,14 +53,20 @@ def tune(
         speedup: The closest method that needs at most `1 / speedup` of the operations.
         psnr: The cheapest method that stays this close, in dB.
         seconds: The closest method that takes at most so long a batch.
-        methods: What to try instead of the built-in space; those that need tables are calibrated.
+        methods: What to try, with changes of their steps, instead of the built-in space; those
+            that need tables are calibrated.
         trials: Most methods that are tried.
         **settings: `steps`, `batch_size`, `seed`, `out`, `resume` and `progress` as in
             `calibrate`; anything else goes to the pipeline's call.
 
     Returns:
-        The method; its `front` holds what was seen. With `out` it is that file's, and `tuned` is
-        its name on command lines.
+        The method; its `front` holds what was seen, and its `validation` how close the chosen
+        method is to the uncached output on prompts that were not searched on, as the best of the
+        few that were tried on these. With `out` it is that file's, and `tuned` is its name on
+        command lines.
+
+    Warns:
+        CacheWarning: If nothing that was validated meets the goal on those prompts.
 
     Raises:
         AttachError: If the pipeline is wrapped, nothing that was tried meets the goal, or nothing
@@ -90,13 +97,15 @@ def tune(
     facts["guidance"] = plan.guidance(pipe)
     weights = sorted({f"{p.device.type} {p.dtype}" for p in model.parameters()})
     bench.open_log([asdict(goal), plan.about(), facts, weights])
-    half = (len(batches) + 1) // 2
+    third = -(-len(batches) // 3)
     bench.reference(0)
-    chosen = _methods(pipe, methods, goal, bench, replace(plan, prompts=[*chain(*batches[:half])]))
-    search = Search(bench, goal, list(range(half)), trials, plan.progress)
-    best = search.run(chosen)
-    tuned = _choose(search, best, list(range(half, len(batches))))
-    return _tuned(tuned, search, plan, facts)
+    search = Search(bench, goal, list(range(third)), trials, plan.progress)
+    plan_of_search = replace(plan, prompts=[*chain(*batches[:third])])
+    search.run(_ladders(pipe, model, methods, plan_of_search, search))
+    tuned = _tuned(_choose(search, list(range(third, len(batches)))), search, plan, facts)
+    if log is not None:
+        log.unlink(missing_ok=True)
+    return tuned
 
 
 def _plan(prompts: Sequence[Any], settings: dict[str, Any]) -> Plan:
@@ -109,64 +118,66 @@ def _plan(prompts: Sequence[Any], settings: dict[str, Any]) -> Plan:
     return Plan(prompts=given, call=settings, **{"batch_size": BATCH_SIZE, **own})
 
 
-def _methods(
-    pipe: Any,
-    methods: Sequence[Method] | None,
-    goal: Goal,
-    bench: Bench,
-    plan: Plan,
-) -> list[Method]:
+def _ladders(
+    pipe: Any, model: nn.Module, methods: Sequence[Method] | None, plan: Plan, search: Search
+) -> list[space.Ladder]:
     """Return what is tried, with tables where they are needed."""
-    wanted: list[Method] = list(methods) if methods is not None else [*space.fitted()]
-    missing = [m for m in wanted if isinstance(m, Calibrated) and m.tables is None]
-    made: list[Calibrated] = []
-    if missing:
-        own = {"steps": plan.steps, "batch_size": plan.batch_size, "seed": plan.seed}
-        made = calibrate(pipe, missing, plan.prompts, **own, **plan.call)
-    filled = iter(made)
-    ready = [next(filled) if any(m is lack for lack in missing) else m for m in wanted]
     if methods is not None:
-        return ready
-    total = bench.total
-    if goal.speedup is not None:
-        counts = [_count_for(bench, goal)]
-    elif goal.seconds is not None:
-        share = min(1.0, goal.seconds / bench.uncached_seconds)
-        counts = space.counts_for(total, 0.6 * share, share)[-2:]
-    else:
-        counts = sorted({max(1, round(total * share)) for share in (0.15, 0.2, 0.25, 0.35, 0.5)})
-    found = space.candidates(total, counts, ready)  # type: ignore[arg-type]
-    return found + (space.gates() if goal.speedup is None else [])
+        needing = [m for m in methods if isinstance(m, Calibrated) and m.tables is None]
+        measured = _calibrate(pipe, [[method] for method in needing], plan, search)
+        filled = [measured.get(repr(method), method) for method in methods]
+        return [[method] for method in filled if repr(method) not in search.refused]
+    places = space.sites(hasattr(model, "down_blocks") and hasattr(model, "up_blocks"))
+    measured = _calibrate(pipe, space.to_calibrate(places), plan, search)
+    return space.ladders(search.bench.total, places, [*measured.values()])
 
 
-def _count_for(bench: Bench, goal: Goal) -> int:
-    """Return the most computed steps that are cheap enough; what always runs counts as well."""
-    assert goal.speedup is not None
-    for count in range(max(1, int(bench.total / goal.speedup)), 1, -1):
-        probe = Combine(Listed(range(count), bench.total), Reuse(), Site.STACK)
-        if goal.met(bench.measure(probe, [0])):
-            return count
-    return 1
+def _calibrate(
+    pipe: Any, groups: Sequence[Sequence[Calibrated]], plan: Plan, search: Search
+) -> dict[str, Calibrated]:
+    """Return methods with their tables, by what they were without; note what does not fit."""
+    own = {"steps": plan.steps, "batch_size": plan.batch_size, "seed": plan.seed}
+    measured: dict[str, Calibrated] = {}
+    for group in groups:
+        try:
+            filled = calibrate(pipe, group, plan.prompts, **own, **plan.call)
+        except (AttachError, ValueError) as error:  # this model has nothing to measure it on
+            search.refused.update({repr(method): str(error) for method in group})
+        else:
+            measured.update(zip(map(repr, group), filled, strict=True))
+    return measured
 
 
-def _choose(
-    search: Search, best: list[tuple[Method, Trial]], batches: list[int]
-) -> tuple[Method, dict[str, Trial]]:
+def _choose(search: Search, batches: list[int]) -> tuple[Method, dict[str, Trial]]:
     """Return the method that does best on the prompts that were not searched on.
 
     Raises:
-        AttachError: If none meets the goal.
+        AttachError: If none met the goal on those that were.
     """
-    if not best or not search.goal.met(best[0][1]):
-        saw = "; ".join(f"{t.psnr_db:.1f} dB at {t.cost:.2f}" for _, t in best[:3]) or "nothing"
+    goal = search.goal
+    others = {key: tried for key, tried in search.first.items() if key not in search.seen}
+    ranked = [*search.best(search.seen), *search.best(others)]
+    hopeful = [pair for pair in ranked if goal.met(pair[1])]
+    if not hopeful:
+        saw = "; ".join(f"{t.psnr_db:.1f} dB at {t.cost:.2f}" for _, t in ranked[:BEST])
+        refused = next((f"; {m}: {why}" for m, why in search.refused.items()), "")
         raise AttachError(
-            f"{search.used} trials, and none meets {search.goal}: the best were {saw}; ask for "
-            "less, or give more trials"
+            f"{search.used} trials, and none meets {goal}: the best were {saw or 'nothing'}; ask "
+            f"for less, or give more trials{refused}"
         )
-    validated = {
-        repr(m): (m, search.bench.measure(m, batches)) for m, t in best if search.goal.met(t)
-    }
-    method, _ = max(validated.values(), key=lambda pair: search.goal.rank(pair[1]))
+    validated: Tried = {}
+    for number, (method, _) in enumerate(hopeful[: 2 * BEST]):
+        if number >= BEST and any(goal.met(trial) for _, trial in validated.values()):
+            break
+        validated[repr(method)] = method, search.bench.measure(method, batches)
+    method, trial = search.best(validated)[0]
+    if not goal.met(trial):
+        warnings.warn(
+            f"nothing that was validated meets {goal} on the prompts that were not searched on; "
+            f"{method!r} has {trial.psnr_db:.1f} dB at {trial.cost:.2f}",
+            CacheWarning,
+            stacklevel=3,
+        )
     return method, {key: trial for key, (_, trial) in validated.items()}
 
 
@@ -180,23 +191,20 @@ def _tuned(
     method, validated = chosen
     tensors: dict[str, Any] = {}
     choice = to_plain(method, tensors)
-    trials = [trial for _, trial in search.seen.values()]
     front = [
         {
-            "method": trial.method,
-            "cost": trial.cost,
-            "psnr_db": trial.psnr_db,
-            "validation_psnr_db": getattr(validated.get(trial.method), "psnr_db", None),
+            "method": trial.method, "cost": trial.cost, "psnr_db": trial.psnr_db,
+            **{f"validation_{name}": getattr(validated.get(trial.method), name, None)
+               for name in ("psnr_db", "low_db", "high_db")},
         }
-        for trial in front_of(trials)
-    ]
+        for trial in front_of([trial for _, trial in search.seen.values()])
+    ]  # fmt: skip
     more = {"choice": choice, "front": front, "goal": asdict(search.goal), "tried": search.used,
+            "refused": search.refused, "unreached": search.unreached,
             "steps": search.bench.total, "chosen": repr(method),
             "validation": asdict(validated[repr(method)]), "seed": plan.seed,
             "batch_size": plan.batch_size}  # fmt: skip
     tables = Tables(header_of(Tuned(), facts, plan, **more), tensors)  # type: ignore[arg-type]
     if plan.out is not None:
         tables = tables.save(plan.out)
-        if search.bench.log is not None:
-            search.bench.log.unlink(missing_ok=True)
     return Tuned(tables)
