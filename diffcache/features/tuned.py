@@ -129,12 +129,13 @@ def _made(tables: Tables) -> FeatureMethod:
 
 def _front_fault(front: Any) -> str:
     """Return what is wrong with the trials of a header, empty if nothing is."""
-    validated = ("validation_psnr_db", "validation_low_db", "validation_high_db")
-    numbers = ("cost", "psnr_db", *validated)
+    needed = ("cost", "psnr_db")
+    interval = ("validation_low_db", "validation_high_db")  # files of earlier versions have none
     for trial in front if isinstance(front, list) else [front]:
-        known = isinstance(trial, dict) and {"method", *numbers} <= set(trial)
+        known = isinstance(trial, dict) and {"method", *needed} <= set(trial)
         if not known or not isinstance(trial["method"], str) or not all(
-            is_number(trial[n]) or trial[n] is None for n in numbers
+            is_number(value) or value is None
+            for value in map(trial.get, (*needed, "validation_psnr_db", *interval))
         ):  # fmt: skip
             return f"its header has {shown(trial)} in front; must be trials with their numbers"
     return ""
