@@ -49,11 +49,15 @@ def query_count(queries: int | Tensor) -> int:
 def has_shared_layers(config: Any, layers: Sequence[Any]) -> bool:
     """Return whether layers of a model read the keys of others.
 
-    Later versions have a dummy in the place of each; earlier ones leave the last layers out.
+    Later versions say so in the configuration, or have a dummy in the place of each; earlier ones
+    leave the last layers out.
 
     Args:
         config: The decoder's configuration.
         layers: Layers of a cache of transformers for the decoder.
     """
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is not None:
+        return "reuse" in modes
     is_short = len(layers) < config.num_hidden_layers
     return is_short or any(type(layer).__name__ == "DummyLayer" for layer in layers)

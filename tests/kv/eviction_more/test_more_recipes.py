@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from diffcache.eval.kv import oracle
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.learn.scalekv import capacities
 from diffcache.kv.planning.windows import Windows
@@ -25,7 +26,6 @@ from diffcache.kv.recipes.eviction_more import (
 )
 from diffcache.kv.recipes.eviction_offline import compresskv, prefixkv, scalekv
 from diffcache.kv.store import KVStore
-from tests.kv import oracle
 from tests.kv.eviction_more.plain import Text
 from tests.kv.tiny import GREEDY, llama, prompts, row, same
 
