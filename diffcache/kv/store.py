@@ -87,7 +87,9 @@ class KVStore:
         trigger = self.recipe.trigger
         if self.recipe.evicts and trigger is not None and self.seen:
             held = max(layer.held for layer in self.layers)
-            event = Event(count, self._wrote, self._since, held, self._fresh, self.speculative)
+            event = Event(
+                count, self._wrote, self._since, held, self._fresh, self.speculative, self.seen
+            )
             if trigger.due(event):
                 self.compress()
         self._flush()
