@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -32,7 +33,9 @@ from diffcache.kv.hf.model import (
     check_native,
     choose,
     decoder_config,
+    decoder_of,
     numbered,
+    origin_of,
     output_of,
     reader,
 )
@@ -98,6 +101,7 @@ def cache_for(
     store = KVStore(
         len(owned), recipe, rotary=None if readers is None else [r.read() for r in readers], out=out
     )
+    store.origin = partial(origin_of, weakref.ref(decoder_of(model)))
     known = WeakSet(module for _, module in numbered(model))
     setup = Setup(mode, why, tuple(owned), config, windows, known, eager)
     return KVCache(store, stock, setup, readers, tags)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from diffcache.digest import digest
 from diffcache.errors import AttachError
 from diffcache.kv.hf.rotary import RotaryReader, rotary_of
 from diffcache.kv.recipe import Recipe
@@ -180,6 +181,26 @@ def reader(model: nn.Module, found: dict[int, nn.Module], index: int, config: An
             "one; use a recipe that holds keys as they are (space='post')"
         )
     return made
+
+
+def origin_of(decoder: ReferenceType[nn.Module]) -> dict[str, str]:
+    """Return what the keys and values of a decoder are made by, as digests.
+
+    Eight numbers of each of its weights stand for all of them.
+
+    Args:
+        decoder: The decoder, if it is still there.
+    """
+    model: Any = decoder()
+    if model is None:
+        return {}
+    few = []
+    for weight in model.base_model.parameters():  # without its head
+        if weight.numel() and not weight.is_meta:
+            flat = weight.detach().reshape(-1)
+            few.append(flat[:: -(-len(flat) // 8)])
+    rope = {name: getattr(model.config, name, None) for name in ("rope_parameters", "rope_scaling")}
+    return {"weights": digest(few), "rotary embedding": digest(rope)}
 
 
 def check_generates_with_cache(model: nn.Module) -> None:
