@@ -153,8 +153,9 @@ def announce(writer: Writer, number: int, key: Tensor, value: Tensor) -> None:
         forget(writer)
         raise AttachError(
             f"keys of layer {number - 1} never reached the attention function of the cache: this "
-            "is not the model that it was made for, or its attention was changed since; make a "
-            "new cache with cache_for(model, ...)"
+            "is not the model that it was made for, or its attention was changed since (make a new "
+            "cache with cache_for(model, ...)), or this layer does not go through transformers' "
+            "attention interface (use mode='stock' with a recipe that drops nothing)"
         )
     if not number:
         writer.handed.clear()

@@ -195,7 +195,7 @@ def origin_of(decoder: ReferenceType[nn.Module]) -> dict[str, str]:
     if model is None:
         return {}
     few = []
-    for weight in model.base_model.parameters():  # without its head
+    for weight in getattr(model, "base_model", model).parameters():  # without its head
         if weight.numel() and not weight.is_meta:
             flat = weight.detach().reshape(-1)
             few.append(flat[:: -(-len(flat) // 8)])

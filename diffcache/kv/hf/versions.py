@@ -58,6 +58,9 @@ def has_shared_layers(config: Any, layers: Sequence[Any]) -> bool:
     """
     modes = getattr(config, "kv_sharing_modes", None)
     if modes is not None:
-        return "reuse" in modes
-    is_short = len(layers) < config.num_hidden_layers
-    return is_short or any(type(layer).__name__ == "DummyLayer" for layer in layers)
+        return any(str(mode).startswith("reuse") for mode in modes)
+    if len(layers) < config.num_hidden_layers:
+        return True
+    types = getattr(config, "layer_types", None) or [None] * len(layers)
+    dummies = [index for index, layer in enumerate(layers) if type(layer).__name__ == "DummyLayer"]
+    return any(types[index] not in ("moe", "mlp") for index in dummies)  # these have no attention
