@@ -92,17 +92,17 @@ def test_one_and_one_point_nought_never_mean_different_things(name: str, setting
 @pytest.mark.parametrize(
     ("make", "always"),
     [
-        (lambda n: kv.quest(n, page=16), "16 slots .* page=16"),
-        (lambda n: kv.mpcache_select(n, small=16), "16 slots .* small=16"),
+        (lambda n: kv.quest(n, page=16), "16 slots .*page=16"),
+        (lambda n: kv.mpcache_select(n, small=16), "16 slots .*small=16"),
         (
-            lambda n: kv.double_sparsity(examples.CHANNELS, n),
-            "68 slots .* recent=64, first tok.*=4",
+            lambda n: kv.double_sparsity(examples.CHANNELS, n, recent=64, sinks=4),
+            "68 slots .*sinks=4, recent=64",
         ),
-        (lambda n: kv.tidal_decode(n), "68 slots .* recent=64, first tokens=4"),
-        (lambda n: kv.sentence_kv(n), "64 slots .* sinks=32, recent=32"),
-        (lambda n: kv.actqkv(n), "68 slots .* sinks=4, recent=64"),
-        (lambda n: kv.a2ats(n), "68 slots .* recent=64, first tokens=4"),
-        (lambda n: kv.shadowkv(n, outliers=4), "64 slots .* 8 .* outliers=32, last tokens=32"),
+        (lambda n: kv.tidal_decode(n, recent=64), "64 slots .*sinks=0, recent=64"),
+        (lambda n: kv.sentence_kv(n), "64 slots .*sinks=32, recent=32"),
+        (lambda n: kv.probe_query(n), "68 slots .*sinks=4, recent=64"),
+        (lambda n: kv.a2ats(n), "68 slots .*sinks=4, recent=64"),
+        (lambda n: kv.shadowkv(n, outliers=4), "64 slots .*8 . outliers=32, last tokens=32"),
     ],
 )
 def test_budgets_that_leave_nothing_to_choose_are_refused(make: Any, always: str) -> None:
@@ -123,5 +123,5 @@ def test_numbers_of_numpy_are_numbers() -> None:
 def test_what_makes_a_recipe_is_none() -> None:
     with pytest.raises(TypeError, match=r"recipe=snapkv: .* call it, as in snapkv\(budget=256\)"):
         kv.make_recipe(kv.snapkv)
-    with pytest.raises(ValueError, match=r"projections=\(\): .* remat_cache_for\(model\)"):
+    with pytest.raises(ValueError, match=r"projections=\(\): .*remat_cache_for\(model\)"):
         kv.rematerialised(())
