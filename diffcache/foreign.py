@@ -200,6 +200,25 @@ def attention_name_of(config: Any) -> Any:
     return config._attn_implementation
 
 
+def attention_names(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Return every configuration in a model with its attention function's name (transformers)."""
+    configs: list[Any] = []
+    todo: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    while todo:
+        config = todo.pop(0)
+        if not hasattr(config, "_attn_implementation") or any(config is one for one in configs):
+            continue
+        configs.append(config)
+        todo += [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return [(config, config._attn_implementation) for config in configs]
+
+
+def set_attention_names(names: Iterable[tuple[Any, Any]]) -> None:
+    """Give configurations back the names that `attention_names` returned (transformers)."""
+    for config, name in names:
+        config._attn_implementation_internal = name  # its property would set those within as well
+
+
 def adapters_of(module: nn.Module) -> dict[str, Any]:
     """Return which adapter of a layer is on and whether all are off (peft)."""
     names = ("_active_adapter", "_disable_adapters")

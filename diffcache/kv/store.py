@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ class KVStore:
         recipe: What is done.
         layers: In the order of the model.
         speculative: Tokens may be taken back by `rollback`, as in assisted decoding.
+        origin: Tells what is known of the model, by which a saved cache is matched to it.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class KVStore:
             for index in range(layers)
         ]
         self.speculative = False
+        self.origin: Callable[[], Mapping[str, str]] = dict
         self._out = out
         window = recipe.score.window if recipe.score is not None else 0
         self._rings = [Ring(window) for _ in range(layers)]
@@ -87,7 +89,9 @@ class KVStore:
         trigger = self.recipe.trigger
         if self.recipe.evicts and trigger is not None and self.seen:
             held = max(layer.held for layer in self.layers)
-            event = Event(count, self._wrote, self._since, held, self._fresh, self.speculative)
+            event = Event(
+                count, self._wrote, self._since, held, self._fresh, self.speculative, self.seen
+            )
             if trigger.due(event):
                 self.compress()
         self._flush()

@@ -17,6 +17,7 @@ class Event:
         held: Slots of the longest row of any layer.
         fresh: A prompt was written and not compressed since.
         speculative: Tokens may be taken back, so several at once need not be a prompt.
+        seen: Tokens written so far.
     """
 
     coming: int
@@ -25,6 +26,7 @@ class Event:
     held: int
     fresh: bool
     speculative: bool = False
+    seen: int = 0
 
 
 class Trigger(ABC):

@@ -147,17 +147,10 @@ def _decoding(store: KVStore) -> Callable[[int], tuple[Tensor, Tensor]]:
     return decoded
 
 
-class _Module(nn.Module):
-    """What attention functions of transformers read of a module."""
-
-    is_causal = True
-    num_key_value_groups = GROUPS
-    layer_idx = 0
-
-
-def _cached(name: str, cache: Any, attend: Callable[..., Any], x: Inputs) -> Variant:
+def _cached(
+    name: str, cache: Any, attend: Callable[..., Any], module: nn.Module, x: Inputs
+) -> Variant:
     """Return steps of a cache of transformers, as an attention module of a model takes them."""
-    module = _Module()
     for index in range(LAYERS):
         keys, values = cache.update(x.k, x.v, index)
         attend(module, x.q_all, keys, values, None, scaling=_SCALE)
@@ -193,10 +186,10 @@ def variants(setting: Setting, slots: int = SLOTS) -> list[Variant]:
     def ours(*given: Any, **more: Any) -> Any:
         return attention(sdpa_attention_forward, *given, **more)
 
-    found.append(_cached("in transformers", cache_for(model, Recipe(), mode="native"), ours, x))
-    found.append(
-        _cached("transformers DynamicCache", DynamicCache(config=config), sdpa_attention_forward, x)
-    )
+    module, stock = model.model.layers[0].self_attn, DynamicCache(config=config)
+    cache = cache_for(model, Recipe(), mode="native")
+    found.append(_cached("in transformers", cache, ours, module, x))
+    found.append(_cached("transformers DynamicCache", stock, sdpa_attention_forward, module, x))
     return found
 
 

@@ -32,8 +32,8 @@ WHOLE = torch.eye(32)
 BASES = (Bases(WHOLE, WHOLE, WHOLE, WHOLE),) * 4
 RETAINING = retaining.fresh(4, 128, 2, width=16)
 MIXING = mixing.fresh(4, 8, 32, taps=5, gate=1.0)
-# With doors and tests of their own: patches of images, and inputs of layers.
-APART = ("scalekv", "rematerialised", "xquant_latent")
+# With doors and tests of their own: patches of images, inputs of layers, probes.
+APART = ("scalekv", "rematerialised", "xquant_latent", "epicache", "kvzip")
 
 
 def examples() -> dict[str, Make]:
@@ -59,8 +59,6 @@ def examples() -> dict[str, Make]:
         "keyformer": lambda: eviction_more.keyformer(12),
         "lazy_eviction": lambda: eviction_more.lazy_eviction(12, lag=3, threshold=0.02),
         "windowkv": lambda: eviction_more.windowkv(16, window=4, size=4, group=2),
-        "epicache": lambda: eviction_more.epicache(12),
-        "kvzip": lambda: eviction_more.kvzip(12),
         "curdkv": lambda: eviction_more.curdkv(12, window=5, sinks=2),
         "compactor": lambda: eviction_more.compactor(20, chunk=8),
         "prefixkv": lambda: eviction_offline.prefixkv(14, sinks=2),

@@ -24,6 +24,7 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes import eviction, merging, streaming
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.trigger import EveryStep
+from diffcache.pipelines.zoo.language import build
 from tests.kv.examples import HEADS
 from tests.kv.test_generate import Lots
 from tests.kv.tiny import GREEDY, gemma, llama, prompts, row, same
@@ -231,7 +232,7 @@ def test_masks_are_of_positions_and_bool(model: Any) -> None:
     added = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e300)
     for wrong in (added, mask[..., :40]):
         cache.reset()
-        with pytest.raises(ValueError, match=r"attention_mask=.*T=48 being all tokens ever seen"):
+        with pytest.raises(AttachError, match=r"attention_mask=.*T=48 being all tokens ever seen"):
             model(input_ids=ONE["input_ids"], attention_mask=wrong, past_key_values=cache)
 
 
@@ -290,11 +291,9 @@ def test_models_that_cannot_be_compressed_say_so() -> None:
     )  # fmt: skip
     with pytest.raises(AttachError, match="has an encoder.* use a decoder-only model"):
         cache_for(hf.BartForConditionalGeneration(bart), keep(12))
-    sliding = hf.MistralForCausalLM(
-        hf.MistralConfig(num_key_value_heads=2, sliding_window=16, **SMALL)
-    )
-    with pytest.raises(AttachError, match="no layer of full attention"):
-        cache_for(sliding, keep(12))
+    fused = build("FalconH1ForCausalLM", "falcon_h1")
+    with pytest.raises(AttachError, match="no layer of full attention alone, only LinearAtt"):
+        cache_for(fused, keep(12))
     plain = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64))
     with pytest.raises(AttachError, match="no rotary position embedding; .*space='post'"):
         cache_for(plain, keep(12, space="pre"))

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import UnknownMethodError
+from diffcache.eval.kv import oracle
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.life.save import load, save
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import make_recipe, recipe_function, recipes
-from tests.kv import oracle
 from tests.kv.examples import APART, examples, lossless
 from tests.kv.tiny import GREEDY, llama, prompts, row, same, second_turn
 

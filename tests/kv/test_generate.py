@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from diffcache.eval.kv import oracle
 from diffcache.kv.budget import Budget, Uniform
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.observe import Observation
@@ -17,7 +18,6 @@ from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Layout, Recipe
 from diffcache.kv.score.base import Score
 from diffcache.kv.trigger import EveryStep
-from tests.kv import oracle
 from tests.kv.tiny import GREEDY, gemma, grouped_rounding, llama, prompts, row, same, second_turn
 
 WAYS = {
@@ -127,13 +127,13 @@ def test_dropping_is_hiding_in_the_next_turn(exact: Any) -> None:
     inputs = prompts()
     recipe = lots(Ragged())
     cache = cache_for(exact, recipe, mode="native")
-    full = DynamicCache(config=exact.config)
+    full = oracle.Full(exact.config)
     with oracle.logged() as log:
         first = exact.generate(**inputs, past_key_values=cache, **GREEDY)
         turn = second_turn(inputs, first.sequences)
         ours = exact.generate(**turn, past_key_values=cache, **GREEDY)
     detach(exact)
-    with oracle.masked(exact, log, cache.owned):
+    with oracle.masked(exact, log, cache.setup, full):
         exact.generate(**inputs, past_key_values=full, **GREEDY)
         same(ours, exact.generate(**turn, past_key_values=full, **GREEDY), 1e-12)
     assert cache.get_seq_length() == turn["input_ids"].shape[1] + GREEDY["max_new_tokens"] - 1

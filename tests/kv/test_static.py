@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from diffcache.eval.kv import oracle
 from diffcache.kv.budget import Uniform
 from diffcache.kv.hf import static_cache_for
 from diffcache.kv.plan import TopK
@@ -14,7 +15,6 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.static import StaticWindow
 from diffcache.kv.trigger import EveryStep
-from tests.kv import oracle
 from tests.kv.tiny import GREEDY, gemma, llama, prompts, row, same
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from diffcache.errors import AttachError
 from diffcache.kv.attend import Query, View, attend
+from diffcache.kv.hf.model import Setup
 from diffcache.kv.hf.refresh import Refreshing
 from diffcache.kv.hf.rotary import RotaryReader
 from diffcache.kv.layer import KVLayer
@@ -21,6 +22,12 @@ from diffcache.kv.slots import Slots, span
 from diffcache.kv.store import KVStore
 
 Attention = Callable[..., tuple[Tensor, None]]
+# What models give their attention function that is served here, or says nothing of attention.
+_KNOWN = {
+    "scaling", "is_causal", "sliding_window", "softcap", "s_aux", "position_ids", "dropout",
+    "use_cache", "cache_position", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict", "logits_to_keep", "num_items_in_batch",
+}  # fmt: skip
 
 
 class Writer:
@@ -32,12 +39,20 @@ class Writer:
         tags: int [B, T], of the first T tokens.
         refreshing: Set while a forward writes over tokens that are there.
         exchange: What is written in place of keys before rotation and values of a layer, if any.
+        setup: How the cache goes with its model.
+        handed: The keys that `update` returned in this forward.
     """
 
     def __init__(
-        self, store: KVStore, readers: Sequence[RotaryReader] | None, tags: Tensor | None
+        self,
+        store: KVStore,
+        setup: Setup,
+        readers: Sequence[RotaryReader] | None,
+        tags: Tensor | None,
     ) -> None:
         self.store = store
+        self.setup = setup
+        self.handed: list[weakref.ref[Tensor]] = []
         self.readers = readers
         if tags is not None and tags.dim() != 2:
             raise ValueError(f"tags={list(tags.shape)}: must be [B, T], a number for each token")
@@ -102,37 +117,56 @@ class Writer:
 
 @dataclass
 class _Handle:
-    """New keys on their way from `Cache.update` to the attention function."""
+    """New keys and values on their way from `Cache.update` to the attention function."""
 
     writer: Writer
     number: int
-    key: weakref.ref[Tensor]
+    key: Tensor
+    value: Tensor
 
 
-_CURRENT: ContextVar[_Handle | None] = ContextVar("diffcache_kv", default=None)
+@dataclass
+class _Served:
+    """What attention was last asked over slots, without keeping the cache alive.
+
+    Attributes:
+        query: The queries.
+        handed: The keys that `update` returned in this forward.
+    """
+
+    query: weakref.ref[Tensor]
+    handed: list[weakref.ref[Tensor]]
 
 
-def announce(writer: Writer, number: int, key: Tensor) -> None:
-    """Say that these new keys are about to reach the attention function.
+_CURRENT: ContextVar[_Handle | _Served | None] = ContextVar("diffcache_kv", default=None)
+
+
+def announce(writer: Writer, number: int, key: Tensor, value: Tensor) -> None:
+    """Say that these new keys and values are about to reach the attention function.
 
     Raises:
         AttachError: If those of the layer before never reached it.
     """
     last = _CURRENT.get()
-    if number and last is not None and last.writer is writer and last.number == number - 1:
+    waits = isinstance(last, _Handle) and last.writer is writer and last.number == number - 1
+    if number and waits:
         forget(writer)
         raise AttachError(
             f"keys of layer {number - 1} never reached the attention function of the cache: this "
-            "is not the model that it was made for, or its attention was changed since; make a "
-            "new cache with cache_for(model, ...)"
+            "is not the model that it was made for, or its attention was changed since (make a new "
+            "cache with cache_for(model, ...)), or this layer does not go through transformers' "
+            "attention interface (use mode='stock' with a recipe that drops nothing)"
         )
-    _CURRENT.set(_Handle(writer, number, weakref.ref(key)))
+    if not number:
+        writer.handed.clear()
+    writer.handed.append(weakref.ref(key))
+    _CURRENT.set(_Handle(writer, number, key, value))
 
 
 def forget(writer: Writer) -> None:
     """Expect no keys of this writer any more."""
     last = _CURRENT.get()
-    if last is not None and last.writer is writer:
+    if isinstance(last, _Handle) and last.writer is writer:
         _CURRENT.set(None)
 
 
@@ -154,32 +188,33 @@ def attention(
         key: [B, H, n, D], as `Cache.update` returned it.
         value: [B, H, n, Dv].
         attention_mask: bool [B or 1, 1, n, T] by position, or None.
-        kwargs: `scaling`, `sliding_window`, `softcap`, `s_aux`, `position_ids` and more.
+        kwargs: `scaling`, `is_causal`, `sliding_window`, `softcap`, `s_aux`, `position_ids`.
 
     Raises:
-        AttachError: If the model changed the keys after the cache had seen them.
+        AttachError: If the model changed the keys or values after the cache had seen them,
+            attends to them twice, or is not the one that the cache was made for.
         ValueError: If something is asked for that slots cannot give.
     """
     handle = _CURRENT.get()
-    wanted = handle.key() if handle is not None else None
-    if handle is None or wanted is None:
+    if not isinstance(handle, _Handle):
+        _check_first(handle, module, query, key)
         return _foreign(stock, module, query, key, value, attention_mask, **kwargs)
     _CURRENT.set(None)
-    if wanted is not key:
-        raise AttachError(
-            f"{type(module).__name__} changes keys between the cache and attention; use "
-            "cache_for(..., mode='stock') with a recipe that drops nothing (or an earlier forward "
-            "was cut off between the two: then call it again)"
-        )
+    _check_meant(handle, module, key, value)
     writer, count = handle.writer, key.shape[2]
+    _CURRENT.set(_Served(weakref.ref(query), writer.handed))
     start = writer.store.layers[handle.number].seen
     refreshing = writer.refreshing is not None
-    _check(attention_mask, None if refreshing else start + count, kwargs)
+    _check(module, attention_mask, None if refreshing else start + count, kwargs)
+    window = writer.setup.windows[handle.number]
     asked = Query(
         query, start, _scale(query, kwargs), mask=attention_mask,
-        window=kwargs.get("sliding_window"), softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
+        causal=_causal(module, kwargs, writer.setup.eager),
+        window=kwargs.get("sliding_window") if window is None else window,
+        softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"),
     )  # fmt: skip
+    if window is not None and not refreshing:
+        asked = replace(asked, mask=_reached(asked, window), window=None)
     if writer.refreshing is not None:
         if writer.readers is not None:
             writer.store.layers[handle.number].rotary = writer.readers[handle.number].read()
@@ -191,13 +226,59 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def check_mask_sizes(layer: KVLayer, count: int, masked: int) -> None:
+def _check_first(served: _Served | None, module: nn.Module, query: Tensor, key: Tensor) -> None:
+    """Refuse attention to keys that were attended to before in this forward."""
+    if served is None:
+        return
+    if served.query() is query or any(given() is key for given in served.handed):
+        raise AttachError(
+            f"{type(module).__name__} attends to keys that were attended to before in this "
+            "forward, and a slot is read once; use cache_for(..., mode='stock') with a recipe that "
+            "drops nothing"
+        )
+
+
+def _check_meant(handle: _Handle, module: nn.Module, key: Tensor, value: Tensor) -> None:
+    """Refuse other keys and values than those that the cache was given."""
+    name, known = type(module).__name__, handle.writer.setup.modules
+    if known and module not in known:
+        raise AttachError(
+            f"{name} is of another model than this cache; make a cache for it with "
+            "cache_for(model, ...)"
+        )
+    pairs = {"keys": (key, handle.key), "values": (value, handle.value)}
+    changed = [word for word, (one, other) in pairs.items() if one is not other]
+    if changed:
+        raise AttachError(
+            f"{name} changes {' and '.join(changed)} between the cache and attention; use "
+            "cache_for(..., mode='stock') with a recipe that drops nothing (or an earlier forward "
+            "was cut off between the two: then call it again)"
+        )
+
+
+def _reached(asked: Query, window: int) -> Tensor | None:
+    """Return the mask of queries without what a cache of a window would not hold any more.
+
+    Most models leave it out of their masks as well; the others rely on the cache.
+    """
+    first = asked.start - window + 1
+    if first <= 0:
+        return asked.mask
+    mask = asked.mask
+    if mask is None:
+        width = asked.start + asked.count
+        mask = torch.ones(1, 1, asked.count, width, dtype=torch.bool, device=asked.q.device)
+        mask = mask.tril(asked.start) if asked.causal else mask
+    return mask.index_fill(-1, torch.arange(first, device=mask.device), False)
+
+
+def check_mask_sizes(count: int, masked: int, expected: int) -> None:
     """Check that the mask of several tokens, made beforehand, is for the slots there are now.
 
     Raises:
         AttachError: If slots were dropped since.
     """
-    if count > 1 and masked not in (0, layer.held + count):
+    if count > 1 and masked not in (0, expected):
         raise AttachError(
             f"mode='stock': slots were dropped after the mask of these {count} tokens was made; "
             "call settle() of the cache before, or use mode='native'"
@@ -248,7 +329,26 @@ def _scale(query: Tensor, kwargs: dict[str, Any]) -> float:
     return float(query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
-def _check(mask: Tensor | None, width: int | None, kwargs: dict[str, Any]) -> None:
+def _causal(module: nn.Module, kwargs: dict[str, Any], eager: bool) -> bool:
+    """Return whether queries without a mask see no later token.
+
+    Where transformers leaves a causal mask out, its sdpa asks the call, then the module. Its eager
+    attention is given the mask: modules that are made for it alone may say anything.
+    """
+    causal = kwargs.get("is_causal")
+    if causal is None:
+        causal = eager or getattr(module, "is_causal", True)
+    if not isinstance(causal, bool):
+        raise AttachError(
+            f"is_causal={causal!r} of {type(module).__name__}: must be True or False, as else it "
+            "cannot be told which tokens are seen"
+        )
+    return causal
+
+
+def _check(
+    module: nn.Module, mask: Tensor | None, width: int | None, kwargs: dict[str, Any]
+) -> None:
     """Refuse what attention over slots would have to leave out."""
     if kwargs.get("output_attentions"):
         raise ValueError(
@@ -259,11 +359,24 @@ def _check(mask: Tensor | None, width: int | None, kwargs: dict[str, Any]) -> No
         raise ValueError(
             f"dropout={kwargs['dropout']}: a cache is for inference; call model.eval() first"
         )
+    unknown = [
+        name
+        for name, given in kwargs.items()
+        if name not in _KNOWN and given is not None and given is not False
+    ]
+    if unknown:
+        raise AttachError(
+            f"{type(module).__name__} gives its attention {', '.join(sorted(unknown))}, which "
+            "slots know nothing of; use cache_for(..., mode='stock') with a recipe that drops "
+            "nothing"
+        )
     if mask is None:
         return
     fits = mask.dim() == 4 and mask.shape[1] == 1 and width in (None, mask.shape[3])
     if mask.dtype != torch.bool or not fits:
-        raise ValueError(
-            f"attention_mask={list(mask.shape)} of {mask.dtype}: must be [B, T] of 0 and 1, or "
-            f"bool [B, 1, n, T], T={width} being all tokens ever seen, whether or not still held"
+        raise AttachError(
+            f"{type(module).__name__} makes, or was given, attention_mask={list(mask.shape)} of "
+            f"{mask.dtype}: must be [B, T] of 0 and 1, or bool [B, 1, n, T], T={width} being all "
+            "tokens ever seen, whether or not still held; a model that makes others of its own "
+            "takes mode='stock' with a recipe that drops nothing"
         )

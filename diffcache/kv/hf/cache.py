@@ -9,7 +9,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,20 @@ from transformers.cache_utils import (
 
 from diffcache.errors import AttachError
 from diffcache.kv.hf.attention import Writer, announce, check_mask_sizes, forget, handed_out
-from diffcache.kv.hf.model import Mode, Setup, attentions, choose, decoder_config, output_of, reader
+from diffcache.kv.hf.model import (
+    Mode,
+    Setup,
+    attentions,
+    check_generates_with_cache,
+    check_native,
+    choose,
+    decoder_config,
+    decoder_of,
+    numbered,
+    origin_of,
+    output_of,
+    reader,
+)
 from diffcache.kv.hf.rotary import RotaryReader
 from diffcache.kv.hf.switch import NAME, switch
 from diffcache.kv.hf.switch import detach as detach
@@ -63,30 +78,56 @@ def cache_for(
     recipe = make_recipe(recipe, **settings)
     mode, why = choose(recipe, mode)
     config = decoder_config(model)
+    check_generates_with_cache(model)
     stock = DynamicCache(config=config).layers
-    owned = [index for index, layer in enumerate(stock) if type(layer) is DynamicLayer]
-    if not owned:
-        kinds = sorted({type(layer).__name__ for layer in stock})
-        raise AttachError(
-            f"{type(model).__name__} has no layer of full attention, only {', '.join(kinds)}; "
-            "there is nothing to compress"
-        )
+    owned = owned_layers(model, stock)
+    windows = tuple(getattr(stock[index], "sliding_window", None) for index in owned)
+    if mode == "stock" and recipe.evicts and any(windows):
+        raise AttachError("mode='stock': layers with a window drop slots by themselves; use "
+                          "mode='native'")  # fmt: skip
     if mode == "native" and has_shared_layers(config, stock):
         raise AttachError(
             f"{type(model).__name__} has layers that read the keys of others; use mode='stock' "
             "with a recipe that drops nothing"
         )
     modules = attentions(model, owned)
+    if mode == "native":
+        check_native(model, modules)
     readers = None
     if recipe.space == "pre":
         readers = [reader(model, modules, index, config) for index in owned]
     out = [output_of(modules, index) for index in owned] if recipe.wants_out else None
-    if mode == "native":
-        switch(model)
+    eager = mode == "native" and switch(model) == "eager"
     store = KVStore(
         len(owned), recipe, rotary=None if readers is None else [r.read() for r in readers], out=out
     )
-    return KVCache(store, stock, Setup(mode, why, tuple(owned), config), readers, tags)
+    store.origin = partial(origin_of, weakref.ref(decoder_of(model)))
+    known = WeakSet(module for _, module in numbered(model))
+    setup = Setup(mode, why, tuple(owned), config, windows, known, eager)
+    return KVCache(store, stock, setup, readers, tags)
+
+
+def owned_layers(model: nn.Module, stock: Sequence[Any]) -> list[int]:
+    """Return the layers that follow a recipe: of full attention, or all if all have a window.
+
+    Args:
+        model: The model.
+        stock: Layers of a cache of transformers for it.
+
+    Raises:
+        AttachError: If there are none.
+    """
+    kinds = [type(layer) for layer in stock]
+    owned = [index for index, kind in enumerate(kinds) if kind is DynamicLayer]
+    if not owned and set(kinds) == {DynamicSlidingWindowLayer}:
+        return list(range(len(kinds)))
+    if not owned:
+        names = ", ".join(sorted({kind.__name__ for kind in kinds}))
+        raise AttachError(
+            f"{type(model).__name__} has no layer of full attention alone, only {names}; use the "
+            "cache of transformers"
+        )
+    return owned
 
 
 class KVCache(Cache):  # type: ignore[misc]
@@ -111,7 +152,7 @@ class KVCache(Cache):  # type: ignore[misc]
             layers[index] = _Layer(self, number)
         super().__init__(layers=layers)
         self.store, self.setup = store, setup
-        self.writer = Writer(store, readers, tags)
+        self.writer = Writer(store, setup, readers, tags)
 
     @property
     def mode(self) -> Mode:
@@ -290,11 +331,13 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         if self.number == 0 and cache.writer.refreshing is None:
             cache.begin(key_states.shape[2])
         if cache.mode == "native":
-            announce(cache.writer, self.number, key_states)
+            announce(cache.writer, self.number, key_states, value_states)
             return key_states, value_states
-        check_mask_sizes(self.core, key_states.shape[2], self._masked)
+        count, kept = key_states.shape[2], self._reached()
+        check_mask_sizes(count, self._masked, kept + count)
         self._masked = 0
         slots = handed_out(cache.writer.write(self.number, key_states, value_states))
+        slots = slots.narrow(slots.width - kept - count, slots.width)
         return slots.k, slots.v
 
     def get_seq_length(self) -> int:
@@ -309,8 +352,14 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self.cache.check()  # transformers asks before the first layer
         if self.cache.mode == "native":
             return self.core.seen + query_count(query_length), 0
-        self._masked = self.core.held + query_count(query_length)
-        return self._masked, self.core.seen - self.core.held
+        kept = self._reached()
+        self._masked = kept + query_count(query_length)
+        return self._masked, self.core.seen - kept
+
+    def _reached(self) -> int:
+        """Return how many of the slots held the next token sees."""
+        window = self.cache.setup.windows[self.number]
+        return self.core.held if window is None else min(self.core.held, window - 1)
 
     def get_max_length(self) -> int:
         """Return -1: there is no bound."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import ReferenceType, WeakSet
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from diffcache.digest import digest
 from diffcache.errors import AttachError
 from diffcache.kv.hf.rotary import RotaryReader, rotary_of
 from diffcache.kv.recipe import Recipe
@@ -23,13 +27,19 @@ class Setup:
         mode: `"native"` or `"stock"`.
         why: Why this mode.
         owned: The layers of full attention, whose places in the store are 0, 1, ...
-        config: Of the model, which names the attention function it uses.
+        config: Of the decoder, which names the attention function it uses.
+        windows: Of each of them, the tokens that it sees at most; None where it sees all.
+        modules: The decoder's attention modules, as far as they were found.
+        eager: Whether the model used eager attention, which is always given a mask.
     """
 
     mode: Mode
     why: str
     owned: tuple[int, ...]
     config: Any
+    windows: tuple[int | None, ...]
+    modules: WeakSet[nn.Module]
+    eager: bool = False
 
 
 def config_of(model: Any) -> Any:
@@ -63,6 +73,13 @@ def decoder_config(model: nn.Module) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def decoder_of(model: nn.Module) -> nn.Module:
+    """Return the part of a model that has the decoder's configuration: the model, or one within."""
+    config = decoder_config(model)
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return next((part for part in parts if part.config is config), model)
+
+
 def choose(recipe: Recipe, mode: Mode) -> tuple[Mode, str]:
     """Return the mode a recipe is run in, and why.
 
@@ -89,19 +106,56 @@ def choose(recipe: Recipe, mode: Mode) -> tuple[Mode, str]:
     return ("native", needs[0]) if needs else ("stock", "nothing is dropped and all is read")
 
 
-def attentions(model: nn.Module, owned: list[int]) -> dict[int, nn.Module]:
-    """Return the attention module of each layer, by what it is called in transformers."""
-    found: dict[int, nn.Module] = {}
-    for name, module in model.named_modules():
+def attentions(model: nn.Module, owned: Sequence[int]) -> dict[int, nn.Module]:
+    """Return the attention module of each layer: what has its number and looks like attention.
+
+    Raises:
+        AttachError: If a layer attends to something else than the tokens.
+    """
+    modules: dict[int, nn.Module] = {}
+    for index, module in numbered(model):
+        if index in owned and (index not in modules or _is_cross(modules[index])):
+            modules[index] = module
+    cross = [index for index, module in modules.items() if _is_cross(module)]
+    if cross:
+        kind = type(modules[cross[0]]).__name__
+        raise AttachError(
+            f"{type(model).__name__}: layers {cross} attend to something else than the tokens "
+            f"({kind}), and their keys grow with no token; use the cache of transformers"
+        )
+    return modules
+
+
+def numbered(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """Yield the attention modules of a decoder, each with the number of its layer."""
+    for name, module in decoder_of(model).named_modules():
         index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and index in owned and _is_attention(name):
-            found.setdefault(index, module)
-    return found
+        if isinstance(index, int) and _is_attention(name, module):
+            yield index, module
 
 
-def _is_attention(name: str) -> bool:
+def _is_attention(name: str, module: nn.Module) -> bool:
     own = name.rsplit(".", 1)[-1].lower()
-    return "attn" in own or "attention" in own
+    return hasattr(module, "is_causal") or "attn" in own or "attention" in own
+
+
+def _is_cross(module: nn.Module) -> bool:
+    return "Cross" in type(module).__name__
+
+
+def check_native(model: nn.Module, modules: dict[int, nn.Module]) -> None:
+    """Check that attention meets the keys and values that the cache is given.
+
+    Raises:
+        AttachError: If it does not.
+    """
+    latent = [m for m in modules.values() if getattr(m, "kv_lora_rank", None) is not None]
+    if latent:
+        raise AttachError(
+            f"{type(model).__name__} caches latents, of which {type(latent[0]).__name__} makes "
+            "keys and values later (multi-head latent attention): slots cannot be dropped, chosen "
+            "or moved. What holds all of them can be used, such as kivi, or mode='stock'"
+        )
 
 
 def reader(model: nn.Module, found: dict[int, nn.Module], index: int, config: Any) -> RotaryReader:
@@ -112,20 +166,54 @@ def reader(model: nn.Module, found: dict[int, nn.Module], index: int, config: An
     """
     if index not in found:
         raise AttachError(f"{type(model).__name__}: no attention module of layer {index} was found")
-    embeddings = [m for name, m in model.named_modules() if name.endswith("rotary_emb")]
-    if not embeddings:
+    named = decoder_of(model).named_modules()
+    embedding = next((m for name, m in named if name.endswith("rotary_emb")), None)
+    if embedding is None:
         raise AttachError(
             f"{type(model).__name__} has no rotary position embedding; use a recipe that holds "
             "keys as they are (space='post')"
         )
     types = getattr(config, "layer_types", None)
-    made = rotary_of(found[index], embeddings[0], types[index] if types else None)
+    made = rotary_of(found[index], embedding, types[index] if types else None)
     if made.layout.axes:
         raise AttachError(
             f"{type(model).__name__} has positions of {made.layout.count} axes, and a slot notes "
             "one; use a recipe that holds keys as they are (space='post')"
         )
     return made
+
+
+def origin_of(decoder: ReferenceType[nn.Module]) -> dict[str, str]:
+    """Return what the keys and values of a decoder are made by, as digests.
+
+    Eight numbers of each of its weights stand for all of them.
+
+    Args:
+        decoder: The decoder, if it is still there.
+    """
+    model: Any = decoder()
+    if model is None:
+        return {}
+    few = []
+    for weight in getattr(model, "base_model", model).parameters():  # without its head
+        if weight.numel() and not weight.is_meta:
+            flat = weight.detach().reshape(-1)
+            few.append(flat[:: -(-len(flat) // 8)])
+    rope = {name: getattr(model.config, name, None) for name in ("rope_parameters", "rope_scaling")}
+    return {"weights": digest(few), "rotary embedding": digest(rope)}
+
+
+def check_generates_with_cache(model: nn.Module) -> None:
+    """Check that `generate` gives a cache only the tokens that are new.
+
+    Raises:
+        AttachError: If the model's settings tell it to compute all of them at each step.
+    """
+    if getattr(getattr(model, "generation_config", None), "use_cache", None) is False:
+        raise AttachError(
+            f"{type(model).__name__}: generation_config.use_cache=False has generate give all "
+            "tokens to a cache anew at each step; set model.generation_config.use_cache = True"
+        )
 
 
 def output_of(found: dict[int, nn.Module], index: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diffcache.errors import AttachError
 from diffcache.kv.attend import Query, attend
+from diffcache.kv.hf.model import decoder_config
 from diffcache.kv.refresh import Stale
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
@@ -131,7 +132,7 @@ def _forward(
     model: Any, cache: Host, ids: Tensor, index: Tensor, last: int | None, watch: Watch | None
 ) -> tuple[Any, Refreshing]:
     pos = _positions(cache, ids)
-    used = model.config._attn_implementation
+    used = decoder_config(model)._attn_implementation
     if used != _NAME:
         raise AttachError(
             f"{type(model).__name__} uses the attention function {used!r}, not this cache: it was "

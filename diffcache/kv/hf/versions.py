@@ -49,11 +49,18 @@ def query_count(queries: int | Tensor) -> int:
 def has_shared_layers(config: Any, layers: Sequence[Any]) -> bool:
     """Return whether layers of a model read the keys of others.
 
-    Later versions have a dummy in the place of each; earlier ones leave the last layers out.
+    Later versions say so in the configuration, or have a dummy in the place of each; earlier ones
+    leave the last layers out.
 
     Args:
         config: The decoder's configuration.
         layers: Layers of a cache of transformers for the decoder.
     """
-    is_short = len(layers) < config.num_hidden_layers
-    return is_short or any(type(layer).__name__ == "DummyLayer" for layer in layers)
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is not None:
+        return any(str(mode).startswith("reuse") for mode in modes)
+    if len(layers) < config.num_hidden_layers:
+        return True
+    types = getattr(config, "layer_types", None) or [None] * len(layers)
+    dummies = [index for index, layer in enumerate(layers) if type(layer).__name__ == "DummyLayer"]
+    return any(types[index] not in ("moe", "mlp") for index in dummies)  # these have no attention

@@ -40,6 +40,27 @@ class OnRequest(Trigger):
 
 
 @dataclass(frozen=True)
+class AfterProbe(Trigger):
+    """Never by itself; a first prompt that was not compressed is not gone on from."""
+
+    def due(self, event: Event) -> bool:
+        """Return False.
+
+        Raises:
+            ValueError: If a prompt has ended that no probe was run on.
+        """
+        ended = event.fresh and (event.coming == 1 or event.speculative)
+        if ended and event.since == event.seen:
+            raise ValueError(
+                "this recipe drops nothing by itself: run the prompt, ask with "
+                "diffcache.kv.life.episodes.compress_by_probe(cache, lambda fork: model(ids, "
+                "past_key_values=fork)), and then generate; recipes such as snapkv compress by "
+                "themselves"
+            )
+        return False
+
+
+@dataclass(frozen=True)
 class Episodes:
     """Groups of the segments of a conversation.
 

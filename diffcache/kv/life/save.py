@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from diffcache.errors import DiffcacheError
-from diffcache.kv.layer import Form
+from diffcache.kv.attend import Query
+from diffcache.kv.layer import Form, KVLayer
 from diffcache.kv.life.tree import Folded, fold, unfold
+from diffcache.kv.segment import Segment
 from diffcache.kv.store import KVStore
+from diffcache.kv.summary import LayerSummary
 from diffcache.kv.tail import Tail
 
 VERSION = 1
@@ -53,7 +57,12 @@ def save(
         }
         for layer in store.layers
     ]  # fmt: skip
-    write(path, state, {"recipe": repr(store.recipe), "about": dict(about or {})})
+    said = {
+        "recipe": repr(store.recipe),
+        "origin": dict(store.origin()),
+        "about": dict(about or {}),
+    }
+    write(path, state, said)
 
 
 def load(
@@ -67,34 +76,115 @@ def load(
         device: Where the tensors go.
 
     Raises:
-        SavedCacheError: If the file is truncated, altered, or of another recipe or layer count.
+        SavedCacheError: If the file is truncated, altered, or of another recipe or model; the store
+            is then as it was.
     """
     state, header = read(path, device)
-    if header.get("recipe") != repr(store.recipe):
-        raise SavedCacheError(
-            f"{path} was saved with {header.get('recipe')}; this cache is of {store.recipe!r}"
-        )
-    if len(state["layers"]) != len(store.layers):
-        raise SavedCacheError(
-            f"{path} has {len(state['layers'])} layers, this cache {len(store.layers)}: it is of "
-            "another model"
-        )
+    with _refusing(path):
+        _check_origin(path, header, store)
+        loaded = _filled(state, store)
+        about = {str(name): str(text) for name, text in header["about"].items()}
     store.reset()
-    for layer, saved in zip(store.layers, state["layers"], strict=True):
-        layer.seen, layer.padding = saved["seen"], saved["padding"]
-        layer.segments, layer.stats = saved["segments"], saved["stats"]
-        layer.summary = saved["summary"]
-        slots = saved["tail"]
-        if slots is None or not slots.width:
-            layer.tail = Tail(layer.seen if saved["start"] is None else saved["start"])
-        else:
-            layer.tail = Tail.of(slots)
-        if layer.held:
-            whole = layer.read()
-            layer.form = Form.of(whole.k, whole.v)
+    for layer, other in zip(store.layers, loaded.layers, strict=True):
+        layer.__dict__.update(other.__dict__)
     store.restore(state)
-    about: dict[str, str] = header["about"]
     return about
+
+
+def _check_origin(path: str | os.PathLike[str], header: Mapping[str, Any], store: KVStore) -> None:
+    """Refuse what was saved by another recipe, or of another model as far as both are known."""
+    if header["recipe"] != repr(store.recipe):
+        raise SavedCacheError(
+            f"{path} was saved with {header['recipe']}; this cache is of {store.recipe!r}"
+        )
+    theirs, ours = header.get("origin", {}), store.origin()
+    other = [name for name in theirs if name in ours and theirs[name] != ours[name]]
+    if other:
+        raise SavedCacheError(
+            f"{path} is of a model of other {' and '.join(other)}: load it into a cache of the "
+            "model that it was saved with"
+        )
+
+
+def _filled(state: Mapping[str, Any], like: KVStore) -> KVStore:
+    """Return a new store that holds what was saved, all of it read and checked once.
+
+    Args:
+        state: What was saved.
+        like: A store of the same model and recipe, which is left alone.
+
+    Raises:
+        SavedCacheError: If it has another number of layers.
+        ValueError: If parts do not go together.
+    """
+    saved = state["layers"]
+    if len(saved) != len(like.layers):
+        raise SavedCacheError(
+            f"{len(saved)} layers were saved, this cache has {len(like.layers)}: it is of another "
+            "model"
+        )
+    rotary = [layer.rotary for layer in like.layers if layer.rotary is not None]
+    store = KVStore(len(saved), like.recipe, rotary=rotary or None)
+    for layer, each in zip(store.layers, saved, strict=True):
+        _fill(layer, each)
+    store.restore(state)
+    (wrote, since), fresh = state["wrote"], state["fresh"]
+    kinds = [*zip(state["queries"], [Query | None] * len(saved), strict=True)]
+    _check_kinds([*kinds, (wrote, int), (since, int), (fresh, bool)])
+    known = {layer.form[:1] + layer.form[4:] for layer in store.layers if layer.form is not None}
+    if len({layer.seen for layer in store.layers}) > 1 or len(known) > 1:
+        raise ValueError("layers hold different numbers of tokens, rows or kinds of numbers")
+    return store
+
+
+def _fill(layer: KVLayer, saved: Mapping[str, Any]) -> None:
+    """Have an empty layer hold what was saved.
+
+    Raises:
+        ValueError: If parts do not go together.
+    """
+    layer.seen, layer.padding = saved["seen"], saved["padding"]
+    layer.segments, layer.stats = saved["segments"], saved["stats"]
+    layer.summary = saved["summary"]
+    kinds: list[tuple[object, Any]] = [(layer.seen, int), (layer.padding, Tensor | None)]
+    kinds += [(layer.segments, list), (layer.stats, dict), (layer.summary, LayerSummary | None)]
+    kinds += [(segment, Segment) for segment in layer.segments]
+    kinds += [(tensor, Tensor) for tensor in layer.stats.values()]
+    _check_kinds(kinds)
+    slots = saved["tail"]
+    if slots is None or not slots.width:
+        layer.tail = Tail(layer.seen if saved["start"] is None else saved["start"])
+    else:
+        layer.tail = Tail.of(slots)
+    if not layer.held:
+        return
+    whole = layer.rotated(layer.read())
+    layer.form = Form.of(whole.k, whole.v)
+    shape = (layer.form.batch, layer.form.heads, layer.held)
+    fits = shape == whole.k.shape[:3] == whole.v.shape[:3] and int(whole.pos.max()) < layer.seen
+    for tensor in layer.stats.values():  # of the slots that were scored
+        fits &= tensor.shape[:2] == shape[:2] and tensor.shape[2] <= layer.held
+    if not fits:
+        raise ValueError(f"keys, values, positions and statistics do not fit {list(shape)} slots")
+
+
+def _check_kinds(kinds: list[tuple[object, Any]]) -> None:
+    wrong = [type(item).__name__ for item, kind in kinds if not isinstance(item, kind)]
+    if wrong:
+        raise ValueError(f"there is {', '.join(wrong)} where something else belongs")
+
+
+@contextmanager
+def _refusing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn whatever goes wrong with the content of a file into one error."""
+    try:
+        yield
+    except SavedCacheError:
+        raise
+    except Exception as error:
+        raise SavedCacheError(
+            f"{path} holds what no cache holds ({type(error).__name__}: {error}); save it again"
+        ) from error
 
 
 def write(
@@ -156,16 +246,19 @@ def read(
         raise SavedCacheError(f"{path} is no saved cache; give a file that `save` wrote")
     if _digest(about[_HEADER], found) != about.get(_DIGEST):
         raise SavedCacheError(f"{path} was altered: its digest differs; save it again")
-    header = json.loads(about[_HEADER])
-    if header["version"] != VERSION:
-        raise SavedCacheError(
-            f"{path} is of version {header['version']}, this diffcache reads {VERSION}"
-        )
-    kinds = [[str(x.dtype), list(x.shape)] for x in found]
-    if kinds != header["tensors"]:
-        raise SavedCacheError(f"{path} was altered: its tensors have other shapes; save it again")
     moved = [tensor.to(device) for tensor in found]
-    return unfold(Folded(header["tree"], moved)), header["about"]
+    with _refusing(path):
+        header = json.loads(about[_HEADER])
+        if header["version"] != VERSION:
+            raise SavedCacheError(
+                f"{path} is of version {header['version']}, this diffcache reads {VERSION}"
+            )
+        kinds = [[str(x.dtype), list(x.shape)] for x in found]
+        if kinds != header["tensors"]:
+            raise SavedCacheError(
+                f"{path} was altered: its tensors have other shapes; save it again"
+            )
+        return unfold(Folded(header["tree"], moved)), dict(header["about"])
 
 
 def _apart(given: list[Tensor]) -> list[Tensor]:

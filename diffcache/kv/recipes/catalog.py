@@ -40,6 +40,9 @@ def make_recipe(recipe: str | Recipe, **settings: Any) -> Recipe:
         if settings:
             raise ValueError(f"settings {sorted(settings)} go with a name, not with {recipe!r}")
         return recipe
+    if callable(recipe):
+        name = getattr(recipe, "__name__", repr(recipe))
+        raise TypeError(f"recipe={name}: is what makes a recipe; call it, as in {name}(budget=256)")
     if not isinstance(recipe, str):
         raise TypeError(
             f"recipe={recipe!r}: must be a name, such as 'snapkv', or a recipe, such as "

@@ -8,7 +8,7 @@ from diffcache.kv.budget import Size, Uniform
 from diffcache.kv.budgets.arithmetic import Arithmetic
 from diffcache.kv.budgets.heads import AdaHead
 from diffcache.kv.budgets.table import LayerTable
-from diffcache.kv.life.episodes import OnRequest
+from diffcache.kv.life.episodes import AfterProbe
 from diffcache.kv.plan import TopK
 from diffcache.kv.planning.share import RecentShare
 from diffcache.kv.planning.windows import Windows
@@ -159,8 +159,9 @@ def epicache(
 ) -> Recipe:
     """Keep what a text that is typical of an episode attends to, when asked to.
 
-    Nothing is dropped by itself: `diffcache.kv.life.episodes.prefill_by_blocks` reads a
-    conversation block by block and drops after each, and `Library` keeps a cache for each episode.
+    Nothing is dropped by itself, and going on without is refused:
+    `diffcache.kv.life.episodes.prefill_by_blocks` reads a conversation block by block and drops
+    after each, and `Library` keeps a cache for each episode.
 
     Args:
         budget: Slots of a row in the average layer, or a share of the tokens it has seen.
@@ -173,7 +174,7 @@ def epicache(
     """
     return Recipe(
         "epicache", score=Asked(), budget=LayerTable(budget, weights), plan=TopK(sinks=sinks),
-        trigger=OnRequest(),
+        trigger=AfterProbe(),
     )  # fmt: skip
 
 
@@ -181,8 +182,9 @@ def epicache(
 def kvzip(budget: Size = 0.3, *, floor: float = 0.0, sinks: int = 4) -> Recipe:
     """Keep what is needed to repeat the prompt, when asked to.
 
-    Nothing is dropped by itself: `diffcache.kv.life.episodes.compress_by_probe` runs the prompt
-    once more on a fork and drops by what it attended to.
+    Nothing is dropped by itself, and going on without is refused:
+    `diffcache.kv.life.episodes.compress_by_probe` runs the prompt once more on a fork and drops by
+    what it attended to.
 
     Args:
         budget: Slots of the average head of a layer, or a share of the tokens it has seen.
@@ -195,7 +197,7 @@ def kvzip(budget: Size = 0.3, *, floor: float = 0.0, sinks: int = 4) -> Recipe:
     """
     return Recipe(
         "kvzip", score=Asked(), budget=AdaHead(Uniform(budget), floor), plan=TopK(sinks=sinks),
-        trigger=OnRequest(),
+        trigger=AfterProbe(),
     )  # fmt: skip
 
 

@@ -127,6 +127,11 @@ def rematerialised(
     """
     quant = Exact() if bits is None else GroupQuant(bits, "channels", group)
     codec = Together(Deltas(quant, quant), Single(Nothing()), layers, residual)
+    if not len(projections):
+        raise ValueError(
+            "projections=(): must have one for each layer; diffcache.kv.hf.remat_cache_for(model) "
+            "finds them and makes the cache"
+        )
     return Recipe(
         "rematerialised", codec=codec, retrieve=Rematerialise(tuple(projections)), space="pre"
     )

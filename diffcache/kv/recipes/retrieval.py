@@ -9,7 +9,7 @@ from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.learn.codebook import Codebook
 from diffcache.kv.life.tiers import Tiers
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.settings import Count, Whole, checked
+from diffcache.kv.recipes.settings import Count, Whole, check_room, checked
 from diffcache.kv.retrieval.a2ats import KeyCodes
 from diffcache.kv.retrieval.double_sparsity import Channels, LabelChannels
 from diffcache.kv.retrieval.mpcache import MinMaxTree
@@ -36,6 +36,7 @@ def quest(budget: Size = 1024, page: Count = 16, skip: int = 2, group: Group = "
     Reference: Quest, arXiv 2406.10774, section 3.4, algorithm 1. Departure: budgets count slots,
     not pages, and the last `page` tokens are always read.
     """
+    check_room(budget, {"page": page})
     chooser = Quest(budget, sinks=0, recent=page, group=group, skip=skip, page=page)
     return Recipe("quest", retrieve=chooser)
 
@@ -57,6 +58,7 @@ def mpcache_select(
     slots once after the prompt, is `snapkv(0.75, kernel=1)`, to compose it with. Departure: the
     first two layers share a choice too, which the paper's do not.
     """
+    check_room(budget, {"small": small})
     chooser = MinMaxTree(
         budget, sinks=0, recent=small, group="mean",
         large=large, small=small, alpha=alpha, layers=layers,
@@ -84,6 +86,7 @@ def double_sparsity(
     Reference: Double Sparsity, arXiv 2408.07092. Departures: the token itself is always read; the
     query heads of a key-value head choose together, where the official code lets each choose.
     """
+    check_room(budget, {"sinks": sinks, "recent": recent})
     width = len(channels[0][0]) if channels and channels[0] else 1
     labels = None if bits is None else GroupQuant(bits, along="channels", group=width)
     chooser = LabelChannels(
@@ -108,6 +111,7 @@ def tidal_decode(
     Reference: TidalDecode, arXiv 2410.05076. Departures: the token itself is always read; the query
     heads of a key-value head choose together.
     """
+    check_room(budget, {"sinks": sinks, "recent": recent})
     chooser = LayerReuse(budget, sinks=sinks, recent=recent, group="mean", select=select)
     return Recipe("tidal_decode", retrieve=chooser)
 
@@ -130,6 +134,7 @@ def sentence_kv(
     has it read everything; sentences are read whole or not at all; sentences of the prompt are the
     `tags` of the cache, see `diffcache.kv.retrieval.sentence.sentence_tags`.
     """
+    check_room(budget, {"sinks": sinks, "recent": recent})
     chooser = Sentences(budget, sinks=sinks, recent=recent, group="mean", block=block)
     return Recipe("sentence_kv", retrieve=chooser)
 
@@ -175,6 +180,7 @@ def probe_query(
     Reference: none; the formulas are ours, after the description of ActQKV, arXiv 2502.13542, see
     `diffcache.kv.retrieval.probe_query`.
     """
+    check_room(budget, {"sinks": sinks, "recent": recent})
     chooser = ProbeQuery(
         budget, sinks=sinks, recent=recent, group="mean", block=block, density=density
     )
@@ -198,6 +204,7 @@ def a2ats(
 
     Reference: A2ATS, arXiv 2502.12665. Departures: see `diffcache.kv.retrieval.a2ats`.
     """
+    check_room(budget, {"sinks": sinks, "recent": recent})
     chooser = KeyCodes(
         budget, sinks=sinks, recent=recent, group="mean", codes=codes, far=far, codebook=codebook
     )
@@ -223,6 +230,7 @@ def shadowkv(
     outliers and the last chunks, on top of which the official one comes; outliers may be among the
     last chunks.
     """
+    check_room(budget, {"8 * outliers": 8 * outliers, "last tokens": 32})
     values = Exact() if tiers is None else InTiers(tiers)
     chooser = Landmarks(budget, sinks=0, recent=32, group="max", outliers=outliers)
     codec = ShadowKeys(rank, outliers=outliers, block=block, values=values)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import numbers
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, ParamSpec, Union, get_args, get_origin, get_type_hints
@@ -72,11 +73,22 @@ def checked(make: Callable[P, Recipe]) -> Callable[P, Recipe]:
     @functools.wraps(make)
     def checking(*args: P.args, **kwargs: P.kwargs) -> Recipe:
         hints = _hints(make)
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        bound = signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = value = _plain(value)
             check_setting(name, value, hints[name])
-        return make(*args, **kwargs)
+        return make(*bound.args, **bound.kwargs)
 
     return checking
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of numpy or another library as one of Python."""
+    if isinstance(value, (bool, int, float)):
+        return float(value) if isinstance(value, float) else value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 @functools.cache
@@ -123,6 +135,26 @@ def _check_number(name: str, value: Any, kind: type, limits: Any, none: str) -> 
         what = "a whole number" if kind is int else "a number"
         allowed = "" if limits is None else f" {limits}"
         raise ValueError(f"{name}={value!r}: must be {what}{allowed}{none}")
+
+
+def check_room(budget: Size, always: Mapping[str, int]) -> None:
+    """Raise if a number of slots leaves none to choose beside those that are always read.
+
+    A share is not looked at: how many slots it is depends on the text.
+
+    Args:
+        budget: Slots a query reads, or a share of the tokens.
+        always: How many of them are always read, by what says so.
+
+    Raises:
+        ValueError: If it leaves none.
+    """
+    if isinstance(budget, int) and budget <= sum(always.values()):
+        why = ", ".join(f"{name}={count}" for name, count in always.items())
+        raise ValueError(
+            f"budget={budget}: must be above the {sum(always.values())} slots that are always "
+            f"read ({why}), or nothing is chosen; give more, or make those fewer"
+        )
 
 
 def check_multiple(name: str, value: int, group: int) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
+from diffcache.eval.kv import oracle
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import (
@@ -27,7 +27,7 @@ from diffcache.kv.recipes.eviction import (
     value_norm,
 )
 from diffcache.kv.recipes.streaming import duo_attention, razor_attention, streaming_llm
-from tests.kv import oracle, tiny
+from tests.kv import tiny
 from tests.kv.tiny import llama, prompts, row, same
 
 GREEDY = {**tiny.GREEDY, "max_new_tokens": 6}
@@ -159,8 +159,8 @@ def test_h2o_is_its_greedy_algorithm(exact: Any) -> None:
     inputs, budget = prompts(1), 16
     inputs = row(inputs, 0)
     found, cache, log = oracle.run(exact, h2o(budget), inputs, **GREEDY)
-    with oracle.masked(exact, log, cache.owned):
-        full = DynamicCache(config=exact.config)
+    full = oracle.Full(exact.config)
+    with oracle.masked(exact, log, cache.setup, full):
         exact.generate(**inputs, **{**GREEDY, "max_new_tokens": 1}, past_key_values=full)
     detach(exact)
     exact.set_attn_implementation("eager")

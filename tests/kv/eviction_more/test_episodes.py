@@ -19,7 +19,7 @@ from diffcache.kv.life.episodes import (
 from diffcache.kv.recipes.eviction import snapkv
 from diffcache.kv.recipes.eviction_more import epicache, kvzip
 from diffcache.kv.score.probe import Asked
-from tests.kv.tiny import llama, prompts, row
+from tests.kv.tiny import GREEDY, llama, prompts, row
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +144,20 @@ def test_probes_are_checked(exact: Any) -> None:
         asked.store.compress()
     detach(exact)
     assert asked.store.recipe.score == Asked()
+
+
+@pytest.mark.parametrize("made", [kvzip(12), epicache(12)], ids=["kvzip", "epicache"])
+def test_going_on_without_a_probe_is_refused(exact: Any, made: Any) -> None:
+    inputs = row(prompts(), 1)
+    cache = cache_for(exact, made)
+    with pytest.raises(ValueError, match="drops nothing by itself: run the prompt, ask with"):
+        exact.generate(**inputs, past_key_values=cache, **GREEDY)
+    cache.reset()
+    run, ids = forward(exact), inputs["input_ids"]
+    run(ids[:, :-1], cache)
+    compress_by_probe(cache, lambda fork: run(ids[:, :-1], fork))
+    exact.generate(**inputs, past_key_values=cache, **GREEDY)
+    run(ids[:, :5], cache)  # a later question is not asked about
+    run(ids[:, :1], cache)
+    detach(exact)
+    assert cache.store.layers[0].held < 48

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from diffcache.eval.kv import oracle
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.learn.scalekv import capacities
 from diffcache.kv.planning.windows import Windows
@@ -16,16 +17,13 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction_more import (
     compactor,
     curdkv,
-    epicache,
     keyformer,
-    kvzip,
     lazy_eviction,
     scissorhands,
     windowkv,
 )
 from diffcache.kv.recipes.eviction_offline import compresskv, prefixkv, scalekv
 from diffcache.kv.store import KVStore
-from tests.kv import oracle
 from tests.kv.eviction_more.plain import Text
 from tests.kv.tiny import GREEDY, llama, prompts, row, same
 
@@ -47,10 +45,7 @@ MAKERS: dict[str, Callable[[Any], Recipe]] = {
     ),
     "curdkv": lambda size: curdkv(size, window=5, sinks=2),
     "compactor": lambda size: compactor(size, chunk=8),
-    "epicache": epicache,
-    "kvzip": kvzip,
 }
-DROPS = [name for name in MAKERS if name not in ("epicache", "kvzip")]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +77,12 @@ def test_keeping_all_is_stock(model: Any, stock: Any, name: str, size: Any) -> N
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [*((name, 14) for name in DROPS), ("scissorhands", 0.3), ("keyformer", 0.3), ("prefixkv", 0.3)],
+    [
+        *((name, 14) for name in MAKERS),
+        ("scissorhands", 0.3),
+        ("keyformer", 0.3),
+        ("prefixkv", 0.3),
+    ],
 )
 def test_what_is_dropped_is_as_if_hidden(exact: Any, name: str, size: Any) -> None:
     if name == "scissorhands" and size == 14:
@@ -97,7 +97,7 @@ def test_what_is_dropped_is_as_if_hidden(exact: Any, name: str, size: Any) -> No
     assert 0 < held <= heads * limit
 
 
-@pytest.mark.parametrize("name", DROPS)
+@pytest.mark.parametrize("name", MAKERS)
 def test_a_row_alone_is_the_row_in_a_batch(exact: Any, name: str) -> None:
     recipe, inputs, new = MAKERS[name](0.4), prompts(), GREEDY["max_new_tokens"]
     cache = cache_for(exact, recipe, mode="native")
@@ -118,7 +118,7 @@ def kept(pos: Tensor) -> Tensor:
     return torch.cat([head[head >= 0].sort().values for head in pos.expand(2, -1)])
 
 
-@pytest.mark.parametrize("name", [name for name in DROPS if "official" not in name])
+@pytest.mark.parametrize("name", [name for name in MAKERS if "official" not in name])
 def test_guesses_that_are_taken_back_change_nothing(exact: Any, name: str) -> None:
     # A lag longer than the answer: with guesses an eviction may come a few tokens later.
     inputs = row(prompts(), 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import json
 import os
 import pkgutil
 import subprocess
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,8 +27,9 @@ from diffcache.kv.codec.residual import Gear
 from diffcache.kv.codec.rotate import ChannelPermute, Hadamard
 from diffcache.kv.codec.scaled import ChannelSeparable
 from diffcache.kv.codec.sparse import BitmapSparse, Outliers
+from diffcache.kv.hf.cache import cache_for
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.life.save import SavedCacheError, load, read, save, write
+from diffcache.kv.life.save import SavedCacheError, _digest, load, read, save, write
 from diffcache.kv.life.tree import CLASSES
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.segment import Flat, Segment
@@ -36,6 +40,7 @@ from tests.kv.tiny import GREEDY, llama
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[3]
+TURNED = {"rope_type": "default", "rope_theta": 5e5}
 ROW = GroupQuant(2, "channels", 8)
 ELSEWHERE = {"Lent"}  # its blocks are in tiers, not in the cache
 CODECS: list[TensorCodec] = [
@@ -216,3 +221,93 @@ def test_a_file_cannot_name_other_classes() -> None:
             unfold(Folded({"class": name, "fields": []}, []))
     with pytest.raises(ValueError, match="no dtype"):
         unfold(Folded({"dtype": "load"}, []))
+
+
+def forge(path: Path, change: Any) -> None:
+    """Change the content of a saved cache and give it a digest that fits."""
+    with safe_open(path, "pt") as file:
+        header = json.loads(file.metadata()["diffcache_kv"])
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    found = change(header, found) or found
+    text = json.dumps(header)
+    ordered = [found[name] for name in sorted(found, key=int)]
+    save_file(found, path, {"diffcache_kv": text, "blake2b": _digest(text, ordered)})
+
+
+def entry(node: Any, name: str) -> Any:
+    """Return a pair of a folded mapping or dataclass."""
+    return next(pair for pair in node.get("dict", node.get("fields")) if pair[0] == name)
+
+
+def first(header: Any) -> Any:
+    return entry(header["tree"], "layers")[1]["list"][0]
+
+
+def set_entry(node: Any, name: str, value: Any) -> None:
+    entry(node, name)[1] = value
+
+
+FORGED = {
+    "no tree": lambda h, t: h.pop("tree") and None,
+    "no version": lambda h, t: h.pop("version") and None,
+    "no recipe": lambda h, t: h["about"].pop("recipe") and None,
+    "another tree": lambda h, t: h.update(tree={"list": []}),
+    "a tensor that is not there": lambda h, t: set_entry(first(h), "tail", {"tensor": 99}),
+    "a number for a tail": lambda h, t: set_entry(first(h), "tail", 3),
+    "text for the length": lambda h, t: set_entry(first(h), "seen", "six"),
+    "fewer tokens than positions": lambda h, t: set_entry(first(h), "seen", 2),
+    "more tokens in one layer": lambda h, t: set_entry(first(h), "seen", 60),
+    "no segments": lambda h, t: first(h)["dict"].remove(entry(first(h), "segments")),
+    "a number for a segment": lambda h, t: set_entry(first(h), "segments", {"list": [1]}),
+    "text for a statistic": lambda h, t: set_entry(first(h), "stats", {"dict": [["mass", "x"]]}),
+    "a field that no class has": lambda h, t: entry(first(h), "tail")[1]["fields"].append(["x", 1]),
+    "a class that is not allowed": lambda h, t: entry(first(h), "tail")[1].update({"class": "os.x"}),
+    "queries that are none": lambda h, t: set_entry(h["tree"], "queries", {"list": [1, 2]}),
+    "too few queries": lambda h, t: set_entry(h["tree"], "queries", {"list": []}),
+    "text for what was written": lambda h, t: set_entry(h["tree"], "wrote", {"list": ["a", 1]}),
+    "something about it that is no mapping": lambda h, t: h["about"].update(about=[1]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_content_is_refused_with_one_error(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "x.safetensors"
+    save(path, filled())
+    forge(path, FORGED[name])
+    store = filled(2)
+    before = [held(layer) for layer in store.layers]
+    with pytest.raises(SavedCacheError):
+        load(path, store)
+    for layer, slots in zip(store.layers, before, strict=True):
+        assert torch.equal(held(layer).k, slots.k) and layer.seen == 2
+    store.begin(1)  # and can be gone on from
+
+
+def test_tensors_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save(path, filled())
+
+    def change(header: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        cut = {name: tensor[..., :2].contiguous() for name, tensor in found.items()}
+        header["tensors"] = [[str(x.dtype), list(x.shape)] for x in cut.values()]
+        set_entry(first(header), "seen", 1)
+        return cut
+
+    forge(path, change)
+    store = filled(2)
+    with pytest.raises(SavedCacheError):
+        load(path, store)
+    assert store.seen == 2
+
+
+def test_a_cache_of_a_model_of_other_weights_is_refused(tmp_path: Path) -> None:
+    model, other, turned = llama(), llama(seed=1), llama(rope_parameters=TURNED)
+    turned.load_state_dict(model.state_dict())
+    recipe = Recipe("plain")
+    save(tmp_path / "x", cache_for(model, recipe).store)
+    for wrong, why in ((other, "weights"), (turned, "rotary embedding")):
+        with pytest.raises(SavedCacheError, match=f"is of a model of other {why}: load it"):
+            load(tmp_path / "x", cache_for(wrong, recipe).store)
+    for right in (copy.deepcopy(model), model.model):
+        load(tmp_path / "x", cache_for(right, recipe).store)
+    load(tmp_path / "x", KVStore(4, recipe))  # nothing is known of its model

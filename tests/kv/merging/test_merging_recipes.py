@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from diffcache.eval.kv import oracle
 from diffcache.kv.budget import Uniform
 from diffcache.kv.codec.base import Exact, Payload, TensorCodec
 from diffcache.kv.codec.held import Pair
@@ -24,7 +25,6 @@ from diffcache.kv.recipes import merging
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.store import KVStore
-from tests.kv import oracle
 from tests.kv.tiny import GREEDY, llama, prompts, row, same, second_turn
 
 HEADS = learn_locret.fresh(4, 4 * 16 + 2 * 16 + 2 * 16, 2, width=16)

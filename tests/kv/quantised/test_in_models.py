@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from diffcache.eval.kv import oracle
 from diffcache.kv.codec.base import Exact
 from diffcache.kv.codec.held import ByLayer, Pair
 from diffcache.kv.codec.layers import Single, Together
@@ -28,7 +29,6 @@ from diffcache.kv.recipes.quantised import (
     xquant,
     zipcache,
 )
-from tests.kv import oracle
 from tests.kv.quantised.short import SHORT, WAYS, generate, given, stock
 from tests.kv.tiny import llama, prompts, same, second_turn
 

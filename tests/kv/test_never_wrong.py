@@ -1,0 +1,266 @@
+"""Models that a cache would serve wrongly, without a word, if it took them for plain ones."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from diffcache.errors import AttachError
+from diffcache.eval.kv import oracle
+from diffcache.foreign import attention_names
+from diffcache.kv import kivi, snapkv, streaming_llm
+from diffcache.kv.hf.cache import cache_for, detach
+from diffcache.kv.hf.refresh import recompute
+from diffcache.kv.recipe import Recipe
+from diffcache.pipelines.zoo.language import build
+from tests.kv.tiny import GREEDY, llama, prompts, row, same
+
+ALL = snapkv(1.0, window=4)
+IDS = torch.randint(3, 120, (1, 24), generator=torch.Generator().manual_seed(3))
+ONE = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+
+
+@cache
+def zoo(name: str, kind: str) -> Any:
+    return build(name, kind)
+
+
+def paligemma(text: str = "gemma") -> Any:
+    more = {"query_pre_attn_scalar": 16, "layer_types": ["full_attention"] * 4}
+    return build(
+        "PaliGemmaForConditionalGeneration", "paligemma",
+        **{"text_config.model_type": text}, **({"text_config.layer_types": more["layer_types"]} if text == "gemma2" else {}),
+    )  # fmt: skip
+
+
+def generate(model: Any, cache: Any = None, inputs: Any = ONE) -> Any:
+    return model.generate(**inputs, past_key_values=cache, **GREEDY)
+
+
+# who sees whom ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["gemma", "gemma2"])
+def test_a_prompt_that_sees_itself_in_both_directions_is_stock(text: str) -> None:
+    model = paligemma(text)
+    expected = generate(model)
+    same(generate(model, cache_for(model, ALL)), expected, 1e-4)
+    detach(model)
+    ours, cache, log = oracle.run(model, snapkv(0.4, window=4), ONE, **GREEDY)
+    same(ours, oracle.expected(model, cache, log, ONE, **GREEDY), 1e-4)
+
+
+@pytest.mark.parametrize("said", ["in the configuration", "by the module"])
+def test_a_bidirectional_llama_is_stock_and_recomputed_as_a_prefill(said: str) -> None:
+    model = llama().double()
+    if said == "by the module":
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
+    else:
+        model.config.is_causal = False
+    inputs = row(prompts(), 1)
+    expected = model(**inputs).logits
+    cache = cache_for(model, Recipe(), mode="native")
+    assert torch.allclose(model(**inputs, past_key_values=cache).logits, expected, atol=1e-12)
+    ids = inputs["input_ids"]
+    for layer in cache.store.layers:  # what is held is stale, and computed anew in full
+        layer.tail.read().k.mul_(0.5)
+    anew = recompute(model, cache, ids, torch.arange(ids.shape[1])).logits
+    detach(model)
+    assert torch.allclose(anew, expected, atol=1e-9)
+
+
+def test_attention_made_for_eager_alone_is_causal_whatever_its_module_says() -> None:
+    model = zoo("BigBirdPegasusForCausalLM", "bigbird_pegasus")
+    assert not model.model.decoder.layers[0].self_attn.is_causal
+    expected = generate(model)
+    same(generate(model, cache_for(model, ALL)), expected, 1e-4)
+    detach(model)
+
+
+def test_causality_that_cannot_be_told_is_refused() -> None:
+    model = llama()
+    model.model.layers[0].self_attn.is_causal = None
+    with pytest.raises(AttachError, match="is_causal=None of LlamaAttention: must be True or"):
+        model(**ONE, past_key_values=cache_for(model, ALL))
+
+
+def test_what_attention_is_given_beside_is_refused_by_name() -> None:
+    model = llama()
+    cache = cache_for(model, ALL)
+    with pytest.raises(AttachError, match="LlamaAttention gives its attention alibi, position_b"):
+        model(**ONE, past_key_values=cache, position_bias=torch.zeros(1), alibi=2.0)
+    cache.reset()
+    model(**ONE, past_key_values=cache, position_bias=None, alibi=False)
+
+
+# which keys and values -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "what"),
+    [
+        ("DiffLlamaForCausalLM", "diffllama", "DiffLlamaAttention changes values between"),
+        ("JetMoeForCausalLM", "jetmoe", "JetMoeAttention changes keys and values between"),
+    ],
+)
+def test_keys_and_values_changed_after_the_cache_are_refused(
+    name: str, kind: str, what: str
+) -> None:
+    model = zoo(name, kind)
+    with pytest.raises(AttachError, match=f"{what} .* mode='stock'"):
+        generate(model, cache_for(model, ALL))
+    detach(model)
+    same(generate(model, cache_for(model, kivi(2, group=8, residual=4096))), generate(model))
+
+
+@pytest.mark.parametrize("again", ["same queries", "other queries"])
+def test_keys_are_attended_to_once_in_a_forward(monkeypatch: Any, again: str) -> None:
+    """As in layers that read the keys of another, or attend twice to their own."""
+    from transformers.models.llama import modeling_llama as source
+
+    class Twice:
+        def get_interface(self, *given: Any) -> Any:
+            attend = hf.AttentionInterface()["diffcache"]
+
+            def twice(module: Any, query: Any, *more: Any, **kwargs: Any) -> Any:
+                attend(module, query, *more, **kwargs)
+                other = query if again == "same queries" else query * 2
+                return attend(module, other, *more, **kwargs)
+
+            return twice
+
+    model = llama()
+    cache = cache_for(model, ALL)
+    monkeypatch.setattr(source, "ALL_ATTENTION_FUNCTIONS", Twice())
+    with pytest.raises(AttachError, match="LlamaAttention attends to keys that were attended to"):
+        model(**ONE, past_key_values=cache)
+
+
+def test_a_cache_in_another_model_that_is_set_up_is_refused() -> None:
+    model, other = llama(), llama(seed=1)
+    cache = cache_for(model, ALL)
+    model(**ONE, past_key_values=cache)
+    cache_for(other, ALL)
+    with pytest.raises(AttachError, match="LlamaAttention is of another model than this cache"):
+        other(input_ids=IDS[:, :1], past_key_values=cache)
+    model(input_ids=IDS[:, :1], past_key_values=cache)  # nothing was written
+
+
+# what models are told at the start ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [ALL, kivi(2)], ids=["native", "stock"])
+@pytest.mark.parametrize("name", ["MllamaForConditionalGeneration", "MllamaForCausalLM"])
+def test_layers_that_attend_to_an_image_are_refused(name: str, recipe: Recipe) -> None:
+    with pytest.raises(AttachError, match=r"layers \[3\] attend to something else than the tokens"):
+        cache_for(zoo(name, "mllama"), recipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("DeepseekV2ForCausalLM", "deepseek_v2"),
+        ("DeepseekV3ForCausalLM", "deepseek_v3"),
+        ("MiniCPM3ForCausalLM", "minicpm3"),
+        ("Kimi_K25ForConditionalGeneration", "kimi_k25"),
+    ],
+)
+def test_latents_are_held_and_not_dropped(name: str, kind: str) -> None:
+    model = zoo(name, kind)
+    with pytest.raises(AttachError, match="caches latents, .* What holds all of them can be used"):
+        cache_for(model, ALL)
+    same(generate(model, cache_for(model, kivi(2, group=8, residual=4096))), generate(model))
+
+
+def test_generate_that_hands_all_tokens_over_again_is_refused() -> None:
+    model = llama(use_cache=False)
+    with pytest.raises(AttachError, match=r"set model\.generation_config\.use_cache = True"):
+        cache_for(model, ALL)
+    model.generation_config.use_cache = True
+    expected = generate(model)
+    same(generate(model, cache_for(model, ALL)), expected)
+
+
+# parts of composite models -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "vision"), [("eager", "sdpa"), ("sdpa", "eager"), ("eager", "eager")]
+)
+def test_each_part_of_a_composite_model_is_given_back_what_it_had(text: str, vision: str) -> None:
+    model = build("LlavaForConditionalGeneration", "llava")
+    model.set_attn_implementation({"": "sdpa", "text_config": text, "vision_config": vision})
+    before = attention_names(model)
+    assert {name for _, name in before} >= {text, vision}
+    cache_for(model, ALL)
+    assert model.config.vision_config._attn_implementation == vision, "images stay as they were"
+    detach(model)
+    assert [name for _, name in attention_names(model)] == [name for _, name in before]
+
+
+def test_paligemma_2_is_given_back_its_eager_text() -> None:
+    model = paligemma("gemma2")
+    before = [name for _, name in attention_names(model)]
+    assert {"eager", "sdpa"} <= set(before)
+    cache_for(model, ALL)
+    detach(model)
+    assert [name for _, name in attention_names(model)] == before
+
+
+def test_only_the_text_needs_the_interface() -> None:
+    model = zoo("GotOcr2ForConditionalGeneration", "got_ocr2")
+    expected = generate(model)
+    same(generate(model, cache_for(model, ALL)), expected, 1e-6)
+    detach(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Step3p7ForConditionalGeneration", "step3p7"),
+        ("MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl"),
+    ],
+)
+def test_the_rotary_embedding_is_that_of_the_text(name: str, kind: str) -> None:
+    model = zoo(name, kind)
+    expected = generate(model)
+    same(generate(model, cache_for(model, streaming_llm(4096))), expected, 1e-3)
+    detach(model)
+
+
+# windows -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("MistralForCausalLM", "mistral"),
+        ("Phi3ForCausalLM", "phi3"),
+        ("Starcoder2ForCausalLM", "starcoder2"),
+        ("MoshiForCausalLM", "moshi"),  # has no window in its mask, but in its cache
+    ],
+)
+@pytest.mark.parametrize("window", [12, 64], ids=["exceeded", "not reached"])
+def test_layers_that_all_have_a_window_are_served(name: str, kind: str, window: int) -> None:
+    model = build(name, kind, sliding_window=window)
+    inputs = {key: value[:2] for key, value in prompts().items()}
+    inputs["input_ids"] = inputs["input_ids"] % 120
+    inputs = {key: value[:, -36:] for key, value in inputs.items()}
+    expected = generate(model, inputs=inputs)
+    for recipe in (ALL, kivi(2, group=8, residual=4096)):
+        same(generate(model, cache_for(model, recipe), inputs), expected, 1e-4)
+        detach(model)
+    ours, cache, log = oracle.run(model, snapkv(0.4, window=4), inputs, **GREEDY)
+    assert cache.store.layers[0].held < cache.get_seq_length()
+    same(ours, oracle.expected(model, cache, log, inputs, **GREEDY), 1e-4)
+
+
+def test_windows_drop_slots_themselves_in_stock_mode() -> None:
+    model = zoo("MistralForCausalLM", "mistral")
+    with pytest.raises(AttachError, match="mode='stock': layers with a window .* mode='native'"):
+        cache_for(model, "knorm", mode="stock")
