@@ -1,6 +1,7 @@
 """The latency command: its record, its tables, its errors. No time is asserted."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -43,7 +44,7 @@ def test_the_record_of_a_run(tmp_path, monkeypatch):
     asked = []
 
     def peak_bytes(model, method, call, place):
-        asked.append((model.name, method and method.partition(":")[0], place.device))
+        asked.append((Path(model).name, method and method.partition(":")[0], place.device))
         return Peak(3000, 2000)
 
     monkeypatch.setattr(cost, "peak_bytes", peak_bytes)

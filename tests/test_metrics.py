@@ -94,7 +94,8 @@ def test_the_limit_for_many_samples_is_nearer_the_truth() -> None:
         features = noise(600, 8, seed=5) + shift
         plain, limit = frechet(moments(features), reference), at_infinity(features, reference)
         assert abs(limit - truth) < 0.5 * abs(plain - truth)
-        assert limit == at_infinity(features, reference, seed=0)
+        # The last bits of eigenvalues depend on where the memory lies.
+        assert limit == pytest.approx(at_infinity(features, reference, seed=0), abs=1e-12)
     with pytest.raises(ValueError, match="10 samples of 8 features are too few.*need 18"):
         at_infinity(features[:10], reference)
 
