@@ -8,6 +8,7 @@ where nine are enough, on the landscape of the tests.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -99,7 +100,6 @@ class Search:
     unreached: int = 0
     used: int = 0
     _allowed: int = 0
-    _kinds: list[Method] = field(default_factory=list)
     _kind_of: dict[str, Method] = field(default_factory=dict)  # of what is on other steps
     _prices: dict[str, dict[int, float]] = field(default_factory=dict)
 
@@ -114,12 +114,12 @@ class Search:
             self.unreached += self.used >= self._allowed
             self.look(ladder)
         self._allowed = max(1, self.trials * 3 // 4)
-        self._kinds = self._best_kinds(ladders)
+        kinds = self._best_kinds(ladders)
         for method in self._listed(2):
-            for steps in space.schedules(space.steps_listed(method), self._kinds, self.bench.total):
+            for steps in space.schedules(space.steps_listed(method), kinds, self.bench.total):
                 self.attempt(self._on_steps(method, steps), self.batches[:1], self.first)
         for steps in dict.fromkeys(map(space.steps_listed, self._listed(3))):
-            for kind in self._kinds:
+            for kind in kinds:
                 self.attempt(self._on_steps(kind, steps), self.batches[:1], self.first)
         self._allowed = self.trials
         for method, _ in self._hopeful()[: max(BEST, self.trials // 16)]:
@@ -172,27 +172,29 @@ class Search:
         return trial
 
     def _refine(self) -> None:
-        """Climb from the best first looks, then from what that led to, until trials are spent."""
+        """Climb from the best few, then from the best that nothing was tried around."""
         done: set[str] = set()
-        while self.used < self.trials:
-            starts = [
-                method
-                for method, trial in self.best(self.seen)
-                if repr(method) not in done
-                and space.steps_listed(method)
-                and (self.goal.met(trial) or not self._is_hopeless(method, self.seen))
-            ]
-            if not starts:
-                return
-            better: Method | None = min(starts, key=lambda method: repr(method) not in self.first)
+        waiting = self._starts(done)[:BEST]
+        while self.used < self.trials and (waiting or self._starts(done)):
+            better: Method | None = waiting.pop(0) if waiting else self._starts(done)[0]
             while better is not None:
                 done.add(repr(better))
                 better = self._improved(better)
 
+    def _starts(self, done: set[str]) -> list[Method]:
+        """Return methods around which something may be better, the best first."""
+        return [
+            method
+            for method, trial in self.best(self.seen)
+            if repr(method) not in done
+            and space.steps_listed(method)
+            and (self.goal.met(trial) or not self._is_hopeless(method, self.seen))
+        ]
+
     def _improved(self, method: Method) -> Method | None:
         """Return the first neighbor of a method that ranks higher, None if there is none.
 
-        Neighbors drop or add a computed step, move one or two, or forecast otherwise or elsewhere.
+        Neighbors drop or add a computed step, or move one or two.
         """
         steps, trial = space.steps_listed(method), self.seen[repr(method)][1]
         total, order = self.bench.total, random.Random(0)
@@ -204,10 +206,8 @@ class Search:
             groups = [space.additions(steps, total), space.moves(steps, total), pairs]
         for group in groups:
             order.shuffle(group)
-        neighbors = [(method, other) for group in groups for other in group]
-        neighbors += [(kind, steps) for kind in self._kinds]
-        for kind, other in neighbors:
-            neighbor = self._on_steps(kind, other)
+        for other in itertools.chain(*groups):
+            neighbor = self._on_steps(method, other)
             if repr(neighbor) in self.seen:
                 continue  # a start of its own
             found = self.attempt(neighbor, self.batches, self.seen)
