@@ -8,7 +8,7 @@ import torch
 
 from diffcache.eval import record
 from diffcache.eval.bench import __main__ as bench
-from diffcache.eval.bench import compiled, overhead
+from diffcache.eval.bench import compiled, decode, overhead
 from diffcache.eval.bench.models import Shape
 
 SETTING = record.Setting(torch.device("cpu"))
@@ -45,6 +45,25 @@ def test_compile(tmp_path: Path, monkeypatch):
             assert (row["graphs"], row["breaks"]) == (rows["uncached"]["graphs"], 0)
             assert row["error"] is None and row["difference"] < 1e-5
     assert compiled.tables(found)[0].row_count == len(rows)
+
+
+def test_decode(tmp_path: Path):
+    sizes = {"rounds": 1, "layers": 2, "prompt": 256}
+    body = decode.measure(SETTING, **sizes, recipes=["full", "streaming_llm 25 %"])
+    found = written("decode", body, tmp_path)
+    stock, full, evicting = found["rows"]
+    assert [row["name"] for row in found["rows"]] == ["DynamicCache", "full", "streaming_llm 25 %"]
+    assert stock["ratio"]["median"] == stock["share"] == 1 and stock["missed"] is None
+    # 256 tokens, the first after them, two of warm-up, and one; keys and values of two layers.
+    assert stock["bytes"] == 2 * 2 * 4 * 64 * 4 * (256 + 1 + 2 + 1) <= full["bytes"]
+    assert evicting["share"] < 0.35 and evicting["target"] == 0.75
+    assert evicting["missed"] == (evicting["ratio"]["median"] > 0.75)
+    table = decode.tables(found)[0]
+    assert ("streaming" in str(table.caption)) == evicting["missed"]
+    with pytest.raises(ValueError, match=r"no cache 'h3o' is timed; there are full, snapkv"):
+        decode.measure(SETTING, **sizes, recipes=["h3o"])
+    with pytest.raises(ValueError, match="prompt=255: must be at least 256"):
+        decode.measure(SETTING, rounds=1, layers=2, prompt=255)
 
 
 def test_stats():

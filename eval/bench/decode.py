@@ -1,0 +1,294 @@
+"""CPU seconds of a generated token with each cache, beside transformers' own `DynamicCache`.
+
+The model is a Llama of about 130 M parameters with random weights and a prompt of 4096 tokens, so
+that attention is a large part of a token. Every cache has a model object of its own, all with the
+same weights: one that attention was exchanged in tells nothing of the stock one. All read the same
+prompt and are given the same tokens, one each in turn. The vocabulary goes with the number of
+layers, so that a model of two layers shows about the ratios of one of ten.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from diffcache.eval.cost.interleave import Call, Progress, Timings, Turn, summary
+from diffcache.eval.cost.interleave import measure as take_turns
+from diffcache.eval.record import Setting
+from diffcache.kv.hf.cache import KVCache, cache_for
+from diffcache.kv.hf.model import Mode
+from diffcache.kv.recipe import Recipe
+from diffcache.kv.recipes.eviction import h2o, snapkv, tova
+from diffcache.kv.recipes.low_rank import xkv
+from diffcache.kv.recipes.quantised import gear, kivi, mustafar, rotatekv
+from diffcache.kv.recipes.retrieval import quest, shadowkv, tidal_decode
+from diffcache.kv.recipes.streaming import streaming_llm
+
+LAYERS, PROMPT = 10, 4096
+STOCK = "DynamicCache"
+_HEADS, _KV_HEADS, _SIZE, _WIDTH, _INNER = 16, 4, 64, 1024, 2816
+_WORDS_A_LAYER = 1600
+_PEAK = 6  # factor of query and key projections, without which random attention is flat
+_WARMUP = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cache that is timed.
+
+    Attributes:
+        recipe: What it does.
+        target: The most CPU time of a token, as a multiple of the stock cache's; None for none.
+        mode: How it goes with its model.
+    """
+
+    recipe: Recipe
+    target: float | None = None
+    mode: Mode = "auto"
+
+
+def cases(layers: int = LAYERS, prompt: int = PROMPT) -> dict[str, Case]:
+    """Return every cache that is timed, by name.
+
+    Args:
+        layers: Layers of the model. Retrieval reads all in the first fifth of them.
+        prompt: Tokens of the prompt; evicting recipes hold a quarter of it, and the others read at
+            most half.
+    """
+    quarter, read, first = prompt // 4, min(256, prompt // 2), layers // 5
+    select = (first, 3 * layers // 5) if layers >= 5 else (0,)
+    chosen = quest(read, skip=first)
+    return {
+        "full": Case(Recipe(), mode="native"),
+        "snapkv 25 %": Case(snapkv(quarter)),
+        "streaming_llm 25 %": Case(streaming_llm(quarter), 0.75),
+        "h2o 25 %": Case(h2o(quarter), 0.85),
+        "tova 25 %": Case(tova(quarter), 0.85),
+        "quest 256": Case(chosen, 0.85),
+        "tidal_decode 256": Case(tidal_decode(read, select=select), 0.85),
+        "kivi 4": Case(kivi(4), 1.25),
+        "kivi 2": Case(kivi(2), 1.25),
+        "kivi 4 + quest 256": Case(kivi(4) | chosen, 1.0),
+        "snapkv 25 % + kivi 4": Case(snapkv(quarter) | kivi(4)),
+        "xkv": Case(xkv(layers=min(4, layers)), 1.5),
+        "shadowkv 512": Case(shadowkv(min(512, prompt // 2), outliers=min(16, prompt // 64)), 1.5),
+        "gear 2": Case(gear(2), 2.0),
+        "mustafar": Case(mustafar(), 2.0),
+        "rotatekv 4": Case(rotatekv(4), 2.0),
+    }  # fmt: skip
+
+
+@dataclass
+class _Contender:
+    """A model and its cache, which takes tokens one after the other.
+
+    Attributes:
+        model: Shares its weights with those of the other contenders.
+        make: Makes an empty cache.
+        tokens: int64 [1, T], the prompt and what follows it.
+        cache: Cache that holds the tokens so far.
+        taken: Tokens so far.
+    """
+
+    model: LlamaForCausalLM
+    make: Callable[[LlamaForCausalLM], Any]
+    tokens: Tensor
+    cache: Any = field(default=None, repr=False)
+    taken: int = 0
+
+    def prefill(self, count: int) -> None:
+        """Read the first tokens into a new cache."""
+        self.cache, self.taken = self.make(self.model), 0
+        self._read(count)
+
+    def step(self) -> None:
+        """Read one more token."""
+        self._read(1)
+
+    def _read(self, count: int) -> None:
+        given = self.tokens[:, self.taken : self.taken + count]
+        # As `generate` does, logits of the last token alone.
+        self.model(input_ids=given, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.taken += count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and whatever else is held."""
+        if isinstance(self.cache, KVCache):
+            return self.cache.nbytes
+        held = [tensor for layer in self.cache.layers for tensor in (layer.keys, layer.values)]
+        return sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+
+def build(layers: int, tokens: int, setting: Setting) -> LlamaForCausalLM:
+    """Build the model, with random weights.
+
+    Args:
+        layers: How many, of 16 query and 4 key-value heads of 64 channels.
+        tokens: Positions it has to know.
+        setting: Device and dtype.
+    """
+    config = LlamaConfig(
+        vocab_size=_WORDS_A_LAYER * layers, hidden_size=_WIDTH, intermediate_size=_INNER,
+        num_hidden_layers=layers, num_attention_heads=_HEADS, num_key_value_heads=_KV_HEADS,
+        head_dim=_SIZE, max_position_embeddings=tokens, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+    for name, weight in model.named_parameters():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weight.data.mul_(_PEAK)
+    return model.to(setting.device, setting.dtype).eval()
+
+
+def contenders(
+    chosen: Mapping[str, Case], layers: int, tokens: int, setting: Setting
+) -> dict[str, _Contender]:
+    """Return what is timed, by name; the stock cache first.
+
+    Args:
+        chosen: Cases.
+        layers: Layers of the model.
+        tokens: Tokens that each will be given, the prompt among them.
+        setting: Device and dtype.
+    """
+    model = build(layers, tokens, setting)
+    drawn = torch.Generator().manual_seed(1)
+    given = torch.randint(3, model.config.vocab_size, (1, tokens), generator=drawn)
+    given = given.to(setting.device)
+
+    def beside(make: Callable[[LlamaForCausalLM], Any]) -> _Contender:
+        shared = {id(weight): weight for weight in model.parameters()}
+        return _Contender(copy.deepcopy(model, shared), make, given)
+
+    def ours(case: Case) -> Callable[[LlamaForCausalLM], KVCache]:
+        return lambda other: cache_for(other, case.recipe, mode=case.mode)
+
+    stock = beside(lambda other: DynamicCache(config=other.config))
+    return {STOCK: stock} | {name: beside(ours(case)) for name, case in chosen.items()}
+
+
+@torch.no_grad()
+def measure(
+    setting: Setting,
+    *,
+    rounds: int = 50,
+    layers: int = LAYERS,
+    prompt: int = PROMPT,
+    recipes: Sequence[str] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure a prompt, the first token after it, and the tokens that follow.
+
+    Args:
+        setting: Device and dtype.
+        rounds: Timed tokens of every cache.
+        layers: Layers of the model.
+        prompt: Tokens of the prompt, at least 256.
+        recipes: Names of the caches beside the stock one; None for all.
+        progress: Told (turns done, turns in all, name of the next).
+
+    Raises:
+        ValueError: If a number is out of range or a name unknown.
+    """
+    started = time.monotonic()
+    for name, value, least in (("layers", layers, 2), ("prompt", prompt, 256)):
+        if value < least:
+            raise ValueError(f"{name}={value}: must be at least {least}")
+    found = cases(layers, prompt)
+    unknown = [name for name in recipes or () if name not in found]
+    if unknown:
+        raise ValueError(f"no cache {unknown[0]!r} is timed; there are {', '.join(found)}")
+    chosen = {name: case for name, case in found.items() if recipes is None or name in recipes}
+    run = contenders(chosen, layers, prompt + 1 + _WARMUP + rounds, setting)
+    reads: dict[str, Call | Turn] = {
+        name: partial(each.prefill, prompt) for name, each in run.items()
+    }
+    steps: dict[str, Call | Turn] = {name: each.step for name, each in run.items()}
+    prefill = take_turns(reads, 1, 0, setting, progress)
+    first = take_turns(steps, 1, 0, setting, progress)
+    later = take_turns(steps, rounds, _WARMUP, setting, progress)
+    clock = "process_time" if _is_alone(setting) else "perf_counter"
+    return {
+        "shapes": {"device": setting.device.type, "layers": layers, "prompt": prompt,
+                   "heads": _HEADS, "kv_heads": _KV_HEADS, "head_size": _SIZE, "width": _WIDTH,
+                   "parameters": sum(p.numel() for p in run[STOCK].model.parameters())},
+        "rounds": rounds, "clock": clock, "load": later.load, "cores": later.cores,
+        "rows": rows(run, chosen, [_taken(each, setting) for each in (prefill, first, later)]),
+        "seconds": round(time.monotonic() - started, 1),
+    }  # fmt: skip
+
+
+def rows(
+    run: Mapping[str, _Contender],
+    chosen: Mapping[str, Case],
+    taken: Sequence[Mapping[str, list[float]]],
+) -> list[dict[str, Any]]:
+    """Return what each cache took and holds.
+
+    Args:
+        run: What was timed, the stock cache first.
+        chosen: Cases by name.
+        taken: Seconds by name: of the prompt, of the first token, and of each later one.
+    """
+    prefill, first, later = taken
+    rows = []
+    for name, each in run.items():
+        case = chosen.get(name)
+        ratios = [own / stock for own, stock in zip(later[name], later[STOCK], strict=True)]
+        ratio, target = summary(ratios), None if case is None else case.target
+        rows.append({
+            "name": name,
+            "recipe": None if case is None else case.recipe.name,
+            "mode": each.cache.mode if isinstance(each.cache, KVCache) else None,
+            "token_ms": summary([1e3 * seconds for seconds in later[name]]),
+            "ratio": ratio,
+            "target": target,
+            "missed": None if target is None else ratio["median"] > target,
+            "bytes": each.nbytes,
+            "share": each.nbytes / run[STOCK].nbytes,
+            "first_ms": 1e3 * first[name][0],
+            "prefill_seconds": prefill[name][0],
+            "prefill_ratio": prefill[name][0] / prefill[STOCK][0],
+        })  # fmt: skip
+    return rows
+
+
+def tables(record: dict[str, Any]) -> list[Table]:
+    """Return the record as a table; its last line names the targets that were missed."""
+    shapes = record["shapes"]
+    missed = [row["name"] for row in record["rows"] if row["missed"]]
+    table = Table(
+        "", "ms a token", "of stock", "at most", "bytes", "of stock", "first ms", "prefill s",
+        "of stock",
+        title=f"a token after {shapes['prompt']}, {shapes['layers']} layers: median and quartiles",
+        caption=f"slower than their targets: {', '.join(missed) or 'none'}",
+    )  # fmt: skip
+    for row in record["rows"]:
+        token, ratio, target = row["token_ms"], row["ratio"], row["target"]
+        most = "" if target is None else f"{target:.2f}" + " missed" * row["missed"]
+        table.add_row(
+            row["name"], f"{token['median']:.1f} [{token['q1']:.1f}, {token['q3']:.1f}]",
+            f"{ratio['median']:.2f} [{ratio['q1']:.2f}, {ratio['q3']:.2f}]", most,
+            f"{row['bytes']:,}", f"{row['share']:.3f}", f"{row['first_ms']:.0f}",
+            f"{row['prefill_seconds']:.2f}", f"{row['prefill_ratio']:.2f}",
+        )  # fmt: skip
+    return [table]
+
+
+def _is_alone(setting: Setting) -> bool:
+    """Whether CPU time is the time of the work: no accelerator, one thread."""
+    return setting.device.type == "cpu" and torch.get_num_threads() == 1
+
+
+def _taken(timings: Timings, setting: Setting) -> dict[str, list[float]]:
+    return timings.cpu_seconds if _is_alone(setting) else timings.seconds
