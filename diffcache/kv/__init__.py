@@ -18,7 +18,9 @@ from diffcache.names import RECIPES as _RECIPES
 from diffcache.names import recipe_names as recipe_names
 
 if TYPE_CHECKING:
+    from diffcache.kv.hf import ask as ask
     from diffcache.kv.hf import cache_for as cache_for
+    from diffcache.kv.hf import caching as caching
     from diffcache.kv.hf import detach as detach
     from diffcache.kv.hf import static_cache_for as static_cache_for
     from diffcache.kv.recipe import Recipe as Recipe
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
 
 # Imported when they are first asked for: transformers takes seconds. Name -> module.
 _LATER = {name: f"{__name__}.recipes.{module}" for module in _RECIPES for name in _RECIPES[module]}
-_LATER |= dict.fromkeys(("cache_for", "detach", "static_cache_for"), f"{__name__}.hf")
+_LATER |= dict.fromkeys(
+    ("ask", "cache_for", "caching", "detach", "static_cache_for"), f"{__name__}.hf"
+)
 _LATER |= {"Recipe": f"{__name__}.recipe", "make_recipe": f"{__name__}.recipes.catalog"}
 
 __all__ = ["recipe_names", *_LATER]

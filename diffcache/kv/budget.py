@@ -53,6 +53,11 @@ class Budget(ABC):
 
     size: Size
 
+    @property
+    def looks_across(self) -> bool:
+        """Whether the slots of a layer depend on other layers, or on its place among them."""
+        return True
+
     @abstractmethod
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
         """Return the slots of every layer, int64 [B, H], at most as many as are held.
@@ -78,6 +83,11 @@ class Uniform(Budget):
 
     def __post_init__(self) -> None:
         check_size("size", self.size)
+
+    @property
+    def looks_across(self) -> bool:
+        """Return False: every layer holds as many."""
+        return False
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
         """Return the size everywhere."""

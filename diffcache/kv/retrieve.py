@@ -11,6 +11,11 @@ from diffcache.kv.layer import KVLayer
 class Retriever(ABC):
     """Which slots a query reads; a frozen dataclass of settings."""
 
+    @property
+    def looks_across(self) -> bool:
+        """Whether a layer reads what another has found."""
+        return False
+
     @abstractmethod
     def views(self, query: Query, layer: KVLayer, others: list[KVLayer]) -> list[View]:
         """Return what the queries attend to.

@@ -51,6 +51,11 @@ class AdaHead(Budget):
             raise ValueError(f"floor={self.floor}: must be a share from 0 to 1")
         object.__setattr__(self, "size", self.base.size)
 
+    @property
+    def looks_across(self) -> bool:
+        """Whether the base looks across layers."""
+        return self.base.looks_across
+
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
         """Return slots that sum over the heads of a layer to about what the base gives."""
         budgets = self.base.allot(scores, seen)
@@ -117,6 +122,11 @@ class HeadTable(Budget):
             raise ValueError(
                 f"whole={self.whole!r}: must be a table of layers, each with as many heads"
             )
+
+    @property
+    def looks_across(self) -> bool:
+        """Return False: each layer has its own row of the table."""
+        return False
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
         """Return what the table says."""

@@ -29,6 +29,11 @@ class Steady(Budget):
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", self.base.size)
 
+    @property
+    def looks_across(self) -> bool:
+        """Whether the base looks across layers."""
+        return self.base.looks_across
+
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
         """Return one slot less than is held in rows that lost some, else what the base says."""
         return [

@@ -9,12 +9,15 @@ if TYPE_CHECKING:
     from diffcache.kv.hf.cache import KVCache as KVCache
     from diffcache.kv.hf.cache import cache_for as cache_for
     from diffcache.kv.hf.cache import detach as detach
+    from diffcache.kv.hf.implicit import caching as caching
+    from diffcache.kv.hf.questions import ask as ask
     from diffcache.kv.hf.remat import remat_cache_for as remat_cache_for
     from diffcache.kv.hf.static import static_cache_for as static_cache_for
 
 # transformers takes seconds to import, so names are looked up when they are first asked for.
 _LATER = {
     "KVCache": "cache", "cache_for": "cache", "detach": "cache",
+    "ask": "questions", "caching": "implicit",
     "remat_cache_for": "remat", "static_cache_for": "static",
 }  # fmt: skip
 

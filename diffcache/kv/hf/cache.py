@@ -7,24 +7,19 @@ It touches a model through two public doors: a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from diffcache.errors import AttachError
-from diffcache.kv.hf.attention import Writer, announce, check_mask_sizes, forget, handed_out
+from diffcache.kv.hf.attention import Writer, forget
+from diffcache.kv.hf.layer import SlotLayer
 from diffcache.kv.hf.model import (
     Mode,
     Setup,
@@ -42,16 +37,18 @@ from diffcache.kv.hf.model import (
 from diffcache.kv.hf.rotary import RotaryReader
 from diffcache.kv.hf.switch import NAME, switch
 from diffcache.kv.hf.switch import detach as detach
-from diffcache.kv.hf.versions import has_shared_layers, query_count, tokens_to_crop
-from diffcache.kv.layer import KVLayer
+from diffcache.kv.hf.versions import has_shared_layers, tokens_to_crop
+from diffcache.kv.per_layer import per_layer
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import make_recipe
 from diffcache.kv.store import CUT_OFF, KVStore
 
+Recipes: TypeAlias = "Recipe | str | Sequence[Recipe | str] | Mapping[int, Recipe | str]"
+
 
 def cache_for(
     model: nn.Module,
-    recipe: Recipe | str,
+    recipe: Recipes,
     *,
     mode: Mode = "auto",
     tags: Tensor | None = None,
@@ -61,7 +58,9 @@ def cache_for(
 
     Args:
         model: Any model whose attention goes through transformers' attention interface.
-        recipe: What is done to the cache, or its name.
+        recipe: What is done to the cache, or its name. Or recipes of single layers that do not
+            look across layers: a list with one for each layer that follows a recipe, or a mapping
+            from numbers of layers of the model, the others being left as they are.
         mode: `"native"` attends over slots by their positions and can do everything; the model is
             told to use the attention function `"diffcache"`, which treats other caches as `"sdpa"`
             does (`detach` undoes it). `"stock"` leaves attention alone: the cache hands out
@@ -72,15 +71,16 @@ def cache_for(
 
     Raises:
         UnknownMethodError: If there is no recipe of that name.
-        ValueError: If a setting is unknown, missing or out of its range.
+        ValueError: If a setting is unknown, missing or out of its range, or recipes of layers do
+            not go together.
         AttachError: If the model cannot be used this way; the message says why.
     """
-    recipe = make_recipe(recipe, **settings)
-    mode, why = choose(recipe, mode)
     config = decoder_config(model)
     check_generates_with_cache(model)
     stock = DynamicCache(config=config).layers
     owned = owned_layers(model, stock)
+    recipe = one_recipe(recipe, owned, settings)
+    mode, why = choose(recipe, mode)
     windows = tuple(getattr(stock[index], "sliding_window", None) for index in owned)
     if mode == "stock" and recipe.evicts and any(windows):
         raise AttachError("mode='stock': layers with a window drop slots by themselves; use "
@@ -105,6 +105,39 @@ def cache_for(
     known = WeakSet(module for _, module in numbered(model))
     setup = Setup(mode, why, tuple(owned), config, windows, known, eager)
     return KVCache(store, stock, setup, readers, tags)
+
+
+def one_recipe(recipe: Recipes, owned: Sequence[int], settings: Mapping[str, Any]) -> Recipe:
+    """Return what a cache does to all its layers.
+
+    Args:
+        recipe: As `cache_for` takes it.
+        owned: Numbers of the layers that follow a recipe.
+        settings: Of a recipe that is given by name.
+
+    Raises:
+        UnknownMethodError: If there is no recipe of a name.
+        ValueError: If there are recipes of other layers than these, or they do not go together.
+    """
+    if isinstance(recipe, (str, Recipe)) or not isinstance(recipe, (Mapping, Sequence)):
+        return make_recipe(recipe, **settings)
+    if settings:
+        raise ValueError(
+            f"settings {sorted(settings)} go with one name, not with recipes of layers; give "
+            "recipes such as diffcache.kv.snapkv(budget=256)"
+        )
+    if not isinstance(recipe, Mapping):
+        if len(recipe) != len(owned):
+            raise ValueError(
+                f"recipe={len(recipe)} recipes: must be one for each of the {len(owned)} layers "
+                f"{list(owned)}, or a mapping from some of their numbers"
+            )
+        recipe = dict(zip(owned, recipe, strict=True))
+    others = [number for number in recipe if number not in owned]
+    if others:
+        raise ValueError(f"recipe of layers {others}: must be of {list(owned)}")
+    blank = Recipe()
+    return per_layer([make_recipe(recipe.get(number, blank)) for number in owned])
 
 
 def owned_layers(model: nn.Module, stock: Sequence[Any]) -> list[int]:
@@ -149,7 +182,7 @@ class KVCache(Cache):  # type: ignore[misc]
     ) -> None:
         layers = list(stock)
         for number, index in enumerate(setup.owned):
-            layers[index] = _Layer(self, number)
+            layers[index] = SlotLayer(self, number)
         super().__init__(layers=layers)
         self.store, self.setup = store, setup
         self.writer = Writer(store, setup, readers, tags)
@@ -184,7 +217,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def fork(self) -> KVCache:
         """Return a cache with the same content; going on with either leaves the other as it is."""
-        stock = [None if isinstance(x, _Layer) else deepcopy(x) for x in self.layers]
+        stock = [None if isinstance(x, SlotLayer) else deepcopy(x) for x in self.layers]
         store, writer = self.store.fork(), self.writer
         other = KVCache(store, stock, self.setup, writer.readers, writer.tags)
         other.writer.exchange = writer.exchange
@@ -277,92 +310,12 @@ class KVCache(Cache):  # type: ignore[misc]
             self.store.rows(index.to(form.device))
             self.writer.rows(index)
 
-    def _ours(self) -> list[_Layer]:
-        return [layer for layer in self.layers if isinstance(layer, _Layer)]
+    def _ours(self) -> list[SlotLayer]:
+        return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
 
     def _stock(self) -> list[Any]:
-        return [layer for layer in self.layers if not isinstance(layer, _Layer)]
+        return [layer for layer in self.layers if not isinstance(layer, SlotLayer)]
 
     def _others(self, verb: str, *given: Any) -> None:
         for layer in self._stock():
             getattr(layer, verb)(*given)
-
-
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """A layer of the store, as transformers sees it."""
-
-    is_compileable = False
-    is_sliding = False
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, cache: KVCache, number: int) -> None:
-        super().__init__()
-        self._cache = weakref.ref(cache)
-        self.number = number
-        self._masked = 0  # keys that the mask of this forward is for, where that is known
-
-    @property
-    def cache(self) -> KVCache:
-        """The cache it belongs to."""
-        cache = self._cache()
-        if cache is None:
-            raise AttachError("this layer outlived its cache; keep the object of cache_for")
-        return cache
-
-    @property
-    def core(self) -> KVLayer:
-        """Its keys and values."""
-        return self.cache.store.layers[self.number]
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the store needs no shapes."""
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Take new keys and values [B, H, n, D] and return what the attention function gets.
-
-        In native mode that is what came; the attention function writes and reads the store.
-        """
-        cache = self.cache
-        self.is_initialized = True
-        if self.number == 0 and cache.writer.refreshing is None:
-            cache.begin(key_states.shape[2])
-        if cache.mode == "native":
-            announce(cache.writer, self.number, key_states, value_states)
-            return key_states, value_states
-        count, kept = key_states.shape[2], self._reached()
-        check_mask_sizes(count, self._masked, kept + count)
-        self._masked = 0
-        slots = handed_out(cache.writer.write(self.number, key_states, value_states))
-        slots = slots.narrow(slots.width - kept - count, slots.width)
-        return slots.k, slots.v
-
-    def get_seq_length(self) -> int:
-        """Return the tokens seen, whether or not they are still held."""
-        return self.core.seen
-
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Return how many keys the mask is for, and the position of the first.
-
-        In native mode the mask is by position: all that were ever seen.
-        """
-        self.cache.check()  # transformers asks before the first layer
-        if self.cache.mode == "native":
-            return self.core.seen + query_count(query_length), 0
-        kept = self._reached()
-        self._masked = kept + query_count(query_length)
-        return self._masked, self.core.seen - kept
-
-    def _reached(self) -> int:
-        """Return how many of the slots held the next token sees."""
-        window = self.cache.setup.windows[self.number]
-        return self.core.held if window is None else min(self.core.held, window - 1)
-
-    def get_max_length(self) -> int:
-        """Return -1: there is no bound."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name in earlier versions

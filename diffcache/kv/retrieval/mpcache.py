@@ -40,6 +40,11 @@ class MinMaxTree(Selecting):
     widen: float = 2.0
     layers: int = 2
 
+    @property
+    def looks_across(self) -> bool:
+        """Return True: neighbouring layers read the same positions."""
+        return True
+
     def check(self) -> None:
         """Check what is not of every retriever."""
         if self.small < 1 or self.large < 1 or self.large % self.small:

@@ -30,6 +30,11 @@ class LayerReuse(Selecting):
 
     select: tuple[int, ...] = (2, 9)
 
+    @property
+    def looks_across(self) -> bool:
+        """Return True: few layers choose for those after them."""
+        return True
+
     def check(self) -> None:
         """Check the layers."""
         if not self.select or list(self.select) != sorted(set(self.select)) or self.select[0] < 0:

@@ -39,6 +39,11 @@ class Score(ABC):
         """Whether its statistics are of attention: `track` is called, and otherwise `enter`."""
         return True
 
+    @property
+    def looks_across(self) -> bool:
+        """Whether scores of a layer depend on other layers."""
+        return type(self).across is not Score.across
+
     @abstractmethod
     def __call__(self, seen: Observation) -> Tensor:
         """Return the worth of every slot, [B, H, S] float; higher is kept."""

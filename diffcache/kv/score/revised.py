@@ -41,6 +41,11 @@ class Revised(Score):
         """Whether the statistics of the other are of attention."""
         return self.score.attends
 
+    @property
+    def looks_across(self) -> bool:
+        """Whether scores of the other depend on other layers."""
+        return self.score.looks_across
+
     def said(self, seen: Observation) -> Tensor:
         """Return what the other says, [B, H, S], -inf in empty slots."""
         score = self.score(seen).expand(seen.slots.k.shape[:3])

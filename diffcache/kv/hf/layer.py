@@ -1,0 +1,120 @@
+"""A layer of a store, as transformers sees the layers of its caches."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from diffcache.errors import AttachError
+from diffcache.kv.hf.attention import Writer, announce, check_mask_sizes, handed_out
+from diffcache.kv.hf.model import Mode, Setup
+from diffcache.kv.hf.versions import query_count
+from diffcache.kv.layer import KVLayer
+from diffcache.kv.store import KVStore
+
+
+class Owner(Protocol):
+    """The cache that a layer belongs to.
+
+    Attributes:
+        store: Keys and values.
+        setup: How it goes with its model.
+        writer: What writes into the store.
+    """
+
+    store: KVStore
+    setup: Setup
+    writer: Writer
+
+    @property
+    def mode(self) -> Mode:
+        """`"native"` or `"stock"`."""
+
+    def begin(self, count: int) -> None:
+        """Settle what is due, at the first layer of a forward of `count` tokens."""
+
+    def check(self) -> None:
+        """Check that the model and the cache are as they were left."""
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A layer of the store, as transformers sees it."""
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: Owner, number: int) -> None:
+        super().__init__()
+        self._cache = weakref.ref(cache)
+        self.number = number
+        self._masked = 0  # keys that the mask of this forward is for, where that is known
+
+    @property
+    def cache(self) -> Owner:
+        """The cache it belongs to."""
+        cache = self._cache()
+        if cache is None:
+            raise AttachError("this layer outlived its cache; keep the object of cache_for")
+        return cache
+
+    @property
+    def core(self) -> KVLayer:
+        """Its keys and values."""
+        return self.cache.store.layers[self.number]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the store needs no shapes."""
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take new keys and values [B, H, n, D] and return what the attention function gets.
+
+        In native mode that is what came; the attention function writes and reads the store.
+        """
+        cache = self.cache
+        self.is_initialized = True
+        if self.number == 0 and cache.writer.refreshing is None:
+            cache.begin(key_states.shape[2])
+        if cache.mode == "native":
+            announce(cache.writer, self.number, key_states, value_states)
+            return key_states, value_states
+        count, kept = key_states.shape[2], self._reached()
+        check_mask_sizes(count, self._masked, kept + count)
+        self._masked = 0
+        slots = handed_out(cache.writer.write(self.number, key_states, value_states))
+        slots = slots.narrow(slots.width - kept - count, slots.width)
+        return slots.k, slots.v
+
+    def get_seq_length(self) -> int:
+        """Return the tokens seen, whether or not they are still held."""
+        return self.core.seen
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Return how many keys the mask is for, and the position of the first.
+
+        In native mode the mask is by position: all that were ever seen.
+        """
+        self.cache.check()  # transformers asks before the first layer
+        if self.cache.mode == "native":
+            return self.core.seen + query_count(query_length), 0
+        kept = self._reached()
+        self._masked = kept + query_count(query_length)
+        return self._masked, self.core.seen - kept
+
+    def _reached(self) -> int:
+        """Return how many of the slots held the next token sees."""
+        window = self.cache.setup.windows[self.number]
+        return self.core.held if window is None else min(self.core.held, window - 1)
+
+    def get_max_length(self) -> int:
+        """Return -1: there is no bound."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in earlier versions

@@ -1,0 +1,235 @@
+"""Ways into a cache: code that gives none, questions about a context, recipes of single layers."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diffcache import kv
+from diffcache.errors import AttachError
+from diffcache.eval.kv import oracle
+from diffcache.foreign import attention_names
+from diffcache.kv.per_layer import per_layer
+from diffcache.kv.recipe import Recipe
+from tests.kv.tiny import GREEDY, llama, prompts, row, same
+
+ROWS = prompts()
+ONE = row(ROWS, 1)
+SNAP = kv.snapkv(12, window=4)
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    model = llama()
+    with torch.no_grad():
+        yield model
+    kv.detach(model)
+
+
+def left_of(model: Any) -> Any:
+    names = [name for _, name in attention_names(model)]
+    return names, dict(vars(model)), dict(model._forward_pre_hooks)
+
+
+# code that gives no cache ------------------------------------------------------------------------
+
+
+def test_calls_that_give_no_cache_get_one_each_and_the_model_is_given_back(model: Any) -> None:
+    before, stock = left_of(model), model.generate(**ROWS, **GREEDY)
+    expected = model.generate(**ROWS, past_key_values=kv.cache_for(model, SNAP), **GREEDY)
+    kv.detach(model)
+    assert not torch.equal(expected.sequences, stock.sequences), "dropping slots must show"
+    with kv.caching(model, "snapkv", budget=12, window=4) as used:
+        assert used.cache is None
+        for _ in range(2):
+            same(model.generate(**ROWS, **GREEDY), expected)
+        assert used.count == 2 and used.cache.store.layers[0].held < 48
+        own = kv.cache_for(model, Recipe(), mode="native")
+        same(model.generate(**ROWS, past_key_values=own, **GREEDY), stock, 1e-5)
+        same(model.generate(**ROWS, use_cache=False, **GREEDY), stock, 1e-4)
+        out = model(**ONE)
+        assert out.past_key_values is used.cache and used.count == 3
+        model(input_ids=ONE["input_ids"][:, :1], past_key_values=out.past_key_values)
+        assert used.cache.get_seq_length() == 49 and model(**ONE, use_cache=False) is not None
+        with pytest.raises(ValueError, match="cache_implementation='static': in a block"):
+            model.generate(**ONE, cache_implementation="static", **GREEDY)
+        assert used.count == 3
+    assert left_of(model) == before
+    same(model.generate(**ROWS, **GREEDY), stock)
+
+
+def test_a_block_that_ends_in_an_error_gives_the_model_back(model: Any) -> None:
+    before = left_of(model)
+
+    def stopped() -> None:
+        with kv.caching(model, SNAP):
+            model.generate(**ONE, **GREEDY)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
+    with pytest.raises(ValueError, match="budget=0"), kv.caching(model, "snapkv", budget=0):
+        pass
+    assert left_of(model) == before
+    kv.cache_for(model, SNAP)
+    model.generate = own = model.generate
+    before = left_of(model)
+    with kv.caching(model, SNAP):
+        assert model.generate is not own
+    assert left_of(model) == before, "it was set up before, and had a generate of its own"
+
+
+def test_a_block_serves_other_threads_and_is_alone(model: Any) -> None:
+    with kv.caching(model, SNAP) as used:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(model.generate(**ONE, **GREEDY)))
+        thread.start()
+        thread.join()
+        assert used.count == 1 and len(found) == 1
+        with pytest.raises(AttachError, match="is in a block of caching"), kv.caching(model, SNAP):
+            pass
+        same(model.generate(**ONE, **GREEDY), found[0])
+
+
+# questions about a context -----------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer of bytes, as small as can be."""
+
+    bos_token, pad_token_id, chat_template = "\x01", 0, None
+
+    def __call__(self, text: str, return_tensors: str = "", **_: Any) -> dict[str, Any]:
+        ids = list(text.encode())
+        return {"input_ids": torch.tensor([ids]) if return_tensors else ids}
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        return bytes(i for i in ids.tolist() if i > 2).decode("latin1")
+
+    def apply_chat_template(self, messages: Any, **settings: Any) -> str:
+        return f"[{messages[0]['content']}]"
+
+
+CONTEXT = "The quick brown fox jumps over the lazy dog, twice."
+
+
+def test_questions_are_asked_of_one_compressed_context(model: Any) -> None:
+    tokenizer, long = Words(), {"max_new_tokens": 6, "eos_token_id": None}
+    answers = kv.ask(model, tokenizer, CONTEXT, ["who?", "why?"], SNAP, generate=long)
+    cache = kv.cache_for(model, SNAP)
+    ids = torch.tensor([list(f"\x01{CONTEXT}".encode())])
+    model(input_ids=ids, past_key_values=cache)
+    cache.settle()
+    assert {layer.held for layer in cache.store.layers} == {12}
+    for question, answer in zip(("who?", "why?"), answers, strict=True):
+        fork, mine = cache.fork(), torch.tensor([list(f"{question}\n".encode())])
+        tokens = []
+        for _ in range(6):  # token by token, so that nothing is compressed again before the first
+            logits = model(input_ids=mine, past_key_values=fork).logits
+            fork.store._fresh = False
+            mine = logits[:, -1:].argmax(-1)
+            tokens.append(mine[0])
+        assert answer == tokenizer.decode(torch.cat(tokens))
+    assert kv.ask(model, tokenizer, CONTEXT, "why?", SNAP, generate=long) == answers[1]
+    assert answers[0] != answers[1]
+
+
+def test_a_template_goes_around_context_and_question(model: Any) -> None:
+    seen: list[str] = []
+
+    class Chatting(Words):
+        chat_template = "a template"
+
+        def __call__(self, text: str, return_tensors: str = "", **_: Any) -> dict[str, Any]:
+            seen.append(text)
+            return super().__call__(text)
+
+    with pytest.raises(ValueError, match="context='': there is nothing"):
+        kv.ask(model, Chatting(), "", "why?", SNAP)
+    seen.clear()
+    text = f"{CONTEXT} <question>"
+    kv.ask(model, Chatting(), text, "why?", "kvzip", answer_prefix=" As", budget=0.4)
+    assert seen == [f"[{text}\n", "\n\nRepeat the text above:\n", "why?] As"]
+
+
+# recipes of single layers ------------------------------------------------------------------------
+
+
+def slots(model: Any, recipe: Any) -> list[Any]:
+    """Return what each layer holds after a prompt and three tokens, the same for all recipes."""
+    cache, mask = kv.cache_for(model, recipe, mode="native"), ROWS["attention_mask"]
+    model(**ROWS, past_key_values=cache)
+    for token in (7, 9, 11):
+        mask = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], 1)
+        ids = torch.full((3, 1), token)
+        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+    return [layer.read() for layer in cache.store.layers]
+
+
+ALONE = {
+    "scored and coded": kv.snapkv(0.5, window=8) | kv.kivi(4, group=8, residual=8),
+    "statistics": kv.h2o(12),
+    "heads, output projections": kv.criticalkv(base=kv.adakv(base=kv.snapkv(16, window=4))),
+    "merged": kv.look_m(0.5),
+    "retrieved": kv.quest(16, page=4, skip=0),
+    "unrotated": kv.streaming_llm(12),
+}
+
+
+@pytest.mark.parametrize("recipe", ALONE.values(), ids=ALONE.keys())
+def test_layers_do_what_their_recipe_does_alone(model: Any, recipe: Recipe) -> None:
+    alone, mixed = slots(model, recipe), slots(model, dict.fromkeys(range(3), recipe))
+    for one, other in zip(alone[:3], mixed[:3], strict=True):
+        assert torch.equal(one.pos, other.pos)
+        assert torch.equal(one.k, other.k) and torch.equal(one.v, other.v)
+    assert mixed[3].width == 51 and (recipe.score is None) == (alone[3].width == 51)
+
+
+def test_layers_of_different_recipes_are_the_masked_full_cache(model: Any) -> None:
+    recipes = [kv.snapkv(0.25, window=4), "knorm", Recipe(), kv.tova(0.6, every=64)]
+    with pytest.raises(ValueError, match=r"layers differ in trigger \(knorm: AfterPrefill"):
+        kv.cache_for(model, recipes)
+    recipes[3] = kv.value_norm(0.7)
+    ours, cache, log = oracle.run(model, recipes, ROWS, **GREEDY)
+    held = [layer.read().valid.sum(-1)[1].tolist() for layer in cache.store.layers]
+    assert held == [[21, 21], [33, 33], [57], [42, 42]], "of 48 tokens, and 9 that came"
+    same(ours, oracle.expected(model, cache, log, ROWS, **GREEDY), 1e-4)
+    assert cache.store.recipe.name == "per layer: snapkv, knorm, as it is, value_norm"
+    assert per_layer([SNAP] * 4) is SNAP
+
+
+@pytest.mark.parametrize(
+    ("recipes", "why"),
+    [
+        ([kv.pyramidkv(16), SNAP] * 2, "pyramidkv looks across layers .budget=Pyramid"),
+        ([kv.tidal_decode(16, recent=4), SNAP] * 2, "looks across layers .retrieve=LayerReuse"),
+        ([kv.minicache(), Recipe()] * 2, "looks across layers .codec="),
+        ([kv.h2o(12), kv.keyformer(12)] * 2, "keep statistics of their slots in different ways"),
+        ([SNAP, kv.streaming_llm(12, every=64)] * 2, "layers differ in trigger"),
+        ([SNAP] * 3, r"recipe=3 recipes: must be one for each of the 4 layers \[0, 1, 2, 3\]"),
+        ({5: SNAP}, r"recipe of layers \[5\]: must be of \[0, 1, 2, 3\]"),
+    ],
+)
+def test_recipes_that_are_not_of_single_layers_are_refused(
+    model: Any, recipes: Any, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        kv.cache_for(model, recipes)
+    with pytest.raises(ValueError, match=r"settings \['budget'\] go with one name"):
+        kv.cache_for(model, recipes, budget=4)
+
+
+def test_the_guide_runs(model: Any) -> None:
+    page = Path(__file__).parents[2] / "docs" / "kv_guide.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    names = {"model": model, "tokenizer": Words(), "inputs": dict(ONE), "print": lambda *_: None}
+    model.generation_config.max_new_tokens = 4
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) >= 5 and len(names["answers"]) == 2
