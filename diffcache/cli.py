@@ -31,7 +31,7 @@ from diffcache.command import (
 )
 from diffcache.eval import offline
 from diffcache.eval.cli import app as eval_app
-from diffcache.eval.kv.command import kv
+from diffcache.eval.kv.command import app as kv_app
 from diffcache.eval.loading import AS_SAVED, with_loading
 from diffcache.eval.methods import parse_method
 from diffcache.files import write_json
@@ -57,7 +57,7 @@ app = typer.Typer(
 app.add_typer(eval_app, name="eval")
 app.command(epilog=EXIT_LINE)(offline.calibrate)
 app.command(epilog=EXIT_LINE)(offline.tune)
-app.command(epilog=EXIT_LINE)(kv)
+app.add_typer(kv_app, name="kv")
 
 Method = Annotated[
     str, typer.Option(metavar=METHOD, help="A method with settings; `diffcache methods` has them.")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diffcache.command import Device, Seed, check_target, device_of, guarded
+from diffcache.command import EXIT_LINE, Device, Seed, check_target, device_of, guarded
 from diffcache.errors import MissingError
+from diffcache.eval.kv.calibrate import calibrate
 from diffcache.kv.recipes.catalog import recipes
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
 from diffcache.report import human
@@ -24,8 +25,18 @@ NO_RECIPES: list[str] = []
 RECALL, MODEL = "recall", "recall-llama"
 
 
+app = typer.Typer(
+    invoke_without_command=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(epilog=EXIT_LINE)(calibrate)
+
+
+@app.callback(epilog=EXIT_LINE)
 @guarded
 def kv(
+    call: typer.Context,
     recipe: Annotated[
         list[str],
         typer.Option(
@@ -108,6 +119,8 @@ def kv(
 
         diffcache kv --tasks gsm8k,arc_easy --model DIR --recipe snapkv:budget=0.5 --limit 200
     """
+    if call.invoked_subcommand is not None:
+        return
     if show:
         print_rows(("recipe", "what it does"), list(recipes().items()))
         return

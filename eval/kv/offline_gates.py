@@ -1,76 +1,222 @@
-"""The offline stage of DuoAttention on recall-llama: gates of heads, trained on contexts."""
+"""Offline stages that train: gates of heads, mixing weights, retaining heads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from diffcache.eval.kv.offline import Prepared, Samples
+from diffcache.eval.kv.offline import (
+    Prepared,
+    Report,
+    Sample,
+    Samples,
+    following,
+    observations,
+    read,
+    seen_by,
+)
+from diffcache.foreign import attention_names, set_attention_names
 from diffcache.kv.attend import Query
+from diffcache.kv.hf.model import decoder_of
+from diffcache.kv.learn import lococo as mixing
+from diffcache.kv.learn import locret as retaining
 from diffcache.kv.learn.duo import Gates, GateTraining, fit_gates, mixed_attention, retrieval_heads
+from diffcache.kv.plan import TopK
+from diffcache.kv.recipe import Recipe
+from diffcache.kv.recipes.eviction import h2o
 from diffcache.kv.slots import Slots, span
-from diffcache.pipelines.small.recall import RecallBatch
 
 NAME = "diffcache-gates"
-SINKS, RECENT = 4, 32
-_EPOCHS, _SHARE = 4, 0.5
+_BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 
 
-def duo_attention(model: Any, samples: Samples) -> Prepared:
-    """Return which heads hold everything, half of them, and the gates."""
-    config = model.config
-    gates = Gates.open(config.num_hidden_layers, config.num_key_value_heads)
-    total = samples.count * _EPOCHS
+def duo_attention(
+    model: Any,
+    samples: Samples,
+    report: Report,
+    *,
+    share: float = 0.5,
+    sinks: int = 4,
+    recent: int = 32,
+    epochs: int = 4,
+) -> Prepared:
+    """Return which heads hold everything, and the gates.
 
-    def student(values: Tensor, batch: RecallBatch) -> Tensor:
-        with torch.enable_grad(), _gated(model, values):
-            return _answers(model, batch)
+    Args:
+        model: Model of transformers.
+        samples: Contexts with questions.
+        report: Told how far it is.
+        share: Share of the heads that hold everything.
+        sinks: First tokens that the other heads see.
+        recent: Latest tokens that the other heads see.
+        epochs: How often the contexts are gone through.
+    """
+    gates, total = Gates.open(*_shape(model, samples)), samples.count * epochs
+    places = _places(model)
 
-    def report(step: int, loss: float) -> None:
-        if step % max(total // 4, 1) == 0:
-            print(f"  step {step} of {total}, loss {loss:.4g}", flush=True)
+    def student(values: Tensor, sample: Sample) -> Tensor:
+        gate = {layer: values[number] for layer, number in places.items()}
+        with torch.enable_grad(), _gated(model, gate, sinks, recent):
+            return _answers(model, sample)
 
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    with torch.enable_grad():
-        found = fit_gates(
-            gates, list(samples.each()), student=student,
-            teacher=lambda batch: _answers(model, batch),
-            training=GateTraining(epochs=_EPOCHS), report=report,
-        )  # fmt: skip
-    heads = torch.tensor(retrieval_heads(found.values, _SHARE))
-    about = {"sinks": SINKS, "recent": RECENT, "share": _SHARE, "loss": found.losses[-1]}
-    return Prepared("table", {"heads": heads, "gates": found.values}, about)
+    needed = [parameter.requires_grad for parameter in model.parameters()]
+    model.requires_grad_(False)
+    try:
+        with torch.enable_grad():
+            found = fit_gates(
+                gates, list(samples.each()), student=student,
+                teacher=lambda sample: _answers(model, sample),
+                training=GateTraining(epochs=epochs),
+                report=lambda step, _: report(step, total, "gates"),
+            )  # fmt: skip
+    finally:
+        for parameter, before in zip(model.parameters(), needed, strict=True):
+            parameter.requires_grad_(before)
+    heads = torch.tensor(retrieval_heads(found.values, share))
+    about = {"sinks": sinks, "recent": recent, "share": share, "loss": found.losses[-1]}
+    return Prepared("table", {"heads": heads, "gates": found.values}, {"heads": ["heads"]}, about)
 
 
-def _answers(model: Any, batch: RecallBatch) -> Tensor:
+def _shape(model: Any, samples: Samples) -> tuple[int, int]:
+    """Return the layers of full attention and their key-value heads."""
+    layers = seen_by(model, next(iter(samples.each())).ids[:, :2])
+    return len(layers), layers[0].slots.k.shape[1]
+
+
+def _places(model: Any) -> dict[int, int]:
+    """Return layer -> its place among those of full attention."""
+    cache = read(model, Recipe(), torch.zeros(1, 2, dtype=torch.long, device=model.device))
+    return {layer: number for number, layer in enumerate(cache.owned)}
+
+
+def _answers(model: Any, sample: Sample) -> Tensor:
     """Return the last hidden states that answers are read from."""
-    hidden: Tensor = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
-    return hidden[:, (batch.answers - 1).flatten()]
+    hidden: Tensor = model.base_model(input_ids=sample.ids, use_cache=False).last_hidden_state
+    return hidden[:, torch.cat([answer.said for answer in sample.answers])]
 
 
 @contextmanager
-def _gated(model: Any, gates: Tensor) -> Iterator[None]:
-    """Have a model mix attention over everything with that over few tokens."""
+def _gated(model: Any, gates: dict[int, Tensor], sinks: int, recent: int) -> Iterator[None]:
+    """Have layers mix attention over everything with that over few tokens, by their gates [H]."""
 
     def attention(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
+        gate = gates.get(module.layer_idx)  # type: ignore[call-overload]
+        if gate is None:
+            plain: tuple[Tensor, None] = sdpa_attention_forward(module, q, k, v, mask, **kwargs)
+            return plain
         slots = Slots(k, v, {"pos": span(0, k.shape[2], len(k), k.device)})
-        asked = Query(q, 0, kwargs["scaling"])
-        gate = gates[module.layer_idx]  # type: ignore[index]
-        out = mixed_attention(asked, slots, gate, SINKS, RECENT)
+        scale = kwargs.get("scaling") or q.shape[-1] ** -0.5
+        out = mixed_attention(Query(q, 0, scale), slots, gate.to(q.device), sinks, recent)
         return out.transpose(1, 2).contiguous(), None
 
-    before = model.config._attn_implementation
+    decoder: Any = decoder_of(model)
+    before = attention_names(decoder)
     AttentionInterface.register(NAME, attention)
-    model.set_attn_implementation(NAME)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    decoder.set_attn_implementation(NAME)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        set_attention_names(before)
+
+
+def lococo(
+    model: Any,
+    samples: Samples,
+    report: Report,
+    *,
+    steps: int = 400,
+    memory: int | None = None,
+    recent: int | None = None,
+    taps: int = 7,
+) -> Prepared:
+    """Return trained mixing weights.
+
+    Args:
+        model: Model of transformers.
+        samples: Contexts with questions.
+        report: Told how far it is.
+        steps: Training steps.
+        memory: Most slots of a memory; half of a context by default.
+        recent: Last tokens that are always kept; a 32nd of a context by default.
+        taps: Slots under the convolution, odd.
+    """
+    found = []
+    last = max(samples.context // 32, 1) if recent is None else recent
+    most = samples.context // 2 if memory is None else memory
+    for number, sample in enumerate(following(samples, report, "memories")):
+        budget = min(int(samples.context * _BUDGETS[number % len(_BUDGETS)]), most)
+        recipe = h2o(budget)
+        cache = read(model, recipe, sample.prompt)
+        layers = seen_by(model, sample.ids)
+        for seen, whole in zip(observations(cache), layers, strict=True):
+            size = torch.full(seen.lengths.shape, budget)
+            plan = TopK(recent=last)(recipe.score(seen).float(), size, seen)  # type: ignore[misc]
+            later = whole.query.narrow(samples.context, whole.query.count)
+            found.append(mixing.Sample(seen, plan, Query(later.q, samples.context, later.scale)))
+    slots = found[0].seen.slots
+    channels = slots.k.shape[3] + slots.v.shape[3]
+    layers_count = 1 + max(each.seen.layer for each in found)
+    fresh = mixing.fresh(layers_count, most, channels, taps)
+    first = replace(fresh, **{name: x.to(slots.k.device) for name, x in vars(fresh).items()})
+    losses: list[float] = []
+    with torch.enable_grad():
+        made = mixing.train(
+            first, found, recent=last, steps=steps, watch=_noting(losses, steps, report)
+        )
+    tensors = {name: getattr(made, name).half().cpu() for name in ("weight", "bias", "gate")}
+    about = _went(losses, len(found)) | {"recent": last}
+    return Prepared("MixWeights", tensors, {"weights": ["weight"]}, about)
+
+
+def locret(
+    model: Any, samples: Samples, report: Report, *, steps: int = 1200, width: int = 64
+) -> Prepared:
+    """Return trained retaining heads.
+
+    Args:
+        model: Model of transformers.
+        samples: Contexts with questions.
+        report: Told how far it is.
+        steps: Training steps.
+        width: Hidden channels of a layer's network.
+    """
+    found = []
+    for sample in following(samples, report, "targets"):
+        for number, seen in enumerate(seen_by(model, sample.ids)):
+            q, k, v = (x.float().cpu() for x in (seen.query.q, seen.slots.k, seen.slots.v))
+            found.append(
+                retaining.Sample(number, q, k, v, samples.context, float(seen.query.scale))
+            )
+    one = found[0]
+    channels = sum(x.shape[1] * x.shape[3] for x in (one.q, one.k, one.v))
+    first = retaining.fresh(1 + max(each.layer for each in found), channels, one.k.shape[1], width)
+    losses: list[float] = []
+    with torch.enable_grad():
+        made = retaining.train(first, found, steps=steps, watch=_noting(losses, steps, report))
+    tensors = {"first": made.first.half(), "second": made.second.half()}
+    return Prepared("RetainingHeads", tensors, {"heads": ["first"]}, _went(losses, len(found)))
+
+
+def _noting(losses: list[float], steps: int, report: Report) -> Callable[[int, float], None]:
+    def note(step: int, loss: float) -> None:
+        losses.append(loss)
+        report(step + 1, steps, f"training, loss {loss:.3g}")
+
+    return note
+
+
+def _went(losses: list[float], samples: int) -> dict[str, Any]:
+    """Return how training went: the mean loss of the first and of the last round."""
+    first, last = losses[:samples], losses[-samples:]
+    return {"steps": len(losses), "loss": [sum(first) / len(first), sum(last) / len(last)]}

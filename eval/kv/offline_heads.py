@@ -1,201 +1,189 @@
-"""Offline stages of recipes on recall-llama: which heads, layers and channels matter, and bases."""
+"""Offline stages that count: which heads retrieve, what layers need, which channels tell keys."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffcache.eval.kv.offline import Prepared, Samples, observations, read, seen_by
-from diffcache.eval.kv.tables import basis_tensors
-from diffcache.kv.attend import Query, attend
-from diffcache.kv.hf.cache import detach
+from diffcache.eval.kv.offline import (
+    Prepared,
+    Report,
+    Sample,
+    Samples,
+    following,
+    observations,
+    read,
+    seen_by,
+)
+from diffcache.kv.attend import attend
+from diffcache.kv.hf.cache import KVCache, cache_for
 from diffcache.kv.learn import compresskv as heads_that_retrieve
-from diffcache.kv.learn import cskv as low_rank
-from diffcache.kv.learn import kv_heads as fewer_heads
-from diffcache.kv.learn import lococo as mixing
-from diffcache.kv.learn import locret as retaining
+from diffcache.kv.learn import epicache as blockwise
 from diffcache.kv.learn import razor
 from diffcache.kv.learn.label_channels import LabelCalibration
 from diffcache.kv.learn.prefixkv import layer_shares
-from diffcache.kv.plan import TopK
+from diffcache.kv.life.episodes import prefill_by_blocks
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.eviction import h2o
+from diffcache.kv.recipes.eviction_more import epicache as epicache_recipe
 from diffcache.kv.recipes.eviction_offline import compresskv as compresskv_recipe
 from diffcache.kv.recipes.eviction_offline import prefixkv as prefixkv_recipe
-from diffcache.pipelines.small.recall import BOS
 
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
-RANKS = (48, 32, 24, 16)  # coordinates of 64 channels
-_PERIOD = 128  # of repeated tokens
-_CHANNELS = 4  # of 32, that Double Sparsity looks at: an eighth
-_MEMORY, _TAPS, _WIDTH = 256, 7, 64
 
 
-def razor_attention(model: Any, samples: Samples) -> Prepared:
-    """Return which heads look for copies, on random tokens that repeat."""
-    groups = model.config.num_attention_heads // model.config.num_key_value_heads
-    ids = razor.repeated_tokens(model.config.vocab_size, _PERIOD, first=BOS, seed=samples.seed)
-    try:
-        cache = read(model, razor.probe(_PERIOD, first=1, groups=groups), ids)
-        echo, induction = razor.head_scores(cache.store)
-    finally:
-        detach(model)
+def razor_attention(model: Any, samples: Samples, report: Report, *, period: int = 128) -> Prepared:
+    """Return which heads look for copies, on random tokens that repeat.
+
+    Args:
+        model: Model of transformers.
+        samples: Contexts, of which the seed alone counts.
+        report: Told how far it is.
+        period: Tokens until they repeat.
+    """
+    config, groups = model.config.get_text_config(decoder=True), groups_of(model)
+    first = config.bos_token_id if isinstance(config.bos_token_id, int) else None
+    ids = razor.repeated_tokens(config.vocab_size, period, first=first, seed=samples.seed)
+    report(0, 1, "repeated tokens")
+    probe = razor.probe(period, first=int(first is not None), groups=groups)
+    cache = read(model, probe, ids.to(model.device))
+    echo, induction = (found.cpu() for found in razor.head_scores(cache.store))
     heads = razor.retrieval_heads(echo, induction, groups)
     tensors = {"heads": torch.tensor(heads), "echo": echo, "induction": induction}
-    return Prepared("table", tensors, {"period": _PERIOD})
+    return Prepared("table", tensors, {"heads": ["heads"]}, {"period": period})
 
 
-def compresskv(model: Any, samples: Samples) -> Prepared:
-    """Return which heads retrieve answers, two a layer, and how much each layer suffers."""
+def groups_of(model: Any) -> int:
+    """Return how many query heads read a key-value head."""
+    seen = seen_by(model, torch.zeros(1, 2, dtype=torch.long, device=model.device))[0]
+    return seen.query.q.shape[1] // seen.slots.k.shape[1]
+
+
+def compresskv(
+    model: Any, samples: Samples, report: Report, *, heads: int = 2, budget: float = 0.25
+) -> Prepared:
+    """Return which heads retrieve answers, and how much each layer suffers from eviction.
+
+    Args:
+        model: Model of transformers.
+        samples: Contexts with questions.
+        report: Told how far it is.
+        heads: Heads of a layer that are taken; the paper takes four of 32.
+        budget: Share of the tokens that the eviction keeps.
+    """
     found = []
-    for batch in samples.each():
-        layers = seen_by(model, batch.ids)
-        for number in range(samples.questions):
-            start = int(batch.facts[0, batch.asked[0, number]]) + 2
-            said = batch.answers[number] - 1
+    for sample in following(samples, report, "heads"):
+        layers = seen_by(model, sample.ids)
+        for answer in sample.answers:
             found.append(torch.stack([
-                heads_that_retrieve.retrieval_score(seen.attentions[0][:, said], start, start + 2)
+                heads_that_retrieve.retrieval_score(
+                    seen.attention(answer.said)[0], answer.start, answer.stop
+                ).cpu()
                 for seen in layers
             ]))  # fmt: skip
-    heads = heads_that_retrieve.top_heads(torch.stack(found).mean(0), 2)
-    recipe = compresskv_recipe(0.25, heads=heads)
-    try:
-        errors = [_errors(model, recipe, batch.ids, samples.context) for batch in samples.each()]
-    finally:
-        detach(model)
-    weights = heads_that_retrieve.layer_weights(errors)
-    tensors = {"heads": torch.tensor(heads), "weights": torch.tensor(weights, dtype=torch.float64)}
-    return Prepared("table", tensors)
+    chosen = heads_that_retrieve.top_heads(torch.stack(found).mean(0), heads)
+    recipe = compresskv_recipe(budget, heads=chosen)
+    errors = [_errors(model, recipe, sample) for sample in following(samples, report, "layers")]
+    weights = torch.tensor(heads_that_retrieve.layer_weights(errors), dtype=torch.float64)
+    tensors = {"heads": torch.tensor(chosen), "weights": weights}
+    return Prepared("table", tensors, {"heads": ["heads"], "weights": ["weights"]},
+                    {"budget": budget})  # fmt: skip
 
 
-def _errors(model: Any, recipe: Recipe, ids: Tensor, context: int) -> list[float]:
+def _errors(model: Any, recipe: Recipe, sample: Sample) -> list[float]:
     """Return by how much eviction changes what the questions get from each layer."""
-    cache = read(model, recipe, ids[:, :context])
+    cache = read(model, recipe, sample.prompt)
     whole = cache.fork()
     cache.settle()
     found = []
-    layers = zip(seen_by(model, ids), whole.store.layers, cache.store.layers, strict=True)
+    layers = zip(seen_by(model, sample.ids), whole.store.layers, cache.store.layers, strict=True)
     for seen, full, kept in layers:
-        asked = Query(seen.q[:, :, context:], context, seen.module.scaling)
+        asked = seen.query.narrow(sample.context, seen.query.count)
         pair = attend(asked, full.views()), attend(asked, kept.views())
         found.append(heads_that_retrieve.eviction_error(*pair))
     return found
 
 
-def prefixkv(model: Any, samples: Samples) -> Prepared:
-    """Return what each layer keeps, for each budget."""
+def prefixkv(
+    model: Any, samples: Samples, report: Report, *, budgets: tuple[float, ...] = BUDGETS
+) -> Prepared:
+    """Return what each layer keeps, for each budget.
+
+    Args:
+        model: Model of transformers.
+        samples: Contexts.
+        report: Told how far it is.
+        budgets: Shares of the tokens that all layers keep together.
+    """
     recipe = prefixkv_recipe(0.5)
     assert recipe.score is not None
     scores = []
-    try:
-        for batch in samples.each():
-            cache = read(model, recipe, batch.context)
-            scores.append([recipe.score(seen).float() for seen in observations(cache)])
-    finally:
-        detach(model)
-    shares = {f"{budget}": layer_shares(scores, budget) for budget in BUDGETS}
+    for sample in following(samples, report, "attention"):
+        cache = read(model, recipe, sample.prompt)
+        scores.append([recipe.score(seen).float().cpu() for seen in observations(cache)])
+    shares = {f"{budget}": layer_shares(scores, budget) for budget in budgets}
     made = {name: torch.tensor(each, dtype=torch.float64) for name, each in shares.items()}
-    return Prepared("table", made)
+    return Prepared("table", made, {"shares": list(made)})
 
 
-def double_sparsity(model: Any, samples: Samples) -> Prepared:
-    """Return the label channels of every head."""
+def double_sparsity(
+    model: Any, samples: Samples, report: Report, *, channels: int | None = None
+) -> Prepared:
+    """Return the label channels of every head.
+
+    Args:
+        model: Model of transformers.
+        samples: Contexts.
+        report: Told how far it is.
+        channels: Label channels of a head; an eighth of them by default, where the paper takes a
+            sixteenth of 128.
+    """
     watch = LabelCalibration()
-    try:
-        for batch in samples.each():
-            read(model, Recipe(retrieve=watch), batch.context)
-    finally:
-        detach(model)
-    channels = torch.tensor(watch.channels(_CHANNELS))
-    return Prepared("table", {"channels": channels}, {"by": "qk"})
+    for sample in following(samples, report, "channels"):
+        read(model, Recipe(retrieve=watch), sample.prompt)
+    size = watch.importance().shape[-1]
+    found = torch.tensor(watch.channels(max(size // 8, 1) if channels is None else channels))
+    return Prepared("table", {"channels": found}, {"channels": ["channels"]}, {"by": "qk"})
 
 
-def lococo(model: Any, samples: Samples, steps: int = 400) -> Prepared:
-    """Return trained mixing weights, for any memory up to 256 slots."""
+def epicache(
+    model: Any, samples: Samples, report: Report, *, budget: float = 0.25, block: int = 128
+) -> Prepared:
+    """Return how much each layer suffers from reading block by block with eviction.
+
+    The questions of a context are its probe.
+
+    Args:
+        model: Model of transformers.
+        samples: Contexts with questions.
+        report: Told how far it is.
+        budget: Share of the tokens that is kept after each block.
+        block: Tokens of a block.
+    """
     found = []
-    recent = max(samples.context // 32, 1)
-    try:
-        for number, batch in enumerate(samples.each()):
-            budget = int(samples.context * BUDGETS[number % len(BUDGETS)])
-            cache = read(model, h2o(budget), batch.context)
-            layers = seen_by(model, batch.ids)
-            for seen, whole in zip(observations(cache), layers, strict=True):
-                size = torch.full(seen.lengths.shape, budget)
-                plan = TopK(recent=recent)(h2o(budget).score(seen).float(), size, seen)  # type: ignore[misc]
-                later = Query(
-                    whole.q[:, :, samples.context :], samples.context, whole.module.scaling
-                )
-                found.append(mixing.Sample(seen, plan, later))
-    finally:
-        detach(model)
-    slots = found[0].seen.slots
-    first = mixing.fresh(
-        model.config.num_hidden_layers, _MEMORY, slots.k.shape[3] + slots.v.shape[3], _TAPS
-    )
-    losses: list[float] = []
-    with torch.enable_grad():
-        made = mixing.train(first, found, recent=recent, steps=steps, watch=_note(losses, steps))
-    tensors = {name: getattr(made, name).half() for name in ("weight", "bias", "gate")}
-    return Prepared("MixWeights", tensors, _about(losses, len(found)) | {"recent": recent})
+    for sample in following(samples, report, "blocks"):
+        whole = read(model, Recipe(), sample.prompt)
+        cache = cache_for(model, epicache_recipe(budget), mode="native")
+        keys: list[list[Tensor]] = []
+        forward = partial(_noting, model, cache, keys)
+        with torch.no_grad():
+            prefill_by_blocks(cache, forward, sample.prompt, sample.ids[:, sample.context :], block)
+        full = [layer.read().k for layer in whole.store.layers]
+        parts = [torch.cat(layer, 2) for layer in zip(*keys, strict=True)]
+        found.append(blockwise.sensitivity(full, parts).cpu())
+    weights = blockwise.layer_weights(torch.stack(found).mean(0))
+    made = {"weights": torch.tensor(weights, dtype=torch.float64)}
+    return Prepared("table", made, {"weights": ["weights"]}, {"budget": budget, "block": block})
 
 
-def locret(model: Any, samples: Samples, steps: int = 1200) -> Prepared:
-    """Return trained retaining heads."""
-    found = []
-    for batch in samples.each():
-        for number, seen in enumerate(seen_by(model, batch.ids)):
-            found.append(retaining.Sample(
-                number, seen.q, seen.k, seen.v, samples.context, seen.module.scaling
-            ))  # fmt: skip
-    one = found[0]
-    channels = sum(x.shape[1] * x.shape[3] for x in (one.q, one.k, one.v))
-    first = retaining.fresh(model.config.num_hidden_layers, channels, one.k.shape[1], _WIDTH)
-    losses: list[float] = []
-    with torch.enable_grad():
-        made = retaining.train(first, found, steps=steps, watch=_note(losses, steps))
-    tensors = {"first": made.first.half(), "second": made.second.half()}
-    return Prepared("RetainingHeads", tensors, _about(losses, len(found)))
-
-
-def cskv(model: Any, samples: Samples) -> Prepared:
-    """Return bases of four ranks."""
-    pairs, given = _projections(model, samples)
-    tensors: dict[str, Tensor] = {}
-    for rank in RANKS:
-        bases = low_rank.fit(pairs, given, low_rank.Fit(rank, steps=300))
-        tensors |= basis_tensors(str(rank), bases)
-    return Prepared("Bases", tensors, {"ranks": RANKS})
-
-
-def kv_heads(model: Any, samples: Samples) -> Prepared:
-    """Return bases that leave one key-value head."""
-    pairs, given = _projections(model, samples)
-    bases = fewer_heads.fit(pairs, given, model.config.num_key_value_heads, 1)
-    return Prepared("Bases", basis_tensors("bases", bases), {"groups": 1})
-
-
-@torch.no_grad()
-def _projections(model: Any, samples: Samples) -> tuple[list[Any], list[list[Tensor]]]:
-    """Return the key and value projections of all layers, and what they are given."""
-    pairs = [(layer.self_attn.k_proj, layer.self_attn.v_proj) for layer in model.model.layers]
-    with low_rank.inputs_of([keys for keys, _ in pairs]) as given:
-        for batch in samples.each():
-            model(input_ids=batch.ids)
-    return pairs, given
-
-
-def _note(losses: list[float], steps: int) -> Any:
-    def note(step: int, loss: float) -> None:
-        losses.append(loss)
-        if (step + 1) % max(steps // 4, 1) == 0:
-            print(f"  step {step + 1} of {steps}, loss {loss:.4g}", flush=True)
-
-    return note
-
-
-def _about(losses: list[float], samples: int) -> dict[str, Any]:
-    """Return how training went: the mean loss of the first and of the last round."""
-    first, last = losses[:samples], losses[-samples:]
-    return {"steps": len(losses), "loss": [sum(first) / len(first), sum(last) / len(last)]}
+def _noting(
+    model: Any, noted: KVCache, keys: list[list[Tensor]], ids: Tensor, cache: KVCache
+) -> None:
+    """Run a model on ids, and note the new keys of one cache, [B, H, n, D] of each layer."""
+    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    if cache is noted:  # not a fork that a probe is run on
+        new = ids.shape[1]
+        read_slots = [layer.read().k for layer in cache.store.layers]
+        keys.append([k[:, :, -new:].clone() for k in read_slots])

@@ -69,15 +69,24 @@ class KVTask:
             raise ValueError(f"samples={self.samples}: an interval needs at least 2")
         Task(self.context, self.facts, self.queries)  # checks its own numbers
 
-    def load(self) -> nn.Module:
-        """Return the model."""
+    @property
+    def directory(self) -> Path:
+        """The directory of the model.
+
+        Raises:
+            ValueError: If there is none.
+        """
         directory = DIRECTORY if self.model == SHIPPED else Path(self.model)
         if not (directory / "config.json").is_file():
             way = f"give one, or {SHIPPED!r}"
             if self.model == SHIPPED:
                 way = "`make models` trains it"
             raise ValueError(f"model={self.model!r}: not a directory with a config.json; {way}")
-        model: nn.Module = load(DTYPES[self.dtype], directory)
+        return directory
+
+    def load(self) -> nn.Module:
+        """Return the model."""
+        model: nn.Module = load(DTYPES[self.dtype], self.directory)
         return model
 
     def batches(self) -> Iterator[RecallBatch]:

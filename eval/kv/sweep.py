@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from diffcache.eval.kv.recall import DTYPES, KVTask, Progress, measure
+from diffcache.eval.kv.tables import weights_digest
 from diffcache.eval.kv.words import NONE, parse_row
 from diffcache.eval.record import ROOT, Setting, check, envelope
 from diffcache.eval.report.palette import GREY, OKABE_ITO, styled
@@ -102,10 +103,12 @@ def run(
         before = json.loads(out.read_text(encoding="utf-8"))
         if before.get("fingerprint") == key:
             rows = {row["name"]: row for row in before["rows"]}
+    weights = weights_digest(sweep.task.directory)
+    wanted_rows = {word: parse_row(word, weights) for word in sweep.words() if word not in rows}
     model = sweep.task.load()
     for word in sweep.words():
         if word not in rows:
-            row = measure(model, parse_row(word), sweep.task, progress)
+            row = measure(model, wanted_rows[word], sweep.task, progress)
             rows[word] = {**row, "name": word}
             if out is not None:
                 write_record(list(rows.values()), sweep.task, out)

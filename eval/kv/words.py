@@ -5,20 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from diffcache.eval.kv.peer import PREFIX, Peer, peer
-from diffcache.eval.kv.tables import MARK, read_table
+from diffcache.eval.kv.tables import MARK, read_table, settings_of
 from diffcache.eval.methods import naming, read_word, split
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import make_recipe
+from diffcache.names import recipe_key
 
 NONE = "none"
 BASE = "base"  # a setting that is a recipe, in quotes
+TABLES = "tables"  # a file that gives several settings
 
 
-def parse_row(text: str) -> Recipe | Peer:
+def parse_row(text: str, weights: str | None = None) -> Recipe | Peer:
     """Return what a row of a sweep stands for: a recipe, or a press of kvpress.
 
     Args:
         text: As `parse_recipe` takes it, or `kvpress/name:budget=0.25,...`.
+        weights: As of `parse_recipe`.
 
     Raises:
         UnknownMethodError: If there is no such name.
@@ -26,7 +29,7 @@ def parse_row(text: str) -> Recipe | Peer:
         ValueError: As `parse_recipe`.
     """
     if not text.strip().startswith(PREFIX):
-        return parse_recipe(text)
+        return parse_recipe(text, weights)
     if "|" in text:
         raise ValueError(f"recipe {text!r}: kvpress does not compose with |; ask for it alone")
     name, settings = read_word(text.strip())
@@ -34,13 +37,16 @@ def parse_row(text: str) -> Recipe | Peer:
         return peer(name, **settings)
 
 
-def parse_recipe(text: str) -> Recipe:
+def parse_recipe(text: str, weights: str | None = None) -> Recipe:
     """Return the recipe that a word describes.
 
     Args:
         text: `none`, a name, or `name:key=value,...`; several joined by `|` do all they say. A
-            value `@file` is read from tables, see `diffcache.eval.kv.tables`; a base is a word in
-            quotes, `adakv:base='snapkv:budget=0.5,window=8'`.
+            value `@file` is read from tables, and `tables=file` gives all that the file has, see
+            `diffcache.eval.kv.tables`; a base is a word in quotes,
+            `adakv:base='snapkv:budget=0.5,window=8'`.
+        weights: Digest of the weights of the model that it is for, which its tables must be of;
+            None checks nothing.
 
     Raises:
         UnknownMethodError: If there is no such name.
@@ -60,14 +66,17 @@ def parse_recipe(text: str) -> Recipe:
         if name == NONE and not settings:
             continue
         with naming(f"recipe {text!r}"):
-            given = {key: _value(key, value) for key, value in settings.items()}
-            whole = whole | make_recipe(name, **given)
+            found: dict[str, Any] = {}
+            if TABLES in settings:
+                found = settings_of(settings.pop(TABLES), recipe_key(name), weights)
+            given = {key: _value(key, value, weights) for key, value in settings.items()}
+            whole = whole | make_recipe(name, **found | given)
     return whole
 
 
-def _value(key: str, value: Any) -> Any:
+def _value(key: str, value: Any, weights: str | None) -> Any:
     if isinstance(value, str) and value.startswith(MARK):
-        return read_table(value, key)
+        return read_table(value, key, weights)
     if isinstance(value, str) and key == BASE:
-        return parse_recipe(value)
+        return parse_recipe(value, weights)
     return value

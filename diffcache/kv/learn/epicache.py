@@ -30,7 +30,10 @@ def sensitivity(full: Sequence[Tensor], blockwise: Sequence[Tensor]) -> Tensor:
         raise ValueError("full, blockwise: must be keys of the same tokens in the same layers")
     return torch.stack(
         [
-            (1 - functional.cosine_similarity(one.double(), two.double(), dim=-1)).mean()
+            # Rounding can leave a cosine above 1.
+            (1 - functional.cosine_similarity(one.double(), two.double(), dim=-1))
+            .mean()
+            .clamp_min(0)
             for one, two in zip(full, blockwise, strict=True)
         ]
     )

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from typer.testing import CliRunner
 
-from diffcache.eval.kv import prepare, tables
-from diffcache.eval.kv.offline import Samples
-from diffcache.eval.kv.offline_heads import lococo, locret
+from diffcache import cli
+from diffcache.errors import TablesError
+from diffcache.eval.kv import prepare, tables, words
+from diffcache.eval.kv.offline import RecallSamples, TextSamples, seen_by
+from diffcache.eval.kv.offline_gates import lococo, locret
 from diffcache.eval.kv.recall import measure
+from diffcache.eval.kv.texts import TextModel, read_texts, windows
+from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.recipes.eviction_offline import compresskv, prefixkv
 from diffcache.kv.recipes.low_rank import cskv
 from diffcache.kv.recipes.merging import lococo as lococo_recipe
@@ -19,7 +28,8 @@ from diffcache.kv.recipes.retrieval import double_sparsity
 from diffcache.kv.recipes.streaming import duo_attention, razor_attention
 from tests.kv.eval.small import CONTEXT, FACTS, task
 
-SAMPLES = Samples(CONTEXT, FACTS, 4, 2)
+SAMPLES = RecallSamples(CONTEXT, FACTS, 4, 2)
+DIGEST = "0" * 16
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +38,10 @@ def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = task(folder).load()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     patch = pytest.MonkeyPatch()
-    patch.setitem(prepare.MAKERS, "lococo", lambda *given: lococo(*given, steps=16))
-    patch.setitem(prepare.MAKERS, "locret", lambda *given: locret(*given, steps=40))
+    patch.setitem(prepare.MAKERS, "lococo", partial(lococo, steps=16))
+    patch.setitem(prepare.MAKERS, "locret", partial(locret, steps=40))
     try:
-        prepare.prepare([], model, SAMPLES, into)
+        prepare.prepare([], model, SAMPLES, into, DIGEST)
     finally:
         patch.undo()
     after = model.state_dict()
@@ -69,9 +79,9 @@ def test_recipes_take_what_was_made(made: Path, folder: Path) -> None:
 def test_what_is_there_is_left_as_it_is(made: Path, folder: Path) -> None:
     before = (made / "prefixkv.safetensors").stat().st_mtime_ns
     model = task(folder).load()
-    prepare.prepare(["prefixkv"], model, SAMPLES, made)
+    prepare.prepare(["prefixkv"], model, SAMPLES, made, DIGEST)
     assert (made / "prefixkv.safetensors").stat().st_mtime_ns == before
-    prepare.prepare(["prefixkv"], model, SAMPLES, made, again=True)
+    prepare.prepare(["prefixkv"], model, SAMPLES, made, DIGEST, again=True)
     assert (made / "prefixkv.safetensors").stat().st_mtime_ns > before
     assert not list(made.glob("*.part"))
 
@@ -82,6 +92,191 @@ def test_an_unknown_table_is_refused(folder: Path, capsys: pytest.CaptureFixture
 
 
 def test_contexts_are_not_those_that_are_measured(folder: Path) -> None:
-    ours = [batch.context for batch in SAMPLES.each()]
+    ours = [sample.prompt for sample in SAMPLES.each()]
     theirs = [row for batch in task(folder).batches() for row in batch.context]
     assert not any(torch.equal(mine[0], other) for mine in ours for other in theirs)
+
+
+# On the user's own model and texts ---------------------------------------------------------------
+
+SHORT: dict[str, dict[str, Any]] = {
+    "duo_attention": {"epochs": 1}, "lococo": {"steps": 2}, "locret": {"steps": 2},
+    "epicache": {"block": 32}, "a2ats": {"codes": 8}, "cskv": {"steps": 2, "ranks": (8,)},
+    "prefixkv": {"budgets": (0.5,)}, "razor_attention": {"period": 8},
+}  # fmt: skip
+# Recipe -> settings that have it act on contexts of 48 tokens.
+ACTING = {
+    "duo_attention": "budget=16,sinks=2", "razor_attention": "budget=8,least=4",
+    "compresskv": "budget=16,least=2", "prefixkv": "budget=0.5", "epicache": "budget=16",
+    "lococo": "budget=16,recent=1", "locret": "budget=16,stabilizers=2",
+    "double_sparsity": "budget=16,recent=4,skip=0", "a2ats": "budget=16,recent=4", "cskv": "recent=4",
+    "kv_heads": "", "xquant_latent": "bits=4",
+}  # fmt: skip
+
+
+def test_texts_are_read_from_files_and_folders(tmp_path: Path) -> None:
+    lines, rows = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    lines.write_text("one text\n\ntwo\n")
+    rows.write_text('{"text": "one\\ntext", "more": 1}\n{"text": "two"}\n')
+    assert read_texts(lines) == ["one text", "two"]
+    assert read_texts(rows) == ["one\ntext", "two"]
+    assert read_texts(tmp_path) == ["one text\n\ntwo\n"]
+    rows.write_text('{"txt": "one"}')
+    with pytest.raises(ValueError, match=r"b.jsonl:1: must be an object with a string"):
+        read_texts(rows)
+    lines.write_text("\n")
+    with pytest.raises(ValueError, match="no texts in it"):
+        read_texts(lines)
+    with pytest.raises(FileNotFoundError, match="no such file; give a file with a text on each"):
+        read_texts(tmp_path / "c.txt")
+
+
+def test_windows_begin_as_the_tokenizer_begins_and_do_not_overlap(
+    reader: Path, texts: Path
+) -> None:
+    model = TextModel(str(reader))
+    found = windows(model, texts, 48, 1000)
+    assert all(ids.shape == (1, 48) and ids[0, 0] == 0 for ids in found.ids)
+    spelled = [model.tokenizer.decode(ids[0, 1:]) for ids in found.ids]
+    lines = texts.read_text().splitlines()
+    assert len(set(spelled)) == len(spelled) == sum(len(line) // 47 for line in lines)
+    assert all(any(part in line for line in lines) for part in spelled)
+    again = windows(model, texts, 48, 4)
+    assert [ids.tolist() for ids in again.ids] == [ids.tolist() for ids in found.ids[:4]]
+
+
+def test_the_questions_of_texts_repeat_spans_of_them(reader: Path, texts: Path) -> None:
+    found = windows(TextModel(str(reader)), texts, 64, 2)
+    samples = TextSamples(found.ids, questions=3, cue=4, span=5)
+    for sample, ids in zip(samples.each(), found.ids, strict=True):
+        assert torch.equal(sample.prompt, ids) and sample.ids.shape[1] == 64 + 3 * 9
+        for answer in sample.answers:
+            said = sample.ids[0, answer.said + 1]
+            assert torch.equal(said, sample.ids[0, answer.start : answer.stop]) and len(said) == 5
+
+
+def test_what_a_watch_sees_is_what_the_model_attends_to(reader: Path) -> None:
+    model = TextModel(str(reader)).load()
+    ids = torch.randint(2, 258, (1, 20), generator=torch.Generator().manual_seed(0))
+    found = seen_by(model, ids)
+    model.set_attn_implementation("eager")
+    wanted = model(input_ids=ids, output_attentions=True, use_cache=False).attentions
+    places = torch.arange(5, 12)
+    for seen, each in zip(found, wanted, strict=True):
+        assert torch.allclose(seen.attention(places), each[:, :, places], atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def measured(reader: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tables of every kind, measured on texts."""
+    into = tmp_path_factory.mktemp("own")
+    chosen = TextModel(str(reader))
+    model, found = chosen.load(), windows(chosen, texts, 48, 2)
+    samples = TextSamples(found.ids, found.source, questions=2)
+    for name in prepare.MAKERS:
+        prepare.make(
+            name, model, samples, into / f"{name}.safetensors", chosen.weights,
+            lambda *_: None, **SHORT.get(name, {}),
+        )  # fmt: skip
+    assert model.config._attn_implementation == "sdpa"
+    assert all(each.requires_grad for each in model.parameters())
+    return into
+
+
+def test_every_recipe_takes_the_tables_of_its_model(measured: Path, reader: Path) -> None:
+    chosen = TextModel(str(reader))
+    model, weights = chosen.load(), chosen.weights
+    ids = torch.randint(2, 258, (1, 48), generator=torch.Generator().manual_seed(1))
+    assert set(ACTING) == set(prepare.MAKERS)
+    for name, acting in ACTING.items():
+        word = f"{name}:tables={measured / name}.safetensors" + f",{acting}" * bool(acting)
+        recipe = words.parse_recipe(word, weights)
+        bare = words.parse_recipe(word.replace(f"{name}:", f"{name.replace('_', '-')}:"), weights)
+        assert repr(bare) == repr(recipe)
+        cache = cache_for(model, recipe)
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            if name != "epicache":  # acts when it is asked to
+                out = model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+                assert out.logits.isfinite().all(), name
+    detach(model)
+
+
+def test_tables_of_another_model_recipe_or_setting_are_refused(
+    measured: Path, tmp_path: Path
+) -> None:
+    file = measured / "compresskv.safetensors"
+    with pytest.raises(TablesError, match="a model of other weights .*calibrate"):
+        words.parse_recipe(f"compresskv:tables={file}", DIGEST)
+    with pytest.raises(TablesError, match="other weights"):
+        words.parse_recipe(f"compresskv:heads=@{file}", DIGEST)
+    with pytest.raises(TablesError, match="has tables of compresskv; .*makes those of prefixkv"):
+        words.parse_recipe(f"prefixkv:tables={file}")
+    two = {"1": torch.ones(2), "2": torch.ones(2)}
+    about = {"kind": "table", "recipe": "prefixkv", "gives": {"shares": ["1", "2"]}}
+    tables.write_table(tmp_path / "x.safetensors", two, about)
+    with pytest.raises(TablesError, match="has shares for 1, 2; say which behind a #"):
+        words.parse_recipe(f"prefixkv:tables={tmp_path}/x.safetensors")
+    words.parse_recipe(f"prefixkv:tables={tmp_path}/x.safetensors#2")
+    with pytest.raises(ValueError, match="measuring has no setting 'budgets'; it has heads=2, bud"):
+        prepare.check("compresskv", {"budgets": 1})
+
+
+def test_shipped_tables_are_of_the_shipped_model() -> None:
+    weights = tables.weights_digest(prepare.KVTask().directory)
+    for name in prepare.SHIPPED_TABLES:
+        with safe_open(tables.FOLDER / f"{name}.safetensors", "pt") as file:
+            about = json.loads(file.metadata()["about"])
+        assert (about["recipe"], about["weights"]) == (name, weights)
+        for entries in about["gives"].values():
+            assert tables.settings_of(f"{name}#{entries[-1]}", name, weights)
+
+
+def call(*given: object) -> Any:
+    return CliRunner().invoke(cli.app, ["kv", *map(str, given)])
+
+
+def test_the_command_measures_and_says_how_to_take_it(
+    reader: Path, texts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "x.safetensors"
+    shape = ["calibrate", "--model", reader, "--texts", texts, "--out", out, "--context", 48]
+    found = call(*shape, "--samples", 2, "--recipe", "double-sparsity:channels=2")
+    assert found.exit_code == 0, found.output
+    assert f"--recipe double_sparsity:tables={out}" in " ".join(found.output.split())
+    with safe_open(out, "pt") as file:
+        about = json.loads(file.metadata()["about"])
+        assert file.get_tensor("channels").shape == (3, 2, 2)
+    assert about["samples"]["texts"] == "texts.txt" and about["samples"]["count"] == 2
+    assert about["settings"] == {"channels": 2}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"--recipe": "snapkv"}, "no table 'snapkv'; there are duo_attention, razor_attention"),
+        ({"--recipe": "compresskv:heads=9"}, "must be [L, Hq] and 1 to Hq heads"),
+        ({"--out": "x.json"}, "the name must end in .safetensors"),
+        ({"--model": "nowhere"}, "--model nowhere: no directory with a config.json"),
+        ({"--context": "4000"}, "takes 1024 (max_position_embeddings)"),
+        ({"--texts": "short.txt"}, "0 windows of 48 tokens, and 1 are needed; the longest text"),
+    ],
+)
+def test_the_command_refuses_in_one_line(
+    changed: dict[str, str], said: str, reader: Path, texts: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("Hello.")
+    given = {"--model": str(reader), "--texts": str(texts), "--out": "x.safetensors",
+             "--context": "48", "--samples": "2", "--recipe": "compresskv"} | changed  # fmt: skip
+    found = call("calibrate", *(part for pair in given.items() for part in pair))
+    assert found.exit_code == 2, found.output
+    assert said in " ".join(found.output.split()) and "Traceback" not in found.output
+    assert not Path("x.safetensors").exists()
+
+
+def test_a_model_without_a_tokenizer_says_so(folder: Path, texts: Path, tmp_path: Path) -> None:
+    given = ["--model", folder, "--texts", texts, "--out", tmp_path / "x.safetensors"]
+    found = call("calibrate", *given, "--recipe", "compresskv")
+    assert found.exit_code == 3 and "no tokenizer could be loaded" in found.output

@@ -78,7 +78,7 @@ def test_a_table_is_read_by_the_name_of_the_setting(
     assert tables.read_table(f"@{tmp_path}/two.safetensors", "heads") == expected
     with pytest.raises(TablesError, match="two.safetensors has heads"):
         tables.read_table("@two", "weights")
-    with pytest.raises(TablesError, match=r"there are: two; .*prepare three"):
+    with pytest.raises(TablesError, match=r"are: two; `diffcache kv calibrate .*another model"):
         words.parse_recipe("snapkv:budget=@three")
     (tmp_path / "bad.safetensors").write_bytes(b"no")
     with pytest.raises(TablesError, match="is no file of tables"):

@@ -1,0 +1,76 @@
+"""`diffcache kv calibrate`: the tables of a recipe, measured on the user's own model and texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diffcache.command import Device, Seed, check_target, device_of, guarded
+from diffcache.eval.methods import read_word
+from diffcache.names import recipe_key
+from diffcache.pipelines.demo.console import progress, quiet
+
+_SHORTEST = 32  # tokens of a context, so that spans of 16 differ
+
+
+@guarded
+def calibrate(
+    recipe: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME[:KEY=VALUE,...]",
+            help="A recipe that needs tables, and settings of the measurement.",
+        ),
+    ],
+    model: Annotated[
+        str, typer.Option(help="Directory of a causal model, or a Hugging Face model ID.")
+    ],
+    texts: Annotated[
+        Path,
+        typer.Option(
+            help='A file with a text on each line, a .jsonl file with "text", or a folder of .txt '
+            "files."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="File of the tables, .safetensors.")],
+    context: Annotated[int, typer.Option(min=_SHORTEST, help="Tokens of a context.")] = 512,
+    samples: Annotated[int, typer.Option(min=1, help="Contexts at most.")] = 16,
+    device: Device = "auto",
+    seed: Seed = 0,
+) -> None:
+    """Measure the tables that a recipe needs, on your own model and texts.
+
+    Contexts are cut from the texts, and spans of a context are repeated behind it: what repeats is
+    what heads retrieve and later queries need. The file holds a digest of the model's weights, and
+    is refused for a model of others. Recipes with tables: compresskv, prefixkv, epicache,
+    duo_attention, razor_attention, lococo, locret, double_sparsity, a2ats, cskv, kv_heads and
+    xquant_latent.
+
+    [bold]Try[/bold]
+
+        diffcache kv calibrate --model DIR --texts FILE --recipe compresskv --out x.safetensors
+
+        diffcache kv --model DIR --texts FILE --recipe compresskv:tables=x.safetensors
+
+        diffcache kv calibrate --model DIR --texts FILE --recipe cskv:steps=50 --out y.safetensors
+    """
+    check_target("--out", out, (".safetensors",))
+    name, settings = read_word(recipe)
+    name = recipe_key(name)
+    quiet()
+    from diffcache.eval.kv.offline import TextSamples
+    from diffcache.eval.kv.prepare import check, make, shown
+    from diffcache.eval.kv.texts import TextModel, windows
+
+    check(name, settings)
+    chosen = TextModel(model, str(device_of(device)))
+    found = windows(chosen, texts, context, samples, seed=seed)
+    drawn = TextSamples(found.ids, found.source | {"model": Path(model).name}, seed)
+    with progress(name) as show:
+        made = make(name, chosen.load(), drawn, out, chosen.weights, show, **settings)
+    typer.echo(f"wrote {out}, {out.stat().st_size:,} bytes, of {drawn.count} contexts")
+    typer.echo(shown(made))
+    each = next((f"#{one[0]}" for one in made.gives.values() if len(one) > 1), "")
+    typer.echo(f"take it: diffcache kv --model {model} --recipe {name}:tables={out}{each}")

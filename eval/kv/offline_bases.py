@@ -1,0 +1,167 @@
+"""Offline stages that fit bases and codebooks of keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffcache.errors import AttachError
+from diffcache.eval.kv.offline import Prepared, Report, Samples, following
+from diffcache.eval.kv.tables import basis_tensors
+from diffcache.kv.attend import Query, View
+from diffcache.kv.hf.cache import cache_for
+from diffcache.kv.hf.model import attentions
+from diffcache.kv.layer import KVLayer
+from diffcache.kv.learn import codebook, latents
+from diffcache.kv.learn import cskv as low_rank
+from diffcache.kv.learn import kv_heads as fewer_heads
+from diffcache.kv.recipe import Recipe
+from diffcache.kv.retrieval.a2ats import rotary_of
+from diffcache.kv.retrieval.summary import news
+from diffcache.kv.retrieve import Retriever
+
+SHARES = (0.75, 0.5, 0.375, 0.25)  # of the channels of all key-value heads
+
+
+def cskv(
+    model: Any,
+    samples: Samples,
+    report: Report,
+    *,
+    ranks: tuple[int, ...] = (),
+    steps: int = 300,
+) -> Prepared:
+    """Return bases of some ranks.
+
+    Args:
+        model: Model of transformers with linear key and value projections.
+        samples: Contexts with questions.
+        report: Told how far it is.
+        ranks: Coordinates of a token's keys and of its values; shares of 0.75, 0.5, 0.375 and 0.25
+            of their channels by default.
+        steps: Training steps of each basis.
+    """
+    pairs, given = _projections(model, samples, report)
+    channels = pairs[0][0].out_features
+    chosen = ranks or tuple(int(channels * share) for share in SHARES)
+    tensors: dict[str, Tensor] = {}
+    for number, rank in enumerate(chosen):
+        report(number, len(chosen), f"rank {rank}")
+        bases = low_rank.fit(pairs, given, low_rank.Fit(rank, steps=steps))
+        tensors |= basis_tensors(str(rank), bases)
+    return Prepared("Bases", tensors, {"bases": list(map(str, chosen))}, {"ranks": chosen})
+
+
+def kv_heads(model: Any, samples: Samples, report: Report, *, groups: int = 1) -> Prepared:
+    """Return bases that leave fewer key-value heads.
+
+    Args:
+        model: Model of transformers with linear key and value projections.
+        samples: Contexts with questions.
+        report: Told how far it is.
+        groups: Heads that are left.
+    """
+    pairs, given = _projections(model, samples, report)
+    heads = model.config.get_text_config(decoder=True).num_key_value_heads
+    bases = fewer_heads.fit(pairs, given, heads, groups)
+    return Prepared("Bases", basis_tensors("bases", bases), {"bases": ["bases"]},
+                    {"groups": groups})  # fmt: skip
+
+
+def xquant_latent(model: Any, samples: Samples, report: Report) -> Prepared:
+    """Return the bases of the projections' weights; contexts do not count.
+
+    Args:
+        model: Model of transformers with linear key and value projections.
+        samples: Contexts, which are not read.
+        report: Told how far it is.
+    """
+    report(0, 1, "weights")
+    bases = latents.latents(_pairs(model))
+    return Prepared("Bases", basis_tensors("bases", bases), {"bases": ["bases"]})
+
+
+def _pairs(model: Any) -> list[tuple[nn.Linear, nn.Linear]]:
+    """Return the key and value projections of the layers of full attention.
+
+    Raises:
+        AttachError: If a layer has no such projections.
+    """
+    owned = cache_for(model, Recipe(), mode="stock").owned
+    found, pairs = attentions(model, owned), []
+    for index in owned:
+        keys, values = (getattr(found.get(index), name, None) for name in ("k_proj", "v_proj"))
+        if not isinstance(keys, nn.Linear) or not isinstance(values, nn.Linear):
+            raise AttachError(
+                f"{type(model).__name__}: layer {index} has no linear k_proj and v_proj, which "
+                "these tables are fitted to; take a recipe without bases"
+            )
+        pairs.append((keys, values))
+    return pairs
+
+
+@torch.no_grad()
+def _projections(
+    model: Any, samples: Samples, report: Report
+) -> tuple[list[tuple[nn.Linear, nn.Linear]], list[list[Tensor]]]:
+    """Return the key and value projections of all layers, and what they are given."""
+    pairs = _pairs(model)
+    with low_rank.inputs_of([keys for keys, _ in pairs]) as given:
+        for sample in following(samples, report, "inputs"):
+            model(input_ids=sample.ids, use_cache=False)
+    return pairs, given
+
+
+class _Keys(Retriever):
+    """Take note of keys before rotation, and of how queries meet far ones; change nothing.
+
+    Args:
+        far: Distance at which far keys are met, in positions.
+    """
+
+    def __init__(self, far: int) -> None:
+        self.far = far
+        self.keys: dict[int, list[Tensor]] = {}
+        self.weight: dict[int, list[Tensor]] = {}
+
+    def views(self, query: Query, layer: KVLayer, others: list[KVLayer]) -> list[View]:
+        """Note unrotated keys and the covariance of queries; read everything."""
+        slots = news(layer, layer.held - query.count, stored=True)
+        rotary = rotary_of(layer)
+        q = rotary.rotate(rotary.unrotate(query.q, slots.rpos[:, :1]), float(self.far))
+        heads = slots.k.shape[1]
+        q = q.unflatten(1, (heads, -1)).flatten(2, 3)
+        self.keys.setdefault(layer.index, []).append(slots.k.float().cpu())
+        self.weight.setdefault(layer.index, []).append(codebook.covariance(q).cpu())
+        return layer.views()
+
+
+def a2ats(
+    model: Any, samples: Samples, report: Report, *, codes: int = 256, far: int = 64, steps: int = 8
+) -> Prepared:
+    """Return a codebook of the unrotated keys of every head.
+
+    Args:
+        model: Model of transformers with rotary positions.
+        samples: Contexts.
+        report: Told how far it is.
+        codes: Vectors of a codebook.
+        far: Distance at which far keys are met, in positions.
+        steps: Rounds of k-means.
+    """
+    watch = _Keys(far)
+    for sample in following(samples, report, "keys"):
+        with torch.no_grad():
+            cache = cache_for(model, Recipe(retrieve=watch, space="pre"), mode="native")
+            model(input_ids=sample.prompt, past_key_values=cache, use_cache=True)
+    books, weights = [], []
+    for number, index in enumerate(sorted(watch.keys)):
+        report(number, len(watch.keys), "codebooks")
+        keys, weight = torch.cat(watch.keys[index], 2), torch.stack(watch.weight[index]).mean(0)
+        valid = torch.ones(keys.shape[:3], dtype=torch.bool)
+        books.append(codebook.fit(keys, valid, weight, codes, steps)[0])
+        weights.append(weight[0])
+    tensors = {"vectors": torch.stack(books), "weight": torch.stack(weights)}
+    return Prepared("Codebook", tensors, {"codebook": ["vectors"]}, {"codes": codes, "far": far})

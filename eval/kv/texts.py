@@ -1,0 +1,247 @@
+"""Texts of the user's own, and a causal model with its tokenizer to read them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcache.errors import MissingError
+from diffcache.eval.kv.recall import SHIPPED
+from diffcache.eval.kv.tables import weights_digest
+from diffcache.pipelines.small.recall_llama import DIRECTORY
+
+_UNKNOWN = 0.1  # most of the tokens that a tokenizer may not know
+
+
+def read_texts(place: Path) -> list[str]:
+    """Return the texts of a file or folder.
+
+    Args:
+        place: File with a text on each line, file that ends in .jsonl with `"text"` on each line,
+            or folder of .txt files, each of which is one text.
+
+    Raises:
+        FileNotFoundError: If there is no such file or folder.
+        ValueError: If there are no texts in it, or a line cannot be read.
+    """
+    if place.is_dir():
+        files = sorted(place.glob("*.txt"))
+        texts = [file.read_text(encoding="utf-8") for file in files]
+    elif not place.is_file():
+        raise FileNotFoundError(
+            f"--texts {place}: no such file; give a file with a text on each line, a .jsonl file "
+            'with "text" on each line, or a folder of .txt files'
+        )
+    else:
+        lines = place.read_text(encoding="utf-8").splitlines()
+        texts = lines
+        if place.suffix == ".jsonl":
+            filled = enumerate(lines, 1)
+            texts = [_text_of(line, f"{place}:{at}") for at, line in filled if line.strip()]
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        raise ValueError(f"--texts {place}: no texts in it; each line is one, or each .txt file")
+    return texts
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--texts {where}: no JSON ({error})") from error
+    if not isinstance(found, dict) or not isinstance(found.get("text"), str):
+        raise ValueError(f'--texts {where}: must be an object with a string "text"')
+    return str(found["text"])
+
+
+def check_model(model: str) -> None:
+    """Check that a word names a causal model.
+
+    Raises:
+        ValueError: If it is no directory of one, no shipped one and no model ID.
+    """
+    known = model == SHIPPED or (Path(model) / "config.json").is_file()
+    if not known and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        raise ValueError(
+            f"--model {model}: no directory with a config.json, and no model ID of Hugging Face"
+        )
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A causal model of transformers with its tokenizer.
+
+    Attributes:
+        name: Directory, Hugging Face model ID, or `recall-llama`.
+        device: Device of torch.
+
+    Raises:
+        ValueError: If there is no such model.
+    """
+
+    name: str
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        check_model(self.name)
+
+    @property
+    def place(self) -> str:
+        """What transformers loads."""
+        return str(DIRECTORY) if self.name == SHIPPED else self.name
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer.
+
+        Raises:
+            MissingError: If there is none.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.place)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise MissingError(
+                f"--model {self.name}: no tokenizer could be loaded ({_short(error)}); save one "
+                "beside the model: tokenizer.save_pretrained(DIR)"
+            ) from error
+
+    def load(self) -> Any:
+        """Return the model in the dtype that it was saved in.
+
+        Raises:
+            ValueError: If it is no causal language model.
+        """
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model = AutoModelForCausalLM.from_pretrained(self.place, dtype="auto")
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"--model {self.name}: transformers loads no causal language model from there "
+                f"({_short(error)})"
+            ) from error
+        return model.to(self.device).eval()
+
+    @cached_property
+    def config(self) -> Any:
+        """The configuration of the decoder."""
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(self.place).get_text_config(decoder=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"--model {self.name}: transformers reads no configuration there ({_short(error)})"
+            ) from error
+
+    @property
+    def weights(self) -> str:
+        """The digest of its weight files, see `weights_digest`."""
+        if Path(self.place).is_dir():
+            return weights_digest(Path(self.place))
+        from transformers.utils import cached_file
+
+        return weights_digest(Path(cached_file(self.place, "config.json")).parent)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of texts, tokenized.
+
+    Attributes:
+        ids: Windows of equal length that do not overlap, each int64 [1, length].
+        source: What the texts are, plain values for a record.
+    """
+
+    ids: tuple[Tensor, ...]
+    source: dict[str, Any] = field(default_factory=dict)
+
+
+def windows(
+    model: TextModel, place: Path, length: int, most: int, least: int = 1, seed: int = 0
+) -> Windows:
+    """Return windows of the user's texts.
+
+    A long text gives several; each begins with the special tokens that the tokenizer puts first.
+
+    Args:
+        model: Model whose tokenizer reads them.
+        place: File or folder of texts, see `read_texts`.
+        length: Tokens of a window.
+        most: Windows at most, drawn from all that there are.
+        least: Windows that are needed.
+        seed: Seed of the draw.
+
+    Raises:
+        ValueError: If texts are too short, too few or not of this tokenizer, or windows are longer
+            than the model takes.
+    """
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(limit, int) and length > limit:
+        raise ValueError(
+            f"--context needs {length} tokens at once, and {model.name} takes {limit} "
+            "(max_position_embeddings); ask for a shorter one"
+        )
+    texts, tokenizer = read_texts(place), model.tokenizer
+    first = _first_tokens(tokenizer)
+    found, longest, counts = [], 0, [0, 0]
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        longest = max(longest, len(first) + len(ids))
+        counts[0] += len(ids)
+        counts[1] += ids.count(tokenizer.unk_token_id)
+        room = length - len(first)
+        for start in range(0, len(ids) - room + 1, room):
+            found.append(torch.tensor([[*first, *ids[start : start + room]]]))
+    if counts[1] > _UNKNOWN * counts[0]:
+        raise ValueError(
+            f"--texts {place}: {counts[1] / counts[0]:.0%} of the tokens are unknown to the "
+            f"tokenizer of {model.name}; give texts of its language"
+        )
+    if len(found) < least:
+        raise ValueError(
+            f"--texts {place}: {len(found)} windows of {length} tokens, and {least} are needed; "
+            f"the longest text has {longest}. Give longer texts (each line, or each .txt file of a "
+            "folder, is one), or a shorter --context"
+        )
+    _check_vocabulary(found, model)
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:most]
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+    source = {"texts": place.name, "texts_digest": digest}
+    chosen = tuple(found[number].to(model.device) for number in order.tolist())
+    return Windows(chosen, source)
+
+
+def _first_tokens(tokenizer: Any) -> list[int]:
+    """Return the special tokens that a tokenizer puts before a text."""
+    plain = tokenizer("a", add_special_tokens=False).input_ids
+    whole = tokenizer("a").input_ids
+    for at in range(len(whole) - len(plain) + 1):
+        if whole[at : at + len(plain)] == plain:
+            return list(whole[:at])
+    return []
+
+
+def _check_vocabulary(found: Sequence[Tensor], model: TextModel) -> None:
+    largest = max(int(ids.max()) for ids in found)
+    if largest >= model.config.vocab_size:
+        raise ValueError(
+            f"--model {model.name}: its tokenizer gives token {largest}, and the model knows "
+            f"{model.config.vocab_size}: they do not belong together"
+        )
+
+
+def _short(error: BaseException) -> str:
+    """Return the first sentence of an error of transformers."""
+    return " ".join(str(error).split())[:160] or type(error).__name__
