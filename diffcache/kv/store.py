@@ -41,6 +41,7 @@ class KVStore:
         layers: In the order of the model.
         speculative: Tokens may be taken back by `rollback`, as in assisted decoding.
         origin: Tells what is known of the model, by which a saved cache is matched to it.
+        taken_over: Tokens were written whose queries were never seen, and not compressed since.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class KVStore:
             )
             for index in range(layers)
         ]
-        self.speculative = False
+        self.speculative = self.taken_over = False
         self.origin: Callable[[], Mapping[str, str]] = dict
         self._out = out
         window = recipe.score.window if recipe.score is not None else 0
@@ -143,6 +144,8 @@ class KVStore:
         recipe = self.recipe
         if recipe.score is None or recipe.budget is None or recipe.plan is None:
             raise ValueError(f"{recipe.name or 'the recipe'} drops nothing: it has no score")
+        if self.taken_over:
+            self._check_queries()
         seen = [self._observation(layer) for layer in self.layers[recipe.skip :]]
         scores = []
         for each in seen:
@@ -156,7 +159,7 @@ class KVStore:
             self.layers[recipe.skip :], seen, scores, budgets, strict=True
         ):
             carry_out(layer, each, score, recipe.plan(score, budget, each), recipe)
-        self._torn = False
+        self._torn = self.taken_over = False
         self._since, self._fresh = 0, False
         if recipe.trigger is not None and not recipe.trigger.decoding:
             for ring in self._rings:
@@ -205,19 +208,23 @@ class KVStore:
             ring.clear()
             pending.clear()
         self._wrote = self._since = 0
-        self._fresh = self._torn = False
+        self._fresh = self._torn = self.taken_over = False
 
     def state(self) -> dict[str, object]:
         """Return what is held beside the layers: the last queries, and what was written when."""
         self._commit()
         queries = [ring.query for ring in self._rings]
-        return {"queries": queries, "wrote": [self._wrote, self._since], "fresh": self._fresh}
+        return {
+            "queries": queries, "wrote": [self._wrote, self._since], "fresh": self._fresh,
+            "taken over": self.taken_over,
+        }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Hold again what `state` returned."""
         for ring, query in zip(self._rings, state["queries"], strict=True):
             ring.query = query
         (self._wrote, self._since), self._fresh = state["wrote"], state["fresh"]
+        self.taken_over = bool(state.get("taken over", False))
 
     # account -------------------------------------------------------------------------------
 
@@ -253,6 +260,18 @@ class KVStore:
         """Whether these queries will ever be looked at."""
         trigger = self.recipe.trigger
         return trigger is None or trigger.decoding or query.count > 1 or self._fresh
+
+    def _check_queries(self) -> None:
+        """Refuse to score by fewer queries than the recipe looks at, others being unknown."""
+        window = self.recipe.score.window if self.recipe.score is not None else 0
+        kept = [ring.kept() for ring in self._rings[self.recipe.skip :]]
+        count = min(0 if query is None else query.count for query in kept)
+        if count < window:
+            raise ValueError(
+                f"{self.recipe.name} looks at the last {window} queries, and {count} came after "
+                f"the tokens that were taken over: give at least {window} tokens after `past`, or "
+                "a recipe that looks at fewer"
+            )
 
     def _commit(self) -> None:
         for layer, pending in zip(self.layers, self._pending, strict=True):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
 
 from diffcache import kv
 from diffcache.errors import AttachError
@@ -17,7 +19,8 @@ from diffcache.eval.kv import oracle
 from diffcache.foreign import attention_names
 from diffcache.kv.per_layer import per_layer
 from diffcache.kv.recipe import Recipe
-from tests.kv.tiny import GREEDY, llama, prompts, row, same
+from diffcache.pipelines.zoo.language import build
+from tests.kv.tiny import GREEDY, gemma, llama, prompts, row, same
 
 ROWS = prompts()
 ONE = row(ROWS, 1)
@@ -223,6 +226,105 @@ def test_recipes_that_are_not_of_single_layers_are_refused(
         kv.cache_for(model, recipes)
     with pytest.raises(ValueError, match=r"settings \['budget'\] go with one name"):
         kv.cache_for(model, recipes, budget=4)
+
+
+# in and out of caches of transformers ------------------------------------------------------------
+
+CUT = 20
+
+
+def in_two(model: Any, cache: Any, inputs: Any, cut: int = CUT) -> Any:
+    """Read the first tokens of prompts with a cache, then the rest."""
+    mask = inputs["attention_mask"][:, :cut]
+    pos = (mask.cumsum(-1) - 1).clamp_min(0)  # as generate has them
+    model(input_ids=inputs["input_ids"][:, :cut], attention_mask=mask, position_ids=pos,
+          past_key_values=cache)  # fmt: skip
+    return cache
+
+
+@pytest.mark.parametrize("make", [llama, gemma])
+@pytest.mark.parametrize(
+    ("recipe", "inputs"),
+    [
+        (kv.keydiff(0.5), ROWS),
+        (SNAP, ROWS),
+        (kv.streaming_llm(12), ROWS),
+        (kv.kivi(4, group=8, residual=8), ONE),
+        (kv.xkv(block=16), ONE),
+    ],
+    ids=["by keys", "by last queries", "unrotated", "coded", "low rank"],
+)
+def test_what_is_taken_over_was_read(make: Any, recipe: Recipe, inputs: Any) -> None:
+    """A past goes on as if the cache had read it, and stays as it is."""
+    model = make().double()
+    with torch.no_grad():
+        past = in_two(model, DynamicCache(config=model.config), inputs)
+        before = [layer.keys.clone() for layer in past.layers]
+        cache = kv.cache_for(model, recipe, past=past, past_mask=inputs["attention_mask"][:, :CUT])
+        read = in_two(model, kv.cache_for(model, recipe), inputs)
+        ours = model.generate(**inputs, past_key_values=cache, **GREEDY)
+        same(ours, model.generate(**inputs, past_key_values=read, **GREEDY), 1e-9)
+        kv.detach(model)
+    assert all(torch.equal(a, b.keys) for a, b in zip(before, past.layers, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "recipe"),
+    [(llama, SNAP), (gemma, kv.streaming_llm(64)), (llama, kv.kivi(8, group=8, residual=8)),
+     (partial(build, "MistralForCausalLM", "mistral", sliding_window=24), SNAP)],
+    ids=["plain", "hybrid", "coded", "windows"],
+)  # fmt: skip
+def test_what_is_handed_out_goes_on_as_stock(make: Any, recipe: Recipe) -> None:
+    model = make()
+    inputs = {**ROWS, "input_ids": ROWS["input_ids"] % 120}
+    with torch.no_grad():
+        stock = in_two(model, DynamicCache(config=model.config), inputs)
+        cache = in_two(model, kv.cache_for(model, recipe), inputs)
+        out = cache.to_dynamic()
+        assert type(out) is DynamicCache and out.get_seq_length() == CUT
+        expected = model.generate(**inputs, past_key_values=stock, **GREEDY)
+        same(model.generate(**inputs, past_key_values=out, **GREEDY), expected,
+             0.5 if "kivi" in recipe.name else 1e-4)  # fmt: skip
+        cache.settle()
+        again = kv.cache_for(model, kv.Recipe(), past=expected.past_key_values, mode="native")
+        assert again.get_seq_length() == 57 and again.to_dynamic().get_seq_length() == 57
+        if recipe is SNAP:
+            with pytest.raises(ValueError, match="12 slots of 20 tokens.* go on with this cache"):
+                cache.to_dynamic()
+        kv.detach(model)
+
+
+def test_a_past_that_does_not_fit_is_refused(model: Any) -> None:
+    past = in_two(model, DynamicCache(config=model.config), ROWS)
+    refused = [
+        (StaticCache(config=model.config, max_cache_len=64), "past=StaticCache: must be a Dynam"),
+        (QuantizedLike(), "past=QuantizedLike: must be a DynamicCache, whose keys and values"),
+        (kv.cache_for(model, SNAP), "cache_for already; go on from past.fork"),
+        (DynamicCache(config=model.config, offloading=True), "must be on the device"),
+        (in_two(gemma(), DynamicCache(config=gemma().config), ROWS), "of 6 layers .DynamicLayer,"),
+        (((), ()), "past=tuple: must be a DynamicCache"),
+    ]
+    for wrong, why in refused:
+        with pytest.raises(AttachError, match=why):
+            kv.cache_for(model, SNAP, past=wrong)
+    with pytest.raises(AttachError, match="h2o notes how every query of the prompt attended"):
+        kv.cache_for(model, kv.h2o(12), past=past)
+    with pytest.raises(ValueError, match=r"past_mask=\[3, 4\]: must be \[3, 20\], 0 for padd"):
+        kv.cache_for(model, SNAP, past=past, past_mask=torch.ones(3, 4))
+    with pytest.raises(ValueError, match="hides tokens of `past` .*past_mask"):
+        model.generate(**ROWS, past_key_values=kv.cache_for(model, SNAP, past=past), **GREEDY)
+    one = in_two(model, DynamicCache(config=model.config), ONE, 46)
+    cache = kv.cache_for(model, SNAP, past=one)
+    with pytest.raises(ValueError, match="the last 4 queries, and 2 came after the tokens"):
+        model.generate(**ONE, past_key_values=cache, **GREEDY)
+    assert not kv.cache_for(model, SNAP, past=DynamicCache(config=model.config)).get_seq_length()
+
+
+class QuantizedLike(Cache):
+    """A cache of other layers; those of transformers need packages of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
 
 
 def test_the_guide_runs(model: Any) -> None:

@@ -39,6 +39,8 @@ class Writer:
         tags: int [B, T], of the first T tokens.
         refreshing: Set while a forward writes over tokens that are there.
         exchange: What is written in place of keys before rotation and values of a layer, if any.
+        past: Which tokens that were taken over are no padding, bool [B or 1, T], until a mask is
+            seen.
         setup: How the cache goes with its model.
         handed: The keys that `update` returned in this forward.
     """
@@ -60,11 +62,30 @@ class Writer:
         self._mask: tuple[weakref.ref[Tensor], Tensor | None] | None = None
         self.refreshing: Refreshing | None = None
         self.exchange: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+        self.past: Tensor | None = None
 
     def rows(self, index: Tensor) -> None:
         """Keep batch rows, int64 [m]."""
+        if self.past is not None and len(self.past) > 1:
+            self.past = self.past.index_select(0, index.to(self.past.device))
         if self.tags is not None and len(self.tags) > 1:
             self.tags = self.tags.index_select(0, index.to(self.tags.device))
+
+    def check_past(self, mask: Tensor | None) -> None:
+        """Refuse a mask that hides tokens that were taken over as no padding.
+
+        Raises:
+            ValueError: If `past_mask` is missing, or says something else than the mask.
+        """
+        if mask is None or self.past is None:
+            return
+        known, self.past = self.past, None
+        hidden = ~mask[:, 0, -1, : known.shape[1]].to(known.device)
+        if bool((known & hidden).any()):
+            raise ValueError(
+                "attention_mask hides tokens of `past` that were taken over as no padding: give "
+                "cache_for(..., past=..., past_mask=...), 0 for padding"
+            )
 
     def valid(self, mask: Tensor | None, start: int, count: int, batch: int) -> Tensor | None:
         """Return which new tokens are no padding: those that see themselves, bool [B, n].
@@ -220,6 +241,8 @@ def attention(
             writer.store.layers[handle.number].rotary = writer.readers[handle.number].read()
         out = writer.refreshing.attend(handle.number, key, value, asked)
         return out.transpose(1, 2).contiguous(), None
+    if window is None or start + count <= window:
+        writer.check_past(attention_mask)
     valid = writer.valid(attention_mask, start, count, len(key))
     writer.write(handle.number, key, value, valid=valid, position_ids=kwargs.get("position_ids"))
     out = writer.store.attend(handle.number, asked, valid)

@@ -34,6 +34,7 @@ from diffcache.kv.hf.model import (
     output_of,
     reader,
 )
+from diffcache.kv.hf.past import check_past, dynamic_of, take_over
 from diffcache.kv.hf.rotary import RotaryReader
 from diffcache.kv.hf.switch import NAME, switch
 from diffcache.kv.hf.switch import detach as detach
@@ -52,6 +53,8 @@ def cache_for(
     *,
     mode: Mode = "auto",
     tags: Tensor | None = None,
+    past: Cache | None = None,
+    past_mask: Tensor | None = None,
     **settings: Any,
 ) -> KVCache:
     """Return a cache for one generation, or one conversation, with a model of transformers.
@@ -67,18 +70,23 @@ def cache_for(
             decoded keys and values; rows must be equally long, and prompts must not be padded if
             slots are dropped. `"auto"` takes stock where the recipe drops nothing and reads all.
         tags: int [B, T], of the first T tokens, for recipes that look at tags.
+        past: A `DynamicCache` of this model, such as of a system prompt, that the cache begins
+            with a copy of. Recipes that note how every query attends are refused then; those that
+            look at the last queries need as many tokens after it.
+        past_mask: bool or int [B, T], 0 for padding in `past`.
         settings: Of a recipe that is given by name, such as `budget=256`.
 
     Raises:
         UnknownMethodError: If there is no recipe of that name.
         ValueError: If a setting is unknown, missing or out of its range, or recipes of layers do
-            not go together.
+            not go together, or `past_mask` is of another shape.
         AttachError: If the model cannot be used this way; the message says why.
     """
     config = decoder_config(model)
     check_generates_with_cache(model)
     stock = DynamicCache(config=config).layers
     owned = owned_layers(model, stock)
+    seen = 0 if past is None else check_past(past, stock, owned)
     recipe = one_recipe(recipe, owned, settings)
     mode, why = choose(recipe, mode)
     windows = tuple(getattr(stock[index], "sliding_window", None) for index in owned)
@@ -104,7 +112,10 @@ def cache_for(
     store.origin = partial(origin_of, weakref.ref(decoder_of(model)))
     known = WeakSet(module for _, module in numbered(model))
     setup = Setup(mode, why, tuple(owned), config, windows, known, eager)
-    return KVCache(store, stock, setup, readers, tags)
+    cache = KVCache(store, stock, setup, readers, tags)
+    if seen:
+        take_over(cache, past, past_mask, seen)
+    return cache
 
 
 def one_recipe(recipe: Recipes, owned: Sequence[int], settings: Mapping[str, Any]) -> Recipe:
@@ -210,6 +221,14 @@ class KVCache(Cache):  # type: ignore[misc]
         """
         self.store.settle()
 
+    def to_dynamic(self) -> DynamicCache:
+        """Return a cache of transformers with the same content: a copy, keys and values decoded.
+
+        Raises:
+            ValueError: If slots were dropped, merged or moved.
+        """
+        return dynamic_of(self)
+
     @property
     def nbytes(self) -> int:
         """Bytes held by the layers of full attention."""
@@ -220,7 +239,7 @@ class KVCache(Cache):  # type: ignore[misc]
         stock = [None if isinstance(x, SlotLayer) else deepcopy(x) for x in self.layers]
         store, writer = self.store.fork(), self.writer
         other = KVCache(store, stock, self.setup, writer.readers, writer.tags)
-        other.writer.exchange = writer.exchange
+        other.writer.exchange, other.writer.past = writer.exchange, writer.past
         for ours, theirs in zip(other._ours(), self._ours(), strict=True):
             ours.is_initialized = theirs.is_initialized
         return other
