@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from diffcache.errors import AttachError
-from diffcache.kv.hf.attention import Writer, forget
+from diffcache.kv.hf.attention import forget
 from diffcache.kv.hf.layer import SlotLayer
 from diffcache.kv.hf.model import (
     Mode,
@@ -39,6 +39,7 @@ from diffcache.kv.hf.rotary import RotaryReader
 from diffcache.kv.hf.switch import NAME, switch
 from diffcache.kv.hf.switch import detach as detach
 from diffcache.kv.hf.versions import has_shared_layers, tokens_to_crop
+from diffcache.kv.hf.writer import Writer
 from diffcache.kv.per_layer import per_layer
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import make_recipe

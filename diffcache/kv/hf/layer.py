@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from diffcache.errors import AttachError
-from diffcache.kv.hf.attention import Writer, announce, check_mask_sizes, handed_out
+from diffcache.kv.hf.attention import announce, check_mask_sizes, handed_out
 from diffcache.kv.hf.model import Mode, Setup
 from diffcache.kv.hf.versions import query_count
+from diffcache.kv.hf.writer import Writer
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.store import KVStore
 

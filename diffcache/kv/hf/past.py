@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from diffcache.errors import AttachError
-from diffcache.kv.hf.attention import Writer
 from diffcache.kv.hf.model import Setup
+from diffcache.kv.hf.writer import Writer
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.segment import PLAIN
 from diffcache.kv.slots import Slots

@@ -1,0 +1,122 @@
+"""Write into a store what models of transformers give to their caches."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from diffcache.kv.hf.model import Setup
+from diffcache.kv.hf.refresh import Refreshing
+from diffcache.kv.hf.rotary import RotaryReader
+from diffcache.kv.layer import KVLayer
+from diffcache.kv.slots import span
+from diffcache.kv.store import KVStore
+
+
+class Writer:
+    """Writes keys and values of a model into a store.
+
+    Attributes:
+        store: Where they go.
+        readers: How each layer rotates its keys, where keys are stored before rotation.
+        tags: int [B, T], of the first T tokens.
+        refreshing: Set while a forward writes over tokens that are there.
+        exchange: What is written in place of keys before rotation and values of a layer, if any.
+        past: Which tokens that were taken over are no padding, bool [B or 1, T], until a mask is
+            seen.
+        setup: How the cache goes with its model.
+        handed: The keys that `update` returned in this forward.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        setup: Setup,
+        readers: Sequence[RotaryReader] | None,
+        tags: Tensor | None,
+    ) -> None:
+        self.store = store
+        self.setup = setup
+        self.handed: list[weakref.ref[Tensor]] = []
+        self.readers = readers
+        if tags is not None and tags.dim() != 2:
+            raise ValueError(f"tags={list(tags.shape)}: must be [B, T], a number for each token")
+        self.tags = tags
+        self._mask: tuple[weakref.ref[Tensor], Tensor | None] | None = None
+        self.refreshing: Refreshing | None = None
+        self.exchange: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+        self.past: Tensor | None = None
+
+    def rows(self, index: Tensor) -> None:
+        """Keep batch rows, int64 [m]."""
+        if self.past is not None and len(self.past) > 1:
+            self.past = self.past.index_select(0, index.to(self.past.device))
+        if self.tags is not None and len(self.tags) > 1:
+            self.tags = self.tags.index_select(0, index.to(self.tags.device))
+
+    def check_past(self, mask: Tensor | None) -> None:
+        """Refuse a mask that hides tokens that were taken over as no padding.
+
+        Raises:
+            ValueError: If `past_mask` is missing, or says something else than the mask.
+        """
+        if mask is None or self.past is None:
+            return
+        known, self.past = self.past, None
+        hidden = ~mask[:, 0, -1, : known.shape[1]].to(known.device)
+        if bool((known & hidden).any()):
+            raise ValueError(
+                "attention_mask hides tokens of `past` that were taken over as no padding: give "
+                "cache_for(..., past=..., past_mask=...), 0 for padding"
+            )
+
+    def valid(self, mask: Tensor | None, start: int, count: int, batch: int) -> Tensor | None:
+        """Return which new tokens are no padding: those that see themselves, bool [B, n].
+
+        None stands for all of them. Layers share a mask, which is looked at once.
+        """
+        if mask is None:
+            return None
+        if self._mask is None or self._mask[0]() is not mask:
+            own = mask[:, 0].diagonal(start, -2, -1)
+            found = None if bool(own.all()) else own.expand(batch, -1)
+            self._mask = weakref.ref(mask), found
+        return self._mask[1]
+
+    def write(self, number: int, k: Tensor, v: Tensor, **about: Tensor | None) -> KVLayer:
+        """Write new tokens of a layer, keys rotated as the model gives them.
+
+        Args:
+            number: Of the layer, among those of the store.
+            k: [B, H, n, D].
+            v: [B, H, n, Dv].
+            about: `valid` bool [B, n]; `position_ids` int [B, n].
+        """
+        layer = self.store.layers[number]
+        start, count = layer.seen, k.shape[2]
+        meta: dict[str, Tensor] = {}
+        if self.tags is not None and start < self.tags.shape[1]:
+            if len(self.tags) not in (1, len(k)):
+                raise ValueError(
+                    f"tags={list(self.tags.shape)}: the batch has {len(k)} rows, beams and "
+                    "returned sequences included; give tags of one row, or of each of them"
+                )
+            tags = self.tags[:, None, start : start + count].to(k.device, torch.int32)
+            meta["tag"] = nn.functional.pad(tags, (0, count - tags.shape[2])).expand(len(k), -1, -1)
+        if self.readers is not None:
+            reader = self.readers[number]
+            layer.rotary = reader.read()
+            pos = span(start, start + count, len(k), k.device)
+            given = about.get("position_ids")
+            if given is not None and given.dim() == 2:
+                given = given[:, None].to(torch.int32).expand(len(k), -1, -1)
+                if not torch.equal(given, pos):
+                    meta["rpos"] = pos = given
+            k = layer.rotary.unrotate(k, pos)
+        if self.exchange is not None:
+            k, v = self.exchange(number, k, v)
+        layer.write(k, v, valid=about.get("valid"), meta=meta)
+        return layer
