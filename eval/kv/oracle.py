@@ -40,7 +40,8 @@ class Full(DynamicCache):  # type: ignore[misc]
     def __init__(self, config: Any, owned: Sequence[int] = ()) -> None:
         super().__init__(config=config)
         for index in owned:
-            self.layers[index] = DynamicLayer()
+            if self.layers[index].is_sliding:
+                self.layers[index] = DynamicLayer()
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *rest: Any, **more: Any) -> Any:
         """Take keys and values, as transformers gives them."""

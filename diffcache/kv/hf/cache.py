@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from diffcache.errors import AttachError
 from diffcache.kv.hf.attention import forget
-from diffcache.kv.hf.layer import SlotLayer
+from diffcache.kv.hf.layer import FusedLayer, SlotLayer
 from diffcache.kv.hf.model import (
     Mode,
     Setup,
@@ -38,7 +38,7 @@ from diffcache.kv.hf.past import check_past, dynamic_of, take_over
 from diffcache.kv.hf.rotary import RotaryReader
 from diffcache.kv.hf.switch import NAME, switch
 from diffcache.kv.hf.switch import detach as detach
-from diffcache.kv.hf.versions import has_shared_layers, tokens_to_crop
+from diffcache.kv.hf.versions import FUSED, has_shared_layers, tokens_to_crop
 from diffcache.kv.hf.writer import Writer
 from diffcache.kv.per_layer import per_layer
 from diffcache.kv.recipe import Recipe
@@ -163,7 +163,7 @@ def owned_layers(model: nn.Module, stock: Sequence[Any]) -> list[int]:
         AttachError: If there are none.
     """
     kinds = [type(layer) for layer in stock]
-    owned = [index for index, kind in enumerate(kinds) if kind is DynamicLayer]
+    owned = [index for index, kind in enumerate(kinds) if kind in (DynamicLayer, FUSED)]
     if not owned and set(kinds) == {DynamicSlidingWindowLayer}:
         return list(range(len(kinds)))
     if not owned:
@@ -194,7 +194,10 @@ class KVCache(Cache):  # type: ignore[misc]
     ) -> None:
         layers = list(stock)
         for number, index in enumerate(setup.owned):
-            layers[index] = SlotLayer(self, number)
+            fused = FUSED is not DynamicLayer and isinstance(stock[index], FUSED)
+            layers[index] = (
+                FusedLayer(self, number, stock[index]) if fused else SlotLayer(self, number)
+            )
         super().__init__(layers=layers)
         self.store, self.setup = store, setup
         self.writer = Writer(store, setup, readers, tags)
@@ -237,7 +240,7 @@ class KVCache(Cache):  # type: ignore[misc]
 
     def fork(self) -> KVCache:
         """Return a cache with the same content; going on with either leaves the other as it is."""
-        stock = [None if isinstance(x, SlotLayer) else deepcopy(x) for x in self.layers]
+        stock = [x if isinstance(x, SlotLayer) else deepcopy(x) for x in self.layers]
         store, writer = self.store.fork(), self.writer
         other = KVCache(store, stock, self.setup, writer.readers, writer.tags)
         other.writer.exchange, other.writer.past = writer.exchange, writer.past
@@ -334,7 +337,8 @@ class KVCache(Cache):  # type: ignore[misc]
         return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
 
     def _stock(self) -> list[Any]:
-        return [layer for layer in self.layers if not isinstance(layer, SlotLayer)]
+        """Return what a layer holds outside the store."""
+        return [x for x in self.layers if type(x) is not SlotLayer]
 
     def _others(self, verb: str, *given: Any) -> None:
         for layer in self._stock():

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from copy import deepcopy
 from typing import Any, Protocol
 
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from diffcache.errors import AttachError
 from diffcache.kv.hf.attention import announce, check_mask_sizes, handed_out
 from diffcache.kv.hf.model import Mode, Setup
-from diffcache.kv.hf.versions import query_count
+from diffcache.kv.hf.versions import FUSED, query_count
 from diffcache.kv.hf.writer import Writer
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.store import KVStore
@@ -119,3 +120,43 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     get_max_cache_shape = get_max_length  # its name in earlier versions
+
+
+class FusedLayer(SlotLayer, FUSED):  # type: ignore[misc, valid-type]
+    """A layer of full attention, by slots, and of linear attention, whose states are as they were.
+
+    Its verbs are of the states; those of the slots are of the whole store.
+
+    Args:
+        cache: The cache it belongs to.
+        number: Of the layer, among those of the store.
+        states: A layer of transformers, or one of these, whose states it begins with.
+    """
+
+    def __init__(self, cache: Owner, number: int, states: Any) -> None:
+        SlotLayer.__init__(self, cache, number)
+        LinearAttentionLayer.__init__(self, number_of_states=states.number_of_states)
+        copy_states(states, self)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Make room for a state; the store needs no shapes."""
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def reset(self) -> None:
+        """Forget the states."""
+        LinearAttentionLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the rows of the states."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the states back, where they can be."""
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+
+
+def copy_states(source: Any, target: Any) -> None:
+    """Give a layer of linear attention copies of the states of another."""
+    for name in vars(LinearAttentionLayer()):
+        setattr(target, name, deepcopy(getattr(source, name)))

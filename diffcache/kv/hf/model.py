@@ -116,6 +116,12 @@ def attentions(model: nn.Module, owned: Sequence[int]) -> dict[int, nn.Module]:
     for index, module in numbered(model):
         if index in owned and (index not in modules or _is_cross(modules[index])):
             modules[index] = module
+    blocks = _blocks(model)
+    for index in owned:
+        if index not in modules and blocks is not None:  # as where layers share one module
+            named = blocks[index].named_modules()
+            inside = [module for name, module in named if _is_attention(name, module)]
+            modules |= {index: module for module in inside[:1]}
     cross = [index for index, module in modules.items() if _is_cross(module)]
     if cross:
         kind = type(modules[cross[0]]).__name__
@@ -132,6 +138,13 @@ def numbered(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
         index = getattr(module, "layer_idx", None)
         if isinstance(index, int) and _is_attention(name, module):
             yield index, module
+
+
+def _blocks(model: nn.Module) -> nn.ModuleList | None:
+    """Return the layers of a decoder, in order."""
+    count = getattr(decoder_config(model), "num_hidden_layers", None)
+    lists = (part for part in decoder_of(model).modules() if isinstance(part, nn.ModuleList))
+    return next((part for part in lists if len(part) == count), None)
 
 
 def _is_attention(name: str, module: nn.Module) -> bool:

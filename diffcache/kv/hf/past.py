@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from diffcache.errors import AttachError
+from diffcache.kv.hf.layer import FusedLayer, copy_states
 from diffcache.kv.hf.model import Setup
 from diffcache.kv.hf.writer import Writer
 from diffcache.kv.layer import KVLayer
@@ -131,6 +132,8 @@ def take_over(cache: Taking, past: DynamicCache, mask: Tensor | None, seen: int)
         at = pos if pos is None else pos[:, gone:]
         cache.writer.write(number, k, v, valid=own, position_ids=at)
         cache.layers[index].is_initialized = True
+        if isinstance(cache.layers[index], FusedLayer):
+            copy_states(past.layers[index], cache.layers[index])
     for index, layer in enumerate(past.layers):
         if index not in setup.owned:
             cache.layers[index] = deepcopy(layer)
@@ -158,6 +161,8 @@ def dynamic_of(cache: Taking) -> DynamicCache:
                 "with this cache, or use a recipe that drops and merges nothing"
             )
         made.layers[index].update(slots.k, slots.v)
+        if isinstance(cache.layers[index], FusedLayer):
+            copy_states(cache.layers[index], made.layers[index])
         if core.held < core.seen:
             made.layers[index].cumulative_length += core.seen - core.held
     for index, layer in enumerate(cache.layers):

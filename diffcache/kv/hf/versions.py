@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer
 
 from diffcache.errors import AttachError
 from diffcache.kv.store import KVStore
 
 _CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).parameters
+# Layers of full attention with states beside; earlier versions have none, and no such models.
+FUSED = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", DynamicLayer)
 
 
 def tokens_to_crop(given: int, store: KVStore) -> int:
