@@ -291,9 +291,9 @@ def test_models_that_cannot_be_compressed_say_so() -> None:
     )  # fmt: skip
     with pytest.raises(AttachError, match="has an encoder.* use a decoder-only model"):
         cache_for(hf.BartForConditionalGeneration(bart), keep(12))
-    fused = build("FalconH1ForCausalLM", "falcon_h1")
-    with pytest.raises(AttachError, match="no layer of full attention alone, only LinearAtt"):
-        cache_for(fused, keep(12))
+    states = build("RecurrentGemmaForCausalLM", "recurrent_gemma")
+    with pytest.raises(AttachError, match="no layer of full attention alone, only DynamicSl"):
+        cache_for(states, keep(12))
     plain = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64))
     with pytest.raises(AttachError, match="no rotary position embedding; .*space='post'"):
         cache_for(plain, keep(12, space="pre"))

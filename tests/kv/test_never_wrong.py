@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -258,6 +259,35 @@ def test_layers_that_all_have_a_window_are_served(name: str, kind: str, window: 
     ours, cache, log = oracle.run(model, snapkv(0.4, window=4), inputs, **GREEDY)
     assert cache.store.layers[0].held < cache.get_seq_length()
     same(ours, oracle.expected(model, cache, log, inputs, **GREEDY), 1e-4)
+
+
+# full attention and a state in one layer ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("FalconH1ForCausalLM", "falcon_h1"), ("ZambaForCausalLM", "zamba")]
+)
+def test_states_beside_full_attention_go_along(name: str, kind: str) -> None:
+    model = zoo(name, kind)
+    expected = generate(model)
+    cache = cache_for(model, ALL)
+    same(generate(model, cache), expected, 1e-4)
+    cache.reset()
+    same(generate(model, cache), expected, 1e-4)
+    with torch.no_grad():
+        past = hf.DynamicCache(config=model.config)
+        model(input_ids=IDS[:, :20], past_key_values=past)
+        read = cache_for(model, ALL, past=past)
+        stock = generate(model, deepcopy(past))
+        for each in (read.fork(), read.fork(), read.to_dynamic(), read):
+            same(generate(model, each), stock, 1e-4)
+    beams = {**GREEDY, "num_beams": 2, "max_new_tokens": 4, "output_logits": False}
+    ours = model.generate(**ONE, past_key_values=cache_for(model, ALL), **beams)
+    detach(model)
+    assert torch.equal(ours.sequences, model.generate(**ONE, **beams).sequences)
+    ours, cache, log = oracle.run(model, snapkv(0.4, window=4), ONE, **GREEDY)
+    assert cache.store.layers[0].held < cache.get_seq_length()
+    same(ours, oracle.expected(model, cache, log, ONE, **GREEDY), 1e-4)
 
 
 def test_windows_drop_slots_themselves_in_stock_mode() -> None:

@@ -122,7 +122,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length  # its name in earlier versions
 
 
-class FusedLayer(SlotLayer, FUSED):  # type: ignore[misc, valid-type]
+class FusedLayer(SlotLayer, FUSED):  # type: ignore[misc]
     """A layer of full attention, by slots, and of linear attention, whose states are as they were.
 
     Its verbs are of the states; those of the slots are of the whole store.

@@ -121,7 +121,7 @@ def attentions(model: nn.Module, owned: Sequence[int]) -> dict[int, nn.Module]:
         if index not in modules and blocks is not None:  # as where layers share one module
             named = blocks[index].named_modules()
             inside = [module for name, module in named if _is_attention(name, module)]
-            modules |= {index: module for module in inside[:1]}
+            modules.update(zip([index], inside, strict=False))
     cross = [index for index, module in modules.items() if _is_cross(module)]
     if cross:
         kind = type(modules[cross[0]]).__name__
