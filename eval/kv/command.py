@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diffcache.command import EXIT_LINE, Device, Seed, check_target, device_of, guarded
+from diffcache.command import (
+    EXIT_LINE,
+    FAILED,
+    Device,
+    Seed,
+    check_target,
+    device_of,
+    fail,
+    guarded,
+)
 from diffcache.errors import MissingError
 from diffcache.eval.kv.calibrate import calibrate
+from diffcache.eval.kv.printed import broken, recall_tables, spread, text_tables
 from diffcache.kv.recipes.catalog import recipes
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
-from diffcache.report import human
 
 if TYPE_CHECKING:
-    from diffcache.eval.kv.harness import Questions
+    pass
 
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 NO_RECIPES: list[str] = []
-RECALL, MODEL = "recall", "recall-llama"
+TEXT, RECALL, MODEL = "text", "recall", "recall-llama"
 
 
 app = typer.Typer(
@@ -48,25 +55,33 @@ def kv(
     ] = NO_RECIPES,
     model: Annotated[
         str,
-        typer.Option(
-            help="Directory of a causal model, or recall-llama; elsewhere than in "
-            "recall also a Hugging Face model ID."
-        ),
+        typer.Option(help="Directory of a causal model, Hugging Face model ID, or recall-llama."),
     ] = MODEL,
     tasks: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="recall, or names of tasks of lm-evaluation-harness, such as gsm8k,piqa."
+            help="text, recall, or names of tasks of lm-evaluation-harness, such as gsm8k,piqa.",
+            show_default="recall for recall-llama, else text",
         ),
-    ] = RECALL,
+    ] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            help='text: a file with a text on each line, a .jsonl file with "text", or a folder '
+            "of .txt files."
+        ),
+    ] = None,
     context: Annotated[
-        int | None, typer.Option(help="recall: tokens of a context, 1 + 4 n.", show_default="513")
+        int | None,
+        typer.Option(
+            help="Tokens of a context; of recall 1 + 4 n.", show_default="512, recall 513"
+        ),
     ] = None,
     facts: Annotated[
         int | None, typer.Option(help="recall: facts in a context.", show_default="64")
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="recall: contexts.", show_default="32")
+        int | None, typer.Option(help="Contexts.", show_default="8, recall 32")
     ] = None,
     sweep: Annotated[
         Path | None,
@@ -91,6 +106,12 @@ def kv(
 ) -> None:
     """Measure recipes on a task, beside the cache that keeps everything.
 
+    text: half of each window of your texts is read and compressed. "perplexity" is that of the
+    other half; "copy" the share of right tokens where spans of the context are repeated; "needle"
+    the share of five sentences, hidden at five depths, that greedy generation finds. "x
+    DynamicCache" is the time of a token by that of the same model with a DynamicCache and sdpa,
+    taken in turn: median and quartiles, of CPU time on a CPU.
+
     recall: a context with facts is read and compressed before anybody asks; then some facts are
     asked for, each on a copy of the cache. "whole" is the share of answers with both of their
     tokens right, as greedy generation gives them; "look-up" that of first tokens, which must be
@@ -113,7 +134,7 @@ def kv(
 
         diffcache kv --recipe snapkv:budget=0.25 --recipe keydiff:budget=0.25
 
-        diffcache kv --recipe "snapkv:budget=0.5|kivi:bits=2"
+        diffcache kv --model DIR --texts FILE --recipe "snapkv:budget=0.5|kivi:bits=2"
 
         diffcache kv --sweep assets/bench/kv-recall.toml --out out/kv-recall.json
 
@@ -133,6 +154,14 @@ def kv(
     if sweep is not None:
         named = {"model": None if model == MODEL else model, "seed": seed or None}
         _refuse(shape | named, f"--sweep {sweep} says what is asked; leave it out")
+    if tasks is None:
+        tasks = RECALL if model == MODEL and texts is None else TEXT
+    if tasks == TEXT:
+        _refuse({"limit": limit, "include-path": include_path, "batch": batch, "facts": facts,
+                 "sweep": sweep}, "is not for --tasks text")  # fmt: skip
+        _text(recipe, model, texts, out, device=device, seed=seed, context=context, samples=samples)
+        return
+    _refuse({"texts": texts}, "is for --tasks text alone")
     if tasks == RECALL:
         _refuse({"limit": limit, "include-path": include_path, "batch": batch},
                 "is not for --tasks recall")  # fmt: skip
@@ -142,17 +171,8 @@ def kv(
         _recall(recipe, sweep, out, plot, model=model, seed=seed, **shape)
         return
     _refuse(shape | {"sweep": sweep}, "is for --tasks recall alone")
-    if importlib.util.find_spec("lm_eval") is None:
-        raise MissingError(
-            f"--tasks {tasks}: lm-evaluation-harness is missing: pip install 'diffcache[llm]'"
-        )
-    from diffcache.eval.kv.harness import Questions
-
-    asked = Questions(
-        model, tuple(tasks.split(",")), limit, include_path,
-        str(device_of(device)), batch=1 if batch is None else batch, seed=seed,
-    )  # fmt: skip
-    _harness(asked, recipe, out)
+    asked = {"limit": limit, "include_path": include_path, "batch": 1 if batch is None else batch}
+    _harness(recipe, out, model, tasks, device=device, seed=seed, **asked)
 
 
 def _refuse(options: dict[str, Any], why: str) -> None:
@@ -160,6 +180,37 @@ def _refuse(options: dict[str, Any], why: str) -> None:
     for name, value in options.items():
         if value is not None:
             raise ValueError(f"--{name} {value}: {why}")
+
+
+def _text(
+    recipe: list[str], model: str, texts: Path | None, out: Path | None, device: str, **shape: Any
+) -> None:
+    """Measure recipes on texts, print what came out, and write the record."""
+    from diffcache.eval.kv.text_run import run
+    from diffcache.eval.kv.text_task import TextTask, spells
+    from diffcache.eval.kv.texts import TextModel
+
+    chosen = TextModel(model, str(device_of(device)))
+    if texts is None:
+        raise ValueError(
+            f"--model {model}: say which texts it reads, --texts FILE: a file with a text on each "
+            'line, a .jsonl file with "text" on each line, or a folder of .txt files'
+        )
+    task = TextTask(chosen, texts, **{k: v for k, v in shape.items() if v is not None})
+    with progress("reading") as show_progress:
+        found = run(task, recipe, out, show_progress)
+    for titles, lines in text_tables(found.rows):
+        print_rows(titles, lines)
+    typer.echo(f"{found.count} windows of 2 x {task.context} tokens, {chosen.device}")
+    if not spells(chosen.tokenizer):
+        typer.echo("no needles: the tokenizer cannot write them")
+    if found.timings is not None and found.timings.warning is not None:
+        typer.echo(f"warning: {found.timings.warning}", err=True)
+    if out is not None:
+        typer.echo(f"wrote {out}")
+    if found.failed:
+        told = "; ".join(f"{word}: {why}" for word, why in found.failed.items())
+        fail(f"{len(found.failed)} of {len(recipe)} recipes could not be measured: {told}", FAILED)
 
 
 def _recall(
@@ -178,7 +229,7 @@ def _recall(
         wanted = read_sweep(file)
     with progress("asking") as show_progress:
         rows = run(wanted, out, show_progress)
-    for titles, lines in tables(rows):
+    for titles, lines in recall_tables(rows):
         print_rows(titles, lines)
     if out is not None:
         typer.echo(f"wrote {out}")
@@ -188,60 +239,30 @@ def _recall(
         typer.echo(f"wrote {picture}")
 
 
-def _harness(asked: Questions, recipe: list[str], out: Path | None) -> None:
+def _harness(
+    recipe: list[str], out: Path | None, model: str, tasks: str, device: str, **given: Any
+) -> None:
     """Ask questions of the harness, print what came out, and write the record."""
-    from diffcache.eval.kv.harness import ask
-    from diffcache.eval.kv.words import parse_recipe
+    if importlib.util.find_spec("lm_eval") is None:
+        raise MissingError(
+            f"--tasks {tasks}: lm-evaluation-harness is missing: pip install 'diffcache[llm]'"
+        )
+    from diffcache.eval.kv.harness import Questions, ask
+    from diffcache.eval.kv.texts import TextModel
+    from diffcache.eval.kv.words import names_tables, parse_recipe
 
+    asked = Questions(model, tuple(tasks.split(",")), device=str(device_of(device)), **given)
+    weights = TextModel(model).weights if any(map(names_tables, recipe)) else None
     rows = ask(
-        asked, {name: parse_recipe(name) for name in recipe}, out,
+        asked, {name: parse_recipe(name, weights) for name in recipe}, out,
         lambda name: typer.echo(f"asking {name}", err=True),
     )  # fmt: skip
     titles = ("task", "metric", "recipe", "value", "change from none")
     lines = [
-        (row["task"], row["metric"], _broken(row["name"]), _spread(row["value"], ""),
-         "" if row["change"] is None else _spread(row["change"], "+"))
+        (row["task"], row["metric"], broken(row["name"]), spread(row["value"], ""),
+         "" if row["change"] is None else spread(row["change"], "+"))
         for row in sorted(rows, key=lambda row: (row["task"], row["metric"]))
     ]  # fmt: skip
     print_rows(titles, lines)
     if out is not None:
         typer.echo(f"wrote {out}")
-
-
-def _spread(found: dict[str, float], sign: str = "") -> str:
-    """Return a number with its interval, where it has one."""
-    if "low" not in found:
-        return f"{found['value']:{sign}.3f}"
-    ends = f"{found['low']:{sign}.3f}, {found['high']:{sign}.3f}"
-    return f"{found['value']:{sign}.3f} [{ends}]"
-
-
-def _broken(name: str, width: int = 38) -> str:
-    """Return a long name on several lines, broken behind commas and the signs |."""
-    lines = [""]
-    for part in re.findall(r"[^,|]+[,|]?", name):
-        if lines[-1] and len(lines[-1]) + len(part) > width:
-            lines.append("  ")
-        lines[-1] += part
-    return "\n".join(lines)
-
-
-def tables(rows: list[dict[str, Any]]) -> tuple[Table, Table]:
-    """Return titles and rows of what is printed of recall: what is known, and what it takes."""
-    known: list[tuple[str, ...]] = []
-    takes: list[tuple[str, ...]] = []
-    for row in rows:
-        seconds, name = row["seconds"], _broken(str(row["name"]))
-        known.append((
-            name, _spread(row["whole"]), f"{row['lookup']['value']:.3f}",
-            f"{row['copy']['value']:.3f}", f"{row['perplexity']:.2f}", f"{row['share']:.1%}",
-        ))  # fmt: skip
-        takes.append((
-            name, human(row["bytes"], "B"), f"{row['share']:.1%}", f"{row['slots']:.0f}",
-            f"{row['read']:.0%}", f"{seconds['prefill'] + seconds['compress']:.3f}",
-            f"{1e3 * seconds['token']:.1f}",
-        ))  # fmt: skip
-    return (
-        (("", "whole", "look-up", "copy", "perplexity", "share"), known),
-        (("", "bytes", "share", "slots", "read", "s/context", "ms/token"), takes),
-    )

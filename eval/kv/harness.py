@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +21,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from diffcache.eval.kv.recall import SHIPPED
+from diffcache.eval.kv.scoring import acts_on_tokens, score
 from diffcache.eval.kv.sweep import write_rows
+from diffcache.eval.kv.texts import check_model
 from diffcache.eval.kv.words import NONE
 from diffcache.eval.metrics.bootstrap import Interval, mean_interval
 from diffcache.eval.metrics.intervals import share_change, share_interval
@@ -60,12 +61,7 @@ class Questions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        known = self.model == SHIPPED or (Path(self.model) / "config.json").is_file()
-        if not known and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.model):
-            raise ValueError(
-                f"--model {self.model}: no directory with a config.json, and no model ID of "
-                "Hugging Face"
-            )
+        check_model(self.model)
         if not all(self.tasks):
             raise ValueError(f"--tasks {','.join(self.tasks)!r}: a name is empty")
         if self.limit is not None and self.limit < 2:
@@ -147,41 +143,19 @@ class RecipeLM(HFLM):  # type: ignore[misc] # lm_eval has no types
         return context[-(self.max_length + 1 - len(following)) :]
 
     @torch.no_grad()
-    def _feed(self, tokens: list[int], cache: KVCache) -> Tensor:
-        """Return the logits after each of some tokens, [n, V]."""
-        ids = torch.tensor([tokens], device=self.device)
-        logits: Tensor = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
-        return logits
-
     def _read(self, tokens: list[int]) -> KVCache:
         """Return the compressed cache of some tokens."""
         cache = cache_for(self.model, self.recipe)
         if tokens:
-            self._feed(tokens, cache)
+            ids = torch.tensor([tokens], device=self.device)
+            self.model(input_ids=ids, past_key_values=cache, use_cache=True)
             cache.settle()
         return cache
 
     def _score(self, cache: KVCache, last: int, following: list[int]) -> tuple[float, bool]:
-        """Return the log-likelihood of tokens in nats, and whether greedy decoding gives them.
-
-        Args:
-            cache: Holds what stands before.
-            last: Token of the context that is not in it.
-            following: Tokens that are scored.
-        """
-        fed = [last, *following[:-1]]
-        width = 1 if acts_on_tokens(self.recipe) else len(fed)
-        parts = [self._feed(fed[at : at + width], cache) for at in range(0, len(fed), width)]
-        known = torch.cat(parts).float().log_softmax(-1)
-        wanted = torch.tensor(following, device=known.device)
-        each = known.gather(1, wanted[:, None])
-        return float(each.double().sum()), bool((known.argmax(-1) == wanted).all())
-
-
-def acts_on_tokens(recipe: Recipe) -> bool:
-    """Return whether a recipe does anything while tokens are generated one by one."""
-    decoding = recipe.trigger is not None and recipe.trigger.decoding
-    return decoding or recipe.codec is not None or recipe.retrieve is not None
+        """Return the log-likelihood of tokens in nats, and whether greedy decoding gives them."""
+        each, right = score(self.model, cache, last, following, self.recipe)
+        return float(each.double().sum()), bool(right.all())
 
 
 def check_recipe(recipe: Recipe, kinds: Mapping[str, str]) -> None:

@@ -97,7 +97,9 @@ def read_table(word: str, setting: str, weights: str | None = None) -> Any:
     name, _, entry = word.removeprefix(MARK).partition("#")
     file = _file(name, f"{setting}={word}")
     tensors, about = _read(file, f"{setting}={word}", weights)
-    return _entry(tensors, about.get("kind", ""), entry or setting, f"{setting}={word}: {file.name}")
+    return _entry(
+        tensors, about.get("kind", ""), entry or setting, f"{setting}={word}: {file.name}"
+    )
 
 
 def settings_of(word: str, recipe: str, weights: str | None = None) -> dict[str, Any]:

@@ -74,6 +74,11 @@ def parse_recipe(text: str, weights: str | None = None) -> Recipe:
     return whole
 
 
+def names_tables(text: str) -> bool:
+    """Return whether a word names tables, which must be of its model."""
+    return f"{TABLES}=" in text or f"={MARK}" in text
+
+
 def _value(key: str, value: Any, weights: str | None) -> Any:
     if isinstance(value, str) and value.startswith(MARK):
         return read_table(value, key, weights)

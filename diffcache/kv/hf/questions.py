@@ -73,7 +73,7 @@ def ask(
     if not context or not ids.shape[1]:
         raise ValueError("context='': there is nothing to ask about; give a text")
     cache = cache_for(model, recipe, **settings)
-    _read(model, tokenizer, cache, ids)
+    read_context(model, tokenizer, cache, ids)
     chosen: dict[str, Any] = {**_GENERATE, **(generate or {})}
     if getattr(tokenizer, "pad_token_id", None) is not None:
         chosen.setdefault("pad_token_id", tokenizer.pad_token_id)
@@ -90,8 +90,15 @@ def ask(
     return answers[0] if isinstance(questions, str) else answers
 
 
-def _read(model: nn.Module, tokenizer: Any, cache: KVCache, ids: Tensor) -> None:
-    """Have a model read a context [1, T], and compress it."""
+def read_context(model: nn.Module, tokenizer: Any, cache: KVCache, ids: Tensor) -> None:
+    """Have a model read a context, and compress it once and for all.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer, which writes the probe of recipes that score by one.
+        cache: Its cache, empty.
+        ids: The context, int64 [1, T].
+    """
     few = "logits_to_keep" in inspect.signature(model.forward).parameters
     more = {"logits_to_keep": 1} if few else {}  # logits of a long context would fill the memory
     recipe = cache.store.recipe

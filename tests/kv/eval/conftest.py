@@ -22,5 +22,5 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six texts of 30 made-up sentences."""
+    """Six texts of 20 made-up sentences."""
     return small.texts(tmp_path_factory.mktemp("texts"))

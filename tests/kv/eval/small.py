@@ -57,7 +57,7 @@ def save_with_words(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def texts(folder: Path, count: int = 6, sentences: int = 30) -> Path:
+def texts(folder: Path, count: int = 6, sentences: int = 20) -> Path:
     """Write texts of made-up sentences, one a line."""
     drawn = random.Random(0)
     words = [

@@ -112,7 +112,7 @@ def call(*words: object) -> Any:
 
 def test_the_command_prints_a_table_and_writes_a_record(tmp_path: Path, folder: Path) -> None:
     out = tmp_path / "found.json"
-    shape = ["--model", folder, "--context", 33, "--facts", 4, "--samples", 4]
+    shape = ["--tasks", "recall", "--model", folder, "--context", 33, "--facts", 4, "--samples", 4]
     found = call(*shape, "--recipe", "keydiff:budget=0.25", "--out", out)
     assert found.exit_code == 0, found.output
     assert "keydiff:budget=0.25" in found.output and "none" in found.output
@@ -140,7 +140,8 @@ def test_the_command_prints_a_table_and_writes_a_record(tmp_path: Path, folder: 
         (["--sweep", "any.toml", "--facts", "4"], "--facts 4: --sweep any.toml says what is"),
         (["--sweep", "any.toml", "--seed", "4"], "--seed 4: --sweep any.toml says what is"),
         (["--recipe", "keydiff", "--samples", "1"], "at least 2"),
-        (["--recipe", "keydiff", "--model", "nowhere"], "model='nowhere'"),
+        (["--recipe", "keydiff", "--model", "nowhere"], "--model nowhere: no directory"),
+        (["--recipe", "keydiff", "--tasks", "recall", "--model", "nowhere"], "model='nowhere'"),
         (["--sweep", "nowhere.toml"], "nowhere.toml"),
     ],
 )

@@ -1,0 +1,49 @@
+"""Score what follows a context after a model's cache of it was compressed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcache.kv.hf.cache import KVCache
+from diffcache.kv.recipe import Recipe
+
+
+def acts_on_tokens(recipe: Recipe) -> bool:
+    """Return whether a recipe does anything while tokens are generated one by one."""
+    decoding = recipe.trigger is not None and recipe.trigger.decoding
+    return decoding or recipe.codec is not None or recipe.retrieve is not None
+
+
+@torch.no_grad()
+def score(
+    model: Any, cache: KVCache, last: int, following: list[int], recipe: Recipe
+) -> tuple[Tensor, Tensor]:
+    """Return how likely tokens are after a context, and which of them greedy decoding gives.
+
+    They are fed token by token where the recipe acts while tokens are generated, and at once where
+    it does not, so that each is scored as `generate` would meet it.
+
+    Args:
+        model: Model of transformers.
+        cache: Cache that holds the context but for its last token; goes on with what is fed.
+        last: Last token of the context.
+        following: Tokens that are scored.
+        recipe: What is done to the cache.
+
+    Returns:
+        Log-likelihoods in nats, float32 [n], and whether each token is the likeliest after those
+        before it, bool [n]; on the CPU.
+    """
+    fed = [last, *following[:-1]]
+    width = 1 if acts_on_tokens(recipe) else len(fed)
+    parts = []
+    for start in range(0, len(fed), width):
+        ids = torch.tensor([fed[start : start + width]], device=model.device)
+        parts.append(model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0])
+    known = torch.cat(parts).float().log_softmax(-1)
+    wanted = torch.tensor(following, device=known.device)
+    each = known.gather(1, wanted[:, None])[:, 0]
+    return each.cpu(), (known.argmax(-1) == wanted).cpu()

@@ -1,0 +1,184 @@
+"""Measure many recipes on texts: each alone, then seconds a token in turn; rows that fail are told.
+
+Time is that of the same model with a `DynamicCache` and sdpa, in the same process.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from diffcache.eval.cost.interleave import Call, Timings, Turn, summary
+from diffcache.eval.cost.interleave import measure as take_turns
+from diffcache.eval.kv.sweep import write_rows
+from diffcache.eval.kv.text_task import Progress, TextTask, changes, measure
+from diffcache.eval.kv.texts import Windows
+from diffcache.eval.kv.words import NONE, names_tables, parse_recipe
+from diffcache.eval.record import Setting
+from diffcache.kv.hf.cache import cache_for
+from diffcache.kv.hf.questions import read_context
+from diffcache.kv.recipe import Recipe
+
+BENCHMARK = "kv-text"
+STOCK = "DynamicCache"
+ROUNDS, WARMUP, CALLS = 5, 1, 8  # turns of each cache, untimed ones before, tokens of a turn
+
+
+@dataclass
+class Measured:
+    """What came out.
+
+    Attributes:
+        rows: Rows by word; the uncompressed cache first.
+        failed: Words that could not be measured, with why.
+        timings: Seconds of tokens, None where nothing could be timed.
+        count: Windows.
+    """
+
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    timings: Timings | None = None
+    count: int = 0
+
+
+def run(
+    task: TextTask, words: list[str], out: Path | None = None, progress: Progress | None = None
+) -> Measured:
+    """Measure recipes on texts.
+
+    Args:
+        task: What is asked.
+        words: Recipes, see `parse_recipe`.
+        out: JSON file of the record.
+        progress: Told how far it is.
+
+    Raises:
+        AttachError: If no cache of ours serves the model.
+        ValueError: If texts or a recipe cannot be read.
+        MissingError: If there is no tokenizer.
+    """
+    for word in words:
+        parse_recipe(word)  # raises before anything is loaded
+    started, drawn = time.monotonic(), task.windows()
+    weights = task.model.weights if any(map(names_tables, words)) else None
+    recipes = {NONE: Recipe()} | {word: parse_recipe(word, weights) for word in words}
+    model = task.model.load()
+    cache_for(model, Recipe(), mode="stock")  # raises where no cache of ours serves the model
+    found, told = Measured(count=len(drawn.ids)), progress or _silent
+    total = len(recipes) * len(drawn.ids)
+    for place, (word, recipe) in enumerate(recipes.items()):
+        step = partial(_step, told, place * len(drawn.ids), total, word)
+        try:
+            found.rows[word] = {**measure(model, recipe, task, drawn, step), "name": word}
+        except Exception as error:  # a row may fail in any way a model can
+            if word == NONE:
+                raise
+            found.failed[word] = _why(error)
+    changes(found.rows, NONE)
+    _time(found, recipes, model, task, drawn)
+    if out is not None:
+        _write(found, model, task, drawn, time.monotonic() - started, out)
+    return found
+
+
+def _silent(done: int, total: int, following: str) -> None:
+    """Tell nobody."""
+
+
+def _step(told: Progress, before: int, total: int, word: str, done: int) -> None:
+    told(before + done, total, word)
+
+
+def _why(error: Exception) -> str:
+    """Return an error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+@dataclass
+class _Decoding:
+    """A model and a cache that takes tokens one after the other.
+
+    Attributes:
+        model: Model; shares its weights with those of the others.
+        cache: Cache of a context.
+        tokens: Tokens that follow, int64 [1, n].
+        taken: Tokens so far.
+    """
+
+    model: Any
+    cache: Any
+    tokens: Tensor
+    taken: int = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take one more token."""
+        token = self.tokens[:, self.taken : self.taken + 1]
+        self.model(input_ids=token, past_key_values=self.cache, use_cache=True)
+        self.taken += 1
+
+
+def _time(
+    found: Measured, recipes: Mapping[str, Recipe], model: Any, task: TextTask, drawn: Windows
+) -> None:
+    """Time tokens of all caches in turn after the first context, and add them to the rows."""
+    ids = drawn.ids[0]
+    context, later = ids[:, : task.context], ids[:, task.context :]
+    calls = max(min(CALLS, (later.shape[1] - 1) // (ROUNDS + WARMUP)), 1)
+
+    def decoding(recipe: Recipe | None) -> _Decoding:
+        other = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+        if recipe is None:
+            other.set_attn_implementation("sdpa")
+            cache: Any = DynamicCache(config=other.config)
+            with torch.no_grad():
+                other(input_ids=context, past_key_values=cache, use_cache=True)
+        else:
+            cache = cache_for(other, recipe)
+            read_context(other, task.model.tokenizer, cache, context)
+        made = _Decoding(other, cache, later)
+        made.step()
+        return made
+
+    run_of: dict[str, _Decoding] = {STOCK: decoding(None)}
+    for word in list(found.rows):
+        try:
+            run_of[word] = decoding(recipes[word])
+        except Exception as error:
+            del found.rows[word]
+            found.failed[word] = _why(error)
+    turns: dict[str, Call | Turn] = {
+        name: Turn(each.step, calls=calls) for name, each in run_of.items()
+    }
+    setting = Setting(torch.device(task.model.device), model.dtype)
+    found.timings = take_turns(turns, ROUNDS, WARMUP, setting)
+    taken = found.timings.cpu_seconds if setting.device.type == "cpu" else found.timings.seconds
+    for word, row in found.rows.items():
+        ratios = [own / stock for own, stock in zip(taken[word], taken[STOCK], strict=True)]
+        row["token_seconds"], row["token_ratio"] = summary(taken[word]), summary(ratios)
+
+
+def _write(
+    found: Measured, model: Any, task: TextTask, drawn: Windows, seconds: float, out: Path
+) -> None:
+    device = torch.device(task.model.device)
+    body = {
+        "shapes": {
+            "device": device.type, "model": task.model.name, "context": task.context,
+            "samples": len(drawn.ids), "clock": "cpu" if device.type == "cpu" else "wall",
+            "parameters": sum(weight.numel() for weight in model.parameters()), **drawn.source,
+        },
+        "rounds": ROUNDS, "seed": task.seed, "seconds": round(seconds, 1),
+        "rows": list(found.rows.values()), "failed": found.failed,
+        "load": None if found.timings is None else found.timings.load,
+    }  # fmt: skip
+    write_rows(BENCHMARK, Setting(device, model.dtype), body, out)
