@@ -51,6 +51,8 @@ class KVLayer:
         tail: exact slots that grow.
         stats: of scorers, by name, float32 [B, H, S], in the order of `read`.
         summary: of a retriever; None where it has to be built anew.
+        latent: what is held are latents and, as values, rotary parts of keys. Queries meet both
+            together as keys, and the latents as values (multi-head latent attention).
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class KVLayer:
         self.tail = Tail()
         self.stats: dict[str, Tensor] = {}
         self.summary: LayerSummary | None = None
+        self.latent = False
 
     # the four verbs ------------------------------------------------------------------------
 
@@ -172,6 +175,8 @@ class KVLayer:
 
     def rotated(self, slots: Slots) -> Slots:
         """Return slots with their keys as queries meet them."""
+        if self.latent:
+            return Slots(torch.cat([slots.k, slots.v], -1), slots.k, slots.meta)
         if self.rotary is None:
             return slots
         rpos = slots.rpos

@@ -108,6 +108,8 @@ def observe(
     if layer.segments or layer.tail.start is None:
         order = torch.argsort(slots.pos, dim=-1, stable=True)
         slots = slots.gather(order)
+    if layer.latent:
+        slots = layer.rotated(slots)
     if layer.rotary is not None:
         slots = replace(slots, k=layer.rotary.rotate(slots.k, slots.rpos))
     stats = layer.stats

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ import transformers as hf
 from diffcache.errors import AttachError
 from diffcache.eval.kv import oracle
 from diffcache.foreign import attention_names
-from diffcache.kv import kivi, snapkv, streaming_llm
+from diffcache.kv import criticalkv, keydiff, kivi, look_m, quest, snapkv, streaming_llm
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.hf.refresh import recompute
+from diffcache.kv.life import save as life
 from diffcache.kv.recipe import Recipe
 from diffcache.pipelines.zoo.language import build
 from tests.kv.tiny import GREEDY, llama, prompts, row, same
@@ -162,22 +164,6 @@ def test_layers_that_attend_to_an_image_are_refused(name: str, recipe: Recipe) -
         cache_for(zoo(name, "mllama"), recipe)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("DeepseekV2ForCausalLM", "deepseek_v2"),
-        ("DeepseekV3ForCausalLM", "deepseek_v3"),
-        ("MiniCPM3ForCausalLM", "minicpm3"),
-        ("Kimi_K25ForConditionalGeneration", "kimi_k25"),
-    ],
-)
-def test_latents_are_held_and_not_dropped(name: str, kind: str) -> None:
-    model = zoo(name, kind)
-    with pytest.raises(AttachError, match="caches latents, .* What holds all of them can be used"):
-        cache_for(model, ALL)
-    same(generate(model, cache_for(model, kivi(2, group=8, residual=4096))), generate(model))
-
-
 def test_generate_that_hands_all_tokens_over_again_is_refused() -> None:
     model = llama(use_cache=False)
     with pytest.raises(AttachError, match=r"set model\.generation_config\.use_cache = True"):
@@ -259,6 +245,69 @@ def test_layers_that_all_have_a_window_are_served(name: str, kind: str, window: 
     ours, cache, log = oracle.run(model, snapkv(0.4, window=4), inputs, **GREEDY)
     assert cache.store.layers[0].held < cache.get_seq_length()
     same(ours, oracle.expected(model, cache, log, inputs, **GREEDY), 1e-4)
+
+
+# latents --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("DeepseekV3ForCausalLM", "deepseek_v3"), ("MiniCPM3ForCausalLM", "minicpm3")],
+)
+def test_latents_are_dropped_and_chosen_as_a_whole(name: str, kind: str, tmp_path: Path) -> None:
+    model = zoo(name, kind)
+    expected = generate(model)
+    for recipe in (ALL, quest(64, page=4), kivi(2, group=8, residual=4096)):
+        same(generate(model, cache_for(model, recipe, mode="native")), expected, 1e-4)
+    detach(model)
+    for recipe in (snapkv(0.4, window=4), keydiff(0.5)):
+        ours, cache, log = oracle.run(model, recipe, ONE, **GREEDY)
+        assert cache.store.layers[0].held < cache.get_seq_length()
+        same(ours, oracle.expected(model, cache, log, ONE, **GREEDY), 1e-4)
+    with torch.no_grad():
+        past = hf.DynamicCache(config=model.config)
+        model(input_ids=IDS[:, :20], past_key_values=past)
+        stock = generate(model, deepcopy(past))
+        read = cache_for(model, ALL, past=past, mode="native")
+        life.save(tmp_path / "latents", read.store)
+        loaded = cache_for(model, ALL)
+        life.load(tmp_path / "latents", loaded.store)
+        for layer in loaded.layers:
+            layer.is_initialized = True
+        for each in (read.to_dynamic(), loaded, read):
+            same(generate(model, each), stock, 1e-4)
+        detach(model)
+
+
+def test_latents_are_small_and_their_slots_are_half_gone() -> None:
+    model = zoo("DeepseekV3ForCausalLM", "deepseek_v3")
+    cache = cache_for(model, snapkv(0.5, window=4))
+    with torch.no_grad():
+        model(**ONE, past_key_values=cache)
+    cache.settle()
+    detach(model)
+    held = cache.store.layers[0].read()
+    assert (held.k.shape[1:], held.v.shape[1:]) == ((1, 12, 16), (1, 12, 8))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        (streaming_llm(12), r"streaming_llm holds keys before rotation .*rotate=False"),
+        (look_m(0.5), "look_m merges slots"),
+        (criticalkv(base=snapkv(0.5)), "reads output projections"),
+    ],
+)
+def test_what_latents_cannot_do_is_refused(recipe: Recipe, why: str) -> None:
+    model = zoo("DeepseekV3ForCausalLM", "deepseek_v3")
+    with pytest.raises(AttachError, match=f"caches latents, .*{why}"):
+        cache_for(model, recipe)
+    other = deepcopy(model)
+    cache = cache_for(other, ALL)
+    for layer in other.model.layers:  # an adapter that its weights do not show
+        layer.self_attn.kv_b_proj.register_forward_hook(lambda *given: given[-1] * 1.5)
+    with pytest.raises(AttachError, match="makes keys and values from latents otherwise"):
+        other(**ONE, past_key_values=cache)
 
 
 # full attention and a state in one layer ---------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from diffcache.errors import AttachError
 from diffcache.kv.attend import Query, View, attend
+from diffcache.kv.hf.latent import absorbed, check_made, values_of
 from diffcache.kv.hf.writer import Writer
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.segment import PLAIN
@@ -127,7 +128,13 @@ def attention(
     )  # fmt: skip
     if window is not None and not refreshing:
         asked = replace(asked, mask=_reached(asked, window), window=None)
+    latent = writer.store.layers[handle.number].latent
     if writer.refreshing is not None:
+        if latent:
+            raise AttachError(
+                f"{type(module).__name__} caches latents: tokens are not computed anew in place; "
+                "read them again with a new cache"
+            )
         if writer.readers is not None:
             writer.store.layers[handle.number].rotary = writer.readers[handle.number].read()
         out = writer.refreshing.attend(handle.number, key, value, asked)
@@ -135,9 +142,36 @@ def attention(
     if window is None or start + count <= window:
         writer.check_past(attention_mask)
     valid = writer.valid(attention_mask, start, count, len(key))
+    if latent:
+        out = _over_latents(handle, module, asked, (key, value), valid)
+        return out.transpose(1, 2).contiguous(), None
     writer.write(handle.number, key, value, valid=valid, position_ids=kwargs.get("position_ids"))
     out = writer.store.attend(handle.number, asked, valid)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _over_latents(
+    handle: _Handle, module: nn.Module, asked: Query, made: tuple[Tensor, Tensor],
+    valid: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return attention over slots that hold latents, [B, Hq, n, Dv].
+
+    Args:
+        handle: New latents and rotary parts, as the cache was given them.
+        module: The attention module.
+        asked: Its queries.
+        made: Keys and values [B, Hq, n, D] that it made of the new latents.
+        valid: bool [B, n], which of them are no padding.
+    """
+    writer, number = handle.writer, handle.number
+    if number not in writer.checked:
+        check_made(module, handle.key, handle.value, *made)
+        writer.checked.add(number)
+    writer.handed.append(weakref.ref(made[0]))
+    writer.write(number, handle.key, handle.value, valid=valid)
+    query = replace(asked, q=absorbed(module, asked.q, handle.value))
+    out = writer.store.attend(number, query, valid)
+    return values_of(module, out, made[1].shape[3])
 
 
 def _check_first(served: _Served | None, module: nn.Module, query: Tensor, key: Tensor) -> None:
@@ -161,6 +195,8 @@ def _check_meant(handle: _Handle, module: nn.Module, key: Tensor, value: Tensor)
             "cache_for(model, ...)"
         )
     pairs = {"keys": (key, handle.key), "values": (value, handle.value)}
+    if handle.writer.store.layers[handle.number].latent:
+        return  # it makes them of what the cache was given; see `check_made`
     changed = [word for word, (one, other) in pairs.items() if one is not other]
     if changed:
         raise AttachError(

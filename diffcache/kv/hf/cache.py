@@ -19,13 +19,13 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from diffcache.errors import AttachError
 from diffcache.kv.hf.attention import forget
+from diffcache.kv.hf.latent import check_latent
 from diffcache.kv.hf.layer import FusedLayer, SlotLayer
 from diffcache.kv.hf.model import (
     Mode,
     Setup,
     attentions,
     check_generates_with_cache,
-    check_native,
     choose,
     decoder_config,
     decoder_of,
@@ -100,8 +100,7 @@ def cache_for(
             "with a recipe that drops nothing"
         )
     modules = attentions(model, owned)
-    if mode == "native":
-        check_native(model, modules)
+    latent = mode == "native" and check_latent(model, modules.values(), recipe)
     readers = None
     if recipe.space == "pre":
         readers = [reader(model, modules, index, config) for index in owned]
@@ -110,6 +109,8 @@ def cache_for(
     store = KVStore(
         len(owned), recipe, rotary=None if readers is None else [r.read() for r in readers], out=out
     )
+    for layer in store.layers:
+        layer.latent = latent
     store.origin = partial(origin_of, weakref.ref(decoder_of(model)))
     known = WeakSet(module for _, module in numbered(model))
     setup = Setup(mode, why, tuple(owned), config, windows, known, eager)

@@ -156,21 +156,6 @@ def _is_cross(module: nn.Module) -> bool:
     return "Cross" in type(module).__name__
 
 
-def check_native(model: nn.Module, modules: dict[int, nn.Module]) -> None:
-    """Check that attention meets the keys and values that the cache is given.
-
-    Raises:
-        AttachError: If it does not.
-    """
-    latent = [m for m in modules.values() if getattr(m, "kv_lora_rank", None) is not None]
-    if latent:
-        raise AttachError(
-            f"{type(model).__name__} caches latents, of which {type(latent[0]).__name__} makes "
-            "keys and values later (multi-head latent attention): slots cannot be dropped, chosen "
-            "or moved. What holds all of them can be used, such as kivi, or mode='stock'"
-        )
-
-
 def reader(model: nn.Module, found: dict[int, nn.Module], index: int, config: Any) -> RotaryReader:
     """Return what tells how a layer rotates its keys.
 

@@ -176,7 +176,7 @@ def _all_of(core: KVLayer, window: int | None) -> Slots | None:
     gone = core.seen - core.held
     if gone and (window is None or core.held < window - 1):
         return None
-    slots = core.rotated(core.read())
+    slots = core.read() if core.latent else core.rotated(core.read())
     if "logn" in slots.meta or any(segment.traits != PLAIN for segment in core.segments):
         return None
     held = torch.full((len(slots.k), 1), core.held, device=slots.k.device)

@@ -27,6 +27,7 @@ class Writer:
         exchange: What is written in place of keys before rotation and values of a layer, if any.
         past: Which tokens that were taken over are no padding, bool [B or 1, T], until a mask is
             seen.
+        checked: Layers of latents of which it was seen what their module makes of them.
         setup: How the cache goes with its model.
         handed: The keys that `update` returned in this forward.
     """
@@ -49,6 +50,7 @@ class Writer:
         self.refreshing: Refreshing | None = None
         self.exchange: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         self.past: Tensor | None = None
+        self.checked: set[int] = set()
 
     def rows(self, index: Tensor) -> None:
         """Keep batch rows, int64 [m]."""

@@ -125,7 +125,8 @@ def _filled(state: Mapping[str, Any], like: KVStore) -> KVStore:
         )
     rotary = [layer.rotary for layer in like.layers if layer.rotary is not None]
     store = KVStore(len(saved), like.recipe, rotary=rotary or None)
-    for layer, each in zip(store.layers, saved, strict=True):
+    for layer, each, ours in zip(store.layers, saved, like.layers, strict=True):
+        layer.latent = ours.latent
         _fill(layer, each)
     store.restore(state)
     (wrote, since), fresh = state["wrote"], state["fresh"]
@@ -158,7 +159,7 @@ def _fill(layer: KVLayer, saved: Mapping[str, Any]) -> None:
         layer.tail = Tail.of(slots)
     if not layer.held:
         return
-    whole = layer.rotated(layer.read())
+    whole = layer.read() if layer.latent else layer.rotated(layer.read())
     layer.form = Form.of(whole.k, whole.v)
     shape = (layer.form.batch, layer.form.heads, layer.held)
     fits = shape == whole.k.shape[:3] == whole.v.shape[:3] and int(whole.pos.max()) < layer.seen
