@@ -12,8 +12,8 @@ from torch import Tensor
 from diffcache.kv.attend import View
 from diffcache.kv.codec.base import tensors
 from diffcache.kv.rotary import Rotation
-from diffcache.kv.segment import Dense, Flat, Segment
-from diffcache.kv.slots import EMPTY, Slots, join
+from diffcache.kv.segment import PLAIN, Dense, Flat, Segment, read_all
+from diffcache.kv.slots import EMPTY, Slots
 from diffcache.kv.summary import LayerSummary
 from diffcache.kv.tail import Tail
 
@@ -142,13 +142,12 @@ class KVLayer:
         Raises:
             ValueError: If nothing was written.
         """
-        parts = [segment.read() for segment in self.segments]
         tail = self.tail.read()
-        if tail is not None and (tail.width or not parts):
-            parts.append(tail)
-        if not parts:
+        if tail is None and not self.segments:
             raise ValueError(f"layer {self.index} is empty: write keys and values first")
-        return join(parts)
+        if tail is not None and not tail.width and self.segments:
+            tail = None
+        return read_all(self.segments, tail)
 
     def reset(self) -> None:
         """Forget everything."""

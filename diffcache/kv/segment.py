@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.codec.base import Payload
-from diffcache.kv.slots import EMPTY, Slots, span
+from diffcache.kv.slots import EMPTY, Slots, join, join_meta, span
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,18 @@ class Segment(ABC):
     @abstractmethod
     def read(self) -> Slots:
         """Return the slots, decoded and padded."""
+
+    def read_into(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        """Write what `read` returns into tensors, and return the metadata.
+
+        Args:
+            k: [B, H, S, D], of any strides.
+            v: [B, H, S, Dv].
+        """
+        slots = self.read()
+        k.copy_(slots.k)
+        v.copy_(slots.v)
+        return slots.meta
 
     @abstractmethod
     def take(self, index: Tensor, keep: Tensor) -> Segment:
@@ -197,10 +210,26 @@ class Coded(Segment):
 
     def read(self) -> Slots:
         """Return the slots, decoded."""
-        k, v = self.k.decode(), self.v.decode()
-        if self.exact is not None:
-            v = torch.cat([v, self.exact], 2)
+        k = self.k.decode()
+        if self.exact is None:
+            return Slots(k, self.v.decode(), self.known(k.shape[0], k.device))
+        v = self.exact.new_empty(*k.shape[:3], self.exact.shape[3])
+        self._read_values(v)
         return Slots(k, v, self.known(k.shape[0], k.device))
+
+    def read_into(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        """Decode into tensors, and return the metadata."""
+        self.k.decode_into(k)
+        self._read_values(v)
+        return self.known(k.shape[0], k.device)
+
+    def _read_values(self, v: Tensor) -> None:
+        if self.exact is None:
+            self.v.decode_into(v)
+            return
+        coded = self.size - self.exact.shape[2]
+        self.v.decode_into(v[:, :, :coded])
+        v[:, :, coded:] = self.exact
 
     def take(self, index: Tensor, keep: Tensor) -> Coded:
         """Return chosen slots, codes as they are; the values must all be coded.
@@ -231,3 +260,24 @@ class Coded(Segment):
         if "pos" in self.meta:
             return dict(self.meta)
         return {**self.meta, "pos": span(self.start, self.start + self.size, batch, device)}
+
+
+def read_all(segments: Sequence[Segment], tail: Slots | None) -> Slots:
+    """Return slots one after the other; codes are decoded to where they end up.
+
+    Args:
+        segments: What comes first; at least one if there is no tail.
+        tail: What comes last.
+    """
+    if tail is None or not any(segment.coded for segment in segments):
+        parts = [segment.read() for segment in segments]
+        return join(parts if tail is None else [*parts, tail])
+    width = sum(segment.width for segment in segments)
+    k, v = (x.new_empty(*x.shape[:2], width + tail.width, x.shape[3]) for x in (tail.k, tail.v))
+    k[:, :, width:], v[:, :, width:] = tail.k, tail.v
+    metas, first = [], 0
+    for segment in segments:
+        last = first + segment.width
+        metas.append(segment.read_into(k[:, :, first:last], v[:, :, first:last]))
+        first = last
+    return Slots(k, v, join_meta([*metas, tail.meta]))

@@ -21,6 +21,22 @@ class Payload(ABC):
     def decode(self) -> Tensor:
         """Return `[B, H, S, D]` in the dtype that was encoded."""
 
+    def decode_into(self, out: Tensor) -> None:
+        """Write what `decode` returns into a tensor.
+
+        Args:
+            out: `[B, H, S, D]`, of any strides.
+        """
+        out.copy_(self.decode())
+
+    def decode_at(self, index: Tensor) -> Tensor:
+        """Return `decode` gathered at some slots, bit for bit, decoding no others.
+
+        Args:
+            index: `[B, H, n]` int64, slots of each row and head.
+        """
+        return self.take(index).decode()
+
     @abstractmethod
     def take(self, index: Tensor) -> Payload:
         """Keep some slots, in the order given, without coding anything again.

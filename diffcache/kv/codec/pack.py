@@ -16,6 +16,7 @@ CHUNKS: dict[float, tuple[int, int, int]] = {
     4: (2, 1, 16),
     8: (1, 1, 256),
 }
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # a byte for each number of a byte
 
 
 def chunk_of(bits: float) -> tuple[int, int, int]:
@@ -56,14 +57,14 @@ def pack(codes: Tensor, bits: float) -> Tensor:
     count, width, base = chunk_of(bits)
     if width == count == 1:
         return codes.to(torch.uint8).contiguous()
-    codes = functional.pad(codes, (0, -codes.shape[-1] % count))
-    chunks = codes.reshape(*codes.shape[:-1], codes.shape[-1] // count, count)
-    # int32 holds the 24 bits of the widest chunk.
-    whole = torch.zeros(chunks.shape[:-1], dtype=torch.int32, device=codes.device)
-    for digit in reversed(range(count)):
-        whole.mul_(base).add_(chunks[..., digit])
+    if codes.shape[-1] % count:
+        codes = functional.pad(codes, (0, -codes.shape[-1] % count))
+    *lower, whole = codes.unflatten(-1, (-1, count)).unbind(-1)
+    whole = whole.to(torch.uint8 if width == 1 else torch.int32)  # the widest chunk has 24 bits
+    for digit in reversed(lower):
+        whole = (whole * base).add_(digit)
     if width == 1:
-        return whole.to(torch.uint8)
+        return whole
     parts = [(whole >> 8 * place & 255).to(torch.uint8) for place in range(width)]
     return torch.stack(parts, -1).flatten(-2)
 
@@ -90,6 +91,8 @@ def unpack(packed: Tensor, bits: float, size: int) -> Tensor:
         )
     if width == count == 1:
         return packed
+    if base**count == 256:
+        return spread(packed, count)[..., :size]
     if width == 1:
         return digits(packed, base, count)[..., :size]
     whole = torch.zeros((*packed.shape[:-1], packed.shape[-1] // width), dtype=torch.int32)
@@ -97,6 +100,27 @@ def unpack(packed: Tensor, bits: float, size: int) -> Tensor:
     for place in range(width):
         whole |= packed[..., place::width].to(torch.int32) << 8 * place
     return digits(whole, base, count)[..., :size].to(torch.uint8)
+
+
+def spread(packed: Tensor, count: int) -> Tensor:
+    """Return the numbers of bytes that hold `count` of them each, `[..., N]` as `[..., N * count]`.
+
+    Each byte becomes a word of `count` bytes, whose halves are moved apart until every byte of it
+    holds one number: whole words at a time, where looking at one digit after another would copy
+    each of them to its place.
+
+    Args:
+        packed: uint8.
+        count: 2, 4 or 8 numbers of a byte, each a power of two wide.
+    """
+    words = packed.to(_WORDS[count], memory_format=torch.contiguous_format)
+    apart = count * 8  # bits that a run of numbers stands in
+    held = 8  # bits of a run
+    while held > 8 // count:
+        apart, held = apart // 2, held // 2
+        mask = sum((1 << held) - 1 << place for place in range(0, count * 8, apart))
+        words = words.bitwise_or_(words << apart - held).bitwise_and_(mask)
+    return words.view(torch.uint8)  # the lowest byte comes first
 
 
 def digits(whole: Tensor, base: int, count: int) -> Tensor:

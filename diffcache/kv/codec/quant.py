@@ -45,17 +45,31 @@ class Quantized(Payload):
 
     def decode(self) -> Tensor:
         """Return `code * scale + low`, computed in float32 (float64 for float64)."""
-        codes = unpack(self.codes, self.codec.bits, self.size).to(work_dtype(self.dtype))
-        values = self.grid.values
-        if self.codec.along == "channels":
-            width = self.codec.width(self.size)
-            groups = functional.pad(codes, (0, -self.size % width)).unflatten(3, (-1, width))
-            wide = self.codec.restore(groups, self.grid.lookup().unsqueeze(-1)).flatten(3)
-            return wide[..., : self.size].to(self.dtype)
-        if self.grid.of is None:
-            groups = codes.reshape(*values.shape[:3], self.grid.each, self.size)
-            return self.codec.restore(groups, values.unsqueeze(4)).flatten(2, 3).to(self.dtype)
-        return self.codec.restore(codes, self.grid.lookup()).to(self.dtype)
+        shape, wide = (*self.codes.shape[:3], self.size), work_dtype(self.dtype)
+        out = torch.empty(shape, dtype=wide, device=self.codes.device)
+        self.decode_into(out)
+        return out.to(self.dtype)
+
+    def decode_into(self, out: Tensor) -> None:
+        """Write what `decode` returns; all in place, as new memory is what costs most."""
+        if out.dtype != work_dtype(self.dtype):
+            out.copy_(self.decode())
+            return
+        codec, grid = self.codec, self.grid
+        codes, width = unpack(self.codes, codec.bits, self.size), codec.width(self.size)
+        if codec.along == "channels" and self.size % width:
+            padded = functional.pad(codes, (0, -self.size % width)).to(out.dtype)
+            self.codec.restore_(padded.unflatten(3, (-1, width)), grid.lookup().unsqueeze(-1))
+            out.copy_(padded[..., : self.size])
+            return
+        out.copy_(codes)
+        if codec.along == "channels":
+            codec.restore_(out.unflatten(3, (-1, width)), grid.lookup().unsqueeze(-1))
+        elif grid.of is None:
+            runs = (grid.values.shape[2], grid.each)
+            codec.restore_(out.unflatten(2, runs), grid.values.unsqueeze(4))
+        else:
+            codec.restore_(out, grid.lookup())
 
     def take(self, index: Tensor) -> Quantized:
         """Gather codes, and the grids they use."""
@@ -151,46 +165,45 @@ class GroupQuant(TensorCodec):
         if self.symmetric:
             high = torch.maximum(high.abs(), low.abs())
             low = -high
-        span = (high - low) * (1 - 2 * self.relax)
-        found = [span / self.intervals]
+        span = high - low
+        scale = (span * (1 - 2 * self.relax) if self.relax else span) / self.intervals
+        found = [scale]
         if not self.symmetric:
-            low = low + (high - low) * self.relax
+            low = low + span * self.relax if self.relax else low
             if self.whole_zero:
-                scale = found[0]
                 low = ((low / scale).round() * scale).where(scale > 0, low)
             found.append(low)
         limit = torch.finfo(self.scale_dtype).max
-        return torch.stack(found, 3).clamp(-limit, limit).to(self.scale_dtype)
+        return torch.stack(found, 3).clamp_(-limit, limit).to(self.scale_dtype)
 
     def codes_of(self, groups: Tensor, grid: Tensor) -> Tensor:
         """Return the nearest codes, uint8, the shape of `groups`.
 
         Args:
             groups: As in `fit`.
-            grid: From `fit`, with an axis of 1 where the group ran (see `restore`).
+            grid: From `fit`, with an axis of 1 where the group ran (see `restore_`).
         """
         scale, low = self.parts_of(grid, groups.dtype)
         # A scale of 0 gives code 0, which stands for the group's one value; 0 / 0 would be NaN.
-        scale = torch.where(scale > 0, scale, math.inf)
+        scale = scale.masked_fill(scale <= 0, math.inf)
         top = min(self.intervals, chunk_of(self.bits)[2] - 1)
-        return ((groups - low) / scale).round_().clamp_(0, top).to(torch.uint8)
+        return ((groups - low).div_(scale)).round_().clamp_(0, top).to(torch.uint8)
 
-    def restore(self, codes: Tensor, grid: Tensor) -> Tensor:
-        """Return the values of codes.
+    def restore_(self, codes: Tensor, grid: Tensor) -> None:
+        """Turn codes into their values, in place.
 
         Args:
-            codes: Codes in the dtype of the arithmetic.
+            codes: Codes in the dtype of the arithmetic, which are written over.
             grid: Stored scale (and low) in axis 3; without it the shape broadcasts with `codes`.
         """
         scale, low = self.parts_of(grid, codes.dtype)
-        return codes * scale + low
+        codes.mul_(scale).add_(low)
 
     def parts_of(self, grid: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return (scale, value of code 0) of a stored grid."""
-        scale = grid.select(3, 0).to(dtype)
-        if self.symmetric:
-            return scale, scale * (-self.intervals / 2)
-        return scale, grid.select(3, 1).to(dtype)
+        # Converted whole and each part put together: what lies apart is slow to go over.
+        scale, *low = (part.contiguous() for part in grid.to(dtype).unbind(3))
+        return scale, scale * (-self.intervals / 2) if self.symmetric else low[0]
 
     def encode(self, x: Tensor) -> Quantized:
         """Code a tensor `[B, H, S, D]`."""
