@@ -12,7 +12,7 @@ from torch import Tensor
 from diffcache.kv.attend import View
 from diffcache.kv.codec.base import tensors
 from diffcache.kv.rotary import Rotation
-from diffcache.kv.segment import PLAIN, Dense, Flat, Segment, read_all
+from diffcache.kv.segment import Dense, Flat, Segment, read_all
 from diffcache.kv.slots import EMPTY, Slots
 from diffcache.kv.summary import LayerSummary
 from diffcache.kv.tail import Tail

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Payload
-from diffcache.kv.slots import EMPTY, Slots, join, join_meta, span
+from diffcache.kv.codec.base import Payload, gather_slots
+from diffcache.kv.slots import EMPTY, Slots, join, join_meta, pick, span
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,15 @@ class Segment(ABC):
         k.copy_(slots.k)
         v.copy_(slots.v)
         return slots.meta
+
+    def read_at(self, index: Tensor, keep: Tensor | None = None) -> Slots:
+        """Return chosen slots, decoded; no others are where the layout allows it.
+
+        Args:
+            index: int64 [B, H, n], slots of each row as `read` shows them.
+            keep: bool like `index`; the others come out empty. None keeps all.
+        """
+        return self.read().gather(index, keep)
 
     @abstractmethod
     def take(self, index: Tensor, keep: Tensor) -> Segment:
@@ -230,6 +239,20 @@ class Coded(Segment):
         coded = self.size - self.exact.shape[2]
         self.v.decode_into(v[:, :, :coded])
         v[:, :, coded:] = self.exact
+
+    def read_at(self, index: Tensor, keep: Tensor | None = None) -> Slots:
+        """Decode chosen slots and no others."""
+        known = self.known(len(index), index.device)
+        meta = {name: pick(value, index) for name, value in known.items()}
+        if keep is not None:
+            meta["pos"] = meta["pos"].where(keep, EMPTY)
+        if self.exact is None:
+            return Slots(self.k.decode_at(index), self.v.decode_at(index), meta)
+        coded = self.size - self.exact.shape[2]
+        late = index - coded
+        exact = gather_slots(self.exact, late.clamp_min(0))
+        v = self.v.decode_at(index.clamp_max(coded - 1)) if coded else exact
+        return Slots(self.k.decode_at(index), exact.where((late >= 0)[..., None], v), meta)
 
     def take(self, index: Tensor, keep: Tensor) -> Coded:
         """Return chosen slots, codes as they are; the values must all be coded.

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diffcache.kv.codec.base import gather_slots
+
 EMPTY = -1
 # What a slot without an entry is taken to have; a rotary position is that of the slot itself.
 _FILL: Mapping[str, tuple[torch.dtype, float]] = {
@@ -62,13 +64,11 @@ class Slots:
             index: int64 [B, 1 or H, n], slots of each row.
             keep: bool like `index`; the others come out empty.
         """
-        meta = {name: _pick(value, index) for name, value in self.meta.items()}
+        meta = {name: pick(value, index) for name, value in self.meta.items()}
         if keep is not None:
             meta["pos"] = meta["pos"].where(keep, torch.full_like(meta["pos"], EMPTY))
-        rows = torch.arange(len(index), device=index.device)[:, None, None]
-        heads = torch.arange(self.k.shape[1], device=index.device)[:, None]
-        # Indexing copies whole vectors; `torch.gather` looks up every channel, ten times slower.
-        return Slots(self.k[rows, heads, index], self.v[rows, heads, index], meta)
+        index = index.expand(-1, self.k.shape[1], -1)
+        return Slots(gather_slots(self.k, index), gather_slots(self.v, index), meta)
 
     def narrow(self, start: int, stop: int) -> Slots:
         """Return slots `start` to `stop`, as views."""
@@ -128,10 +128,10 @@ def span(start: int, stop: int, batch: int, device: torch.device) -> Tensor:
     return torch.arange(start, stop, dtype=torch.int32, device=device).expand(batch, 1, -1)
 
 
-def _pick(column: Tensor, index: Tensor) -> Tensor:
-    if index.shape[1] > column.shape[1]:
-        column = column.expand(-1, index.shape[1], -1)
-    return column.gather(2, index.expand(-1, column.shape[1], -1))
+def pick(column: Tensor, index: Tensor) -> Tensor:
+    """Return metadata [B, 1 or H, S] at some slots, int64 [B, 1 or H, n]."""
+    batch, heads = (max(column.shape[axis], index.shape[axis]) for axis in (0, 1))
+    return column.expand(batch, heads, -1).gather(2, index.expand(batch, heads, -1))
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -71,6 +71,12 @@ class Quantized(Payload):
         else:
             codec.restore_(out, grid.lookup())
 
+    def decode_at(self, index: Tensor) -> Tensor:
+        """Decode some slots, each with its grid."""
+        codes = gather_slots(self.codes, index)
+        grid = SlotTable(self.grid.lookup_at(index), 1)
+        return replace(self, codes=codes, grid=grid).decode()
+
     def take(self, index: Tensor) -> Quantized:
         """Gather codes, and the grids they use."""
         return replace(self, codes=gather_slots(self.codes, index), grid=self.grid.take(index))

@@ -51,6 +51,14 @@ class SlotTable:
         spread = self.values.unsqueeze(3).expand(batch, heads, count, self.each, *tail)
         return spread.reshape(batch, heads, count * self.each, *tail)
 
+    def lookup_at(self, index: Tensor) -> Tensor:
+        """Return the rows of the slots at `index`, `[B, H, n]` int64, as `[B, H, n, ...]`."""
+        if self.of is not None:
+            rows = self.of.gather(2, index).long()
+        else:
+            rows = index if self.each == 1 else index.div(self.each, rounding_mode="floor")
+        return gather_slots(self.values, rows)
+
     def take(self, index: Tensor) -> SlotTable:
         """Keep the slots at `index`, `[B, H, n]` int64, and drop rows that no head uses."""
         if self.of is None and self.each == 1:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from diffcache.kv.attend import View
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.segment import PLAIN, Coded, Segment
+from diffcache.kv.segment import PLAIN
 from diffcache.kv.slots import EMPTY, Slots, join
 
 
@@ -34,8 +32,7 @@ def packed(mask: Tensor) -> tuple[Tensor, Tensor]:
 def views_of(layer: KVLayer, mask: Tensor) -> list[View]:
     """Return the slots that a mask names as queries meet them.
 
-    Work on keys and values is in proportion to what is named: coded slots are taken before they
-    are decoded, except where values wait to be coded.
+    Work on keys and values is in proportion to what is named: no other codes are decoded.
 
     Args:
         layer: The layer.
@@ -52,7 +49,7 @@ def views_of(layer: KVLayer, mask: Tensor) -> list[View]:
         index, keep = packed(part)
         if not index.shape[2]:
             continue
-        slots = _taken(segment, index, keep, heads)
+        slots = segment.read_at(*(x.expand(-1, heads, -1) for x in (index, keep)))
         if segment.traits == PLAIN:
             plain.append(slots)
         else:
@@ -60,7 +57,7 @@ def views_of(layer: KVLayer, mask: Tensor) -> list[View]:
     if tail is not None and tail.width:
         index, keep = packed(mask[..., first:])
         if index.shape[2]:
-            plain.append(_gathered(tail, index, keep))
+            plain.append(tail.gather(index, keep))
     if plain:
         apart.insert(0, View(layer.rotated(join(plain))))
     return apart
@@ -91,19 +88,3 @@ def at_positions(wanted: Tensor, pos: Tensor) -> Tensor:
     table.scatter_(2, wanted.where(wanted >= 0, size - 1), True)
     table[..., size - 1] = False
     return table.gather(2, pos.clamp_min(0)) & (pos >= 0)
-
-
-def _taken(segment: Segment, index: Tensor, keep: Tensor, heads: int) -> Slots:
-    if isinstance(segment, Coded) and segment.exact is None:
-        index, keep = (x.expand(-1, heads, -1) for x in (index, keep))
-        return segment.take(index, keep).read()
-    return _gathered(segment.read(), index, keep)
-
-
-def _gathered(slots: Slots, index: Tensor, keep: Tensor) -> Slots:
-    batch = len(index)
-    if len(slots.k) < batch:  # shared by all rows
-        meta = {name: value.expand(batch, -1, -1) for name, value in slots.meta.items()}
-        slots = replace(slots, k=slots.k.expand(batch, -1, -1, -1),
-                        v=slots.v.expand(batch, -1, -1, -1), meta=meta)  # fmt: skip
-    return slots.gather(index, None if bool(keep.all()) else keep)
