@@ -59,10 +59,11 @@ def pack(codes: Tensor, bits: float) -> Tensor:
         return codes.to(torch.uint8).contiguous()
     if codes.shape[-1] % count:
         codes = functional.pad(codes, (0, -codes.shape[-1] % count))
-    *lower, whole = codes.unflatten(-1, (-1, count)).unbind(-1)
-    whole = whole.to(torch.uint8 if width == 1 else torch.int32)  # the widest chunk has 24 bits
-    for digit in reversed(lower):
-        whole = (whole * base).add_(digit)
+    numbers = codes.unflatten(-1, (-1, count)).unbind(-1)
+    # The widest chunk has 24 bits.
+    whole: Tensor = numbers[-1].to(torch.uint8 if width == 1 else torch.int32)
+    for number in reversed(numbers[:-1]):
+        whole = (whole * base).add_(number)
     if width == 1:
         return whole
     parts = [(whole >> 8 * place & 255).to(torch.uint8) for place in range(width)]
