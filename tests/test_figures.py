@@ -11,7 +11,6 @@ from diffcache.eval.record import FOLDER
 from diffcache.eval.runs.measure import evaluate
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.sweep import read_sweep, read_values
-from tests.awaited import AWAITED
 
 ROOT = Path(__file__).parents[1]
 MODELS = figures.models()
@@ -36,8 +35,6 @@ def test_record_has_the_rows_of_its_sweep(
     monkeypatch.chdir(ROOT)
     if model.startswith("shapes-flux"):
         pytest.importorskip("cache_dit")  # some of its rows
-    elif model == "shapes-wan" and f"eval-{model}-methods" in AWAITED:
-        pytest.skip("its sweep has got rows, and is drawn again")
     sweep = FOLDER / f"eval-{model}-methods.toml"
     (plan,) = read_sweep(sweep, tmp_path)  # its tables are there, and are those of the methods
     record = json.loads(sweep.with_suffix(".json").read_text())

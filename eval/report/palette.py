@@ -51,8 +51,9 @@ class Style:
 
 
 def family(row: dict[str, Any]) -> str:
-    """Return what rows of the same method share: its class, else the row's name."""
-    return str(row.get("method") or row["name"]).partition("(")[0]
+    """Return what rows of the same method share: its class, a peer's name, else the row's name."""
+    name = str(row["name"]).partition(":")[0]
+    return name if "/" in name else str(row.get("method") or row["name"]).partition("(")[0]
 
 
 def styles(record: Record) -> dict[str, Style]:
