@@ -12,6 +12,7 @@ from torch import Tensor
 from diffcache.kv.attend import View
 from diffcache.kv.codec.base import tensors
 from diffcache.kv.rotary import Rotation
+from diffcache.kv.rotary_table import RotaryTable
 from diffcache.kv.segment import Dense, Flat, Segment, read_all
 from diffcache.kv.slots import EMPTY, Slots
 from diffcache.kv.summary import LayerSummary
@@ -185,6 +186,8 @@ class KVLayer:
 
     def _rebased(self, slots: Slots) -> Tensor:
         """Return rotary positions without gaps, the newest slot's as it is."""
+        if isinstance(self.rotary, RotaryTable):
+            return self.rotary.closed(slots.pos)
         order = slots.valid.cumsum(-1)
         newest = slots.rpos.amax(-1, keepdim=True)
         return (newest - (order[..., -1:] - order)).clamp_min(0).to(torch.int32)

@@ -299,17 +299,6 @@ def test_models_that_cannot_be_compressed_say_so() -> None:
         cache_for(plain, keep(12, space="pre"))
 
 
-def test_axes_of_positions_are_refused_where_keys_are_turned() -> None:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    text = {**SMALL, "num_key_value_heads": 2, "rope_parameters": rope}
-    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
-    model = hf.Qwen2VLForConditionalGeneration(
-        hf.Qwen2VLConfig(text_config=text, vision_config=vision)
-    )
-    with pytest.raises(AttachError, match="positions of 3 axes.*space='post'"):
-        cache_for(model, keep(12, space="pre"))
-
-
 def test_attention_modules_are_found_by_either_name() -> None:
     model = hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**SMALL)).double().eval()
     expected = model.generate(**ROWS, **GREEDY)

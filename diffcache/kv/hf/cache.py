@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from diffcache.errors import AttachError
 from diffcache.kv.hf.attention import forget
+from diffcache.kv.hf.axes import noted_by
 from diffcache.kv.hf.latent import check_latent
 from diffcache.kv.hf.layer import FusedLayer, SlotLayer
 from diffcache.kv.hf.model import (
@@ -115,6 +116,7 @@ def cache_for(
     known = WeakSet(module for _, module in numbered(model))
     setup = Setup(mode, why, tuple(owned), config, windows, known, eager)
     cache = KVCache(store, stock, setup, readers, tags)
+    cache.writer.noted = noted_by(readers or ())
     if seen:
         take_over(cache, past, past_mask, seen)
     return cache
@@ -245,6 +247,7 @@ class KVCache(Cache):  # type: ignore[misc]
         store, writer = self.store.fork(), self.writer
         other = KVCache(store, stock, self.setup, writer.readers, writer.tags)
         other.writer.exchange, other.writer.past = writer.exchange, writer.past
+        other.writer.noted, other.writer.table = writer.noted, writer.table
         for ours, theirs in zip(other._ours(), self._ours(), strict=True):
             ours.is_initialized = theirs.is_initialized
         return other

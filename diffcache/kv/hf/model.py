@@ -172,13 +172,7 @@ def reader(model: nn.Module, found: dict[int, nn.Module], index: int, config: An
             "keys as they are (space='post')"
         )
     types = getattr(config, "layer_types", None)
-    made = rotary_of(found[index], embedding, types[index] if types else None)
-    if made.layout.axes:
-        raise AttachError(
-            f"{type(model).__name__} has positions of {made.layout.count} axes, and a slot notes "
-            "one; use a recipe that holds keys as they are (space='post')"
-        )
-    return made
+    return rotary_of(found[index], embedding, types[index] if types else None)
 
 
 def origin_of(decoder: ReferenceType[nn.Module]) -> dict[str, str]:

@@ -113,6 +113,12 @@ def take_over(cache: Taking, past: DynamicCache, mask: Tensor | None, seen: int)
     """
     store, setup = cache.store, cache.setup
     check_unobserved(store)
+    if cache.writer.noted is not None:
+        raise AttachError(
+            f"past: {store.recipe.name} holds keys before rotation, and positions on several axes "
+            "are not known of `past`; read the prompt with this cache, or use a recipe that holds "
+            "keys as they are (space='post')"
+        )
     first = past.layers[setup.owned[0]].keys
     if mask is not None and mask.shape != (len(first), seen):
         raise ValueError(

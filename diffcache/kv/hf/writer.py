@@ -8,10 +8,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from diffcache.kv.hf.axes import NotedPositions
 from diffcache.kv.hf.model import Setup
 from diffcache.kv.hf.refresh import Refreshing
 from diffcache.kv.hf.rotary import RotaryReader
 from diffcache.kv.layer import KVLayer
+from diffcache.kv.rotary import Rotation
+from diffcache.kv.rotary_nd import RotaryND
+from diffcache.kv.rotary_table import RotaryTable
 from diffcache.kv.slots import span
 from diffcache.kv.store import KVStore
 
@@ -25,6 +29,8 @@ class Writer:
         tags: int [B, T], of the first T tokens.
         refreshing: Set while a forward writes over tokens that are there.
         exchange: What is written in place of keys before rotation and values of a layer, if any.
+        noted: Positions of several axes, where keys are stored before such rotation.
+        table: Positions of all tokens, int [B or 1, T, A], where there are several axes.
         past: Which tokens that were taken over are no padding, bool [B or 1, T], until a mask is
             seen.
         checked: Layers of latents of which it was seen what their module makes of them.
@@ -49,11 +55,15 @@ class Writer:
         self._mask: tuple[weakref.ref[Tensor], Tensor | None] | None = None
         self.refreshing: Refreshing | None = None
         self.exchange: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+        self.noted: NotedPositions | None = None
+        self.table: Tensor | None = None
         self.past: Tensor | None = None
         self.checked: set[int] = set()
 
     def rows(self, index: Tensor) -> None:
         """Keep batch rows, int64 [m]."""
+        if self.table is not None and len(self.table) > 1:
+            self.table = self.table.index_select(0, index.to(self.table.device))
         if self.past is not None and len(self.past) > 1:
             self.past = self.past.index_select(0, index.to(self.past.device))
         if self.tags is not None and len(self.tags) > 1:
@@ -113,6 +123,8 @@ class Writer:
             layer.rotary = reader.read()
             pos = span(start, start + count, len(k), k.device)
             given = about.get("position_ids")
+            if self.noted is not None:
+                layer.rotary, given = self._tabled(layer.rotary, number, start, count), None
             if given is not None and given.dim() == 2:
                 given = given[:, None].to(torch.int32).expand(len(k), -1, -1)
                 if not torch.equal(given, pos):
@@ -122,3 +134,12 @@ class Writer:
             k, v = self.exchange(number, k, v)
         layer.write(k, v, valid=about.get("valid"), meta=meta)
         return layer
+
+    def _tabled(self, rotary: Rotation, number: int, start: int, count: int) -> Rotation:
+        """Return a rotary of several axes with the positions of all tokens."""
+        if not isinstance(rotary, RotaryND):  # a layer without positions
+            return rotary
+        assert self.noted is not None
+        if not number or self.table is None:
+            self.table = self.noted.after(self.table, start, count)
+        return RotaryTable.of(rotary, self.table)

@@ -19,6 +19,7 @@ from diffcache.errors import DiffcacheError
 from diffcache.kv.attend import Query
 from diffcache.kv.layer import Form, KVLayer
 from diffcache.kv.life.tree import Folded, fold, unfold
+from diffcache.kv.rotary_table import RotaryTable
 from diffcache.kv.segment import Segment
 from diffcache.kv.store import KVStore
 from diffcache.kv.summary import LayerSummary
@@ -48,6 +49,11 @@ def save(
     Raises:
         ValueError: If something in the store has no place in such a file.
     """
+    if any(isinstance(layer.rotary, RotaryTable) for layer in store.layers):
+        raise ValueError(
+            "keys are held before a rotation whose positions are looked up by token, and have no "
+            "place in such a file; save a cache that holds keys as they are (space='post')"
+        )
     state = store.state()
     state["layers"] = [
         {
