@@ -169,6 +169,7 @@ def _fill(layer: KVLayer, saved: Mapping[str, Any]) -> None:
     layer.form = Form.of(whole.k, whole.v)
     shape = (layer.form.batch, layer.form.heads, layer.held)
     fits = shape == whole.k.shape[:3] == whole.v.shape[:3] and int(whole.pos.max()) < layer.seen
+    fits &= whole.k.dtype == whole.v.dtype and whole.k.is_floating_point()
     for tensor in layer.stats.values():  # of the slots that were scored
         fits &= tensor.shape[:2] == shape[:2] and tensor.shape[2] <= layer.held
     if not fits:

@@ -300,6 +300,22 @@ def test_tensors_of_other_sizes_are_refused(tmp_path: Path) -> None:
     assert store.seen == 2
 
 
+def test_tensors_of_another_dtype_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save(path, filled())
+
+    def change(header: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        whole = {name: x.half() if x.shape[-1] == 3 else x for name, x in found.items()}  # values
+        header["tensors"] = [[str(x.dtype), list(x.shape)] for x in whole.values()]
+        return whole
+
+    forge(path, change)
+    store = filled(2)
+    with pytest.raises(SavedCacheError, match="do not fit"):
+        load(path, store)
+    assert store.seen == 2
+
+
 def test_a_cache_of_a_model_of_other_weights_is_refused(tmp_path: Path) -> None:
     model, other, turned = llama(), llama(seed=1), llama(rope_parameters=TURNED)
     turned.load_state_dict(model.state_dict())
