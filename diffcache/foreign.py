@@ -195,9 +195,34 @@ def folder_of(config: Any) -> str:
 # transformers, peft, cache-dit -----------------------------------------------------------------
 
 
+class AttentionName(str):
+    """The name of an attention function that is ours; a copy of it is the name used before."""
+
+    __slots__ = ("before",)
+    before: str
+
+    def __new__(cls, name: str, before: str) -> AttentionName:
+        """Return the name."""
+        made = super().__new__(cls, name)
+        made.before = before
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return self.before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.before,)
+
+
 def attention_name_of(config: Any) -> Any:
     """Return the name of the attention function that a model uses (transformers)."""
     return config._attn_implementation
+
+
+def attention_name_before(config: Any) -> str:
+    """Return what a model used before an attention function of ours (transformers)."""
+    used = config._attn_implementation
+    return used.before if isinstance(used, AttentionName) else str(used)
 
 
 def attention_names(model: nn.Module) -> list[tuple[Any, Any]]:
@@ -217,6 +242,28 @@ def set_attention_names(names: Iterable[tuple[Any, Any]]) -> None:
     """Give configurations back the names that `attention_names` returned (transformers)."""
     for config, name in names:
         config._attn_implementation_internal = name  # its property would set those within as well
+
+
+def use_attention(model: Any, name: str) -> bool:
+    """Have a model use a registered attention function; say whether it does (transformers).
+
+    Copies of its configurations name what they named before, and so does `restore_attention`.
+    """
+    before = attention_names(model)
+    model.set_attn_implementation(name)
+    if attention_name_of(model.config) != name:
+        set_attention_names(before)
+        return False
+    ours = [pair for pair in before if attention_name_of(pair[0]) == name]
+    set_attention_names((config, AttentionName(name, old)) for config, old in ours)
+    return True
+
+
+def restore_attention(model: nn.Module, name: str) -> None:
+    """Give what names this attention function the names of before (transformers)."""
+    for config, used in attention_names(model):
+        if isinstance(used, AttentionName) and used == name:
+            set_attention_names([(config, used.before)])
 
 
 def adapters_of(module: nn.Module) -> dict[str, Any]:

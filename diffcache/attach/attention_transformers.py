@@ -14,22 +14,15 @@ from torch import Tensor, nn
 
 from diffcache.attach.attention_call import AttentionCall, AttentionSite, Strategy
 from diffcache.errors import AttachError
-from diffcache.foreign import attention_name_of, without_dynamo
+from diffcache.foreign import (
+    attention_name_of,
+    restore_attention,
+    use_attention,
+    without_dynamo,
+)
 
 NAME = "diffcache_door"
 _DOORS: WeakKeyDictionary[nn.Module, tuple[Strategy, AttentionSite]] = WeakKeyDictionary()
-
-
-class _Name(str):
-    """The name of the attention function in a model's configuration; copies say `sdpa`."""
-
-    __slots__ = ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> str:
-        return "sdpa"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return str, ("sdpa",)
 
 
 def sites_of(model: nn.Module) -> list[AttentionSite]:
@@ -60,16 +53,15 @@ def install(model: nn.Module, strategy: Strategy, sites: list[AttentionSite]) ->
     from transformers.masking_utils import sdpa_mask
 
     config, name = model.config, type(model).__name__
-    before = attention_name_of(config)
-    if before != "sdpa":
+    used = attention_name_of(config)
+    if used != "sdpa":
         raise AttachError(
-            f"{name} has attn_implementation={str(before)!r}: the door serves 'sdpa'; call "
+            f"{name} has attn_implementation={str(used)!r}: the door serves 'sdpa'; call "
             "model.set_attn_implementation('sdpa') first"
         )
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    model.set_attn_implementation(_Name(NAME))  # type: ignore[operator]
-    if attention_name_of(config) != NAME:
+    if not use_attention(model, NAME):
         raise AttachError(f"{name} does not go through transformers' attention interface")
     modules = [model.get_submodule(site.path) for site in sites]
     for module, site in zip(modules, sites, strict=True):
@@ -78,8 +70,7 @@ def install(model: nn.Module, strategy: Strategy, sites: list[AttentionSite]) ->
     def undo() -> None:
         for module in modules:
             _DOORS.pop(module, None)
-        if attention_name_of(config) == NAME:
-            model.set_attn_implementation("sdpa")  # type: ignore[operator]
+        restore_attention(model, NAME)
 
     return undo
 

@@ -141,13 +141,16 @@ def test_a_cache_of_another_model_is_refused(model: Any) -> None:
     model(**ONE, past_key_values=hf.DynamicCache(config=model.config))  # nothing is left behind
 
 
-def test_copies_of_a_model_are_released_too(model: Any) -> None:
+def test_copies_of_a_model_have_what_it_had_before(model: Any) -> None:
+    model.set_attn_implementation("eager")
     cache_for(model, keep(12), mode="native")
     other = copy.deepcopy(model)
-    sharing = hf.LlamaForCausalLM(other.config)
+    assert other.config._attn_implementation == "eager"
+    assert pickle.loads(pickle.dumps(model.config._attn_implementation)) == "eager"
+    sharing = hf.LlamaForCausalLM(model.config)
     cache_for(sharing, keep(12), mode="native")
     detach(sharing)
-    assert other.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "eager"
 
 
 def test_threads_and_turns_do_not_meet(model: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from functools import partial
 from typing import Any
 
@@ -12,12 +11,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from diffcache.errors import AttachError
-from diffcache.foreign import attention_name_of, attention_names, set_attention_names
+from diffcache.foreign import (
+    attention_name_before,
+    attention_name_of,
+    restore_attention,
+    use_attention,
+)
 from diffcache.kv.hf.attention import attention
 from diffcache.kv.hf.model import config_of, decoder_of
 
 NAME = "diffcache"
-_BEFORE: weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 
 def switch(model: nn.Module) -> str:
@@ -30,20 +33,15 @@ def switch(model: nn.Module) -> str:
         AttachError: If its attention cannot be exchanged.
     """
     decoder: Any = decoder_of(model)
-    if attention_name_of(decoder.config) == NAME:
-        return str(_BEFORE[decoder][0][1]) if decoder in _BEFORE else "sdpa"
-    before = attention_names(decoder)
-    AttentionInterface.register(NAME, partial(attention, sdpa_attention_forward))
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    decoder.set_attn_implementation(NAME)
     if attention_name_of(decoder.config) != NAME:
-        set_attention_names(before)
-        raise AttachError(
-            f"{type(model).__name__} does not go through transformers' attention interface; use "
-            "mode='stock' with a recipe that drops nothing"
-        )
-    _BEFORE[decoder] = before
-    return str(before[0][1])
+        AttentionInterface.register(NAME, partial(attention, sdpa_attention_forward))
+        AttentionMaskInterface.register(NAME, sdpa_mask)
+        if not use_attention(decoder, NAME):
+            raise AttachError(
+                f"{type(model).__name__} does not go through transformers' attention interface; "
+                "use mode='stock' with a recipe that drops nothing"
+            )
+    return attention_name_before(decoder.config)
 
 
 def detach(model: nn.Module) -> None:
@@ -53,9 +51,4 @@ def detach(model: nn.Module) -> None:
         AttachError: If it is no model of transformers.
     """
     config_of(model)
-    parts = [model, *model.modules()]
-    for before in [_BEFORE.pop(part) for part in parts if part in _BEFORE]:
-        set_attention_names(before)
-    # A copy of a model that was set up, or one that shares its configuration, has no entry.
-    left = [(config, "sdpa") for config, name in attention_names(model) if name == NAME]
-    set_attention_names(left)
+    restore_attention(model, NAME)
