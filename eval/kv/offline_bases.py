@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from diffcache.errors import AttachError
-from diffcache.eval.kv.offline import Prepared, Report, Samples, following
+from diffcache.eval.kv.offline import Prepared, Report, Sample, Samples, following
 from diffcache.eval.kv.tables import basis_tensors
 from diffcache.kv.attend import Query, View
 from diffcache.kv.hf.cache import cache_for
@@ -22,6 +23,7 @@ from diffcache.kv.retrieval.a2ats import rotary_of
 from diffcache.kv.retrieval.summary import news
 from diffcache.kv.retrieve import Retriever
 
+_NEAR = 1e-2  # of the largest; rotating there and back in bfloat16 is off by up to 4e-3
 SHARES = (0.75, 0.5, 0.375, 0.25)  # of the channels of all key-value heads
 
 
@@ -71,15 +73,17 @@ def kv_heads(model: Any, samples: Samples, report: Report, *, groups: int = 1) -
 
 
 def xquant_latent(model: Any, samples: Samples, report: Report) -> Prepared:
-    """Return the bases of the projections' weights; contexts do not count.
+    """Return the bases of the projections' weights.
 
     Args:
         model: Model of transformers with linear key and value projections.
-        samples: Contexts, which are not read.
+        samples: Contexts, of which one is read to see that the projections make what is held.
         report: Told how far it is.
     """
     report(0, 1, "weights")
-    bases = latents.latents(_pairs(model))
+    pairs = _pairs(model)
+    _check_held(model, pairs, next(samples.each()))
+    bases = latents.latents(pairs)
     return Prepared("Bases", basis_tensors("bases", bases), {"bases": ["bases"]})
 
 
@@ -108,10 +112,35 @@ def _projections(
 ) -> tuple[list[tuple[nn.Linear, nn.Linear]], list[list[Tensor]]]:
     """Return the key and value projections of all layers, and what they are given."""
     pairs = _pairs(model)
+    _check_held(model, pairs, next(samples.each()))
     with low_rank.inputs_of([keys for keys, _ in pairs]) as given:
         for sample in following(samples, report, "inputs"):
             model(input_ids=sample.ids, use_cache=False)
     return pairs, given
+
+
+@torch.no_grad()
+def _check_held(model: Any, pairs: Sequence[tuple[nn.Linear, nn.Linear]], sample: Sample) -> None:
+    """Check that a cache holds what the projections make.
+
+    Raises:
+        AttachError: If the model changes keys or values in between, as by normalization.
+    """
+    cache = cache_for(model, Recipe(space="pre"), mode="native")
+    with low_rank.inputs_of([keys for keys, _ in pairs]) as given:
+        model(input_ids=sample.prompt, past_key_values=cache, use_cache=True)
+    for layer, pair, inputs in zip(cache.store.layers, pairs, given, strict=True):
+        slots = layer.read()
+        for what, held, module in zip(("keys", "values"), (slots.k, slots.v), pair, strict=True):
+            found = held[0].transpose(0, 1).flatten(1).float().cpu()
+            wanted = low_rank.outputs_of(module, inputs[0])
+            near = _NEAR * float(wanted.abs().max())
+            if found.shape != wanted.shape or not torch.allclose(found, wanted, atol=near):
+                raise AttachError(
+                    f"{type(model).__name__}: the {what} that are held are not what the "
+                    "projections give, as the model changes them afterwards (as by normalization): "
+                    "bases fitted to the projections would not be theirs; take another recipe"
+                )
 
 
 class _Keys(Retriever):

@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from diffcache.errors import AttachError
 from diffcache.eval.kv.offline import (
     Prepared,
     Report,
@@ -115,6 +116,11 @@ def _gated(model: Any, gates: dict[int, Tensor], sinks: int, recent: int) -> Ite
             plain: tuple[Tensor, None] = sdpa_attention_forward(module, q, k, v, mask, **kwargs)
             return plain
         slots = Slots(k, v, {"pos": span(0, k.shape[2], len(k), k.device)})
+        if len(gate) != k.shape[1]:
+            raise AttachError(
+                f"{type(model).__name__} holds {len(gate)} and attends with {k.shape[1]} key-value "
+                "heads: gates of heads are not of what it holds; take another recipe"
+            )
         scale = kwargs.get("scaling") or q.shape[-1] ** -0.5
         out = mixed_attention(Query(q, 0, scale), slots, gate.to(q.device), sinks, recent)
         return out.transpose(1, 2).contiguous(), None

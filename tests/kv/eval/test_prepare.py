@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from diffcache import cli
-from diffcache.errors import TablesError
+from diffcache.errors import AttachError, TablesError
 from diffcache.eval.kv import prepare, tables, words
 from diffcache.eval.kv.offline import RecallSamples, TextSamples, seen_by
 from diffcache.eval.kv.offline_gates import lococo, locret
@@ -220,6 +221,18 @@ def test_tables_of_another_model_recipe_or_setting_are_refused(
     words.parse_recipe(f"prefixkv:tables={tmp_path}/x.safetensors#2")
     with pytest.raises(ValueError, match="measuring has no setting 'budgets'; it has heads=2, bud"):
         prepare.check("compresskv", {"budgets": 1})
+
+
+def test_bases_are_refused_where_keys_are_changed_after_the_projection() -> None:
+    config = Qwen3Config(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=64,
+    )  # fmt: skip
+    model, samples = Qwen3ForCausalLM(config).eval(), TextSamples((torch.arange(40)[None],))
+    for name in ("cskv", "kv_heads", "xquant_latent"):
+        with pytest.raises(AttachError, match="the keys that are held are not what the proj"):
+            prepare.MAKERS[name](model, samples, lambda *_: None)
+    detach(model)
 
 
 def test_shipped_tables_are_of_the_shipped_model() -> None:
