@@ -24,11 +24,13 @@ class View:
         start: The first position where no slot is empty, every slot stands for one token and
             positions follow one another in every row; None otherwise.
         traits: How the logits count.
+        below: What all positions are below, where no slot is empty; None where that is not known.
     """
 
     slots: Slots
     start: int | None = None
     traits: Traits = PLAIN
+    below: int | None = None
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,9 @@ def _joined(views: Sequence[View]) -> View:
         if view.start is None or reached != view.start:
             start = None
         reached = None if reached is None else reached + view.slots.width
-    return View(join([view.slots for view in views]), start)
+    below = [view.below for view in views if view.below is not None]
+    known = max(below) if len(below) == len(views) else None
+    return View(join([view.slots for view in views]), start, below=known)
 
 
 def _part(query: Query, view: View) -> tuple[Tensor, Tensor]:
@@ -224,10 +228,12 @@ def _fused(query: Query, view: View) -> Tensor:
     seen = _seen(query, view)
     bias = None if isinstance(seen, str) else seen
     if "logn" in slots.meta:
-        if bias is None:
-            bias = visible(query, slots)
         many = slots.meta["logn"][:, :, None].to(q.dtype)
-        bias = many.where(bias, torch.finfo(q.dtype).min)
+        if seen is None:
+            bias = many
+        else:
+            bias = visible(query, slots) if bias is None else bias
+            bias = many.where(bias, torch.finfo(q.dtype).min)
     k, v, grouped = slots.k, slots.v, False
     if groups > 1:
         if bias is None and k.shape[3] == v.shape[3] <= 256:
@@ -248,18 +254,35 @@ def _fused(query: Query, view: View) -> Tensor:
 
 
 def _seen(query: Query, view: View) -> Tensor | str | None:
-    """Return which slots are seen, None for all of them, or `_CAUSAL`."""
+    """Return which slots are seen, None for all of them, or `_CAUSAL`.
+
+    Nothing is read from the device: all that a fused kernel without a mask takes is known of a
+    view beforehand.
+    """
     width, start = view.slots.width, view.start
-    if start is not None and query.window is None and query.pos is None:
-        if query.mask is not None and start == 0 and query.mask.shape[-1] == width:
-            return query.mask
-        if query.mask is None:
-            if not query.causal or query.start >= start + width - 1:
-                return None
-            if query.start == start and query.count == width:
+    if query.mask is None:
+        if _sees_all(query, view):
+            return None
+        if start is not None and query.pos is None and query.window is None:
+            if query.causal and query.start == start and query.count == width:
                 return _CAUSAL
+    elif start == 0 and query.window is None and query.pos is None:
+        if query.mask.shape[-1] == width:
+            return query.mask
     seen = visible(query, view.slots)
     return seen | ~seen.any(-1, keepdim=True)  # not NaN where nothing is seen
+
+
+def _sees_all(query: Query, view: View) -> bool:
+    """Whether every query is known to see every slot."""
+    below = view.below if view.start is None else view.start + view.slots.width
+    if below is None:
+        return False
+    if query.pos is not None:
+        return not query.causal and query.window is None
+    last = query.start + query.count - 1
+    cut = query.window is not None and last - query.window >= (view.start or 0)
+    return not cut and (not query.causal or query.start >= below - 1)
 
 
 def _repeat(x: Tensor, groups: int) -> Tensor:

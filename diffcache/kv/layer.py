@@ -14,7 +14,7 @@ from diffcache.kv.codec.base import tensors
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.rotary_table import RotaryTable
 from diffcache.kv.segment import Dense, Flat, Segment, read_all
-from diffcache.kv.slots import EMPTY, Slots
+from diffcache.kv.slots import EMPTY, Slots, span
 from diffcache.kv.summary import LayerSummary
 from diffcache.kv.tail import Tail
 
@@ -95,47 +95,63 @@ class KVLayer:
             ValueError: If shapes do not fit each other or what is there.
         """
         self._check(k, v)
-        if valid is None and not meta:
-            self.tail.extend(k, v, self.seen)
+        if valid is None:
+            self.tail.extend(k, v, self.seen, meta)
         else:
-            pos = torch.arange(self.seen, self.seen + k.shape[2], device=k.device)
-            pos = pos.to(torch.int32).expand(len(k), 1, -1)
-            if valid is not None:
-                pos = pos.where(valid[:, None], EMPTY)
-                empty = (~valid).sum(-1)
-                self.padding = empty if self.padding is None else self.padding + empty
+            pos = span(self.seen, self.seen + k.shape[2], len(k), k.device)
+            pos = pos.where(valid[:, None], EMPTY)
+            empty = (~valid).sum(-1)
+            self.padding = empty if self.padding is None else self.padding + empty
             self.tail.append(Slots(k, v, {"pos": pos, **(meta or {})}))
         self.seen += k.shape[2]
 
-    def overwrite(self, index: Tensor, k: Tensor, v: Tensor, ver: int | None = None) -> None:
+    def overwrite(
+        self, index: Tensor | range, k: Tensor, v: Tensor, ver: int | None = None
+    ) -> None:
         """Write anew into slots that are there, which keep their positions.
 
         Args:
-            index: int64 [n] or [B, n], slots of the tail, as `read` shows them.
+            index: int64 [n] or [B, n], slots of the tail, as `read` shows them. A `range` of step 1
+                is a run of slots, which is checked without reading a tensor and written as a copy.
             k: [B, H, n, D], before rotation if the layer has a `rotary`.
             v: [B, H, n, Dv].
             ver: of what is written, where versions are kept.
 
         Raises:
-            ValueError: If a slot is settled or not there; on CUDA, its own error, later.
+            ValueError: If a slot is settled or not there; on CUDA, its own error, later. If a range
+                has another step, or another length than `k`.
         """
-        first = self.held - self.tail.length
-        if index.numel() and index.device.type != "cuda":
-            least, most = (int(end) for end in torch.aminmax(index))
-            if not first <= least <= most < self.held:
-                raise ValueError(
-                    f"index={least}..{most}: slots {first} to {self.held - 1} can be overwritten; "
-                    "what is before them is settled"
-                )
-        elif index.numel():  # reading the index would make the host wait
-            torch._assert_async(((index >= first) & (index < self.held)).all())
-        if first:
-            index = index - first
+        index = self._in_tail(index, k.shape[2])
         columns = {"k": k, "v": v}
         if ver is not None:
             columns["ver"] = torch.full((1, 1, 1), ver, dtype=torch.int32, device=k.device)
         self.tail.overwrite(index, columns)
         self.summary = None
+
+    def _in_tail(self, index: Tensor | range, count: int) -> Tensor | range:
+        """Return slots of the layer as slots of the tail."""
+        first = self.held - self.tail.length
+        if isinstance(index, range):
+            if index.step != 1 or len(index) != count:
+                raise ValueError(
+                    f"index={index!r} of {count} tokens: a range must have step 1 and as many slots"
+                )
+            if count:
+                self._check_slots(index.start, index.stop - 1, first)
+            return range(index.start - first, index.stop - first)
+        if index.numel():
+            if index.device.type == "cuda":  # reading the index would make the host wait
+                torch._assert_async(((index >= first) & (index < self.held)).all())
+            else:
+                self._check_slots(*(int(end) for end in torch.aminmax(index)), first)
+        return index - first if first else index
+
+    def _check_slots(self, least: int, most: int, first: int) -> None:
+        if not first <= least <= most < self.held:
+            raise ValueError(
+                f"index={least}..{most}: slots {first} to {self.held - 1} can be overwritten; "
+                "what is before them is settled"
+            )
 
     def read(self) -> Slots:
         """Return all slots, segments first; keys as they are stored.
@@ -163,15 +179,21 @@ class KVLayer:
             slots = self.tail.read()
             if slots is None:
                 raise ValueError(f"layer {self.index} is empty: write keys and values first")
-            return [View(self.rotated(slots), self._start())]
+            return [self._tail_view(slots)]
         tail = self.tail.read()
-        parts: list[tuple[Slots, View]] = []
+        found = []
         for segment in self.segments:
-            slots = segment.read()
-            parts.append((slots, View(slots, segment.first, segment.traits)))
+            below = self.seen if segment.whole else None
+            slots = self.rotated(segment.read())
+            found.append(View(slots, segment.first, segment.traits, below=below))
         if tail is not None and tail.width:
-            parts.append((tail, View(tail, self._start())))
-        return [View(self.rotated(slots), view.start, view.traits) for slots, view in parts]
+            found.append(self._tail_view(tail))
+        return found
+
+    def _tail_view(self, slots: Slots) -> View:
+        tail = self.tail
+        start = tail.start if tail.is_plain else None
+        return View(self.rotated(slots), start, below=self.seen if tail.whole else None)
 
     def rotated(self, slots: Slots) -> Slots:
         """Return slots with their keys as queries meet them."""
@@ -191,9 +213,6 @@ class KVLayer:
         order = slots.valid.cumsum(-1)
         newest = slots.rpos.amax(-1, keepdim=True)
         return (newest - (order[..., -1:] - order)).clamp_min(0).to(torch.int32)
-
-    def _start(self) -> int | None:
-        return self.tail.start if self.tail.is_plain else None
 
     # changing what is held -----------------------------------------------------------------
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Payload, gather_slots
+from diffcache.kv.codec.base import Payload, gather_slots, tensors
 from diffcache.kv.slots import EMPTY, Slots, join, join_meta, pick, span
 
 
@@ -48,6 +49,16 @@ class Segment(ABC):
     def first(self) -> int | None:
         """The first position, where positions follow one another and slots stand for one token."""
         return None
+
+    @property
+    def pos(self) -> Tensor:
+        """Positions, int32 [B or 1, 1 or H, S], -1 where a slot is empty."""
+        return self.read().pos
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether no slot is empty; the device is read once, as a segment never changes."""
+        return self.first is not None or bool((self.pos >= 0).all())
 
     @abstractmethod
     def read(self) -> Slots:
@@ -216,6 +227,12 @@ class Coded(Segment):
     def first(self) -> int | None:
         """The first position, where it and what slots stand for are not in `meta`."""
         return None if "pos" in self.meta or "logn" in self.meta else self.start
+
+    @property
+    def pos(self) -> Tensor:
+        """Positions, int32 [B or 1, 1 or H, S]; nothing is decoded."""
+        device = next(tensors([self.meta, self.k])).device
+        return self.known(1, device)["pos"]
 
     def read(self) -> Slots:
         """Return the slots, decoded."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -19,11 +21,13 @@ class Tail:
     Attributes:
         length: slots a row.
         start: the position of the first slot, while positions follow one another.
+        whole: no slot is empty; False where that is not known.
     """
 
     def __init__(self, start: int = 0) -> None:
         self.length = 0
         self.start: int | None = start
+        self.whole = True
         self._buffers: dict[str, Tensor] = {}
         self._lent = False  # a fork sees the same buffers
         self._settled = 0
@@ -38,18 +42,39 @@ class Tail:
 
     def append(self, slots: Slots) -> None:
         """Add slots at the end; their `pos` decides whether positions are kept."""
-        self._lay_out(slots)
+        first, whole = None, False
+        if self.start is not None or not self._buffers:  # else the device would be read for little
+            first, whole = _facts(slots)
+        self._add(slots, first, whole)
+
+    def _add(self, slots: Slots, first: int | None, whole: bool) -> None:
+        """Add slots at the end.
+
+        Args:
+            slots: What is added.
+            first: The first position, if positions follow one another in every row.
+            whole: Whether none is known to be empty.
+        """
+        if slots.width:
+            self._lay_out(slots, first)
+            self.whole = self.whole and whole
+        elif not self._buffers:
+            self._lay_out(slots, self.start)
         self._make_room(slots.width)
         stop = self.length + slots.width
         for name, buffer in self._buffers.items():
             buffer[:, :, self.length : stop] = self._column(name, slots)
         self.length = stop
 
-    def extend(self, k: Tensor, v: Tensor, start: int) -> None:
+    def extend(
+        self, k: Tensor, v: Tensor, start: int, meta: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Add tokens [B, H, n, D] at positions from `start` on, the common case."""
         count = k.shape[2]
-        if self.start is None or len(self._buffers) > 2 or self.start + self.length != start:
-            self.append(Slots(k, v, {"pos": span(start, start + count, len(k), k.device)}))
+        follows = self.start is not None and self.start + self.length == start
+        if meta or not follows or len(self._buffers) > 2:
+            pos = span(start, start + count, len(k), k.device)
+            self._add(Slots(k, v, {"pos": pos, **(meta or {})}), start, True)
             return
         if not self._buffers:
             self._buffers = {"k": k[:, :, :0], "v": v[:, :, :0]}
@@ -62,22 +87,32 @@ class Tail:
         """Return views of all slots, or None where nothing was ever written."""
         if not self._buffers:
             return None
-        meta = {name: value[:, :, : self.length] for name, value in self._buffers.items()}
+        meta = dict(self._buffers)
+        if meta["k"].shape[2] > self.length:  # room at the end
+            meta = {name: value.narrow(2, 0, self.length) for name, value in meta.items()}
         k, v = meta.pop("k"), meta.pop("v")
         if self.start is not None:
             meta["pos"] = span(self.start, self.start + self.length, k.shape[0], k.device)
         return Slots(k, v, meta)
 
-    def overwrite(self, index: Tensor, columns: dict[str, Tensor]) -> None:
+    def overwrite(self, index: Tensor | range, columns: dict[str, Tensor]) -> None:
         """Write into slots that are there.
 
         Args:
-            index: int64 [n] or [B, n], slots of every row.
+            index: int64 [n] or [B, n], slots of every row; or a run of slots, which is a copy.
             columns: by name, `k` and `v` [B, H, n, D] and metadata [B, 1, n].
         """
         self._own()
-        shared = index.view(-1) if index.dim() == 1 or len(index) == 1 else None
-        batch = torch.arange(len(index), device=index.device)[:, None] if shared is None else None
+        if isinstance(index, range):
+            for name, value in columns.items():
+                self._buffers[name].narrow(2, index.start, len(index)).copy_(value)
+            return
+        rows: Tensor | None = None
+        if index.dim() == 2:
+            if len(index) == 1 or index.stride(0) == 0:  # one row that is shared by all
+                index = index[0]
+            else:
+                rows = torch.arange(len(index), device=index.device)[:, None]
         for name, value in columns.items():
             buffer = self._buffers[name]
             if buffer.shape[2] > self.length:  # so that no index reaches beyond
@@ -86,10 +121,10 @@ class Tail:
             if fresh.shape[:2] != buffer.shape[:2] or name == "ver":  # one value for all
                 fresh = fresh.expand(*buffer.shape[:2], index.shape[-1], *buffer.shape[3:])
             # Both copy whole vectors; `scatter_` would look up every channel, ten times slower.
-            if shared is not None:
-                buffer.index_copy_(2, shared, fresh)
+            if rows is None:
+                buffer.index_copy_(2, index, fresh)
             else:
-                buffer.transpose(1, 2)[batch, index] = fresh.transpose(1, 2)
+                buffer.transpose(1, 2)[rows, index] = fresh.transpose(1, 2)
 
     @property
     def loose(self) -> int:
@@ -107,11 +142,13 @@ class Tail:
         rest = slots.narrow(count, self.length).clone()
         start = None if self.start is None else self.start + count
         self.length, self._buffers, self._lent = 0, {}, False
-        self.start, self._settled = start, max(self._settled - count, 0)
-        if start is None or len(rest.meta) > 1:
+        self.start, self.whole = start, True
+        self._settled = max(self._settled - count, 0)
+        if start is None:
             self.append(rest)
         else:
-            self.extend(rest.k, rest.v, start)
+            rest.meta.pop("pos")
+            self.extend(rest.k, rest.v, start, rest.meta)
         return slots.narrow(0, count)
 
     def map(self, select: Tensor) -> None:
@@ -140,17 +177,14 @@ class Tail:
 
     # memory --------------------------------------------------------------------------------
 
-    def _lay_out(self, slots: Slots) -> None:
+    def _lay_out(self, slots: Slots, follows: int | None) -> None:
         """Have a buffer for all that the slots bring."""
-        follows = self._follows(slots)
         before = self.read()
         wanted = {"k": slots.k, "v": slots.v, **slots.meta}
         if before is None:
+            self.start = follows
             if follows is not None:
-                self.start = follows
                 wanted.pop("pos")
-            else:
-                self.start = None
             self._buffers = {name: value[:, :, :0] for name, value in wanted.items()}
             return
         if self.start is not None and follows != self.start + self.length:
@@ -162,17 +196,6 @@ class Tail:
             heads = wanted[name].shape[1] if name in wanted else 1
             if heads > buffer.shape[1]:
                 self._buffers[name] = buffer.expand(-1, heads, *buffer.shape[2:]).clone()
-
-    def _follows(self, slots: Slots) -> int | None:
-        """Return the first position if the positions follow one another in every row."""
-        if self._buffers and self.start is None:
-            return None
-        pos = slots.pos
-        if not slots.width:
-            return self.start
-        first = int(pos.flatten()[0])
-        run = span(first, first + slots.width, 1, pos.device)
-        return first if first >= 0 and bool((pos == run).all()) else None
 
     def _column(self, name: str, slots: Slots) -> Tensor:
         if name in ("k", "v"):
@@ -196,3 +219,15 @@ class Tail:
         if self._lent:
             self._buffers = {name: value.clone() for name, value in self._buffers.items()}
             self._lent = False
+
+
+def _facts(slots: Slots) -> tuple[int | None, bool]:
+    """Return the first position if positions follow one another, and whether no slot is empty."""
+    pos = slots.pos
+    if not pos.numel():
+        return None, True
+    first = pos.flatten()[0]
+    run = first + torch.arange(slots.width, device=pos.device)
+    facts = [first, (pos == run).all(), (pos >= 0).all()]
+    place, follows, whole = torch.stack([fact.long() for fact in facts]).tolist()  # one wait
+    return (place if follows and whole else None), bool(whole)

@@ -58,8 +58,8 @@ def save(
     state["layers"] = [
         {
             "seen": layer.seen, "padding": layer.padding, "segments": layer.segments,
-            "tail": layer.tail.read(), "start": layer.tail.start, "stats": layer.stats,
-            "summary": layer.summary,
+            "tail": layer.tail.read(), "start": layer.tail.start, "whole": layer.tail.whole,
+            "stats": layer.stats, "summary": layer.summary,
         }
         for layer in store.layers
     ]  # fmt: skip
@@ -163,6 +163,7 @@ def _fill(layer: KVLayer, saved: Mapping[str, Any]) -> None:
         layer.tail = Tail(layer.seen if saved["start"] is None else saved["start"])
     else:
         layer.tail = Tail.of(slots)
+        layer.tail.whole &= saved.get("whole", True)  # attention goes on by the same kernel
     if not layer.held:
         return
     whole = layer.read() if layer.latent else layer.rotated(layer.read())

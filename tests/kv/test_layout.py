@@ -1,0 +1,153 @@
+"""What is known of a layer without reading it: runs of slots are copied, and no mask without need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from diffcache.kv.attend import Query, View, _seen, attend
+from diffcache.kv.layer import KVLayer
+
+B, H, D = 2, 2, 8
+
+
+def drawn(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    k, v = torch.randn(2, B, H, count, D, generator=generator, dtype=torch.float64)
+    return k, v
+
+
+def filled(count: int, **given: Any) -> KVLayer:
+    layer = KVLayer()
+    layer.write(*drawn(count), **given)
+    return layer
+
+
+def asked(count: int, start: int, **given: Any) -> Query:
+    return Query(drawn(count, 7)[0], start, D**-0.5, **given)
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host waits for a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += any(word in str(op) for word in ("_local_scalar", "nonzero", "equal"))
+        return op(*args, **(kwargs or {}))
+
+
+def gapped() -> KVLayer:
+    """Twelve tokens, of which 0, 1 and 5 to 11 are held, and one more."""
+    layer = filled(12)
+    keep = torch.tensor([0, 1, *range(5, 12)])
+    layer.replace(layer.read().gather(keep.expand(B, H, -1)))
+    layer.write(*drawn(1, 3))
+    return layer
+
+
+def test_a_run_of_slots_is_written_like_single_slots_and_waits_for_nothing() -> None:
+    k, v = drawn(3, 5)
+    runs, slots, rows, shared = (gapped() for _ in range(4))
+    with Reads() as reads:
+        runs.overwrite(range(6, 9), k, v)
+    assert reads.count == 0
+    slots.overwrite(torch.arange(6, 9), k, v)
+    rows.overwrite(torch.arange(6, 9).repeat(B, 1), k, v)
+    shared.overwrite(torch.arange(6, 9).expand(B, -1), k, v)
+    fresh = gapped().read().clone()
+    fresh.k[:, :, 6:9], fresh.v[:, :, 6:9] = k, v
+    for layer in (runs, slots, rows, shared):
+        assert torch.equal(layer.read().k, fresh.k) and torch.equal(layer.read().v, fresh.v)
+        assert torch.equal(layer.read().pos, fresh.pos)
+    runs.overwrite(range(4, 4), k[:, :, :0], v[:, :, :0])
+    for bad, why in ((range(0, 6, 2), "step 1"), (range(2), "as many"), (range(8, 11), "8..10")):
+        with pytest.raises(ValueError, match=why):
+            runs.overwrite(bad, k, v)
+    runs.settle_tail()
+    with pytest.raises(ValueError, match="settled"):
+        runs.overwrite(range(6, 9), k, v)
+    assert torch.equal(runs.read().k, fresh.k)
+
+
+def with_segment() -> KVLayer:
+    layer = gapped()
+    layer.settle_tail()
+    layer.write(*drawn(1, 4))
+    return layer
+
+
+def padded() -> KVLayer:
+    return filled(6, valid=torch.tensor([[True] * 6, [False] + [True] * 5]))
+
+
+def ragged() -> KVLayer:
+    layer = filled(6)
+    slots = layer.read().gather(torch.arange(6).expand(B, H, -1))
+    slots.meta["pos"][0, 1, 2] = -1
+    layer.replace(slots, flat=True)
+    layer.write(*drawn(1, 4))
+    return layer
+
+
+@pytest.mark.parametrize(
+    "made, given, free",
+    [
+        (gapped, {}, True),
+        (with_segment, {}, True),
+        (gapped, {"window": 13}, True),
+        (gapped, {"window": 12}, False),
+        (gapped, {"causal": False, "pos": torch.tensor([4])}, True),
+        (gapped, {"pos": torch.tensor([4])}, False),
+        (gapped, {"start": 11}, False),
+        (gapped, {"start": 11, "causal": False}, True),
+        (padded, {}, False),
+        (padded, {"causal": False}, False),
+        (ragged, {"causal": False}, False),
+    ],
+)
+def test_there_is_a_mask_exactly_where_something_is_hidden(
+    made: Callable[[], KVLayer], given: dict[str, Any], free: bool
+) -> None:
+    layer = made()
+    query = asked(1, given.pop("start", layer.seen - 1), **given)
+    layer.views()  # what is known of a segment is read once
+    with Reads() as reads:
+        view, *others = layer.views()
+        out = attend(query, [view, *others])
+    assert reads.count == 0
+    whole = layer.read()
+    if not others:
+        assert (_seen(query, view) is None) is free
+    torch.testing.assert_close(out, attend(query, [View(whole)]), atol=1e-14, rtol=0)
+    last = int(query.positions().max())
+    seen = (whole.pos >= 0) & ((whole.pos <= last) | (not query.causal))
+    if query.window is not None:
+        seen = seen & (whole.pos > last - query.window)
+    weights = (query.q @ whole.k.mT * query.scale).masked_fill(~seen[:, :, None], float("-inf"))
+    torch.testing.assert_close(out, weights.softmax(-1) @ whole.v, atol=1e-14, rtol=0)
+
+
+def test_slots_that_stand_for_many_keep_their_weight_without_a_mask() -> None:
+    layer = filled(5, meta={"logn": torch.tensor([0.0, 1.5, 0.0, 0.0, 0.0]).expand(B, 1, -1)})
+    query, slots = asked(1, 4), layer.read()
+    weights = query.q @ slots.k.mT * query.scale + slots.meta["logn"][:, :, None]
+    out = attend(query, layer.views())
+    torch.testing.assert_close(out, weights.softmax(-1) @ slots.v, atol=1e-14, rtol=0)
+
+
+def test_metadata_of_new_tokens_take_no_reading() -> None:
+    layer = filled(4)
+    with Reads() as reads:
+        layer.write(*drawn(2, 1), meta={"tag": torch.ones(B, 1, 2, dtype=torch.int32)})
+        layer.write(*drawn(1, 2))
+    assert reads.count == 0
+    assert layer.read().meta["tag"][0, 0].tolist() == [0, 0, 0, 0, 1, 1, 0]
+    assert layer.read().pos[0, 0].tolist() == list(range(7)) and layer.tail.start == 0
