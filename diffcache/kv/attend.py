@@ -259,16 +259,15 @@ def _seen(query: Query, view: View) -> Tensor | str | None:
     Nothing is read from the device: all that a fused kernel without a mask takes is known of a
     view beforehand.
     """
-    width, start = view.slots.width, view.start
-    if query.mask is None:
-        if _sees_all(query, view):
-            return None
-        if start is not None and query.pos is None and query.window is None:
-            if query.causal and query.start == start and query.count == width:
-                return _CAUSAL
-    elif start == 0 and query.window is None and query.pos is None:
-        if query.mask.shape[-1] == width:
-            return query.mask
+    width, start, mask = view.slots.width, view.start, query.mask
+    simple = start is not None and query.window is None and query.pos is None
+    if mask is not None:
+        if simple and start == 0 and mask.shape[-1] == width:
+            return mask
+    elif _sees_all(query, view):
+        return None
+    elif simple and query.causal and query.start == start and query.count == width:
+        return _CAUSAL
     seen = visible(query, view.slots)
     return seen | ~seen.any(-1, keepdim=True)  # not NaN where nothing is seen
 

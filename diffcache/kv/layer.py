@@ -143,7 +143,8 @@ class KVLayer:
             if index.device.type == "cuda":  # reading the index would make the host wait
                 torch._assert_async(((index >= first) & (index < self.held)).all())
             else:
-                self._check_slots(*(int(end) for end in torch.aminmax(index)), first)
+                least, most = (int(end) for end in torch.aminmax(index))
+                self._check_slots(least, most, first)
         return index - first if first else index
 
     def _check_slots(self, least: int, most: int, first: int) -> None:

@@ -98,7 +98,7 @@ def ragged() -> KVLayer:
 
 
 @pytest.mark.parametrize(
-    "made, given, free",
+    ("made", "given", "free"),
     [
         (gapped, {}, True),
         (with_segment, {}, True),
