@@ -11,10 +11,11 @@ from torch import Tensor
 
 from diffcache.kv.attend import View
 from diffcache.kv.codec.base import tensors
+from diffcache.kv.positions import PositionMap, own, placed
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.rotary_table import RotaryTable
 from diffcache.kv.segment import Dense, Flat, Segment, read_all
-from diffcache.kv.slots import EMPTY, Slots, span
+from diffcache.kv.slots import EMPTY, Slots, join_meta, span
 from diffcache.kv.summary import LayerSummary
 from diffcache.kv.tail import Tail
 
@@ -45,7 +46,7 @@ class KVLayer:
         index: of the layer in its model.
         rotary: rotates keys when they are read. Keys are then stored before rotation; without it
             they are stored and read as given.
-        rebase: read the keys at rotary positions without gaps, ending where the newest key is.
+        positions: the numbers that keys are rotated under when they are read; None: their own.
         seen: logical length in tokens.
         form: of what was written last; None while nothing was.
         segments: settled slots, oldest first.
@@ -57,13 +58,20 @@ class KVLayer:
     """
 
     def __init__(
-        self, index: int = 0, *, rotary: Rotation | None = None, rebase: bool = False
+        self,
+        index: int = 0,
+        *,
+        rotary: Rotation | None = None,
+        positions: PositionMap | None = None,
     ) -> None:
-        if rebase and rotary is None:
-            raise ValueError("rebase=True: keys are rotated anew, which takes a rotary")
+        if positions is not None and rotary is None:
+            raise ValueError(
+                f"positions={positions!r}: keys are rotated when they are read, which takes a "
+                "rotary"
+            )
         self.index = index
         self.rotary = rotary
-        self.rebase = rebase
+        self.positions = positions
         self.seen = 0
         self.form: Form | None = None
         self.padding: Tensor | None = None  # tokens of each row that are none, int64 [B]
@@ -167,6 +175,20 @@ class KVLayer:
             tail = None
         return read_all(self.segments, tail)
 
+    def meta(self) -> dict[str, Tensor]:
+        """Return the metadata of all slots, as `read` orders them; nothing is decoded.
+
+        Raises:
+            ValueError: If nothing was written.
+        """
+        parts = [segment.metadata() for segment in self.segments]
+        tail = self.tail.read()
+        if tail is not None and (tail.width or not parts):
+            parts.append(tail.meta)
+        if not parts:
+            raise ValueError(f"layer {self.index} is empty: write keys and values first")
+        return parts[0] if len(parts) == 1 else join_meta(parts)
+
     def reset(self) -> None:
         """Forget everything."""
         self.seen, self.padding, self.segments, self.tail = 0, None, [], Tail()
@@ -202,18 +224,34 @@ class KVLayer:
             return Slots(torch.cat([slots.k, slots.v], -1), slots.k, slots.meta)
         if self.rotary is None:
             return slots
-        rpos = slots.rpos
-        if self.rebase:
-            rpos = self._rebased(slots)
-        return Slots(self.rotary.rotate(slots.k, rpos), slots.v, slots.meta)
+        return Slots(self.rotary.rotate(slots.k, self.placed(slots.meta)), slots.v, slots.meta)
 
-    def _rebased(self, slots: Slots) -> Tensor:
-        """Return rotary positions without gaps, the newest slot's as it is."""
-        if isinstance(self.rotary, RotaryTable):
-            return self.rotary.closed(slots.pos)
-        order = slots.valid.cumsum(-1)
-        newest = slots.rpos.amax(-1, keepdim=True)
-        return (newest - (order[..., -1:] - order)).clamp_min(0).to(torch.int32)
+    def rotate(self, q: Tensor, pos: Tensor) -> Tensor:
+        """Return queries as keys at the same positions are rotated, given what is held now.
+
+        Args:
+            q: [B, Hq, n, D], before rotation.
+            pos: int [n] or [B, n], positions as they are counted by `seen`.
+
+        Raises:
+            ValueError: If the layer has no rotary, or nothing was written.
+        """
+        if self.rotary is None:
+            raise ValueError("rotate: this layer has no rotary; its keys come rotated")
+        at = (pos if pos.dim() == 2 else pos[None])[:, None]
+        if self.positions is not None:
+            at = placed(self.positions, at, own(self.meta()), self.rotary.unit)
+            if at.shape[1] > 1:  # of key-value heads
+                at = at.repeat_interleave(q.shape[1] // at.shape[1], 1)
+        return self.rotary.rotate(q, at)
+
+    def placed(self, meta: Mapping[str, Tensor]) -> Tensor:
+        """Return the positions that keys of these slots are rotated under."""
+        assert self.rotary is not None
+        held = own(meta)
+        if self.positions is None:
+            return held.clamp_min(0)
+        return placed(self.positions, held, held, self.rotary.unit)
 
     # changing what is held -----------------------------------------------------------------
 

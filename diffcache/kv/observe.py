@@ -111,6 +111,9 @@ def observe(
     if layer.latent:
         slots = layer.rotated(slots)
     if layer.rotary is not None:
+        if layer.positions is not None and not layer.positions.anchored:
+            # The queries are where the map puts them, so the keys have to be as well.
+            slots = replace(slots, meta={**slots.meta, "rpos": layer.placed(slots.meta)})
         slots = replace(slots, k=layer.rotary.rotate(slots.k, slots.rpos))
     stats = layer.stats
     if order is not None:

@@ -9,6 +9,7 @@ from diffcache.kv.budget import Budget
 from diffcache.kv.codec.held import KVCodec
 from diffcache.kv.merge import Merger
 from diffcache.kv.plan import Planner
+from diffcache.kv.positions import PositionMap
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.score.base import Score
 from diffcache.kv.trigger import AfterPrefill, Trigger
@@ -34,7 +35,7 @@ class Recipe:
         retrieve: Which slots a query reads.
         trigger: When slots are scored.
         space: Whether keys are held after or before rotary position embedding.
-        rebase: Keys are read at rotary positions without gaps.
+        positions: The numbers that keys are rotated under when they are read; None: their own.
         layout: How rows of different lengths are held: without padding, or padded.
         skip: First layers that are left as they are.
     """
@@ -49,7 +50,7 @@ class Recipe:
     retrieve: Retriever | None = None
     trigger: Trigger | None = None
     space: Space = "post"
-    rebase: bool = False
+    positions: PositionMap | None = None
     layout: Layout = "flat"
     skip: int = 0
 
@@ -68,8 +69,15 @@ class Recipe:
             raise ValueError(
                 f"merge={self.merge!r}: merges unrotated keys, which needs space='pre'"
             )
-        if self.rebase and self.space != "pre":
-            raise ValueError("rebase=True: keys are rotated anew, which needs space='pre'")
+        if self.positions is not None and self.space != "pre":
+            raise ValueError(
+                f"positions={self.positions!r}: keys are rotated anew, which needs space='pre'"
+            )
+        if self.merge is not None and self.positions is not None and not self.positions.anchored:
+            raise ValueError(
+                f"positions={self.positions!r}: moves keys that merge={self.merge!r} puts together; "
+                "use Slot(), or None"
+            )
         if all(evicting) and self.trigger is None:
             object.__setattr__(self, "trigger", AfterPrefill())
 

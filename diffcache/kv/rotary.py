@@ -73,6 +73,11 @@ class Rotation(ABC):
         """
 
     @property
+    @abstractmethod
+    def unit(self) -> int:
+        """Tokens that share a position on the first axis, where positions count tokens."""
+
+    @property
     def channels(self) -> int:
         """Number of channels that are turned."""
         return 2 * self.inv_freq.shape[0]
@@ -205,6 +210,11 @@ class Rotary(Rotation):
             ValueError: If a number is out of its range.
         """
         return Rotary(frequencies(theta, dim, torch.float32), interleaved=interleaved)
+
+    @property
+    def unit(self) -> int:
+        """One: every token has a position of its own."""
+        return 1
 
     def angles(self, pos: Position, like: Tensor) -> Tensor:
         """Return `[..., S, P]` angles of `[..., S]` positions."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -105,6 +106,11 @@ class RotaryND(Rotation):
         else:
             axes = tuple(axis for axis, part in enumerate(section) for _ in range(part))
         return RotaryND(inv_freq, scale, axes=axes, count=count)
+
+    @property
+    def unit(self) -> int:
+        """Tokens of the grid; one without a grid."""
+        return prod(self.grid or ())
 
     def angles(self, pos: Position, like: Tensor) -> Tensor:
         """Return `[..., S, P]` angles of `[..., S, A]` positions."""

@@ -50,15 +50,14 @@ class Segment(ABC):
         """The first position, where positions follow one another and slots stand for one token."""
         return None
 
-    @property
-    def pos(self) -> Tensor:
-        """Positions, int32 [B or 1, 1 or H, S], -1 where a slot is empty."""
-        return self.read().pos
+    def metadata(self) -> dict[str, Tensor]:
+        """Return the metadata of the slots, [B or 1, 1 or H, S]; nothing is decoded."""
+        return self.read().meta
 
     @cached_property
     def whole(self) -> bool:
         """Whether no slot is empty; the device is read once, as a segment never changes."""
-        return self.first is not None or bool((self.pos >= 0).all())
+        return self.first is not None or bool((self.metadata()["pos"] >= 0).all())
 
     @abstractmethod
     def read(self) -> Slots:
@@ -228,11 +227,9 @@ class Coded(Segment):
         """The first position, where it and what slots stand for are not in `meta`."""
         return None if "pos" in self.meta or "logn" in self.meta else self.start
 
-    @property
-    def pos(self) -> Tensor:
-        """Positions, int32 [B or 1, 1 or H, S]; nothing is decoded."""
-        device = next(tensors([self.meta, self.k])).device
-        return self.known(1, device)["pos"]
+    def metadata(self) -> dict[str, Tensor]:
+        """Return the metadata of the slots, positions included."""
+        return self.known(1, next(tensors([self.meta, self.k])).device)
 
     def read(self) -> Slots:
         """Return the slots, decoded."""

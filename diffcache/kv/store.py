@@ -59,7 +59,7 @@ class KVStore:
             KVLayer(
                 index,
                 rotary=rotary[index] if rotary is not None and recipe.space == "pre" else None,
-                rebase=recipe.rebase,
+                positions=recipe.positions,
             )
             for index in range(layers)
         ]

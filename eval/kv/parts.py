@@ -66,7 +66,7 @@ def composition(recipe: Recipe) -> str:
         if part is not None and part != ():
             found.append(f"{name} `{spelled(part)}`")
     if recipe.space == "pre":
-        found.append("keys held unrotated" + (", rebased" if recipe.rebase else ""))
+        found.append("keys held unrotated" + (", rebased" if recipe.positions is not None else ""))
     if recipe.skip:
         found.append(f"skips {recipe.skip} layers")
     return "; ".join(found)

@@ -12,6 +12,7 @@ from torch import Tensor
 from diffcache.kv.attend import Query, View, attend, attend_parts, lse_merge
 from diffcache.kv.codec.base import nbytes
 from diffcache.kv.layer import KVLayer
+from diffcache.kv.positions import Slot
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.segment import Dense, Flat, Traits
 from diffcache.kv.settle import chosen
@@ -226,18 +227,6 @@ def test_keys_stored_before_rotation_are_read_after_it() -> None:
     assert torch.allclose(moved.views()[0].slots.k, rotary.rotate(k, torch.arange(100, 112)))
 
 
-def test_rebased_keys_stand_without_gaps_before_the_newest() -> None:
-    rotary = Rotary.default(10000.0, D)
-    k, v = drawn(20)
-    layer = KVLayer(rotary=rotary, rebase=True)
-    layer.write(k, v)
-    keep = torch.tensor([0, 1, 15, 17, 19])
-    index = keep.expand(B, 1, -1)
-    layer.replace(layer.read().gather(index))
-    found = layer.views()[0].slots.k
-    assert torch.allclose(found, rotary.rotate(k[:, :, keep], torch.arange(15, 20)))
-
-
 def test_rows_follow_beams() -> None:
     layer = filled(6)
     layer.stats["mass"] = torch.arange(B * H * 6.0).view(B, H, 6)
@@ -253,6 +242,6 @@ def test_bad_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="layer 3 is empty"):
         KVLayer(3).read()
     with pytest.raises(ValueError, match="takes a rotary"):
-        KVLayer(rebase=True)
+        KVLayer(positions=Slot())
     with pytest.raises(ValueError, match="nothing to attend to"):
         attend(asked(1, 0), [])

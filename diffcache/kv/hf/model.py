@@ -94,11 +94,17 @@ def choose(recipe: Recipe, mode: Mode) -> tuple[Mode, str]:
         for wanted, text in (
             (recipe.evicts, "slots are dropped, and positions say who sees what"),
             (recipe.retrieve is not None, "queries read chosen slots"),
-            (recipe.rebase, "keys are read at other positions"),
+            (recipe.positions is not None, "keys are read at other positions"),
         )
         if wanted
     ]
-    if mode == "stock" and (recipe.retrieve is not None or recipe.rebase or recipe.observes):
+    if recipe.positions is not None and not recipe.positions.anchored:
+        raise AttachError(
+            f"positions={recipe.positions!r}: moves the newest tokens, and the model has rotated "
+            "its queries before they are seen; use Slot(), or None"
+        )
+    moved = recipe.retrieve is not None or recipe.positions is not None
+    if mode == "stock" and (moved or recipe.observes):
         why = "the recipe looks at queries" if recipe.observes else needs[-1]
         raise AttachError(f"mode='stock': {why}; use mode='native'")
     if mode != "auto":

@@ -8,6 +8,7 @@ from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.learn.codebook import Codebook
 from diffcache.kv.life.tiers import Tiers
+from diffcache.kv.positions import Slot
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.settings import Count, Whole, check_room, checked
 from diffcache.kv.retrieval.a2ats import KeyCodes
@@ -161,7 +162,7 @@ def rekv(
     chooser = Frames(budget, sinks=sinks, recent=recent, block=block)
     below = None if tiers is None else InTiers(tiers, block)
     codec = None if below is None else Pair(below, below, block=block, recent=recent)
-    return Recipe("rekv", retrieve=chooser, codec=codec, space="pre", rebase=True)
+    return Recipe("rekv", retrieve=chooser, codec=codec, space="pre", positions=Slot())
 
 
 @checked

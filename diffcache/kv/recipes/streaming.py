@@ -6,6 +6,7 @@ from diffcache.kv.budget import Size, Uniform
 from diffcache.kv.budgets.heads import Heads, HeadTable
 from diffcache.kv.merging.compensation import Compensation
 from diffcache.kv.plan import TopK
+from diffcache.kv.positions import Slot
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.settings import Whole, checked
 from diffcache.kv.score.recency import Recency
@@ -30,7 +31,8 @@ def streaming_llm(
     """
     return Recipe(
         "streaming_llm", score=Recency(), budget=Uniform(budget), plan=TopK(sinks=sinks),
-        trigger=EveryStep(every), space="pre" if rotate else "post", rebase=rotate,
+        trigger=EveryStep(every), space="pre" if rotate else "post",
+        positions=Slot() if rotate else None,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ class Frames(Selecting):
     Reference: ReKV, arXiv 2503.00540. Tokens of a frame have its number, above 0, as
     `tag`; a chunk of them sees the first tokens and the last `recent`. Of a question (tag 0) that
     comes after frames, the mean of the queries before rotation is compared with the mean of the
-    keys of every block; with `space="pre"` and `rebase=True` what was chosen is read at rotary
+    keys of every block; with `space="pre"` and `positions=Slot()` what was chosen is read at rotary
     positions without gaps.
 
     Args:

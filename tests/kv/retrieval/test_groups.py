@@ -7,6 +7,7 @@ import torch
 
 from diffcache.kv.attend import Query, attend, logits
 from diffcache.kv.layer import KVLayer
+from diffcache.kv.positions import Slot
 from diffcache.kv.retrieval.probe_query import ProbeQuery, bias
 from diffcache.kv.retrieval.rekv import Frames
 from diffcache.kv.retrieval.sentence import Sentences, sentence_tags
@@ -77,7 +78,7 @@ def test_frames_see_the_last_tokens_and_a_question_its_frames() -> None:
 def test_frames_are_read_at_positions_without_gaps() -> None:
     k, v, q = tokens(50)
     chooser = Frames(25, sinks=2, recent=4, block=5)
-    layer = KVLayer(rotary=rotary(), rebase=True)
+    layer = KVLayer(rotary=rotary(), positions=Slot())
     layer.write(k[:, :, :49], v[:, :, :49])
     chooser.views(Query(q[:, :, :49], 0, 0.25), layer, [layer])
     layer.write(k[:, :, 49:], v[:, :, 49:])
