@@ -75,7 +75,7 @@ class Recipe:
             )
         if self.merge is not None and self.positions is not None and not self.positions.anchored:
             raise ValueError(
-                f"positions={self.positions!r}: moves keys that merge={self.merge!r} puts together; "
+                f"positions={self.positions!r}: moves keys that merge={self.merge!r} joins; "
                 "use Slot(), or None"
             )
         if all(evicting) and self.trigger is None:
