@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from diffcache.kv.attend import View
 from diffcache.kv.codec.base import tensors
-from diffcache.kv.positions import PositionMap, own, placed
+from diffcache.kv.contents import first_of, kept, metadata, parts_of, stored
+from diffcache.kv.positions import PositionMap, key_places, own_places, placed
+from diffcache.kv.reading import Reading
 from diffcache.kv.rotary import Rotation
-from diffcache.kv.rotary_table import RotaryTable
-from diffcache.kv.segment import Dense, Flat, Segment, read_all
-from diffcache.kv.slots import EMPTY, Slots, join_meta, span
+from diffcache.kv.segment import PLAIN, Dense, Flat, Segment
+from diffcache.kv.slots import EMPTY, Slots, named, one_row, span
 from diffcache.kv.summary import LayerSummary
 from diffcache.kv.tail import Tail
 
@@ -55,6 +57,10 @@ class KVLayer:
         summary: of a retriever; None where it has to be built anew.
         latent: what is held are latents and, as values, rotary parts of keys. Queries meet both
             together as keys, and the latents as values (multi-head latent attention).
+        read_once: keep rotated keys, and decoded values of segments, until what they were read
+            from changes. For what is read many times as it is, such as the chunks before one that
+            is denoised: it takes the memory of exact keys, and where there are segments of exact
+            values too, however few bytes these are coded in. `tensors` has them.
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class KVLayer:
         *,
         rotary: Rotation | None = None,
         positions: PositionMap | None = None,
+        read_once: bool = False,
     ) -> None:
         if positions is not None and rotary is None:
             raise ValueError(
@@ -80,6 +87,8 @@ class KVLayer:
         self.stats: dict[str, Tensor] = {}
         self.summary: LayerSummary | None = None
         self.latent = False
+        self.read_once = read_once
+        self._reading = Reading()
 
     # the four verbs ------------------------------------------------------------------------
 
@@ -129,38 +138,11 @@ class KVLayer:
             ValueError: If a slot is settled or not there; on CUDA, its own error, later. If a range
                 has another step, or another length than `k`.
         """
-        index = self._in_tail(index, k.shape[2])
         columns = {"k": k, "v": v}
         if ver is not None:
             columns["ver"] = torch.full((1, 1, 1), ver, dtype=torch.int32, device=k.device)
-        self.tail.overwrite(index, columns)
+        self.tail.overwrite(index, columns, self.held - self.tail.length)
         self.summary = None
-
-    def _in_tail(self, index: Tensor | range, count: int) -> Tensor | range:
-        """Return slots of the layer as slots of the tail."""
-        first = self.held - self.tail.length
-        if isinstance(index, range):
-            if index.step != 1 or len(index) != count:
-                raise ValueError(
-                    f"index={index!r} of {count} tokens: a range must have step 1 and as many slots"
-                )
-            if count:
-                self._check_slots(index.start, index.stop - 1, first)
-            return range(index.start - first, index.stop - first)
-        if index.numel():
-            if index.device.type == "cuda":  # reading the index would make the host wait
-                torch._assert_async(((index >= first) & (index < self.held)).all())
-            else:
-                least, most = (int(end) for end in torch.aminmax(index))
-                self._check_slots(least, most, first)
-        return index - first if first else index
-
-    def _check_slots(self, least: int, most: int, first: int) -> None:
-        if not first <= least <= most < self.held:
-            raise ValueError(
-                f"index={least}..{most}: slots {first} to {self.held - 1} can be overwritten; "
-                "what is before them is settled"
-            )
 
     def read(self) -> Slots:
         """Return all slots, segments first; keys as they are stored.
@@ -168,12 +150,10 @@ class KVLayer:
         Raises:
             ValueError: If nothing was written.
         """
-        tail = self.tail.read()
-        if tail is None and not self.segments:
+        slots = stored(self.segments, self.tail)
+        if slots is None:
             raise ValueError(f"layer {self.index} is empty: write keys and values first")
-        if tail is not None and not tail.width and self.segments:
-            tail = None
-        return read_all(self.segments, tail)
+        return slots
 
     def meta(self) -> dict[str, Tensor]:
         """Return the metadata of all slots, as `read` orders them; nothing is decoded.
@@ -181,42 +161,62 @@ class KVLayer:
         Raises:
             ValueError: If nothing was written.
         """
-        parts = [segment.metadata() for segment in self.segments]
-        tail = self.tail.read()
-        if tail is not None and (tail.width or not parts):
-            parts.append(tail.meta)
-        if not parts:
+        meta = metadata(self.segments, self.tail)
+        if meta is None:
             raise ValueError(f"layer {self.index} is empty: write keys and values first")
-        return parts[0] if len(parts) == 1 else join_meta(parts)
+        return meta
 
     def reset(self) -> None:
         """Forget everything."""
         self.seen, self.padding, self.segments, self.tail = 0, None, [], Tail()
         self.stats, self.summary, self.form = {}, None, None
+        self._reading.clear()
 
     # reading for attention -----------------------------------------------------------------
 
     def views(self) -> list[View]:
         """Return what queries attend to: keys rotated, segments of their own kind apart."""
-        if not self.segments:  # the common case, cheap
-            slots = self.tail.read()
-            if slots is None:
-                raise ValueError(f"layer {self.index} is empty: write keys and values first")
-            return [self._tail_view(slots)]
-        tail = self.tail.read()
-        found = []
-        for segment in self.segments:
-            below = self.seen if segment.whole else None
-            slots = self.rotated(segment.read())
-            found.append(View(slots, segment.first, segment.traits, below=below))
-        if tail is not None and tail.width:
-            found.append(self._tail_view(tail))
+        if self._plain():
+            return [View(self.met(), first_of(self.segments, self.tail), below=self._below())]
+        found = parts_of(self.segments, self.tail, self.seen)
+        if self.positions is None:
+            return [replace(view, slots=self.rotated(view.slots)) for view in found]
+        return self._rotated_together(found)
+
+    def _plain(self) -> bool:
+        """Whether all slots are attended to alike."""
+        return all(segment.traits == PLAIN for segment in self.segments)
+
+    def _below(self) -> int | None:
+        """Return what all positions are below, where no slot is known to be empty."""
+        whole = self.tail.whole and all(segment.whole for segment in self.segments)
+        return self.seen if whole else None
+
+    def _rotated_together(self, views: Sequence[View]) -> list[View]:
+        """Return views whose keys are rotated under numbers that depend on all of them."""
+        assert self.rotary is not None
+        places, first, found = self.placed(self.meta()), 0, []
+        for view in views:
+            slots = view.slots
+            at = places[..., first : first + slots.width]
+            first += slots.width
+            k, v = slots.k, slots.v
+            if len(k) < len(at):  # shared by rows that need not hold the same
+                k, v = (x.expand(len(at), -1, -1, -1) for x in (k, v))
+            turned = Slots(self.rotary.rotate(k, at), v, slots.meta)
+            found.append(replace(view, slots=turned))
         return found
 
-    def _tail_view(self, slots: Slots) -> View:
-        tail = self.tail
-        start = tail.start if tail.is_plain else None
-        return View(self.rotated(slots), start, below=self.seen if tail.whole else None)
+    def met(self) -> Slots:
+        """Return all slots as queries meet them; as far as they were kept, they are not read again.
+
+        Raises:
+            ValueError: If nothing was written.
+        """
+        fresh = self.rotary is not None or bool(self.segments)  # else it is the tail's own memory
+        if self.read_once and fresh and self.held and self._plain() and not self.latent:
+            return self._reading.read(self.segments, self.tail, self.rotary, self.positions)
+        return self.rotated(self.read())
 
     def rotated(self, slots: Slots) -> Slots:
         """Return slots with their keys as queries meet them."""
@@ -240,7 +240,7 @@ class KVLayer:
             raise ValueError("rotate: this layer has no rotary; its keys come rotated")
         at = (pos if pos.dim() == 2 else pos[None])[:, None]
         if self.positions is not None:
-            at = placed(self.positions, at, own(self.meta()), self.rotary.unit)
+            at = placed(self.positions, at, own_places(self.meta()), self.rotary.unit)
             if at.shape[1] > 1:  # of key-value heads
                 at = at.repeat_interleave(q.shape[1] // at.shape[1], 1)
         return self.rotary.rotate(q, at)
@@ -248,16 +248,46 @@ class KVLayer:
     def placed(self, meta: Mapping[str, Tensor]) -> Tensor:
         """Return the positions that keys of these slots are rotated under."""
         assert self.rotary is not None
-        held = own(meta)
-        if self.positions is None:
-            return held.clamp_min(0)
-        return placed(self.positions, held, held, self.rotary.unit)
+        return key_places(self.positions, meta, self.rotary.unit)
 
     # changing what is held -----------------------------------------------------------------
 
+    def keep(self, which: Tensor, *, last: int = 0, flat: bool = False) -> None:
+        """Hold the slots that are named and no others, in the order they are in.
+
+        Coded slots stay in their codes. What is held then is settled, but for the `last`.
+
+        Args:
+            which: Slots as `read` shows them, by mask or number: bool [S] or [B, 1 or H, S], or
+                int64 [n] or [B, 1 or H, n].
+            last: Newest slots that stay in any case, at the end, where they can be overwritten and
+                taken back.
+            flat: Hold rows of different lengths without padding.
+
+        Raises:
+            ValueError: If `which` is of other slots, or some of the last are settled already.
+        """
+        if not 0 <= last <= self.tail.loose:
+            raise ValueError(f"last={last}: only {self.tail.loose} slots are not settled yet")
+        assert self.form is not None
+        mask = named(which, self.meta()["pos"])
+        mask = mask.expand(self.form.batch, self.form.heads, -1)
+        found = kept(self.segments, self.tail, mask, last)
+        self.segments, self.summary = [], None
+        if found.exact is not None:
+            self.replace(found.exact, flat=flat)
+        if last and found.last is not None:
+            self.tail.append(found.last)
+        self.segments[:0] = found.segments
+        for name, value in self.stats.items():
+            there = (found.origin >= 0) & (found.origin < value.shape[2])  # newer have none yet
+            self.stats[name] = value.gather(2, found.origin.where(there, 0)) * there
+
     def replace(self, slots: Slots, *, flat: bool = False) -> None:
         """Hold these slots instead of all there are."""
+        slots = replace(slots, meta=one_row(slots.meta))
         self.segments, self.summary = [], None
+        self._reading.clear()
         if flat and not bool(slots.valid.all()):
             self.segments.append(Flat.of(slots))
             self.tail = Tail(self.seen)
@@ -302,6 +332,7 @@ class KVLayer:
         if self.summary is not None:
             self.summary = self.summary.rows(index)
         self.tail.map(index)
+        self._reading.clear()
         if self.form is not None:
             self.form = self.form._replace(batch=len(index))
         if self.padding is not None:
@@ -313,6 +344,7 @@ class KVLayer:
         other = copy(self)
         other.segments = list(self.segments)
         other.tail = self.tail.fork()
+        other._reading = Reading()
         other.stats = {name: value.clone() for name, value in self.stats.items()}
         return other
 
@@ -326,7 +358,8 @@ class KVLayer:
     def tensors(self) -> list[Tensor]:
         """Return every tensor that is held."""
         own = [*self.segments, *self.stats.values(), self.summary, self.padding]
-        return [*tensors([part for part in own if part is not None]), *self.tail.tensors()]
+        found = [*tensors([part for part in own if part is not None]), *self.tail.tensors()]
+        return [*found, *self._reading.tensors()]
 
     def _check(self, k: Tensor, v: Tensor) -> None:
         if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:

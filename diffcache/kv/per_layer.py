@@ -21,7 +21,7 @@ from diffcache.kv.retrieve import Retriever
 from diffcache.kv.score.base import Score
 from diffcache.kv.slots import Slots
 
-_ALIKE = ("trigger", "ladder", "space", "rebase", "layout")  # a cache has one of each
+_ALIKE = ("trigger", "ladder", "space", "positions", "layout")  # a cache has one of each
 
 
 def per_layer(recipes: Sequence[Recipe]) -> Recipe:

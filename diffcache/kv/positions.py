@@ -193,7 +193,13 @@ def placed(positions: PositionMap, at: Tensor, held: Tensor, unit: int) -> Tenso
     return positions.place(frame, frames).clamp_min(0) * unit + at % unit
 
 
-def own(meta: Mapping[str, Tensor]) -> Tensor:
+def own_places(meta: Mapping[str, Tensor]) -> Tensor:
     """Return the rotary positions that slots have of their own, -1 where a slot is empty."""
     pos = meta["pos"]
     return meta["rpos"].where(pos >= 0, EMPTY) if "rpos" in meta else pos
+
+
+def key_places(positions: PositionMap | None, meta: Mapping[str, Tensor], unit: int) -> Tensor:
+    """Return the positions that keys of slots are rotated under, these being all that is held."""
+    held = own_places(meta)
+    return held.clamp_min(0) if positions is None else placed(positions, held, held, unit)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.codec.base import Payload, gather_slots, tensors
-from diffcache.kv.slots import EMPTY, Slots, join, join_meta, pick, span
+from diffcache.kv.slots import EMPTY, Slots, join, join_meta, one_row, pick, span
 
 
 @dataclass(frozen=True)
@@ -318,3 +318,11 @@ def read_all(segments: Sequence[Segment], tail: Slots | None) -> Slots:
         metas.append(segment.read_into(k[:, :, first:last], v[:, :, first:last]))
         first = last
     return Slots(k, v, join_meta([*metas, tail.meta]))
+
+
+def leveled(segment: Segment) -> Segment:
+    """Return a segment whose coded slots have one row of metadata, where all heads have the same.
+
+    The device is read, so this is for when slots are dropped.
+    """
+    return replace(segment, meta=one_row(segment.meta)) if isinstance(segment, Coded) else segment

@@ -14,8 +14,8 @@ from diffcache.kv.merge import Merger
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import KEEP
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.segment import Coded, Segment
-from diffcache.kv.slots import EMPTY, Slots, join
+from diffcache.kv.segment import Coded, Segment, leveled
+from diffcache.kv.slots import EMPTY, Slots, chosen, join
 from diffcache.kv.tail import Tail
 
 
@@ -68,29 +68,9 @@ def carry_out(
     if recipe.codec is not None:
         recipe.codec.align(layer)
     if not layer.segments and not recipe.ladder:
-        index, keep = chosen(plan >= KEEP)
-        _take_stats(layer, index, keep)
-        whole = bool(keep.all())
-        slots = layer.read().gather(index, None if whole else keep)
-        layer.replace(slots, flat=recipe.layout == "flat")
+        layer.keep(plan >= KEEP, flat=recipe.layout == "flat")
         return
     _split(layer, seen, plan, recipe)
-
-
-def chosen(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the slots that a mask names, in order, rows filled up to the longest.
-
-    Args:
-        mask: bool [B, H, S].
-
-    Returns:
-        int64 [B, H, n] and bool [B, H, n], False where a row is filled up.
-    """
-    count = mask.sum(-1, keepdim=True)
-    longest = int(count.max()) if mask.numel() else 0
-    index = torch.argsort((~mask).to(torch.int8), dim=-1, stable=True)[..., :longest]
-    keep = torch.arange(longest, device=mask.device) < count
-    return index, keep
 
 
 def _unsorted(plan: Tensor, order: Tensor | None) -> Tensor:
@@ -154,7 +134,7 @@ def _merge_coded(
             if index.shape[2]:
                 meta = part.gather(index, keep).meta
                 taken = replace(source.take(index, keep), meta=meta)
-                held.append(_Held(taken, (first + index).where(keep, EMPTY)))
+                held.append(_Held(leveled(taken), (first + index).where(keep, EMPTY)))
             rests = rests & changed[..., first : first + width]
         index, keep = chosen(rests)
         exact.append(_Part(part.gather(index, keep), first + index))
@@ -213,7 +193,7 @@ def _sort(
     elif bool(rests.all()):
         into.held.append(_Held(coded, origin))
     elif index.shape[2]:
-        into.held.append(_Held(coded.take(index, keep), origin.where(keep, EMPTY)))
+        into.held.append(_Held(leveled(coded.take(index, keep)), origin.where(keep, EMPTY)))
     for to, parts in into.moving.items():
         index, keep = chosen((plan == to) & ~rests)
         if not index.shape[2]:

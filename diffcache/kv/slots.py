@@ -109,6 +109,63 @@ def join_meta(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
+def chosen(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the slots that a mask names, in order, rows filled up to the longest.
+
+    Args:
+        mask: bool [B, 1 or H, S].
+
+    Returns:
+        int64 [B, 1 or H, n] and bool [B, 1 or H, n], False where a row is filled up.
+    """
+    count = mask.sum(-1, keepdim=True)
+    longest = int(count.max()) if mask.numel() else 0
+    index = torch.argsort((~mask).to(torch.int8), dim=-1, stable=True)[..., :longest]
+    keep = torch.arange(longest, device=mask.device) < count
+    return index, keep
+
+
+def named(which: Tensor, pos: Tensor) -> Tensor:
+    """Return slots that are named by a mask or by number as a mask, empty ones left out.
+
+    Args:
+        which: bool [S] or [B, 1 or H, S]; or int64 [n] or [B, 1 or H, n], from 0 to S - 1.
+        pos: positions of all slots, int32 [B, 1 or H, S].
+
+    Returns:
+        bool [B, 1 or H, S].
+
+    Raises:
+        ValueError: If a mask is of another number of slots, or the dtype or shape is another.
+    """
+    width = pos.shape[-1]
+    fits = which.dim() in (1, 3) and which.dtype in (torch.bool, torch.int64)
+    if not fits or (which.dtype == torch.bool and which.shape[-1] != width):
+        raise ValueError(
+            f"which={list(which.shape)} of {which.dtype}: must be bool [S] or [B, 1 or H, S] of "
+            f"the S={width} slots, or int64 [n] or [B, 1 or H, n]"
+        )
+    wide = which if which.dim() == 3 else which[None, None]
+    if which.dtype != torch.bool:
+        none = torch.zeros(*wide.shape[:2], width, dtype=torch.bool, device=pos.device)
+        wide = none.scatter_(-1, wide, True)
+    return wide & (pos >= 0)
+
+
+def one_row(meta: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return metadata with one row for all heads where these have the same.
+
+    The device is read if there are rows to compare, so this is for when slots are dropped.
+    """
+    wide = [column for column in meta.values() if column.shape[1] > 1]
+    if not wide:
+        return dict(meta)
+    same = torch.stack([(column == column[:, :1]).all() for column in wide]).all()
+    if not bool(same):
+        return dict(meta)
+    return {name: column[:, :1].clone() for name, column in meta.items()}
+
+
 def filled(name: str, pos: Tensor) -> Tensor:
     """Return what slots at these positions [B, 1 or H, S] have where nothing was said of it."""
     if name == "rpos":

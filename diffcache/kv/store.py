@@ -39,6 +39,7 @@ class KVStore:
     Attributes:
         recipe: What is done.
         layers: In the order of the model.
+        read_once: Layers keep what was read of them, as `KVLayer` has it.
         speculative: Tokens may be taken back by `rollback`, as in assisted decoding.
         origin: Tells what is known of the model, by which a saved cache is matched to it.
         taken_over: Tokens were written whose queries were never seen, and not compressed since.
@@ -51,15 +52,17 @@ class KVStore:
         *,
         rotary: Sequence[Rotation] | None = None,
         out: Sequence[Tensor] | None = None,
+        read_once: bool = False,
     ) -> None:
         if recipe.space == "pre" and rotary is None:
             raise ValueError(f"{recipe.name}: keys are held before rotation, which takes `rotary`")
-        self.recipe = recipe
+        self.recipe, self.read_once = recipe, read_once
         self.layers = [
             KVLayer(
                 index,
                 rotary=rotary[index] if rotary is not None and recipe.space == "pre" else None,
                 positions=recipe.positions,
+                read_once=read_once,
             )
             for index in range(layers)
         ]
@@ -298,8 +301,7 @@ class KVStore:
             self._rings[layer.index].push(query, valid)
         if not score.statistics:
             return
-        slots = layer.read()
-        slots = layer.rotated(slots)
+        slots = layer.met()
         shape = slots.k.shape[:3]
         for name in score.statistics:
             old = layer.stats.get(name)

@@ -22,12 +22,15 @@ class Tail:
         length: slots a row.
         start: the position of the first slot, while positions follow one another.
         whole: no slot is empty; False where that is not known.
+        clean: leading slots that were not overwritten since this was set.
+        moves: how often slots came or went.
     """
 
     def __init__(self, start: int = 0) -> None:
         self.length = 0
         self.start: int | None = start
         self.whole = True
+        self.clean = self.moves = 0
         self._buffers: dict[str, Tensor] = {}
         self._lent = False  # a fork sees the same buffers
         self._settled = 0
@@ -60,6 +63,7 @@ class Tail:
             self.whole = self.whole and whole
         elif not self._buffers:
             self._lay_out(slots, self.start)
+        self.moves += 1
         self._make_room(slots.width)
         stop = self.length + slots.width
         for name, buffer in self._buffers.items():
@@ -78,6 +82,7 @@ class Tail:
             return
         if not self._buffers:
             self._buffers = {"k": k[:, :, :0], "v": v[:, :, :0]}
+        self.moves += 1
         self._make_room(count)
         self._buffers["k"].narrow(2, self.length, count).copy_(k)
         self._buffers["v"].narrow(2, self.length, count).copy_(v)
@@ -95,14 +100,20 @@ class Tail:
             meta["pos"] = span(self.start, self.start + self.length, k.shape[0], k.device)
         return Slots(k, v, meta)
 
-    def overwrite(self, index: Tensor | range, columns: dict[str, Tensor]) -> None:
+    def overwrite(self, index: Tensor | range, columns: dict[str, Tensor], before: int = 0) -> None:
         """Write into slots that are there.
 
         Args:
             index: int64 [n] or [B, n], slots of every row; or a run of slots, which is a copy.
             columns: by name, `k` and `v` [B, H, n, D] and metadata [B, 1, n].
+            before: what slots are counted from, being the number of the first slot.
+
+        Raises:
+            ValueError: If a slot is not there, or a run is not of as many as are written.
         """
+        index, least = self._checked(index, columns["k"].shape[2], before)
         self._own()
+        self.clean = min(self.clean, least)
         if isinstance(index, range):
             for name, value in columns.items():
                 self._buffers[name].narrow(2, index.start, len(index)).copy_(value)
@@ -126,6 +137,31 @@ class Tail:
             else:
                 buffer.transpose(1, 2)[rows, index] = fresh.transpose(1, 2)
 
+    def _checked(
+        self, index: Tensor | range, count: int, before: int
+    ) -> tuple[Tensor | range, int]:
+        """Return slots counted from 0, and the first that may be among them."""
+        stop = before + self.length
+        least, most = before, before
+        if isinstance(index, range):
+            if index.step != 1 or len(index) != count:
+                raise ValueError(
+                    f"index={index!r} of {count} tokens: a range must have step 1 and as many slots"
+                )
+            least, most = (index.start, index.stop - 1) if count else (stop, stop)
+        elif index.device.type == "cuda":  # reading the index would make the host wait
+            torch._assert_async(((index >= before) & (index < stop)).all())
+        elif index.numel():
+            least, most = (int(end) for end in torch.aminmax(index))
+        if count and not before <= least <= most < stop:
+            raise ValueError(
+                f"index={least}..{most}: slots {before} to {stop - 1} can be overwritten; "
+                "what is before them is settled"
+            )
+        if isinstance(index, range):
+            return range(index.start - before, index.stop - before), least - before
+        return (index - before if before else index), least - before
+
     @property
     def loose(self) -> int:
         """Slots at the end that are the last tokens, so that they can be taken back."""
@@ -134,6 +170,7 @@ class Tail:
     def drop_last(self, count: int) -> None:
         """Forget the last slots."""
         self.length -= count
+        self.clean, self.moves = min(self.clean, self.length), self.moves + 1
 
     def split(self, count: int) -> Slots:
         """Take out the first slots and return them, as views of memory the tail leaves."""
@@ -142,7 +179,7 @@ class Tail:
         rest = slots.narrow(count, self.length).clone()
         start = None if self.start is None else self.start + count
         self.length, self._buffers, self._lent = 0, {}, False
-        self.start, self.whole = start, True
+        self.start, self.whole, self.clean = start, True, 0
         self._settled = max(self._settled - count, 0)
         if start is None:
             self.append(rest)
@@ -156,7 +193,8 @@ class Tail:
         self._buffers = {
             name: value.index_select(0, select) for name, value in self._buffers.items()
         }
-        self._lent = False
+        self._lent, self.clean = False, 0
+        self.moves += 1
 
     def fork(self) -> Tail:
         """Return a tail with the same slots; whichever writes first makes a copy."""

@@ -15,8 +15,7 @@ from diffcache.kv.layer import KVLayer
 from diffcache.kv.positions import Slot
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.segment import Dense, Flat, Traits
-from diffcache.kv.settle import chosen
-from diffcache.kv.slots import Slots, span
+from diffcache.kv.slots import Slots, chosen, span
 
 B, H, D = 2, 2, 8
 

@@ -130,7 +130,7 @@ def _filled(state: Mapping[str, Any], like: KVStore) -> KVStore:
             "model"
         )
     rotary = [layer.rotary for layer in like.layers if layer.rotary is not None]
-    store = KVStore(len(saved), like.recipe, rotary=rotary or None)
+    store = KVStore(len(saved), like.recipe, rotary=rotary or None, read_once=like.read_once)
     for layer, each, ours in zip(store.layers, saved, like.layers, strict=True):
         layer.latent = ours.latent
         _fill(layer, each)

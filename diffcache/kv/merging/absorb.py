@@ -10,8 +10,7 @@ from torch.nn.functional import normalize
 
 from diffcache.kv.codec.base import work_dtype
 from diffcache.kv.plan import KEEP
-from diffcache.kv.settle import chosen
-from diffcache.kv.slots import Slots
+from diffcache.kv.slots import Slots, chosen
 
 _BLOCK = 512  # slots that are compared with all kept ones together
 

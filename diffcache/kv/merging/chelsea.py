@@ -14,8 +14,7 @@ from diffcache.kv.merge import Merger, check_space
 from diffcache.kv.merging.absorb import picked
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import DROP, KEEP, check_ends, ranks
-from diffcache.kv.settle import chosen
-from diffcache.kv.slots import Slots
+from diffcache.kv.slots import Slots, chosen
 
 
 @dataclass

@@ -13,8 +13,7 @@ from diffcache.kv.codec.base import work_dtype
 from diffcache.kv.merge import Merger, check_space
 from diffcache.kv.merging.absorb import parted, picked
 from diffcache.kv.observe import Observation
-from diffcache.kv.settle import chosen
-from diffcache.kv.slots import Slots
+from diffcache.kv.slots import Slots, chosen
 
 
 @dataclass(frozen=True, eq=False)
