@@ -48,6 +48,8 @@ class Query:
         window: only the last so many positions are seen, the query's own among them.
         softcap: logits x become `softcap * tanh(x / softcap)`.
         sinks: [Hq], a logit more for each head, whose value is zero.
+        together: where a retriever chooses what is read, these queries are one chunk and choose
+            once, by their mean, instead of each for itself or reading everything as a prompt does.
     """
 
     q: Tensor
@@ -59,6 +61,7 @@ class Query:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    together: bool = False
 
     @property
     def count(self) -> int:

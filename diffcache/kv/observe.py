@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -194,3 +195,40 @@ class Ring:
         if self.query is None or not self.query.count:
             return None
         return self.query.narrow(max(self.query.count - self.size, 0), self.query.count)
+
+
+@dataclass
+class Pending:
+    """Queries whose tokens may be taken back, not yet observed."""
+
+    query: Query
+    valid: Tensor | None
+
+
+def shorten(pending: list[Pending], count: int) -> None:
+    """Forget the last queries."""
+    while count and pending:
+        last = pending[-1]
+        left = last.query.count - count
+        if left > 0:
+            valid = None if last.valid is None else last.valid[:, :left]
+            pending[-1] = Pending(last.query.narrow(0, left), valid)
+            return
+        count -= last.query.count
+        pending.pop()
+
+
+def lengthen(layer: KVLayer, names: Sequence[str]) -> None:
+    """Have statistics of all slots of a layer, 0 where nothing was noted."""
+    form = layer.form
+    if form is None:
+        return
+    shape = (form.batch, form.heads, layer.held)
+    for name in names:
+        old = layer.stats.get(name)
+        if old is not None and old.shape == shape:
+            continue
+        new = torch.zeros(shape, dtype=torch.float32, device=form.device)
+        if old is not None:
+            new[..., : old.shape[2]] = old
+        layer.stats[name] = new

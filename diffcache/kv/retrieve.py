@@ -21,7 +21,8 @@ class Retriever(ABC):
         """Return what the queries attend to.
 
         Args:
-            query: The queries; several at once (a prompt) read everything.
+            query: The queries; several at once (a prompt) read everything, unless they are
+                `together`.
             layer: Where they read; what is known of its slots is kept in `layer.summary`.
             others: All layers, some of which share what they found.
         """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +11,9 @@ from torch import Tensor
 from diffcache.kv.attend import Query, View, attend, probabilities
 from diffcache.kv.codec.base import tensors
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.observe import Observation, Ring, observe
+from diffcache.kv.observe import Observation, Pending, Ring, lengthen, observe, shorten
+from diffcache.kv.plan import KEEP
+from diffcache.kv.planned import check_alone, planned
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.settle import carry_out
@@ -20,14 +21,6 @@ from diffcache.kv.trigger import Event
 
 CUT_OFF = "an earlier forward was cut off and left the cache half changed: reset it, or use a fork"
 _BLOCK = 256  # queries whose probabilities are looked at together
-
-
-@dataclass
-class _Pending:
-    """Queries whose tokens may be taken back, not yet observed."""
-
-    query: Query
-    valid: Tensor | None
 
 
 class KVStore:
@@ -71,7 +64,7 @@ class KVStore:
         self._out = out
         window = recipe.score.window if recipe.score is not None else 0
         self._rings = [Ring(window) for _ in range(layers)]
-        self._pending: list[list[_Pending]] = [[] for _ in range(layers)]
+        self._pending: list[list[Pending]] = [[] for _ in range(layers)]
         self._wrote = self._since = 0
         self._fresh = False
         self._torn = False  # an error left what is held half changed
@@ -103,19 +96,23 @@ class KVStore:
         self._since += count
         self._fresh |= (count > 1 and not self.speculative) or not self.seen
 
-    def attend(self, index: int, query: Query, valid: Tensor | None = None) -> Tensor:
+    def attend(
+        self, index: int, query: Query, valid: Tensor | None = None, *, observe: bool = True
+    ) -> Tensor:
         """Return the attention of queries over a layer, [B, Hq, n, Dv], and take note of them.
 
         Args:
             index: Of the layer.
             query: The queries; their own keys are written already.
             valid: bool [B, n]; False are queries of padding.
+            observe: Whether scorers take note of the queries. Of a chunk that is computed several
+                times, one time should count.
         """
         layer = self.layers[index]
         out = attend(query, self.views(index, query))
-        if self.recipe.observes and index >= self.recipe.skip and self._watches(query):
+        if observe and self.recipe.observes and index >= self.recipe.skip and self._watches(query):
             if self.speculative:
-                self._pending[index].append(_Pending(query, valid))
+                self._pending[index].append(Pending(query, valid))
             else:
                 self._note(layer, query, valid)
         return out
@@ -145,28 +142,73 @@ class KVStore:
         """
         self._commit()
         recipe = self.recipe
-        if recipe.score is None or recipe.budget is None or recipe.plan is None:
-            raise ValueError(f"{recipe.name or 'the recipe'} drops nothing: it has no score")
+        layers = self.layers[recipe.skip :]
         if self.taken_over:
             self._check_queries()
-        seen = [self._observation(layer) for layer in self.layers[recipe.skip :]]
-        scores = []
-        for each in seen:
-            shape = each.slots.k.shape[:3]
-            score = recipe.score(each).float().expand(shape)
-            scores.append(score.masked_fill(~each.valid, float("-inf")))
-        scores = list(recipe.score.across(scores, seen))
-        budgets = recipe.budget.allot(scores, seen)
+        seen = [self._observation(layer) for layer in layers]
+        plans = planned(recipe, seen)
         self._torn = True
-        for layer, each, score, budget in zip(
-            self.layers[recipe.skip :], seen, scores, budgets, strict=True
-        ):
-            carry_out(layer, each, score, recipe.plan(score, budget, each), recipe)
+        for layer, each, (score, plan) in zip(layers, seen, plans, strict=True):
+            carry_out(layer, each, score, plan, recipe)
         self._torn = self.taken_over = False
         self._since, self._fresh = 0, False
         if recipe.trigger is not None and not recipe.trigger.decoding:
             for ring in self._rings:
                 ring.clear()
+
+    def compress_layer(
+        self, index: int, query: Query | None = None, valid: Tensor | None = None, *, last: int = 0
+    ) -> None:
+        """Score the slots of one layer and keep what the plan says, within a forward if need be.
+
+        The layer's own tokens of the forward may be written already, and their queries take part
+        in the score. Whether it is due is for the caller to say.
+
+        Args:
+            index: Of the layer.
+            query: Queries that scorers take note of before; attend to them with `observe=False`
+                then, so that they count once.
+            valid: bool [B, n]; False are queries of padding.
+            last: Newest slots that stay in any case and can be overwritten and taken back.
+
+        Raises:
+            ValueError: If the recipe does more to a layer than drop slots, or looks across layers.
+
+        Reference: Deep Forcing, arXiv 2512.05081 (Participative Compression: scores of the queries
+        of the block that is denoised, layer by layer).
+        """
+        recipe, layer = self.recipe, self.layers[index]
+        check_alone(recipe)
+        if index < recipe.skip:
+            return
+        self._commit()
+        if query is not None and recipe.observes:
+            self._note(layer, query, valid)
+        if self.taken_over:
+            self._check_queries()
+        if recipe.codec is not None:
+            recipe.codec.align(layer)
+        seen = self._observation(layer)
+        ((_, plan),) = planned(recipe, [seen])
+        wanted = plan >= KEEP
+        if seen.order is not None:
+            wanted = torch.zeros_like(wanted).scatter_(-1, seen.order.expand_as(wanted), wanted)
+        layer.keep(wanted, last=last, flat=recipe.layout == "flat")
+
+    def keep(self, choose: Callable[[KVLayer], Tensor], *, last: int = 0) -> None:
+        """Hold the slots that are named in each layer and no others.
+
+        Args:
+            choose: Returns the slots of a layer that are kept, as `KVLayer.keep` takes them.
+            last: Newest slots that stay in any case and can be overwritten and taken back.
+        """
+        self._commit()
+        self._torn = True
+        for layer in self.layers:
+            if self.recipe.codec is not None:
+                self.recipe.codec.align(layer)
+            layer.keep(choose(layer), last=last)
+        self._torn = False
 
     # going back, and sideways --------------------------------------------------------------
 
@@ -181,7 +223,7 @@ class KVStore:
         for layer, ring, pending in zip(self.layers, self._rings, self._pending, strict=True):
             layer.rollback(count)
             if pending:
-                _shorten(pending, count)
+                shorten(pending, count)
             else:
                 ring.rollback(count)
         self._wrote = max(self._wrote - count, 0)
@@ -303,12 +345,7 @@ class KVStore:
             return
         slots = layer.met()
         shape = slots.k.shape[:3]
-        for name in score.statistics:
-            old = layer.stats.get(name)
-            new = torch.zeros(shape, dtype=torch.float32, device=slots.k.device)
-            if old is not None:
-                new[..., : old.shape[2]] = old
-            layer.stats[name] = new
+        lengthen(layer, score.statistics)
         if not score.attends:
             start = shape[2] - (layer.seen - query.start)
             stop = start + query.count
@@ -323,21 +360,10 @@ class KVStore:
             score.track(layer.stats, part, found, probs)
 
     def _observation(self, layer: KVLayer) -> Observation:
+        if self.recipe.score is not None:
+            lengthen(layer, self.recipe.score.statistics)
         out = self._out[layer.index] if self._out is not None else None
         return observe(layer, len(self.layers), self._rings[layer.index].kept(), out)
-
-
-def _shorten(pending: list[_Pending], count: int) -> None:
-    """Forget the last queries."""
-    while count and pending:
-        last = pending[-1]
-        left = last.query.count - count
-        if left > 0:
-            valid = None if last.valid is None else last.valid[:, :left]
-            pending[-1] = _Pending(last.query.narrow(0, left), valid)
-            return
-        count -= last.query.count
-        pending.pop()
 
 
 def _storage(tensor: Tensor) -> tuple[torch.device, int]:

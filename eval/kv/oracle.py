@@ -55,9 +55,16 @@ def logged() -> Iterator[Log]:
     log: Log = {}
     attend = KVStore.attend
 
-    def spy(self: KVStore, index: int, query: Query, valid: Tensor | None = None) -> Tensor:
+    def spy(
+        self: KVStore,
+        index: int,
+        query: Query,
+        valid: Tensor | None = None,
+        *,
+        observe: bool = True,
+    ) -> Tensor:
         log[index, query.start] = self.layers[index].read().pos.clone()
-        return attend(self, index, query, valid)
+        return attend(self, index, query, valid, observe=observe)
 
     KVStore.attend = spy  # type: ignore[method-assign]
     try:

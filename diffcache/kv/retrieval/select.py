@@ -13,6 +13,7 @@ from diffcache.kv.attend import Query, View
 from diffcache.kv.budget import Size, check_size, slots_for
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.gather import positions_of, views_of
+from diffcache.kv.retrieval.probe import probe, query_valid
 from diffcache.kv.retrieval.summary import Summary, known, news
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.slots import Slots
@@ -47,7 +48,8 @@ class Selecting(Retriever):
     """Read the first and last tokens, and of the others what a query asks for.
 
     A prompt reads everything. Of a few queries at once, as when drafted tokens are verified, each
-    chooses, and all read what any of them chose. Summaries are added to as tokens come.
+    chooses, and all read what any of them chose. Queries that are `together`, such as those of a
+    chunk of video, read what their mean chooses. Summaries are added to as tokens come.
 
     Args:
         budget: Slots a query reads, the first and last ones among them; or a share of the tokens.
@@ -91,14 +93,17 @@ class Selecting(Retriever):
             summary = replace(summary, slots=summary.slots_with(pos=fresh.pos))
             summary = self.extend(summary, fresh, query, layer)
         layer.summary = summary
-        if query.count > self.few and not (self.chunks and query.start > 0):
+        together = query.together and query.count > 1
+        chunk = together or (self.chunks and query.start > 0)
+        if query.count > self.few and not chunk:
             return self._all(layer, summary)
         valid = summary.pos >= 0
         always = self._always(summary.pos, query.count) & valid
         tokens = valid.sum(-1)
         own = always.sum(-1) - query.count + 1  # the budget is of the last of several queries
         room = (slots_for(self.budget, tokens) - own).clamp_min(0)
-        ask = Ask(query, layer, others, summary, valid & ~always, room)
+        one = _mean(query) if together and not self.chunks else query
+        ask = Ask(one, layer, others, summary, valid & ~always, room)
         chosen = self.choose(ask)
         if chosen is None:
             return self._all(layer, known(layer))
@@ -143,6 +148,14 @@ class Selecting(Retriever):
     def _all(self, layer: KVLayer, summary: Summary) -> list[View]:
         layer.summary = replace(summary, read=(summary.pos >= 0).sum(-1))
         return layer.views()
+
+
+def _mean(query: Query) -> Query:
+    """Return the mean of queries that choose together, padding left out."""
+    valid = query_valid(query)
+    weight = valid / valid.sum(-1, keepdim=True).clamp_min(1)
+    one = probe(query, weight[:, None])
+    return replace(one, q=one.q.to(query.q.dtype), start=query.start)
 
 
 def asked(query: Query, keys: Tensor) -> Tensor:

@@ -1,0 +1,209 @@
+"""Keeping what was read: the same bits as reading anew, less work, and bytes that are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diffcache.kv.codec.base import nbytes
+from diffcache.kv.codec.quant import GroupQuant, Quantized
+from diffcache.kv.layer import KVLayer
+from diffcache.kv.life.save import load, save
+from diffcache.kv.positions import BlockRelativistic, Slot
+from diffcache.kv.recipe import Recipe
+from diffcache.kv.recipes.quantised import kivi
+from diffcache.kv.recipes.streaming import streaming_llm
+from diffcache.kv.rotary import Rotary
+from diffcache.kv.segment import Coded, Dense, Traits
+from diffcache.kv.slots import chosen
+from diffcache.kv.store import KVStore
+
+B, H, D = 2, 2, 8
+ROTARY = Rotary.default(10000.0, D)
+
+
+def drawn(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    k, v = torch.randn(2, B, H, count, D, generator=torch.Generator().manual_seed(seed))
+    return k, v
+
+
+def seen(layer: KVLayer) -> list[Any]:
+    """What queries meet, as one."""
+    views = layer.views()
+    found = [torch.cat([getattr(view.slots, name) for view in views], 2) for name in ("k", "v")]
+    return [*found, torch.cat([view.slots.pos.expand(B, H, -1) for view in views], 2)]
+
+
+def coded(layer: KVLayer) -> None:
+    """Hold the first eight slots in codes."""
+    slots, codec = layer.tail.split(8), GroupQuant(4, "tokens", 8)
+    meta = {name: value.clone() for name, value in slots.meta.items()}
+    layer.segments.append(Coded(codec.encode(slots.k), codec.encode(slots.v), meta, 8))
+
+
+def dropped(layer: KVLayer) -> None:
+    keep = torch.rand(B, H, layer.held, generator=torch.Generator().manual_seed(2)) < 0.7
+    layer.keep(keep)
+
+
+STEPS: dict[str, Callable[[KVLayer], object]] = {
+    "write": lambda layer: layer.write(*drawn(6, 1)),
+    "overwrite a run": lambda layer: layer.overwrite(
+        range(layer.held - 4, layer.held), *drawn(4, 2)
+    ),
+    "overwrite slots": lambda layer: layer.overwrite(
+        torch.tensor([layer.held - 3, layer.held - 1]), *drawn(2, 3)
+    ),
+    "overwrite early": lambda layer: layer.overwrite(
+        range(layer.held - layer.tail.length, layer.held - layer.tail.length + 1), *drawn(1, 4)
+    ),
+    "take back": lambda layer: layer.rollback(2),
+    "take back and write": lambda layer: (layer.rollback(2), layer.write(*drawn(2, 5))),
+    "rows": lambda layer: layer.rows(torch.tensor([1, 0])),
+    "settle": lambda layer: layer.settle_tail(),
+    "code": coded,
+    "drop": dropped,
+    "a token": lambda layer: layer.write(*drawn(1, 6)),
+    "a fork": lambda layer: layer.fork().overwrite(range(layer.held - 1, layer.held), *drawn(1, 7)),
+    "tokens of some rows": lambda layer: layer.write(
+        *drawn(2, 8), valid=torch.tensor([[True, True], [False, True]])
+    ),
+}
+
+
+@pytest.mark.parametrize("positions", [None, Slot(), BlockRelativistic(9)])
+@pytest.mark.parametrize("rotary", [None, ROTARY])
+def test_what_was_kept_is_what_would_be_read(rotary: Rotary | None, positions: Any) -> None:
+    if rotary is None:
+        positions = None
+    generator = torch.Generator().manual_seed(3)
+    names = list(STEPS)
+    for _ in range(6):
+        one = KVLayer(rotary=rotary, positions=positions, read_once=True)
+        two = KVLayer(rotary=rotary, positions=positions)
+        order = ["write", "write", "write"]
+        order += [names[i] for i in torch.randint(len(names), (14,), generator=generator).tolist()]
+        for step in order:
+            for layer in (one, two):
+                enough = layer.tail.loose >= 6 and layer.tail.length >= 12
+                STEPS[step if enough else "write"](layer)
+            for a, b in zip(seen(one), seen(two), strict=True):
+                assert torch.equal(a, b), (step, order)
+            whole = all(view.below is not None for view in two.views())
+            (view,) = one.views() if rotary or one.segments else [two.views()[0]]
+            assert (view.below is not None) == whole
+            assert torch.equal(one.met().k, two.met().k)
+
+
+def test_a_chunk_that_is_denoised_five_times_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    turned: list[int] = []
+    decoded: list[int] = []
+    rotate, decode = Rotary.rotate, Quantized.decode
+    monkeypatch.setattr(
+        Rotary, "rotate", lambda self, x, pos: (turned.append(x.shape[2]), rotate(self, x, pos))[1]
+    )
+    monkeypatch.setattr(Quantized, "decode", lambda self: (decoded.append(1), decode(self))[1])
+    layer = KVLayer(rotary=ROTARY, positions=Slot(), read_once=True)
+    layer.write(*drawn(24, 1))
+    coded(layer)
+    layer.keep(torch.tensor([0, 1, 2, *range(10, 24)]))
+    decoded.clear()
+    for chunk in range(2):
+        layer.write(*drawn(4, chunk))
+        for _ in range(5):
+            layer.overwrite(range(layer.held - 4, layer.held), *drawn(4, 9))
+            layer.views()
+        layer.views()
+    whole = 17 + 4
+    assert turned == [whole, 4, 4, 4, 4, whole + 4, 4, 4, 4, 4]
+    assert len(decoded) == 2 * 2, "keys and values of one segment, once a chunk"
+    steady = KVLayer(rotary=ROTARY, read_once=True)
+    steady.write(*drawn(24, 1))
+    steady.views()
+    turned.clear()
+    steady.write(*drawn(4, 2))
+    steady.views()
+    assert turned == [4], "what is rotated by its own position is never rotated again"
+
+
+def test_what_is_kept_is_counted_and_not_kept_unless_asked() -> None:
+    slot = B * H * D * 4  # bytes of a slot's keys in all rows
+    for read_once in (False, True):
+        layer = KVLayer(rotary=ROTARY, read_once=read_once)
+        layer.write(*drawn(16, 1))
+        before = nbytes(layer.tensors())
+        assert before == 2 * 16 * slot
+        layer.views()
+        places = (1 + B) * 16 * 4  # positions as they are counted, and as keys are rotated
+        extra = 16 * slot + places if read_once else 0
+        assert nbytes(layer.tensors()) == before + extra
+        coded(layer)
+        before = nbytes([layer.segments, layer.tail.tensors()])
+        layer.views()
+        both = nbytes(layer.tensors()) - before
+        assert both == 0 if not read_once else both >= 2 * 16 * slot
+        fork = layer.fork()
+        assert nbytes(fork.tensors()) == nbytes([layer.segments, layer.tail.tensors()])
+        layer.keep(torch.arange(12))
+        assert nbytes(layer.tensors()) == nbytes([layer.segments, layer.tail.tensors()])
+
+
+def test_segments_of_their_own_kind_are_read_anew() -> None:
+    layer = KVLayer(read_once=True)
+    layer.write(*drawn(4, 1))
+    layer.settle_tail(Dense(layer.read().clone(), Traits(apart=True)))
+    layer.write(*drawn(2, 2))
+    assert len(layer.views()) == 2 and not layer._reading.tensors()
+
+
+def test_heads_that_hold_the_same_share_a_row_of_metadata() -> None:
+    alike, apart = torch.arange(24) % 3 > 0, torch.ones(B, H, 24, dtype=torch.bool)
+    apart[:, 0, :2], apart[:, 0, 8:14] = False, False
+    apart[:, 1, 2:4], apart[:, 1, 9:15] = False, False
+    for mask, heads in ((alike, 1), (apart, H)):
+        for codes in (False, True):
+            layer = KVLayer(rotary=ROTARY)
+            layer.write(*drawn(24, 1), meta={"tag": torch.arange(24).int().expand(B, 1, -1)})
+            if codes:
+                coded(layer)
+            before = layer.read()
+            layer.keep(mask)
+            slots = layer.read()
+            assert slots.pos.shape[1] == slots.meta["tag"].shape[1] == heads
+            index, _ = chosen(mask.expand(B, H, -1))
+            assert torch.equal(slots.k, before.k.gather(2, index[..., None].expand(-1, -1, -1, D)))
+            assert torch.equal(slots.pos.expand(B, H, -1), index.int())
+            assert nbytes(slots.pos.clone()) == B * heads * 16 * 4
+
+
+def test_a_saved_session_goes_on_reading_once(tmp_path: Any) -> None:
+    def store() -> KVStore:
+        recipe = streaming_llm(16, sinks=4, every=4) | kivi(4, group=4, residual=4)
+        return KVStore(1, recipe, rotary=[ROTARY], read_once=True)
+
+    def chunk(into: KVStore, seed: int) -> list[Any]:
+        into.begin(4)
+        into.layers[0].write(*drawn(4, seed))
+        return seen(into.layers[0])
+
+    first, second = store(), store()
+    for seed in range(9):
+        chunk(first, seed)
+    held = first.fork().nbytes
+    save(tmp_path / "a", first)
+    load(tmp_path / "a", second)
+    assert second.nbytes <= held and second.layers[0].read_once
+    for seed in (20, 21):
+        for a, b in zip(chunk(first, seed), chunk(second, seed), strict=True):
+            assert torch.equal(a, b)
+    full = KVStore(1, Recipe(space="pre"), rotary=[ROTARY], read_once=True)
+    full.begin(4)
+    full.layers[0].write(*drawn(4, 1))
+    full.layers[0].views()
+    bytes_of_reading = full.nbytes
+    full.reset()
+    assert full.nbytes == 0 < bytes_of_reading
