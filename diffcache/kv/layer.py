@@ -231,7 +231,7 @@ class KVLayer:
 
         Args:
             q: [B, Hq, n, D], before rotation.
-            pos: int [n] or [B, n], positions as they are counted by `seen`.
+            pos: int [n] or [B, n], positions as they are counted by `seen`, or as `rpos` has them.
 
         Raises:
             ValueError: If the layer has no rotary, or nothing was written.
@@ -239,11 +239,20 @@ class KVLayer:
         if self.rotary is None:
             raise ValueError("rotate: this layer has no rotary; its keys come rotated")
         at = (pos if pos.dim() == 2 else pos[None])[:, None]
-        if self.positions is not None:
-            at = placed(self.positions, at, own_places(self.meta()), self.rotary.unit)
-            if at.shape[1] > 1:  # of key-value heads
-                at = at.repeat_interleave(q.shape[1] // at.shape[1], 1)
-        return self.rotary.rotate(q, at)
+        return self.rotary.rotate(q, self.query_places(at, q.shape[1]))
+
+    def query_places(self, at: Tensor, heads: int) -> Tensor:
+        """Return the positions that queries are rotated under, given what is held now.
+
+        Args:
+            at: int [B or 1, 1, n], their own positions.
+            heads: Query heads.
+        """
+        if self.positions is None:
+            return at
+        assert self.rotary is not None
+        at = placed(self.positions, at, own_places(self.meta()), self.rotary.unit)
+        return at if at.shape[1] == 1 else at.repeat_interleave(heads // at.shape[1], 1)
 
     def placed(self, meta: Mapping[str, Tensor]) -> Tensor:
         """Return the positions that keys of these slots are rotated under."""
@@ -274,6 +283,7 @@ class KVLayer:
         mask = mask.expand(self.form.batch, self.form.heads, -1)
         found = kept(self.segments, self.tail, mask, last)
         self.segments, self.summary = [], None
+        self._reading.clear()
         if found.exact is not None:
             self.replace(found.exact, flat=flat)
         if last and found.last is not None:

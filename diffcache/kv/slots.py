@@ -64,11 +64,18 @@ class Slots:
             index: int64 [B, 1 or H, n], slots of each row.
             keep: bool like `index`; the others come out empty.
         """
+        if len(self.k) < len(index):  # one row that is shared by all
+            return self._expanded(len(index)).gather(index, keep)
         meta = {name: pick(value, index) for name, value in self.meta.items()}
         if keep is not None:
             meta["pos"] = meta["pos"].where(keep, torch.full_like(meta["pos"], EMPTY))
         index = index.expand(-1, self.k.shape[1], -1)
         return Slots(gather_slots(self.k, index), gather_slots(self.v, index), meta)
+
+    def _expanded(self, batch: int) -> Slots:
+        meta = {name: value.expand(batch, -1, -1) for name, value in self.meta.items()}
+        k, v = (x.expand(batch, -1, -1, -1) for x in (self.k, self.v))
+        return Slots(k, v, meta)
 
     def narrow(self, start: int, stop: int) -> Slots:
         """Return slots `start` to `stop`, as views."""

@@ -17,6 +17,7 @@ from diffcache.kv.planned import check_alone, planned
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.settle import carry_out
+from diffcache.kv.slots import named
 from diffcache.kv.trigger import Event
 
 CUT_OFF = "an earlier forward was cut off and left the cache half changed: reset it, or use a fork"
@@ -203,11 +204,13 @@ class KVStore:
             last: Newest slots that stay in any case and can be overwritten and taken back.
         """
         self._commit()
-        self._torn = True
-        for layer in self.layers:
-            if self.recipe.codec is not None:
+        if self.recipe.codec is not None:
+            for layer in self.layers:
                 self.recipe.codec.align(layer)
-            layer.keep(choose(layer), last=last)
+        wanted = [named(choose(layer), layer.meta()["pos"]) for layer in self.layers]
+        self._torn = True
+        for layer, which in zip(self.layers, wanted, strict=True):
+            layer.keep(which, last=last)
         self._torn = False
 
     # going back, and sideways --------------------------------------------------------------

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor
 
 from diffcache.errors import AttachError
 from diffcache.kv.budget import Uniform
 from diffcache.kv.hf import remat_cache_for
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
+from diffcache.kv.layer import KVLayer
 from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes import eviction, merging, streaming
@@ -107,14 +107,14 @@ def test_a_cut_off_forward_of_a_hybrid_is_noticed() -> None:
 
 def test_settling_that_was_cut_off_is_noticed(model: Any, monkeypatch: Any) -> None:
     cache = filled(model)
-    plan = TopK.__call__
+    keep_slots = KVLayer.keep
 
-    def stop(self: TopK, score: Tensor, budget: Tensor, seen: Any) -> Tensor:
-        if seen.layer == 2:
+    def stop(self: KVLayer, *given: Any, **named: Any) -> None:
+        if self.index == 2:
             raise KeyboardInterrupt
-        return plan(self, score, budget, seen)
+        keep_slots(self, *given, **named)
 
-    monkeypatch.setattr(TopK, "__call__", stop)
+    monkeypatch.setattr(KVLayer, "keep", stop)
     with pytest.raises(KeyboardInterrupt):
         cache.settle()
     monkeypatch.undo()

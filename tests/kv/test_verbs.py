@@ -20,8 +20,10 @@ from diffcache.kv.retrieval.quest import Quest
 from diffcache.kv.retrieval.select import asked, grouped
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.score.attention import Window
-from diffcache.kv.segment import Coded, Flat
+from diffcache.kv.segment import Coded, Dense, Flat
+from diffcache.kv.slots import Slots, span
 from diffcache.kv.store import KVStore
+from diffcache.kv.tail import Tail
 from diffcache.kv.trigger import Overflow
 
 B, H, G, D = 2, 2, 2, 8
@@ -217,3 +219,16 @@ def test_queries_are_rotated_like_the_keys_of_their_tokens() -> None:
     assert torch.equal(layer.rotate(k, torch.arange(6)), layer.views()[0].slots.k)
     rows = torch.arange(6).flip(0).repeat(B, 1)
     assert torch.equal(layer.rotate(k.flip(2), rows), layer.views()[0].slots.k.flip(2))
+
+
+def test_a_segment_that_rows_share_is_kept_by_each_row() -> None:
+    layer, (k, v) = KVLayer(), drawn(6, 1)
+    shared = Slots(k[:1], v[:1], {"pos": span(0, 6, 1, k.device)})
+    layer.seen, layer.tail, layer.segments = 6, Tail(6), [Dense(shared)]
+    layer.write(*drawn(2, 2))
+    seen = torch.ones(B, H, 8, dtype=torch.bool)
+    seen[0, :, 1:4], seen[1, :, 2:5] = False, False
+    layer.keep(seen)
+    for row, kept in enumerate(([0, 4, 5], [0, 1, 5])):
+        assert torch.equal(layer.read().k[row, :, :3], k[0, :, kept])
+        assert layer.read().pos[row, 0].tolist() == [*kept, 6, 7]

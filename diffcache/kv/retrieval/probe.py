@@ -20,7 +20,8 @@ def stored_query(query: Query, layer: KVLayer) -> Query:
     if layer.rotary is None:
         return query
     rpos = news(layer, layer.held - query.count, stored=True).rpos[:, :1]
-    return replace(query, q=layer.rotary.unrotate(query.q, rpos))
+    at = layer.query_places(rpos, query.q.shape[1])
+    return replace(query, q=layer.rotary.unrotate(query.q, at))
 
 
 def query_valid(query: Query) -> Tensor:

@@ -135,7 +135,7 @@ def test_one_slot_takes_in_what_goes_later() -> None:
         v.append(last.v.gather(2, newest))
     store.begin(1)
     slots = store.layers[0].read()
-    assert slots.valid.sum(-1).tolist() == [[15, 15]] and store.seen == 47
+    assert slots.valid.sum(-1).expand(1, 2).tolist() == [[15, 15]] and store.seen == 47
     every_k, every_v = torch.cat(k, 2), torch.cat(v, 2)
     for head in range(2):
         one = int(slots.meta["logn"].expand(1, 2, -1)[0, head].argmax())
