@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.codec.base import nbytes
-from diffcache.kv.codec.quant import GroupQuant, Quantized
+from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.life.save import load, save
 from diffcache.kv.positions import BlockRelativistic, Slot
@@ -102,11 +102,14 @@ def test_what_was_kept_is_what_would_be_read(rotary: Rotary | None, positions: A
 def test_a_chunk_that_is_denoised_five_times_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     turned: list[int] = []
     decoded: list[int] = []
-    rotate, decode = Rotary.rotate, Quantized.decode
+    rotate, read, read_into = Rotary.rotate, Coded.read, Coded.read_into
     monkeypatch.setattr(
         Rotary, "rotate", lambda self, x, pos: (turned.append(x.shape[2]), rotate(self, x, pos))[1]
     )
-    monkeypatch.setattr(Quantized, "decode", lambda self: (decoded.append(1), decode(self))[1])
+    monkeypatch.setattr(Coded, "read", lambda self: (decoded.append(1), read(self))[1])
+    monkeypatch.setattr(
+        Coded, "read_into", lambda self, *to: (decoded.append(1), read_into(self, *to))[1]
+    )
     layer = KVLayer(rotary=ROTARY, positions=Slot(), read_once=True)
     layer.write(*drawn(24, 1))
     coded(layer)
@@ -120,7 +123,7 @@ def test_a_chunk_that_is_denoised_five_times_is_read_once(monkeypatch: pytest.Mo
         layer.views()
     whole = 17 + 4
     assert turned == [whole, 4, 4, 4, 4, whole + 4, 4, 4, 4, 4]
-    assert len(decoded) == 2 * 2, "keys and values of one segment, once a chunk"
+    assert len(decoded) == 2, "one segment, once a chunk"
     steady = KVLayer(rotary=ROTARY, read_once=True)
     steady.write(*drawn(24, 1))
     steady.views()
