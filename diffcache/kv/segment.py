@@ -50,9 +50,9 @@ class Segment(ABC):
         """The first position, where positions follow one another and slots stand for one token."""
         return None
 
+    @abstractmethod
     def metadata(self) -> dict[str, Tensor]:
         """Return the metadata of the slots, [B or 1, 1 or H, S]; nothing is decoded."""
-        return self.read().meta
 
     @cached_property
     def whole(self) -> bool:
@@ -110,6 +110,10 @@ class Dense(Segment):
     def width(self) -> int:
         """Slots of the longest row."""
         return self.slots.width
+
+    def metadata(self) -> dict[str, Tensor]:
+        """Return the metadata of the slots."""
+        return self.slots.meta
 
     def read(self) -> Slots:
         """Return the slots."""
@@ -177,13 +181,20 @@ class Flat(Segment):
         there = order < self.lengths[..., None]
         return ((ends - self.lengths)[..., None] + order).where(there, 0), there
 
+    def metadata(self) -> dict[str, Tensor]:
+        """Return the metadata of the slots, padded."""
+        return self._padded(*self._places())
+
+    def _padded(self, place: Tensor, there: Tensor) -> dict[str, Tensor]:
+        meta = {name: value[place] for name, value in self.meta.items()}
+        meta["pos"] = meta["pos"].where(there, EMPTY)
+        return meta
+
     def read(self) -> Slots:
         """Return the slots, padded; empty ones are zero."""
         place, there = self._places()
-        meta = {name: value[place] for name, value in self.meta.items()}
-        meta["pos"] = meta["pos"].where(there, EMPTY)
         spread = there[..., None]
-        return Slots(self.k[place] * spread, self.v[place] * spread, meta)
+        return Slots(self.k[place] * spread, self.v[place] * spread, self._padded(place, there))
 
     def take(self, index: Tensor, keep: Tensor) -> Flat:
         """Return chosen slots."""
