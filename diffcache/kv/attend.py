@@ -145,11 +145,13 @@ def lse_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, T
 
 
 def visible(query: Query, slots: Slots) -> Tensor:
-    """Return which slots each query sees, bool [B, 1 or H, n, S]."""
+    """Return which slots each query sees, bool [B, 1 or H, n or 1, S], 1 for all of them alike."""
     pos = slots.pos.long()
-    at = query.positions()[:, None, :, None]
     here = pos[:, :, None]
     seen = here >= 0
+    if not query.causal and query.mask is None and query.window is None:
+        return seen
+    at = query.positions()[:, None, :, None]
     if query.mask is None:
         if query.causal:
             seen = seen & (here <= at)
