@@ -198,7 +198,7 @@ class KVLayer:
         places, first, found = self.placed(self.meta()), 0, []
         for view in views:
             slots = view.slots
-            at = places[..., first : first + slots.width]
+            at = places[:, :, first : first + slots.width]
             first += slots.width
             k, v = slots.k, slots.v
             if len(k) < len(at):  # shared by rows that need not hold the same
@@ -257,7 +257,7 @@ class KVLayer:
     def placed(self, meta: Mapping[str, Tensor]) -> Tensor:
         """Return the positions that keys of these slots are rotated under."""
         assert self.rotary is not None
-        return key_places(self.positions, meta, self.rotary.unit)
+        return key_places(self.positions, meta, self.rotary)
 
     # changing what is held -----------------------------------------------------------------
 

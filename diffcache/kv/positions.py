@@ -10,6 +10,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from diffcache.kv.rotary import Rotation
+from diffcache.kv.rotary_table import RotaryTable
 from diffcache.kv.slots import EMPTY
 
 
@@ -199,7 +201,31 @@ def own_places(meta: Mapping[str, Tensor]) -> Tensor:
     return meta["rpos"].where(pos >= 0, EMPTY) if "rpos" in meta else pos
 
 
-def key_places(positions: PositionMap | None, meta: Mapping[str, Tensor], unit: int) -> Tensor:
-    """Return the positions that keys of slots are rotated under, these being all that is held."""
+def key_places(
+    positions: PositionMap | None, meta: Mapping[str, Tensor], rotary: Rotation
+) -> Tensor:
+    """Return the positions that keys of slots are rotated under, these being all that is held.
+
+    Args:
+        positions: The map, None for positions as they are.
+        meta: Metadata of the slots.
+        rotary: What rotates them.
+
+    Returns:
+        [B, 1 or H, S], and [B, 1 or H, S, A] where gaps between positions of several axes are
+        closed.
+
+    Raises:
+        ValueError: If positions are looked up by token and the map is none that closes gaps.
+    """
     held = own_places(meta)
-    return held.clamp_min(0) if positions is None else placed(positions, held, held, unit)
+    if positions is None or positions == Absolute():
+        return held.clamp_min(0)
+    if not isinstance(rotary, RotaryTable):
+        return placed(positions, held, held, rotary.unit)
+    if positions != Slot():
+        raise ValueError(
+            f"positions={positions!r}: tokens have positions on several axes, given one by one; "
+            "use Slot(), which closes gaps, or None"
+        )
+    return rotary.closed(meta["pos"])

@@ -59,7 +59,7 @@ class Reading:
         if not still or self._slots is None or "ver" in self._slots.meta:
             meta = metadata(segments, tail)
             assert meta is not None
-            self._places = None if rotary is None else key_places(positions, meta, rotary.unit)
+            self._places = None if rotary is None else key_places(positions, meta, rotary)
         else:
             meta = self._slots.meta
         steady = positions is None or positions.steady
@@ -97,7 +97,7 @@ class Reading:
         k = slots.k
         if rotary is not None:
             assert self._places is not None
-            k = rotary.rotate(k, self._places[..., first:])
+            k = rotary.rotate(k, self._places[:, :, first:])
         if not first:  # none of it may be memory of the tail, which is written to elsewhere
             self._buffers = {"k": k.clone() if k is slots.k else k}
             if segments:
