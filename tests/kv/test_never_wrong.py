@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -13,7 +14,7 @@ import pytest
 import torch
 import transformers as hf
 
-from diffcache.errors import AttachError
+from diffcache.errors import AttachError, CacheWarning
 from diffcache.eval.kv import oracle
 from diffcache.foreign import attention_names
 from diffcache.kv import (
@@ -128,9 +129,10 @@ def test_keys_and_values_changed_after_the_cache_are_refused(
     name: str, kind: str, what: str
 ) -> None:
     model = zoo(name, kind)
+    before = attention_names(model)
     with pytest.raises(AttachError, match=f"{what} .* mode='stock'"):
-        generate(model, cache_for(model, ALL))
-    detach(model)
+        cache_for(model, ALL)
+    assert attention_names(model) == before
     same(generate(model, cache_for(model, kivi(2, group=8, residual=4096))), generate(model))
 
 
@@ -154,6 +156,22 @@ def test_keys_are_attended_to_once_in_a_forward(monkeypatch: Any, again: str) ->
     cache = cache_for(model, ALL)
     monkeypatch.setattr(source, "ALL_ATTENTION_FUNCTIONS", Twice())
     with pytest.raises(AttachError, match="LlamaAttention attends to keys that were attended to"):
+        model(**ONE, past_key_values=cache)
+
+
+def test_other_keys_than_the_cache_was_given_are_refused_in_any_forward(monkeypatch: Any) -> None:
+    """As in layers that cannot be tried by themselves beforehand."""
+    from transformers.models.llama import modeling_llama as source
+
+    class Changing:
+        def get_interface(self, *given: Any) -> Any:
+            attend = hf.AttentionInterface()["diffcache"]
+            return lambda module, q, k, *more, **kwargs: attend(module, q, k * 1, *more, **kwargs)
+
+    model = llama()
+    cache = cache_for(model, ALL)
+    monkeypatch.setattr(source, "ALL_ATTENTION_FUNCTIONS", Changing())
+    with pytest.raises(AttachError, match="LlamaAttention changes keys between .* call it again"):
         model(**ONE, past_key_values=cache)
 
 
@@ -258,6 +276,16 @@ def test_layers_that_all_have_a_window_are_served(name: str, kind: str, window: 
     ours, cache, log = oracle.run(model, snapkv(0.4, window=4), inputs, **GREEDY)
     assert cache.store.layers[0].held < cache.get_seq_length()
     same(ours, oracle.expected(model, cache, log, inputs, **GREEDY), 1e-4)
+
+
+def test_a_share_that_leaves_nothing_to_choose_is_told_once() -> None:
+    model = llama()
+    few = quest(0.5, page=16)  # reads the last 16 of 24 tokens, and half of them are 12
+    with pytest.warns(CacheWarning, match="budget=0.5: of fewer than 34 tokens .* recent=16"):
+        generate(model, cache_for(model, few))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(model, cache_for(model, quest(0.5, page=4)))
 
 
 # latents --------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from diffcache.errors import AttachError
 from diffcache.kv.attend import Query, View, attend
 from diffcache.kv.hf.latent import absorbed, check_made, values_of
+from diffcache.kv.hf.trial import changes, leave_trial
 from diffcache.kv.hf.writer import Writer
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.segment import PLAIN
@@ -108,6 +109,7 @@ def attention(
             attends to them twice, or is not the one that the cache was made for.
         ValueError: If something is asked for that slots cannot give.
     """
+    leave_trial(key, value)
     handle = _CURRENT.get()
     if not isinstance(handle, _Handle):
         _check_first(handle, module, query, key)
@@ -200,9 +202,8 @@ def _check_meant(handle: _Handle, module: nn.Module, key: Tensor, value: Tensor)
     changed = [word for word, (one, other) in pairs.items() if one is not other]
     if changed:
         raise AttachError(
-            f"{name} changes {' and '.join(changed)} between the cache and attention; use "
-            "cache_for(..., mode='stock') with a recipe that drops nothing (or an earlier forward "
-            "was cut off between the two: then call it again)"
+            f"{changes(name, changed)} (or an earlier forward was cut off between the two: then "
+            "call it again)"
         )
 
 

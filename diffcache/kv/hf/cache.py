@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from diffcache.errors import AttachError
+from diffcache.foreign import attention_name_of
 from diffcache.kv.hf.attention import forget
 from diffcache.kv.hf.axes import noted_by
 from diffcache.kv.hf.latent import check_latent
@@ -34,11 +35,13 @@ from diffcache.kv.hf.model import (
     origin_of,
     output_of,
     reader,
+    rotary_embedding,
 )
 from diffcache.kv.hf.past import check_past, dynamic_of, take_over
 from diffcache.kv.hf.rotary import RotaryReader
 from diffcache.kv.hf.switch import NAME, switch
 from diffcache.kv.hf.switch import detach as detach
+from diffcache.kv.hf.trial import check_hands_over
 from diffcache.kv.hf.versions import FUSED, has_shared_layers, tokens_to_crop
 from diffcache.kv.hf.writer import Writer
 from diffcache.kv.per_layer import per_layer
@@ -106,7 +109,7 @@ def cache_for(
     if recipe.space == "pre":
         readers = [reader(model, modules, index, config) for index in owned]
     out = [output_of(modules, index) for index in owned] if recipe.wants_out else None
-    eager = mode == "native" and switch(model) == "eager"
+    eager = mode == "native" and _set_up(model, modules, latent) == "eager"
     store = KVStore(
         len(owned), recipe, rotary=None if readers is None else [r.read() for r in readers], out=out
     )
@@ -120,6 +123,24 @@ def cache_for(
     if seen:
         take_over(cache, past, past_mask, seen)
     return cache
+
+
+def _set_up(model: nn.Module, modules: Mapping[int, nn.Module], latent: bool) -> str:
+    """Have a model use our attention function, and return the name of the one before.
+
+    Raises:
+        AttachError: If its attention cannot be exchanged, or does not meet what the cache holds.
+    """
+    was_set_up = attention_name_of(decoder_config(model)) == NAME
+    before = switch(model)
+    try:
+        if modules and not latent:
+            check_hands_over(next(iter(modules.values())), rotary_embedding(model))
+    except AttachError:
+        if not was_set_up:
+            detach(model)
+        raise
+    return before
 
 
 def one_recipe(recipe: Recipes, owned: Sequence[int], settings: Mapping[str, Any]) -> Recipe:

@@ -162,6 +162,12 @@ def _is_cross(module: nn.Module) -> bool:
     return "Cross" in type(module).__name__
 
 
+def rotary_embedding(model: nn.Module) -> nn.Module | None:
+    """Return the rotary embedding of a model's decoder, None if it has none."""
+    named = decoder_of(model).named_modules()
+    return next((module for name, module in named if name.endswith("rotary_emb")), None)
+
+
 def reader(model: nn.Module, found: dict[int, nn.Module], index: int, config: Any) -> RotaryReader:
     """Return what tells how a layer rotates its keys.
 
@@ -170,8 +176,7 @@ def reader(model: nn.Module, found: dict[int, nn.Module], index: int, config: An
     """
     if index not in found:
         raise AttachError(f"{type(model).__name__}: no attention module of layer {index} was found")
-    named = decoder_of(model).named_modules()
-    embedding = next((m for name, m in named if name.endswith("rotary_emb")), None)
+    embedding = rotary_embedding(model)
     if embedding is None:
         raise AttachError(
             f"{type(model).__name__} has no rotary position embedding; use a recipe that holds "

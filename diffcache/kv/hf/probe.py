@@ -133,6 +133,13 @@ class LayerProbe:
             raise refusal(self.attention, "values turn too, as where a cache holds latents")
         return keys
 
+    def attend(self, cache: Any) -> None:
+        """Run the layer on one token, with a cache, as far as its attention function lets it."""
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        made = self.embedding(self.tokens[:1], ids, *self.extra)
+        given = {name: cache if isinstance(x, _Catch) else x for name, x in self.given.items()}
+        self.attention.forward(self.tokens[:1], position_embeddings=made, **given)
+
     def near(self, ours: Tensor, theirs: Tensor) -> bool:
         """Say whether two tensors are equal up to the rounding of the layer's dtype."""
         return bool((ours - theirs).abs().max() <= self.tolerance * theirs.abs().max())

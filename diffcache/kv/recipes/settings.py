@@ -140,7 +140,7 @@ def _check_number(name: str, value: Any, kind: type, limits: Any, none: str) -> 
 def check_room(budget: Size, always: Mapping[str, int]) -> None:
     """Raise if a number of slots leaves none to choose beside those that are always read.
 
-    A share is not looked at: how many slots it is depends on the text.
+    A share is looked at when it is used: how many slots it is depends on the text.
 
     Args:
         budget: Slots a query reads, or a share of the tokens.

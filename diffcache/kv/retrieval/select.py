@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from diffcache.errors import CacheWarning
 from diffcache.kv.attend import Query, View
 from diffcache.kv.budget import Size, check_size, slots_for
 from diffcache.kv.layer import KVLayer
@@ -102,6 +105,7 @@ class Selecting(Retriever):
         tokens = valid.sum(-1)
         own = always.sum(-1) - query.count + 1  # the budget is of the last of several queries
         room = (slots_for(self.budget, tokens) - own).clamp_min(0)
+        self._tell_of_room(layer.held)
         one = _mean(query) if together and not self.chunks else query
         ask = Ask(one, layer, others, summary, valid & ~always, room)
         chosen = self.choose(ask)
@@ -144,6 +148,19 @@ class Selecting(Retriever):
         first = pos.where(pos >= 0, _OLDEST).amin(-1, keepdim=True)
         newest = pos.amax(-1, keepdim=True)
         return (pos < first + self.sinks) | (pos > newest - self.recent - count + 1)
+
+    def _tell_of_room(self, held: int) -> None:
+        """Warn where a share of so few slots leaves none to choose; a number is checked before."""
+        always = self.sinks + self.recent
+        if not isinstance(self.budget, float) or not always < held < (always + 1) / self.budget:
+            return
+        warnings.warn(
+            f"budget={self.budget}: of fewer than {ceil((always + 1) / self.budget)} tokens that "
+            f"is no more than the {always} that are always read (sinks={self.sinks}, "
+            f"recent={self.recent}), and nothing else is; give more, or make those fewer",
+            CacheWarning,
+            stacklevel=2,
+        )
 
     def _all(self, layer: KVLayer, summary: Summary) -> list[View]:
         layer.summary = replace(summary, read=(summary.pos >= 0).sum(-1))
