@@ -67,6 +67,23 @@ class Blocks:
                 blocks[name] = scattered(blocks[name], wide, keys, count, how, _EMPTY[name])
         return replace(found, blocks=blocks)
 
+    def extend_whole(self, old: Summary, fresh: Slots) -> Summary:
+        """Return a summary with more whole blocks, where rows have no gaps and tags do not count.
+
+        Args:
+            old: What is known of earlier blocks.
+            fresh: Slots of whole blocks.
+        """
+        keys = fresh.k.float().unflatten(2, (-1, self.size))
+        new = {"sum": keys.sum(3)}
+        if self.kind == "bounds":
+            new = {"lo": keys.amin(3), "hi": keys.amax(3)}
+        blocks = {
+            name: torch.cat([old.blocks[name], value], 2) if name in old.blocks else value
+            for name, value in new.items()
+        }
+        return replace(old, blocks=blocks)
+
     def _number(self, state: dict[str, Tensor], fresh: Slots) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the block of each new slot, -1 for empty ones, and where each row has come to."""
         pos, tag = fresh.pos, torch.zeros_like(fresh.pos)
@@ -127,6 +144,8 @@ def mean_keys(summary: Summary) -> Tensor:
 
 def bounds(summary: Summary) -> tuple[Tensor, Tensor]:
     """Return the least and greatest of each channel of each block, float32 [B, H, N, D]."""
+    if summary.run:  # all blocks are whole
+        return summary.blocks["lo"], summary.blocks["hi"]
     there = (summary.blocks["count"] > 0)[..., None]
     lo, hi = summary.blocks["lo"], summary.blocks["hi"]
     return lo.where(there, 0), hi.where(there, 0)

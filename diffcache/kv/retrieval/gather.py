@@ -11,17 +11,20 @@ from diffcache.kv.segment import PLAIN
 from diffcache.kv.slots import EMPTY, Slots, join
 
 
-def packed(mask: Tensor) -> tuple[Tensor, Tensor]:
+def packed(mask: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
     """Return the slots that a mask names, in order, rows filled up to the longest.
 
     Args:
         mask: bool [B, 1 or H, S].
+        longest: How many a row names at most, where that is known: it is then not looked up, for
+            which the host would wait.
 
     Returns:
         int64 [B, 1 or H, n], and bool, False where a row is filled up.
     """
     count = mask.sum(-1, keepdim=True)
-    longest = int(count.max()) if mask.numel() else 0
+    if longest is None:
+        longest = int(count.max()) if mask.numel() else 0
     place = (mask.cumsum(-1) - 1).where(mask, longest)
     order = torch.arange(mask.shape[2], device=mask.device).expand_as(mask)
     index = place.new_zeros(*mask.shape[:2], longest + 1).scatter_(2, place, order)

@@ -11,6 +11,7 @@ from torch import Tensor
 from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.blocks import Blocks, bounds, sizes, slots_of
+from diffcache.kv.retrieval.gapless import Pick, Run, best_blocks
 from diffcache.kv.retrieval.select import Ask, Selecting, fill, grouped
 from diffcache.kv.retrieval.summary import Summary
 from diffcache.kv.slots import Slots
@@ -38,6 +39,19 @@ class Quest(Selecting):
     def extend(self, old: Summary, fresh: Slots, query: Query, layer: KVLayer) -> Summary:
         """Widen the bounds of the last page, and begin new ones."""
         return Blocks(self.page, "bounds").extend(old, fresh)
+
+    @property
+    def whole(self) -> int:
+        """The page, where one that is not whole is read anyway."""
+        return self.page if self.recent >= self.page - 1 else 0
+
+    def extend_whole(self, old: Summary, fresh: Slots) -> Summary:
+        """Add the bounds of whole pages."""
+        return Blocks(self.page, "bounds").extend_whole(old, fresh)
+
+    def pick(self, run: Run) -> Pick:
+        """Return the slots of the pages of the highest bounds."""
+        return best_blocks(grouped(upper(run.query, run.summary), self.group), self.page, run)
 
     def choose(self, ask: Ask) -> Tensor:
         """Return the slots of the pages of the highest bounds."""

@@ -15,6 +15,7 @@ from diffcache.errors import CacheWarning
 from diffcache.kv.attend import Query, View
 from diffcache.kv.budget import Size, check_size, slots_for
 from diffcache.kv.layer import KVLayer
+from diffcache.kv.retrieval.gapless import Pick, Run, heads_of, is_gapless, views_at
 from diffcache.kv.retrieval.gather import positions_of, views_of
 from diffcache.kv.retrieval.probe import probe, query_valid
 from diffcache.kv.retrieval.summary import Summary, known, news
@@ -90,7 +91,12 @@ class Selecting(Retriever):
         """Return what the queries attend to."""
         if layer.index < self.skip:
             return layer.views()
+        one_or_all = query.count == 1 or query.count > self.few
+        if self.whole and one_or_all and is_gapless(layer):
+            return self._of_run(query, layer, others)
         summary = known(layer)
+        if summary.run:  # it says nothing of single slots
+            summary = Summary()
         if summary.width < layer.held:
             fresh = news(layer, summary.width, stored=self.stored)
             summary = replace(summary, slots=summary.slots_with(pos=fresh.pos))
@@ -120,6 +126,52 @@ class Selecting(Retriever):
         if bool((mask == valid).all()):
             return layer.views()
         return views_of(layer, mask)
+
+    @property
+    def whole(self) -> int:
+        """Slots that rows without gaps are summed up by; 0 where they are as all others.
+
+        Those that are not enough yet must be among the last ones, which are always read.
+        """
+        return 0
+
+    def extend_whole(self, old: Summary, fresh: Slots) -> Summary:
+        """Return a summary that knows more whole blocks of rows without gaps."""
+        return old
+
+    def pick(self, run: Run) -> Pick | None:
+        """Return what one query chooses in rows without gaps; None for all.
+
+        Args:
+            run: What it chooses from.
+        """
+        raise NotImplementedError
+
+    def _of_run(self, query: Query, layer: KVLayer, others: list[KVLayer]) -> list[View]:
+        """Return what queries attend to in rows without gaps; nothing is read from the device."""
+        summary, held = known(layer), layer.held
+        if not summary.run:
+            summary = Summary()
+        count = (held - summary.run) // self.whole * self.whole
+        if count:
+            fresh = news(layer, summary.run, stored=self.stored).narrow(0, count)
+            summary = replace(self.extend_whole(summary, fresh), run=summary.run + count)
+        layer.summary = replace(summary, read=torch.full((1, 1), held))
+        first = min(self.sinks, held)
+        last = max(held - self.recent, first)
+        room = int(slots_for(self.budget, torch.tensor(held))) - first - (held - last)
+        if query.count > 1 or room >= last - first:
+            return layer.views()
+        if room > 0:
+            pick = self.pick(Run(query, layer, others, summary, first, last, room))
+            if pick is None:
+                return layer.views()
+        else:
+            pick = Pick(query.q.new_zeros(len(query.q), heads_of(layer), 0, dtype=torch.int64))
+        read = first + held - last + pick.count()
+        state = {**summary.state, "chosen": pick.positions()}
+        layer.summary = replace(summary, state=state, at=query.start, read=read)
+        return views_at(layer, pick, first, last)
 
     def check(self) -> None:
         """Check the settings a method has of its own.
@@ -214,11 +266,24 @@ def top(score: Tensor, free: Tensor, room: Tensor) -> Tensor:
         return torch.zeros_like(score[:, :, 0], dtype=torch.bool)
     best = score.topk(most, sorted=True).values
     least = best.gather(-1, (count - 1).clamp_min(0))
+    return (latest(score, least, count) & (count > 0)).any(2) & free
+
+
+def latest(score: Tensor, least: Tensor, count: Tensor | int) -> Tensor:
+    """Return the slots of the highest scores; of equals the later one first.
+
+    Args:
+        score: [..., S].
+        least: The lowest of those scores, [..., 1].
+        count: How many.
+
+    Returns:
+        bool like `score`.
+    """
     above, tied = score > least, score == least
     left = count - above.sum(-1, keepdim=True)
     late = tied.flip(-1).cumsum(-1).flip(-1)
-    chosen = (above | (tied & (late <= left))) & (count > 0)
-    return chosen.any(2) & free
+    return above | (tied & (late <= left))
 
 
 def fill(score: Tensor, size: Tensor, room: Tensor) -> Tensor:

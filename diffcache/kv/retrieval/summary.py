@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ class Summary(LayerSummary):
         coded: Of slots [B, H, S, r], as a codec holds it.
         at: The position of the queries that `state["chosen"]` was chosen for.
         read: Slots that the last queries read, int64 [B, 1 or H]; None before any did.
+        run: Slots that blocks are known of where rows have no gaps and nothing is kept by slot; 0
+            where rows may have gaps.
     """
 
     slots: dict[str, Tensor] = field(default_factory=dict)
@@ -34,11 +36,12 @@ class Summary(LayerSummary):
     coded: Payload | None = None
     at: int = -1
     read: Tensor | None = None
+    run: int = 0
 
     @property
     def width(self) -> int:
         """Slots that are known."""
-        return self.slots["pos"].shape[2] if "pos" in self.slots else 0
+        return self.slots["pos"].shape[2] if "pos" in self.slots else self.run
 
     @property
     def pos(self) -> Tensor:
@@ -63,10 +66,12 @@ class Summary(LayerSummary):
         )
         coded = None if self.coded is None else self.coded.rows(index)
         read = None if self.read is None else self.read.index_select(0, index)
-        return Summary(slots, blocks, state, coded, self.at, read)
+        return Summary(slots, blocks, state, coded, self.at, read, self.run)
 
     def shortened(self, width: int) -> Summary:
         """Forget all slots but the first; blocks cannot be taken back and are built anew."""
+        if self.run:
+            return self._shortened_run(width)
         if self.blocks:
             state = {name: value for name, value in self.state.items() if name not in _REACHED}
             return Summary(state=state, at=self.at)
@@ -77,6 +82,15 @@ class Summary(LayerSummary):
             order = torch.arange(width, device=self.pos.device)
             coded = coded.take(order.expand(shape[0], shape[1], -1))
         return Summary(slots, {}, dict(self.state), coded, self.at)
+
+    def _shortened_run(self, width: int) -> Summary:
+        """Forget blocks that are not whole any more; the others never change."""
+        if width >= self.run:
+            return self
+        count = {value.shape[2] for value in self.blocks.values()} or {self.run}
+        size = self.run // count.pop()
+        blocks = {name: value[:, :, : width // size] for name, value in self.blocks.items()}
+        return replace(self, blocks=blocks, run=width // size * size)
 
 
 def known(layer: KVLayer) -> Summary:
@@ -98,7 +112,7 @@ def news(layer: KVLayer, first: int, *, stored: bool) -> Slots:
     tail = layer.tail.read()
     before = layer.held - layer.tail.length
     if tail is not None and first >= before:
-        slots = tail.narrow(first - before, tail.width)
+        slots = tail.narrow(first - before, tail.width) if first > before else tail
     else:
         slots = layer.read()
         slots = slots.narrow(first, slots.width)

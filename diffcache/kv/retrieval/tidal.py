@@ -9,8 +9,9 @@ from torch import Tensor
 
 from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.retrieval.gather import at_positions, positions_of
-from diffcache.kv.retrieval.select import Ask, Selecting, asked, grouped, top
+from diffcache.kv.retrieval.gapless import Pick, Run
+from diffcache.kv.retrieval.gather import at_positions, packed, positions_of
+from diffcache.kv.retrieval.select import Ask, Selecting, asked, grouped, latest, top
 from diffcache.kv.retrieval.summary import Summary, known, news
 from diffcache.kv.slots import Slots
 
@@ -43,6 +44,34 @@ class LayerReuse(Selecting):
     def extend(self, old: Summary, fresh: Slots, query: Query, layer: KVLayer) -> Summary:
         """Keep nothing but positions."""
         return old
+
+    @property
+    def whole(self) -> int:
+        """One slot: there is nothing to sum up."""
+        return 1
+
+    def pick(self, run: Run) -> Pick | None:
+        """Return what the layer that chose last chose, or choose and read all."""
+        index = run.layer.index
+        if index < self.select[0]:
+            return None
+        if index in self.select:
+            keys = news(run.layer, 0, stored=False).k
+            score = grouped(asked(run.query, keys), self.group)[:, :, 0, run.first : run.last]
+            least = score.topk(run.room).values[..., -1:]
+            at, _ = packed(latest(score, least, run.room), run.room)
+            pick = Pick(at + run.first)
+            state = {**run.summary.state, "chosen": pick.positions()}
+            run.layer.summary = replace(known(run.layer), state=state, at=run.query.start)
+            return None
+        lead = run.others[max(each for each in self.select if each < index)]
+        found = known(lead)
+        if found.at != run.query.start:  # it was left as it is, or chose nothing
+            return None
+        chosen = found.state["chosen"].long()
+        if found.run and lead.held == run.layer.held:
+            return Pick(chosen)
+        return Pick(chosen.clamp_min(0), (chosen >= run.first) & (chosen < run.last))
 
     def choose(self, ask: Ask) -> Tensor | None:
         """Return the positions of the layer that chose last, or choose and read all."""

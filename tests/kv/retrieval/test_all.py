@@ -134,7 +134,7 @@ def test_a_fork_and_its_parent_go_their_own_ways(name: str) -> None:
     assert known(other) is before
     other.write(k[:, :, :1], v[:, :, :1])
     chooser.views(Query(q[:, :, :1], other.seen - 1, 0.25), other, [other])
-    assert known(layer) is before and known(other).width == before.width + 1
+    assert known(layer) is before and known(other).at == other.seen - 1
     assert all(torch.equal(before.slots[key], value) for key, value in kept.items())
 
 

@@ -1,0 +1,133 @@
+"""One query's choice in rows without gaps: the number of a slot says all, so there are no masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from diffcache.kv.attend import Query, View
+from diffcache.kv.layer import KVLayer
+from diffcache.kv.retrieval.summary import Summary
+from diffcache.kv.segment import PLAIN, Coded
+from diffcache.kv.slots import EMPTY, Slots
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one query chooses from: slots 0 to `held` of every row, each at its own position.
+
+    Attributes:
+        query: The query.
+        layer: Where it reads.
+        others: All layers.
+        summary: What is known of the layer.
+        first: The first slot that may be chosen; those before are read anyway.
+        last: The end of those; what follows is read anyway.
+        room: How many of them, at least 1 and fewer than there are.
+    """
+
+    query: Query
+    layer: KVLayer
+    others: list[KVLayer]
+    summary: Summary
+    first: int
+    last: int
+    room: int
+
+
+@dataclass(frozen=True)
+class Pick:
+    """Chosen slots.
+
+    Attributes:
+        index: int64 [B, H, n].
+        keep: bool like `index`, False where it is filled up; None where it is not.
+    """
+
+    index: Tensor
+    keep: Tensor | None = None
+
+    def positions(self) -> Tensor:
+        """Return the positions of the slots, int32 [B, H, n], -1 where filled up."""
+        pos = self.index.to(torch.int32)
+        return pos if self.keep is None else pos.where(self.keep, EMPTY)
+
+    def count(self) -> Tensor:
+        """Return how many slots of each row are chosen, int64 [B, H]."""
+        if self.keep is not None:
+            return self.keep.sum(-1)
+        return self.index.new_full(self.index.shape[:2], self.index.shape[2])
+
+
+def is_gapless(layer: KVLayer) -> bool:
+    """Return whether every row holds all positions from 0 on, and nothing else is said of slots."""
+    reached = 0
+    for segment in layer.segments:
+        plain = segment.traits == PLAIN and isinstance(segment, Coded) and not segment.meta
+        if not plain or segment.first != reached:
+            return False
+        reached += segment.width
+    tail = layer.tail.read()
+    if tail is None or not tail.width:
+        return bool(reached)
+    return layer.tail.start == reached and len(tail.meta) == 1
+
+
+def heads_of(layer: KVLayer) -> int:
+    """Return the key-value heads of a layer that holds something."""
+    assert layer.form is not None
+    return layer.form.heads
+
+
+def views_at(layer: KVLayer, pick: Pick, first: int, last: int) -> list[View]:
+    """Return chosen slots, and all before `first` and from `last` on, as queries meet them."""
+    batch, heads = pick.index.shape[:2]
+    place = torch.arange(layer.held, device=pick.index.device).expand(batch, heads, -1)
+    index = torch.cat([place[..., :first], pick.index, place[..., last:]], -1)
+    keep = pick.keep
+    if keep is not None:
+        keep = functional.pad(keep, (first, layer.held - last), value=True)
+    k, v = _read_at(layer, index)
+    return [View(layer.rotated(Slots(k, v, {"pos": Pick(index, keep).positions()})))]
+
+
+def _read_at(layer: KVLayer, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values at some slots, int64 [B, H, n], each part asked for all of them."""
+    found: tuple[Tensor, Tensor] | None = None
+    begin = 0
+    tail = layer.tail.read()
+    for part in [*layer.segments, *([tail] if tail is not None and tail.width else [])]:
+        at = (index - begin).clamp(0, part.width - 1)
+        slots = part.gather(at) if isinstance(part, Slots) else part.read_at(at)
+        if found is None:
+            found = slots.k, slots.v
+        else:
+            here = (index >= begin)[..., None]
+            found = slots.k.where(here, found[0]), slots.v.where(here, found[1])
+        begin += part.width
+    assert found is not None
+    return found
+
+
+def best_blocks(score: Tensor, size: int, run: Run) -> Pick:
+    """Return the slots of the blocks of the highest scores that fit, as `select.fill` does.
+
+    Args:
+        score: [B, H, 1, N] of whole blocks.
+        size: Slots of a block.
+        run: What is chosen from.
+    """
+    begin = torch.arange(0, score.shape[3] * size, size, device=score.device)
+    own = (begin + size).clamp_max(run.last) - begin.clamp_min(run.first)
+    score = score[:, :, 0].masked_fill(own <= 0, float("-inf"))
+    # All blocks are whole but one at either end, so that no more than these can fit.
+    order = score.argsort(dim=-1, descending=True, stable=True)[..., : run.room // size + 2]
+    taken = own[order]
+    fits = taken.cumsum(-1) <= run.room
+    fits[..., 0] = True
+    index = order[..., None] * size + torch.arange(size, device=score.device)
+    keep = (fits & (taken > 0))[..., None] & (index >= run.first) & (index < run.last)
+    return Pick(index.flatten(2), keep.flatten(2))
