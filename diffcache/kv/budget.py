@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,11 @@ def slots_for(size: Size, tokens: Tensor) -> Tensor:
         allowed = (tokens.double() * size + 1e-9).floor().long()
         return allowed.clamp_min(1)
     return torch.full_like(tokens, size)
+
+
+def count_for(size: Size, tokens: int) -> int:
+    """Return the slots that a size allows a row of so many tokens, as `slots_for` does."""
+    return max(math.floor(tokens * size + 1e-9), 1) if isinstance(size, float) else size
 
 
 class Budget(ABC):

@@ -70,10 +70,10 @@ def is_gapless(layer: KVLayer) -> bool:
         if not plain or segment.first != reached:
             return False
         reached += segment.width
-    tail = layer.tail.read()
-    if tail is None or not tail.width:
+    tail = layer.tail
+    if not tail.length:
         return bool(reached)
-    return layer.tail.start == reached and len(tail.meta) == 1
+    return tail.start == reached and len(tail.tensors()) == 2  # keys and values
 
 
 def heads_of(layer: KVLayer) -> int:
@@ -84,9 +84,12 @@ def heads_of(layer: KVLayer) -> int:
 
 def views_at(layer: KVLayer, pick: Pick, first: int, last: int) -> list[View]:
     """Return chosen slots, and all before `first` and from `last` on, as queries meet them."""
-    batch, heads = pick.index.shape[:2]
-    place = torch.arange(layer.held, device=pick.index.device).expand(batch, heads, -1)
-    index = torch.cat([place[..., :first], pick.index, place[..., last:]], -1)
+    rows, device = pick.index.shape[:2], pick.index.device
+    ends = [range(first), range(last, layer.held)]
+    early, late = (
+        torch.arange(end.start, end.stop, device=device).expand(*rows, -1) for end in ends
+    )
+    index = torch.cat([early, pick.index, late] if first else [pick.index, late], -1)
     keep = pick.keep
     if keep is not None:
         keep = functional.pad(keep, (first, layer.held - last), value=True)
@@ -120,14 +123,19 @@ def best_blocks(score: Tensor, size: int, run: Run) -> Pick:
         size: Slots of a block.
         run: What is chosen from.
     """
-    begin = torch.arange(0, score.shape[3] * size, size, device=score.device)
-    own = (begin + size).clamp_max(run.last) - begin.clamp_min(run.first)
-    score = score[:, :, 0].masked_fill(own <= 0, float("-inf"))
-    # All blocks are whole but one at either end, so that no more than these can fit.
+    # Blocks that no slot may be chosen of are left out: one at either end may be of fewer slots.
+    begin, end = run.first // size, -(-run.last // size)
+    own = torch.full((end - begin,), size, device=score.device)
+    own[-1] -= end * size - run.last
+    own[0] -= run.first - begin * size
+    score = score[:, :, 0, begin:end]
+    # No more can fit than these, as but two have fewer slots.
     order = score.argsort(dim=-1, descending=True, stable=True)[..., : run.room // size + 2]
-    taken = own[order]
-    fits = taken.cumsum(-1) <= run.room
+    fits = own.index_select(0, order.flatten()).view_as(order).cumsum(-1) <= run.room
     fits[..., 0] = True
-    index = order[..., None] * size + torch.arange(size, device=score.device)
-    keep = (fits & (taken > 0))[..., None] & (index >= run.first) & (index < run.last)
+    inside = torch.arange(begin * size, begin * size + size, device=score.device)
+    index = order[..., None] * size + inside
+    keep = fits[..., None] & (index < run.last)
+    if run.first % size:
+        keep &= index >= run.first
     return Pick(index.flatten(2), keep.flatten(2))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-import torch
 from torch import Tensor
 
 from diffcache.kv.attend import Query
@@ -63,5 +62,5 @@ def upper(query: Query, summary: Summary) -> Tensor:
     """Return what no logit within a block is above, float32 [B, H, G, n, N]."""
     lo, hi = bounds(summary)
     q = query.grouped(lo.shape[1]).float() * query.scale
-    high = torch.einsum("bhgnd,bhxd->bhgnx", q.clamp_min(0), hi)
-    return high + torch.einsum("bhgnd,bhxd->bhgnx", q.clamp_max(0), lo)
+    rows, up = q.flatten(2, 3), q.clamp_min(0).flatten(2, 3)
+    return (up @ hi.mT + (rows - up) @ lo.mT).unflatten(2, q.shape[2:4])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from diffcache.errors import CacheWarning
 from diffcache.kv.attend import Query, View
-from diffcache.kv.budget import Size, check_size, slots_for
+from diffcache.kv.budget import Size, check_size, count_for, slots_for
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.gapless import Pick, Run, heads_of, is_gapless, views_at
 from diffcache.kv.retrieval.gather import positions_of, views_of
@@ -159,7 +159,7 @@ class Selecting(Retriever):
         layer.summary = replace(summary, read=torch.full((1, 1), held))
         first = min(self.sinks, held)
         last = max(held - self.recent, first)
-        room = int(slots_for(self.budget, torch.tensor(held))) - first - (held - last)
+        room = count_for(self.budget, held) - first - (held - last)
         if query.count > 1 or room >= last - first:
             return layer.views()
         if room > 0:
