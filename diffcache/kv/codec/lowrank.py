@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch import Tensor
 from diffcache.kv.codec.base import Exact, Payload, TensorCodec, all_of, checked, work_dtype
 from diffcache.kv.codec.heads import JoinHeads
 from diffcache.kv.codec.table import SlotTable, join_tables
+
+_FEW = 8  # coordinates that are multiplied one by one
 
 
 def steady_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,14 +43,35 @@ class Factors(Payload):
     def decode(self) -> Tensor:
         """Return the coordinates times the basis."""
         left, values, wide = self.left.decode(), self.basis.values, work_dtype(self.dtype)
+        if left.shape[3] <= _FEW:
+            return self._few(left, wide).to(self.dtype)
         if self.basis.of is None:
             blocks = left.unflatten(2, (values.shape[2], self.basis.each))
             return steady_product(blocks, values, wide).flatten(2, 3).to(self.dtype)
-        total = left.new_zeros(*left.shape[:3], values.shape[-1], dtype=torch.float64)
-        for place in range(left.shape[3]):  # a basis for every slot at once would be r times it
-            row = replace(self.basis, values=values[:, :, :, place]).lookup()
-            total += left[..., place : place + 1].double() * row.double()
-        return total.to(wide).to(self.dtype)
+        out = torch.empty(*left.shape[:3], values.shape[-1], dtype=wide, device=left.device)
+        for row, head in product(*map(range, left.shape[:2])):
+            for number, basis in enumerate(values[row, head]):  # the slots of each basis at once
+                (at,) = (self.basis.of[row, head] == number).nonzero(as_tuple=True)
+                out[row, head, at] = steady_product(left[row, head, at], basis, wide)
+        return out.to(self.dtype)
+
+    def _few(self, left: Tensor, wide: torch.dtype) -> Tensor:
+        """Return the product of few coordinates, summed one after the other.
+
+        Every number is rounded on its own, so that it does not depend on the others.
+        """
+        left, values = left.to(wide), self.basis.values.to(wide)
+        total = left.new_zeros(*left.shape[:3], values.shape[-1])
+        part = torch.empty_like(total)
+        for place in range(left.shape[3]):
+            one, rows = left[..., place : place + 1], values[:, :, :, place]
+            if self.basis.of is None:
+                runs = (values.shape[2], self.basis.each)
+                torch.mul(one.unflatten(2, runs), rows.unsqueeze(3), out=part.unflatten(2, runs))
+            else:
+                torch.mul(one, replace(self.basis, values=rows).lookup(), out=part)
+            total.add_(part)
+        return total
 
     def take(self, index: Tensor) -> Factors:
         """Gather coordinates, and the bases they use."""
@@ -66,7 +90,8 @@ class LowRank(TensorCodec):
     section 4.1 (pre-rotary keys, rank 160). The basis is found from the eigenvectors of `X^T X` in
     float64, which gives the truncated SVD's approximation; coordinates and basis are then stored
     in the dtype that was given. Decoding sums in float64, so that only a float64 tensor may differ
-    in its last bit with the slots that are decoded together. Every encoded block has a basis of its
+    in its last bit with the slots that are decoded together; up to eight coordinates are summed one
+    after the other, which never differs. Every encoded block has a basis of its
     own, `rank` vectors, so it should hold many more slots than that.
 
     Args:

@@ -27,11 +27,11 @@ class Geared(Payload):
 
     def decode(self) -> Tensor:
         """Return the sum, computed in float32 (float64 for float64)."""
-        total = self.quantized.decode()
+        total = self.quantized.decode()  # nobody else's, so that the rest is added in place
         if self.outliers is not None:
-            total = self.outliers.over(total)
+            self.outliers.put(total)
         if self.factors is not None:
-            total = total + self.factors.decode()
+            total += self.factors.decode()
         return total.to(self.dtype)
 
     def take(self, index: Tensor) -> Geared:

@@ -25,14 +25,18 @@ def hadamard(x: Tensor, block: int) -> Tensor:
         x: `[..., N]`, float32 or float64.
         block: Power of two that divides N.
     """
-    shape, half = x.shape, 1
+    # Channels first: sums then run over whole rows of vectors, and not over pairs of numbers.
+    size, half = x.shape[-1], 1
+    now = x.reshape(-1, size).t().contiguous()
+    other = torch.empty_like(now)
     while half < block:
-        pairs = x.reshape(*shape[:-1], shape[-1] // (2 * half), 2, half)
-        left, right = pairs.unbind(-2)
-        x = torch.stack((left + right, left - right), -2).reshape(shape)
+        left, right = now.view(size // (2 * half), 2, half, -1).unbind(1)
+        sums = other.view(size // (2 * half), 2, half, -1)
+        torch.add(left, right, out=sums[:, 0])
+        torch.sub(left, right, out=sums[:, 1])
+        now, other = other, now
         half *= 2
-    scaled: Tensor = x * block**-0.5
-    return scaled
+    return now.t().contiguous().mul_(block**-0.5).view(x.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +138,8 @@ class Permuted(Payload):
     def decode(self) -> Tensor:
         """Put every channel back in its place."""
         sorted_ = self.inner.decode()
-        return torch.empty_like(sorted_).scatter_(3, self.order.lookup().long(), sorted_)
+        order = replace(self.order, values=self.order.values.long()).lookup()
+        return torch.empty_like(sorted_).scatter_(3, order, sorted_)
 
     def take(self, index: Tensor) -> Permuted:
         """Gather slots."""

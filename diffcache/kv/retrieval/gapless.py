@@ -11,7 +11,7 @@ from torch.nn import functional
 from diffcache.kv.attend import Query, View
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.summary import Summary
-from diffcache.kv.segment import PLAIN, Coded
+from diffcache.kv.segment import PLAIN, Coded, Segment
 from diffcache.kv.slots import EMPTY, Slots
 
 
@@ -99,11 +99,14 @@ def views_at(layer: KVLayer, pick: Pick, first: int, last: int) -> list[View]:
 
 def _read_at(layer: KVLayer, index: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values at some slots, int64 [B, H, n], each part asked for all of them."""
+    tail = layer.tail.read()
+    parts: list[Segment | Slots] = [*layer.segments]
+    if tail is not None and tail.width:
+        parts.append(tail)
     found: tuple[Tensor, Tensor] | None = None
     begin = 0
-    tail = layer.tail.read()
-    for part in [*layer.segments, *([tail] if tail is not None and tail.width else [])]:
-        at = (index - begin).clamp(0, part.width - 1)
+    for part in parts:
+        at = (index - begin).clamp(0, part.width - 1) if len(parts) > 1 else index
         slots = part.gather(at) if isinstance(part, Slots) else part.read_at(at)
         if found is None:
             found = slots.k, slots.v

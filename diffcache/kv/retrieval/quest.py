@@ -63,4 +63,5 @@ def upper(query: Query, summary: Summary) -> Tensor:
     lo, hi = bounds(summary)
     q = query.grouped(lo.shape[1]).float() * query.scale
     rows, up = q.flatten(2, 3), q.clamp_min(0).flatten(2, 3)
-    return (up @ hi.mT + (rows - up) @ lo.mT).unflatten(2, q.shape[2:4])
+    most: Tensor = up @ hi.mT + (rows - up) @ lo.mT
+    return most.view(*q.shape[:4], -1)

@@ -113,6 +113,10 @@ def test_take_join_and_rows_are_bit_for_bit(codec: TensorCodec, dtype: torch.dty
     whole = codec.join([*parts, parts[0]])
     plain = torch.cat([part.decode() for part in [*parts, parts[0]]], 2)
     same(whole.decode(), plain)
+    room = torch.full((B, H, 2 + plain.shape[2], D), torch.nan, dtype=dtype)
+    whole.decode_into(room[:, :, 1:-1])
+    same(room[:, :, 1:-1], plain)
+    assert room[:, :, [0, -1]].isnan().all()
     rows = torch.tensor([1, 0, 1])
     for index in (
         torch.randint(0, 32, (B, H, 5)),
@@ -123,6 +127,7 @@ def test_take_join_and_rows_are_bit_for_bit(codec: TensorCodec, dtype: torch.dty
     ):
         taken, wanted = whole.take(index), gathered(plain, index)
         same(taken.decode(), wanted)
+        same(whole.decode_at(index), wanted)
         same(taken.rows(rows).decode(), wanted[rows])
         again = codec.join([taken, parts[0], taken])
         known = torch.cat([wanted, parts[0].decode(), wanted], 2)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
 from diffcache.kv.attend import Query, logits
+from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.learn.label_channels import LabelCalibration
+from diffcache.kv.retrieval import select
 from diffcache.kv.retrieval.blocks import Blocks, bounds, mean_keys
 from diffcache.kv.retrieval.double_sparsity import LabelChannels
 from diffcache.kv.retrieval.mpcache import MinMaxTree
-from diffcache.kv.retrieval.quest import upper
+from diffcache.kv.retrieval.quest import Quest, upper
 from diffcache.kv.retrieval.summary import Summary, known
 from diffcache.kv.retrieval.tidal import LayerReuse
+from diffcache.kv.segment import Coded
 from diffcache.kv.slots import Slots
 from tests.kv.retrieval.setting import FEW, HALF, B, D, G, H, Row, noise, run, tokens
 
@@ -159,6 +163,39 @@ def test_channels_that_do_not_fit_are_refused(channels: object, message: str) ->
     k, v, q = tokens(20)
     with pytest.raises(ValueError, match=message):
         run(LabelChannels(8, channels=channels, **FEW), "double_sparsity", k, v, q, 19)  # type: ignore[arg-type]
+
+
+# codes -------------------------------------------------------------------------------------
+
+
+def test_only_pages_that_are_read_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where values wait for their codes; and rows without gaps choose as masks do."""
+    k, v, q = tokens(93)
+    pair = Pair(GroupQuant(4, "tokens", 8), GroupQuant(4, "channels", 8), block=16, slide=True)
+    layer = KVLayer()
+    for first, last in pairwise([0, 60, *range(61, 94)]):
+        pair.flush([layer])
+        layer.write(k[:, :, first:last], v[:, :, first:last])
+    (segment,) = layer.segments
+    assert isinstance(segment, Coded) and segment.exact is not None
+    whole, query = layer.read(), Query(q[:, :, -1:], 92, 0.25)
+    monkeypatch.setattr(Coded, "read", lambda self: pytest.fail("all was decoded"))
+    (view,) = Quest(33, page=8, sinks=3, recent=9).views(query, layer, [layer])
+    read = view.slots
+    assert not known(layer).slots and read.width < 60
+    for row in range(B):
+        for head in range(H):
+            there = read.pos[row, head] >= 0
+            at = read.pos[row, head, there].long()
+            assert len(set(at.tolist())) == len(at) <= 33
+            assert torch.equal(read.k[row, head, there], whole.k[row, head, at])
+            assert torch.equal(read.v[row, head, there], whole.v[row, head, at])
+    monkeypatch.undo()
+    monkeypatch.setattr(select, "is_gapless", lambda layer: False)
+    layer.summary = None
+    (masked,) = Quest(33, page=8, sinks=3, recent=9).views(query, layer, [layer])
+    for mine, theirs in zip(read.pos.flatten(0, 1), masked.slots.pos.flatten(0, 1), strict=True):
+        assert set(mine.tolist()) - {-1} == set(theirs.tolist()) - {-1}
 
 
 # layers that share -------------------------------------------------------------------------
