@@ -5,5 +5,4 @@ Each leaves the list when it is: a test fails where a listed record is of today'
 
 AWAITED = frozenset({
     "compile", "kv", "overhead", "eval-shapes-flux",
-    "eval-shapes-dit-methods", "eval-shapes-unet-methods",
 })  # fmt: skip
