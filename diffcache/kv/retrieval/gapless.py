@@ -65,6 +65,8 @@ class Pick:
 def is_gapless(layer: KVLayer) -> bool:
     """Return whether every row holds all positions from 0 on, and nothing else is said of slots."""
     reached = 0
+    if layer.positions is not None:  # keys are rotated by what else is held
+        return False
     for segment in layer.segments:
         plain = segment.traits == PLAIN and isinstance(segment, Coded) and not segment.meta
         if not plain or segment.first != reached:
@@ -94,7 +96,8 @@ def views_at(layer: KVLayer, pick: Pick, first: int, last: int) -> list[View]:
     if keep is not None:
         keep = functional.pad(keep, (first, layer.held - last), value=True)
     k, v = _read_at(layer, index)
-    return [View(layer.rotated(Slots(k, v, {"pos": Pick(index, keep).positions()})))]
+    slots = Slots(k, v, {"pos": Pick(index, keep).positions()})
+    return [View(layer.rotated(slots), below=layer.seen if keep is None else None)]
 
 
 def _read_at(layer: KVLayer, index: Tensor) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,8 @@ class Selecting(Retriever):
         """Return what the queries attend to."""
         if layer.index < self.skip:
             return layer.views()
-        one_or_all = query.count == 1 or query.count > self.few
+        together = query.together and query.count > 1
+        one_or_all = query.count == 1 or (query.count > self.few and not together)
         if self.whole and one_or_all and is_gapless(layer):
             return self._of_run(query, layer, others)
         summary = known(layer)
@@ -102,7 +103,6 @@ class Selecting(Retriever):
             summary = replace(summary, slots=summary.slots_with(pos=fresh.pos))
             summary = self.extend(summary, fresh, query, layer)
         layer.summary = summary
-        together = query.together and query.count > 1
         chunk = together or (self.chunks and query.start > 0)
         if query.count > self.few and not chunk:
             return self._all(layer, summary)
@@ -160,6 +160,8 @@ class Selecting(Retriever):
         first = min(self.sinks, held)
         last = max(held - self.recent, first)
         room = count_for(self.budget, held) - first - (held - last)
+        if query.count == 1:
+            self._tell_of_room(held)
         if query.count > 1 or room >= last - first:
             return layer.views()
         if room > 0:
