@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.attend import Query, logits
+from diffcache.kv.attended import Attended
+from diffcache.kv.contents import first_of
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.slots import Slots
@@ -232,3 +234,17 @@ def lengthen(layer: KVLayer, names: Sequence[str]) -> None:
         if old is not None:
             new[..., : old.shape[2]] = old
         layer.stats[name] = new
+
+
+def attended(layer: KVLayer, query: Query, slots: Slots, valid: Tensor | None) -> Attended:
+    """Return what queries asked of all slots of a layer, and what is known without a look at them.
+
+    Args:
+        layer: The layer, which has the queries' own keys.
+        query: The queries.
+        slots: Its slots, keys rotated.
+        valid: bool [B, n]; False are queries of padding.
+    """
+    whole = layer.tail.whole and all(segment.whole for segment in layer.segments)
+    start = first_of(layer.segments, layer.tail)
+    return Attended(query, slots, valid, start, layer.seen if whole else None, layer.padding)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query, View, attend, probabilities
+from diffcache.kv.attend import Query, View, attend
 from diffcache.kv.codec.base import tensors
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.observe import Observation, Pending, Ring, lengthen, observe, shorten
+from diffcache.kv.observe import Observation, Pending, Ring, attended, lengthen, observe, shorten
 from diffcache.kv.plan import KEEP
 from diffcache.kv.planned import check_alone, planned
 from diffcache.kv.recipe import Recipe
@@ -21,7 +21,6 @@ from diffcache.kv.slots import named
 from diffcache.kv.trigger import Event
 
 CUT_OFF = "an earlier forward was cut off and left the cache half changed: reset it, or use a fork"
-_BLOCK = 256  # queries whose probabilities are looked at together
 
 
 class KVStore:
@@ -355,12 +354,7 @@ class KVStore:
             stats = {name: layer.stats[name][..., start:stop] for name in score.statistics}
             score.enter(stats, query, slots.narrow(start, stop), layer.index)
             return
-        first = query.start
-        for part, found, probs in probabilities(query, slots, _BLOCK):
-            if valid is not None:
-                rows = valid[:, part.start - first :][:, : part.count, None]
-                probs = probs * rows[:, None, None]
-            score.track(layer.stats, part, found, probs)
+        score.note(layer.stats, attended(layer, query, slots, valid))
 
     def _observation(self, layer: KVLayer) -> Observation:
         if self.recipe.score is not None:

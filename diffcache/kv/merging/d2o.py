@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query
+from diffcache.kv.attended import Attended
 from diffcache.kv.budget import Budget, Size, check_size, slots_for
 from diffcache.kv.budgets.apportion import apportion
 from diffcache.kv.merge import Merger, check_space
@@ -135,12 +135,12 @@ class Density(Score):
         """Return what the other score says."""
         return self.score(seen)
 
-    def track(self, stats: dict[str, Tensor], asked: Query, found: Tensor, probs: Tensor) -> None:
+    def note(self, stats: dict[str, Tensor], attended: Attended) -> None:
         """Take note of column sums and their variance."""
-        self.score.track(stats, asked, found, probs)
-        if asked.count == 1:
+        self.score.note(stats, attended)
+        if attended.query.count == 1:
             return
-        there = found.isfinite().any(3).any(2)
+        there = attended.slots.valid.expand(attended.slots.k.shape[:3])
         mass = stats[self.score.statistics[0]] * there
         if self.mode == "official":
             stats[_DENSITY][:] = _between_heads(mass, there)[:, None, None]

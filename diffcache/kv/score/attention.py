@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from diffcache.kv.attend import Query
+from diffcache.kv.attended import Attended
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.base import Score
 
@@ -203,6 +204,12 @@ class Mass(Score):
                 "mode='native'"
             )
         return mass / seen.stats["asked"].clamp_min(1) if self.mean else mass
+
+    def note(self, stats: dict[str, Tensor], attended: Attended) -> None:
+        """Add what the queries of a forward attended to."""
+        stats["mass"] += attended.sums()
+        if self.mean:
+            stats["asked"] += attended.counts()
 
     def track(self, stats: dict[str, Tensor], asked: Query, found: Tensor, probs: Tensor) -> None:
         """Add what a block of queries attended to."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from diffcache.kv.attend import Query
+from diffcache.kv.attended import Attended
 from diffcache.kv.observe import Observation
 from diffcache.kv.slots import Slots
 
@@ -36,7 +37,7 @@ class Score(ABC):
 
     @property
     def attends(self) -> bool:
-        """Whether its statistics are of attention: `track` is called, and otherwise `enter`."""
+        """Whether its statistics are of attention: `note` is called, and otherwise `enter`."""
         return True
 
     @property
@@ -67,6 +68,16 @@ class Score(ABC):
             layer: The layer's number, from 0.
         """
         raise NotImplementedError(f"{type(self).__name__} keeps no statistics of tokens as such")
+
+    def note(self, stats: dict[str, Tensor], attended: Attended) -> None:
+        """Take note of how the queries of a forward attended, in `stats`; by default in blocks.
+
+        Args:
+            stats: float32 [B, H, S] by the names of `statistics`, 0 at first; written to in place.
+            attended: The queries and the slots.
+        """
+        for part, found, probs in attended.blocks():
+            self.track(stats, part, found, probs)
 
     def track(self, stats: dict[str, Tensor], asked: Query, found: Tensor, probs: Tensor) -> None:
         """Take note of how a block of queries attended, in `stats`.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query
+from diffcache.kv.attended import Attended
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import Mass
 from diffcache.kv.score.base import Score
@@ -58,9 +58,9 @@ class GlobalLocal(Score):
         near = seen.window_mean(seen.probs(self.size)).mean(2)
         return (1 - self.local) * _shares(_GLOBAL(seen), seen) + self.local * _shares(near, seen)
 
-    def track(self, stats: dict[str, Tensor], asked: Query, found: Tensor, probs: Tensor) -> None:
-        """Add what a block of queries attended to."""
-        _GLOBAL.track(stats, asked, found, probs)
+    def note(self, stats: dict[str, Tensor], attended: Attended) -> None:
+        """Add what the queries of a forward attended to."""
+        _GLOBAL.note(stats, attended)
 
 
 def _shares(x: Tensor, seen: Observation) -> Tensor:

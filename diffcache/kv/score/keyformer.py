@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query
+from diffcache.kv.attended import Attended
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.base import Score
 
 MASS, STEPS = "keyformer.mass", "keyformer.steps"
 _MASK = (1 << 32) - 1
+_DRAWS = 1 << 20  # of noise in the table
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,11 @@ class NoisyMass(Score):
 
     Reference: Keyformer, arXiv 2403.09054, section 3.3, algorithm 1. The paper raises the
     temperature from 1 to 2 over the T tokens to be generated, which is an `increment` of 1 / T;
-    its code adds 0.01 at each step, as is done here. The noise is a fixed function of the seed,
-    the head, how many queries came before, and the slot's place among those the query sees, so
-    that a row draws the same noise alone and in a padded batch; it is the same in all layers.
-    Several drafted tokens that are checked at once share a temperature.
+    its code adds 0.01 at each step, as is done here. The noise of a query is a stretch of one table
+    of 2^20 draws, whose beginning depends on the seed, the head and the query's place among the
+    tokens of its row; a slot reads it at its token's place. A row so draws the same noise alone, in
+    a padded batch and however slots are held, and little is drawn anew; it is the same in all
+    layers. Several drafted tokens that are checked at once share a temperature.
 
     Args:
         temperature: Of the prompt, dimensionless.
@@ -60,32 +64,50 @@ class NoisyMass(Score):
         """Return the sum, [B, H, S]."""
         return seen.stats[MASS]
 
-    def track(self, stats: dict[str, Tensor], asked: Query, found: Tensor, probs: Tensor) -> None:
-        """Add what a block of queries gives each slot, mean over the query heads of a head."""
-        here = (found > float("-inf")) & (probs.sum(-1, keepdim=True) > 0)
-        follows = stats[STEPS][..., -1:] < 0  # the same forward as the block before
-        count = stats[STEPS].amax(-1, keepdim=True).clamp_min(0)
-        if asked.count == 1:
-            count = count + ~follows
+    def note(self, stats: dict[str, Tensor], attended: Attended) -> None:
+        """Add what the queries of a forward give each slot, mean over the query heads of a head."""
+        count = stats[STEPS].amax(-1, keepdim=True)
+        if attended.query.count == 1:
+            count = count + 1
         stats[STEPS].copy_(count.expand_as(stats[STEPS]))
-        stats[STEPS][..., -1].masked_fill_(found[:, :, 0, -1, -1] == float("-inf"), -1)
-        steps = count[:, :, None, None]
-        noisy = found
-        if self.noise:
-            noisy = found + self.noise * self._gumbel(here, steps)
-        heat = self.temperature + self.increment * steps
-        mass = (noisy / heat).masked_fill(~here, float("-inf")).softmax(-1).nan_to_num(0.0)
-        stats[MASS] += mass.sum(3).mean(2)
+        heat = (self.temperature + self.increment * count)[:, :, None, None]
+        draw = self._drawn(attended) if self.noise else None
 
-    def _gumbel(self, here: Tensor, steps: Tensor) -> Tensor:
-        """Return noise of every query and slot, [B, H, G, n, S]."""
-        order = here.long().cumsum(-1)  # the slot's place among those that are seen
-        heads = torch.arange(here.shape[1] * here.shape[2], device=here.device)
-        draw = _mixed(heads.view(1, here.shape[1], -1, 1, 1) + self.seed * 65537)
-        draw = _mixed(draw + order[..., -1:] + steps.long() * 65537)
-        draw = _mixed(draw + order)
-        even = ((draw >> 8).double() + 0.5) / (1 << 24)
-        return -(-even.log()).log().float()
+        def noisy(found: Tensor, heads: range, part: range) -> Tensor:
+            if draw is not None:
+                found = found + self.noise * draw(heads, part, found.shape[-1])
+            return found / heat[:, heads.start : heads.stop].to(found.dtype)
+
+        stats[MASS] += attended.sums(noisy)
+
+    def _drawn(self, attended: Attended) -> Callable[[range, range, int], Tensor]:
+        """Return what gives the noise of heads and queries, for their first slots."""
+        query, slots = attended.query, attended.slots
+        groups = query.q.shape[1] // slots.k.shape[1]
+        pads = torch.zeros(1, dtype=torch.long, device=slots.k.device)
+        if attended.padding is not None:
+            pads = attended.padding
+        asked = (query.positions() - pads[:, None])[:, None, None]  # [B or 1, 1, 1, n]
+        place = slots.pos - pads[:, None, None]
+        table = _table(self.seed, slots.k.device)
+
+        def draw(heads: range, part: range, upto: int) -> Tensor:
+            rows = torch.arange(heads.start * groups, heads.stop * groups, device=table.device)
+            rows = _mixed(rows.view(1, -1, groups, 1) + self.seed * 65537)
+            first = _mixed(rows + asked[..., part.start : part.stop])
+            here = place if place.shape[1] == 1 else place[:, heads.start : heads.stop]
+            at = first[..., None] + here[:, :, None, None, :upto]
+            return table[at & (_DRAWS - 1)]
+
+        return draw
+
+
+@lru_cache(maxsize=8)
+def _table(seed: int, device: torch.device) -> Tensor:
+    """Return numbers of the standard Gumbel distribution, float32 [_DRAWS]."""
+    draw = _mixed(_mixed(torch.arange(_DRAWS, device=device)) + seed)
+    even = ((draw >> 8).double() + 0.5) / (1 << 24)
+    return -(-even.log()).log().float()
 
 
 def _mixed(x: Tensor) -> Tensor:

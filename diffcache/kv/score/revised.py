@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from diffcache.kv.attend import Query
+from diffcache.kv.attended import Attended
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.base import Score
 from diffcache.kv.slots import Slots
@@ -59,6 +60,6 @@ class Revised(Score):
         """Have the other take note of new tokens."""
         self.score.enter(stats, asked, slots, layer)
 
-    def track(self, stats: dict[str, Tensor], asked: Query, found: Tensor, probs: Tensor) -> None:
+    def note(self, stats: dict[str, Tensor], attended: Attended) -> None:
         """Have the other take note of attention."""
-        self.score.track(stats, asked, found, probs)
+        self.score.note(stats, attended)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from diffcache.kv.attend import Query
+from diffcache.kv.attended import Attended
 from diffcache.kv.score.attention import Mass, Window
 from diffcache.kv.score.heads import HeadVote
 from diffcache.kv.score.keyformer import NoisyMass
@@ -17,6 +19,7 @@ from diffcache.kv.score.probe import Asked, MaxAttention
 from diffcache.kv.score.recurrence import Recurrence
 from diffcache.kv.score.scissorhands import LowCount
 from diffcache.kv.score.shared import Shared
+from diffcache.kv.slots import Slots, span
 from diffcache.kv.store import KVStore
 from tests.kv.eviction_more.plain import GROUPS, HEADS, Text, observed, recipe, scores
 
@@ -87,8 +90,9 @@ def _mixed(x: int) -> int:
     return x ^ (x >> 16)
 
 
-def _noise(head: int, before: int, slot: int, seed: int) -> float:
-    draw = _mixed(_mixed(_mixed(head + seed * 65537) + before) + slot)
+def _noise(head: int, query: int, slot: int, seed: int) -> float:
+    first = _mixed(_mixed(head + seed * 65537) + query)
+    draw = _mixed(_mixed((first + slot) % (1 << 20)) + seed)
     return -math.log(-math.log(((draw >> 8) + 0.5) / (1 << 24)))
 
 
@@ -104,7 +108,7 @@ def test_noisy_mass_is_a_sum_of_noisy_softmaxes() -> None:
                 step = max(query - 13, 0)
                 row = [
                     float(logits[head, group, query, slot])
-                    + _noise(head * GROUPS + group, query + 1 + step * 65537, slot + 1, 3)
+                    + _noise(head * GROUPS + group, query, slot, 3)
                     for slot in range(query + 1)
                 ]
                 weights = (torch.tensor(row).double() / (1.5 + 0.25 * step)).softmax(0)
@@ -119,20 +123,21 @@ def test_without_noise_and_heat_it_is_the_mass_of_attention() -> None:
     assert not torch.equal(plain, scores(NoisyMass(), text, PROMPT)[0])
 
 
-def test_noise_is_gumbel() -> None:
-    here = torch.ones(1, 2, 2, 64, 64, dtype=torch.bool).tril()
-    drawn = NoisyMass(seed=1)._gumbel(here, torch.zeros(1, 2, 1, 1, 1))[here]
+def test_noise_is_gumbel_and_no_two_queries_draw_the_same() -> None:
+    q, k = torch.zeros(1, 4, 64, 2), torch.zeros(1, 2, 64, 2)
+    slots = Slots(k, k, {"pos": span(0, 64, 1, k.device)})
+    drawn = NoisyMass(seed=1)._drawn(Attended(Query(q, 0, 1.0), slots))(range(2), range(64), 64)
+    assert drawn.shape == (1, 2, 2, 64, 64)
     assert abs(float(drawn.mean()) - 0.5772) < 0.05  # Euler's constant
     assert abs(float(drawn.var()) - math.pi**2 / 6) < 0.1
-    assert len(drawn.unique()) > 0.99 * len(drawn)
+    assert len(drawn.unique()) > 0.98 * drawn.numel()
 
 
-def test_a_prompt_longer_than_a_block_has_one_temperature() -> None:
-    text = Text(257)  # looked at as 256 queries and one
-    seen = observed(NoisyMass(increment=1.0), text, [257])[0]
-    assert float(seen.stats["keyformer.steps"].amax()) == 0
-    seen = observed(NoisyMass(increment=1.0), text, [255, 1, 1])[0]
-    assert float(seen.stats["keyformer.steps"].amin()) == 2
+def test_the_temperature_rises_with_every_query_that_comes_alone() -> None:
+    text = Text(257)
+    for chunks, steps in ([257], 0), ([255, 1, 1], 2):
+        seen = observed(NoisyMass(increment=1.0), text, chunks)[0]
+        assert bool((seen.stats["keyformer.steps"] == steps).all())
 
 
 def test_recurrence_follows_every_slot_through_time() -> None:

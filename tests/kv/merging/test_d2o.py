@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.attend import Query
+from diffcache.kv.attended import Attended
 from diffcache.kv.merging.d2o import DenseLayers, Density, EmaMerge
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import Mass
 from diffcache.kv.score.recency import Recency
+from diffcache.kv.slots import Slots, span
 from tests.kv.merging import rows
 
 GATE = "d2o_gate"
@@ -104,19 +106,18 @@ def test_it_keeps_the_promises_of_a_merger() -> None:
 
 
 def test_density_is_the_variance_of_column_sums() -> None:
-    probs = torch.rand(1, 2, 2, 6, 6).tril()
-    probs /= probs.sum(-1, keepdim=True)
-    found = torch.zeros_like(probs).masked_fill(probs == 0, float("-inf"))
+    q, k = torch.randn(1, 4, 6, 2), torch.randn(1, 2, 6, 2)
+    query, slots = Query(q, 0, 1.0), Slots(k, k, {"pos": span(0, 6, 1, k.device)})
+    probs = query.grouped(2) @ k[:, :, None].mT
+    probs = probs.masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
     score = Density(Mass())
     stats = {name: torch.zeros(1, 2, 6) for name in score.statistics}
-    asked = Query(torch.zeros(1, 4, 6, 2), 0, 1.0)
-    score.track(stats, asked, found, probs)
+    score.note(stats, Attended(query, slots, start=0))
     column = probs.sum(3).mean((1, 2))[0]
     wanted = column.var(unbiased=False) / column.mean() ** 2
     torch.testing.assert_close(stats["d2o_density"], wanted.expand(1, 2, 6))
     before = stats["d2o_density"].clone()
-    one = replace(asked, q=asked.q[:, :, :1])
-    score.track(stats, one, found[:, :, :, -1:], probs[:, :, :, -1:])
+    score.note(stats, Attended(query.narrow(5, 6), slots))
     assert torch.equal(stats["d2o_density"], before)  # generated tokens change no share
     torch.testing.assert_close(stats["mass"], (probs.sum(3) + probs[:, :, :, -1]).mean(2))
 

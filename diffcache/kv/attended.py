@@ -1,0 +1,186 @@
+"""What the queries of one forward asked of the slots of a layer, looked at block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from diffcache.kv.attend import Query, probabilities, visible
+from diffcache.kv.slots import Slots
+
+# Bytes of the logits that are held at once: those of a CPU stay in the cache of its core.
+_CPU_BYTES, _DEVICE_BYTES = 1 << 22, 1 << 27
+_LEAST, _MOST = 16, 256  # queries of a block
+# Logits [B, h, G, n, S'] of the first S' slots, and which key-value heads and queries they are of.
+Change = Callable[[Tensor, range, range], Tensor]
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Queries of one forward, and the slots they attended to.
+
+    Attributes:
+        query: The queries.
+        slots: All slots, keys rotated, the queries' own among them.
+        valid: bool [B, n]; False are queries of padding, which count for nothing.
+        start: The first position, where no slot is empty and positions follow one another in every
+            row; None otherwise.
+        below: What all positions are below, where no slot is empty; None where it is not known.
+        padding: Tokens of each row that are none, int64 [B]; None where there are none.
+    """
+
+    query: Query
+    slots: Slots
+    valid: Tensor | None = None
+    start: int | None = None
+    below: int | None = None
+    padding: Tensor | None = None
+
+    def blocks(self) -> Iterator[tuple[Query, Tensor, Tensor]]:
+        """Yield the queries in blocks, with their logits and probabilities over all slots.
+
+        Yields:
+            The block, logits and probabilities [B, H, G, n, S], zero for queries of padding.
+        """
+        first = self.query.start
+        batch, heads = self.query.q.shape[:2]
+        many = self._bytes // max(4 * batch * heads * self.slots.width, 1)
+        for part, found, probs in probabilities(
+            self.query, self.slots, min(max(many, _LEAST), _MOST)
+        ):
+            if self.valid is not None:
+                rows = self.valid[:, part.start - first :][:, : part.count, None]
+                probs = probs * rows[:, None, None]
+            yield part, found, probs
+
+    def sums(self, change: Change | None = None) -> Tensor:
+        """Return the attention that every slot got, summed over queries.
+
+        Keys that no query of a block can see are left out of its product, and no more logits are
+        held at once than stay in a cache.
+
+        Args:
+            change: What becomes of logits before the softmax; as they are by default.
+
+        Returns:
+            float32 [B, H, S], the mean over the query heads of a key-value head.
+        """
+        query, slots = self.query, self.slots
+        batch, heads, width = query.q.shape[0], *slots.k.shape[1:3]
+        dtype = torch.promote_types(query.q.dtype, torch.float32)
+        q = query.grouped(heads)
+        groups = q.shape[2]
+        total = torch.zeros(batch, heads, width, dtype=dtype, device=q.device)
+        wide, count = self._sizes(batch * groups * width, heads)
+        for first in range(0, heads, wide):
+            some = range(first, min(first + wide, heads))
+            k = slots.k[:, some.start : some.stop].to(dtype)
+            for start in range(0, query.count, count):
+                part = range(start, min(start + count, query.count))
+                upto = self._reach(part)
+                asked = q[:, some.start : some.stop, :, part.start : part.stop].to(dtype)
+                found = (asked * query.scale).flatten(2, 3) @ k[:, :, :upto].mT
+                found = found.unflatten(2, (groups, len(part)))
+                found = self._hidden(self._changed(found, some, part, change), some, part)
+                probs = found.softmax(-1)
+                if not self._is_causal and not self.sees_all:
+                    probs = probs.nan_to_num_(0.0)  # a query that sees nothing
+                rows = self._rows(part, groups, probs)
+                total[:, some.start : some.stop, :upto] += (rows @ probs.flatten(2, 3))[:, :, 0]
+        return total.to(torch.float32) / groups
+
+    def counts(self) -> Tensor:
+        """Return how many queries could see each slot, float32 [B, 1 or H, S]."""
+        if self.sees_all and self.valid is None:
+            shape = self.slots.pos.shape
+            return torch.full(shape, self.query.count, dtype=torch.float32, device=self._device)
+        batch, width = self.query.q.shape[0], self.slots.width
+        _, count = self._sizes(batch * width * self.slots.pos.shape[1], 1)
+        total = torch.zeros_like(self.slots.pos, dtype=torch.float32)
+        for start in range(0, self.query.count, count):
+            stop = min(start + count, self.query.count)
+            seen = visible(self.query.narrow(start, stop), self.slots)
+            if self.valid is not None:
+                seen = seen & self.valid[:, None, start:stop, None]
+            total = total + seen.sum(2)
+        return total
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether every query is known to see every slot."""
+        query = self.query
+        if self.below is None or query.mask is not None or query.window is not None:
+            return False
+        if query.pos is not None:
+            return not query.causal
+        return not query.causal or query.start >= self.below - 1
+
+    @property
+    def _is_causal(self) -> bool:
+        """Whether queries see the slots up to their own, which stand in the order of positions."""
+        query = self.query
+        plain = query.mask is None and query.window is None and query.pos is None
+        return plain and query.causal and self.start is not None
+
+    @property
+    def _device(self) -> torch.device:
+        return self.query.q.device
+
+    @property
+    def _bytes(self) -> int:
+        return _CPU_BYTES if self._device.type == "cpu" else _DEVICE_BYTES
+
+    def _sizes(self, a_query: int, heads: int) -> tuple[int, int]:
+        """Return how many heads and queries are looked at together.
+
+        Args:
+            a_query: Logits of a query and key-value head, over all rows and groups.
+            heads: Key-value heads.
+        """
+        room = self._bytes // 4 // max(a_query, 1)
+        count = min(max(room, _LEAST), self.query.count)
+        return min(max(room // count, 1), heads), count
+
+    def _reach(self, part: range) -> int:
+        """Return how many of the first slots these queries may see."""
+        if self.sees_all or not self._is_causal:
+            return self.slots.width
+        assert self.start is not None
+        return min(self.query.start + part.stop - self.start, self.slots.width)
+
+    def _changed(self, found: Tensor, heads: range, part: range, change: Change | None) -> Tensor:
+        softcap, meta = self.query.softcap, self.slots.meta
+        if softcap is not None:
+            found = softcap * (found / softcap).tanh()
+        if "logn" in meta:
+            many = meta["logn"]
+            many = many[:, heads.start : heads.stop] if many.shape[1] > 1 else many
+            found = found + many[:, :, None, None, : found.shape[-1]].to(found.dtype)
+        return found if change is None else change(found, heads, part)
+
+    def _hidden(self, found: Tensor, heads: range, part: range) -> Tensor:
+        """Return logits, -inf where a query does not see a slot."""
+        if self.sees_all:
+            return found
+        if self._is_causal:
+            assert self.start is not None
+            own = self.query.start + part.start - self.start  # the slot of the first query
+            last = found[..., own:]
+            later = torch.ones(last.shape[-2:], dtype=torch.bool, device=found.device).triu(1)
+            last.masked_fill_(later, float("-inf"))
+            return found
+        asked, meta = self.query.narrow(part.start, part.stop), dict(self.slots.meta)
+        if meta["pos"].shape[1] > 1:
+            meta["pos"] = meta["pos"][:, heads.start : heads.stop]
+        seen = visible(asked, replace(self.slots, meta=meta))
+        return found.masked_fill_(~seen[:, :, None], float("-inf"))
+
+    def _rows(self, part: range, groups: int, probs: Tensor) -> Tensor:
+        """Return the weight of each query of a block, [B or 1, 1, 1, G * n]."""
+        if self.valid is None:
+            return probs.new_ones(1, 1, 1, groups * len(part))
+        weights = self.valid[:, None, None, part.start : part.stop].to(probs.dtype)
+        return weights.repeat(1, 1, 1, groups)
