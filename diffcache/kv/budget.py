@@ -13,6 +13,8 @@ from torch import Tensor
 from diffcache.kv.observe import Observation
 
 Size = int | float
+# A share of 0.1 of 30 tokens is 3, not the 2 that 0.1 * 30 - 1e-16 would give.
+_ROUNDING = 1e-9
 
 
 def check_size(name: str, size: object) -> None:
@@ -40,8 +42,7 @@ def slots_for(size: Size, tokens: Tensor) -> Tensor:
     A share is rounded down, as kvpress rounds it, and is never less than one slot.
     """
     if isinstance(size, float):
-        # A share of 0.1 of 30 tokens is 3, not the 2 that 0.1 * 30 - 1e-16 would give.
-        allowed = (tokens.double() * size + 1e-9).floor().long()
+        allowed = (tokens.double() * size + _ROUNDING).floor().long()
         return allowed.clamp_min(1)
     return torch.full_like(tokens, size)
 
@@ -63,6 +64,15 @@ class Budget(ABC):
     def looks_across(self) -> bool:
         """Whether the slots of a layer depend on other layers, or on its place among them."""
         return True
+
+    def steady(self, tokens: int, held: int) -> int | None:
+        """Return the slots of every row, where that is known without a look at scores; else None.
+
+        Args:
+            tokens: Tokens that every row has seen.
+            held: Slots that every row holds.
+        """
+        return None
 
     @abstractmethod
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
@@ -94,6 +104,12 @@ class Uniform(Budget):
     def looks_across(self) -> bool:
         """Return False: every layer holds as many."""
         return False
+
+    def steady(self, tokens: int, held: int) -> int:
+        """Return the size."""
+        size = self.size
+        allowed = max(int(tokens * size + _ROUNDING), 1) if isinstance(size, float) else size
+        return min(allowed, held)
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
         """Return the size everywhere."""

@@ -15,6 +15,7 @@ from diffcache.kv.codec.base import tensors
 from diffcache.kv.contents import first_of, kept, metadata, parts_of, stored
 from diffcache.kv.positions import PositionMap, key_places, own_places, placed
 from diffcache.kv.reading import Reading
+from diffcache.kv.refill import Refill
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.segment import PLAIN, Dense, Flat, Segment
 from diffcache.kv.slots import EMPTY, Slots, named, one_row, span
@@ -303,6 +304,19 @@ class KVLayer:
             self.tail = Tail(self.seen)
         else:
             self.tail = Tail.of(slots)
+
+    def refill(self, index: Tensor) -> None:
+        """Drop slots of the tail by putting the last ones in their places; no other slot moves.
+
+        Args:
+            index: int64 [B, 1 or H, n], different slots of each row, where there are no segments.
+        """
+        refill = Refill.of(index, self.tail.length)
+        for name, value in self.stats.items():
+            refill.apply(value)
+            self.stats[name] = value[..., : -refill.count]
+        self.tail.refill(refill)
+        self.summary = None
 
     def settle_tail(self, segment: Segment | None = None) -> None:
         """Turn the tail into a segment, by default an exact one."""

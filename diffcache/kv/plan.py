@@ -21,6 +21,16 @@ class Planner(ABC):
         """Whether it reads the weight of the output projection."""
         return False
 
+    def ends(self, budget: int) -> tuple[int, int] | None:
+        """Return how many first and last tokens stay, where scores alone decide on all others.
+
+        None stands for any other plan.
+
+        Args:
+            budget: Slots of a row.
+        """
+        return None
+
     @abstractmethod
     def __call__(self, score: Tensor, budget: Tensor, seen: Observation) -> Tensor:
         """Return what becomes of every slot.
@@ -98,6 +108,10 @@ class TopK(Planner):
 
     def __post_init__(self) -> None:
         check_ends(self.sinks, self.recent)
+
+    def ends(self, budget: int) -> tuple[int, int]:
+        """Return the numbers it was made with."""
+        return self.sinks, self.recent
 
     def __call__(self, score: Tensor, budget: Tensor, seen: Observation) -> Tensor:
         """Return what is kept and what is dropped."""

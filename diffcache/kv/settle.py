@@ -81,7 +81,10 @@ def _unsorted(plan: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _take_stats(layer: KVLayer, index: Tensor, keep: Tensor) -> None:
-    layer.stats = {name: value.gather(2, index) * keep for name, value in layer.stats.items()}
+    layer.stats = {
+        name: value.gather(2, index.expand(-1, value.shape[1], -1)) * keep
+        for name, value in layer.stats.items()
+    }
 
 
 def _merge(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from diffcache.kv.attend import Query, View, attend
 from diffcache.kv.codec.base import tensors
+from diffcache.kv.in_place import slots_to_drop
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.observe import Observation, Pending, Ring, attended, lengthen, observe, shorten
 from diffcache.kv.plan import KEEP
@@ -145,11 +146,19 @@ class KVStore:
         layers = self.layers[recipe.skip :]
         if self.taken_over:
             self._check_queries()
-        seen = [self._observation(layer) for layer in layers]
-        plans = planned(recipe, seen)
-        self._torn = True
-        for layer, each, (score, plan) in zip(layers, seen, plans, strict=True):
-            carry_out(layer, each, score, plan, recipe)
+        queries = [self._rings[layer.index].kept() for layer in layers]
+        dropped = slots_to_drop(recipe, layers, len(self.layers), queries)
+        if dropped is None:
+            seen = [self._observation(layer) for layer in layers]
+            plans = planned(recipe, seen)
+            self._torn = True
+            for layer, each, (score, plan) in zip(layers, seen, plans, strict=True):
+                carry_out(layer, each, score, plan, recipe)
+        else:
+            self._torn = True
+            for layer, index in zip(layers, dropped, strict=True):
+                if index is not None:
+                    layer.refill(index)
         self._torn = self.taken_over = False
         self._since, self._fresh = 0, False
         if recipe.trigger is not None and not recipe.trigger.decoding:

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from diffcache.kv.refill import Refill
 from diffcache.kv.slots import Slots, filled, span
 
-_LEAST = 16  # slots that are made room for when the tail is full
-_SHARE = 8  # or one in so many of those there are
+# Slots that are made room for when the tail is full: an eighth of those there are, within bounds.
+# With 64 the others are copied at every 64th token, a little of what attention reads meanwhile.
+_LEAST, _SHARE, _MOST = 16, 8, 64
 
 
 class Tail:
@@ -162,6 +164,21 @@ class Tail:
             return range(index.start - before, index.stop - before), least - before
         return (index - before if before else index), least - before
 
+    def refill(self, refill: Refill) -> None:
+        """Drop slots by putting the last ones in their places; what is left is settled."""
+        self._own()
+        if self.start is not None:
+            room = self._buffers["k"].shape[2]
+            pos = span(self.start, self.start + room, len(refill.target), refill.target.device)
+            self._buffers["pos"], self.start = pos.clone(), None
+        for name, buffer in self._buffers.items():
+            if buffer.shape[1] < refill.heads:
+                buffer = self._buffers[name] = buffer.expand(-1, refill.heads, -1).clone()
+            refill.apply(buffer)
+        self.length -= refill.count
+        self._settled, self.clean = self.length, 0
+        self.moves += 1
+
     @property
     def loose(self) -> int:
         """Slots at the end that are the last tokens, so that they can be taken back."""
@@ -246,7 +263,7 @@ class Tail:
             self._own()
             return
         # What comes first, a prompt or what is kept of one, takes no more than it needs.
-        capacity = need + (max(_LEAST, need // _SHARE) if self.length else 0)
+        capacity = need + (min(max(_LEAST, need // _SHARE), _MOST) if self.length else 0)
         for name, buffer in self._buffers.items():
             larger = buffer.new_empty(*buffer.shape[:2], capacity, *buffer.shape[3:])
             larger[:, :, : self.length] = buffer[:, :, : self.length]

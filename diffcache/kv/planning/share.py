@@ -33,6 +33,10 @@ class RecentShare(Planner):
         if not 0 <= self.share <= 1:
             raise ValueError(f"share={self.share}: must be from 0 to 1")
 
+    def ends(self, budget: int) -> tuple[int, int]:
+        """Return the first tokens, and the share of the latest."""
+        return self.sinks, int(budget * self.share + 1e-9)
+
     def __call__(self, score: Tensor, budget: Tensor, seen: Observation) -> Tensor:
         """Return what is kept and what is dropped."""
         recent = (budget * self.share + 1e-9).floor().long()[..., None]

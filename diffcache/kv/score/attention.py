@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -167,6 +167,9 @@ class LastQuery(Score):
     Reference: TOVA, Transformers are Multi-State RNNs, arXiv 2401.06104.
     """
 
+    in_place: ClassVar[bool] = True
+    alike: ClassVar[bool] = True
+
     @property
     def window(self) -> int:
         """How many of the last queries are kept for it."""
@@ -188,6 +191,7 @@ class Mass(Score):
     Reference: H2O, arXiv 2306.14048, section 4.1, algorithm 1.
     """
 
+    in_place: ClassVar[bool] = True
     mean: bool = False
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -19,6 +20,9 @@ class Score(ABC):
     A scorer never deletes, and it need not care for padding: whatever it says of empty slots
     counts for nothing.
     """
+
+    in_place: ClassVar[bool] = False  # scores each slot wherever it stands, the newest ones last
+    alike: ClassVar[bool] = False  # scores the slots of all heads alike
 
     @property
     def window(self) -> int:

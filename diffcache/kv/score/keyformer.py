@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ class NoisyMass(Score):
         ValueError: If a number is out of range.
     """
 
+    in_place: ClassVar[bool] = True
     temperature: float = 1.0
     increment: float = 0.01
     noise: float = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,11 +21,14 @@ class Recency(Score):
     Reference: StreamingLLM, arXiv 2309.17453, section 3.2, with the first tokens kept by the plan.
     """
 
+    in_place: ClassVar[bool] = True
+    alike: ClassVar[bool] = True
+
     def __call__(self, seen: Observation) -> Tensor:
-        """Return the order of the slots."""
-        batch, heads, width = seen.slots.k.shape[:3]
-        order = torch.arange(width, device=seen.slots.k.device, dtype=torch.float32)
-        return order.expand(batch, heads, -1)
+        """Return the positions, counted from the newest."""
+        batch, heads = seen.slots.k.shape[:2]
+        pos = seen.slots.pos
+        return (pos - pos.amax(-1, keepdim=True)).to(torch.float32).expand(batch, heads, -1)
 
 
 @dataclass(frozen=True)

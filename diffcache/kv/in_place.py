@@ -1,0 +1,108 @@
+"""Which few slots of each row go where they stand, for recipes that evict at every token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from diffcache.kv.attend import Query
+from diffcache.kv.layer import KVLayer
+from diffcache.kv.observe import Observation
+from diffcache.kv.recipe import Recipe
+
+_SHARE = 8  # more than one slot in so many of those that stay are not dropped in place
+_LATEST = torch.iinfo(torch.int32).max
+
+
+def slots_to_drop(
+    recipe: Recipe, layers: Sequence[KVLayer], total: int, queries: Sequence[Query | None]
+) -> list[Tensor | None] | None:
+    """Choose what is over budget, without ordering slots or reading anything from the device.
+
+    What is kept is what `diffcache.kv.settle.carry_out` would keep. It is left to that where rows
+    hold different numbers of slots, where slots are coded or merged, or where a part of the recipe
+    has to see slots in order.
+
+    Args:
+        recipe: Whose score, budget and plan are used.
+        layers: Those that follow it.
+        total: Layers of the model.
+        queries: Last queries of each layer, where the recipe keeps any.
+
+    Returns:
+        What `KVLayer.refill` of each layer is given, None where nothing goes; None instead of all
+        where it is left to `carry_out`.
+    """
+    found = _due(recipe, layers)
+    if found is None or not all(_stands(layer, recipe) for layer in layers):
+        return None
+    count, sinks, recent = found
+    if not count:
+        return [None] * len(layers)
+    score = recipe.score
+    assert score is not None
+    chosen: list[Tensor | None] = []
+    for layer, asked in zip(layers, queries, strict=True):
+        slots = layer.tail.read()
+        assert slots is not None
+        shape = slots.k.shape[:3]
+        tokens = torch.full(shape[:2], layer.seen, device=slots.k.device)
+        seen = Observation(layer.index, total, slots, layer.stats, tokens, asked)
+        worth = score(seen).float().expand(shape)
+        if score.alike:
+            worth = worth[:, :1]
+        chosen.append(_least(worth, slots.pos, count, (sinks, layer.seen - recent)))
+    return chosen
+
+
+def _due(recipe: Recipe, layers: Sequence[KVLayer]) -> tuple[int, int, int] | None:
+    """Return how many slots of each row go, and how many first and last tokens may not.
+
+    None if rows differ, if many go, or if something else decides.
+    """
+    score, budget, plan = recipe.score, recipe.budget, recipe.plan
+    assert score is not None
+    assert budget is not None
+    assert plan is not None
+    held = {layer.held for layer in layers}
+    if not score.in_place or len(held) > 1:
+        return None
+    allowed = budget.steady(layers[0].seen, max(held))
+    ends = None if allowed is None else plan.ends(allowed)
+    if allowed is None or ends is None or sum(ends) > allowed:
+        return None
+    if ends[0] and isinstance(budget.size, float):
+        return None  # it may have been too small for the first tokens, so that others came first
+    count = max(held) - allowed
+    return (count, *ends) if count <= max(allowed // _SHARE, 1) else None
+
+
+def _stands(layer: KVLayer, recipe: Recipe) -> bool:
+    """Whether slots of a layer can be scored and dropped where they stand."""
+    score = recipe.score
+    assert score is not None
+    exact = recipe.merge is None and recipe.codec is None and not recipe.ladder
+    whole = not layer.segments and layer.tail.whole and layer.padding is None
+    known = all(value.shape[2] == layer.held for value in layer.stats.values())
+    looks_at_keys = score.window > 0
+    return exact and whole and known and not (looks_at_keys and layer.rotary is not None)
+
+
+def _least(score: Tensor, pos: Tensor, count: int, between: tuple[int, int]) -> Tensor:
+    """Return the slots of the lowest scores, of equals the earliest tokens; int64 [B, 1 or H, n].
+
+    Args:
+        score: [B, 1 or H, S].
+        pos: Positions, int32 [B, 1 or H, S].
+        count: How many.
+        between: First position that may go, and the first after it that may not.
+    """
+    score = score.masked_fill((pos < between[0]) | (pos >= between[1]), float("inf"))
+    if count == 1:
+        lowest = score == score.amin(-1, keepdim=True)
+        return pos.where(lowest, _LATEST).argmin(-1, keepdim=True)
+    order = pos.argsort(-1).expand_as(score)
+    ranked = score.gather(-1, order).argsort(dim=-1, stable=True)
+    return order.gather(-1, ranked[..., :count])
