@@ -73,24 +73,49 @@ class Attended:
         dtype = torch.promote_types(query.q.dtype, torch.float32)
         q = query.grouped(heads)
         groups = q.shape[2]
-        total = torch.zeros(batch, heads, width, dtype=dtype, device=q.device)
         wide, count = self._sizes(batch * groups * width, heads)
+        if wide == heads and count == query.count:  # a token that is generated, most of all
+            part = range(count)
+            total = self._block(q, slots.k.to(dtype), range(heads), part, change)
+            return total.to(torch.float32) / groups
+        total = torch.zeros(batch, heads, width, dtype=dtype, device=q.device)
         for first in range(0, heads, wide):
             some = range(first, min(first + wide, heads))
             k = slots.k[:, some.start : some.stop].to(dtype)
+            asked = q[:, some.start : some.stop]
             for start in range(0, query.count, count):
                 part = range(start, min(start + count, query.count))
                 upto = self._reach(part)
-                asked = q[:, some.start : some.stop, :, part.start : part.stop].to(dtype)
-                found = (asked * query.scale).flatten(2, 3) @ k[:, :, :upto].mT
-                found = found.unflatten(2, (groups, len(part)))
-                found = self._hidden(self._changed(found, some, part, change), some, part)
-                probs = found.softmax(-1)
-                if not self._is_causal and not self.sees_all:
-                    probs = probs.nan_to_num_(0.0)  # a query that sees nothing
-                rows = self._rows(part, groups, probs)
-                total[:, some.start : some.stop, :upto] += (rows @ probs.flatten(2, 3))[:, :, 0]
+                here = asked[:, :, :, part.start : part.stop]
+                got = self._block(here, k[:, :, :upto], some, part, change)
+                total[:, some.start : some.stop, :upto] += got
         return total.to(torch.float32) / groups
+
+    def _block(
+        self, q: Tensor, k: Tensor, heads: range, part: range, change: Change | None
+    ) -> Tensor:
+        """Return the attention that slots got from some queries, summed over them and their groups.
+
+        Args:
+            q: [B, h, G, n, D].
+            k: [B, h, S', D], in the dtype of the result.
+            heads: Key-value heads.
+            part: Queries.
+            change: As of `sums`.
+
+        Returns:
+            [B, h, S'].
+        """
+        groups = q.shape[2]
+        found = (q.to(k.dtype) * self.query.scale).flatten(2, 3) @ k.mT
+        found = found.unflatten(2, (groups, len(part)))
+        probs = self._hidden(self._changed(found, heads, part, change), heads, part).softmax(-1)
+        if not self._is_causal and not self.sees_all:
+            probs = probs.nan_to_num_(0.0)  # a query that sees nothing
+        probs = probs.flatten(2, 3)
+        if self.valid is None and probs.shape[2] < _LEAST:
+            return probs.sum(2)
+        return (self._rows(part, groups, probs) @ probs)[:, :, 0]
 
     def counts(self) -> Tensor:
         """Return how many queries could see each slot, float32 [B, 1 or H, S]."""
@@ -181,6 +206,6 @@ class Attended:
     def _rows(self, part: range, groups: int, probs: Tensor) -> Tensor:
         """Return the weight of each query of a block, [B or 1, 1, 1, G * n]."""
         if self.valid is None:
-            return probs.new_ones(1, 1, 1, groups * len(part))
+            return probs.new_ones(1, 1, 1, probs.shape[2])
         weights = self.valid[:, None, None, part.start : part.stop].to(probs.dtype)
         return weights.repeat(1, 1, 1, groups)

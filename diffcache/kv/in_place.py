@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -49,7 +50,10 @@ def slots_to_drop(
         assert slots is not None
         shape = slots.k.shape[:3]
         tokens = torch.full(shape[:2], layer.seen, device=slots.k.device)
-        seen = Observation(layer.index, total, slots, layer.stats, tokens, asked)
+        if asked is not None and asked.count == 1:  # that of the newest slot
+            asked = replace(asked, pos=None)
+        below = layer.seen
+        seen = Observation(layer.index, total, slots, layer.stats, tokens, asked, below=below)
         worth = score(seen).float().expand(shape)
         if score.alike:
             worth = worth[:, :1]
@@ -99,7 +103,10 @@ def _least(score: Tensor, pos: Tensor, count: int, between: tuple[int, int]) -> 
         count: How many.
         between: First position that may go, and the first after it that may not.
     """
-    score = score.masked_fill((pos < between[0]) | (pos >= between[1]), float("inf"))
+    stays = pos >= between[1]
+    if between[0]:
+        stays = stays | (pos < between[0])
+    score = score.masked_fill(stays, float("inf"))
     if count == 1:
         lowest = score == score.amin(-1, keepdim=True)
         return pos.where(lowest, _LATEST).argmin(-1, keepdim=True)

@@ -38,6 +38,7 @@ class Observation:
         levels: int8 [B, 1 or H, S], the rung of the ladder that holds each slot, 0 for none; None
             where all are 0.
         rotary: What rotates the keys, where they are held before rotation; None elsewhere.
+        below: What all positions are below, where no slot is empty; None where it is not known.
     """
 
     layer: int
@@ -50,6 +51,7 @@ class Observation:
     order: Tensor | None = None
     levels: Tensor | None = None
     rotary: Rotation | None = None
+    below: int | None = None
 
     @property
     def valid(self) -> Tensor:
@@ -94,6 +96,19 @@ class Observation:
         asked = self.last(count)
         found = logits(asked, self.slots).float().softmax(-1).nan_to_num(0.0)
         return found * (asked.positions() >= 0)[:, None, None, :, None]
+
+    def mass(self, count: int) -> Tensor:
+        """Return the attention that slots got from the last queries, [B, H, S] float32.
+
+        It is summed over the queries, those of padding left out, and the mean over query heads.
+
+        Args:
+            count: Last queries, or as many as there are.
+        """
+        asked = self.last(count)
+        known = self.below is not None and asked.pos is None
+        valid = None if known else asked.positions() >= 0
+        return Attended(asked, self.slots, valid, below=self.below).sums()
 
     def window_mean(self, per_query: Tensor) -> Tensor:
         """Average [B, H, G, w, ...] over the queries that are of tokens."""

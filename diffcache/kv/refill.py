@@ -55,11 +55,12 @@ class Refill:
         Args:
             tensor: [B, H, S, ...], or [B, 1, S, ...] where all heads drop the same slots.
         """
-        if self.heads == 1 == len(self.target):
-            source, target = self.source.flatten(), self.target.flatten()
-            tensor.index_copy_(2, target, tensor.index_select(2, source))
-            return
-        device = tensor.device
-        rows = torch.arange(len(self.target), device=device)[:, None, None]
-        heads = torch.arange(tensor.shape[1], device=device)[:, None]
-        tensor[rows, heads, self.target] = tensor[rows, heads, self.source]
+        moved = tensor.gather(2, _wide(self.source, tensor))
+        tensor.scatter_(2, _wide(self.target, tensor), moved)
+
+
+def _wide(index: Tensor, tensor: Tensor) -> Tensor:
+    """Return slots [B, 1 or H, n] as every channel of a tensor [B, H, S, ...] is indexed."""
+    rest = tensor.shape[3:]
+    index = index.view(*index.shape, *[1] * len(rest)) if rest else index
+    return index.expand(-1, tensor.shape[1], -1, *rest)

@@ -177,7 +177,7 @@ class LastQuery(Score):
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return the mean attention, infinite for the newest slot."""
-        mean = seen.probs(1)[..., :-1].mean((1, 2, 3))
+        mean = seen.mass(1)[..., :-1].mean(1)
         return with_window(mean[:, None], seen.slots.width).expand(seen.slots.k.shape[:3])
 
 
