@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,10 @@ from diffcache.kv.attend import View
 from diffcache.kv.segment import Segment, leveled, read_all
 from diffcache.kv.slots import EMPTY, Slots, chosen, join_meta
 from diffcache.kv.tail import Tail
+
+
+# Turns keys [B, H, S, D] to positions [B, 1 or H, S], given their metadata.
+Turn = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]
 
 
 def stored(segments: Sequence[Segment], tail: Tail) -> Slots | None:
@@ -51,6 +55,30 @@ def parts_of(segments: Sequence[Segment], tail: Tail, seen: int) -> list[View]:
     if slots is not None and (slots.width or not found):
         start = tail.start if tail.is_plain else None
         found.append(View(slots, start, below=seen if tail.whole else None))
+    return found
+
+
+def placed_parts(
+    views: Sequence[View],
+    places: Tensor,
+    turn: Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor],
+) -> list[View]:
+    """Return views with their keys turned under numbers that depend on all of them.
+
+    Args:
+        views: Parts, keys as they are stored.
+        places: Positions of all slots, int64 [B, 1 or H, S].
+        turn: Turns keys to positions, given their metadata.
+    """
+    first, found = 0, []
+    for view in views:
+        slots = view.slots
+        at = places[:, :, first : first + slots.width]
+        first += slots.width
+        k, v = slots.k, slots.v
+        if len(k) < len(at):  # shared by rows that need not hold the same
+            k, v = (x.expand(len(at), -1, -1, -1) for x in (k, v))
+        found.append(replace(view, slots=Slots(turn(k, at, slots.meta), v, slots.meta)))
     return found
 
 

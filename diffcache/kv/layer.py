@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from diffcache.kv.attend import View
 from diffcache.kv.codec.base import tensors
-from diffcache.kv.contents import first_of, kept, metadata, parts_of, stored
-from diffcache.kv.positions import PositionMap, key_places, own_places, placed
+from diffcache.kv.contents import first_of, kept, metadata, parts_of, placed_parts, stored
+from diffcache.kv.mover import Mover
+from diffcache.kv.positions import PositionMap, Slot, key_places, own_places, placed
 from diffcache.kv.reading import Reading
 from diffcache.kv.refill import Refill
 from diffcache.kv.rotary import Rotation
@@ -50,6 +52,7 @@ class KVLayer:
         rotary: rotates keys when they are read. Keys are then stored before rotation; without it
             they are stored and read as given.
         positions: the numbers that keys are rotated under when they are read; None: their own.
+        mover: moves keys that are stored rotated to the numbers of `positions`; None elsewhere.
         seen: logical length in tokens.
         form: of what was written last; None while nothing was.
         segments: settled slots, oldest first.
@@ -70,16 +73,22 @@ class KVLayer:
         *,
         rotary: Rotation | None = None,
         positions: PositionMap | None = None,
+        mover: Mover | None = None,
         read_once: bool = False,
     ) -> None:
-        if positions is not None and rotary is None:
+        if positions is not None and rotary is None and mover is None:
             raise ValueError(
                 f"positions={positions!r}: keys are rotated when they are read, which takes a "
                 "rotary"
             )
+        if mover is not None and (rotary is not None or positions is None):
+            raise ValueError(
+                "mover: moves keys that come rotated to `positions`; give those, and no rotary"
+            )
         self.index = index
         self.rotary = rotary
         self.positions = positions
+        self.mover = mover
         self.seen = 0
         self.form: Form | None = None
         self.padding: Tensor | None = None  # tokens of each row that are none, int64 [B]
@@ -182,7 +191,7 @@ class KVLayer:
         found = parts_of(self.segments, self.tail, self.seen)
         if self.positions is None:
             return [replace(view, slots=self.rotated(view.slots)) for view in found]
-        return self._rotated_together(found)
+        return placed_parts(found, self.placed(self.meta()), self._turned)
 
     def _plain(self) -> bool:
         """Whether all slots are attended to alike."""
@@ -193,20 +202,24 @@ class KVLayer:
         whole = self.tail.whole and all(segment.whole for segment in self.segments)
         return self.seen if whole else None
 
-    def _rotated_together(self, views: Sequence[View]) -> list[View]:
-        """Return views whose keys are rotated under numbers that depend on all of them."""
-        assert self.rotary is not None
-        places, first, found = self.placed(self.meta()), 0, []
-        for view in views:
-            slots = view.slots
-            at = places[:, :, first : first + slots.width]
-            first += slots.width
-            k, v = slots.k, slots.v
-            if len(k) < len(at):  # shared by rows that need not hold the same
-                k, v = (x.expand(len(at), -1, -1, -1) for x in (k, v))
-            turned = Slots(self.rotary.rotate(k, at), v, slots.meta)
-            found.append(replace(view, slots=turned))
-        return found
+    @contextmanager
+    def meeting(self) -> Iterator[list[View]]:
+        """Yield `views` for one attention; where few keys are moved, no other is copied."""
+        mover, tail = self.mover, self.tail
+        lead = None
+        if mover is not None and not self.segments and isinstance(self.positions, Slot):
+            lead = mover.lead(tail, self.seen)
+        if mover is None or lead is None:
+            yield self.views()
+            return
+        with mover.moved(tail, lead, self.seen - tail.length):
+            yield parts_of(self.segments, tail, self.seen)
+
+    def _turned(self, k: Tensor, at: Tensor, meta: Mapping[str, Tensor]) -> Tensor:
+        """Return keys as they are met at positions, int [B, 1 or H, S]."""
+        if self.mover is not None:
+            return self.mover.turned(k, at, meta)
+        return k if self.rotary is None else self.rotary.rotate(k, at)
 
     def met(self) -> Slots:
         """Return all slots as queries meet them; as far as they were kept, they are not read again.
@@ -223,9 +236,10 @@ class KVLayer:
         """Return slots with their keys as queries meet them."""
         if self.latent:
             return Slots(torch.cat([slots.k, slots.v], -1), slots.k, slots.meta)
-        if self.rotary is None:
+        if self.rotary is None and self.mover is None:
             return slots
-        return Slots(self.rotary.rotate(slots.k, self.placed(slots.meta)), slots.v, slots.meta)
+        k = self._turned(slots.k, self.placed(slots.meta), slots.meta)
+        return Slots(k, slots.v, slots.meta)
 
     def rotate(self, q: Tensor, pos: Tensor) -> Tensor:
         """Return queries as keys at the same positions are rotated, given what is held now.
@@ -257,8 +271,9 @@ class KVLayer:
 
     def placed(self, meta: Mapping[str, Tensor]) -> Tensor:
         """Return the positions that keys of these slots are rotated under."""
-        assert self.rotary is not None
-        return key_places(self.positions, meta, self.rotary)
+        rotation = self.rotary if self.mover is None else self.mover.rotation
+        assert rotation is not None
+        return key_places(self.positions, meta, rotation)
 
     # changing what is held -----------------------------------------------------------------
 
@@ -305,12 +320,15 @@ class KVLayer:
         else:
             self.tail = Tail.of(slots)
 
-    def refill(self, index: Tensor) -> None:
+    def refill(self, index: Tensor, *, oldest: bool = False) -> None:
         """Drop slots of the tail by putting the last ones in their places; no other slot moves.
 
         Args:
             index: int64 [B, 1 or H, n], different slots of each row, where there are no segments.
+            oldest: These are the oldest but for first ones that all rows hold.
         """
+        if self.mover is not None and not oldest:
+            self.mover.forget()
         refill = Refill.of(index, self.tail.length)
         for name, value in self.stats.items():
             refill.apply(value)
@@ -369,6 +387,7 @@ class KVLayer:
         other.segments = list(self.segments)
         other.tail = self.tail.fork()
         other._reading = Reading()
+        other.mover = None if self.mover is None else Mover(self.mover.rotation)
         other.stats = {name: value.clone() for name, value in self.stats.items()}
         return other
 

@@ -9,7 +9,7 @@ from diffcache.kv.budget import Budget
 from diffcache.kv.codec.held import KVCodec
 from diffcache.kv.merge import Merger
 from diffcache.kv.plan import Planner
-from diffcache.kv.positions import PositionMap
+from diffcache.kv.positions import PositionMap, Slot
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.score.base import Score
 from diffcache.kv.trigger import AfterPrefill, Trigger
@@ -36,6 +36,8 @@ class Recipe:
         trigger: When slots are scored.
         space: Whether keys are held after or before rotary position embedding.
         positions: The numbers that keys are rotated under when they are read; None: their own.
+            Under `Slot` keys may be held after rotation as well and are then turned on by the
+            difference, which at a generated token is that of the first slots alone.
         layout: How rows of different lengths are held: without padding, or padded.
         skip: First layers that are left as they are.
     """
@@ -69,7 +71,7 @@ class Recipe:
             raise ValueError(
                 f"merge={self.merge!r}: merges unrotated keys, which needs space='pre'"
             )
-        if self.positions is not None and self.space != "pre":
+        if self.space != "pre" and not isinstance(self.positions, Slot | None):
             raise ValueError(
                 f"positions={self.positions!r}: keys are rotated anew, which needs space='pre'"
             )
@@ -85,6 +87,11 @@ class Recipe:
     def evicts(self) -> bool:
         """Whether slots are scored at all."""
         return self.score is not None
+
+    @property
+    def rotates(self) -> bool:
+        """Whether keys are rotated, or turned on, when they are read."""
+        return self.space == "pre" or self.positions is not None
 
     @property
     def observes(self) -> bool:

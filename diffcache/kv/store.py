@@ -12,6 +12,7 @@ from diffcache.kv.attend import Query, View, attend
 from diffcache.kv.codec.base import tensors
 from diffcache.kv.in_place import slots_to_drop
 from diffcache.kv.layer import KVLayer
+from diffcache.kv.mover import Mover
 from diffcache.kv.observe import Observation, Pending, Ring, attended, lengthen, observe, shorten
 from diffcache.kv.plan import KEEP
 from diffcache.kv.planned import check_alone, planned
@@ -48,17 +49,22 @@ class KVStore:
         out: Sequence[Tensor] | None = None,
         read_once: bool = False,
     ) -> None:
-        if recipe.space == "pre" and rotary is None:
-            raise ValueError(f"{recipe.name}: keys are held before rotation, which takes `rotary`")
+        if rotary is None and recipe.rotates:
+            raise ValueError(f"{recipe.name}: keys are rotated when read, which takes `rotary`")
         self.recipe, self.read_once = recipe, read_once
+        turns: list[Rotation | None] = [None] * layers
+        if rotary is not None and recipe.rotates:
+            turns = list(rotary)
+        unrotated = recipe.space == "pre"
         self.layers = [
             KVLayer(
                 index,
-                rotary=rotary[index] if rotary is not None and recipe.space == "pre" else None,
+                rotary=turn if unrotated else None,
                 positions=recipe.positions,
+                mover=None if unrotated or turn is None else Mover(turn),
                 read_once=read_once,
             )
-            for index in range(layers)
+            for index, turn in enumerate(turns)
         ]
         self.speculative = self.taken_over = False
         self.origin: Callable[[], Mapping[str, str]] = dict
@@ -110,7 +116,11 @@ class KVStore:
                 times, one time should count.
         """
         layer = self.layers[index]
-        out = attend(query, self.views(index, query))
+        if layer.mover is not None and self.recipe.retrieve is None:
+            with layer.meeting() as views:
+                out = attend(query, views)
+        else:
+            out = attend(query, self.views(index, query))
         if observe and self.recipe.observes and index >= self.recipe.skip and self._watches(query):
             if self.speculative:
                 self._pending[index].append(Pending(query, valid))
@@ -158,7 +168,7 @@ class KVStore:
             self._torn = True
             for layer, index in zip(layers, dropped, strict=True):
                 if index is not None:
-                    layer.refill(index)
+                    layer.refill(index, oldest=recipe.score is not None and recipe.score.by_age)
         self._torn = self.taken_over = False
         self._since, self._fresh = 0, False
         if recipe.trigger is not None and not recipe.trigger.decoding:

@@ -164,6 +164,11 @@ class Tail:
             return range(index.start - before, index.stop - before), least - before
         return (index - before if before else index), least - before
 
+    def keys(self, count: int) -> Tensor:
+        """Return the first keys [B, H, n, D], to be written to."""
+        self._own()
+        return self._buffers["k"].narrow(2, 0, count)
+
     def refill(self, refill: Refill) -> None:
         """Drop slots by putting the last ones in their places; what is left is settled."""
         self._own()

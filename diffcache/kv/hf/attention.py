@@ -137,7 +137,7 @@ def attention(
                 f"{type(module).__name__} caches latents: tokens are not computed anew in place; "
                 "read them again with a new cache"
             )
-        if writer.readers is not None:
+        if writer.readers is not None and writer.store.layers[handle.number].mover is None:
             writer.store.layers[handle.number].rotary = writer.readers[handle.number].read()
         out = writer.refreshing.attend(handle.number, key, value, asked)
         return out.transpose(1, 2).contiguous(), None

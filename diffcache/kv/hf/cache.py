@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 from weakref import WeakSet
@@ -106,8 +107,11 @@ def cache_for(
     modules = attentions(model, owned)
     latent = mode == "native" and check_latent(model, modules.values(), recipe)
     readers = None
-    if recipe.space == "pre":
+    if recipe.rotates:
         readers = [reader(model, modules, index, config) for index in owned]
+        # Only by one axis and frequencies that stay can keys be turned on by a difference.
+        if any(each.varies or each.layout.axes for each in readers):
+            recipe = replace(recipe, space="pre")
     out = [output_of(modules, index) for index in owned] if recipe.wants_out else None
     eager = mode == "native" and _set_up(model, modules, latent) == "eager"
     store = KVStore(

@@ -53,6 +53,7 @@ class Writer:
             raise ValueError(f"tags={list(tags.shape)}: must be [B, T], a number for each token")
         self.tags = tags
         self._mask: tuple[weakref.ref[Tensor], Tensor | None] | None = None
+        self._given: tuple[weakref.ref[Tensor], int, Tensor | None] | None = None
         self.refreshing: Refreshing | None = None
         self.exchange: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         self.noted: NotedPositions | None = None
@@ -98,6 +99,21 @@ class Writer:
             self._mask = weakref.ref(mask), found
         return self._mask[1]
 
+    def _placed(self, given: Tensor | None, start: int, count: int) -> Tensor | None:
+        """Return the rotary positions that a model gives its tokens, int32 [B, 1, n].
+
+        None stands for those from `start` on. Layers share what they are given, which is looked at
+        once.
+        """
+        if given is None or given.dim() != 2:
+            return None
+        known = self._given
+        if known is None or known[0]() is not given or known[1] != start:
+            own = torch.arange(start, start + count, device=given.device)
+            found = None if bool((given == own).all()) else given[:, None].to(torch.int32)
+            self._given = known = weakref.ref(given), start, found
+        return known[2]
+
     def write(self, number: int, k: Tensor, v: Tensor, **about: Tensor | None) -> KVLayer:
         """Write new tokens of a layer, keys rotated as the model gives them.
 
@@ -119,17 +135,17 @@ class Writer:
             tags = self.tags[:, None, start : start + count].to(k.device, torch.int32)
             meta["tag"] = nn.functional.pad(tags, (0, count - tags.shape[2])).expand(len(k), -1, -1)
         if self.readers is not None:
-            reader = self.readers[number]
-            layer.rotary = reader.read()
-            pos = span(start, start + count, len(k), k.device)
-            given = about.get("position_ids")
-            if self.noted is not None:
-                layer.rotary, given = self._tabled(layer.rotary, number, start, count), None
-            if given is not None and given.dim() == 2:
-                given = given[:, None].to(torch.int32).expand(len(k), -1, -1)
-                if not torch.equal(given, pos):
-                    meta["rpos"] = pos = given
-            k = layer.rotary.unrotate(k, pos)
+            given = None
+            if self.noted is None:
+                given = self._placed(about.get("position_ids"), start, count)
+            if given is not None:
+                meta["rpos"] = given.expand(len(k), -1, -1)
+            if layer.mover is None:
+                layer.rotary = self.readers[number].read()
+                if self.noted is not None:
+                    layer.rotary = self._tabled(layer.rotary, number, start, count)
+                pos = meta.get("rpos", span(start, start + count, len(k), k.device))
+                k = layer.rotary.unrotate(k, pos)
         if self.exchange is not None:
             k, v = self.exchange(number, k, v)
         layer.write(k, v, valid=about.get("valid"), meta=meta)

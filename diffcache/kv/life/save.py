@@ -129,7 +129,8 @@ def _filled(state: Mapping[str, Any], like: KVStore) -> KVStore:
             f"{len(saved)} layers were saved, this cache has {len(like.layers)}: it is of another "
             "model"
         )
-    rotary = [layer.rotary for layer in like.layers if layer.rotary is not None]
+    found = [x.rotary if x.mover is None else x.mover.rotation for x in like.layers]
+    rotary = [each for each in found if each is not None]
     store = KVStore(len(saved), like.recipe, rotary=rotary or None, read_once=like.read_once)
     for layer, each, ours in zip(store.layers, saved, like.layers, strict=True):
         layer.latent = ours.latent

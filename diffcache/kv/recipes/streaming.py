@@ -31,8 +31,7 @@ def streaming_llm(
     """
     return Recipe(
         "streaming_llm", score=Recency(), budget=Uniform(budget), plan=TopK(sinks=sinks),
-        trigger=EveryStep(every), space="pre" if rotate else "post",
-        positions=Slot() if rotate else None,
+        trigger=EveryStep(every), positions=Slot() if rotate else None,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ class Score(ABC):
     """
 
     in_place: ClassVar[bool] = False  # scores each slot wherever it stands, the newest ones last
+    by_age: ClassVar[bool] = False  # scores slots by their positions alone, the newest highest
     alike: ClassVar[bool] = False  # scores the slots of all heads alike
 
     @property

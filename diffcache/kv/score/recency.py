@@ -22,6 +22,7 @@ class Recency(Score):
     """
 
     in_place: ClassVar[bool] = True
+    by_age: ClassVar[bool] = True
     alike: ClassVar[bool] = True
 
     def __call__(self, seen: Observation) -> Tensor:
