@@ -46,6 +46,9 @@ def slots_to_drop(
     assert score is not None
     chosen: list[Tensor | None] = []
     for layer, asked in zip(layers, queries, strict=True):
+        if chosen and score.by_age:  # layers that hold as many slots hold the same tokens
+            chosen.append(chosen[0])
+            continue
         slots = layer.tail.read()
         assert slots is not None
         shape = slots.k.shape[:3]

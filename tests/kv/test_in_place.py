@@ -1,0 +1,169 @@
+"""Eviction where slots stand: what is kept is what sorting all slots keeps, and nothing grows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from diffcache.kv import store as store_module
+from diffcache.kv.attend import Query
+from diffcache.kv.recipe import Recipe
+from diffcache.kv.recipes.eviction import h2o, tova
+from diffcache.kv.recipes.eviction_more import keyformer
+from diffcache.kv.recipes.quantised import kivi
+from diffcache.kv.recipes.retrieval import quest
+from diffcache.kv.recipes.streaming import streaming_llm
+from diffcache.kv.refill import Refill
+from diffcache.kv.rotary import Rotary
+from diffcache.kv.store import KVStore
+
+LAYERS, HEADS, GROUPS, SIZE = 2, 2, 2, 8
+ROTARY = Rotary.default(1e4, SIZE)
+RECIPES = {
+    "h2o": h2o(16),
+    "h2o of a share": h2o(0.4),
+    "h2o by the mean": h2o(16, mean=True),
+    "h2o at every fourth": h2o(32, every=4),
+    "tova": tova(16),
+    "tova at every third": tova(24, every=3),
+    "keyformer": keyformer(16),
+    "streaming_llm": streaming_llm(16),
+    "streaming_llm at every fourth": streaming_llm(32, every=4),
+    "streaming_llm in place": streaming_llm(16, sinks=0, rotate=False),
+}
+
+
+class Run:
+    """A store that is fed the same random tokens as any other."""
+
+    def __init__(self, recipe: Recipe, batch: int = 1, rotary: Rotary = ROTARY) -> None:
+        self.drawn = torch.Generator().manual_seed(0)
+        self.store = KVStore(LAYERS, recipe, rotary=[rotary] * LAYERS)
+        self.batch, self.rotary = batch, rotary
+
+    def feed(self, count: int, valid: Tensor | None = None) -> Tensor:
+        """Write tokens as a model does, and return what attention gives, [L, B, Hq, n, D]."""
+        self.store.begin(count)
+        outs = []
+        for index, layer in enumerate(self.store.layers):
+            k, v, q = (
+                torch.randn(self.batch, heads, count, SIZE, generator=self.drawn)
+                for heads in (HEADS, HEADS, HEADS * GROUPS)
+            )
+            start = layer.seen
+            pos = torch.arange(start, start + count)
+            if layer.rotary is None:
+                k = self.rotary.rotate(k, pos)
+            layer.write(k, v, valid=valid)
+            query = Query(self.rotary.rotate(3 * q, pos), start, SIZE**-0.5)
+            outs.append(self.store.attend(index, query, valid))
+        return torch.stack(outs)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_kept_is_what_sorting_all_slots_keeps(
+    name: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [40] + [1 if step % 7 else 2 for step in range(60)]
+    quick, sorting = Run(RECIPES[name], batch), Run(RECIPES[name], batch)
+    choose, done = store_module.slots_to_drop, Counter[bool]()
+
+    def counted(*given: Any) -> Any:
+        found = choose(*given)
+        done[found is not None] += 1
+        return found
+
+    for count in chunks:
+        monkeypatch.setattr(store_module, "slots_to_drop", counted)
+        found = quick.feed(count)
+        monkeypatch.setattr(store_module, "slots_to_drop", lambda *given: None)
+        torch.testing.assert_close(found, sorting.feed(count), rtol=1e-5, atol=1e-5)
+        for one, other in zip(quick.store.layers, sorting.store.layers, strict=True):
+            kept, wanted = (layer.meta()["pos"].sort(-1).values for layer in (one, other))
+            assert torch.equal(*torch.broadcast_tensors(kept, wanted))
+    assert done[True] >= 10 > done[False]
+
+
+def test_slots_that_go_are_replaced_by_the_last_and_others_stay() -> None:
+    index = torch.tensor([[[1, 6, 4], [7, 5, 6]], [[0, 1, 2], [2, 7, 0]]])
+    held = torch.arange(8).repeat(2, 2, 1)
+    moved = held.clone()
+    Refill.of(index, 8).apply(moved)
+    for row, gone, after in zip(
+        held.flatten(0, 1), index.flatten(0, 1), moved.flatten(0, 1)[:, :5], strict=True
+    ):
+        stays = [slot for slot in row.tolist() if slot not in gone.tolist()]
+        assert sorted(after.tolist()) == stays
+        assert all(int(after[slot]) == slot for slot in stays if slot < 5)
+
+
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        ROTARY,
+        Rotary.default(1e4, 8, interleaved=True),
+        Rotary(Rotary.default(1e4, 4).inv_freq, 1.3),
+    ],
+)
+def test_keys_held_rotated_are_read_as_those_rotated_on_reading(rotary: Rotary) -> None:
+    for recipe in (streaming_llm(16), streaming_llm(0.4), streaming_llm(16, sinks=0)):
+        for pad in (0, 5):
+            valid = torch.ones(2, 40, dtype=torch.bool)
+            valid[0, :pad] = False
+            held = Run(recipe, 2, rotary)
+            read = Run(replace(recipe, space="pre"), 2, rotary)
+            for count in (40, 1, 1, 3, *[1] * 20):
+                given = valid if count == 40 and pad else None
+                one, other = (run.feed(count, given)[:, :, :, -1:] for run in (held, read))
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_fork_and_a_rollback_after_slots_moved() -> None:
+    run = Run(streaming_llm(16))
+    for count in (40, *[1] * 9):
+        run.feed(count)
+    fork, state = run.store.fork(), run.drawn.get_state()
+    went_on = [run.feed(1) for _ in range(5)]
+    run.store, _ = fork, run.drawn.set_state(state)
+    run.feed(1)
+    run.store.rollback(1)
+    run.drawn.set_state(state)
+    for wanted in went_on:
+        torch.testing.assert_close(run.feed(1), wanted, rtol=1e-6, atol=1e-6)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what would make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select"):
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [streaming_llm(16), streaming_llm(16, rotate=False), h2o(16), tova(16), keyformer(16),
+     kivi(2, group=8, residual=64), quest(32, page=4, skip=0)],
+    ids=lambda recipe: recipe.name,
+)  # fmt: skip
+def test_a_generated_token_reads_nothing_from_the_device(recipe: Recipe) -> None:
+    run = Run(recipe)
+    for count in (72, 1, 1, 1):
+        run.feed(count)
+    with HostReads() as reads:
+        for _ in range(4):
+            run.feed(1)
+    assert not reads.found
