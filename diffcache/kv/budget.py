@@ -65,6 +65,11 @@ class Budget(ABC):
         """Whether the slots of a layer depend on other layers, or on its place among them."""
         return True
 
+    @property
+    def bounded(self) -> bool:
+        """Whether rows hold no more however many tokens come, as no share of them does."""
+        return isinstance(self.size, int)
+
     def steady(self, tokens: int, held: int) -> int | None:
         """Return the slots of every row, where that is known without a look at scores; else None.
 

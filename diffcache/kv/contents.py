@@ -13,7 +13,6 @@ from diffcache.kv.segment import Segment, leveled, read_all
 from diffcache.kv.slots import EMPTY, Slots, chosen, join_meta
 from diffcache.kv.tail import Tail
 
-
 # Turns keys [B, H, S, D] to positions [B, 1 or H, S], given their metadata.
 Turn = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]
 

@@ -89,6 +89,16 @@ class Recipe:
         return self.score is not None
 
     @property
+    def bounded(self) -> bool:
+        """Whether no more is held however many tokens are generated.
+
+        It is not so where slots are dropped after a prompt and no more, where the budget is a
+        share of the tokens, and where what is over budget is coded instead of dropped.
+        """
+        drops = self.trigger is not None and self.trigger.decoding and not self.ladder
+        return self.budget is not None and drops and self.budget.bounded
+
+    @property
     def rotates(self) -> bool:
         """Whether keys are rotated, or turned on, when they are read."""
         return self.space == "pre" or self.positions is not None

@@ -17,11 +17,11 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import h2o, tova
 from diffcache.kv.recipes.eviction_more import keyformer
 from diffcache.kv.recipes.quantised import kivi
-from diffcache.kv.recipes.retrieval import quest
 from diffcache.kv.recipes.streaming import streaming_llm
 from diffcache.kv.refill import Refill
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.store import KVStore
+from tests.kv.examples import examples
 
 LAYERS, HEADS, GROUPS, SIZE = 2, 2, 2, 8
 ROTARY = Rotary.default(1e4, SIZE)
@@ -42,10 +42,13 @@ RECIPES = {
 class Run:
     """A store that is fed the same random tokens as any other."""
 
-    def __init__(self, recipe: Recipe, batch: int = 1, rotary: Rotary = ROTARY) -> None:
+    def __init__(
+        self, recipe: Recipe, batch: int = 1, rotary: Rotary = ROTARY, *, layers: int = LAYERS,
+        size: int = SIZE,
+    ) -> None:  # fmt: skip
         self.drawn = torch.Generator().manual_seed(0)
-        self.store = KVStore(LAYERS, recipe, rotary=[rotary] * LAYERS)
-        self.batch, self.rotary = batch, rotary
+        self.store = KVStore(layers, recipe, rotary=[rotary] * layers)
+        self.batch, self.rotary, self.size = batch, rotary, size
 
     def feed(self, count: int, valid: Tensor | None = None) -> Tensor:
         """Write tokens as a model does, and return what attention gives, [L, B, Hq, n, D]."""
@@ -53,7 +56,7 @@ class Run:
         outs = []
         for index, layer in enumerate(self.store.layers):
             k, v, q = (
-                torch.randn(self.batch, heads, count, SIZE, generator=self.drawn)
+                torch.randn(self.batch, heads, count, self.size, generator=self.drawn)
                 for heads in (HEADS, HEADS, HEADS * GROUPS)
             )
             start = layer.seen
@@ -61,7 +64,7 @@ class Run:
             if layer.rotary is None:
                 k = self.rotary.rotate(k, pos)
             layer.write(k, v, valid=valid)
-            query = Query(self.rotary.rotate(3 * q, pos), start, SIZE**-0.5)
+            query = Query(self.rotary.rotate(3 * q, pos), start, self.size**-0.5)
             outs.append(self.store.attend(index, query, valid))
         return torch.stack(outs)
 
@@ -156,7 +159,7 @@ class HostReads(TorchDispatchMode):
 @pytest.mark.parametrize(
     "recipe",
     [streaming_llm(16), streaming_llm(16, rotate=False), h2o(16), tova(16), keyformer(16),
-     kivi(2, group=8, residual=64), quest(32, page=4, skip=0)],
+     kivi(2, group=8, residual=64)],
     ids=lambda recipe: recipe.name,
 )  # fmt: skip
 def test_a_generated_token_reads_nothing_from_the_device(recipe: Recipe) -> None:
@@ -167,3 +170,34 @@ def test_a_generated_token_reads_nothing_from_the_device(recipe: Recipe) -> None
         for _ in range(4):
             run.feed(1)
     assert not reads.found
+
+
+DECODING = {
+    name: made
+    for name, made in ((name, make()) for name, make in examples().items())
+    if made.trigger is not None and made.trigger.decoding
+}
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_a_recipe_that_bounds_what_is_held_holds_no_more_after_10000_tokens(name: str) -> None:
+    recipe = DECODING[name]
+    run = Run(recipe, size=16, layers=1 if recipe.bounded else 4)
+    run.feed(48)
+    held = []
+    for _ in range(100 if recipe.bounded else 12):
+        for count in (99, 1):
+            run.feed(count)
+        held.append(run.store.nbytes)
+    if recipe.bounded:
+        assert run.store.seen == 48 + 10_000
+        assert max(held[10:]) == max(held[:10])
+    else:
+        assert held[-1] > 2 * held[2]
+
+
+def test_recipes_say_whether_they_bound_what_is_held() -> None:
+    bounded = {name for name, make in examples().items() if make().bounded}
+    growing = {"duo_attention", "razor_attention", "h2o", "zipcache", "mikv", "staircase"}
+    assert bounded == DECODING.keys() - growing  # h2o is that of a share
+    assert h2o(16).bounded and not RECIPES["h2o of a share"].bounded

@@ -124,6 +124,11 @@ class HeadTable(Budget):
             )
 
     @property
+    def bounded(self) -> bool:
+        """Return False: retrieval heads hold every token."""
+        return False
+
+    @property
     def looks_across(self) -> bool:
         """Return False: each layer has its own row of the table."""
         return False
