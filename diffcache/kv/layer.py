@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from diffcache.kv.attend import View
 from diffcache.kv.codec.base import tensors
 from diffcache.kv.contents import first_of, kept, metadata, parts_of, placed_parts, stored
+from diffcache.kv.form import Form
 from diffcache.kv.mover import Mover
 from diffcache.kv.positions import PositionMap, Slot, key_places, own_places, placed
 from diffcache.kv.reading import Reading
@@ -23,22 +23,6 @@ from diffcache.kv.segment import PLAIN, Dense, Flat, Segment
 from diffcache.kv.slots import EMPTY, Slots, named, one_row, span
 from diffcache.kv.summary import LayerSummary
 from diffcache.kv.tail import Tail
-
-
-class Form(NamedTuple):
-    """What all keys and values of a layer have in common."""
-
-    batch: int
-    heads: int
-    size: int
-    value_size: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, k: Tensor, v: Tensor) -> Form:
-        """Return the form of keys [B, H, n, D] and values [B, H, n, Dv]."""
-        return cls(len(k), k.shape[1], k.shape[3], v.shape[3], k.dtype, k.device)
 
 
 class KVLayer:
@@ -81,10 +65,8 @@ class KVLayer:
                 f"positions={positions!r}: keys are rotated when they are read, which takes a "
                 "rotary"
             )
-        if mover is not None and (rotary is not None or positions is None):
-            raise ValueError(
-                "mover: moves keys that come rotated to `positions`; give those, and no rotary"
-            )
+        if mover is not None and (rotary is not None or positions != Slot()):
+            raise ValueError("mover: goes with positions=Slot() and keys that come rotated")
         self.index = index
         self.rotary = rotary
         self.positions = positions
@@ -202,18 +184,11 @@ class KVLayer:
         whole = self.tail.whole and all(segment.whole for segment in self.segments)
         return self.seen if whole else None
 
-    @contextmanager
-    def meeting(self) -> Iterator[list[View]]:
-        """Yield `views` for one attention; where few keys are moved, no other is copied."""
-        mover, tail = self.mover, self.tail
-        lead = None
-        if mover is not None and not self.segments and isinstance(self.positions, Slot):
-            lead = mover.lead(tail, self.seen)
-        if mover is None or lead is None:
-            yield self.views()
-            return
-        with mover.moved(tail, lead, self.seen - tail.length):
-            yield parts_of(self.segments, tail, self.seen)
+    def meeting(self) -> AbstractContextManager[list[View]]:
+        """Return a context that gives `views` for one attention; few moved keys take no copy."""
+        if self.mover is None or self.segments:
+            return nullcontext(self.views())
+        return self.mover.meeting(self.tail, self.seen, self.views)
 
     def _turned(self, k: Tensor, at: Tensor, meta: Mapping[str, Tensor]) -> Tensor:
         """Return keys as they are met at positions, int [B, 1 or H, S]."""

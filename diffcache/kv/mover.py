@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from diffcache.kv.attend import View
+from diffcache.kv.contents import parts_of
 from diffcache.kv.positions import own_places
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.tail import Tail
@@ -70,21 +72,28 @@ class Mover:
         return self._count
 
     @contextmanager
-    def moved(self, tail: Tail, count: int, by: int) -> Iterator[None]:
-        """Have the first keys of a tail read so many positions later, and put them back after.
+    def meeting(
+        self, tail: Tail, seen: int, views: Callable[[], list[View]]
+    ) -> Iterator[list[View]]:
+        """Give what queries attend to, the keys before the gap moved where they are meanwhile.
 
         Args:
-            tail: The slots.
-            count: How many of the first.
-            by: Positions.
+            tail: All that a layer holds.
+            seen: Position after the newest.
+            views: Makes copies of all keys instead, where there is no such lead.
         """
-        if not count or not by:
-            yield
+        count = self.lead(tail, seen)
+        if count is None:
+            yield views()
+            return
+        gap = seen - tail.length
+        if not count or not gap:
+            yield parts_of([], tail, seen)
             return
         keys = tail.keys(count)
         own = keys.clone()
-        keys.copy_(self.rotation.shift(own, by))
+        keys.copy_(self.rotation.shift(own, gap))
         try:
-            yield
+            yield parts_of([], tail, seen)
         finally:
             keys.copy_(own)

@@ -51,6 +51,7 @@ def check_latent(model: nn.Module, modules: Iterable[nn.Module], recipe: Recipe)
         text
         for wanted, text in (
             (recipe.space == "pre", "holds keys before rotation (space='pre')"),
+            (recipe.positions is not None, "reads keys at other positions"),
             (recipe.merge is not None, "merges slots"),
             (bool(recipe.ladder), "sends slots to other codecs"),
             (recipe.wants_out, "reads output projections"),

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from diffcache.errors import DiffcacheError
 from diffcache.kv.attend import Query
-from diffcache.kv.layer import Form, KVLayer
+from diffcache.kv.form import Form
+from diffcache.kv.layer import KVLayer
 from diffcache.kv.life.tree import Folded, fold, unfold
 from diffcache.kv.rotary_table import RotaryTable
 from diffcache.kv.segment import Segment
