@@ -111,9 +111,9 @@ def test_bytes_are_those_of_all_storages(model: Any, name: str) -> None:
 
 def _is_frequency(cache: KVCache, tensor: Tensor) -> bool:
     """Whether a tensor is the rotary frequencies, which are no part of a cache."""
-    return any(
-        layer.rotary is not None and tensor is layer.rotary.inv_freq for layer in cache.store.layers
-    )
+    layers = cache.store.layers
+    rotations = [x.rotary if x.mover is None else x.mover.rotation for x in layers]
+    return any(each is not None and tensor is each.inv_freq for each in rotations)
 
 
 @pytest.mark.parametrize("name", lossless())

@@ -334,7 +334,7 @@ def test_latents_are_small_and_their_slots_are_half_gone() -> None:
 @pytest.mark.parametrize(
     ("recipe", "why"),
     [
-        (streaming_llm(12), r"streaming_llm holds keys before rotation .*rotate=False"),
+        (streaming_llm(12), r"streaming_llm reads keys at other positions.*rotate=False"),
         (look_m(0.5), "look_m merges slots"),
         (criticalkv(base=snapkv(0.5)), "reads output projections"),
     ],
