@@ -13,15 +13,13 @@ import pytest
 
 from diffcache.eval import record
 from diffcache.eval.record import FOLDER, ROOT
-from tests.awaited import AWAITED
 
 FILES = [*sorted(FOLDER.glob("*.json")), ROOT / "docs" / "demo.json"]
-RECORDS = [file for file in FILES if file.stem not in AWAITED]
-MEASURED = [file for file in RECORDS if not file.stem.endswith("-training")]
+MEASURED = [file for file in FILES if not file.stem.endswith("-training")]
 LIBRARIES = {"python", "torch", "diffusers", "transformers"}
 
 
-@pytest.mark.parametrize("file", RECORDS, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_record_names_command_seed_and_versions(file: Path) -> None:
     found = json.loads(file.read_text(encoding="utf-8"))
     assert re.match(r"(diffcache|python -m diffcache\.\S+) ?", found["command"])
@@ -38,12 +36,8 @@ def test_measurement_names_schema_device_and_a_clean_commit(file: Path) -> None:
     assert re.fullmatch(r"[0-9a-f]{12}", found["commit"])
     module = re.match(r"python -m (diffcache\.\S+)", found["command"])
     if module is not None:  # a command that moved cannot be run
-        assert (ROOT / Path(*module[1].split("."))).with_suffix(".py").exists()
-
-
-@pytest.mark.parametrize("name", sorted(AWAITED))
-def test_an_awaited_record_is_still_of_the_old_form(name: str) -> None:
-    assert "seed" not in json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+        path = ROOT / Path(*module[1].split("."))
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()
 
 
 def test_a_commit_is_marked_where_the_code_is_changed_and_only_there(
