@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.attend import Query, View
+from diffcache.kv.attended import Attended
 from diffcache.kv.budget import Budget
 from diffcache.kv.codec.held import ByLayer, KVCodec
 from diffcache.kv.layer import KVLayer
@@ -154,11 +155,11 @@ class LayerScores(Score):
         assert keeping is not None
         keeping.enter(stats, asked, slots, layer)
 
-    def track(self, stats: dict[str, Tensor], asked: Query, found: Tensor, probs: Tensor) -> None:
+    def note(self, stats: dict[str, Tensor], attended: Attended) -> None:
         """Have the one that keeps statistics take note of attention."""
         keeping = self._keeping()
         assert keeping is not None
-        keeping.track(stats, asked, found, probs)
+        keeping.note(stats, attended)
 
 
 @final

@@ -156,7 +156,7 @@ class Selecting(Retriever):
         if count:
             fresh = news(layer, summary.run, stored=self.stored).narrow(0, count)
             summary = replace(self.extend_whole(summary, fresh), run=summary.run + count)
-        layer.summary = replace(summary, read=torch.full((1, 1), held))
+        layer.summary = replace(summary, read=torch.full((len(query.q), 1), held))
         first = min(self.sinks, held)
         last = max(held - self.recent, first)
         room = count_for(self.budget, held) - first - (held - last)
