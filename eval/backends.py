@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import typer
 
 from diffcache.command import device_of
 from diffcache.eval.metrics import inception, lpips
@@ -12,7 +13,15 @@ from diffcache.eval.metrics.inception import MissingPackageError
 from diffcache.eval.runs.extractors import Extractors
 from diffcache.eval.weights import MissingWeightsError
 
-KINDS = ("auto", "real", "lite")
+# The options of both commands, with one meaning.
+Backend = Annotated[
+    Literal["auto", "real", "lite"],
+    typer.Option(help="real: published weights; lite: shipped ones; auto: real if they are here."),
+]
+Weights = Annotated[
+    str, typer.Option(metavar="PATH", help="Weights of the network; means --backend real.")
+]
+Recursive = Annotated[bool, typer.Option("--recursive", help="Look into folders inside, too.")]
 
 
 @dataclass(frozen=True)
@@ -21,12 +30,12 @@ class Choice:
 
     Attributes:
         kind: `auto` (the real one where its weights and packages are), `real` or `lite`.
-        weights: Path of the weights, which means `real`; None to look in the usual places.
+        weights: Path of the weights, which means `real`; empty to look in the usual places.
         device: Where networks run: `auto`, or as torch names it.
     """
 
     kind: str = "auto"
-    weights: str | None = None
+    weights: str = ""
     device: str = "auto"
 
     def __post_init__(self) -> None:
@@ -36,60 +45,35 @@ class Choice:
         if self.weights and self.kind == "auto":
             object.__setattr__(self, "kind", "real")
 
+    def load(
+        self, name: Literal["inception", "lpips"], warnings: list[str], **settings: Any
+    ) -> Extractors:
+        """Return what sees pictures: the real network, or the shipped extractor alone.
 
-def for_sets(choice: Choice, convention: str, warnings: list[str]) -> Extractors:
-    """Return what sees the pictures of a set: Inception, or the shipped extractor alone.
+        Args:
+            name: `inception` for the pictures of a set, `lpips` for pairs of pictures.
+            warnings: Takes one where `auto` falls back to the stand-in.
+            **settings: Further arguments of the network's `load`.
 
-    Args:
-        choice: Which.
-        convention: How Inception gets its pictures.
-        warnings: Takes one where `auto` falls back to the stand-in.
-
-    Raises:
-        MissingWeightsError: If the real one is asked for and its weights are not found.
-        MissingPackageError: If its packages are not.
-        ValueError: If there is no such device.
-    """
-
-    def load() -> Any:
-        return inception.load(choice.weights, convention, str(device_of(choice.device)))
-
-    return _chosen(choice, "inception", load, warnings)
-
-
-def for_pairs(choice: Choice, warnings: list[str]) -> Extractors:
-    """Return what sees pairs of pictures: LPIPS, or its stand-in alone.
-
-    Args:
-        choice: Which.
-        warnings: Takes one where `auto` falls back to the stand-in.
-
-    Raises:
-        MissingWeightsError: If the real one is asked for and its weights are not found.
-        MissingPackageError: If its packages are not.
-        ValueError: If there is no such device.
-    """
-
-    def load() -> Any:
-        return lpips.load(choice.weights, str(device_of(choice.device)))
-
-    return _chosen(choice, "lpips", load, warnings)
-
-
-def _chosen(choice: Choice, name: str, load: Callable[[], Any], warnings: list[str]) -> Extractors:
-    metric = {"inception": "fid", "lpips": "lpips"}[name]
-    if choice.kind == "lite":
-        return Extractors()
-    try:
-        network = load()
-    except (MissingWeightsError, MissingPackageError) as error:
-        if choice.kind == "real":
-            raise
-        reason = str(error).split("; looked for")[0]
-        warnings.append(
-            f"{metric.upper()}-lite in place of {metric.upper()}, the numbers do not compare "
-            f"(--backend lite to say that it is meant): {reason}"
-        )
-        return Extractors()
-    device = str(device_of(choice.device))
-    return Extractors(**{name: network}, device=device, entries={metric: network.entry()})
+        Raises:
+            MissingWeightsError: If the real one is asked for and its weights are not found.
+            MissingPackageError: If its packages are not.
+            ValueError: If there is no such device.
+        """
+        if self.kind == "lite":
+            return Extractors()
+        load: Any = {"inception": inception.load, "lpips": lpips.load}[name]
+        metric = {"inception": "fid", "lpips": "lpips"}[name]
+        try:
+            device = str(device_of(self.device))
+            network = load(self.weights or None, device=device, **settings)
+        except (MissingWeightsError, MissingPackageError) as error:
+            if self.kind == "real":
+                raise
+            reason = str(error).split("; looked for")[0]
+            warnings.append(
+                f"{metric.upper()}-lite in place of {metric.upper()}, the numbers do not compare "
+                f"(--backend lite to say that it is meant): {reason}"
+            )
+            return Extractors()
+        return Extractors(**{name: network}, device=device, entries={metric: network.entry()})

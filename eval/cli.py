@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import shlex
 import sys
@@ -21,11 +20,14 @@ from diffcache.command import (
     MODELS,
     Device,
     Dtype,
+    Json,
     Seed,
-    check_target,
+    Threads,
+    check_json,
     fail,
     guarded,
     parse_settings,
+    print_or_write,
 )
 from diffcache.errors import MissingError
 from diffcache.eval.loading import AS_SAVED, with_loading
@@ -74,12 +76,8 @@ Call = Annotated[
     list[str],
     typer.Option("--call", metavar="KEY=VALUE", help="An argument of the pipeline's call."),
 ]
-Threads = Annotated[int, typer.Option(min=1, help="CPU threads of torch.")]
 Memory = Annotated[
     bool, typer.Option("--memory", help="Measure peak memory, in a process for each case.")
-]
-Machine = Annotated[
-    str, typer.Option("--json", metavar="FILE|-", help="Write the record here too.")
 ]
 
 
@@ -131,7 +129,7 @@ def evaluate(
         ),
     ] = "",
     out: Out = None,
-    machine: Machine = "",
+    machine: Json = "",
     quiet: Quiet = False,
     loading: Loading = AS_SAVED,
 ) -> None:
@@ -160,8 +158,7 @@ def evaluate(
         return
     if not model:
         raise ValueError("--model is missing: name a directory, or shapes-flux")
-    if machine not in ("", "-"):
-        check_target("--json", Path(machine))
+    check_json(machine)
     _prepare()
     from diffcache.eval.runs.evaluate import Plan
     from diffcache.eval.runs.task import Task
@@ -211,7 +208,7 @@ def latency(
     threads: Threads = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 10,
     memory: Memory = False,
-    machine: Machine = "",
+    machine: Json = "",
     quiet: Quiet = False,
     loading: Loading = AS_SAVED,
 ) -> None:
@@ -224,14 +221,12 @@ def latency(
 
         diffcache eval latency shapes-flux --method taylorseer --method taylorseer:every=4
     """
-    if machine not in ("", "-"):
-        check_target("--json", Path(machine))
+    check_json(machine)
     _prepare()
     from diffcache.eval.latency import measure, tables
     from diffcache.eval.runs.evaluate import Plan
     from diffcache.eval.runs.progress import shown
     from diffcache.eval.runs.task import Task
-    from diffcache.files import write_json
     from diffcache.pipelines.demo.console import print_rows
 
     task = Task(
@@ -244,15 +239,14 @@ def latency(
                     stages=("draw", "time"),
                     command=shlex.join(["diffcache", *sys.argv[1:]]))  # fmt: skip
         record = measure(plan, progress)
-    if machine == "-":
-        typer.echo(json.dumps(record, indent=1))
-        return
-    if machine:
-        write_json(Path(machine), record)
-    for titles, rows in tables(record):
-        print_rows(titles, rows)
-    for text in record["warnings"]:
-        typer.echo(f"note: {text}")
+
+    def print_text() -> None:
+        for titles, rows in tables(record):
+            print_rows(titles, rows)
+        for text in record["warnings"]:
+            typer.echo(f"note: {text}")
+
+    print_or_write(machine, record, print_text)
 
 
 def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, Any] | None:
@@ -260,7 +254,6 @@ def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, An
     from diffcache.eval.report.table import terminal_table
     from diffcache.eval.runs.measure import evaluate as run
     from diffcache.eval.runs.progress import shown
-    from diffcache.files import write_json
     from diffcache.pipelines.demo.console import console
 
     is_first = os.environ.get("RANK", "0") == "0"
@@ -273,20 +266,18 @@ def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, An
         if is_first:
             typer.echo("drawn, not scored: the same command with --stages score,time goes on")
         return None
-    files = record.pop("files")
-    folder = record.pop("folder")
-    if machine == "-":
-        typer.echo(json.dumps(record, indent=1))
-        return record
-    if machine:
-        write_json(Path(machine), record)
-    screen = console()
-    own = [key for key in record["metrics"] if key.startswith("reward_")]
-    screen.print(terminal_table(record, (*SHOWN, *own)))
-    for text in record["warnings"]:
-        screen.print(f"note: {text}", highlight=False, markup=False)
-    page = next((file for file in files if file.endswith(".html")), folder)
-    screen.print(f"wrote {folder}/record.json and {page}", highlight=False, soft_wrap=True)
+    files, folder = record.pop("files"), record.pop("folder")
+
+    def print_text() -> None:
+        screen = console()
+        own = [key for key in record["metrics"] if key.startswith("reward_")]
+        screen.print(terminal_table(record, (*SHOWN, *own)))
+        for text in record["warnings"]:
+            screen.print(f"note: {text}", highlight=False, markup=False)
+        page = next((file for file in files if file.endswith(".html")), folder)
+        screen.print(f"wrote {folder}/record.json and {page}", highlight=False, soft_wrap=True)
+
+    print_or_write(machine, record, print_text)
     return record
 
 
@@ -375,7 +366,7 @@ def _script(name: str, summary: str) -> None:
     def call(context: typer.Context) -> None:
         module = f"{name}.__main__" if name in PACKAGES else name
         main = importlib.import_module(f"diffcache.eval.{module}").main
-        raise typer.Exit(int(main(list(context.args))))
+        raise typer.Exit(main(context.args, context.command_path))
 
 
 for _name, _summary in SCRIPTS.items():

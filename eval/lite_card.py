@@ -8,17 +8,21 @@ pictures and 512 held-out films. No number in the card is typed.
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+import typer
 from torch import Tensor
 
+from diffcache.command import Threads, script
 from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.distances import inception_score
 from diffcache.eval.metrics.frechet import frechet, moments
+from diffcache.eval.pages import table
 from diffcache.files import write_file, write_json
 from diffcache.pipelines.small import features
 from diffcache.pipelines.small.corruptions import corrupt
@@ -32,18 +36,10 @@ FILMS = 512
 SEED = 2_000
 LADDER = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.0)
 CASES = (
-    ("noise", 0.015),
-    ("noise", 0.075),
-    ("ghost", 0.1),
-    ("ghost", 0.5),
-    ("echo", 0.1),
-    ("echo", 0.5),
-    ("patch", 0.01),
-    ("patch", 0.05),
-    ("grid", 0.006),
-    ("grid", 0.03),
+    ("noise", 0.015), ("noise", 0.075), ("ghost", 0.1), ("ghost", 0.5), ("echo", 0.1),
+    ("echo", 0.5), ("patch", 0.01), ("patch", 0.05), ("grid", 0.006), ("grid", 0.03),
     ("colour", 0.1),
-)
+)  # fmt: skip
 
 Row = tuple[str, float]
 
@@ -87,15 +83,8 @@ def prompt_rows(scenes: Sequence[Scene], pictures: Tensor) -> Iterator[Row]:
         return float(lite.clip_score_lite(shown, texts).mean())
 
     yield "matched", mean(pictures, right)
-    wrong = {
-        "size": "wrong size",
-        "shape": "wrong shape",
-        "colour": "wrong colour",
-        "place": "wrong place",
-        "background": "wrong background",
-    }
-    for name, shown in wrong.items():
-        yield shown, mean(pictures, [prompt(alter(scene, name, rng)) for scene in scenes])
+    for name in ("size", "shape", "colour", "place", "background"):
+        yield f"wrong {name}", mean(pictures, [prompt(alter(scene, name, rng)) for scene in scenes])
     two = [len({one.colour for one in scene.figures}) == 2 for scene in scenes]
     swapped = [prompt(alter(s, "swap", rng)) for s, both in zip(scenes, two, strict=True) if both]
     yield "colours swapped", mean(pictures[torch.tensor(two)], swapped)
@@ -245,32 +234,27 @@ def card(tables: dict[str, dict[str, float]]) -> str:
 
 def _table(title: str, rows: dict[str, float]) -> str:
     floors = {"FID-lite": f"clean, {PICTURES:,} pictures", "FVD-lite": f"clean, {FILMS} films"}
-    floor = rows[floors[title]] if title in floors else None
-    lines = [f"**{title}** ({LEGENDS[title]})", ""]
-    lines += ["| case | value | times |", "|---|---:|---:|"] if floor else []
-    lines += [] if floor else ["| case | value |", "|---|---:|"]
-    for case, value in rows.items():
-        times = f" {value / floor:.1f} |" if floor else ""
-        lines.append(f"| {case} | {value:.3g} |{times}")
-    return "\n".join([*lines, ""])
+    titles = ["case", "value", "times"] if title in floors else ["case", "value"]
+    floor = rows[floors[title]] if title in floors else 1.0
+    cells = [[case, f"{v:.3g}", f"{v / floor:.1f}"][: len(titles)] for case, v in rows.items()]
+    lines = table(titles, cells, numbers=True)
+    return "\n".join([f"**{title}** ({LEGENDS[title]})", "", *lines, ""])
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and write."""
-    made = argparse.ArgumentParser(
-        prog="python -m diffcache.eval.lite_card",
-        description="Measure what the -lite metrics see and write their model card.",
-    )
-    made.add_argument("--out", type=Path, default=features.DIRECTORY, help="folder")
-    made.add_argument("--threads", type=int, default=1, help="of torch")
-    chosen = made.parse_args(arguments)
-    torch.set_num_threads(chosen.threads)
+def lite_card(
+    out: Annotated[Path, typer.Option(help="Folder of the card.")] = features.DIRECTORY,
+    threads: Threads = 1,
+) -> None:
+    """Measure what the -lite metrics see and write their model card."""
+    torch.set_num_threads(threads)
     tables = measure()
     exact = {t: {k: float(f"{v:.6g}") for k, v in rows.items()} for t, rows in tables.items()}
-    write_json(chosen.out / "sensitivity.json", exact, indent=2)
-    write_file(chosen.out / "README.md", card(tables))
+    write_json(out / "sensitivity.json", exact, indent=2)
+    write_file(out / "README.md", card(tables))
     print(card(tables))
 
 
+main = script(lite_card)
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,20 +7,22 @@ Every method sees the same held-out scenes and, for each episode, the same noise
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
 import diffcache
+from diffcache.command import Seed, Threads, script
 from diffcache.eval.cost.flops import count
 from diffcache.eval.metrics.bootstrap import mean_interval
-from diffcache.eval.shipped.table import Drawn, Subject, record_of, run
+from diffcache.eval.shipped.table import ALL, Drawn, Only, Rounds, Subject, draw_record
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
 from diffcache.offline.calibrate import calibrate
@@ -148,25 +150,20 @@ class Policy(Subject):
         return reach.Reach(reach.draw_scenes(self.episodes, reach.HELD_OUT + self.seed))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and write the record."""
-    parser = argparse.ArgumentParser(
-        prog="python -m diffcache.eval.shipped.reach",
-        description="Measure methods on the small policy.",
-    )
-    parser.add_argument("--episodes", type=int, default=256, help="held-out episodes")
-    parser.add_argument("--seed", type=int, default=0, help="seed of scenes and noise")
-    parser.add_argument("--rounds", type=int, default=10, help="timed calls of each method")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    parser.add_argument("--only", nargs="+", default=(), help="rows besides the uncached")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(given.threads)
-    subject = Policy(episodes=given.episodes, seed=given.seed)
-    words = f" --episodes {given.episodes} --seed {given.seed} --rounds {given.rounds}"
-    words += f" --only {' '.join(given.only)}" if given.only else ""
-    command = f"python -m diffcache.eval.shipped.reach{words}"
-    run(subject, record_of(subject.name, given.seed), command, given.rounds, given.only)
+def measure(
+    episodes: Annotated[int, typer.Option(min=2, help="Held-out episodes.")] = 256,
+    seed: Seed = 0,
+    rounds: Rounds = 10,
+    threads: Threads = 1,
+    only: Only = ALL,
+) -> None:
+    """Measure methods on the small policy."""
+    torch.set_num_threads(threads)
+    subject = Policy(episodes=episodes, seed=seed)
+    draw_record(subject, "reach", {"episodes": episodes, "seed": seed}, rounds, only)
 
+
+main = script(measure)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,9 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 from tqdm import tqdm
 
@@ -30,6 +31,9 @@ from diffcache.files import read_json, write_json
 from diffcache.report import Report
 
 UNCACHED = "uncached"
+ALL: list[str] = []
+Rounds = Annotated[int, typer.Option(min=1, help="Timed calls of each method.")]
+Only = Annotated[list[str], typer.Option(metavar="ROW", help="A row; may be repeated.")]
 Row = dict[str, Any]
 SETTING = Setting(torch.device("cpu"))
 
@@ -163,10 +167,18 @@ def run(
     return kept
 
 
-def record_of(model: str, seed: int) -> Path:
-    """Return the file of a record: those of other seeds stand beside the first."""
-    again = f"-seed{seed}" if seed else ""
-    return FOLDER / f"eval-{model}-methods{again}.json"
+def draw_record(
+    subject: Subject, module: str, options: Mapping[str, int], rounds: int, only: Sequence[str]
+) -> None:
+    """Measure a subject, as the module of that name in this package does on a command line.
+
+    Records of other seeds stand beside the first.
+    """
+    seed = subject.about["seed"]
+    file = FOLDER / f"eval-{subject.name}-methods{f'-seed{seed}' if seed else ''}.json"
+    said = [("rounds", rounds), *(("only", name) for name in only)]
+    words = "".join(f" --{option} {value}" for option, value in (*options.items(), *said))
+    run(subject, file, f"python -m diffcache.eval.shipped.{module}{words}", rounds, only)
 
 
 def _method(subject: Subject, name: str, settings: Mapping[str, Any]) -> Method:

@@ -18,10 +18,13 @@ from diffcache.command import (
     MODELS,
     Device,
     Dtype,
+    Json,
     Seed,
-    check_target,
+    Threads,
+    check_json,
     guarded,
     parse_settings,
+    print_or_write,
 )
 from diffcache.eval.loading import AS_SAVED, with_loading
 from diffcache.pipelines.load import Loading
@@ -51,9 +54,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Draw the films of VBench's suite, measure films, form the scores.",
 )
-Json = Annotated[
-    str, typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or - for only JSON.")
-]
 Dimensions = Annotated[
     list[str],
     typer.Option("--dimension", metavar="NAME", help="May be repeated (default: all that apply)."),
@@ -95,7 +95,7 @@ def draw(
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of torch.")] = 1,
+    threads: Threads = 1,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
     loading: Loading = AS_SAVED,
 ) -> None:
@@ -176,8 +176,7 @@ def measure(
     from diffcache.eval.vbench import driver
     from diffcache.eval.weights import MissingWeightsError
 
-    if machine not in ("", "-"):
-        check_target("--json", Path(machine))
+    check_json(machine)
     if backend == "own":
         useless = {
             "--dimension": dimensions, "--info": info, "--prompts": prompts, "--out": out,
@@ -223,7 +222,9 @@ def score(
     from diffcache.eval.vbench import scores
 
     found = scores.summarise(scores.read_results(folder))
-    _show(machine, {"backend": "official", **found.to_dict()}, _text(found))
+    print_or_write(
+        machine, {"backend": "official", **found.to_dict()}, lambda: typer.echo(_text(found))
+    )
 
 
 def _info(named: str) -> Path | None:
@@ -233,14 +234,14 @@ def _info(named: str) -> Path | None:
 
 
 def _own(folder: Path, machine: str) -> None:
-    from diffcache.eval import script
     from diffcache.eval.vbench.own import measure_films
+    from diffcache.pipelines.demo.console import tracked
 
-    report = measure_films(folder, lambda files: script.bar(files, len(files), "films"))
+    report = measure_films(folder, lambda files: tracked(files, len(files), "films"))
     (name, row), *_ = report["summary"].items()
     ends = f" [{row['low']:.4g}, {row['high']:.4g}]" if "low" in row else ""
     lines = [f"{name} {row['value']:.4g}{ends}, {report['count']} films", *report["warnings"]]
-    _show(machine, report, "\n".join(lines))
+    print_or_write(machine, report, lambda: typer.echo("\n".join(lines)))
 
 
 def _official(job: Any, dimensions: list[str], machine: str) -> None:
@@ -253,7 +254,7 @@ def _official(job: Any, dimensions: list[str], machine: str) -> None:
         # The three scores are defined on the prompts of the suite.
         report.update(quality=None, semantic=None, total=None)
         text = "\n".join(f"{name:24} {value:.4f}" for name, value in found.raw.items())
-    _show(machine, report, text)
+    print_or_write(machine, report, lambda: typer.echo(text))
 
 
 def _read_prompts(path: Path) -> dict[str, str]:
@@ -271,13 +272,3 @@ def _text(found: Scores) -> str:
     if found.missing:
         text += f"\n\nno total score, missing: {', '.join(found.missing)}"
     return text
-
-
-def _show(machine: str, report: dict[str, Any], text: str) -> None:
-    """Print the text, or nothing but JSON for `-`; write JSON to a file if one is named."""
-    from diffcache.files import write_json
-
-    typer.echo(json.dumps(report, indent=1, allow_nan=False) if machine == "-" else text)
-    if machine not in ("", "-"):
-        write_json(Path(machine), report)
-        typer.echo(f"wrote {machine}")

@@ -201,7 +201,7 @@ def test_fidelity_with_a_real_network_has_the_real_name(
         def distances(self, a: Tensor, b: Tensor) -> Tensor:
             return (a.float() - b.float()).abs().mean(dim=(1, 2, 3))
 
-    monkeypatch.setattr(lpips, "load", lambda *given: Fake())
+    monkeypatch.setattr(lpips, "load", lambda *given, **more: Fake())
     a = drawn(3, 9)
     one, other = str(saved(tmp_path / "a", a)), str(saved(tmp_path / "b", noisy(a)))
     found = report(capsys, fidelity.main, one, other, "--metrics", "lpips")
