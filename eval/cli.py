@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from diffcache.eval.runs.evaluate import Plan
 
 EMPTY: list[str] = []
-NEEDED = ("torchmetrics", "matplotlib", "av")
+NEEDED = ("torchmetrics", "matplotlib", "jinja2", "av")
 SHOWN = (
     "evaluations", "flops_ratio", "ratio", "cpu_ratio", "held_bytes", "psnr_db", "lpips",
     "lpips_lite", "temporal_error", "fid", "fid_lite", "fid_lite_change", "fvd_lite",

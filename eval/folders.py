@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from diffcache.eval import npz
@@ -208,26 +207,6 @@ def common_size(
     if first is None:
         raise ValueError(f"{folder.path} holds no picture")
     return first
-
-
-def batches(
-    folder: Folder,
-    size: int = 64,
-    indices: Sequence[int] | None = None,
-    side: int | None = None,
-) -> Iterator[Tensor]:
-    """Yield pictures in batches, uint8 [at most size, 3, H, W].
-
-    Args:
-        folder: Pictures of one size (`common_size`), unless `side` is given.
-        size: Pictures in a batch.
-        indices: Which, all by default.
-        side: Resize them (`resized`), pixels.
-    """
-    chosen = range(len(folder)) if indices is None else indices
-    for start in range(0, len(chosen), size):
-        part = chosen[start : start + size]
-        yield torch.stack([folder.picture(index, side) for index in part])
 
 
 def _named(path: Path, found: Collection[Path], notes: tuple[str, ...]) -> Folder:

@@ -120,5 +120,3 @@ def test_bad_outcomes_have_a_clear_error(hits: torch.Tensor, message: str) -> No
         share_interval(hits)
     with pytest.raises(ValueError, match="needs the same samples"):
         share_change(torch.ones(2), torch.ones(3))
-    with pytest.raises(ValueError, match="level=95"):
-        share_interval(torch.ones(2), level=95)

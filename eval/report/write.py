@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diffcache.eval.report import page, plots, words
+from diffcache.eval.report import page, plots
 from diffcache.eval.report.records import Record, checked, differing, join
 from diffcache.eval.report.section import Picture, Section, picture_of, section_of
-from diffcache.eval.report.table import escape_markdown, markdown, to_csv
+from diffcache.eval.report.table import to_csv
 from diffcache.files import write_file
 
 FORMATS = ("md", "html", "csv")
@@ -124,46 +124,10 @@ def _pages(
         files[f"{picture.stem}.png"] = picture.png
         if picture.svg is not None:
             files[f"{picture.stem}.svg"] = picture.svg
-    if "md" in formats:
-        files["report.md"] = _markdown(title, sections, joint, notes)
-    if "html" in formats:
-        files["report.html"] = page.render(title, sections, joint, notes)
+    for kind in ("md", "html"):
+        if kind in formats:
+            files[f"report.{kind}"] = page.render(kind, title, sections, joint, notes)
     return files
-
-
-def _markdown(
-    title: str, sections: Sequence[Section], joint: Sequence[Picture], notes: Sequence[str]
-) -> str:
-    blocks = [f"# {escape_markdown(title)}", *map(escape_markdown, notes), *map(_figure, joint)]
-    for section in sections:
-        if len(sections) > 1:
-            blocks.append(f"# {escape_markdown(section.title)}")
-        blocks.append(_list(words.summary(section.record)))
-        blocks += ["## Table", markdown(section.table).rstrip()]
-        blocks += _shown("Plots", section.plots) + _shown("Samples", section.sheets)
-        if section.left_out:
-            blocks += ["## Left out", _list(section.left_out)]
-        blocks += ["## How it was measured", words.LITE, _pairs(words.facts(section.record))]
-        blocks += ["## Settings of the rows", _pairs(words.methods(section.record))]
-    return "\n\n".join(blocks) + "\n"
-
-
-def _shown(title: str, pictures: Sequence[Picture]) -> list[str]:
-    return [f"## {title}", *map(_figure, pictures)] if pictures else []
-
-
-def _figure(picture: Picture) -> str:
-    alt = escape_markdown(picture.title).replace("[", "\\[").replace("]", "\\]")
-    parts = [f"![{alt}]({picture.stem}.png)", escape_markdown(picture.caption)]
-    return "\n\n".join([*parts, _list(picture.lines)] if picture.lines else parts)
-
-
-def _list(texts: Sequence[str]) -> str:
-    return "\n".join(f"- {escape_markdown(text)}" for text in texts)
-
-
-def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(f"- {escape_markdown(k)}: {escape_markdown(v)}" for k, v in pairs)
 
 
 def _write(files: dict[str, str | bytes], out: Path) -> list[Path]:

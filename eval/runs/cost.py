@@ -127,7 +127,7 @@ def _peaks(run: Run, cases: Sequence[Case]) -> dict[str, int]:
             turns = _Turns(run, case, Setting(run.drawer.device))
             with turns.within():
                 turns.prepare()
-                found[case.name] = peak(turns.draw, run.drawer.device).peak_bytes
+                found[case.name] = peak(turns.draw, run.drawer.device)
             continue
         if isinstance(case.method, Peer):
             continue  # the fresh process makes methods of the catalogue only
@@ -135,7 +135,7 @@ def _peaks(run: Run, cases: Sequence[Case]) -> dict[str, int]:
         call.pop("generator", None)  # noise takes the same memory whatever its seed
         method = None if case.method is None else _spelled(case.method)
         place = Place("cpu", run.drawer.dtype, task.threads, task.loading)
-        found[case.name] = peak_bytes(task.model, method, call, place).peak_bytes
+        found[case.name] = peak_bytes(task.model, method, call, place)
     return found
 
 

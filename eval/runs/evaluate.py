@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from diffcache.errors import DiffcacheError
-from diffcache.eval.cost.flops import denoiser_flops
+from diffcache.eval.cost.flops import count
 from diffcache.eval.metrics import reward
 from diffcache.eval.metrics.inception import CONVENTIONS
 from diffcache.eval.peers import Peer
@@ -344,7 +344,7 @@ def step_flops(run: Run) -> float | None:
     if not isinstance(found, dict) or "flops_per_step_and_sample" not in found:
         batch = run.batches[0]
         with run.timed("count FLOPs"):
-            counted = denoiser_flops(run.drawer.pipe, run.drawer.arguments(batch, 2))
+            counted = count(run.drawer.pipe, run.drawer.arguments(batch, 2)).per_step
         per_sample = None if counted is None else counted / len(batch.ids)
         found = {"flops_per_step_and_sample": per_sample}
         write_json(place, found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,6 @@ from diffcache.offline.calibrate import prompt_hash
 from diffcache.pipelines.demo.saved import DTYPES
 
 _ENOUGH = 2000
-_TIME_KEYS = ("timing", "env", "command", "date", "commit", "versions", "device", "threads")
 
 
 def row(run: Run, case: Case, measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +86,7 @@ def assemble(
     """Return the record.
 
     What depends on the time or the machine stands under keys of its own, so that the rest can be
-    compared between runs (`without_timing`).
+    compared between runs.
 
     Args:
         run: The run.
@@ -234,8 +232,3 @@ def check(record: Mapping[str, Any]) -> None:
     if record["rows"][0]["kind"] != "uncached":
         raise ValueError("rows: the first must be the uncached one")
     json.dumps(record, allow_nan=False)
-
-
-def without_timing(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy without what depends on the time or the machine."""
-    return {k: copy.deepcopy(v) for k, v in record.items() if k not in _TIME_KEYS}
