@@ -16,28 +16,19 @@ import typer
 from diffcache.command import (
     EXIT_LINE,
     FAILED,
-    METHOD,
-    MODELS,
-    Device,
-    Dtype,
     Json,
-    Seed,
-    Threads,
     check_json,
     fail,
     guarded,
-    parse_settings,
     print_or_write,
 )
 from diffcache.errors import MissingError
-from diffcache.eval.loading import AS_SAVED, with_loading
+from diffcache.eval.options import EMPTY, MODEL, NONE, Methods, Quiet, Settings, with_task
 from diffcache.eval.vbench.command import app as vbench_app
-from diffcache.pipelines.load import Loading
 
 if TYPE_CHECKING:
     from diffcache.eval.runs.evaluate import Plan
 
-EMPTY: list[str] = []
 NEEDED = ("torchmetrics", "matplotlib", "jinja2", "av")
 SHOWN = (
     "evaluations", "flops_ratio", "ratio", "cpu_ratio", "held_bytes", "psnr_db", "lpips",
@@ -52,8 +43,6 @@ SCRIPTS = {
     "report": "Write tables, plots and a page from records.",
 }
 
-PACKAGES = ("report",)
-
 app = typer.Typer(
     invoke_without_command=True,
     no_args_is_help=True,
@@ -63,19 +52,7 @@ app = typer.Typer(
 )
 app.add_typer(vbench_app, name="vbench")
 
-Model = Annotated[str, typer.Option(help=f"{MODELS[0].upper()}{MODELS[1:]}.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/MODEL-HASH).")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
-Methods = Annotated[list[str], typer.Option("--method", metavar=METHOD, help="May be repeated.")]
-Prompts = Annotated[
-    str,
-    typer.Option(help="shapes, shapes-held-out, shapes-one-held-out, pictures, films, a file."),
-]
-Steps = Annotated[int | None, typer.Option(min=1, help="Sampling steps (default: the pipeline's).")]
-Call = Annotated[
-    list[str],
-    typer.Option("--call", metavar="KEY=VALUE", help="An argument of the pipeline's call."),
-]
 Memory = Annotated[
     bool, typer.Option("--memory", help="Measure peak memory, in a process for each case.")
 ]
@@ -83,24 +60,14 @@ Memory = Annotated[
 
 @app.callback()
 @guarded
-@with_loading
+@with_task(
+    "samples", "steps", "prompts", "seed", "batch_size", "call", "fps", "dtype", "device",
+    "threads", model="",
+)  # fmt: skip
 def evaluate(
     context: typer.Context,
-    model: Model = "",
+    task: Settings = NONE,
     methods: Methods = EMPTY,
-    samples: Annotated[int, typer.Option(min=1, help="Samples of every case.")] = 256,
-    steps: Steps = None,
-    prompts: Prompts = "",
-    seed: Seed = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts a call.")] = 8,
-    call: Call = EMPTY,
-    fps: Annotated[
-        float | None,
-        typer.Option(min=0.01, max=1000, help="Frames a second of films (default: the model's)."),
-    ] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = 1,
     reference: Annotated[
         Path | None,
         typer.Option(help="Real pictures for FID and the like: a folder, or npz, or statistics."),
@@ -131,7 +98,6 @@ def evaluate(
     out: Out = None,
     machine: Json = "",
     quiet: Quiet = False,
-    loading: Loading = AS_SAVED,
 ) -> None:
     """Evaluate methods on a model: fidelity, quality, speed; with a report.
 
@@ -153,26 +119,23 @@ def evaluate(
         diffcache eval sweep sweep.toml
     """
     if context.invoked_subcommand is not None:
-        if model or methods:
+        if task["model"] or methods:
             raise ValueError(f"options before {context.invoked_subcommand!r}: put them after it")
         return
-    if not model:
+    if not task["model"]:
         raise ValueError("--model is missing: name a directory, or shapes-flux")
     check_json(machine)
     _prepare()
     from diffcache.eval.runs.evaluate import Plan
     from diffcache.eval.runs.task import Task
 
-    task = Task(
-        model=model, prompts=prompts, samples=samples, seed=seed, batch_size=batch_size,
-        steps=steps, call=parse_settings(call, "--call"), dtype=dtype, device=device,
-        threads=threads, fps=fps, loading=loading,
-    )  # fmt: skip
     if not methods:
-        message = f"no --method: {samples} uncached samples are drawn and measured, nothing else"
+        message = (
+            f"no --method: {task['samples']} uncached samples are drawn and measured, nothing else"
+        )
         typer.echo(message, err=True)
     plan = Plan(
-        task, _rows(methods), out, reference, resize=resize,
+        Task(**task), _rows(methods), out, reference, resize=resize,
         convention=convention, stages=stages.split(","), rounds=rounds, memory=memory,
         site_errors=site_errors, reward=reward, command=shlex.join(["diffcache", *sys.argv[1:]]),
     )  # fmt: skip
@@ -195,22 +158,15 @@ def _rows(methods: list[str]) -> dict[str, Any]:
 
 @app.command(epilog=EXIT_LINE)
 @guarded
-@with_loading
+@with_task("prompts", "steps", "call", "dtype", "device", "threads", batch_size=1)
 def latency(
-    model: Annotated[str, typer.Argument(help=f"{MODELS[0].upper()}{MODELS[1:]}.")],
+    model: Annotated[str, typer.Argument(help=MODEL)],
     methods: Methods = EMPTY,
-    prompts: Prompts = "",
-    steps: Steps = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples a call.")] = 1,
-    call: Call = EMPTY,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = 1,
+    task: Settings = NONE,
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 10,
     memory: Memory = False,
     machine: Json = "",
     quiet: Quiet = False,
-    loading: Loading = AS_SAVED,
 ) -> None:
     """Time a pipeline uncached and under methods, in turn: medians and quartiles of the rounds.
 
@@ -229,13 +185,9 @@ def latency(
     from diffcache.eval.runs.task import Task
     from diffcache.pipelines.demo.console import print_rows
 
-    task = Task(
-        model=model, prompts=prompts, samples=batch_size, batch_size=batch_size, steps=steps,
-        call=parse_settings(call, "--call"), dtype=dtype, device=device, threads=threads,
-        loading=loading,
-    )  # fmt: skip
     with TemporaryDirectory() as folder, shown(quiet) as progress:
-        plan = Plan(task, _rows(methods), Path(folder) / "run", rounds=rounds, memory=memory,
+        drawn = Task(model=model, samples=task["batch_size"], **task)
+        plan = Plan(drawn, _rows(methods), Path(folder) / "run", rounds=rounds, memory=memory,
                     stages=("draw", "time"),
                     command=shlex.join(["diffcache", *sys.argv[1:]]))  # fmt: skip
         record = measure(plan, progress)
@@ -364,7 +316,7 @@ def _script(name: str, summary: str) -> None:
 
     @app.command(name, context_settings=PASS_ON, help=summary)
     def call(context: typer.Context) -> None:
-        module = f"{name}.__main__" if name in PACKAGES else name
+        module = "report.__main__" if name == "report" else name
         main = importlib.import_module(f"diffcache.eval.{module}").main
         raise typer.Exit(main(context.args, context.command_path))
 

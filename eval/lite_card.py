@@ -102,11 +102,7 @@ def class_rows(scenes: Sequence[Scene], pictures: Tensor) -> Iterator[Row]:
         "circles only": pictures[torch.tensor(circles)],
     }
     for name, chosen in sets.items():
-        yield name, _is_lite(chosen)
-
-
-def _is_lite(pictures: Tensor) -> float:
-    return inception_score(lite.class_probabilities(pictures), splits=1)[0]
+        yield name, inception_score(lite.class_probabilities(chosen), splits=1)[0]
 
 
 def film_rows(films: Sequence[Tensor]) -> Iterator[Row]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from diffcache.eval.record import ROOT
 from diffcache.eval.report.records import timing_of
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
+from diffcache.files import read_json
 from diffcache.pipelines.zoo.families import ELSEWHERE, FAMILIES, KINDS
 
 PAGE = Path("docs/methods.md")
@@ -63,7 +62,7 @@ def page(directory: Path = ROOT) -> str:
         directory: Of the project, for its records.
     """
     folder = directory / "assets" / "bench"
-    records = _read(folder.glob(RECORDS))
+    records = [read_json(file) for file in sorted(folder.glob(RECORDS))]
     parts = [HEAD, _overview(), *[_section(name, records) for name in METHODS]]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -73,13 +72,14 @@ def _overview() -> str:
     for name in METHODS:
         cls = method_class(name)
         needs = "yes" if issubclass(cls, Calibrated) else ""
-        rows.append([f"[`{name}`](#{name})", _summary(cls), needs])
+        summary = _doc(cls).partition("\n")[0].rstrip(".")
+        rows.append([f"[`{name}`](#{name})", summary, needs])
     return "\n".join([*table(["method", "what it does", "calibrated"], rows), ""])
 
 
 def _section(name: str, records: list[dict[str, Any]]) -> str:
     cls = method_class(name)
-    lines = [f"## {name}", "", f"`diffcache.features.{_module(cls)}:{cls.__name__}`", ""]
+    lines = [f"## {name}", "", f"`{cls.__module__}:{cls.__name__}`", ""]
     lines += [_story(cls), ""]
     if cls.source:
         lines += [f"Source: {cls.source}.", ""]
@@ -93,14 +93,6 @@ def _section(name: str, records: list[dict[str, Any]]) -> str:
     if cls.bibtex:
         lines += ["```bibtex", cls.bibtex, "```", ""]
     return "\n".join(lines)
-
-
-def _module(cls: type[Method]) -> str:
-    return cls.__module__.rpartition(".")[2]
-
-
-def _summary(cls: type[Method]) -> str:
-    return inspect.cleandoc(cls.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
 def _story(cls: type[Method]) -> str:
@@ -133,39 +125,24 @@ def _settings(cls: type[Method]) -> list[list[str]]:
     return rows
 
 
-def _read(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(paths)]
-
-
 def _measured(name: str, records: list[dict[str, Any]]) -> list[str]:
     """Return the table of every record's row of a method; columns without a number are left out."""
     rows = []
     for record in records:
         for row in record["rows"]:
-            if row["kind"] != "method" or not _is_of(row, name):
+            called, _, settings = str(row["name"]).partition(":")
+            if row["kind"] != "method" or called != name:
                 continue
             task = record["task"]
             shown = {**row, "seconds_ratio": timing_of(record, row["name"]).get("ratio")}
             values = [_figure(shown, place, form) for _, place, form in FIGURES]
-            about = _about(Path(task["model"]).name, row["steps"], task["samples"])
-            rows.append([about, _set(row), *values])
+            about = f"{Path(task['model']).name}, {row['steps']} steps, {task['samples']} samples"
+            rows.append([about, f"`{settings or 'defaults'}`", *values])
     if not rows:
         return []
     titles = ["model", "settings", *(title for title, _, _ in FIGURES)]
     held = [place for place in range(len(titles)) if any(row[place] for row in rows)]
     return [*table([titles[at] for at in held], ([row[at] for at in held] for row in rows)), ""]
-
-
-def _is_of(row: dict[str, Any], name: str) -> bool:
-    return str(row["name"]).partition(":")[0] == name
-
-
-def _about(model: str, steps: int, samples: int) -> str:
-    return f"{model}, {steps} steps, {samples} samples"
-
-
-def _set(row: dict[str, Any]) -> str:
-    return f"`{row['name'].partition(':')[2] or 'defaults'}`"
 
 
 def _figure(row: dict[str, Any], place: tuple[str, ...], form: str) -> str:

@@ -69,7 +69,7 @@ def test_cost_counts_what_a_run_computes(policy: Policy) -> None:
     with diffcache.wrapped(policy.pipe, Combine(Every(2), site="module")):
         policy.pipe(seen, 4, torch.Generator().manual_seed(0))
         reports = [(diffcache.report(policy.pipe), 1)]
-    plain, half = (table._cost(r, 4, policy.step_flops()) for r in ([], reports))
+    plain, half = (table._cost(r, 4, policy.step_flops) for r in ([], reports))
     assert plain["flops_ratio"] == 1 and plain["computed_steps"] == 4 and not plain["held_bytes"]
     assert half["computed_steps"] == 2
     layers, width, tokens, observed = 4, 64, reach.HORIZON, reach.OBSERVED + 1
@@ -119,7 +119,7 @@ def test_rows_of_the_editor_hold_what_was_measured(editor: kontext.Editor, of_ed
         hook.remove()
     with torch.no_grad():
         blocks = sum(counted(part, args, kwargs)[1] or 0 for part, args, kwargs in calls)
-    full = STEPS * editor.step_flops()
+    full = STEPS * editor.step_flops
     assert whole["flops_ratio"] == pytest.approx(full / (full - (STEPS - 3) * blocks), rel=1e-9)
 
 

@@ -46,10 +46,12 @@ def bench(
     threads: Threads = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 50,
     layers: Annotated[
-        int | None, typer.Option(help="decode: layers of the model.", show_default=f"{decode.LAYERS}")
+        int | None,
+        typer.Option(help="decode: layers of the model.", show_default=f"{decode.LAYERS}"),
     ] = None,
     prompt: Annotated[
-        int | None, typer.Option(help="decode: tokens of the prompt.", show_default=f"{decode.PROMPT}")
+        int | None,
+        typer.Option(help="decode: tokens of the prompt.", show_default=f"{decode.PROMPT}"),
     ] = None,
     recipes: Annotated[
         str | None, typer.Option(help="decode: caches, with commas.", show_default="all")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from diffcache.eval.kv.recall import hits_of
 from diffcache.eval.metrics.intervals import share_change
 from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import ROOT
+from diffcache.files import read_json
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import recipe_function, reference
 from diffcache.names import RECIPES
@@ -73,7 +73,7 @@ def page(directory: Path = ROOT) -> str:
     Args:
         directory: The project, for its records and the introduction of the page.
     """
-    record, times = (_read(directory / "assets" / "bench" / name) for name in (RECORD, TIMES))
+    record, times = (read_json(directory / "assets" / "bench" / name) for name in (RECORD, TIMES))
     introduction, _, _ = (directory / PAGE).read_text(encoding="utf-8").partition(METHODS)
     parts, equal = [introduction + METHODS_HEAD], compared(directory)
     for module, names in RECIPES.items():
@@ -240,13 +240,6 @@ def _first(row: Row) -> str:
 
 def _budget(row: Row) -> str:
     return next(iter(re.findall(r"[:,]budget=([^,]*)", row["name"])), "")
-
-
-def _read(file: Path) -> dict[str, Any] | None:
-    if not file.exists():
-        return None
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
 
 
 main = keep_pages(lambda text: page(), ROOT / PAGE)

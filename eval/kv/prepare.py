@@ -20,10 +20,10 @@ import typer
 from torch import nn
 
 from diffcache.command import script
-from diffcache.eval.kv.offline import Prepared, RecallSamples, Report, Samples
 from diffcache.eval.kv import offline_bases as bases
 from diffcache.eval.kv import offline_gates as gates
 from diffcache.eval.kv import offline_heads as heads
+from diffcache.eval.kv.offline import Prepared, RecallSamples, Report, Samples
 from diffcache.eval.kv.recall import SHIPPED, KVTask
 from diffcache.eval.kv.tables import FOLDER, weights_digest, write_table
 from diffcache.eval.methods import naming

@@ -56,6 +56,17 @@ def share_interval(hits: Tensor) -> Interval:
     return Interval(share, min(low, share), max(high, share), len(table))
 
 
+def is_wilson(value: float, low: float | None, high: float | None) -> bool:
+    """Return whether an interval of a share is Wilson's, for some number of outcomes.
+
+    Its ends are the shares x with (value - x)^2 = z^2 x (1 - x) / n; both must have one n.
+    """
+    if low is None or high is None or not 0 <= low < high <= 1:
+        return False
+    worth = [x * (1 - x) / (value - x) ** 2 for x in (low, high) if x != value]
+    return math.isclose(worth[0], worth[-1], rel_tol=1e-6)
+
+
 def _independent(table: Tensor) -> float:
     """Return how many independent outcomes are worth as much as these, float64 [N, Q]."""
     share, count = float(table.mean()), table.numel()

@@ -26,7 +26,7 @@ from torch import Tensor
 from diffcache.errors import DiffcacheError, MissingError
 from diffcache.eval import weights
 from diffcache.eval.metrics.clip import ClipScore, classes
-from diffcache.eval.metrics.inception import check_pictures
+from diffcache.eval.metrics.pixels import check_pictures
 
 OWN = "reward_"  # begins the keys of the user's functions
 _TAIL_LINES = 5

@@ -11,7 +11,7 @@ import typer
 from diffcache.command import FAILED, fail, script
 from diffcache.eval.report import docs
 from diffcache.eval.report.records import load
-from diffcache.eval.report.write import FOLDER, FORMATS, write_joined, write_reports
+from diffcache.eval.report.write import FOLDER, FORMATS, write_reports
 
 
 def report(
@@ -55,8 +55,7 @@ def report(
     records = [(load(path), path if path.is_dir() else path.parent) for path in runs]
     if len(runs) > 1 and out is None:
         raise ValueError("several runs need a folder of their own: give --out DIR")
-    write = write_joined if join else write_reports
-    for file in write(records, out or records[0][1] / FOLDER, named):
+    for file in write_reports(records, out or records[0][1] / FOLDER, named, join):
         if file.suffix.removeprefix(".") in FORMATS:
             typer.echo(file)
 

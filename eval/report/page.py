@@ -34,7 +34,8 @@ def render(
         notes: Sentences at the top.
     """
     page = _environment().get_template(f"page.{kind}.jinja")
-    return page.render(title=title, sections=sections, joint=joint, notes=notes)
+    text: str = page.render(title=title, sections=sections, joint=joint, notes=notes)
+    return text
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from diffcache.eval.metrics.intervals import is_wilson
 from diffcache.eval.report.columns import (
     CHANGE,
     Column,
@@ -149,8 +150,7 @@ def notes_of(record: Record, columns: Sequence[Column]) -> list[str]:
     """Return the footnotes of a table: signs, back ends, warnings."""
     shown_keys = {column.key for column in columns}
     notes = ["↑ more is better, ↓ less is better; bold: the best but for uncached."]
-    if any(column.brackets == "interval" for column in columns):
-        notes.append("[95 %]: bootstrap interval over the samples.")
+    notes += _intervals(record, [column for column in columns if column.brackets == "interval"])
     if any(column.form == "change" for column in columns):
         notes.append(
             "change (paired): to uncached, the same samples drawn for both; "
@@ -166,6 +166,25 @@ def notes_of(record: Record, columns: Sequence[Column]) -> list[str]:
     if not record.get("finished", True):
         notes.append(f"{WARNING}the run is not finished; these numbers will change.")
     return notes + [f"{WARNING}{text}" for text in record.get("warnings") or []]
+
+
+def _intervals(record: Record, columns: Sequence[Column]) -> list[str]:
+    """Say which intervals the columns have; a record holds their ends, and not how they came."""
+    drawn = {key for row in record["rows"] for key in row.get("outcomes") or {}}
+    found: dict[str, list[str]] = {}
+    for column in columns:
+        values = [v for v in map(column.read, record["rows"]) if v and v.low is not None]
+        if column.form == "change" and column.key.removesuffix(CHANGE) in drawn:
+            kind = "Bonett and Price's interval of paired shares"
+        elif all(is_wilson(*v) for v in values):
+            kind = "Wilson's interval of shares"
+        else:
+            kind = "bootstrap interval"
+        found.setdefault(kind, []).append(column.title)
+    if len(found) < 2:
+        return [f"[95 %]: {kind} over the samples." for kind in found]
+    kinds = "; ".join(f"{kind} ({', '.join(titles)})" for kind, titles in found.items())
+    return [f"[95 %] over the samples: {kinds}."]
 
 
 def _back_ends(record: Record, shown_keys: set[str]) -> list[str]:

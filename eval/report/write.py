@@ -17,47 +17,35 @@ FOLDER = "report"
 
 
 def write_report(
-    record: dict[str, Any],
-    folder: Path,
-    out: Path | None = None,
-    formats: Sequence[str] = FORMATS,
+    record: dict[str, Any], folder: Path, out: Path | None = None, formats: Sequence[str] = FORMATS
 ) -> list[Path]:
-    """Write the report of a run: tables, plots, sheets of samples and a page.
-
-    The same record and samples give the same bytes.
-
-    Args:
-        record: As in `record.json`.
-        folder: Of the run; samples are looked for here.
-        out: Where to write; `report` in the run's folder by default.
-        formats: Of `md`, `html` and `csv`; plots and sheets come with the first two.
-
-    Returns:
-        The files.
-
-    Raises:
-        ValueError: If the record or a format is not one.
-    """
+    """Write the report of one run, in its folder where no other is named; see `write_reports`."""
     return write_reports([(record, folder)], out or folder / FOLDER, formats)
 
 
 def write_reports(
-    runs: Sequence[tuple[dict[str, Any], Path]], out: Path, formats: Sequence[str] = FORMATS
+    runs: Sequence[tuple[dict[str, Any], Path]],
+    out: Path,
+    formats: Sequence[str] = FORMATS,
+    in_one: bool = False,
 ) -> list[Path]:
-    """Write one report about several runs: their tables one after the other.
+    """Write one report about runs: tables, plots, sheets of samples and a page.
 
-    Runs of the same task also get plots of all their rows together.
+    Runs of the same task also get plots of all their rows together. The same records and samples
+    give the same bytes.
 
     Args:
-        runs: Records with the folders of their runs.
+        runs: Records, as in `record.json`, with the folders where their samples are.
         out: Where to write.
-        formats: Of `md`, `html` and `csv`.
+        formats: Of `md`, `html` and `csv`; plots and sheets come with the first two.
+        in_one: Put the rows of all runs, which are of the same task, in one table.
 
     Returns:
         The files.
 
     Raises:
-        ValueError: If there is no run, or a record or a format is not one.
+        ValueError: If there is no run, a record or a format is not one, or runs whose rows go in
+            one table are of different models or tasks.
     """
     wrong = [name for name in formats if name not in FORMATS]
     if wrong or not formats:
@@ -65,35 +53,20 @@ def write_reports(
     if not runs:
         raise ValueError("runs=[]: there must be at least one")
     records = [checked(record, f"run {place + 1}") for place, (record, _) in enumerate(runs)]
-    several = len(runs) > 1
-    prefixes = [f"{place + 1}-" if several else "" for place in range(len(runs))]
+    folders = [[folder] for _, folder in runs]
+    if in_one:
+        records, folders = [join(records)], [[folder for _, folder in runs]]
+    prefixes = [f"{place + 1}-" for place in range(len(records))] if len(records) > 1 else [""]
     files: dict[str, str | bytes] = {}
     if "csv" in formats:
         pairs = zip(prefixes, records, strict=True)
         files |= {f"{prefix}table.csv": to_csv(record) for prefix, record in pairs}
     if {"md", "html"} & set(formats):
-        places = zip(records, (folder for _, folder in runs), prefixes, strict=True)
-        sections = [section_of(record, [folder], prefix) for record, folder, prefix in places]
+        sections = list(map(section_of, records, folders, prefixes))
         files |= _pages(sections, *_joint(records), formats)
-    return _write(files, out)
-
-
-def write_joined(
-    runs: Sequence[tuple[dict[str, Any], Path]], out: Path, formats: Sequence[str] = FORMATS
-) -> list[Path]:
-    """Write one report with the rows of several runs of the same task in one table.
-
-    Raises:
-        ValueError: If the runs are of different models or tasks.
-    """
-    record = join([checked(record, f"run {place + 1}") for place, (record, _) in enumerate(runs)])
-    files: dict[str, str | bytes] = {}
-    if "csv" in formats:
-        files["table.csv"] = to_csv(record)
-    if {"md", "html"} & set(formats):
-        section = section_of(record, [folder for _, folder in runs])
-        files |= _pages([section], [], [], formats)
-    return _write(files, out)
+    for name, data in files.items():
+        write_file(out / name, data)
+    return [out / name for name in files]
 
 
 def _joint(records: Sequence[Record]) -> tuple[list[Picture], list[str]]:
@@ -128,9 +101,3 @@ def _pages(
         if kind in formats:
             files[f"report.{kind}"] = page.render(kind, title, sections, joint, notes)
     return files
-
-
-def _write(files: dict[str, str | bytes], out: Path) -> list[Path]:
-    for name, data in files.items():
-        write_file(out / name, data)
-    return [out / name for name in files]

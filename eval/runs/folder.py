@@ -58,8 +58,7 @@ class Batch:
     @cached_property
     def digest(self) -> str:
         """Sixteen hexadecimal digits of ids, prompts and seeds."""
-        text = json.dumps([self.ids, self.prompts, self.seeds])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return sha256(json.dumps([self.ids, self.prompts, self.seeds]).encode())[:16]
 
 
 def batches(texts: Sequence[str], samples: int, size: int, seed: int) -> list[Batch]:

@@ -9,7 +9,6 @@ these places is typed.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Any
 from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import FOLDER, ROOT
 from diffcache.eval.shipped.quality import QUALITIES, WHOLE, file_of
+from diffcache.files import read_json
 from diffcache.pipelines.demo.saved import MODELS
 
 _PLACE = re.compile(r"(<!-- quality: (\S+) -->\n).*?(<!-- /quality -->)", re.DOTALL)
@@ -82,12 +82,12 @@ def _overview(folder: Path) -> str:
 
 
 def _read(name: str, folder: Path) -> dict[str, Any]:
-    file = file_of(name, folder)
-    if not file.exists():
+    record: dict[str, Any] | None = read_json(file_of(name, folder))
+    if record is None:
         raise FileNotFoundError(
-            f"{file.name} is missing; make it: python -m diffcache.eval.shipped.quality {name}"
+            f"{file_of(name, folder).name} is missing; make it: python -m "
+            f"diffcache.eval.shipped.quality {name}"
         )
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return record
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +21,8 @@ from torch import Tensor
 
 import diffcache
 from diffcache.command import Threads, script
-from diffcache.eval.cost.flops import count
 from diffcache.eval.metrics.intervals import metric_interval
+from diffcache.eval.offline import trained_edits
 from diffcache.eval.runs.score import kept
 from diffcache.eval.runs.task import digest
 from diffcache.eval.shipped.draw import edit_pictures
@@ -88,12 +87,7 @@ class Editor(Subject):
 
     def calibrated(self, method: Calibrated) -> Calibrated:
         """Return a method fitted to some edits of the training set."""
-        edits, before, _ = draw_edits(self.fitted, 77)
-        texts = [instruction(edit) for edit in edits]
-        calls = [
-            {"image": before[i : i + BATCH].float() / 255, "prompt": texts[i : i + BATCH]}
-            for i in range(0, self.fitted, BATCH)
-        ]
+        calls = trained_edits(self.fitted, 0, BATCH)
         return calibrate(self.pipe, method, calls, steps=self.steps, **CALL)
 
     def uncached(self) -> Drawn:
@@ -117,16 +111,10 @@ class Editor(Subject):
         found = metric_interval("psnr_db", values).to_dict()
         return {"psnr_db": {**found, "p5": float(values.quantile(0.05))}}
 
-    def step_flops(self) -> float:
-        """Return the operations of one denoiser call for one picture."""
-        return self._step_flops
-
-    @cached_property
-    def _step_flops(self) -> float:
-        call = {"image": self.before[:1].float() / 255, "prompt": self.texts[:1], **CALL}
-        once = count(self.plain, {**call, "num_inference_steps": 1}).per_call
-        assert once is not None  # nothing here is compiled
-        return once
+    def one_step(self) -> dict[str, Any]:
+        """Return the arguments of a call that takes one step for one picture."""
+        before = self.before[:1].float() / 255
+        return {"image": before, "prompt": self.texts[:1], "num_inference_steps": 1, **CALL}
 
     def timed(self, pipe: FluxKontextPipeline, method: Method) -> Callable[[], object]:
         """Return a call that draws some edits; RegionE's one by one on both sides."""

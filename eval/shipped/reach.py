@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,16 +19,15 @@ from torch import Tensor
 
 import diffcache
 from diffcache.command import Seed, Threads, script
-from diffcache.eval.cost.flops import count
 from diffcache.eval.metrics.bootstrap import mean_interval
+from diffcache.eval.offline import demonstrations
 from diffcache.eval.shipped.table import ALL, Drawn, Only, Rounds, Subject, draw_record
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
 from diffcache.offline.calibrate import calibrate
 from diffcache.pipelines.policy import DiffusionPolicyPipeline, rollout
-from diffcache.pipelines.small import reach, train_reach
+from diffcache.pipelines.small import reach
 
-CALIBRATION = reach.HELD_OUT // 2  # seed of the scenes that methods are calibrated on
 TIMED = 64  # chunks of a timed call
 _LAST = {"union": 12, "official": True}  # all 12 modules in the union, the last step computed
 _BAC: tuple[dict[str, Any], ...] = (
@@ -94,10 +92,8 @@ class Policy(Subject):
         """Return a method with tables of demonstrations."""
         key = method.name if method.name in _SHARED else method
         if key not in self._tables:
-            seen = train_reach.demonstrate(8, CALIBRATION)[0]
-            seen = seen[torch.arange(32) * len(seen) // 32]
-            call = [{"observation": seen}]
-            with_tables = calibrate(self.pipe, method, call, steps=self.steps, seed=self.seed)
+            calls = demonstrations(32, 0, 32)
+            with_tables = calibrate(self.pipe, method, calls, steps=self.steps, seed=self.seed)
             self._tables[key] = with_tables.tables
         return replace(method, tables=self._tables[key])  # type: ignore[type-var]
 
@@ -118,16 +114,10 @@ class Policy(Subject):
         ends = {key: getattr(squares, key) ** 0.5 for key in ("value", "low", "high")}
         return {"action_error": {**ends, "n": squares.n}}
 
-    def step_flops(self) -> float:
-        """Return the operations of one denoiser call for one chunk."""
-        return self._step_flops
-
-    @cached_property
-    def _step_flops(self) -> float:
+    def one_step(self) -> dict[str, Any]:
+        """Return the arguments of a call that takes one step for one chunk."""
         seen = torch.zeros(1, reach.OBSERVED, reach.OBSERVATION)
-        once = count(self.plain, {"observation": seen, "num_inference_steps": 1}).per_call
-        assert once is not None  # nothing here is compiled
-        return once
+        return {"observation": seen, "num_inference_steps": 1}
 
     def timed(self, pipe: DiffusionPolicyPipeline, method: Method) -> Callable[[], object]:
         """Return a call that draws a batch of chunks."""

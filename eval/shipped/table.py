@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from tqdm import tqdm
 
 import diffcache
 from diffcache.catalog import make_method
+from diffcache.eval.cost.flops import count
 from diffcache.eval.cost.interleave import measure
 from diffcache.eval.figures import write_plot
 from diffcache.eval.metrics.intervals import share_change, share_interval
@@ -91,12 +93,19 @@ class Subject(ABC):
         """Return intervals of how close a row's values are to the uncached ones."""
 
     @abstractmethod
-    def step_flops(self) -> float:
-        """Return the operations of one uncached step for one sample."""
+    def one_step(self) -> dict[str, Any]:
+        """Return the arguments of a call that takes one step for one sample."""
 
     @abstractmethod
     def timed(self, pipe: Any, method: Method) -> Callable[[], object]:
         """Return the call that is timed, of either pipeline."""
+
+    @cached_property
+    def step_flops(self) -> float:
+        """Operations of one uncached step for one sample."""
+        once = count(self.plain, self.one_step()).per_call
+        assert once is not None  # nothing here is compiled
+        return once
 
     def task(self) -> dict[str, Any]:
         """Return what must be equal for rows to be of the same measurement."""
@@ -150,7 +159,10 @@ def run(
         if name == UNCACHED:
             rows[name] = _row(subject, name, None, base, base)
         else:
-            method = _method(subject, *known[name])
+            called, settings = known[name]
+            method = make_method(called, **settings)
+            if isinstance(method, Calibrated):
+                method = subject.calibrated(method)
             with diffcache.wrapped(subject.pipe, method):
                 rows[name] = _row(subject, name, method, subject.draw(method), base)
                 times |= _times(subject, name, method, rounds)
@@ -181,11 +193,6 @@ def draw_record(
     run(subject, file, f"python -m diffcache.eval.shipped.{module}{words}", rounds, only)
 
 
-def _method(subject: Subject, name: str, settings: Mapping[str, Any]) -> Method:
-    method = make_method(name, **settings)
-    return subject.calibrated(method) if isinstance(method, Calibrated) else method
-
-
 def _row(subject: Subject, name: str, method: Method | None, mine: Drawn, base: Drawn) -> Row:
     """Return a row: cost by count, closeness to the uncached samples, outcomes."""
     quality: dict[str, Any] = {}
@@ -200,7 +207,7 @@ def _row(subject: Subject, name: str, method: Method | None, mine: Drawn, base: 
         "kind": UNCACHED if method is None else "method",
         "method": None if method is None else _described(method),
         "steps": steps,
-        **_cost(mine.reports, steps, subject.step_flops()),
+        **_cost(mine.reports, steps, subject.step_flops),
         "fidelity": {} if method is None else subject.fidelity(mine.values, base.values),
         "quality": quality,
         "outcomes": {key: text_of(outcome) for key, outcome in mine.outcomes.items()},

@@ -15,24 +15,16 @@ from diffcache.command import (
     FAILED,
     METHOD,
     MISSING,
-    MODELS,
-    Device,
-    Dtype,
     Json,
-    Seed,
-    Threads,
     check_json,
     guarded,
-    parse_settings,
     print_or_write,
 )
-from diffcache.eval.loading import AS_SAVED, with_loading
-from diffcache.pipelines.load import Loading
+from diffcache.eval.options import EMPTY, NONE, Quiet, Settings, with_task
 
 if TYPE_CHECKING:
     from diffcache.eval.vbench.scores import Scores
 
-NONE: list[str] = []
 INSTALLED = "installed"
 
 
@@ -62,14 +54,13 @@ Dimensions = Annotated[
 
 @app.command(epilog=EXIT_LINE)
 @guarded
-@with_loading
+@with_task("model", "steps", "seed", "call", "fps", "dtype", "device", "threads")
 def draw(
-    model: Annotated[str, typer.Option(help=f"{MODELS[0].upper()}{MODELS[1:]}.")],
     out: Annotated[Path, typer.Option(help="Folder of the run; the films go to OUT/films.")],
     info: Annotated[
         str, typer.Option(help="VBench_full_info.json, or the one of the installed package.")
     ] = INSTALLED,
-    dimensions: Dimensions = NONE,
+    dimensions: Dimensions = EMPTY,
     samples: Annotated[
         int,
         typer.Option(
@@ -81,23 +72,8 @@ def draw(
         typer.Option(help="Prompts to draw from, a line for each of the list, in its order."),
     ] = None,
     method: Annotated[str, typer.Option(metavar=METHOD, help="Cache (default: uncached).")] = "",
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Sampling steps (default: the pipeline's).")
-    ] = None,
-    seed: Seed = 0,
-    call: Annotated[
-        list[str],
-        typer.Option("--call", metavar="KEY=VALUE", help="An argument of the pipeline's call."),
-    ] = NONE,
-    fps: Annotated[
-        float | None,
-        typer.Option(min=0.01, max=1000, help="Frames a second (default: the pipeline's own)."),
-    ] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = 1,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
-    loading: Loading = AS_SAVED,
+    task: Settings = NONE,
+    quiet: Quiet = False,
 ) -> None:
     """Draw the films of VBench's suite, named as VBench looks for them.
 
@@ -119,11 +95,8 @@ def draw(
 
     silence()
     place = find_info(None if info == INSTALLED else info)
-    task = Task(
-        model, str(place), 1, seed, 1, steps, parse_settings(call, "--call"), dtype, device,
-        threads, fps, loading,
-    )  # fmt: skip
-    job = Suite(task, out, method, dimensions or None, samples, rewritten)
+    drawn_task = Task(prompts=str(place), samples=1, batch_size=1, **task)
+    job = Suite(drawn_task, out, method, dimensions or None, samples, rewritten)
     try:
         with shown(quiet) as progress:
             drawn = draw_suite(job, progress)
@@ -143,7 +116,7 @@ def measure(
         Literal["own", "official"],
         typer.Option(help="own: temporal flickering, which needs no weights. official: VBench."),
     ] = "own",
-    dimensions: Dimensions = NONE,
+    dimensions: Dimensions = EMPTY,
     info: Annotated[
         str,
         typer.Option(

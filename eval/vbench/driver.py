@@ -147,7 +147,8 @@ def preflight(dimensions: Sequence[str]) -> None:
             if place.is_file():
                 check(weight, place)
             else:
-                lacking[place] = f"{_source(weight)}, for {', '.join(_users(weight))}"
+                users = ", ".join(key.removeprefix("vbench_") for key in weight.used_by)
+                lacking[place] = f"{_source(weight)}, for {users}"
     if "subject_consistency" in dimensions:
         code = cache / _DINO_CODE
         # The code of DINO ignores the path that VBench hands it and asks the cache of torch.hub.
@@ -282,7 +283,3 @@ def _environment(visible: str) -> dict[str, str]:
 def _source(weight: WeightFile) -> str:
     digest = f"sha256 {weight.sha256}" if weight.sha256 else "no published hash"
     return f"{weight.url} ({digest})"
-
-
-def _users(weight: WeightFile) -> list[str]:
-    return [metric.removeprefix("vbench_") for metric in weight.used_by]
