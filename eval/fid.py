@@ -107,7 +107,9 @@ def fid(
     kind = "lite" if networks.inception is None else "real"
     warn(*warnings)
     if npz_file:
-        _write_npz(npz_file, other)
+        shown = tracked(other.indices, len(other.indices), f"write {npz_file}")
+        pictures = (cast(Tensor, other.read([index]))[0] for index in shown)
+        npz.write_npz(npz_file, pictures, len(other.indices))
     wanted = replace(wanted, resamples=RESAMPLES[kind] if resamples is None else resamples)
     sides = _features(one, networks, wanted), _embed(other, networks)
     if save:
@@ -213,13 +215,6 @@ def _save(path: Path, real: Source, found: FeatureSet, networks: Extractors) -> 
     about = {**_entry(networks), "source": str(real.path), "size": real.size}
     both = found.moments.mean, found.moments.cov
     npz.write_statistics(path, npz.Statistics(*both, found.count, features, about))
-
-
-def _write_npz(path: Path, fake: Source) -> None:
-    """Write the pictures of FAKE that are used."""
-    bar = tracked(fake.indices, len(fake.indices), f"write {path}")
-    pictures = (cast(Tensor, fake.read([index]))[0] for index in bar)
-    npz.write_npz(path, pictures, len(fake.indices))
 
 
 def _about(source: Source) -> dict[str, Any]:

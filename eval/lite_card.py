@@ -22,7 +22,7 @@ from diffcache.command import Threads, script
 from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.distances import inception_score
 from diffcache.eval.metrics.frechet import frechet, moments
-from diffcache.eval.pages import table
+from diffcache.eval.pages import environment
 from diffcache.files import write_file, write_json
 from diffcache.pipelines.small import features
 from diffcache.pipelines.small.corruptions import corrupt
@@ -148,58 +148,6 @@ def measure() -> dict[str, dict[str, float]]:
     }
 
 
-CARD = """---
-license: apache-2.0
-library_name: pytorch
-tags: [feature-extraction, test-model]
----
-
-# shapes-features
-
-The networks behind the offline `-lite` metrics ({weights:,} weights): an extractor of 64 features
-from 64x64 pictures of coloured shapes, and two perceptrons that score a picture against a prompt.
-Other sizes are resized to 64x64 by antialiased bilinear interpolation.
-
-```python
-from diffcache.eval.metrics import lite
-
-vectors = lite.embed(pictures)  # uint8 [N, 3, H, W] -> [N, 64]
-scores = lite.clip_score_lite(pictures, prompts)
-```
-
-The extractor has four convolutions with average pooling between; its features are linear in the
-mean and root mean square of all four levels and in the last map pooled to 4x4. It learned to read
-the scene and to name kind and severity of an artefact (`diffcache.pipelines.small.corruptions`),
-on {pictures:,} pictures drawn by `diffcache.pipelines.small.scenes`, in {steps:,} steps. A linear
-map, half-way to whitening a mixture of clean and disturbed pictures, then keeps artefacts from
-outweighing content, and features are centred and divided by one number, so that clean pictures have
-a mean standard deviation of 1.
-
-| file | what it holds |
-|---|---|
-| `model.safetensors` | the weights in half precision, sha256 `{sha256}` |
-| `reference.safetensors` | moments of 10,000 held-out pictures and 2,048 films, 2,000 features |
-| `config.json`, `training.jsonl` | the command, the seed and hashes; the training log |
-| `sensitivity.json` | the numbers below |
-
-## What the metrics see
-
-{films} held-out films and {held:,} held-out pictures (where no other number is given), drawn with
-other random numbers than the reference; `python -m diffcache.eval.lite_card` measures this again.
-A strength is a share of the other picture (blur, ghost, echo) or of the full range of 255 (noise,
-patch, grid).
-
-{tables}
-## Limits
-
-It knows this one kind of picture; on others its numbers mean little, and no `-lite` number compares
-with the metric it stands in for. FID-lite hardly sees repeated pictures, and a clean set of few
-pictures has a high value of its own: compare sets of equal number only. A prompt outside the
-grammar of `scenes.parse` is an error.
-
-Licence: Apache-2.0.
-"""
-
 LEGENDS = {
     "FID-lite": "lower is better; times: to the clean pictures of the same number",
     "CLIPScore-lite": "higher is better, at most 100",
@@ -214,27 +162,15 @@ def card(tables: dict[str, dict[str, float]]) -> str:
     Args:
         tables: as returned by `measure`.
     """
-    config = features.read_config()
     shipped = features.load()
-    models = (shipped.extractor, shipped.matcher)
-    return CARD.format(
-        weights=sum(one.numel() for model in models for one in model.parameters()),
-        pictures=config["pictures"],
-        steps=config["steps"]["extractor"],
-        sha256=config["sha256"],
-        films=FILMS,
-        held=PICTURES,
-        tables="\n".join(_table(title, rows) for title, rows in tables.items()),
-    )
-
-
-def _table(title: str, rows: dict[str, float]) -> str:
+    weights = (one.numel() for model in (shipped.extractor, shipped.matcher)
+               for one in model.parameters())  # fmt: skip
     floors = {"FID-lite": f"clean, {PICTURES:,} pictures", "FVD-lite": f"clean, {FILMS} films"}
-    titles = ["case", "value", "times"] if title in floors else ["case", "value"]
-    floor = rows[floors[title]] if title in floors else 1.0
-    cells = [[case, f"{v:.3g}", f"{v / floor:.1f}"][: len(titles)] for case, v in rows.items()]
-    lines = table(titles, cells, numbers=True)
-    return "\n".join([f"**{title}** ({LEGENDS[title]})", "", *lines, ""])
+    text: str = environment().get_template("lite_card.md.jinja").render(
+        weights=sum(weights), config=features.read_config(), films=FILMS, held=PICTURES,
+        tables=tables, legends=LEGENDS, floors=floors,
+    )  # fmt: skip
+    return text
 
 
 def lite_card(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,6 +43,12 @@ def keep_pages(made: Callable[[str], str], *pages: Path) -> Callable[..., int]:
     return script(keep)
 
 
+def escape_markdown(text: str) -> str:
+    """Return text that Markdown prints as it is, on one line."""
+    plain = " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;")
+    return "".join(f"\\{sign}" if sign in "\\`*_|~#" else sign for sign in plain)
+
+
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = False) -> list[str]:
     """Return the lines of a Markdown table, with signs | in its cells escaped.
 
@@ -55,3 +62,17 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = 
     )
     others = ("---:|" if numbers else "---|") * (len(titles) - 1)
     return [head.replace("|  |", "| |"), f"|---|{others}", *lines]
+
+
+@functools.cache
+def environment() -> Any:
+    """Return what finds the templates of this folder, by their paths in it; made by jinja2."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    found = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
+        autoescape=lambda name: str(name).endswith(".html.jinja"), trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    found.filters["md"] = escape_markdown
+    return found

@@ -187,7 +187,9 @@ def find(name: str, path: str | Path | None = None) -> Path:
         MissingWeightsError: If there is no such file in any of the places.
         WrongWeightsError: If the first one found has another hash.
     """
-    weight = lookup(name)
+    if name not in WEIGHTS:
+        raise ValueError(f"unknown weights {name!r}: must be one of {', '.join(sorted(WEIGHTS))}")
+    weight = WEIGHTS[name]
     places = list(candidates(weight, path))
     for place in places:
         if (place / "config.json").is_file() if weight.is_folder else place.is_file():
@@ -201,17 +203,6 @@ def find(name: str, path: str | Path | None = None) -> Path:
         f"no {what} {weight.file} ({digest}), which {metrics} needs: get it from {weight.url} and "
         f"give its path, or put it into ${VARIABLE}; looked for{searched}"
     )
-
-
-def lookup(name: str) -> WeightFile:
-    """Return the entry of a name.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    if name not in WEIGHTS:
-        raise ValueError(f"unknown weights {name!r}: must be one of {', '.join(sorted(WEIGHTS))}")
-    return WEIGHTS[name]
 
 
 def candidates(weight: WeightFile, path: str | Path | None = None) -> Iterator[Path]:

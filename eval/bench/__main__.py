@@ -46,16 +46,12 @@ def bench(
     threads: Threads = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 50,
     layers: Annotated[
-        int | None,
-        typer.Option(help="decode: layers of the model.", show_default=f"{decode.LAYERS}"),
+        int | None, typer.Option(help=f"decode: layers of the model ({decode.LAYERS}).")
     ] = None,
     prompt: Annotated[
-        int | None,
-        typer.Option(help="decode: tokens of the prompt.", show_default=f"{decode.PROMPT}"),
+        int | None, typer.Option(help=f"decode: tokens of the prompt ({decode.PROMPT}).")
     ] = None,
-    recipes: Annotated[
-        str | None, typer.Option(help="decode: caches, with commas.", show_default="all")
-    ] = None,
+    recipes: Annotated[str, typer.Option(help="decode: caches, with commas (all).")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder (default: assets/bench).")] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Measure little, to see that it works, to out/bench.")
@@ -77,7 +73,7 @@ def bench(
     asked = {"layers": layers, "prompt": prompt, "recipes": named}
     chosen = {name: value for name, value in asked.items() if value is not None}
     for name in benchmarks or BENCHMARKS:
-        sizes = {} if name == "compile" else {"rounds": rounds}
+        sizes: dict[str, Any] = {} if name == "compile" else {"rounds": rounds}
         sizes |= SMALL.get(name, {}) if quick else {}
         sizes |= chosen if name == "decode" else {}
         words = ["python -m diffcache.eval.bench", name, f"--device {device}",

@@ -54,8 +54,8 @@ def kid(
     generator = torch.Generator().manual_seed(seed)
     values = []
     for _ in range(subsets):
-        chosen = [_draw(features, size, generator) for features in (real, fake)]
-        values.append(squared_mmd(*chosen))
+        draws = [torch.randperm(len(x), generator=generator)[:size] for x in (real, fake)]
+        values.append(squared_mmd(real[draws[0].to(real.device)], fake[draws[1].to(fake.device)]))
     found = torch.tensor(values, dtype=torch.float64)
     return float(found.mean()), float(found.std(correction=0))
 
@@ -204,11 +204,6 @@ def _split_score(table: Tensor) -> Tensor:
     marginal = table.mean(dim=0)
     divergence = (torch.xlogy(table, table) - torch.xlogy(table, marginal)).sum(dim=1)
     return divergence.mean().exp()
-
-
-def _draw(features: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    order = torch.randperm(len(features), generator=generator)[:size]
-    return features[order.to(features.device)]
 
 
 def _check_sets(real: Tensor, fake: Tensor) -> None:

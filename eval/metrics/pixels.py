@@ -55,7 +55,8 @@ def pooled_psnr(a: Tensor, b: Tensor) -> float:
     Raises:
         ValueError: If dtypes or shapes are not as above.
     """
-    return float(decibels(_per_picture(_mean_squared_error, a, b).mean()))
+    errors = _per_picture(lambda x, y: (x - y).square().mean(dim=(1, 2, 3)), a, b)
+    return float(decibels(errors.mean()))
 
 
 def ssim(a: Tensor, b: Tensor) -> Tensor:
@@ -209,10 +210,6 @@ def _per_picture(metric: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tenso
         for x, y in zip(a.split(step), b.split(step), strict=True)
     ]
     return torch.cat([part.reshape(-1) for part in parts]).cpu()
-
-
-def _mean_squared_error(x: Tensor, y: Tensor) -> Tensor:
-    return (x - y).square().mean(dim=(1, 2, 3))
 
 
 def _similarity(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

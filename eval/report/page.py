@@ -6,15 +6,14 @@ The HTML file needs nothing else: no script to read it, no network.
 from __future__ import annotations
 
 import base64
-import functools
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from diffcache.eval.pages import environment
 from diffcache.eval.report import words
 from diffcache.eval.report.section import Picture, Section
-from diffcache.eval.report.table import DAGGER, WARNING, escape_markdown, markdown
+from diffcache.eval.report.table import DAGGER, WARNING, markdown
 
 _PNG_WIDTH = slice(16, 20)  # where a PNG says it
 _SCALE = 0.8  # of plots on the page: they are of different widths, and their letters of one size
@@ -33,26 +32,13 @@ def render(
         joint: Plots of all records together.
         notes: Sentences at the top.
     """
-    page = _environment().get_template(f"page.{kind}.jinja")
-    text: str = page.render(title=title, sections=sections, joint=joint, notes=notes)
-    return text
-
-
-@functools.cache
-def _environment() -> Any:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    found = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
-        autoescape=lambda name: name == "page.html.jinja", trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )  # fmt: skip
-    found.filters["md"] = escape_markdown
-    found.globals |= {
+    used = {
         "words": words, "DAGGER": DAGGER, "WARNING": WARNING, "data": _data, "width": _width,
         "halves": _halves, "warnings": _warnings, "markdown": markdown,
     }  # fmt: skip
-    return found
+    page = environment().get_template(f"report/page.{kind}.jinja", globals=used)
+    text: str = page.render(title=title, sections=sections, joint=joint, notes=notes)
+    return text
 
 
 def _warnings(record: dict[str, Any]) -> list[str]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from diffcache.eval.metrics.intervals import is_wilson
+from diffcache.eval.pages import escape_markdown
+from diffcache.eval.pages import table as lines_of
 from diffcache.eval.report.columns import (
     CHANGE,
     Column,
@@ -123,7 +125,9 @@ def _cells(column: Column, rows: Sequence[dict[str, Any]]) -> list[Cell]:
             reference = row["kind"] == "uncached" and column.group != "cost"
             cells.append(Cell(NONE if reference else NOT_MEASURED))
             continue
-        unsure = column.form == "change" and _holds_zero(one)
+        low, high = one.low, one.high
+        holds_zero = low is not None and high is not None and low <= 0 <= high
+        unsure = column.form == "change" and holds_zero
         cells.append(
             Cell(shown(one, column, places), best is not None and one.middle == best
                  and row["kind"] != "uncached", unsure, one.middle)
@@ -140,10 +144,6 @@ def _best(
     if column.direction not in ("up", "down") or len(set(rivals)) < 2:
         return None
     return max(rivals) if column.direction == "up" else min(rivals)
-
-
-def _holds_zero(change: Value) -> bool:
-    return change.low is not None and change.high is not None and change.low <= 0 <= change.high
 
 
 def notes_of(record: Record, columns: Sequence[Column]) -> list[str]:
@@ -212,26 +212,15 @@ def _back_ends(record: Record, shown_keys: set[str]) -> list[str]:
 def markdown(table: Table) -> str:
     """Return the table and its footnotes as Markdown."""
     heads = ["Config", *(column.heading for column in table.columns)]
-    lines = [_line(map(escape_markdown, heads)), "|---|" + "---:|" * len(table.columns)]
-    for row in table.rows:
-        lines.append(_line([escape_markdown(row.label), *map(_marked, row.cells)]))
+    rows = [[escape_markdown(row.label), *map(_marked, row.cells)] for row in table.rows]
+    lines = lines_of(list(map(escape_markdown, heads)), rows, numbers=True)
     lines += ["", *(f"- {escape_markdown(note)}" for note in table.notes)]
     return "\n".join(lines) + "\n"
-
-
-def _line(cells: Any) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def _marked(cell: Cell) -> str:
     text = escape_markdown(cell.text) + (DAGGER if cell.dagger else "")
     return f"**{text}**" if cell.bold else text
-
-
-def escape_markdown(text: str) -> str:
-    """Return text that Markdown prints as it is, on one line."""
-    plain = " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;")
-    return "".join(f"\\{sign}" if sign in "\\`*_|~#" else sign for sign in plain)
 
 
 def to_csv(record: Record) -> str:

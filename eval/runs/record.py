@@ -97,10 +97,10 @@ def assemble(
     """
     size = (first.shape[-2], first.shape[-1])
     task, drawer = run.plan.task, run.drawer
-    drawn = {
-        f"{case}: draw": round(seconds, 3)
-        for case, seconds in ((r["name"], _drawing_seconds(run, r)) for r in rows)
-    }
+    drawn = {}  # seconds in the manifests, of all processes and earlier starts
+    for this in rows:
+        lines = CaseFolder(run.folder / this["folder"]).done(run.batches).values()
+        drawn[f"{this['name']}: draw"] = round(float(sum(line["seconds"] for line in lines)), 3)
     setting = Setting(drawer.device, DTYPES[drawer.dtype])
     body = {
         "schema": SCHEMA, "seed": task.seed, "finished": True,
@@ -144,12 +144,6 @@ def reference_name(run: Run) -> str | None:
         return f"{run.real.path.name}{side}"
     is_shapes = run.drawer.prompts.source in ("shapes", HELD_OUT)
     return "held-out scenes of the shapes generator" if is_shapes else None
-
-
-def _drawing_seconds(run: Run, found: Mapping[str, Any]) -> float:
-    """Return the sum of the seconds in a case's manifest, of all processes and earlier starts."""
-    done = CaseFolder(run.folder / found["folder"]).done(run.batches)
-    return float(sum(line["seconds"] for line in done.values()))
 
 
 def describe(

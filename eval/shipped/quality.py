@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -102,10 +103,6 @@ def _of_flux(pipe: Any, steps: int, samples: int, seed: int, call: Any = flux.CA
     return of_prompts(draw_pictures(pipe, prompts, steps=steps, seed=seed, call=call), prompts)
 
 
-def _of_unet(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
-    return _of_flux(pipe, steps, samples, seed, small_unet.CALL)
-
-
 def _of_wan(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
     """Judge the middle frame, where the object passes its stated place."""
     prompts = held_out_singles(seed)[:samples]
@@ -191,7 +188,7 @@ QUALITIES: Mapping[str, Model] = {
     ),
     "shapes-dit": Model("pictures", dit.load, _of_dit, (28,), 280, _dit_grid),
     "shapes-unet": Model(
-        "pictures", small_unet.load, _of_unet, (28,), 256,
+        "pictures", small_unet.load, partial(_of_flux, call=small_unet.CALL), (28,), 256,
         lambda pipe: _texts_grid(pipe, small_unet.CALL),
     ),
     "shapes-wan": Model("films", wan.load, _of_wan, (20,), 128, _wan_strips),

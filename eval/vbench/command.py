@@ -147,6 +147,7 @@ def measure(
         diffcache eval vbench films --backend official --dimension motion_smoothness
     """
     from diffcache.eval.vbench import driver
+    from diffcache.eval.vbench.layout import find_info
     from diffcache.eval.weights import MissingWeightsError
 
     check_json(machine)
@@ -165,7 +166,7 @@ def measure(
     job = driver.Job(
         films=folder,
         out=out or folder.resolve().parent / f"{folder.resolve().name}-vbench",
-        info=_info(info),
+        info=find_info(None if info == INSTALLED else info) if info else None,
         prompts=_read_prompts(prompts) if prompts else None,
         filtered=filtered,
         device=device or "cuda",
@@ -198,12 +199,6 @@ def score(
     print_or_write(
         machine, {"backend": "official", **found.to_dict()}, lambda: typer.echo(_text(found))
     )
-
-
-def _info(named: str) -> Path | None:
-    from diffcache.eval.vbench.layout import find_info
-
-    return find_info(None if named == INSTALLED else named) if named else None
 
 
 def _own(folder: Path, machine: str) -> None:
