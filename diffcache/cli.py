@@ -181,7 +181,7 @@ def run(
     chosen.abilities()  # raises where tables are missing
     place = device_of(device)
     quiet()
-    from diffcache.eval import output
+    from diffcache.eval.samples import output
     from diffcache.pipelines import load
     from diffcache.pipelines.demo import generate, inputs, saved
 

@@ -179,7 +179,7 @@ def latency(
     """
     check_json(machine)
     _prepare()
-    from diffcache.eval.latency import measure, tables
+    from diffcache.eval.cost.latency import measure, tables
     from diffcache.eval.runs.evaluate import Plan
     from diffcache.eval.runs.progress import shown
     from diffcache.eval.runs.task import Task

@@ -25,8 +25,7 @@ from rich.table import Table
 
 import diffcache
 from diffcache.command import FAILED, Json, check_json, fail, print_or_write, script
-from diffcache.eval import weights
-from diffcache.eval.metrics import clip, reward
+from diffcache.eval.metrics import clip, reward, weights
 from diffcache.eval.metrics.catalog import METRICS, SHIPPED, Metric
 from diffcache.eval.metrics.inception import MissingPackageError, load_package
 from diffcache.eval.metrics.lpips import heads_file

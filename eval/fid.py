@@ -28,14 +28,14 @@ from diffcache.command import (
     script,
     warn,
 )
-from diffcache.eval import npz
-from diffcache.eval.backends import Backend, Choice, Recursive, Weights
 from diffcache.eval.metrics import inception, lite
 from diffcache.eval.metrics.frechet import moments
+from diffcache.eval.metrics.sets import FeatureSet, Wanted, compare, some
 from diffcache.eval.runs.extractors import Extractors
 from diffcache.eval.runs.score import joined
-from diffcache.eval.sets import FeatureSet, Wanted, compare, some
-from diffcache.eval.sources import Source, Wish, open_source
+from diffcache.eval.samples import npz
+from diffcache.eval.samples.backends import Backend, Choice, Recursive, Weights
+from diffcache.eval.samples.sources import Source, Wish, open_source
 from diffcache.pipelines.demo.console import console, print_rows, tracked
 
 SCHEMA = "diffcache.fid/1"

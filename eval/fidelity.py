@@ -28,13 +28,20 @@ from diffcache.command import (
     script,
     warn,
 )
-from diffcache.eval import folders
-from diffcache.eval.backends import Backend, Choice, Recursive, Weights
 from diffcache.eval.metrics import bootstrap
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.intervals import metric_interval
-from diffcache.eval.pairs import KEYS, Columns, Pairs, measure, warn_of_encoding, warn_of_rates
 from diffcache.eval.runs.extractors import Extractors
+from diffcache.eval.samples import folders
+from diffcache.eval.samples.backends import Backend, Choice, Recursive, Weights
+from diffcache.eval.samples.pairs import (
+    KEYS,
+    Columns,
+    Pairs,
+    measure,
+    warn_of_encoding,
+    warn_of_rates,
+)
 from diffcache.files import write_file
 from diffcache.pipelines.demo.console import print_rows
 from diffcache.psnr import decibels

@@ -91,7 +91,7 @@ def calibrate(sweep: Path, samples: int = SAMPLES) -> None:
         ValueError: If `tuned` is among them, which a search must choose.
     """
     from diffcache.eval.offline import inputs_of
-    from diffcache.eval.peers import MAG_CACHE, mag_ratios_of
+    from diffcache.eval.runs.peers import MAG_CACHE, mag_ratios_of
     from diffcache.eval.runs.task import Task
 
     missing = missing_tables(sweep)

@@ -62,8 +62,8 @@ def inputs_of(task: Task) -> Inputs:
     import numpy as np
     import torch
 
-    from diffcache.eval.prompts import HELD_OUT, HELD_OUT_ONE, calibration_prompts
     from diffcache.eval.runs.draw import Drawer
+    from diffcache.eval.samples.prompts import HELD_OUT, HELD_OUT_ONE, calibration_prompts
     from diffcache.pipelines.demo.saved import locate
     from diffcache.pipelines.small.scenes import prompt, sample_scene
 

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffcache.eval import folders
-from diffcache.eval.clips import read_clip, write_clip
+from diffcache.eval.samples import folders
+from diffcache.eval.samples.clips import read_clip, write_clip
 
 
 def noise(height: int = 12, width: int = 16, seed: int = 0) -> Tensor:

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from diffcache.attach.anchor import owner_of
 from diffcache.cli import app
-from diffcache.eval import latency, record
+from diffcache.eval import record
+from diffcache.eval.cost import latency
 from diffcache.eval.cost.clock import DenoiserClock
 from diffcache.eval.cost.energy import Joules
 from diffcache.eval.cost.interleave import measure

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffcache.eval import folders, npz
+from diffcache.eval.samples import folders, npz
 
 
 def noise(height: int = 12, width: int = 16, seed: int = 0) -> Tensor:

@@ -7,15 +7,15 @@ import torch
 
 from diffcache import TaylorSeer
 from diffcache.errors import AttachError, MissingError, UnknownMethodError
-from diffcache.eval import peers
 from diffcache.eval.cost.flops import count
 from diffcache.eval.methods import parse_row
-from diffcache.eval.peers import DiffusersCache, mag_ratios_of
+from diffcache.eval.runs import peers
 from diffcache.eval.runs import record as records
 from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.evaluate import Plan
 from diffcache.eval.runs.folder import batches
 from diffcache.eval.runs.measure import evaluate
+from diffcache.eval.runs.peers import DiffusersCache, mag_ratios_of
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.sweep import read_sweep
 from diffcache.eval.runs.task import Case, Task

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from diffcache.eval.prompts import PAIRED, SHIPPED, Prompts, calibration_prompts, load_prompts
+from diffcache.eval.samples.prompts import (
+    PAIRED,
+    SHIPPED,
+    Prompts,
+    calibration_prompts,
+    load_prompts,
+)
 from diffcache.pipelines.small import scenes
 
 TEXTS = ("a red kite", 'a sign that says "stop", twice', "zwei Hüte")

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from diffcache.eval.methods import parse_method
-from diffcache.eval.prompts import load_prompts
 from diffcache.eval.report.records import load
 from diffcache.eval.runs import measure
 from diffcache.eval.runs.cost import _spelled
@@ -24,6 +23,7 @@ from diffcache.eval.runs.lines import evaluations
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.record import check
 from diffcache.eval.runs.task import Task
+from diffcache.eval.samples.prompts import load_prompts
 from diffcache.pipelines.demo.saved import locate
 from diffcache.pipelines.small import flux
 

@@ -11,9 +11,9 @@ import sys
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from diffcache.eval.metrics.weights import WEIGHTS
 from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import ROOT
-from diffcache.eval.weights import WEIGHTS
 
 Direction = Literal["up", "down", "none"]
 BEGIN = "<!-- table of metrics: begin (generated, see eval/metrics/catalog.py) -->"
@@ -35,7 +35,7 @@ class Metric:
         definition: One sentence, with the formula.
         source: Paper or standard.
         call: What computes it.
-        weights: Names in `diffcache.eval.weights.WEIGHTS`.
+        weights: Names in `diffcache.eval.metrics.weights.WEIGHTS`.
         packages: Modules beyond the base install that it imports, or the shipped model it uses.
         stand_in: Key of the metric that is computed in its place without the weights, or empty.
         direction: Whether more or less is better, or neither by itself.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.eval import weights
+from diffcache.eval.metrics import weights
 from diffcache.eval.metrics.inception import MissingPackageError
 from diffcache.eval.metrics.pixels import check_pictures
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import MissingError
-from diffcache.eval import weights
+from diffcache.eval.metrics import weights
 from diffcache.eval.metrics.pixels import check_pictures
 
 DIMENSIONS = 2048
@@ -123,7 +123,7 @@ def load(
     """Load the network of a convention; nothing is downloaded.
 
     Args:
-        path: Weight file, None to look in the usual places (`diffcache.eval.weights.find`).
+        path: Weight file, None to look in the usual places (`diffcache.eval.metrics.weights.find`).
         convention: `torch-fidelity` or `clean`.
         device: Where to run.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from diffcache.eval import weights
+from diffcache.eval.metrics import weights
 from diffcache.eval.metrics.inception import MissingPackageError
 from diffcache.eval.metrics.pixels import check_pairs
 

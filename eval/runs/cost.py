@@ -10,10 +10,10 @@ from diffcache.eval.cost.clock import DenoiserClock
 from diffcache.eval.cost.energy import Joules
 from diffcache.eval.cost.interleave import Turn, measure
 from diffcache.eval.cost.memory import Place, peak, peak_bytes
-from diffcache.eval.peers import Peer
 from diffcache.eval.record import Setting
 from diffcache.eval.runs.evaluate import WARM_UP, Run
 from diffcache.eval.runs.folder import remember
+from diffcache.eval.runs.peers import Peer
 from diffcache.eval.runs.task import Case, digest
 from diffcache.features.base import Method
 from diffcache.features.combine import reuse_of

@@ -18,7 +18,6 @@ from diffcache.errors import DiffcacheError
 from diffcache.eval.cost.flops import count
 from diffcache.eval.metrics import reward
 from diffcache.eval.metrics.inception import CONVENTIONS
-from diffcache.eval.peers import Peer
 from diffcache.eval.runs.draw import Drawer, relative_errors
 from diffcache.eval.runs.extractors import Extractors, at_hand
 from diffcache.eval.runs.folder import (
@@ -31,10 +30,11 @@ from diffcache.eval.runs.folder import (
     check_claim,
 )
 from diffcache.eval.runs.lines import evaluations
+from diffcache.eval.runs.peers import Peer
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.ranks import Ranks, join
 from diffcache.eval.runs.task import Case, Task, digest
-from diffcache.eval.sources import Source, Wish, open_source, summary
+from diffcache.eval.samples.sources import Source, Wish, open_source, summary
 from diffcache.features.base import Method
 from diffcache.files import read_json, write_file, write_json
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from diffcache.eval.clips import read_clip, write_preview
 from diffcache.eval.metrics import lite
 from diffcache.eval.oracle import observe
 from diffcache.eval.report.write import write_report
@@ -24,6 +23,7 @@ from diffcache.eval.runs.folder import FILM, PREVIEW, ManifestError, recall, rem
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.quality import Reference, quality
 from diffcache.eval.runs.task import Case, digest
+from diffcache.eval.samples.clips import read_clip, write_preview
 from diffcache.features.base import Method
 from diffcache.files import write_json
 

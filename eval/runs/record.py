@@ -14,7 +14,6 @@ from diffcache.attach.provenance import tables_of
 from diffcache.eval.cost.interleave import too_fast
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.pixels import ms_ssim_variant
-from diffcache.eval.prompts import HALF, HELD_OUT
 from diffcache.eval.record import Setting, envelope
 from diffcache.eval.report.records import SCHEMA, checked
 from diffcache.eval.runs.evaluate import Run, lacking, step_flops
@@ -22,6 +21,7 @@ from diffcache.eval.runs.extractors import Extractors
 from diffcache.eval.runs.folder import CaseFolder
 from diffcache.eval.runs.lines import evaluations, shares
 from diffcache.eval.runs.task import Case, code_sha256, versions
+from diffcache.eval.samples.prompts import HALF, HELD_OUT
 from diffcache.features.base import Method
 from diffcache.offline.calibrate import prompt_hash
 from diffcache.pipelines.demo.saved import DTYPES

@@ -146,9 +146,9 @@ def measure(
 
         diffcache eval vbench films --backend official --dimension motion_smoothness
     """
+    from diffcache.eval.metrics.weights import MissingWeightsError
     from diffcache.eval.vbench import driver
     from diffcache.eval.vbench.layout import find_info
-    from diffcache.eval.weights import MissingWeightsError
 
     check_json(machine)
     if backend == "own":

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from diffcache.errors import DiffcacheError
+from diffcache.eval.metrics.weights import MissingWeightsError, check
 from diffcache.eval.vbench import layout, scores, suite
-from diffcache.eval.weights import MissingWeightsError, check
 
 PYTHON = "VBENCH_PYTHON"
 CACHE = "VBENCH_CACHE_DIR"

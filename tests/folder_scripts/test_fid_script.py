@@ -12,9 +12,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffcache.eval import fid, npz, sets
-from diffcache.eval.metrics import bootstrap, inception, lite
+from diffcache.eval import fid
+from diffcache.eval.metrics import bootstrap, inception, lite, sets
 from diffcache.eval.metrics.frechet import frechet, moments
+from diffcache.eval.samples import npz
 
 
 def test_fid_of_a_folder_with_itself_is_zero(

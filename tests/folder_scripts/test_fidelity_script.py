@@ -12,9 +12,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffcache.eval import backends, fidelity, npz
-from diffcache.eval.clips import write_clip, write_preview
+from diffcache.eval import fidelity
 from diffcache.eval.metrics import bootstrap, lite, lpips, pixels
+from diffcache.eval.samples import backends, npz
+from diffcache.eval.samples.clips import write_clip, write_preview
 
 
 def shifted(pictures: Tensor, by: int = 1) -> Tensor:

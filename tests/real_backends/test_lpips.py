@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.eval import weights
-from diffcache.eval.metrics import lpips
+from diffcache.eval.metrics import lpips, weights
 
 
 def accept(monkeypatch: pytest.MonkeyPatch, name: str, file: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from diffcache.eval.metrics import catalog
 from diffcache.eval.metrics.catalog import METRICS
-from diffcache.eval.weights import WEIGHTS
+from diffcache.eval.metrics.weights import WEIGHTS
 
 ROOT = Path(__file__).parents[2]
 

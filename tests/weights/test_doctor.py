@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from diffcache.eval import doctor, weights
+from diffcache.eval import doctor
+from diffcache.eval.metrics import weights
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.inception import MissingPackageError, load_package
-from diffcache.eval.weights import WEIGHTS
+from diffcache.eval.metrics.weights import WEIGHTS
 
 ROOT = Path(__file__).parents[2]
 CONTENT = b"weights"

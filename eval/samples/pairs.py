@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffcache.eval import clips
-from diffcache.eval.folders import Folder
 from diffcache.eval.metrics import pixels
 from diffcache.eval.runs.extractors import Extractors
 from diffcache.eval.runs.score import closeness
+from diffcache.eval.samples import clips
+from diffcache.eval.samples.folders import Folder
 from diffcache.pipelines.demo.console import tracked
 
 KEYS = {

@@ -38,7 +38,7 @@ COLUMNS = ("prompts", "prompt", "caption")
 FIELDS = ("prompt", "prompt_en", "caption")
 SEED = 0  # of the captions drawn from a file that has several a picture
 RULE = f"one caption a picture, captions and order of pictures drawn at random with seed {SEED}"
-_FOLDER = Path(__file__).resolve().parents[1] / "assets" / "prompts"
+_FOLDER = Path(__file__).resolve().parents[2] / "assets" / "prompts"
 
 
 @dataclass(frozen=True)

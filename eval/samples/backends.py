@@ -10,8 +10,8 @@ import typer
 from diffcache.command import device_of
 from diffcache.eval.metrics import inception, lpips
 from diffcache.eval.metrics.inception import MissingPackageError
+from diffcache.eval.metrics.weights import MissingWeightsError
 from diffcache.eval.runs.extractors import Extractors
-from diffcache.eval.weights import MissingWeightsError
 
 # The options of both commands, with one meaning.
 Backend = Annotated[

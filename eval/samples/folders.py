@@ -1,6 +1,6 @@
 """Read folders of pictures and films that others made; pair two of them by file name.
 
-Only a few pictures are in memory at a time. `diffcache.eval.pictures` says how each is read.
+Few pictures are in memory at a time. `diffcache.eval.samples.pictures` says how each is read.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from diffcache.eval import npz
-from diffcache.eval.clips import FILM_ENDINGS
-from diffcache.eval.pictures import (
+from diffcache.eval.samples import npz
+from diffcache.eval.samples.clips import FILM_ENDINGS
+from diffcache.eval.samples.pictures import (
     PICTURE_ENDINGS,
     is_picture,
     natural,
