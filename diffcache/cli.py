@@ -32,8 +32,8 @@ from diffcache.command import (
 from diffcache.eval import offline
 from diffcache.eval.cli import app as eval_app
 from diffcache.eval.kv.command import app as kv_app
-from diffcache.eval.loading import AS_SAVED, with_loading
 from diffcache.eval.methods import parse_method
+from diffcache.eval.options import AS_SAVED, MODEL, with_loading
 from diffcache.files import write_json
 from diffcache.pipelines.demo.console import console, print_rows, progress, quiet
 from diffcache.pipelines.load import Loading
@@ -139,7 +139,7 @@ def demo(
 @guarded
 @with_loading
 def run(
-    model: Annotated[str, typer.Argument(help=f"{MODELS[0].upper()}{MODELS[1:]}.")],
+    model: Annotated[str, typer.Argument(help=MODEL)],
     prompt: Annotated[str, typer.Argument(help="What to draw, or a class number or name.")],
     method: Method = "taylorseer",
     images: Annotated[
@@ -181,7 +181,7 @@ def run(
     chosen.abilities()  # raises where tables are missing
     place = device_of(device)
     quiet()
-    from diffcache.eval import output
+    from diffcache.eval.samples import output
     from diffcache.pipelines import load
     from diffcache.pipelines.demo import generate, inputs, saved
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 import typer
 
 from diffcache.errors import DiffcacheError, MissingError, UncalibratedError
+from diffcache.files import write_json
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +42,10 @@ METHOD = "NAME[:KEY=VALUE,...]"
 Device = Annotated[str, typer.Option(help=f"Device of torch: {DEVICES}")]
 Dtype = Annotated[str, typer.Option(help=f"Dtype of the models: {DTYPES}.")]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the noise.")]
+Threads = Annotated[int, typer.Option(min=1, help="CPU threads of torch.")]
+Json = Annotated[
+    str, typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or - for only JSON.")
+]
 DEBUG: ContextVar[bool] = ContextVar("diffcache_debug", default=False)
 
 
@@ -65,6 +71,33 @@ def guarded(command: Command) -> Command:
     return inner  # type: ignore[return-value]
 
 
+def script(command: Command) -> Callable[..., int]:
+    """Return the `main` of a module: it runs a command, and returns the exit code.
+
+    Args:
+        command: Function with options as typer reads them; its docstring is the help.
+    """
+    app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+    app.command(epilog=EXIT_LINE, context_settings={"help_option_names": ["-h", "--help"]})(
+        guarded(command)
+    )
+
+    def main(arguments: Sequence[str] | None = None, name: str | None = None) -> int:
+        """Run the command.
+
+        Args:
+            arguments: Command line; None for that of the process.
+            name: What the help calls the program; None for what the process was started as.
+        """
+        try:
+            app(arguments, prog_name=name)
+        except SystemExit as stop:
+            return int(stop.code or DONE)
+        return DONE
+
+    return main
+
+
 def _told(error: Exception) -> tuple[str, int]:
     """Return the message of an error as a command line says it, and the exit code."""
     if isinstance(error, UncalibratedError) and error.method:
@@ -86,6 +119,35 @@ def fail(message: str, code: int, prefix: str = "error: ") -> NoReturn:
     raise typer.Exit(code)
 
 
+def warn(*texts: str) -> None:
+    """Print warnings, each one line on standard error."""
+    for text in texts:
+        typer.echo(f"warning: {' '.join(text.split())}", err=True)
+
+
+def check_json(target: str) -> None:
+    """Check the file that `--json` names as `check_target` does; `-` is standard output."""
+    if target not in ("", "-"):
+        check_target("--json", Path(target))
+
+
+def print_or_write(target: str, report: dict[str, Any], print_text: Callable[[], None]) -> None:
+    """Print a report: as text, or as nothing but JSON where `--json` is `-`.
+
+    Args:
+        target: What `--json` names; a file gets the JSON as well.
+        report: Plain data.
+        print_text: Prints it for people.
+    """
+    if target == "-":
+        typer.echo(json.dumps(report, indent=1, allow_nan=False))
+        return
+    print_text()
+    if target:
+        write_json(Path(target), report)
+        typer.echo(f"wrote {target}")
+
+
 def check_target(option: str, path: Path, endings: Collection[str] = ()) -> None:
     """Check that a file can be written before anything is computed; make its folder.
 
@@ -99,6 +161,8 @@ def check_target(option: str, path: Path, endings: Collection[str] = ()) -> None
     """
     if endings and path.suffix.lower() not in endings:
         raise ValueError(f"{option} {path}: the name must end in {', '.join(endings)}")
+    if str(path) == "-":
+        raise ValueError(f"{option} -: name a file; only --json prints")
     if path.is_dir():
         raise ValueError(f"{option} {path}: is a folder; name a file in it")
     try:

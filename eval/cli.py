@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import shlex
 import sys
@@ -17,26 +16,20 @@ import typer
 from diffcache.command import (
     EXIT_LINE,
     FAILED,
-    METHOD,
-    MODELS,
-    Device,
-    Dtype,
-    Seed,
-    check_target,
+    Json,
+    check_json,
     fail,
     guarded,
-    parse_settings,
+    print_or_write,
 )
 from diffcache.errors import MissingError
-from diffcache.eval.loading import AS_SAVED, with_loading
+from diffcache.eval.options import EMPTY, MODEL, NONE, Methods, Quiet, Settings, with_task
 from diffcache.eval.vbench.command import app as vbench_app
-from diffcache.pipelines.load import Loading
 
 if TYPE_CHECKING:
     from diffcache.eval.runs.evaluate import Plan
 
-EMPTY: list[str] = []
-NEEDED = ("torchmetrics", "matplotlib", "av")
+NEEDED = ("torchmetrics", "matplotlib", "jinja2", "av")
 SHOWN = (
     "evaluations", "flops_ratio", "ratio", "cpu_ratio", "held_bytes", "psnr_db", "lpips",
     "lpips_lite", "temporal_error", "fid", "fid_lite", "fid_lite_change", "fvd_lite",
@@ -50,8 +43,6 @@ SCRIPTS = {
     "report": "Write tables, plots and a page from records.",
 }
 
-PACKAGES = ("report",)
-
 app = typer.Typer(
     invoke_without_command=True,
     no_args_is_help=True,
@@ -61,48 +52,22 @@ app = typer.Typer(
 )
 app.add_typer(vbench_app, name="vbench")
 
-Model = Annotated[str, typer.Option(help=f"{MODELS[0].upper()}{MODELS[1:]}.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/MODEL-HASH).")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
-Methods = Annotated[list[str], typer.Option("--method", metavar=METHOD, help="May be repeated.")]
-Prompts = Annotated[
-    str,
-    typer.Option(help="shapes, shapes-held-out, shapes-one-held-out, pictures, films, a file."),
-]
-Steps = Annotated[int | None, typer.Option(min=1, help="Sampling steps (default: the pipeline's).")]
-Call = Annotated[
-    list[str],
-    typer.Option("--call", metavar="KEY=VALUE", help="An argument of the pipeline's call."),
-]
-Threads = Annotated[int, typer.Option(min=1, help="CPU threads of torch.")]
 Memory = Annotated[
     bool, typer.Option("--memory", help="Measure peak memory, in a process for each case.")
-]
-Machine = Annotated[
-    str, typer.Option("--json", metavar="FILE|-", help="Write the record here too.")
 ]
 
 
 @app.callback()
 @guarded
-@with_loading
+@with_task(
+    "samples", "steps", "prompts", "seed", "batch_size", "call", "fps", "dtype", "device",
+    "threads", model="",
+)  # fmt: skip
 def evaluate(
     context: typer.Context,
-    model: Model = "",
+    task: Settings = NONE,
     methods: Methods = EMPTY,
-    samples: Annotated[int, typer.Option(min=1, help="Samples of every case.")] = 256,
-    steps: Steps = None,
-    prompts: Prompts = "",
-    seed: Seed = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts a call.")] = 8,
-    call: Call = EMPTY,
-    fps: Annotated[
-        float | None,
-        typer.Option(min=0.01, max=1000, help="Frames a second of films (default: the model's)."),
-    ] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = 1,
     reference: Annotated[
         Path | None,
         typer.Option(help="Real pictures for FID and the like: a folder, or npz, or statistics."),
@@ -131,9 +96,8 @@ def evaluate(
         ),
     ] = "",
     out: Out = None,
-    machine: Machine = "",
+    machine: Json = "",
     quiet: Quiet = False,
-    loading: Loading = AS_SAVED,
 ) -> None:
     """Evaluate methods on a model: fidelity, quality, speed; with a report.
 
@@ -155,27 +119,23 @@ def evaluate(
         diffcache eval sweep sweep.toml
     """
     if context.invoked_subcommand is not None:
-        if model or methods:
+        if task["model"] or methods:
             raise ValueError(f"options before {context.invoked_subcommand!r}: put them after it")
         return
-    if not model:
+    if not task["model"]:
         raise ValueError("--model is missing: name a directory, or shapes-flux")
-    if machine not in ("", "-"):
-        check_target("--json", Path(machine))
+    check_json(machine)
     _prepare()
     from diffcache.eval.runs.evaluate import Plan
     from diffcache.eval.runs.task import Task
 
-    task = Task(
-        model=model, prompts=prompts, samples=samples, seed=seed, batch_size=batch_size,
-        steps=steps, call=parse_settings(call, "--call"), dtype=dtype, device=device,
-        threads=threads, fps=fps, loading=loading,
-    )  # fmt: skip
     if not methods:
-        message = f"no --method: {samples} uncached samples are drawn and measured, nothing else"
+        message = (
+            f"no --method: {task['samples']} uncached samples are drawn and measured, nothing else"
+        )
         typer.echo(message, err=True)
     plan = Plan(
-        task, _rows(methods), out, reference, resize=resize,
+        Task(**task), _rows(methods), out, reference, resize=resize,
         convention=convention, stages=stages.split(","), rounds=rounds, memory=memory,
         site_errors=site_errors, reward=reward, command=shlex.join(["diffcache", *sys.argv[1:]]),
     )  # fmt: skip
@@ -198,22 +158,15 @@ def _rows(methods: list[str]) -> dict[str, Any]:
 
 @app.command(epilog=EXIT_LINE)
 @guarded
-@with_loading
+@with_task("prompts", "steps", "call", "dtype", "device", "threads", batch_size=1)
 def latency(
-    model: Annotated[str, typer.Argument(help=f"{MODELS[0].upper()}{MODELS[1:]}.")],
+    model: Annotated[str, typer.Argument(help=MODEL)],
     methods: Methods = EMPTY,
-    prompts: Prompts = "",
-    steps: Steps = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples a call.")] = 1,
-    call: Call = EMPTY,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = 1,
+    task: Settings = NONE,
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 10,
     memory: Memory = False,
-    machine: Machine = "",
+    machine: Json = "",
     quiet: Quiet = False,
-    loading: Loading = AS_SAVED,
 ) -> None:
     """Time a pipeline uncached and under methods, in turn: medians and quartiles of the rounds.
 
@@ -224,35 +177,28 @@ def latency(
 
         diffcache eval latency shapes-flux --method taylorseer --method taylorseer:every=4
     """
-    if machine not in ("", "-"):
-        check_target("--json", Path(machine))
+    check_json(machine)
     _prepare()
-    from diffcache.eval.latency import measure, tables
+    from diffcache.eval.cost.latency import measure, tables
     from diffcache.eval.runs.evaluate import Plan
     from diffcache.eval.runs.progress import shown
     from diffcache.eval.runs.task import Task
-    from diffcache.files import write_json
     from diffcache.pipelines.demo.console import print_rows
 
-    task = Task(
-        model=model, prompts=prompts, samples=batch_size, batch_size=batch_size, steps=steps,
-        call=parse_settings(call, "--call"), dtype=dtype, device=device, threads=threads,
-        loading=loading,
-    )  # fmt: skip
     with TemporaryDirectory() as folder, shown(quiet) as progress:
-        plan = Plan(task, _rows(methods), Path(folder) / "run", rounds=rounds, memory=memory,
+        drawn = Task(model=model, samples=task["batch_size"], **task)
+        plan = Plan(drawn, _rows(methods), Path(folder) / "run", rounds=rounds, memory=memory,
                     stages=("draw", "time"),
                     command=shlex.join(["diffcache", *sys.argv[1:]]))  # fmt: skip
         record = measure(plan, progress)
-    if machine == "-":
-        typer.echo(json.dumps(record, indent=1))
-        return
-    if machine:
-        write_json(Path(machine), record)
-    for titles, rows in tables(record):
-        print_rows(titles, rows)
-    for text in record["warnings"]:
-        typer.echo(f"note: {text}")
+
+    def print_text() -> None:
+        for titles, rows in tables(record):
+            print_rows(titles, rows)
+        for text in record["warnings"]:
+            typer.echo(f"note: {text}")
+
+    print_or_write(machine, record, print_text)
 
 
 def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, Any] | None:
@@ -260,7 +206,6 @@ def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, An
     from diffcache.eval.report.table import terminal_table
     from diffcache.eval.runs.measure import evaluate as run
     from diffcache.eval.runs.progress import shown
-    from diffcache.files import write_json
     from diffcache.pipelines.demo.console import console
 
     is_first = os.environ.get("RANK", "0") == "0"
@@ -273,20 +218,18 @@ def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, An
         if is_first:
             typer.echo("drawn, not scored: the same command with --stages score,time goes on")
         return None
-    files = record.pop("files")
-    folder = record.pop("folder")
-    if machine == "-":
-        typer.echo(json.dumps(record, indent=1))
-        return record
-    if machine:
-        write_json(Path(machine), record)
-    screen = console()
-    own = [key for key in record["metrics"] if key.startswith("reward_")]
-    screen.print(terminal_table(record, (*SHOWN, *own)))
-    for text in record["warnings"]:
-        screen.print(f"note: {text}", highlight=False, markup=False)
-    page = next((file for file in files if file.endswith(".html")), folder)
-    screen.print(f"wrote {folder}/record.json and {page}", highlight=False, soft_wrap=True)
+    files, folder = record.pop("files"), record.pop("folder")
+
+    def print_text() -> None:
+        screen = console()
+        own = [key for key in record["metrics"] if key.startswith("reward_")]
+        screen.print(terminal_table(record, (*SHOWN, *own)))
+        for text in record["warnings"]:
+            screen.print(f"note: {text}", highlight=False, markup=False)
+        page = next((file for file in files if file.endswith(".html")), folder)
+        screen.print(f"wrote {folder}/record.json and {page}", highlight=False, soft_wrap=True)
+
+    print_or_write(machine, record, print_text)
     return record
 
 
@@ -373,9 +316,9 @@ def _script(name: str, summary: str) -> None:
 
     @app.command(name, context_settings=PASS_ON, help=summary)
     def call(context: typer.Context) -> None:
-        module = f"{name}.__main__" if name in PACKAGES else name
+        module = "report.__main__" if name == "report" else name
         main = importlib.import_module(f"diffcache.eval.{module}").main
-        raise typer.Exit(int(main(list(context.args))))
+        raise typer.Exit(main(context.args, context.command_path))
 
 
 for _name, _summary in SCRIPTS.items():

@@ -1,6 +1,6 @@
 """Say which metrics run here, with what, and what the others lack.
 
-    python -m diffcache.eval.doctor [--json [FILE]] [--selftest] [--time SIDE]
+    python -m diffcache.eval.doctor [--json FILE|-] [--selftest] [--time SIDE]
 
 Every package is really imported and every weight file really hashed, so that a torchvision built
 for another torch shows as broken and a wrong file as wrong.
@@ -8,7 +8,6 @@ for another torch shows as broken and a wrong file as wrong.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import importlib.metadata
@@ -19,17 +18,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.table import Table
 
 import diffcache
-from diffcache.command import DONE, EXIT_LINE, FAILED
-from diffcache.eval import script, weights
-from diffcache.eval.metrics import clip, reward
+from diffcache.command import FAILED, Json, check_json, fail, print_or_write, script
+from diffcache.eval.metrics import clip, reward, weights
 from diffcache.eval.metrics.catalog import METRICS, SHIPPED, Metric
 from diffcache.eval.metrics.inception import MissingPackageError, load_package
 from diffcache.eval.metrics.lpips import heads_file
 from diffcache.eval.runs.seconds import seconds_a_picture
 from diffcache.eval.vbench import driver
+from diffcache.pipelines.demo.console import console, print_rows
 
 Backend = Literal["exact", "real", "lite", "none"]
 Kind = Literal["package", "weights", "interpreter", "shipped"]
@@ -44,11 +46,6 @@ GHOST_AT_LEAST = 4.0  # of the same with 10 % of another picture mixed in, half 
 _SELFTEST_SEED = 77
 _COLOURS = {"exact": "green", "real": "green", "lite": "yellow", "none": "red"}
 _INTERPRETER_SECONDS = 60
-EPILOG = f"""\
-exact: no weights needed. real: the published weights are here. lite: a shipped stand-in under a
-name of its own. none: not measured here. Weight files are looked for in ${weights.VARIABLE}.
-{EXIT_LINE}
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +119,8 @@ def probe(name: str, kind: Kind) -> Part:
         return Part(shown, kind, False, f"broken: {reason}" if is_broken else reason)
 
 
-def table(found: Sequence[Row]) -> Any:
+def table(found: Sequence[Row]) -> Table:
     """Return a rich table of rows; metrics of a group that need the same share one."""
-    from rich.table import Table
-
     alike: dict[tuple[str, Backend, tuple[Part, ...]], list[Row]] = {}
     for row in found:
         alike.setdefault((row.group, row.backend, row.parts), []).append(row)
@@ -172,54 +167,51 @@ def _distances() -> tuple[float, float]:
     return clean, ghost
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; return 0, 1 where the self-test fails, or 2 for a wrong request."""
-    return script.guarded(lambda: _main(arguments))
+def doctor(
+    machine: Json = "",
+    tested: Annotated[
+        bool, typer.Option("--selftest", help="Also measure FID-lite of 2,000 pictures.")
+    ] = False,
+    side: Annotated[
+        int | None,
+        typer.Option("--time", min=32, metavar="SIDE",
+                     help="Also time every value of a picture of SIDE pixels, on each device."),
+    ] = None,
+) -> None:  # fmt: skip
+    """Say which metrics run here, with which weights, and what is missing.
 
-
-def _main(arguments: Sequence[str] | None) -> int:
-    given = _parser().parse_args(arguments)
-    script.check_targets(json=given.json)
-    found, installed = rows(), packages()
-    test: dict[str, Any] | None = None
-    if given.selftest:
+    exact: no weights needed. real: the published weights are here. lite: a shipped stand-in under a
+    name of its own. none: not measured here. Weight files are looked for in $DIFFCACHE_WEIGHTS.
+    """
+    check_json(machine)
+    found, installed, test = rows(), packages(), None
+    if tested:
         try:
             test = selftest()
         except (ImportError, OSError, ValueError) as error:
-            script.warn(f"the self-test cannot run: {error}")
-            return FAILED
-    taken = seconds_a_picture(given.time) if given.time else None
+            fail(f"the self-test cannot run: {error}", FAILED)
+    taken = seconds_a_picture(side) if side else None
     report = {
         "metrics": [dataclasses.asdict(row) for row in found],
         "packages": [dataclasses.asdict(part) for part in installed],
         "selftest": test,
         "seconds_a_picture": taken,
     }
-    if taken and given.json != "-":
-        _show_seconds(given.time, taken)
-    script.show(given.json, report, lambda: _show(found, installed, test))
-    return DONE if test is None or test["passed"] else FAILED
+
+    def print_text() -> None:
+        if side and taken:
+            _show_seconds(side, taken)
+        _show(found, installed, test)
+
+    print_or_write(machine, report, print_text)
+    if test and not test["passed"]:
+        raise typer.Exit(FAILED)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = script.Parser(
-        prog="diffcache eval doctor",
-        description="Say which metrics run here, with which weights, and what is missing.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--json", nargs="?", const="-", metavar="FILE|-", help="write JSON to a file; without one, "
-        "or with -, print nothing but JSON")  # fmt: skip
-    add("--selftest", action="store_true", help="also measure FID-lite of 2,000 pictures")
-    add("--time", type=script.at_least(32), metavar="SIDE", help="also time every value of a "
-        "picture, SIDE pixels high and wide, on each device")  # fmt: skip
-    return parser
+main = script(doctor)
 
 
 def _show_seconds(side: int, taken: dict[str, dict[str, float]]) -> None:
-    from diffcache.pipelines.demo.console import print_rows
-
     rows = [[name, *(_seconds(row.get(name)) for row in taken.values())] for name in taken["cpu"]]
     total = [_seconds(sum(row.values())) for row in taken.values()]
     titles = (f"seconds a picture of {side} x {side}", *taken)
@@ -231,22 +223,19 @@ def _seconds(value: float | None) -> str:
 
 
 def _show(found: Sequence[Row], installed: Sequence[Part], test: dict[str, Any] | None) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(table(found), soft_wrap=False)
+    console().print(table(found), highlight=False)
     marks = (f"{part.name} {part.note if part.found else '✗'}" for part in installed)
-    console.print(f"packages: {', '.join(marks)}", markup=False)
+    typer.echo(f"packages: {', '.join(marks)}")
     lacking = missing(found)
     if lacking:
-        console.print(
+        typer.echo(
             f"missing (files go into ${weights.VARIABLE}, or stay in the cache of the library that "
             "downloads them; nothing is downloaded here):"
         )
-        console.print(*(f"- {line}" for line in lacking), sep="\n", markup=False)
+        typer.echo("\n".join(f"- {line}" for line in lacking))
     if test:
         word = "passed" if test["passed"] else "FAILED"
-        console.print(
+        typer.echo(
             f"self-test {word}: FID-lite of {test['pictures']} clean pictures {test['clean']:.3f}"
             f" (at most {CLEAN_AT_MOST}), with 10 % ghosts {test['ghost']:.3f} (at least "
             f"{GHOST_AT_LEAST}), {test['seconds']:.1f} s"
@@ -318,4 +307,4 @@ def _interpreter(variable: str) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

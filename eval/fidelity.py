@@ -7,120 +7,126 @@ Files are paired by name. The value of a film is the mean over its frames. Inter
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
-from diffcache.command import EXIT_LINE
-from diffcache.eval import folders, script
-from diffcache.eval.backends import KINDS, Choice, for_pairs
+from diffcache.command import (
+    Device,
+    Json,
+    Seed,
+    Threads,
+    check_json,
+    check_target,
+    print_or_write,
+    script,
+    warn,
+)
 from diffcache.eval.metrics import bootstrap
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.intervals import metric_interval
-from diffcache.eval.pairs import KEYS, Columns, Pairs, measure, warn_of_encoding, warn_of_rates
 from diffcache.eval.runs.extractors import Extractors
+from diffcache.eval.samples import folders
+from diffcache.eval.samples.backends import Backend, Choice, Recursive, Weights
+from diffcache.eval.samples.pairs import (
+    KEYS,
+    Columns,
+    Pairs,
+    measure,
+    warn_of_encoding,
+    warn_of_rates,
+)
 from diffcache.files import write_file
+from diffcache.pipelines.demo.console import print_rows
 from diffcache.psnr import decibels
 
 SCHEMA = "diffcache.fidelity/1"
-EPILOG = f"""\
-A is the reference, B what is compared with it: folders or .npz files of pictures, folders of films,
-or two single files. Only lossless files show what a cache did: encoding a film as usual limits
-PSNR to about 32 dB by itself.
-{EXIT_LINE}
-"""
 LEAST_SIDE = {"ssim": 11, "ms-ssim": 22, "lpips": 32}  # pixels; LPIPS-lite takes any
 WORST, WORST_SHOWN = 5, 3
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare two folders; print a table or JSON.
+def fidelity(
+    a: Annotated[str, typer.Argument(help="The reference: folder, .npz, or file.")] = "",
+    b: Annotated[str, typer.Argument(help="The other.")] = "",
+    i1: Annotated[str, typer.Option("-i1", metavar="A", help="The reference, pictures.")] = "",
+    i2: Annotated[str, typer.Option("-i2", metavar="B", help="The other, pictures.")] = "",
+    v1: Annotated[
+        str,
+        typer.Option(
+            "-v1", metavar="A", help="The reference, films; of a folder of pictures a frame each."
+        ),
+    ] = "",
+    v2: Annotated[str, typer.Option("-v2", metavar="B", help="The other, films.")] = "",
+    metrics: Annotated[
+        str, typer.Option(metavar="NAME,...", help=f"Of {', '.join(KEYS)} (default: that apply).")
+    ] = "",
+    backend: Backend = "auto",
+    weights: Weights = "",
+    recursive: Recursive = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Pairs of pictures at once.")] = 16,
+    resamples: Annotated[
+        int, typer.Option(min=0, help="Of intervals, 0 for none.")
+    ] = bootstrap.RESAMPLES,
+    seed: Seed = 0,
+    device: Device = "auto",
+    threads: Threads = 1,
+    values: Annotated[
+        Path | None, typer.Option("--csv", help="Write the values of every pair.")
+    ] = None,
+    machine: Json = "",
+) -> None:
+    """Compare two folders of pictures or films file by file, with intervals.
 
-    Args:
-        arguments: Command line; None for the one of the process.
-
-    Returns:
-        The exit code.
+    A is the reference, B what is compared with it: folders or .npz files of pictures, folders of
+    films, or two single files. Only lossless files show what a cache did: encoding a film as usual
+    limits PSNR to about 32 dB by itself.
     """
-    return script.guarded(lambda: _main(arguments))
-
-
-def _main(arguments: Sequence[str] | None) -> None:
-    options = _parser().parse_args(arguments)
-    script.check_targets(json=options.json, csv=options.csv)
-    torch.set_num_threads(options.threads)
-    pairs = _open(options)
-    metrics, network = _metrics(options, pairs)
-    script.warn(*pairs.warnings)
+    check_json(machine)
+    if values is not None:
+        check_target("--csv", values)
+    torch.set_num_threads(threads)
+    pairs = _open({"": (a, b), "pictures": (i1, i2), "films": (v1, v2)}, recursive)
+    names, network = _metrics(metrics, Choice(backend, weights, device), pairs)
+    warn(*pairs.warnings)
     said = len(pairs.warnings)
-    columns = measure(pairs, metrics, network, options.batch_size)
+    columns = measure(pairs, names, network, batch_size)
     errors = columns.pop("mse", None)
     key = next((key for key in ("lpips", "lpips_lite") if key in columns), "")
     if key == "lpips":
         columns.pop("lpips_lite", None)
-    found = {key: _summary(key, column, pairs, options) for key, column in columns.items()}
+    found = {k: _summary(k, column, pairs, (resamples, seed)) for k, column in columns.items()}
     if errors is not None:
-        found["psnr_db"]["pooled"] = float(
-            decibels(torch.tensor(errors, dtype=torch.float64).mean())
-        )
+        pooled = torch.tensor(errors, dtype=torch.float64).mean()
+        found["psnr_db"]["pooled"] = float(decibels(pooled))
     report = {
         "schema": SCHEMA, "a": str(pairs.a.path), "b": str(pairs.b.path),
         "kind": "films" if pairs.is_film else "pictures", "count": len(pairs.places),
         "backend": network.describe(key) if key else None,
         "metrics": found, "warnings": pairs.warnings,
     }  # fmt: skip
-    script.warn(*pairs.warnings[said:])
-    if options.csv:
-        _write_csv(Path(options.csv), pairs, columns)
-    script.show(options.json, report, lambda: _print(report))
+    warn(*pairs.warnings[said:])
+    if values is not None:
+        _write_csv(values, pairs, columns)
+    print_or_write(machine, report, lambda: _print(report))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = script.Parser(
-        prog="python -m diffcache.eval.fidelity",
-        description="Compare two folders of pictures or films file by file, with intervals.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add, count = parser.add_argument, script.at_least
-    add("a", nargs="?", metavar="A", help="the reference: folder, .npz, or file")
-    add("b", nargs="?", metavar="B", help="the other")
-    add("-i1", metavar="A", help="the reference, pictures")
-    add("-i2", metavar="B", help="the other, pictures")
-    add("-v1", metavar="A", help="the reference, films; a folder of pictures is a film's frames")
-    add("-v2", metavar="B", help="the other, films")
-    add("--metrics", metavar="NAME,...", help=f"of {', '.join(KEYS)} (default: all that apply)")
-    add("--backend", choices=KINDS, default="auto", help="of LPIPS (default: real if it is here)")
-    add("--weights", metavar="PATH", help="AlexNet, for LPIPS; means --backend real")
-    add("--recursive", action="store_true", help="look into folders inside, too (pictures)")
-    add("--batch-size", type=count(1), default=16, metavar="N", help="default: 16")
-    add("--resamples", type=count(0), default=bootstrap.RESAMPLES, metavar="N",
-        help="of the interval, 0 for none (default: 1000)")  # fmt: skip
-    add("--seed", type=count(0), default=0, metavar="N", help="of the interval; default: 0")
-    add("--device", default="auto", help="of LPIPS: auto, cpu, cuda (default: auto)")
-    add("--threads", type=count(1), default=1, metavar="N", help="of torch; default: 1")
-    add("--csv", metavar="FILE", help="write the values of every pair")
-    add("--json", metavar="FILE|-", help="write JSON to a file, or - for nothing but JSON")
-    return parser
+main = script(fidelity)
 
 
-def _open(options: argparse.Namespace) -> Pairs:
-    """Find the pairs, and check what can be checked without decoding them."""
-    given = [
-        (kind, two)
-        for kind, two in (
-            ("", (options.a, options.b)),
-            ("pictures", (options.i1, options.i2)),
-            ("films", (options.v1, options.v2)),
-        )
-        if any(two)
-    ]
+def _open(named: Mapping[str, tuple[str, str]], recursive: bool) -> Pairs:
+    """Find the pairs, and check what can be checked without decoding them.
+
+    Args:
+        named: Kind of files, empty to look, with the reference and the other; one kind has them.
+        recursive: Look into folders inside.
+    """
+    given = [(kind, two) for kind, two in named.items() if any(two)]
     if len(given) != 1 or not all(given[0][1]):
         raise ValueError("name two folders or files: A B, or -i1 A -i2 B, or -v1 A -v2 B")
     kind, two = given[0]
@@ -133,17 +139,16 @@ def _open(options: argparse.Namespace) -> Pairs:
     if kind == "films":
         a, b = (folders.open_films(path) for path in two)
     else:
-        a, b = (folders.open_pictures(path, options.recursive) for path in two)
+        a, b = (folders.open_pictures(path, recursive) for path in two)
     pairs = Pairs(a, b, folders.pair(a, b), kind == "films", [*a.notes, *b.notes])
     if a.path.resolve() == b.path.resolve():
         pairs.warnings.append(f"{a.path} is compared with itself")
     return pairs
 
 
-def _metrics(options: argparse.Namespace, pairs: Pairs) -> tuple[list[str], Extractors]:
+def _metrics(named: str, choice: Choice, pairs: Pairs) -> tuple[list[str], Extractors]:
     """Return the metrics that apply, and the network of LPIPS if it is one of them."""
-    named = options.metrics is not None
-    chosen = options.metrics.replace("_", "-").split(",") if named else list(KEYS)
+    chosen = named.replace("_", "-").split(",") if named else list(KEYS)
     unknown = [name for name in chosen if name not in KEYS]
     if unknown:
         raise ValueError(f"--metrics: no {unknown[0]!r}; there are {', '.join(KEYS)}")
@@ -154,15 +159,14 @@ def _metrics(options: argparse.Namespace, pairs: Pairs) -> tuple[list[str], Extr
     least = dict(LEAST_SIDE)
     network = Extractors()
     if "lpips" in chosen:
-        choice = Choice(options.backend, options.weights, options.device)
-        network = for_pairs(choice, pairs.warnings)
+        network = choice.load("lpips", pairs.warnings)
         if network.lpips is None:
             del least["lpips"]
     if pairs.is_film:
         warn_of_encoding(pairs)
         warn_of_rates(pairs)
         return chosen, network
-    return _fitting(pairs, chosen, least, named), network
+    return _fitting(pairs, chosen, least, bool(named)), network
 
 
 def _fitting(pairs: Pairs, chosen: list[str], least: Mapping[str, int], named: bool) -> list[str]:
@@ -196,13 +200,13 @@ def _size(size: folders.Size) -> str:
 
 
 def _summary(
-    key: str, column: Sequence[float], pairs: Pairs, options: argparse.Namespace
+    key: str, column: Sequence[float], pairs: Pairs, drawn: tuple[int, int]
 ) -> dict[str, Any]:
-    """Return mean, interval, the bad tail and the worst pairs of a metric."""
+    """Return mean, interval (of so many resamples and a seed), bad tail and worst pairs."""
     values = torch.tensor(column, dtype=torch.float64)
     found: dict[str, Any] = {"value": float(values.mean()), "n": len(values)}
-    if options.resamples and len(values) > 1:
-        found = metric_interval(key, values, options.resamples, options.seed).to_dict()
+    if drawn[0] and len(values) > 1:
+        found = metric_interval(key, values, *drawn).to_dict()
     low_is_good = METRICS[key].direction == "down"
     tail = 0.95 if low_is_good else 0.05
     found[f"p{100 * tail:.0f}"] = float(torch.quantile(values, tail))
@@ -222,8 +226,6 @@ def _write_csv(path: Path, pairs: Pairs, columns: Columns) -> None:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from diffcache.pipelines.demo.console import print_rows
-
     rows = []
     for key, found in report["metrics"].items():
         tail = found.get("p5", found.get("p95"))

@@ -11,16 +11,16 @@ interrupted run goes on.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 import diffcache
 from diffcache.catalog import make_method
+from diffcache.command import script
 from diffcache.eval.cli import show
 from diffcache.eval.record import FOLDER, ROOT
 from diffcache.eval.report.columns import columns_of
@@ -36,6 +36,7 @@ from diffcache.pipelines.demo.console import progress, quiet
 NAME = "eval-{}-methods"
 PAGE = ROOT / "docs" / "figures.md"
 OUT = Path("runs")
+ALL: list[str] = []
 SAMPLES = 32
 COLUMNS = (
     "evaluations", "flops_ratio", "ratio", "cpu_ratio", "psnr_db", "ssim", "lpips_lite",
@@ -90,7 +91,7 @@ def calibrate(sweep: Path, samples: int = SAMPLES) -> None:
         ValueError: If `tuned` is among them, which a search must choose.
     """
     from diffcache.eval.offline import inputs_of
-    from diffcache.eval.peers import MAG_CACHE, mag_ratios_of
+    from diffcache.eval.runs.peers import MAG_CACHE, mag_ratios_of
     from diffcache.eval.runs.task import Task
 
     missing = missing_tables(sweep)
@@ -168,24 +169,24 @@ def page(folder: Path = FOLDER) -> str:
     return filled("\n".join(parts), records, PAGE.name)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw the tables; return an exit code."""
+def figures(
+    named: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models (all).")] = ALL,
+    only_page: Annotated[
+        bool, typer.Option("--page", help="Only fill docs/figures.md from the records.")
+    ] = False,
+) -> None:
+    """Draw the tables of shipped models."""
     known = models()
-    parser = argparse.ArgumentParser(prog="python -m diffcache.eval.figures")
-    parser.add_argument("models", nargs="*", metavar="model", help=f"{', '.join(known)} (all)")
-    parser.add_argument(
-        "--page", action="store_true", help="only fill docs/figures.md from the records"
-    )
-    given = parser.parse_args(arguments)
-    unknown = [name for name in given.models if name not in known]
-    if unknown:
-        parser.error(f"no sweep of {unknown[0]!r}; there are {', '.join(known)}")
+    for name in named:
+        if name not in known:
+            raise ValueError(f"no sweep of {name!r}; there are {', '.join(known)}")
     quiet()
-    for model in [] if given.page else given.models or known:
+    for model in [] if only_page else named or known:
         draw(model)
     write_file(PAGE, page())
-    return 0
 
+
+main = script(figures)
 
 if __name__ == "__main__":
     sys.exit(main())

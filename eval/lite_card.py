@@ -8,17 +8,21 @@ pictures and 512 held-out films. No number in the card is typed.
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+import typer
 from torch import Tensor
 
+from diffcache.command import Threads, script
 from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.distances import inception_score
 from diffcache.eval.metrics.frechet import frechet, moments
+from diffcache.eval.pages import environment
 from diffcache.files import write_file, write_json
 from diffcache.pipelines.small import features
 from diffcache.pipelines.small.corruptions import corrupt
@@ -32,18 +36,10 @@ FILMS = 512
 SEED = 2_000
 LADDER = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.0)
 CASES = (
-    ("noise", 0.015),
-    ("noise", 0.075),
-    ("ghost", 0.1),
-    ("ghost", 0.5),
-    ("echo", 0.1),
-    ("echo", 0.5),
-    ("patch", 0.01),
-    ("patch", 0.05),
-    ("grid", 0.006),
-    ("grid", 0.03),
+    ("noise", 0.015), ("noise", 0.075), ("ghost", 0.1), ("ghost", 0.5), ("echo", 0.1),
+    ("echo", 0.5), ("patch", 0.01), ("patch", 0.05), ("grid", 0.006), ("grid", 0.03),
     ("colour", 0.1),
-)
+)  # fmt: skip
 
 Row = tuple[str, float]
 
@@ -87,15 +83,8 @@ def prompt_rows(scenes: Sequence[Scene], pictures: Tensor) -> Iterator[Row]:
         return float(lite.clip_score_lite(shown, texts).mean())
 
     yield "matched", mean(pictures, right)
-    wrong = {
-        "size": "wrong size",
-        "shape": "wrong shape",
-        "colour": "wrong colour",
-        "place": "wrong place",
-        "background": "wrong background",
-    }
-    for name, shown in wrong.items():
-        yield shown, mean(pictures, [prompt(alter(scene, name, rng)) for scene in scenes])
+    for name in ("size", "shape", "colour", "place", "background"):
+        yield f"wrong {name}", mean(pictures, [prompt(alter(scene, name, rng)) for scene in scenes])
     two = [len({one.colour for one in scene.figures}) == 2 for scene in scenes]
     swapped = [prompt(alter(s, "swap", rng)) for s, both in zip(scenes, two, strict=True) if both]
     yield "colours swapped", mean(pictures[torch.tensor(two)], swapped)
@@ -113,11 +102,7 @@ def class_rows(scenes: Sequence[Scene], pictures: Tensor) -> Iterator[Row]:
         "circles only": pictures[torch.tensor(circles)],
     }
     for name, chosen in sets.items():
-        yield name, _is_lite(chosen)
-
-
-def _is_lite(pictures: Tensor) -> float:
-    return inception_score(lite.class_probabilities(pictures), splits=1)[0]
+        yield name, inception_score(lite.class_probabilities(chosen), splits=1)[0]
 
 
 def film_rows(films: Sequence[Tensor]) -> Iterator[Row]:
@@ -163,58 +148,6 @@ def measure() -> dict[str, dict[str, float]]:
     }
 
 
-CARD = """---
-license: apache-2.0
-library_name: pytorch
-tags: [feature-extraction, test-model]
----
-
-# shapes-features
-
-The networks behind the offline `-lite` metrics ({weights:,} weights): an extractor of 64 features
-from 64x64 pictures of coloured shapes, and two perceptrons that score a picture against a prompt.
-Other sizes are resized to 64x64 by antialiased bilinear interpolation.
-
-```python
-from diffcache.eval.metrics import lite
-
-vectors = lite.embed(pictures)  # uint8 [N, 3, H, W] -> [N, 64]
-scores = lite.clip_score_lite(pictures, prompts)
-```
-
-The extractor has four convolutions with average pooling between; its features are linear in the
-mean and root mean square of all four levels and in the last map pooled to 4x4. It learned to read
-the scene and to name kind and severity of an artefact (`diffcache.pipelines.small.corruptions`),
-on {pictures:,} pictures drawn by `diffcache.pipelines.small.scenes`, in {steps:,} steps. A linear
-map, half-way to whitening a mixture of clean and disturbed pictures, then keeps artefacts from
-outweighing content, and features are centred and divided by one number, so that clean pictures have
-a mean standard deviation of 1.
-
-| file | what it holds |
-|---|---|
-| `model.safetensors` | the weights in half precision, sha256 `{sha256}` |
-| `reference.safetensors` | moments of 10,000 held-out pictures and 2,048 films, 2,000 features |
-| `config.json`, `training.jsonl` | the command, the seed and hashes; the training log |
-| `sensitivity.json` | the numbers below |
-
-## What the metrics see
-
-{films} held-out films and {held:,} held-out pictures (where no other number is given), drawn with
-other random numbers than the reference; `python -m diffcache.eval.lite_card` measures this again.
-A strength is a share of the other picture (blur, ghost, echo) or of the full range of 255 (noise,
-patch, grid).
-
-{tables}
-## Limits
-
-It knows this one kind of picture; on others its numbers mean little, and no `-lite` number compares
-with the metric it stands in for. FID-lite hardly sees repeated pictures, and a clean set of few
-pictures has a high value of its own: compare sets of equal number only. A prompt outside the
-grammar of `scenes.parse` is an error.
-
-Licence: Apache-2.0.
-"""
-
 LEGENDS = {
     "FID-lite": "lower is better; times: to the clean pictures of the same number",
     "CLIPScore-lite": "higher is better, at most 100",
@@ -229,48 +162,31 @@ def card(tables: dict[str, dict[str, float]]) -> str:
     Args:
         tables: as returned by `measure`.
     """
-    config = features.read_config()
     shipped = features.load()
-    models = (shipped.extractor, shipped.matcher)
-    return CARD.format(
-        weights=sum(one.numel() for model in models for one in model.parameters()),
-        pictures=config["pictures"],
-        steps=config["steps"]["extractor"],
-        sha256=config["sha256"],
-        films=FILMS,
-        held=PICTURES,
-        tables="\n".join(_table(title, rows) for title, rows in tables.items()),
-    )
-
-
-def _table(title: str, rows: dict[str, float]) -> str:
+    weights = (one.numel() for model in (shipped.extractor, shipped.matcher)
+               for one in model.parameters())  # fmt: skip
     floors = {"FID-lite": f"clean, {PICTURES:,} pictures", "FVD-lite": f"clean, {FILMS} films"}
-    floor = rows[floors[title]] if title in floors else None
-    lines = [f"**{title}** ({LEGENDS[title]})", ""]
-    lines += ["| case | value | times |", "|---|---:|---:|"] if floor else []
-    lines += [] if floor else ["| case | value |", "|---|---:|"]
-    for case, value in rows.items():
-        times = f" {value / floor:.1f} |" if floor else ""
-        lines.append(f"| {case} | {value:.3g} |{times}")
-    return "\n".join([*lines, ""])
+    text: str = environment().get_template("lite_card.md.jinja").render(
+        weights=sum(weights), config=features.read_config(), films=FILMS, held=PICTURES,
+        tables=tables, legends=LEGENDS, floors=floors,
+    )  # fmt: skip
+    return text
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and write."""
-    made = argparse.ArgumentParser(
-        prog="python -m diffcache.eval.lite_card",
-        description="Measure what the -lite metrics see and write their model card.",
-    )
-    made.add_argument("--out", type=Path, default=features.DIRECTORY, help="folder")
-    made.add_argument("--threads", type=int, default=1, help="of torch")
-    chosen = made.parse_args(arguments)
-    torch.set_num_threads(chosen.threads)
+def lite_card(
+    out: Annotated[Path, typer.Option(help="Folder of the card.")] = features.DIRECTORY,
+    threads: Threads = 1,
+) -> None:
+    """Measure what the -lite metrics see and write their model card."""
+    torch.set_num_threads(threads)
     tables = measure()
     exact = {t: {k: float(f"{v:.6g}") for k, v in rows.items()} for t, rows in tables.items()}
-    write_json(chosen.out / "sensitivity.json", exact, indent=2)
-    write_file(chosen.out / "README.md", card(tables))
+    write_json(out / "sensitivity.json", exact, indent=2)
+    write_file(out / "README.md", card(tables))
     print(card(tables))
 
 
+main = script(lite_card)
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import re
-from collections.abc import Iterable, Sequence
+import sys
 from pathlib import Path
 from typing import Any
 
 from diffcache.catalog import METHODS, method_class
-from diffcache.eval.pages import keep_page
+from diffcache.eval.pages import keep_pages, table
+from diffcache.eval.record import ROOT
 from diffcache.eval.report.records import timing_of
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
+from diffcache.files import read_json
 from diffcache.pipelines.zoo.families import ELSEWHERE, FAMILIES, KINDS
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path("docs/methods.md")
 RECORDS = "eval-*.json"
 # title, where the value lies in a row of a record, how it is written
@@ -62,45 +62,37 @@ def page(directory: Path = ROOT) -> str:
         directory: Of the project, for its records.
     """
     folder = directory / "assets" / "bench"
-    records = _read(folder.glob(RECORDS))
+    records = [read_json(file) for file in sorted(folder.glob(RECORDS))]
     parts = [HEAD, _overview(), *[_section(name, records) for name in METHODS]]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def _overview() -> str:
-    rows = ["| method | what it does | calibrated |", "|---|---|---|"]
+    rows = []
     for name in METHODS:
         cls = method_class(name)
         needs = "yes" if issubclass(cls, Calibrated) else ""
-        rows.append(f"| [`{name}`](#{name}) | {_summary(cls)} | {needs} |")
-    return "\n".join(rows) + "\n"
+        summary = _doc(cls).partition("\n")[0].rstrip(".")
+        rows.append([f"[`{name}`](#{name})", summary, needs])
+    return "\n".join([*table(["method", "what it does", "calibrated"], rows), ""])
 
 
 def _section(name: str, records: list[dict[str, Any]]) -> str:
     cls = method_class(name)
-    lines = [f"## {name}", "", f"`diffcache.features.{_module(cls)}:{cls.__name__}`", ""]
+    lines = [f"## {name}", "", f"`{cls.__module__}:{cls.__name__}`", ""]
     lines += [_story(cls), ""]
     if cls.source:
         lines += [f"Source: {cls.source}.", ""]
     settings = _settings(cls)
     if settings:
-        lines += ["| setting | default | meaning |", "|---|---|---|", *settings, ""]
+        lines += [*table(["setting", "default", "meaning"], settings), ""]
     ran = [KINDS[pipeline] for pipeline in FAMILIES[name].pipelines] if name in FAMILIES else []
     ran += ELSEWHERE.get(name, ())
     lines += [f"Run by the tests on: {'; '.join(ran)}.", ""]
-    lines += _table(("model", "settings", *(title for title, _, _ in FIGURES)),
-                    _figures(name, records))  # fmt: skip
+    lines += _measured(name, records)
     if cls.bibtex:
         lines += ["```bibtex", cls.bibtex, "```", ""]
     return "\n".join(lines)
-
-
-def _module(cls: type[Method]) -> str:
-    return cls.__module__.rpartition(".")[2]
-
-
-def _summary(cls: type[Method]) -> str:
-    return inspect.cleandoc(cls.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
 def _story(cls: type[Method]) -> str:
@@ -113,7 +105,7 @@ def _doc(cls: type[Method]) -> str:
     return inspect.cleandoc(cls.__doc__ or "")
 
 
-def _settings(cls: type[Method]) -> list[str]:
+def _settings(cls: type[Method]) -> list[list[str]]:
     """Return a row for every setting, with what the docstring says of it."""
     match = re.search(r"\nArgs:\n(.*?)(?=\n\S|\Z)", _doc(cls), re.DOTALL)
     said: dict[str, str] = {}
@@ -129,56 +121,28 @@ def _settings(cls: type[Method]) -> list[str]:
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         has = field.default is not dataclasses.MISSING
         default = f"`{field.default!r}`" if has else "required"
-        rows.append(f"| `{field.name}` | {default} | {_cell(said.get(field.name, ''))} |")
+        rows.append([f"`{field.name}`", default, said.get(field.name, "")])
     return rows
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def _read(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(paths)]
-
-
-def _table(titles: Sequence[str], rows: list[list[str]]) -> list[str]:
-    """Return a table's lines with an empty one behind, nothing without rows.
-
-    Columns in which no row has anything are left out.
-    """
-    if not rows:
-        return []
-    held = [place for place in range(len(titles)) if any(row[place] for row in rows)]
-    titles = [titles[place] for place in held]
-    lines = ["| " + " | ".join(_cell(row[place]) for place in held) + " |" for row in rows]
-    return ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles), *lines, ""]
-
-
-def _figures(name: str, records: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the cells of every record's row of a method."""
-    found = []
+def _measured(name: str, records: list[dict[str, Any]]) -> list[str]:
+    """Return the table of every record's row of a method; columns without a number are left out."""
+    rows = []
     for record in records:
         for row in record["rows"]:
-            if row["kind"] != "method" or not _is_of(row, name):
+            called, _, settings = str(row["name"]).partition(":")
+            if row["kind"] != "method" or called != name:
                 continue
             task = record["task"]
             shown = {**row, "seconds_ratio": timing_of(record, row["name"]).get("ratio")}
             values = [_figure(shown, place, form) for _, place, form in FIGURES]
-            about = _about(Path(task["model"]).name, row["steps"], task["samples"])
-            found.append([about, _set(row), *values])
-    return found
-
-
-def _is_of(row: dict[str, Any], name: str) -> bool:
-    return str(row["name"]).partition(":")[0] == name
-
-
-def _about(model: str, steps: int, samples: int) -> str:
-    return f"{model}, {steps} steps, {samples} samples"
-
-
-def _set(row: dict[str, Any]) -> str:
-    return f"`{row['name'].partition(':')[2] or 'defaults'}`"
+            about = f"{Path(task['model']).name}, {row['steps']} steps, {task['samples']} samples"
+            rows.append([about, f"`{settings or 'defaults'}`", *values])
+    if not rows:
+        return []
+    titles = ["model", "settings", *(title for title, _, _ in FIGURES)]
+    held = [place for place in range(len(titles)) if any(row[place] for row in rows)]
+    return [*table([titles[at] for at in held], ([row[at] for at in held] for row in rows)), ""]
 
 
 def _figure(row: dict[str, Any], place: tuple[str, ...], form: str) -> str:
@@ -194,10 +158,7 @@ def _figure(row: dict[str, Any], place: tuple[str, ...], form: str) -> str:
     return form.format(value) if isinstance(value, (int, float)) else ""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page, or check that it is up to date; return an exit code."""
-    return keep_page("diffcache.eval.method_page", PAGE, page, arguments)
-
+main = keep_pages(lambda text: page(), ROOT / PAGE)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -15,7 +15,7 @@ from diffcache.features.parts.instead import Reuse
 from diffcache.features.parts.when import Listed
 
 if TYPE_CHECKING:
-    from diffcache.eval.peers import Peer
+    from diffcache.eval.runs.peers import Peer
 
 Made = TypeVar("Made")
 EVEN = "even"
@@ -79,7 +79,7 @@ def make_row(name: str, **settings: Any) -> Method | Peer:
     if name == EVEN:
         return even(**settings)
     if "/" in name:
-        from diffcache.eval.peers import make_peer  # imports diffusers
+        from diffcache.eval.runs.peers import make_peer  # imports diffusers
 
         return make_peer(name, settings)
     return make_method(name, **settings)

@@ -14,37 +14,20 @@ import diffcache
 from diffcache.catalog import METHODS, method_class
 from diffcache.command import (
     METHOD,
-    MODELS,
-    Device,
-    Dtype,
-    Seed,
     check_target,
     device_of,
     guarded,
-    parse_settings,
 )
-from diffcache.eval.loading import AS_SAVED, with_loading
 from diffcache.eval.methods import parse_method
+from diffcache.eval.options import EMPTY, NONE, Settings, with_task
 from diffcache.features.collect import Calibrated
 from diffcache.features.tables import Tables
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
-from diffcache.pipelines.load import Loading
 
 if TYPE_CHECKING:
     from diffcache.eval.runs.task import Task
 
-EMPTY: list[str] = []
-Model = Annotated[str, typer.Option(help=f"{MODELS[0].upper()}{MODELS[1:]}.")]
 SEEDS = 1 << 31  # first of the noise; torch's generator on the CPU has 32 bits
-Steps = Annotated[int | None, typer.Option(min=1, help="Sampling steps (default: the pipeline's).")]
-Prompts = Annotated[
-    str, typer.Option(help="A file or built-in list; scenes or classes for shipped models.")
-]
-Samples = Annotated[int, typer.Option(min=1, help="Prompts to run.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Prompts a run.")]
-Call = Annotated[
-    list[str], typer.Option("--call", metavar="KEY=VALUE", help="An argument of the call.")
-]
 Out = Annotated[Path | None, typer.Option(help="File of the tables.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Do not go on from an interrupted run.")]
 
@@ -79,8 +62,8 @@ def inputs_of(task: Task) -> Inputs:
     import numpy as np
     import torch
 
-    from diffcache.eval.prompts import HELD_OUT, HELD_OUT_ONE, calibration_prompts
     from diffcache.eval.runs.draw import Drawer
+    from diffcache.eval.samples.prompts import HELD_OUT, HELD_OUT_ONE, calibration_prompts
     from diffcache.pipelines.demo.saved import locate
     from diffcache.pipelines.small.scenes import prompt, sample_scene
 
@@ -111,31 +94,42 @@ def inputs_of(task: Task) -> Inputs:
     return Inputs(drawer.pipe, prompts, call, SEEDS + task.seed)
 
 
-def _policy_inputs(task: Task) -> Inputs:
-    """Return the shipped policy with observations of demonstrations that it was not trained on."""
+def demonstrations(samples: int, seed: int, batch_size: int) -> list[dict[str, Any]]:
+    """Return calls with observations of demonstrations that the policy was not trained on."""
     import torch
 
-    from diffcache.pipelines.demo.saved import locate
     from diffcache.pipelines.small import reach, train_reach
 
-    seen, _ = train_reach.demonstrate(8, reach.HELD_OUT // 2 + task.seed)
-    seen = seen[torch.arange(task.samples) * len(seen) // task.samples]
-    prompts: list[Any] = [{"observation": part} for part in seen.split(task.batch_size)]
+    seen, _ = train_reach.demonstrate(8, reach.HELD_OUT // 2 + seed)
+    seen = seen[torch.arange(samples) * len(seen) // samples]
+    return [{"observation": part} for part in seen.split(batch_size)]
+
+
+def trained_edits(samples: int, seed: int, batch_size: int) -> list[dict[str, Any]]:
+    """Return calls with edits of the training set of the shipped editing pipeline."""
+    from diffcache.pipelines.small import edits
+
+    chosen, before, _ = edits.draw_edits(samples, seed + 77)
+    texts = [edits.instruction(edit) for edit in chosen]
+    return [
+        {"image": part, "prompt": texts[i * batch_size :][: len(part)]}
+        for i, part in enumerate((before.float() / 255).split(batch_size))
+    ]
+
+
+def _policy_inputs(task: Task) -> Inputs:
+    from diffcache.pipelines.demo.saved import locate
+    from diffcache.pipelines.small import reach
+
+    prompts = demonstrations(task.samples, task.seed, task.batch_size)
     return Inputs(reach.load(locate(task.model)), prompts, dict(task.call))
 
 
 def _edit_inputs(task: Task) -> Inputs:
-    """Return the shipped editing pipeline with edits of its training set."""
     from diffcache.pipelines.demo.saved import DTYPES, dtype_of, locate
-    from diffcache.pipelines.small import edits, kontext
+    from diffcache.pipelines.small import kontext
 
-    chosen, before, _ = edits.draw_edits(task.samples, task.seed + 77)
-    pictures = (before.float() / 255).split(task.batch_size)
-    texts = [edits.instruction(edit) for edit in chosen]
-    prompts: list[Any] = [
-        {"image": part, "prompt": texts[i * task.batch_size :][: len(part)]}
-        for i, part in enumerate(pictures)
-    ]
+    prompts = trained_edits(task.samples, task.seed, task.batch_size)
     directory, device = locate(task.model), device_of(task.device)
     pipe = kontext.load(DTYPES[dtype_of(task.dtype, directory, device)], directory).to(device)
     return Inputs(pipe, prompts, {**kontext.CALL, **task.call})
@@ -155,21 +149,12 @@ def _resumable(out: Path) -> Iterator[None]:
 
 
 @guarded
-@with_loading
+@with_task("model", "steps", "prompts", "seed", "call", "dtype", "device", samples=16, batch_size=4)
 def calibrate(
     method: Annotated[str, typer.Option(metavar=METHOD, help="Method with tables.")],
-    model: Model,
     out: Out = None,
-    samples: Samples = 16,
-    steps: Steps = None,
-    prompts: Prompts = "",
-    batch_size: BatchSize = 4,
-    seed: Seed = 0,
-    call: Call = EMPTY,
+    task: Settings = NONE,
     fresh: Fresh = False,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    loading: Loading = AS_SAVED,
 ) -> None:
     """Measure a method's tables on a pipeline, and write them to one file.
 
@@ -189,27 +174,22 @@ def calibrate(
         raise ValueError(f"method {method!r} takes no tables; these do: {', '.join(needing)}")
     from diffcache.eval.runs.task import Task
 
-    task = Task(
-        model=model, prompts=prompts, samples=samples, seed=seed, batch_size=batch_size,
-        steps=steps, call=parse_settings(call, "--call"), dtype=dtype, device=device,
-        loading=loading,
-    )  # fmt: skip
     file = out or Path(f"{chosen.name}.safetensors")
     check_target("--out", file)
-    inputs = inputs_of(task)
+    inputs = inputs_of(Task(**task))
     with progress(f"{chosen.name}") as show, _resumable(file):
         made = diffcache.calibrate(
-            inputs.pipe, chosen, inputs.prompts, steps=steps, batch_size=batch_size,
-            seed=inputs.seed, out=file, resume=not fresh, progress=show, **inputs.call,
+            inputs.pipe, chosen, inputs.prompts, steps=task["steps"],
+            batch_size=task["batch_size"], seed=inputs.seed, out=file, resume=not fresh,
+            progress=show, **inputs.call,
         )  # fmt: skip
     typer.echo(repr(made))
     typer.echo(f"{len(inputs.prompts)} prompts, {made.measured().steps} steps; wrote {file}")
 
 
 @guarded
-@with_loading
+@with_task("model", "steps", "prompts", "seed", "call", "dtype", "device", samples=48, batch_size=8)
 def tune(
-    model: Model,
     speedup: Annotated[
         float | None, typer.Option(help="Closest method with so many times fewer operations.")
     ] = None,
@@ -220,21 +200,12 @@ def tune(
         float | None, typer.Option(help="Closest method that takes at most so long a batch.")
     ] = None,
     methods: Annotated[
-        list[str],
-        typer.Option("--method", metavar=METHOD, help="Try these instead."),
+        list[str], typer.Option("--method", metavar=METHOD, help="Try these instead.")
     ] = EMPTY,
     trials: Annotated[int, typer.Option(min=1, help="Most methods that are tried.")] = 100,
     out: Out = None,
-    samples: Samples = 48,
-    steps: Steps = None,
-    prompts: Prompts = "",
-    batch_size: BatchSize = 8,
-    seed: Seed = 0,
-    call: Call = EMPTY,
+    task: Settings = NONE,
     fresh: Fresh = False,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    loading: Loading = AS_SAVED,
 ) -> None:
     """Search methods, settings, sites and schedules for a pipeline, and write the best to a file.
 
@@ -249,6 +220,7 @@ def tune(
     """
     if sum(goal is not None for goal in (speedup, psnr, seconds)) != 1:
         raise ValueError("say what to aim at: one of --speedup, --psnr and --seconds")
+    steps, samples, batch_size = (task[name] for name in ("steps", "samples", "batch_size"))
     if samples <= batch_size:
         raise ValueError(
             f"--samples {samples} --batch-size {batch_size}: two batches are needed, to search and "
@@ -257,15 +229,10 @@ def tune(
     quiet()
     from diffcache.eval.runs.task import Task
 
-    task = Task(
-        model=model, prompts=prompts, samples=samples, seed=seed, batch_size=batch_size,
-        steps=steps, call=parse_settings(call, "--call"), dtype=dtype, device=device,
-        loading=loading,
-    )  # fmt: skip
     chosen = [parse_method(text) for text in methods] or None
     file = out or Path("tuned.safetensors")
     check_target("--out", file)
-    inputs = inputs_of(task)
+    inputs = inputs_of(Task(**task))
     with progress("tune") as show, _resumable(file):
         best = diffcache.tune(
             inputs.pipe, inputs.prompts, speedup=speedup, psnr=psnr, seconds=seconds,

@@ -1,40 +1,78 @@
-"""Pages of docs/ that are generated: write one, or check that it is up to date."""
+"""Pages that are generated: write them, or check that they are up to date."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Sequence
+import functools
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
+import typer
+
+from diffcache.command import FAILED, fail, script
 from diffcache.files import write_file
 
+BAR, PLAIN_BAR = r"(?<!\\)\|", r"\\|"
 
-def keep_page(
-    module: str, default: Path, page: Callable[[], str], arguments: Sequence[str] | None
-) -> int:
-    """Write a page or check it, as the command line says.
+
+def keep_pages(made: Callable[[str], str], *pages: Path) -> Callable[..., int]:
+    """Return the `main` of a module that makes pages.
 
     Args:
-        module: What `python -m` runs.
-        default: The file, where none is named.
-        page: Makes the text.
-        arguments: Of the command line; None for those of this process.
-
-    Returns:
-        The exit code, 1 if the page is out of date.
+        made: Returns the text of a page, given the text that is there, empty without a page.
+        *pages: The pages, where a command line names no others.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m {module}")
-    parser.add_argument("page", type=Path, nargs="?", default=default)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", action="store_true", help="exit with 1 if it is out of date")
-    what.add_argument("--write", action="store_true", help="write it")
-    given = parser.parse_args(arguments)
-    wanted = page()
-    if given.write:
-        write_file(given.page, wanted)
-        return 0
-    if not given.page.exists() or given.page.read_text(encoding="utf-8") != wanted:
-        print(f"{given.page}: out of date; run with --write", file=sys.stderr)
-        return 1
-    return 0
+
+    def keep(
+        files: Annotated[list[Path], typer.Argument(metavar="PAGE...")] = list(pages),  # noqa: B006
+        check: Annotated[bool, typer.Option("--check", help="Exit with 1 if out of date.")] = False,
+        write: Annotated[bool, typer.Option("--write", help="Write what is out of date.")] = False,
+    ) -> None:
+        """Write generated pages, or check that they are up to date."""
+        if check == write:
+            raise ValueError("give --write or --check")
+        for file in files:
+            before = file.read_text(encoding="utf-8") if file.exists() else ""
+            after = made(before)
+            if before != after and check:
+                fail(f"{file}: out of date; run with --write", FAILED, "")
+            if before != after:
+                write_file(file, after)
+
+    return script(keep)
+
+
+def escape_markdown(text: str) -> str:
+    """Return text that Markdown prints as it is, on one line."""
+    plain = " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;")
+    return "".join(f"\\{sign}" if sign in "\\`*_|~#" else sign for sign in plain)
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = False) -> list[str]:
+    """Return the lines of a Markdown table, with signs | in its cells escaped.
+
+    Args:
+        titles: Of the columns.
+        rows: Cells of each row, on one line each.
+        numbers: Set all columns but the first to the right.
+    """
+    head, *lines = (
+        f"| {' | '.join(re.sub(BAR, PLAIN_BAR, cell) for cell in row)} |" for row in (titles, *rows)
+    )
+    others = ("---:|" if numbers else "---|") * (len(titles) - 1)
+    return [head.replace("|  |", "| |"), f"|---|{others}", *lines]
+
+
+@functools.cache
+def environment() -> Any:
+    """Return what finds the templates of this folder, by their paths in it; made by jinja2."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    found = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
+        autoescape=lambda name: str(name).endswith(".html.jinja"), trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    found.filters["md"] = escape_markdown
+    return found

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import diffcache
@@ -55,9 +56,9 @@ class Setting:
 
 def stats(samples: Sequence[float], scale: float = 1.0) -> dict[str, float]:
     """Return median, quartiles, 10th percentile and number of samples, times `scale`."""
-    ordered = sorted(value * scale for value in samples)
     places = {"median": 0.5, "q1": 0.25, "q3": 0.75, "p10": 0.1}
-    return {name: _quantile(ordered, at) for name, at in places.items()} | {"n": len(ordered)}
+    found = np.quantile([value * scale for value in samples], list(places.values()))
+    return dict(zip(places, found.tolist(), strict=True)) | {"n": len(samples)}
 
 
 def envelope(
@@ -120,13 +121,6 @@ def write(record: dict[str, Any], folder: Path) -> Path:
     file = folder / f"{record['benchmark']}{'' if on_cpu else '-cuda'}.json"
     write_json(file, record)
     return file
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def _processor() -> str:

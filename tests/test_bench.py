@@ -104,7 +104,6 @@ def test_command_line(tmp_path: Path, capsys, monkeypatch):
 
 def test_command_line_says_what_is_wrong(capsys):
     for words in (["speeed"], ["overhead", "--rounds", "0"]):
-        with pytest.raises(SystemExit, match="2"):
-            bench.main(words)
+        assert bench.main(words) == 2
     error = capsys.readouterr().err
-    assert "no benchmark 'speeed'; there are overhead" in error and "must be at least 1" in error
+    assert "no benchmark 'speeed'; there are overhead" in error and "'--rounds'" in error

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 import diffcache
 from diffcache import cli, command
 from diffcache.errors import MissingError
-from diffcache.eval import output
-from diffcache.eval.clips import read_clip
-from diffcache.eval.weights import MissingWeightsError
+from diffcache.eval.metrics.weights import MissingWeightsError
+from diffcache.eval.samples import output
+from diffcache.eval.samples.clips import read_clip
 from diffcache.pipelines.demo import compare, generate, inputs
 from diffcache.pipelines.demo.panels import figure
 from diffcache.pipelines.load import load

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from diffcache.eval.clips import read_clip, read_fps, write_clip, write_preview
+from diffcache.eval.samples.clips import read_clip, read_fps, write_clip, write_preview
 
 
 def noise(frames: int = 7, height: int = 48, width: int = 64, seed: int = 0) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffcache.eval import folders
-from diffcache.eval.clips import read_clip, write_clip
+from diffcache.eval.samples import folders
+from diffcache.eval.samples.clips import read_clip, write_clip
 
 
 def noise(height: int = 12, width: int = 16, seed: int = 0) -> Tensor:
@@ -30,16 +30,14 @@ def filled(folder: Path, names: list[str]) -> Path:
     return folder
 
 
-def test_pictures_come_in_natural_order_and_batches(tmp_path: Path) -> None:
+def test_pictures_come_in_natural_order(tmp_path: Path) -> None:
     names = ["10.png", "9.png", "x2.png", "x10.png", "1.png"]
     found = folders.open_pictures(filled(tmp_path, names))
     assert found.names == ("1", "9", "10", "x2", "x10") and found.notes == ()
     order = [4, 1, 0, 2, 3]
     expected = torch.stack([noise(seed=s) for s in order])
-    parts = list(folders.batches(found, 2))
-    assert [len(part) for part in parts] == [2, 2, 1] and torch.cat(parts).equal(expected)
-    some = torch.cat(list(folders.batches(found, 2, [0, 3, 4])))
-    assert some.equal(expected[[0, 3, 4]])
+    assert torch.stack(list(found.pictures())).equal(expected)
+    assert torch.stack(list(found.pictures([0, 3, 4]))).equal(expected[[0, 3, 4]])
     assert folders.common_size(found) == (12, 16)
 
 
@@ -97,7 +95,7 @@ def test_another_size_in_a_folder_names_the_file(tmp_path: Path) -> None:
     found = folders.open_pictures(tmp_path)
     with pytest.raises(ValueError, match=r"3\.png is 12 x 17 and .*1\.png 12 x 16: --resize"):
         folders.common_size(found)
-    assert next(folders.batches(found, side=8)).shape == (3, 3, 8, 8)
+    assert found.picture(2, side=8).shape == (3, 8, 8)
 
 
 def test_folders_are_paired_by_name(tmp_path: Path) -> None:

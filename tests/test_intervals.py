@@ -10,6 +10,7 @@ from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.intervals import (
     _BOUNDS,
     _SHARES,
+    is_wilson,
     metric_interval,
     share_change,
     share_interval,
@@ -102,6 +103,17 @@ def test_intervals_end_where_the_metric_does() -> None:
     assert frechet_between(features, moved, 200).low == 0
 
 
+def test_the_interval_of_wilson_is_known_by_its_ends() -> None:
+    drawn = torch.Generator().manual_seed(3)
+    for share in (0.0, 0.1, 0.5, 0.97, 1.0):
+        hits = torch.rand(60, 4, generator=drawn) < share
+        found = share_interval(hits)
+        assert is_wilson(found.value, found.low, found.high)
+    plain = mean_interval((torch.rand(90, generator=drawn) < 0.8).double())
+    assert not is_wilson(plain.value, plain.low, plain.high)
+    assert not is_wilson(1.0, 1.0, 1.0) and not is_wilson(0.5, None, None)
+
+
 def test_every_range_is_of_a_metric() -> None:
     names = {key.removeprefix("lite_").removesuffix("_lite") for key in METRICS}
     assert {*_SHARES, *_BOUNDS} <= names | {"density"}
@@ -120,5 +132,3 @@ def test_bad_outcomes_have_a_clear_error(hits: torch.Tensor, message: str) -> No
         share_interval(hits)
     with pytest.raises(ValueError, match="needs the same samples"):
         share_change(torch.ones(2), torch.ones(3))
-    with pytest.raises(ValueError, match="level=95"):
-        share_interval(torch.ones(2), level=95)

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from diffcache.attach.anchor import owner_of
 from diffcache.cli import app
-from diffcache.eval import latency, record
+from diffcache.eval import record
+from diffcache.eval.cost import latency
 from diffcache.eval.cost.clock import DenoiserClock
 from diffcache.eval.cost.energy import Joules
 from diffcache.eval.cost.interleave import measure
-from diffcache.eval.cost.memory import Peak
 from diffcache.eval.methods import parse_row
 from diffcache.eval.record import Setting
 from diffcache.eval.runs import cost
@@ -45,7 +45,7 @@ def test_the_record_of_a_run(tmp_path, monkeypatch):
 
     def peak_bytes(model, method, call, place):
         asked.append((Path(model).name, method and method.partition(":")[0], place.device))
-        return Peak(3000, 2000)
+        return 3000
 
     monkeypatch.setattr(cost, "peak_bytes", peak_bytes)
     monkeypatch.setenv("COLUMNS", "250")  # long times must not wrap the cells

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffcache.eval import folders, npz
+from diffcache.eval.samples import folders, npz
 
 
 def noise(height: int = 12, width: int = 16, seed: int = 0) -> Tensor:
@@ -38,8 +38,8 @@ def test_npz_round_trip_and_the_layout_of_the_adm_evaluator(tmp_path: Path) -> N
         assert (data["arr_0"] == made.permute(0, 2, 3, 1).numpy()).all()
     found = folders.open_pictures(file)
     assert found.names == ("0", "1", "2", "3", "4") and folders.common_size(found) == (12, 16)
-    assert torch.cat(list(folders.batches(found, 2))).equal(made)
-    assert torch.cat(list(folders.batches(found, 2, [1, 4]))).equal(made[[1, 4]])
+    assert torch.stack(list(found.pictures())).equal(made)
+    assert torch.stack(list(found.pictures([1, 4]))).equal(made[[1, 4]])
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
 
 

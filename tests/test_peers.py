@@ -7,15 +7,15 @@ import torch
 
 from diffcache import TaylorSeer
 from diffcache.errors import AttachError, MissingError, UnknownMethodError
-from diffcache.eval import peers
-from diffcache.eval.cost.flops import denoiser_flops
+from diffcache.eval.cost.flops import count
 from diffcache.eval.methods import parse_row
-from diffcache.eval.peers import DiffusersCache, mag_ratios_of
+from diffcache.eval.runs import peers
 from diffcache.eval.runs import record as records
 from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.evaluate import Plan
 from diffcache.eval.runs.folder import batches
 from diffcache.eval.runs.measure import evaluate
+from diffcache.eval.runs.peers import DiffusersCache, mag_ratios_of
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.sweep import read_sweep
 from diffcache.eval.runs.task import Case, Task
@@ -52,10 +52,8 @@ def test_steps_and_operations_are_those_that_ran(drawer: Drawer) -> None:
     computed = [step for step, (_, whole) in enumerate(cache["steps"]) if whole]
     assert computed == taylor_schedule(3, 2, 8)
     full = (cache["flops_computed"] + cache["flops_saved"]) / 8
-    uncached = denoiser_flops(
-        drawer.pipe, drawer.arguments(batches(drawer.prompts.texts, 2, 2, 0)[0], 2)
-    )
-    assert full == uncached
+    uncached = count(drawer.pipe, drawer.arguments(batches(drawer.prompts.texts, 2, 2, 0)[0], 2))
+    assert full == uncached.per_step
     assert len(computed) * full <= cache["flops_computed"] < (len(computed) + 0.5) * full
     assert cache["held_bytes"] > 0
 

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffcache.eval import pictures
+from diffcache.eval.samples import pictures
 
 
 def noise(height: int = 12, width: int = 16, seed: int = 0) -> Tensor:

@@ -137,10 +137,13 @@ def test_temporal_error_sees_flicker_and_not_a_constant_offset() -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (torch.zeros(2, 3, 32, 32), "second pictures are torch.float32.*8-bit"),
-        (torch.zeros(2, 32, 32, 3, dtype=torch.uint8), r"shape \[2, 32, 32, 3\]; expected"),
-        (torch.zeros(3, 32, 32, dtype=torch.uint8), r"expected \[N, 3, H, W\]"),
-        (torch.zeros(0, 3, 32, 32, dtype=torch.uint8), "are empty"),
+        (torch.zeros(2, 3, 32, 32), r"second pictures must be uint8 .* torch\.float32 .*: 8-bit"),
+        (torch.zeros(2, 32, 32, 3, dtype=torch.uint8), r"not torch\.uint8 \[2, 32, 32, 3\]"),
+        (
+            torch.zeros(3, 32, 32, dtype=torch.uint8),
+            r"must be uint8 \[N, 3, H, W\], not torch\.uint8 \[3, 32, 32\]",
+        ),
+        (torch.zeros(0, 3, 32, 32, dtype=torch.uint8), r"not torch\.uint8 \[0, 3, 32, 32\]"),
         (torch.zeros(2, 3, 32, 30, dtype=torch.uint8), "32 x 32 and 32 x 30"),
         (torch.zeros(3, 3, 32, 32, dtype=torch.uint8), "2 pictures against 3"),
     ],

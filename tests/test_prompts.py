@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from diffcache.eval.prompts import PAIRED, SHIPPED, Prompts, calibration_prompts, load_prompts
+from diffcache.eval.samples.prompts import (
+    PAIRED,
+    SHIPPED,
+    Prompts,
+    calibration_prompts,
+    load_prompts,
+)
 from diffcache.pipelines.small import scenes
 
 TEXTS = ("a red kite", 'a sign that says "stop", twice', "zwei Hüte")
@@ -45,12 +51,12 @@ def test_files_of_every_kind_give_the_same_prompts(name: str, tmp_path: Path) ->
     assert few.texts == TEXTS[:2] and few.sha256 == SHA256  # a limit makes no other list of it
 
 
-def test_a_column_is_named_by_argument_or_behind_the_file(tmp_path: Path) -> None:
+def test_a_column_is_named_behind_the_file(tmp_path: Path) -> None:
     file = written(tmp_path, "own.csv", "id,Text,Other\n1,one,two\n2,three,four\n")
-    assert load_prompts(file, column="text").texts == ("one", "three")
+    assert load_prompts(f"{file}:text").texts == ("one", "three")
     assert load_prompts(f"{file}:Other").texts == ("two", "four")
     entries = written(tmp_path, "own.json", '[{"words": "five", "prompt": "six"}]')
-    assert load_prompts(entries, column="words").texts == ("five",)
+    assert load_prompts(f"{entries}:words").texts == ("five",)
 
 
 def test_coco_captions_are_one_a_picture_drawn_at_random(tmp_path: Path) -> None:
@@ -148,10 +154,8 @@ def test_unknown_sources_list_what_there_is(tmp_path: Path) -> None:
 def test_settings_that_do_nothing_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="limit=0"):
         load_prompts("shapes", 0)
-    with pytest.raises(ValueError, match="built-in list 'films' has no columns"):
-        load_prompts("films", column="a")
     with pytest.raises(ValueError, match=r"column='a': .*x\.txt is plain text"):
-        load_prompts(written(tmp_path, "x.txt", "a\n"), column="a")
+        load_prompts(f"{written(tmp_path, 'x.txt', 'a')}:a")
 
 
 def test_quotation_marks_at_the_start_of_a_tsv_cell_stay(tmp_path: Path) -> None:

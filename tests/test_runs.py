@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from diffcache.eval.methods import parse_method
-from diffcache.eval.prompts import load_prompts
 from diffcache.eval.report.records import load
 from diffcache.eval.runs import measure
 from diffcache.eval.runs.cost import _spelled
@@ -22,8 +21,9 @@ from diffcache.eval.runs.evaluate import Plan, RunError
 from diffcache.eval.runs.folder import CaseFolder
 from diffcache.eval.runs.lines import evaluations
 from diffcache.eval.runs.progress import Progress
-from diffcache.eval.runs.record import check, without_timing
+from diffcache.eval.runs.record import check
 from diffcache.eval.runs.task import Task
+from diffcache.eval.samples.prompts import load_prompts
 from diffcache.pipelines.demo.saved import locate
 from diffcache.pipelines.small import flux
 
@@ -42,6 +42,12 @@ def evaluate(out: Path, **changes: object) -> dict:
     task = replace(TASK, **{k: v for k, v in changes.items() if k != "methods"})
     methods = changes.get("methods", METHODS)
     return measure.evaluate(plan(out, task, methods), Progress(quiet=True))
+
+
+def without_timing(record: dict) -> dict:
+    """Leave out what depends on the time or the machine."""
+    times = {"timing", "env", "command", "date", "commit", "versions", "device", "threads"}
+    return {key: value for key, value in record.items() if key not in times}
 
 
 # The command line, killed at the sixth picture.

@@ -17,9 +17,7 @@ from transformers import (
 )
 
 import diffcache
-from diffcache.eval.clips import read_fps
 from diffcache.eval.cost.flops import denoisers
-from diffcache.eval.folders import open_films
 from diffcache.eval.methods import parse_method
 from diffcache.eval.runs import arguments, measure
 from diffcache.eval.runs.draw import Drawer, samples_of
@@ -27,6 +25,8 @@ from diffcache.eval.runs.evaluate import Plan, RunError
 from diffcache.eval.runs.folder import CaseFolder
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.task import Task
+from diffcache.eval.samples.clips import read_fps
+from diffcache.eval.samples.folders import open_films
 from diffcache.pipelines.demo.saved import pipeline_of
 from diffcache.pipelines.load import load
 from diffcache.pipelines.zoo.pipe import TEXT_DIM, component, tiny_vae

@@ -258,7 +258,7 @@ class TestPipeline:
         assert small(text, **call).images[0].size == (64, 64)
 
     def test_same_noise_same_picture(self, pipe):
-        from diffcache.eval.shipped.quality import draw_pictures
+        from diffcache.eval.shipped.draw import draw_pictures
 
         one, same, other = (
             np.asarray(draw_pictures(pipe, scenes.shipped_prompts()[:1], steps=3, seed=seed)[0])

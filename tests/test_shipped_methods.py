@@ -17,6 +17,7 @@ from diffcache.eval.metrics.intervals import share_change, share_interval
 from diffcache.eval.record import FOLDER
 from diffcache.eval.report.records import load
 from diffcache.eval.shipped import kontext, table
+from diffcache.eval.shipped.draw import edit_pictures
 from diffcache.eval.shipped.reach import Policy
 from diffcache.features.combine import Combine
 from diffcache.features.interval import Interval
@@ -68,7 +69,7 @@ def test_cost_counts_what_a_run_computes(policy: Policy) -> None:
     with diffcache.wrapped(policy.pipe, Combine(Every(2), site="module")):
         policy.pipe(seen, 4, torch.Generator().manual_seed(0))
         reports = [(diffcache.report(policy.pipe), 1)]
-    plain, half = (table._cost(r, 4, policy.step_flops()) for r in ([], reports))
+    plain, half = (table._cost(r, 4, policy.step_flops) for r in ([], reports))
     assert plain["flops_ratio"] == 1 and plain["computed_steps"] == 4 and not plain["held_bytes"]
     assert half["computed_steps"] == 2
     layers, width, tokens, observed = 4, 64, reach.HORIZON, reach.OBSERVED + 1
@@ -113,12 +114,12 @@ def test_rows_of_the_editor_hold_what_was_measured(editor: kontext.Editor, of_ed
         part.register_forward_pre_hook(lambda m, a, k: calls.append((m, a, k)), with_kwargs=True)
         for part in parts
     ]
-    kontext.edit_pictures(editor.plain, editor.before[:1], editor.texts[:1], steps=1, seed=0)
+    edit_pictures(editor.plain, editor.before[:1], editor.texts[:1], steps=1, seed=0)
     for hook in hooks:
         hook.remove()
     with torch.no_grad():
         blocks = sum(counted(part, args, kwargs)[1] or 0 for part, args, kwargs in calls)
-    full = STEPS * editor.step_flops()
+    full = STEPS * editor.step_flops
     assert whole["flops_ratio"] == pytest.approx(full / (full - (STEPS - 3) * blocks), rel=1e-9)
 
 
@@ -209,8 +210,8 @@ def test_pages_and_a_plot_are_made_of_the_records(of_policy: Path, of_editor: Pa
             assert picture.size[0] > 500
     text = figures.page(of_policy.parent)
     assert "## reach-policy" in text and "Success rate" in text and "Action error" in text
-    rows = method_page._figures("bac", [load(of_policy)])
-    assert rows[0][0] == "reach-policy, 12 steps, 4 samples"
+    lines = method_page._measured("bac", [load(of_policy)])
+    assert lines[2].startswith("| reach-policy, 12 steps, 4 samples | ")
 
 
 def test_names_are_those_of_the_command_line() -> None:

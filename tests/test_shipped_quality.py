@@ -109,6 +109,5 @@ def test_the_committed_record_is_of_the_shipped_weights(name: str) -> None:
 
 
 def test_cards_are_those_of_the_records(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {MODELS / name / "README.md" for name in quality.QUALITIES} <= set(cards.pages())
     assert cards.main(["--check"]) == 0, "python -m diffcache.eval.shipped.cards --write"
-    assert cards.main([]) == 2 and "--write | --check" in capsys.readouterr().err
+    assert cards.main([]) == 2 and "give --write or --check" in capsys.readouterr().err

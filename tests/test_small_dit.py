@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from diffcache.eval.shipped.quality import draw_pictures, of_classes
+from diffcache.eval.shipped.draw import draw_pictures
+from diffcache.eval.shipped.quality import of_classes
 from diffcache.pipelines.small import train_dit
 from diffcache.pipelines.small.classifier import read
 from diffcache.pipelines.small.course import Course, Plan

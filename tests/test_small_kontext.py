@@ -258,7 +258,8 @@ def test_the_shipped_files_are_small_and_complete(shipped: Any) -> None:
 
 
 def test_the_shipped_pipeline_edits_what_it_is_asked_to(shipped: Any) -> None:
-    from diffcache.eval.shipped.kontext import edit_pictures, instructions
+    from diffcache.eval.shipped.draw import edit_pictures
+    from diffcache.eval.shipped.kontext import instructions
 
     edits, before, after = draw_edits(16, 0, held=True)
     made = edit_pictures(shipped, before, instructions(16, 0), steps=8, seed=0)

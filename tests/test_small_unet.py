@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diffcache.eval.shipped.quality import draw_pictures
+from diffcache.eval.shipped.draw import draw_pictures
 from diffcache.pipelines.small import train_unet
 from diffcache.pipelines.small.classifier import prompt_accuracy
 from diffcache.pipelines.small.course import Course, Plan

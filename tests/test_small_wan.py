@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from diffcache.eval.shipped.quality import draw_films
+from diffcache.eval.shipped.draw import draw_films
 from diffcache.pipelines.small import train_wan, train_wan_text, train_wan_vae, wan
 from diffcache.pipelines.small.classifier import prompt_accuracy
 from diffcache.pipelines.small.course import update

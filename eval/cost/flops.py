@@ -63,7 +63,7 @@ class Counted:
 
     @property
     def per_step(self) -> float | None:
-        """Mean operations of one step, all guidance branches together."""
+        """Operations of one step, all guidance branches together; of two denoisers the mean."""
         return None if self.total is None else self.total / self.steps
 
 
@@ -145,26 +145,6 @@ def count(target: Any, call: Mapping[str, Any]) -> Counted:
         reason = f"{unknown} is compiled or may use flex attention: its FLOPs cannot be counted"
     number = len(steps) or int(call.get("num_inference_steps") or len(tally.calls))
     return Counted(tuple(tally.calls), number, reason)
-
-
-def denoiser_flops(target: Any, call: Mapping[str, Any]) -> float | None:
-    """Return the operations of one full sampling step, counted in a real uncached call.
-
-    Embedders and head are in it, and all guidance branches: where a step calls the denoiser once
-    for each, their sum. Of pipelines with two denoisers it is the mean over the steps.
-
-    Args:
-        target: A diffusers pipeline, or a denoiser.
-        call: Arguments of the call; two sampling steps are enough.
-
-    Returns:
-        The operations; None where they cannot be counted (`count` gives the reason).
-
-    Raises:
-        AttachError: If the target has no denoiser.
-        ValueError: If it runs under a cache, or the call reached no denoiser.
-    """
-    return count(target, call).per_step
 
 
 def denoisers(target: Any) -> dict[str, nn.Module]:

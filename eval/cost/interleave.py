@@ -184,7 +184,7 @@ def measure(
         raise ValueError(f"warmup={warmup}: must be 0 or more")
     turns = {n: c if isinstance(c, Turn) else Turn(c) for n, c in contenders.items()}
     names = list(turns)
-    timings = Timings(warmup=warmup, load=_load(), cores=_cores())
+    timings = Timings(warmup=warmup, load=_load(), cores=cores_here())
     for name in names:
         timings.seconds[name], timings.cpu_seconds[name] = [], []
         timings.readings[name] = {}
@@ -195,7 +195,8 @@ def measure(
             if progress is not None:
                 progress(number * len(names) + place, total, name)
             _take(timings, name, turns[name], setting, number >= warmup)
-        timings.load = _higher(timings.load, _load())
+        loads = (load for load in (timings.load, _load()) if load is not None)
+        timings.load = max(loads, default=None)
     if progress is not None:
         progress(total, total, "")
     return timings
@@ -231,11 +232,8 @@ def _load() -> float | None:
         return None
 
 
-def _higher(one: float | None, other: float | None) -> float | None:
-    return max((value for value in (one, other) if value is not None), default=None)
-
-
-def _cores() -> int:
+def cores_here() -> int:
+    """Return how many processor cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

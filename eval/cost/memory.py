@@ -35,31 +35,6 @@ class MeasureError(DiffcacheError):
 
 
 @dataclass(frozen=True)
-class Peak:
-    """Memory of one call, in bytes.
-
-    Attributes:
-        peak_bytes: Most memory in use during the call: allocated by torch on an accelerator,
-            resident memory of the process on the CPU.
-        loaded_bytes: The same with the pipeline loaded, before the call.
-        held_bytes: Most bytes held by a cache at the end of a denoiser call; 0 without one.
-        reserved_bytes: Most memory that torch took from the accelerator; None on the CPU.
-        source: How it was measured.
-    """
-
-    peak_bytes: int
-    loaded_bytes: int
-    held_bytes: int = 0
-    reserved_bytes: int | None = None
-    source: str = "VmHWM"
-
-    @property
-    def call_bytes(self) -> int:
-        """What the call took beyond the loaded pipeline."""
-        return self.peak_bytes - self.loaded_bytes
-
-
-@dataclass(frozen=True)
 class Place:
     """Where a measured process runs.
 
@@ -81,16 +56,16 @@ def peak_bytes(
     method: str | None,
     call: Mapping[str, Any],
     place: Place | None = None,
-    timeout: float | None = None,
-) -> Peak:
-    """Measure the peak memory of one call in a fresh process.
+) -> int:
+    """Return the most memory in use during one call, in a fresh process, in bytes.
+
+    Allocated by torch on an accelerator, resident memory of the process on the CPU.
 
     Args:
         model: Directory of a saved pipeline, or the name of a shipped one.
         method: Such as `taylorseer:every=4` (`diffcache.eval.methods`); None is uncached.
         call: Arguments of the call, plain data; `seed` sets the noise.
         place: Device, dtype and threads.
-        timeout: Seconds after which the process is stopped; None waits.
 
     Raises:
         FileNotFoundError: If there is no such pipeline.
@@ -113,18 +88,15 @@ def peak_bytes(
     except TypeError as error:
         raise ValueError(f"call={dict(call)!r}: must be plain data ({error})") from error
     command = [sys.executable, "-m", "diffcache.eval.cost.memory"]
-    try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired as error:
-        raise MeasureError(f"measuring {directory.name} took more than {timeout} s") from error
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise MeasureError(f"measuring {directory.name} failed: {last}")
-    return Peak(**json.loads(done.stdout.strip().splitlines()[-1]))
+    return int(done.stdout.strip().splitlines()[-1])
 
 
-def peak(call: Callable[[], object], device: torch.device | str) -> Peak:
-    """Measure the peak memory of a call on an accelerator, in this process.
+def peak(call: Callable[[], object], device: torch.device | str) -> int:
+    """Return the most memory that torch allocates on an accelerator during a call, in bytes.
 
     Args:
         call: What to measure.
@@ -138,15 +110,13 @@ def peak(call: Callable[[], object], device: torch.device | str) -> Peak:
         raise ValueError(f"device={str(device)!r}: memory of a CPU is measured by peak_bytes")
     torch.cuda.synchronize(place)
     torch.cuda.reset_peak_memory_stats(place)
-    loaded = torch.cuda.memory_allocated(place)
     call()
     torch.cuda.synchronize(place)
-    most, reserved = torch.cuda.max_memory_allocated(place), torch.cuda.max_memory_reserved(place)
-    return Peak(most, loaded, 0, reserved, "torch.cuda.max_memory_allocated")
+    return torch.cuda.max_memory_allocated(place)
 
 
-def measure(order: Mapping[str, Any]) -> Peak:
-    """Load a pipeline and measure one call in this process; `peak_bytes` gives it a fresh one.
+def measure(order: Mapping[str, Any]) -> int:
+    """Load a pipeline and return the peak of a call; `peak_bytes` gives it a fresh process.
 
     Args:
         order: `model`, `method`, `call`, `device`, `dtype`, `threads` and `loading`.
@@ -170,14 +140,10 @@ def measure(order: Mapping[str, Any]) -> Peak:
             pipe(**call)
 
     if device.type == "cuda":
-        found = peak(draw, device)
-    else:
-        with _resident() as most:
-            loaded = most()
-            draw()
-            found = Peak(most(), loaded, source="VmHWM" if _can_reset() else "sampled RSS")
-    held = 0 if order["method"] is None else diffcache.report(pipe).peak_bytes
-    return Peak(**{**asdict(found), "held_bytes": held})
+        return peak(draw, device)
+    with _resident() as most:
+        draw()
+        return most()
 
 
 @contextmanager
@@ -231,7 +197,7 @@ def main() -> int:
     except (DiffcacheError, ValueError, TypeError, OSError, RuntimeError) as error:
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    print(json.dumps(asdict(found)))
+    print(found)
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from transformers import DynamicCache
 
 from diffcache.errors import AttachError
 from diffcache.eval.kv import oracle
-from diffcache.eval.pages import keep_page
+from diffcache.eval.pages import keep_pages, table
+from diffcache.eval.record import ROOT
 from diffcache.kv import Recipe, kivi, snapkv, streaming_llm
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.pipelines.zoo.language import build, kinds
@@ -192,6 +194,7 @@ the last table lists the others.
 
 def page() -> str:
     """Return the whole page; it takes two minutes."""
+    torch.set_num_threads(1)
     return text_of([row_of(name, kind) for kind, name in kinds()])
 
 
@@ -200,17 +203,12 @@ def text_of(rows: Sequence[Row]) -> str:
     tried = [row for row in rows if row.verdicts]
     untried = [row for row in rows if not row.verdicts]
     notes: dict[str, int] = {}
+    judged = [[row.name, *_words(row, notes)] for row in tried]
     lines = [
-        "| class | " + " | ".join(COLUMNS) + " |",
-        "|---" * (len(COLUMNS) + 1) + "|",
-        *(_line_of(row, notes) for row in tried),
-        "",
-        *(f"{number}. {note}" for note, number in notes.items()),
-        "",
-        "| not tried | why |",
-        "|---|---|",
-        *(f"| {row.name} | {_cell(row.why)} |" for row in untried),
-    ]
+        *table(["class", *COLUMNS], judged), "",
+        *(f"{number}. {note}" for note, number in notes.items()), "",
+        *table(["not tried", "why"], [[row.name, _cell(row.why)] for row in untried]),
+    ]  # fmt: skip
     head = HEAD.format(
         version=transformers.__version__, tokens=prompts(1)["input_ids"].shape[1], near=NEAR,
         tried=len(tried), all=len(rows),
@@ -218,13 +216,14 @@ def text_of(rows: Sequence[Row]) -> str:
     return head + "\n".join(lines) + "\n"
 
 
-def _line_of(row: Row, notes: dict[str, int]) -> str:
+def _words(row: Row, notes: dict[str, int]) -> list[str]:
+    """Return the cell of each verdict; what it says goes into the notes."""
     cells = []
     for verdict in row.verdicts:
         why = _note(verdict.why, row.name)
         number = f" {notes.setdefault(why, len(notes) + 1)}" if why else ""
         cells.append(verdict.word + number)
-    return f"| {row.name} | " + " | ".join(cells) + " |"
+    return cells
 
 
 def _note(why: str, name: str) -> str:
@@ -239,11 +238,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "/").replace("<", "").replace(">", "")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page or check it."""
-    torch.set_num_threads(1)
-    return keep_page("diffcache.eval.kv.coverage", PAGE, page, arguments)
-
+main = keep_pages(lambda text: page(), ROOT / PAGE)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -14,8 +14,9 @@ from diffcache.eval.kv.parts import composition, example
 from diffcache.eval.kv.peer import PREFIX
 from diffcache.eval.kv.recall import hits_of
 from diffcache.eval.metrics.intervals import share_change
-from diffcache.eval.pages import keep_page
+from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import ROOT
+from diffcache.files import read_json
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import recipe_function, reference
 from diffcache.names import RECIPES
@@ -72,7 +73,7 @@ def page(directory: Path = ROOT) -> str:
     Args:
         directory: The project, for its records and the introduction of the page.
     """
-    record, times = (_read(directory / "assets" / "bench" / name) for name in (RECORD, TIMES))
+    record, times = (read_json(directory / "assets" / "bench" / name) for name in (RECORD, TIMES))
     introduction, _, _ = (directory / PAGE).read_text(encoding="utf-8").partition(METHODS)
     parts, equal = [introduction + METHODS_HEAD], compared(directory)
     for module, names in RECIPES.items():
@@ -80,9 +81,9 @@ def page(directory: Path = ROOT) -> str:
         title = TITLES.get(module, module.replace("_", " ").capitalize())
         titles = ["recipe", "what it does", "parts", "source", "mode", "departures",
                   "equal to official code", "figures"]  # fmt: skip
-        lines = _table(titles if record else titles[:-1], rows)
+        lines = [*table(titles if record else titles[:-1], rows), ""]
         parts.append("\n".join([f"### {title}\n\n`diffcache.kv.recipes.{module}`\n", *lines]))
-    parts += [results(record)] if record else []
+    parts += [results(record), ""] if record else []
     parts += [timing(times)] if times else []
     return "\n".join(parts).rstrip() + "\n"
 
@@ -159,7 +160,7 @@ def results(record: Mapping[str, Any]) -> str:
         f"`assets/bench/{RECORD}`; to measure them again: `{record['command']}`."
     )
     lines = ["## Together and beside kvpress\n", about, ""]
-    lines += _table(
+    lines += table(
         ["recipes", "whole answers", "look-up", "copy", "bytes held", "slots read"],
         [[f"`{row['name']}`", _share(row["whole"]), _value(row, "lookup"), _value(row, "copy"),
           f"{row['share']:.1%}", f"{row['read']:.0%}"] for row in joined],
@@ -171,7 +172,7 @@ def results(record: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     if beside:
         titles = ["ours", "whole answers", "kvpress", "whole answers", "difference"]
-        lines += [ALIKE, "", *_table(titles, beside)]
+        lines += ["", ALIKE, "", *table(titles, beside)]
     return "\n".join(lines)
 
 
@@ -215,16 +216,9 @@ def timing(record: Mapping[str, Any]) -> str:
     held = [[row["name"], f"{row['share']:.4f}", some("at most {}", row["target_share"]),
              some("{:.4f}", row["error"])] for row in record["held"]]  # fmt: skip
     lines = ["## Host time and bytes\n", about, ""]
-    lines += _table(["", "µs in all", "µs above the arithmetic", "aim"], steps)
-    lines += [HELD, "", *_table(["", "share of exact bytes", "aim", "error"], held)]
+    lines += table(["", "µs in all", "µs above the arithmetic", "aim"], steps)
+    lines += ["", HELD, "", *table(["", "share of exact bytes", "aim", "error"], held)]
     return "\n".join(lines)
-
-
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table and an empty one."""
-    lines = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in rows]
-    head = "| " + " | ".join(titles) + " |"
-    return [head.replace("|  |", "| |"), "|" + "---|" * len(titles), *lines, ""] if lines else []
 
 
 def _share(found: Mapping[str, float], sign: str = "") -> str:
@@ -248,17 +242,7 @@ def _budget(row: Row) -> str:
     return next(iter(re.findall(r"[:,]budget=([^,]*)", row["name"])), "")
 
 
-def _read(file: Path) -> dict[str, Any] | None:
-    if not file.exists():
-        return None
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page, or check that it is up to date; return an exit code."""
-    return keep_page("diffcache.eval.kv.page", PAGE, page, arguments)
-
+main = keep_pages(lambda text: page(), ROOT / PAGE)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

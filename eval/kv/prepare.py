@@ -9,48 +9,34 @@ another model there is `diffcache kv calibrate`.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import nn
 
-from diffcache.command import EXIT_LINE
-from diffcache.eval import script
+from diffcache.command import script
+from diffcache.eval.kv import offline_bases as bases
+from diffcache.eval.kv import offline_gates as gates
+from diffcache.eval.kv import offline_heads as heads
 from diffcache.eval.kv.offline import Prepared, RecallSamples, Report, Samples
-from diffcache.eval.kv.offline_bases import a2ats, cskv, kv_heads, xquant_latent
-from diffcache.eval.kv.offline_gates import duo_attention, lococo, locret
-from diffcache.eval.kv.offline_heads import (
-    compresskv,
-    double_sparsity,
-    epicache,
-    prefixkv,
-    razor_attention,
-)
 from diffcache.eval.kv.recall import SHIPPED, KVTask
 from diffcache.eval.kv.tables import FOLDER, weights_digest, write_table
 from diffcache.eval.methods import naming
 from diffcache.kv.hf.cache import detach
 
 # Recipe -> what finds its tables: called with a model, samples, where to report, and settings.
-MAKERS: dict[str, Callable[..., Prepared]] = {
-    "duo_attention": duo_attention,
-    "razor_attention": razor_attention,
-    "compresskv": compresskv,
-    "prefixkv": prefixkv,
-    "epicache": epicache,
-    "lococo": lococo,
-    "locret": locret,
-    "double_sparsity": double_sparsity,
-    "a2ats": a2ats,
-    "cskv": cskv,
-    "kv_heads": kv_heads,
-    "xquant_latent": xquant_latent,
-}
+_STAGES = (
+    gates.duo_attention, heads.razor_attention, heads.compresskv, heads.prefixkv, heads.epicache,
+    gates.lococo, gates.locret, heads.double_sparsity, bases.a2ats, bases.cskv, bases.kv_heads,
+    bases.xquant_latent,
+)  # fmt: skip
+MAKERS: dict[str, Callable[..., Prepared]] = {stage.__name__: stage for stage in _STAGES}
+ALL: list[str] = []
 SHIPPED_TABLES = tuple(
     name for name in MAKERS if name not in ("epicache", "a2ats", "xquant_latent")
 )
@@ -166,32 +152,22 @@ def shown(found: Prepared) -> str:
     return ", ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Make what a command line asks for; return an exit code."""
-    parser = script.Parser(
-        prog="python -m diffcache.eval.kv.prepare",
-        description="Make the tables that recipes need, on recall-llama.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EXIT_LINE,
-    )
-    parser.add_argument("names", nargs="*", help=f"{', '.join(MAKERS)}; default: those shipped")
-    parser.add_argument("--model", default=SHIPPED, help="directory (default: recall-llama)")
-    parser.add_argument("--again", action="store_true", help="make those anew that are there")
-    parser.add_argument("--context", type=int, default=513, help="tokens (default: 513)")
-    parser.add_argument("--facts", type=int, default=64, help="in a context (default: 64)")
-    parser.add_argument("--count", type=int, default=16, help="contexts (default: 16)")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the files")
+def command(
+    names: Annotated[list[str], typer.Argument(help=f"{', '.join(MAKERS)} (those shipped).")] = ALL,
+    model: Annotated[str, typer.Option(help="Directory, or recall-llama.")] = SHIPPED,
+    again: Annotated[bool, typer.Option("--again", help="Make those anew that are there.")] = False,
+    context: Annotated[int, typer.Option(help="Tokens of a context.")] = 513,
+    facts: Annotated[int, typer.Option(help="Facts in a context.")] = 64,
+    count: Annotated[int, typer.Option(help="Contexts.")] = 16,
+    folder: Annotated[Path, typer.Option(help="Folder of the files.")] = FOLDER,
+) -> None:
+    """Make the tables that recipes need, on recall-llama."""
+    torch.set_num_threads(1)
+    samples, task = RecallSamples(context, facts, count), KVTask(model, dtype="float32")
+    prepare(names, task.load(), samples, folder, weights_digest(task.directory), again)
 
-    def work() -> None:
-        given = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
-        torch.set_num_threads(1)
-        samples = RecallSamples(given.context, given.facts, given.count)
-        task = KVTask(given.model, dtype="float32")
-        weights = weights_digest(task.directory)
-        prepare(given.names, task.load(), samples, given.folder, weights, given.again)
 
-    return script.guarded(work)
-
+main = script(command)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

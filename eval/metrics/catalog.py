@@ -7,20 +7,22 @@ line a metric; a line that begins with `#` opens a group.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, cast
 
-from diffcache.eval.weights import WEIGHTS
+from diffcache.eval.metrics.weights import WEIGHTS
+from diffcache.eval.pages import keep_pages, table
+from diffcache.eval.record import ROOT
 
 Direction = Literal["up", "down", "none"]
 BEGIN = "<!-- table of metrics: begin (generated, see eval/metrics/catalog.py) -->"
 END = "<!-- table of metrics: end -->"
 SHIPPED = ("shapes-features", "shapes-classifier")
-HEAD = "| Metric | Key | Definition | Source | Library call | Weights | Offline stand-in | Better |"
+TITLES = (
+    "Metric", "Key", "Definition", "Source", "Library call", "Weights", "Offline stand-in",
+    "Better",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Metric:
         definition: One sentence, with the formula.
         source: Paper or standard.
         call: What computes it.
-        weights: Names in `diffcache.eval.weights.WEIGHTS`.
+        weights: Names in `diffcache.eval.metrics.weights.WEIGHTS`.
         packages: Modules beyond the base install that it imports, or the shipped model it uses.
         stand_in: Key of the metric that is computed in its place without the weights, or empty.
         direction: Whether more or less is better, or neither by itself.
@@ -166,11 +168,11 @@ def markdown() -> str:
     parts: list[str] = []
     for group in dict.fromkeys(metric.group for metric in METRICS.values()):
         rows = [_row(metric) for metric in METRICS.values() if metric.group == group]
-        parts += [f"### {group}", "", HEAD, "|---|---|---|---|---|---|---|---|", *rows, ""]
+        parts += [f"### {group}", "", *table(TITLES, rows), ""]
     return "\n".join(parts)
 
 
-def _row(metric: Metric) -> str:
+def _row(metric: Metric) -> list[str]:
     files = [f"`{WEIGHTS[name].file}`" for name in metric.weights]
     files += [f"shipped `{name}`" for name in metric.packages if name in SHIPPED]
     title = f"{metric.title} ({metric.unit})" if metric.unit else metric.title
@@ -178,8 +180,8 @@ def _row(metric: Metric) -> str:
     if not metric.weights and not metric.key.startswith("vbench_"):
         instead = "is one" if metric.is_lite else "not needed"
     better = {"up": "more ↑", "down": "less ↓", "none": "neither"}[metric.direction]
-    cells = (title, f"`{metric.key}`", metric.definition, metric.source, metric.call)
-    return "| " + " | ".join((*cells, ", ".join(files) or "none", instead, better)) + " |"
+    cells = [title, f"`{metric.key}`", metric.definition, metric.source, metric.call]
+    return [*cells, ", ".join(files) or "none", instead, better]
 
 
 def insert(page: str) -> str:
@@ -195,29 +197,7 @@ def insert(page: str) -> str:
     return f"{before}{BEGIN}\n\n{markdown()}\n{END}{after}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the table into a page, or check that it is there; return an exit code."""
-    parser = argparse.ArgumentParser(prog="python -m diffcache.eval.metrics.catalog")
-    parser.add_argument("page", type=Path, nargs="?", default=Path("docs/evaluation.md"))
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--check", action="store_true", help="exit with 1 if it is out of date")
-    what.add_argument("--write", action="store_true", help="put the table between the markers")
-    given = parser.parse_args(arguments)
-    try:
-        page = given.page.read_text(encoding="utf-8")
-        wanted = insert(page)
-    except (OSError, ValueError) as error:
-        print(f"{given.page}: {error}", file=sys.stderr)
-        return 2
-    if given.write:
-        from diffcache.files import write_file
-
-        write_file(given.page, wanted)
-    elif page != wanted:
-        print(f"{given.page}: out of date; run with --write", file=sys.stderr)
-        return 1
-    return 0
-
+main = keep_pages(insert, ROOT / "docs" / "evaluation.md")
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.eval import weights
-from diffcache.eval.metrics.inception import MissingPackageError, check_pictures
+from diffcache.eval.metrics import weights
+from diffcache.eval.metrics.inception import MissingPackageError
+from diffcache.eval.metrics.pixels import check_pictures
 
 
 class ClipScore:
@@ -91,19 +92,19 @@ class ClipScore:
         """
         arrays = [picture.permute(1, 2, 0).cpu().numpy() for picture in pictures]
         pixels = self.processor(arrays, return_tensors="pt", input_data_format="channels_last")
-        return _plain(self.model.get_image_features(pixels["pixel_values"].to(self.device)))
+        found = self.model.get_image_features(pixels["pixel_values"].to(self.device)).pooler_output
+        features: Tensor = found.double().cpu()
+        return features
 
     def text_features(self, prompts: Sequence[str]) -> Tensor:
         """Return features of texts, float64 [N, D] on the CPU."""
         tokens = self.tokenizer(
-            list(prompts),
-            padding=True,
-            truncation=True,
-            max_length=self.longest,
+            list(prompts), padding=True, truncation=True, max_length=self.longest,
             return_tensors="pt",
-        ).to(self.device)
+        ).to(self.device)  # fmt: skip
         chosen = {name: tokens[name] for name in ("input_ids", "attention_mask")}
-        return _plain(self.model.get_text_features(**chosen))
+        features: Tensor = self.model.get_text_features(**chosen).pooler_output.double().cpu()
+        return features
 
     def entry(self) -> dict[str, str]:
         """Return what a record says of the back end."""
@@ -133,23 +134,11 @@ def classes() -> tuple[Any, Any, Any]:
     """
     try:
         from transformers import AutoTokenizer, CLIPModel
-
-        try:
-            from transformers.models.clip.image_processing_pil_clip import (
-                CLIPImageProcessorPil as Processor,
-            )
-        except ImportError:  # transformers 4, whose plain class is the Pillow one
-            from transformers import CLIPImageProcessor as Processor
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         raise MissingPackageError(
             f"transformers cannot import its CLIP ({type(error).__name__}: {reason}); a "
             "torchvision that does not fit torch does this: pip uninstall torchvision"
         ) from error
-    return CLIPModel, Processor, AutoTokenizer
-
-
-def _plain(output: Any) -> Tensor:
-    """Return the features: a tensor in transformers 4, the pooled output in 5."""
-    found = output if torch.is_tensor(output) else output.pooler_output
-    return found.double().cpu()
+    return CLIPModel, CLIPImageProcessorPil, AutoTokenizer

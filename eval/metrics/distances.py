@@ -54,8 +54,8 @@ def kid(
     generator = torch.Generator().manual_seed(seed)
     values = []
     for _ in range(subsets):
-        chosen = [_draw(features, size, generator) for features in (real, fake)]
-        values.append(squared_mmd(*chosen))
+        draws = [torch.randperm(len(x), generator=generator)[:size] for x in (real, fake)]
+        values.append(squared_mmd(real[draws[0].to(real.device)], fake[draws[1].to(fake.device)]))
     found = torch.tensor(values, dtype=torch.float64)
     return float(found.mean()), float(found.std(correction=0))
 
@@ -115,30 +115,16 @@ def inception_score(probabilities: Tensor, splits: int = 10, seed: int = 0) -> t
     return float(scores.mean()), float(scores.std()) if splits > 1 else 0.0
 
 
-def precision_recall(real: Tensor, fake: Tensor, k: int = 3) -> tuple[float, float]:
-    """Return improved precision and recall: Kynkäänniemi et al. 2019, arXiv 1904.06991, section 2.
+def precision_recall(real: Tensor, fake: Tensor, k: int = 3) -> tuple[Tensor, Tensor]:
+    """Return what improved precision and recall are the means of, 0 or 1 a sample.
 
     Precision is the share of fake samples inside the manifold of the real ones (in the ball to the
-    k-th neighbour of any), recall the share of real samples inside that of the fake ones.
+    k-th neighbour of any), recall the share of real samples inside that of the fake ones:
+    Kynkäänniemi et al. 2019, arXiv 1904.06991, section 2.
 
     Args:
         real: [N, D], any float dtype.
         fake: [M, D]. Values for different N or M are not comparable.
-        k: Neighbour that sets the radius, not counting the sample itself.
-
-    Raises:
-        ValueError: If shapes do not fit or a set has no more than k samples.
-    """
-    inside_real, inside_fake = precision_recall_values(real, fake, k)
-    return float(inside_real.mean()), float(inside_fake.mean())
-
-
-def precision_recall_values(real: Tensor, fake: Tensor, k: int = 3) -> tuple[Tensor, Tensor]:
-    """Return what precision and recall are the means of, 0 or 1 a sample, for intervals.
-
-    Args:
-        real: [N, D], any float dtype.
-        fake: [M, D].
         k: Neighbour that sets the radius, not counting the sample itself.
 
     Returns:
@@ -152,31 +138,17 @@ def precision_recall_values(real: Tensor, fake: Tensor, k: int = 3) -> tuple[Ten
     return _covered(fake, real, k), _covered(real, fake, k)
 
 
-def density_coverage(real: Tensor, fake: Tensor, k: int = 5) -> tuple[float, float]:
-    """Return density and coverage: Naeem et al. 2020, arXiv 2002.09797, section 3.
+def density_coverage(real: Tensor, fake: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
+    """Return what density and coverage are the means of.
 
     Density is how many real balls (to the k-th real neighbour) hold a fake sample on average,
-    divided by k; it can be above 1. Coverage is the share of real balls that hold a fake sample.
-    Balls are open, as in the official code: with closed ones equal sets would have (k + 1) / k.
+    divided by k; it can be above 1. Coverage is the share of real balls that hold a fake sample:
+    Naeem et al. 2020, arXiv 2002.09797, section 3. Balls are open, as in the official code: with
+    closed ones equal sets would have (k + 1) / k.
 
     Args:
         real: [N, D], any float dtype.
         fake: [M, D]. Values for different N or M are not comparable.
-        k: Neighbour that sets the radius, not counting the sample itself.
-
-    Raises:
-        ValueError: If shapes do not fit or `real` has no more than k samples.
-    """
-    density, coverage = density_coverage_values(real, fake, k)
-    return float(density.mean()), float(coverage.mean())
-
-
-def density_coverage_values(real: Tensor, fake: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
-    """Return what density and coverage are the means of, for intervals.
-
-    Args:
-        real: [N, D], any float dtype.
-        fake: [M, D].
         k: Neighbour that sets the radius, not counting the sample itself.
 
     Returns:
@@ -232,11 +204,6 @@ def _split_score(table: Tensor) -> Tensor:
     marginal = table.mean(dim=0)
     divergence = (torch.xlogy(table, table) - torch.xlogy(table, marginal)).sum(dim=1)
     return divergence.mean().exp()
-
-
-def _draw(features: Tensor, size: int, generator: torch.Generator) -> Tensor:
-    order = torch.randperm(len(features), generator=generator)[:size]
-    return features[order.to(features.device)]
 
 
 def _check_sets(real: Tensor, fake: Tensor) -> None:

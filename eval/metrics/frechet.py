@@ -1,4 +1,4 @@
-"""The Fréchet distance of two feature sets, its floor at a sample count, and its limit for many.
+"""The Fréchet distance of two feature sets, and its limit for many samples.
 
 With Inception features this is FID (Heusel et al. 2017, arXiv 1706.08500, section 3), with I3D
 features FVD; the features decide the name, the arithmetic is the same.
@@ -82,38 +82,6 @@ def frechet(a: Moments, b: Moments) -> float:
     product = torch.linalg.eigvalsh(root @ b.cov @ root)
     distance = (a.mean - b.mean).square().sum() + a.cov.trace() + b.cov.trace()
     return max(0.0, float(distance - 2 * product.clamp(min=0).sqrt().sum()))
-
-
-def self_distance(features: Tensor, count: int, draws: int = DRAWS, seed: int = 0) -> float:
-    """Return the floor: the mean Fréchet distance of two disjoint subsets of `count` samples.
-
-    Two sets of the same distribution are this far apart at this count, so no smaller distance of
-    unpaired sets means anything.
-
-    Args:
-        features: [N, D] with N at least 2 * count.
-        count: Samples in each set.
-        draws: Pairs of sets that are averaged.
-        seed: Of the draws.
-
-    Raises:
-        ValueError: If there are too few features, or count < 2, or draws < 1.
-    """
-    check_features(features, "features")
-    if count < 2 or 2 * count > len(features):
-        raise ValueError(
-            f"count={count}: two disjoint sets need 2 <= count <= {len(features) // 2} "
-            f"of {len(features)} features"
-        )
-    if draws < 1:
-        raise ValueError(f"draws={draws} must be at least 1")
-    generator = torch.Generator().manual_seed(seed)
-    distances = []
-    for _ in range(draws):
-        order = torch.randperm(len(features), generator=generator).to(features.device)
-        halves = features[order[:count]], features[order[count : 2 * count]]
-        distances.append(frechet(moments(halves[0]), moments(halves[1])))
-    return fmean(distances)
 
 
 def at_infinity(fake_features: Tensor, reference: Moments, seed: int = 0) -> float:

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffcache.eval import weights
-from diffcache.eval.metrics.inception import check_pictures
+from diffcache.eval.metrics import weights
+from diffcache.eval.metrics.pixels import check_pictures
 
 FEWEST_FRAMES = 10  # the network halves time five times and then averages over two
 DIMENSIONS = 400

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import MissingError
-from diffcache.eval import weights
+from diffcache.eval.metrics import weights
+from diffcache.eval.metrics.pixels import check_pictures
 
 DIMENSIONS = 2048
 _RESIZE = {
@@ -122,7 +123,7 @@ def load(
     """Load the network of a convention; nothing is downloaded.
 
     Args:
-        path: Weight file, None to look in the usual places (`diffcache.eval.weights.find`).
+        path: Weight file, None to look in the usual places (`diffcache.eval.metrics.weights.find`).
         convention: `torch-fidelity` or `clean`.
         device: Where to run.
 
@@ -172,20 +173,6 @@ def load_package(name: str, extra: str) -> ModuleType:
             f"{name} is installed and cannot be imported ({type(error).__name__}: {reason}): "
             "install versions of it and of what it imports that fit the installed torch"
         ) from error
-
-
-def check_pictures(pictures: Tensor) -> None:
-    """Check that a tensor holds pictures.
-
-    Raises:
-        ValueError: If it is not uint8 [N, 3, H, W] with at least one picture.
-    """
-    shape = tuple(pictures.shape)
-    if pictures.dtype != torch.uint8 or len(shape) != 4 or shape[1] != 3 or not pictures.numel():
-        raise ValueError(
-            f"pictures must be uint8 [N, 3, H, W], not {pictures.dtype} {list(shape)}: 8-bit "
-            "values as they are stored"
-        )
 
 
 def _fidelity(file: Path, device: torch.device) -> Callable[[Tensor], Features]:

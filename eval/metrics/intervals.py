@@ -26,15 +26,14 @@ _BOUNDS = {
 }  # fmt: skip
 
 
-def share_interval(hits: Tensor, level: float = LEVEL) -> Interval:
-    """Return a share of outcomes with Wilson's interval.
+def share_interval(hits: Tensor) -> Interval:
+    """Return a share of outcomes with Wilson's 95 % interval.
 
     Outcomes that are all equal say nothing about clusters, so they count as independent.
 
     Args:
         hits: Outcomes in 0..1, [N] of independent samples, or [N, Q] of N clusters (contexts,
             prompts) with Q outcomes each; bool, or any number dtype.
-        level: Confidence of the interval, in 0..1.
 
     Returns:
         The mean of all outcomes, its interval, and the number N of samples or clusters.
@@ -44,19 +43,28 @@ def share_interval(hits: Tensor, level: float = LEVEL) -> Interval:
     """
     if hits.ndim not in (1, 2) or hits.numel() == 0:
         raise ValueError(f"hits of shape {list(hits.shape)}: must be [N] or [N, Q], not empty")
-    if not 0 < level < 1:
-        raise ValueError(f"level={level} must be between 0 and 1")
     table = hits.detach().to("cpu", torch.float64).reshape(len(hits), -1)
     outside = int((~((table >= 0) & (table <= 1))).sum())
     if outside:
         raise ValueError(f"hits: {outside} of {table.numel()} outcomes are not within 0..1")
     share, count = float(table.mean()), _independent(table)
-    z = NormalDist().inv_cdf((1 + level) / 2)
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     spread = share * (1 - share) / count + (z / (2 * count)) ** 2
     half = z * math.sqrt(spread) / (1 + z**2 / count)
     low, high = max(0.0, middle - half), min(1.0, middle + half)
     return Interval(share, min(low, share), max(high, share), len(table))
+
+
+def is_wilson(value: float, low: float | None, high: float | None) -> bool:
+    """Return whether an interval of a share is Wilson's, for some number of outcomes.
+
+    Its ends are the shares x with (value - x)^2 = z^2 x (1 - x) / n; both must have one n.
+    """
+    if low is None or high is None or not 0 <= low < high <= 1:
+        return False
+    worth = [x * (1 - x) / (value - x) ** 2 for x in (low, high) if x != value]
+    return math.isclose(worth[0], worth[-1], rel_tol=1e-6)
 
 
 def _independent(table: Tensor) -> float:
@@ -73,8 +81,8 @@ def _independent(table: Tensor) -> float:
     return min(worth, float(count)) if are_whole else worth
 
 
-def share_change(before: Tensor, after: Tensor, level: float = LEVEL) -> Interval:
-    """Return how much larger a share of the same samples' outcomes became, with its interval.
+def share_change(before: Tensor, after: Tensor) -> Interval:
+    """Return how much larger a share of the same samples' outcomes became, with its 95 % interval.
 
     Two pairs more, one that changed each way, keep the interval from having width zero where no
     outcome changed (Bonett and Price 2012, doi 10.3102/1076998611411915).
@@ -82,7 +90,6 @@ def share_change(before: Tensor, after: Tensor, level: float = LEVEL) -> Interva
     Args:
         before: Outcomes in 0..1, [N] or [N, Q] as in `share_interval`.
         after: Outcomes of the same samples, of the same shape.
-        level: Confidence of the interval, in 0..1.
 
     Raises:
         ValueError: If shapes differ, or as in `share_interval`.
@@ -92,11 +99,11 @@ def share_change(before: Tensor, after: Tensor, level: float = LEVEL) -> Interva
             f"outcomes of shape {list(before.shape)} and {list(after.shape)}: a paired change "
             "needs the same samples"
         )
-    one, other = share_interval(before, level), share_interval(after, level)
+    one, other = share_interval(before), share_interval(after)
     change = (after.double() - before.double()).reshape(len(before), -1).mean(dim=1).cpu()
     table = torch.cat([change, torch.tensor([1.0, -1.0], dtype=torch.float64)])
     middle, spread = float(table.mean()), float(table.std(correction=0)) / math.sqrt(len(table))
-    half = NormalDist().inv_cdf((1 + level) / 2) * spread
+    half = NormalDist().inv_cdf((1 + LEVEL) / 2) * spread
     value = other.value - one.value
     low, high = max(-1.0, middle - half), min(1.0, middle + half)
     return Interval(value, min(low, value), max(high, value), len(change))

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from diffcache.eval import weights
-from diffcache.eval.metrics.inception import MissingPackageError, check_pictures
+from diffcache.eval.metrics import weights
+from diffcache.eval.metrics.inception import MissingPackageError
+from diffcache.eval.metrics.pixels import check_pairs
 
 SMALLEST = 32  # pixels; AlexNet has nothing left of a smaller picture
 HEADS_SHA256 = "df73285e35b22355a2df87cdb6b70b343713b667eddbda73e1977e0c860835c0"
@@ -72,10 +73,7 @@ class LPIPS(nn.Module):
         Raises:
             ValueError: If the shapes differ, or pictures are smaller than 32 pixels.
         """
-        check_pictures(a)
-        check_pictures(b)
-        if a.shape != b.shape:
-            raise ValueError(f"pairs must have one shape, not {list(a.shape)} and {list(b.shape)}")
+        check_pairs(a, b)
         if min(a.shape[2:]) < SMALLEST:
             raise ValueError(
                 f"pictures of {a.shape[2]} x {a.shape[3]} pixels: LPIPS needs {SMALLEST} or more"

@@ -55,7 +55,8 @@ def pooled_psnr(a: Tensor, b: Tensor) -> float:
     Raises:
         ValueError: If dtypes or shapes are not as above.
     """
-    return float(decibels(_per_picture(_mean_squared_error, a, b).mean()))
+    errors = _per_picture(lambda x, y: (x - y).square().mean(dim=(1, 2, 3)), a, b)
+    return float(decibels(errors.mean()))
 
 
 def ssim(a: Tensor, b: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
     Raises:
         ValueError: If dtypes, shapes or sides are not as above.
     """
-    check_pictures(a, b)
+    check_pairs(a, b)
     side = 2 * RADIUS + 1
     if min(a.shape[-2:]) < side:
         raise ValueError(f"SSIM needs sides of {side} pixels or more, got {_size(a)}; use psnr")
@@ -114,7 +115,7 @@ def both_ssim(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: If dtypes, shapes or sides are not as above.
     """
-    check_pictures(a, b)
+    check_pairs(a, b)
     scales = _scales(a.shape[-2], a.shape[-1])
     weights = SCALE_WEIGHTS[:scales]
     if scales < len(SCALE_WEIGHTS):
@@ -162,7 +163,7 @@ def temporal_error(a: Tensor, b: Tensor) -> float:
     Raises:
         ValueError: If dtypes or shapes are not as above.
     """
-    check_pictures(a, b)
+    check_pairs(a, b)
     if len(a) < 2:
         raise ValueError("temporal_error needs two frames or more, got a film of 1")
     total = 0
@@ -174,20 +175,20 @@ def temporal_error(a: Tensor, b: Tensor) -> float:
     return total / (255 * (len(a) - 1) * a[0].numel())
 
 
-def check_pictures(a: Tensor, b: Tensor) -> None:
+def check_pictures(pictures: Tensor, name: str = "pictures") -> None:
+    """Raise ValueError, with the name in it, unless a tensor is uint8 [N, 3, H, W], N not 0."""
+    shape = list(pictures.shape)
+    if pictures.dtype != torch.uint8 or len(shape) != 4 or shape[1] != 3 or not pictures.numel():
+        raise ValueError(
+            f"{name} must be uint8 [N, 3, H, W], not {pictures.dtype} {shape}: 8-bit values as "
+            "they are stored; convert with (x * 255).round().clamp(0, 255).to(torch.uint8)"
+        )
+
+
+def check_pairs(a: Tensor, b: Tensor) -> None:
     """Raise ValueError unless both are uint8 [N, 3, H, W] of one shape, N at least 1."""
-    for name, pictures in (("first", a), ("second", b)):
-        if pictures.dtype != torch.uint8:
-            raise ValueError(
-                f"the {name} pictures are {pictures.dtype}; metrics take 8-bit pictures as stored "
-                "on disk: convert with (x * 255).round().clamp(0, 255).to(torch.uint8)"
-            )
-        if pictures.ndim != 4 or pictures.shape[1] != 3:
-            raise ValueError(
-                f"the {name} pictures have shape {list(pictures.shape)}; expected [N, 3, H, W]"
-            )
-        if pictures.numel() == 0:
-            raise ValueError(f"the {name} pictures are empty: shape {list(pictures.shape)}")
+    check_pictures(a, "the first pictures")
+    check_pictures(b, "the second pictures")
     if a.shape[2:] != b.shape[2:]:
         raise ValueError(
             f"pictures of different sizes, {_size(a)} and {_size(b)}; compare equal sizes, "
@@ -201,7 +202,7 @@ def check_pictures(a: Tensor, b: Tensor) -> None:
 
 def _per_picture(metric: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
     """Apply a metric of float64 pictures in [0, 1] to a few pictures at a time."""
-    check_pictures(a, b)
+    check_pairs(a, b)
     step = _pictures_at_once(a)
     # In float32 the variances of flat areas, differences of squares, lose their digits.
     parts = [
@@ -209,10 +210,6 @@ def _per_picture(metric: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tenso
         for x, y in zip(a.split(step), b.split(step), strict=True)
     ]
     return torch.cat([part.reshape(-1) for part in parts]).cpu()
-
-
-def _mean_squared_error(x: Tensor, y: Tensor) -> Tensor:
-    return (x - y).square().mean(dim=(1, 2, 3))
 
 
 def _similarity(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

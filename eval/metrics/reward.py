@@ -1,9 +1,9 @@
 """Learned human preference of pictures for their prompts: published rewards, or the user's own.
 
-Weights are looked for as `diffcache.eval.weights` says and never downloaded. ImageReward (Xu et
-al., arXiv 2304.05977) and HPSv2 (Wu et al., arXiv 2306.09341) need packages that do not fit into
-this environment, so each runs in an interpreter of its own that is started once and asked batch by
-batch. PickScore (Kirstain et al., arXiv 2305.01569) is a CLIP model of transformers.
+Weights are looked for as `diffcache.eval.metrics.weights` says and never downloaded. ImageReward
+(Xu et al., arXiv 2304.05977) and HPSv2 (Wu et al., arXiv 2306.09341) need packages that do not fit
+into this environment, so each runs in an interpreter of its own that is started once and asked
+batch by batch. PickScore (Kirstain et al., arXiv 2305.01569) is a CLIP model of transformers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from PIL import Image
 from torch import Tensor
 
 from diffcache.errors import DiffcacheError, MissingError
-from diffcache.eval import weights
+from diffcache.eval.metrics import weights
 from diffcache.eval.metrics.clip import ClipScore, classes
-from diffcache.eval.metrics.inception import check_pictures
+from diffcache.eval.metrics.pixels import check_pictures
 
 OWN = "reward_"  # begins the keys of the user's functions
 _TAIL_LINES = 5
@@ -99,7 +99,7 @@ class Package:
         name: Name of the package's module.
         install: What pip installs.
         variable: Environment variable that names the interpreter.
-        weights: Keys of `diffcache.eval.weights.WEIGHTS`.
+        weights: Keys of `diffcache.eval.metrics.weights.WEIGHTS`.
         load: Code that makes `score(prompt, picture)` of `setup`.
     """
 

@@ -32,6 +32,7 @@ _EXTRAS = ("p5", "p95", "pooled", "spread")
 _MINUS = "\N{MINUS SIGN}"
 
 Group = Literal["cost", "fidelity", "quality"]
+Form = Literal["number", "change", "bytes"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Column:
     group: Group
     direction: str | None
     brackets: Literal["interval", "quartiles", ""]
-    form: Literal["number", "change", "bytes"]
+    form: Form
     read: Callable[[dict[str, Any]], Value | None]
     unit: str = ""
     lite: bool = False
@@ -128,33 +129,32 @@ def is_fidelity(record: Record, key: str) -> bool:
 
 
 def _cost(record: Record) -> list[Column]:
-    def plain(key: str, row: dict[str, Any]) -> Value | None:
-        found = number(row.get(key))
+    def plain(row: dict[str, Any], key: str) -> Value | None:
+        source = timing_of(record, row["name"]) if key in ("joules", "peak_bytes") else row
+        found = number(source.get(key))
         return None if found is None else Value(found)
 
-    def timed(key: str, row: dict[str, Any]) -> Value | None:
+    def timed(row: dict[str, Any], key: str) -> Value | None:
         return speed_of(record, row, key)
 
-    def used(key: str, row: dict[str, Any]) -> Value | None:
-        found = number(timing_of(record, row["name"]).get(key))
-        return None if found is None else Value(found)
+    def column(key: str, title: str, direction: str | None, form: Form, unit: str = "") -> Column:
+        is_timed = key == "seconds" or (key.endswith("ratio") and key != "flops_ratio")
+        read = partial(timed if is_timed else plain, key=key)
+        return Column(
+            key, title, "cost", direction, "quartiles" if is_timed else "", form, read, unit
+        )
 
-    seconds, ratio = partial(timed, "seconds"), partial(timed, "ratio")
-    on_cpu, denoiser = partial(timed, "cpu_ratio"), partial(timed, "denoiser_ratio")
-    peak, joules = partial(used, "peak_bytes"), partial(used, "joules")
-    held, calls = partial(plain, "held_bytes"), partial(plain, "evaluations")
-    flops = partial(plain, "flops_ratio")
     return [
-        Column("evaluations", "Evaluations", "cost", None, "", "number", calls),
-        Column("flops_ratio", "FLOPs ratio", "cost", "up", "", "number", flops),
-        Column("seconds", "Seconds", "cost", "down", "quartiles", "number", seconds),
-        Column("ratio", "Speed ratio", "cost", "up", "quartiles", "number", ratio),
-        Column("cpu_ratio", "CPU ratio", "cost", "up", "quartiles", "number", on_cpu),
-        Column("denoiser_ratio", "Denoiser ratio", "cost", "up", "quartiles", "number", denoiser),
-        Column("joules", "Energy", "cost", "down", "", "number", joules, "J"),
-        Column("peak_bytes", "Peak", "cost", "down", "", "bytes", peak),
-        Column("held_bytes", "Held", "cost", None, "", "bytes", held),
-    ]  # fmt: skip
+        column("evaluations", "Evaluations", None, "number"),
+        column("flops_ratio", "FLOPs ratio", "up", "number"),
+        column("seconds", "Seconds", "down", "number"),
+        column("ratio", "Speed ratio", "up", "number"),
+        column("cpu_ratio", "CPU ratio", "up", "number"),
+        column("denoiser_ratio", "Denoiser ratio", "up", "number"),
+        column("joules", "Energy", "down", "number", "J"),
+        column("peak_bytes", "Peak", "down", "bytes"),
+        column("held_bytes", "Held", None, "bytes"),
+    ]
 
 
 def _metric(record: Record, key: str) -> Column:
@@ -170,14 +170,10 @@ def _metric(record: Record, key: str) -> Column:
         direction=None if change else known["direction"],
         brackets="interval" if spread else "",
         form="change" if change else "number",
-        read=partial(_read_metric, key),
+        read=partial(metric_of, key=key),
         unit=str(known["unit"] or ""),
         lite=known["backend"] == "lite",
     )
-
-
-def _read_metric(key: str, row: dict[str, Any]) -> Value | None:
-    return metric_of(row, key)
 
 
 def decimals(values: Sequence[Value]) -> int:

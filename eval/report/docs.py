@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from diffcache.eval.pages import escape_markdown
 from diffcache.eval.report.records import FILE, Record, load
-from diffcache.eval.report.table import escape_markdown, markdown, table_of
+from diffcache.eval.report.table import markdown, table_of
 from diffcache.eval.report.words import conditions
 from diffcache.files import write_file
 

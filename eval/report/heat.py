@@ -53,7 +53,8 @@ def plot_errors(
     if not errors.size or not np.isfinite(errors).any():
         return None
     low, high = _decades(positive.tolist())
-    figure, (axis,) = new_figure(_width(len(steps), sites), _height(len(sites)))
+    height = min(max(1.9 + 0.24 * len(sites), 2.6), 11.0)
+    figure, (axis,) = new_figure(_width(len(steps), sites), height)
     grid = np.ma.masked_invalid(np.clip(errors, low, None))
     edges = [0.5 + np.arange(-1, count) for count in (len(steps), len(sites))]
     axis.patch.set(facecolor=_BLANK, edgecolor=_HATCH, hatch="////", linewidth=0)
@@ -122,10 +123,6 @@ def _decades(positive: Sequence[float]) -> tuple[float, float]:
 def _width(columns: int, names: Sequence[str]) -> float:
     labels = min(max((len(name) for name in names), default=0), 40) * 0.085
     return min(max(labels + columns * 0.22 + 1.2, 6.4), 13.0)
-
-
-def _height(rows: int) -> float:
-    return min(max(1.9 + 0.24 * rows, 2.6), 11.0)
 
 
 def _label_sites(axis: Any, sites: Sequence[str]) -> None:

@@ -106,15 +106,8 @@ def _draw_bars(axis: Any, styles: Sequence[Style], group: Bars) -> None:
         arms = None
         if found.low is not None and found.high is not None:
             arms = [[max(found.middle - found.low, 0.0)], [max(found.high - found.middle, 0.0)]]
-        axis.barh(
-            row,
-            found.middle,
-            xerr=arms,
-            height=0.62,
-            color=style.colour,
-            capsize=2.5,
-            ecolor="#8a929c",
-        )
+        axis.barh(row, found.middle, xerr=arms, height=0.62, color=style.colour, capsize=2.5,
+                  ecolor="#8a929c")  # fmt: skip
         end = found.middle if found.high is None else max(found.high, found.middle)
         axis.annotate(f"{found.middle:.3g}", (end, row), (4, 0), textcoords="offset points",
                       va="center", fontsize=8, color="#697079")  # fmt: skip

@@ -110,15 +110,13 @@ def _points(record: Record, key: str, side: str) -> list[pareto.Point]:
             y = Value(0.0) if key.endswith(CHANGE) else y
         if x is None or y is None or x.middle <= 0:
             continue
-        label = _steps(row) if row["kind"] == "fewer steps" else names.get(row["name"], "")
+        label = names.get(row["name"], "")
+        if row["kind"] == "fewer steps":
+            label = f"{row['steps']} step{'s' * (row['steps'] != 1)}"
         points.append(
             pareto.Point(row["name"], row["kind"], x, y, looks[row["name"]], family(row), label)
         )
     return points
-
-
-def _steps(row: dict[str, Any]) -> str:
-    return "1 step" if row["steps"] == 1 else f"{row['steps']} steps"
 
 
 def settings(rows: Sequence[dict[str, Any]]) -> dict[str, str]:

@@ -176,7 +176,7 @@ def join(records: Sequence[Record]) -> Record:
             "give them as separate tables"
         )
     first = records[0]
-    if len({_uncached(record).get("hash") for record in records}) > 1:
+    if len({ordered(record)[0].get("hash") for record in records}) > 1:
         raise ValueError("the uncached rows differ in their hash; make the runs again together")
     rows: list[dict[str, Any]] = []
     timed: dict[str, Any] = {}
@@ -215,7 +215,3 @@ def _take(rows: list[dict[str, Any]], record: Record, place: int) -> dict[str, s
             matched = [renamed.get(m) or known.get(m) or m for m in matches_of(row)]
             rows.append(row | {"name": renamed[row["name"]], "matches": matched})
     return renamed
-
-
-def _uncached(record: Record) -> dict[str, Any]:
-    return next(row for row in record["rows"] if row["kind"] == "uncached")

@@ -39,7 +39,7 @@ class Samples:
 
     def film(self, row: dict[str, Any], number: int) -> Any:
         """Return a film as uint8 [F, H, W, 3]; None where there is none."""
-        from diffcache.eval.clips import read_clip
+        from diffcache.eval.samples.clips import read_clip
 
         for case in self._cases(row):
             file = self._inside(case / "clips" / f"{number:05d}.mp4")

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from diffcache.eval.metrics.intervals import is_wilson
+from diffcache.eval.pages import escape_markdown
+from diffcache.eval.pages import table as lines_of
 from diffcache.eval.report.columns import (
     CHANGE,
     Column,
@@ -122,7 +125,9 @@ def _cells(column: Column, rows: Sequence[dict[str, Any]]) -> list[Cell]:
             reference = row["kind"] == "uncached" and column.group != "cost"
             cells.append(Cell(NONE if reference else NOT_MEASURED))
             continue
-        unsure = column.form == "change" and _holds_zero(one)
+        low, high = one.low, one.high
+        holds_zero = low is not None and high is not None and low <= 0 <= high
+        unsure = column.form == "change" and holds_zero
         cells.append(
             Cell(shown(one, column, places), best is not None and one.middle == best
                  and row["kind"] != "uncached", unsure, one.middle)
@@ -141,16 +146,11 @@ def _best(
     return max(rivals) if column.direction == "up" else min(rivals)
 
 
-def _holds_zero(change: Value) -> bool:
-    return change.low is not None and change.high is not None and change.low <= 0 <= change.high
-
-
 def notes_of(record: Record, columns: Sequence[Column]) -> list[str]:
     """Return the footnotes of a table: signs, back ends, warnings."""
     shown_keys = {column.key for column in columns}
     notes = ["↑ more is better, ↓ less is better; bold: the best but for uncached."]
-    if any(column.brackets == "interval" for column in columns):
-        notes.append("[95 %]: bootstrap interval over the samples.")
+    notes += _intervals(record, [column for column in columns if column.brackets == "interval"])
     if any(column.form == "change" for column in columns):
         notes.append(
             "change (paired): to uncached, the same samples drawn for both; "
@@ -166,6 +166,25 @@ def notes_of(record: Record, columns: Sequence[Column]) -> list[str]:
     if not record.get("finished", True):
         notes.append(f"{WARNING}the run is not finished; these numbers will change.")
     return notes + [f"{WARNING}{text}" for text in record.get("warnings") or []]
+
+
+def _intervals(record: Record, columns: Sequence[Column]) -> list[str]:
+    """Say which intervals the columns have; a record holds their ends, and not how they came."""
+    drawn = {key for row in record["rows"] for key in row.get("outcomes") or {}}
+    found: dict[str, list[str]] = {}
+    for column in columns:
+        values = [v for v in map(column.read, record["rows"]) if v and v.low is not None]
+        if column.form == "change" and column.key.removesuffix(CHANGE) in drawn:
+            kind = "Bonett and Price's interval of paired shares"
+        elif all(is_wilson(*v) for v in values):
+            kind = "Wilson's interval of shares"
+        else:
+            kind = "bootstrap interval"
+        found.setdefault(kind, []).append(column.title)
+    if len(found) < 2:
+        return [f"[95 %]: {kind} over the samples." for kind in found]
+    kinds = "; ".join(f"{kind} ({', '.join(titles)})" for kind, titles in found.items())
+    return [f"[95 %] over the samples: {kinds}."]
 
 
 def _back_ends(record: Record, shown_keys: set[str]) -> list[str]:
@@ -193,26 +212,15 @@ def _back_ends(record: Record, shown_keys: set[str]) -> list[str]:
 def markdown(table: Table) -> str:
     """Return the table and its footnotes as Markdown."""
     heads = ["Config", *(column.heading for column in table.columns)]
-    lines = [_line(map(escape_markdown, heads)), "|---|" + "---:|" * len(table.columns)]
-    for row in table.rows:
-        lines.append(_line([escape_markdown(row.label), *map(_marked, row.cells)]))
+    rows = [[escape_markdown(row.label), *map(_marked, row.cells)] for row in table.rows]
+    lines = lines_of(list(map(escape_markdown, heads)), rows, numbers=True)
     lines += ["", *(f"- {escape_markdown(note)}" for note in table.notes)]
     return "\n".join(lines) + "\n"
-
-
-def _line(cells: Any) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def _marked(cell: Cell) -> str:
     text = escape_markdown(cell.text) + (DAGGER if cell.dagger else "")
     return f"**{text}**" if cell.bold else text
-
-
-def escape_markdown(text: str) -> str:
-    """Return text that Markdown prints as it is, on one line."""
-    plain = " ".join(str(text).split()).replace("&", "&amp;").replace("<", "&lt;")
-    return "".join(f"\\{sign}" if sign in "\\`*_|~#" else sign for sign in plain)
 
 
 def to_csv(record: Record) -> str:

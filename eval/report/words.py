@@ -114,15 +114,13 @@ def facts(record: Record) -> list[tuple[str, str]]:
     task, env = record["task"], environment(record)
     timing = record.get("timing") or {}
     prompts = task.get("prompts") or {}
+    count = f"{prompts['count']} texts" if prompts.get("count") else ""
     names = {"model", "model_sha256", "prompts", "versions", "kind", "samples"}
     found = [
         ("command", record.get("command")),
         ("model", _joined(task.get("model"), _digest(task.get("model_sha256")))),
         ("samples", _joined(task.get("samples"), task.get("kind"))),
-        (
-            "prompts",
-            _joined(prompts.get("source"), _count(prompts), _digest(prompts.get("sha256"))),
-        ),
+        ("prompts", _joined(prompts.get("source"), count, _digest(prompts.get("sha256")))),
         *((key, value) for key, value in task.items() if key not in names),
         *((f"environment: {key}", value) for key, value in env.items()),
         *((f"seconds of {k}", v) for k, v in (timing.get("parts_seconds") or {}).items()),
@@ -135,20 +133,13 @@ def methods(record: Record) -> list[tuple[str, str]]:
     rows = []
     for row in ordered(record):
         words = row.get("method") or f"uncached, {row.get('steps', '?')} steps"
-        rows.append((str(row["name"]), f"{words}{_hash(row)}"))
+        digest = f" · {row['hash']}" if row.get("hash") else ""
+        rows.append((str(row["name"]), f"{words}{digest}"))
     return rows
-
-
-def _hash(row: dict[str, Any]) -> str:
-    return f" · {row['hash']}" if row.get("hash") else ""
 
 
 def _digest(sha256: Any) -> str:
     return f"SHA-256 {str(sha256)[:16]}" if sha256 else ""
-
-
-def _count(prompts: dict[str, Any]) -> str:
-    return f"{prompts['count']} texts" if prompts.get("count") else ""
 
 
 def _joined(*parts: Any) -> str:

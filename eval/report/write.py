@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diffcache.eval.report import page, plots, words
+from diffcache.eval.report import page, plots
 from diffcache.eval.report.records import Record, checked, differing, join
 from diffcache.eval.report.section import Picture, Section, picture_of, section_of
-from diffcache.eval.report.table import escape_markdown, markdown, to_csv
+from diffcache.eval.report.table import to_csv
 from diffcache.files import write_file
 
 FORMATS = ("md", "html", "csv")
@@ -17,47 +17,35 @@ FOLDER = "report"
 
 
 def write_report(
-    record: dict[str, Any],
-    folder: Path,
-    out: Path | None = None,
-    formats: Sequence[str] = FORMATS,
+    record: dict[str, Any], folder: Path, out: Path | None = None, formats: Sequence[str] = FORMATS
 ) -> list[Path]:
-    """Write the report of a run: tables, plots, sheets of samples and a page.
-
-    The same record and samples give the same bytes.
-
-    Args:
-        record: As in `record.json`.
-        folder: Of the run; samples are looked for here.
-        out: Where to write; `report` in the run's folder by default.
-        formats: Of `md`, `html` and `csv`; plots and sheets come with the first two.
-
-    Returns:
-        The files.
-
-    Raises:
-        ValueError: If the record or a format is not one.
-    """
+    """Write the report of one run, in its folder where no other is named; see `write_reports`."""
     return write_reports([(record, folder)], out or folder / FOLDER, formats)
 
 
 def write_reports(
-    runs: Sequence[tuple[dict[str, Any], Path]], out: Path, formats: Sequence[str] = FORMATS
+    runs: Sequence[tuple[dict[str, Any], Path]],
+    out: Path,
+    formats: Sequence[str] = FORMATS,
+    in_one: bool = False,
 ) -> list[Path]:
-    """Write one report about several runs: their tables one after the other.
+    """Write one report about runs: tables, plots, sheets of samples and a page.
 
-    Runs of the same task also get plots of all their rows together.
+    Runs of the same task also get plots of all their rows together. The same records and samples
+    give the same bytes.
 
     Args:
-        runs: Records with the folders of their runs.
+        runs: Records, as in `record.json`, with the folders where their samples are.
         out: Where to write.
-        formats: Of `md`, `html` and `csv`.
+        formats: Of `md`, `html` and `csv`; plots and sheets come with the first two.
+        in_one: Put the rows of all runs, which are of the same task, in one table.
 
     Returns:
         The files.
 
     Raises:
-        ValueError: If there is no run, or a record or a format is not one.
+        ValueError: If there is no run, a record or a format is not one, or runs whose rows go in
+            one table are of different models or tasks.
     """
     wrong = [name for name in formats if name not in FORMATS]
     if wrong or not formats:
@@ -65,35 +53,20 @@ def write_reports(
     if not runs:
         raise ValueError("runs=[]: there must be at least one")
     records = [checked(record, f"run {place + 1}") for place, (record, _) in enumerate(runs)]
-    several = len(runs) > 1
-    prefixes = [f"{place + 1}-" if several else "" for place in range(len(runs))]
+    folders = [[folder] for _, folder in runs]
+    if in_one:
+        records, folders = [join(records)], [[folder for _, folder in runs]]
+    prefixes = [f"{place + 1}-" for place in range(len(records))] if len(records) > 1 else [""]
     files: dict[str, str | bytes] = {}
     if "csv" in formats:
         pairs = zip(prefixes, records, strict=True)
         files |= {f"{prefix}table.csv": to_csv(record) for prefix, record in pairs}
     if {"md", "html"} & set(formats):
-        places = zip(records, (folder for _, folder in runs), prefixes, strict=True)
-        sections = [section_of(record, [folder], prefix) for record, folder, prefix in places]
+        sections = list(map(section_of, records, folders, prefixes))
         files |= _pages(sections, *_joint(records), formats)
-    return _write(files, out)
-
-
-def write_joined(
-    runs: Sequence[tuple[dict[str, Any], Path]], out: Path, formats: Sequence[str] = FORMATS
-) -> list[Path]:
-    """Write one report with the rows of several runs of the same task in one table.
-
-    Raises:
-        ValueError: If the runs are of different models or tasks.
-    """
-    record = join([checked(record, f"run {place + 1}") for place, (record, _) in enumerate(runs)])
-    files: dict[str, str | bytes] = {}
-    if "csv" in formats:
-        files["table.csv"] = to_csv(record)
-    if {"md", "html"} & set(formats):
-        section = section_of(record, [folder for _, folder in runs])
-        files |= _pages([section], [], [], formats)
-    return _write(files, out)
+    for name, data in files.items():
+        write_file(out / name, data)
+    return [out / name for name in files]
 
 
 def _joint(records: Sequence[Record]) -> tuple[list[Picture], list[str]]:
@@ -124,49 +97,7 @@ def _pages(
         files[f"{picture.stem}.png"] = picture.png
         if picture.svg is not None:
             files[f"{picture.stem}.svg"] = picture.svg
-    if "md" in formats:
-        files["report.md"] = _markdown(title, sections, joint, notes)
-    if "html" in formats:
-        files["report.html"] = page.render(title, sections, joint, notes)
+    for kind in ("md", "html"):
+        if kind in formats:
+            files[f"report.{kind}"] = page.render(kind, title, sections, joint, notes)
     return files
-
-
-def _markdown(
-    title: str, sections: Sequence[Section], joint: Sequence[Picture], notes: Sequence[str]
-) -> str:
-    blocks = [f"# {escape_markdown(title)}", *map(escape_markdown, notes), *map(_figure, joint)]
-    for section in sections:
-        if len(sections) > 1:
-            blocks.append(f"# {escape_markdown(section.title)}")
-        blocks.append(_list(words.summary(section.record)))
-        blocks += ["## Table", markdown(section.table).rstrip()]
-        blocks += _shown("Plots", section.plots) + _shown("Samples", section.sheets)
-        if section.left_out:
-            blocks += ["## Left out", _list(section.left_out)]
-        blocks += ["## How it was measured", words.LITE, _pairs(words.facts(section.record))]
-        blocks += ["## Settings of the rows", _pairs(words.methods(section.record))]
-    return "\n\n".join(blocks) + "\n"
-
-
-def _shown(title: str, pictures: Sequence[Picture]) -> list[str]:
-    return [f"## {title}", *map(_figure, pictures)] if pictures else []
-
-
-def _figure(picture: Picture) -> str:
-    alt = escape_markdown(picture.title).replace("[", "\\[").replace("]", "\\]")
-    parts = [f"![{alt}]({picture.stem}.png)", escape_markdown(picture.caption)]
-    return "\n\n".join([*parts, _list(picture.lines)] if picture.lines else parts)
-
-
-def _list(texts: Sequence[str]) -> str:
-    return "\n".join(f"- {escape_markdown(text)}" for text in texts)
-
-
-def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(f"- {escape_markdown(k)}: {escape_markdown(v)}" for k, v in pairs)
-
-
-def _write(files: dict[str, str | bytes], out: Path) -> list[Path]:
-    for name, data in files.items():
-        write_file(out / name, data)
-    return [out / name for name in files]

@@ -11,8 +11,8 @@ from typing import Any
 
 import diffusers
 
-from diffcache.eval.prompts import HELD_OUT, HELD_OUT_ONE, Prompts, load_prompts
 from diffcache.eval.runs.task import Task, digest
+from diffcache.eval.samples.prompts import HELD_OUT, HELD_OUT_ONE, Prompts, load_prompts
 from diffcache.pipelines.demo.inputs import needed_inputs
 from diffcache.pipelines.demo.saved import Parameters
 

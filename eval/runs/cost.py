@@ -10,10 +10,10 @@ from diffcache.eval.cost.clock import DenoiserClock
 from diffcache.eval.cost.energy import Joules
 from diffcache.eval.cost.interleave import Turn, measure
 from diffcache.eval.cost.memory import Place, peak, peak_bytes
-from diffcache.eval.peers import Peer
 from diffcache.eval.record import Setting
 from diffcache.eval.runs.evaluate import WARM_UP, Run
 from diffcache.eval.runs.folder import remember
+from diffcache.eval.runs.peers import Peer
 from diffcache.eval.runs.task import Case, digest
 from diffcache.features.base import Method
 from diffcache.features.combine import reuse_of
@@ -127,7 +127,7 @@ def _peaks(run: Run, cases: Sequence[Case]) -> dict[str, int]:
             turns = _Turns(run, case, Setting(run.drawer.device))
             with turns.within():
                 turns.prepare()
-                found[case.name] = peak(turns.draw, run.drawer.device).peak_bytes
+                found[case.name] = peak(turns.draw, run.drawer.device)
             continue
         if isinstance(case.method, Peer):
             continue  # the fresh process makes methods of the catalogue only
@@ -135,7 +135,7 @@ def _peaks(run: Run, cases: Sequence[Case]) -> dict[str, int]:
         call.pop("generator", None)  # noise takes the same memory whatever its seed
         method = None if case.method is None else _spelled(case.method)
         place = Place("cpu", run.drawer.dtype, task.threads, task.loading)
-        found[case.name] = peak_bytes(task.model, method, call, place).peak_bytes
+        found[case.name] = peak_bytes(task.model, method, call, place)
     return found
 
 

@@ -21,12 +21,12 @@ from torch import Tensor
 import diffcache
 from diffcache.api import denoisers_of
 from diffcache.command import device_of
-from diffcache.eval.peers import Peer, observed
-from diffcache.eval.prompts import HELD_OUT, Prompts
 from diffcache.eval.runs.arguments import check_call, frame_rate, prompts_of
 from diffcache.eval.runs.folder import Batch
+from diffcache.eval.runs.peers import Peer, observed
 from diffcache.eval.runs.ranks import Ranks
 from diffcache.eval.runs.task import Case, Task, directory_sha256, versions, weights_sha256
+from diffcache.eval.samples.prompts import HELD_OUT, Prompts
 from diffcache.features.base import Method
 from diffcache.pipelines import load
 from diffcache.pipelines.demo import generate, saved

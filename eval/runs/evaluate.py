@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from diffcache.errors import DiffcacheError
-from diffcache.eval.cost.flops import denoiser_flops
+from diffcache.eval.cost.flops import count
 from diffcache.eval.metrics import reward
 from diffcache.eval.metrics.inception import CONVENTIONS
-from diffcache.eval.peers import Peer
 from diffcache.eval.runs.draw import Drawer, relative_errors
 from diffcache.eval.runs.extractors import Extractors, at_hand
 from diffcache.eval.runs.folder import (
@@ -31,10 +30,11 @@ from diffcache.eval.runs.folder import (
     check_claim,
 )
 from diffcache.eval.runs.lines import evaluations
+from diffcache.eval.runs.peers import Peer
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.ranks import Ranks, join
 from diffcache.eval.runs.task import Case, Task, digest
-from diffcache.eval.sources import Source, Wish, open_source, summary
+from diffcache.eval.samples.sources import Source, Wish, open_source, summary
 from diffcache.features.base import Method
 from diffcache.files import read_json, write_file, write_json
 
@@ -344,7 +344,7 @@ def step_flops(run: Run) -> float | None:
     if not isinstance(found, dict) or "flops_per_step_and_sample" not in found:
         batch = run.batches[0]
         with run.timed("count FLOPs"):
-            counted = denoiser_flops(run.drawer.pipe, run.drawer.arguments(batch, 2))
+            counted = count(run.drawer.pipe, run.drawer.arguments(batch, 2)).per_step
         per_sample = None if counted is None else counted / len(batch.ids)
         found = {"flops_per_step_and_sample": per_sample}
         write_json(place, found)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diffcache.eval.metrics import clip, i3d, inception, lite, lpips, reward
 from diffcache.eval.metrics.inception import MissingPackageError
-from diffcache.eval.weights import MissingWeightsError
+from diffcache.eval.metrics.weights import MissingWeightsError
 from diffcache.pipelines.small import classifier, scenes
 
 Columns = dict[str, Tensor]

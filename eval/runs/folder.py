@@ -58,8 +58,7 @@ class Batch:
     @cached_property
     def digest(self) -> str:
         """Sixteen hexadecimal digits of ids, prompts and seeds."""
-        text = json.dumps([self.ids, self.prompts, self.seeds])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return sha256(json.dumps([self.ids, self.prompts, self.seeds]).encode())[:16]
 
 
 def batches(texts: Sequence[str], samples: int, size: int, seed: int) -> list[Batch]:
@@ -186,7 +185,7 @@ class CaseFolder:
         if sample.ndim == 3:
             write_file(file, encoded(sample))
         else:
-            from diffcache.eval.clips import write_clip
+            from diffcache.eval.samples.clips import write_clip
 
             if self.fps is None:
                 raise RunError(f"{file} is a film, but its pipeline takes no number of frames")
@@ -218,7 +217,7 @@ class CaseFolder:
             if wanted is not None and sha256(place.read_bytes()) != wanted:
                 raise ValueError("it is not the file that was drawn")
             if place is film:
-                from diffcache.eval.clips import read_clip
+                from diffcache.eval.samples.clips import read_clip
 
                 return read_clip(film)
             with Image.open(picture) as opened:

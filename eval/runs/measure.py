@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from diffcache.eval.clips import read_clip, write_preview
 from diffcache.eval.metrics import lite
 from diffcache.eval.oracle import observe
 from diffcache.eval.report.write import write_report
@@ -24,6 +23,7 @@ from diffcache.eval.runs.folder import FILM, PREVIEW, ManifestError, recall, rem
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.quality import Reference, quality
 from diffcache.eval.runs.task import Case, digest
+from diffcache.eval.samples.clips import read_clip, write_preview
 from diffcache.features.base import Method
 from diffcache.files import write_json
 
@@ -118,7 +118,9 @@ def write(run: Run, cases: Sequence[Case], drawn: Drawn) -> dict[str, Any]:
     """Join the values of the cases; time them; write record and report."""
     first = drawn.samples["uncached"].first
     with run.timed("score"):
-        rows = _rows(run, cases, drawn)
+        base = score.values(drawn.samples["uncached"], None, drawn.networks)
+        against = cache(lambda: reference(run, drawn))
+        rows = [_row(run, case, drawn, base, against) for case in cases]
     timing: dict[str, Any] = {"rows": {}, "warning": None}
     if "time" in run.plan.stages:
         with run.timed("time"):
@@ -149,13 +151,6 @@ def samples_of(run: Run, case: Case) -> score.Samples:
         for i, file in zip(batch.ids, done[batch.number]["files"], strict=True)
     }
     return score.Samples(folder, tuple(run.batches), sums)
-
-
-def _rows(run: Run, cases: Sequence[Case], drawn: Drawn) -> list[dict[str, Any]]:
-    """Return the rows of the record."""
-    base = score.values(drawn.samples["uncached"], None, drawn.networks)
-    against = cache(lambda: reference(run, drawn))
-    return [_row(run, case, drawn, base, against) for case in cases]
 
 
 def _row(
@@ -209,8 +204,8 @@ def site_error(run: Run, case: Case) -> dict[str, Any] | None:
 
     def compute() -> dict[str, Any]:
         pipe = run.drawer.pipe
-        found = observe(pipe, method, lambda: pipe(**run.drawer.arguments(batch, case.steps)))
-        return {"sites": found.sites, "steps": found.steps, "values": found.values}
+        call = run.drawer.arguments(batch, case.steps)
+        return observe(pipe, method, lambda: pipe(**call)).to_dict()
 
     kept: dict[str, Any] | None = recall(place, key)
     if kept is None and "draw" in run.plan.stages:

@@ -11,14 +11,14 @@ from torch import Tensor
 from diffcache.eval.metrics import bootstrap, distances, reward
 from diffcache.eval.metrics.frechet import Moments, at_infinity, frechet, moments
 from diffcache.eval.metrics.intervals import metric_interval
-from diffcache.eval.runs.extractors import Columns
-from diffcache.eval.sets import (
+from diffcache.eval.metrics.sets import (
     FeatureSet,
     floor,
     kernel_distance,
     mean_and_spread,
     neighbors,
 )
+from diffcache.eval.runs.extractors import Columns
 
 _FEWEST_FOR_SETS = 32  # samples below which distances of sets say nothing
 _WIDEST = 256  # features; a resampling of wider ones takes seconds, so there is no interval

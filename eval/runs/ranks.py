@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 
+from diffcache.eval.cost.interleave import cores_here
+
 _PATIENCE = timedelta(days=7)  # ranks wait for the slowest, whatever a batch takes
 
 
@@ -28,9 +30,7 @@ class Ranks:
     @property
     def workers(self) -> int:
         """Threads of this process among the cores of its machine."""
-        known = getattr(os, "sched_getaffinity", None)
-        cores = len(known(0)) if known else os.cpu_count() or 1
-        return max(1, cores // self.beside)
+        return max(1, cores_here() // self.beside)
 
     @property
     def is_first(self) -> bool:

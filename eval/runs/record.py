@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,6 @@ from diffcache.attach.provenance import tables_of
 from diffcache.eval.cost.interleave import too_fast
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.pixels import ms_ssim_variant
-from diffcache.eval.prompts import HALF, HELD_OUT
 from diffcache.eval.record import Setting, envelope
 from diffcache.eval.report.records import SCHEMA, checked
 from diffcache.eval.runs.evaluate import Run, lacking, step_flops
@@ -23,12 +21,12 @@ from diffcache.eval.runs.extractors import Extractors
 from diffcache.eval.runs.folder import CaseFolder
 from diffcache.eval.runs.lines import evaluations, shares
 from diffcache.eval.runs.task import Case, code_sha256, versions
+from diffcache.eval.samples.prompts import HALF, HELD_OUT
 from diffcache.features.base import Method
 from diffcache.offline.calibrate import prompt_hash
 from diffcache.pipelines.demo.saved import DTYPES
 
 _ENOUGH = 2000
-_TIME_KEYS = ("timing", "env", "command", "date", "commit", "versions", "device", "threads")
 
 
 def row(run: Run, case: Case, measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +86,7 @@ def assemble(
     """Return the record.
 
     What depends on the time or the machine stands under keys of its own, so that the rest can be
-    compared between runs (`without_timing`).
+    compared between runs.
 
     Args:
         run: The run.
@@ -99,10 +97,10 @@ def assemble(
     """
     size = (first.shape[-2], first.shape[-1])
     task, drawer = run.plan.task, run.drawer
-    drawn = {
-        f"{case}: draw": round(seconds, 3)
-        for case, seconds in ((r["name"], _drawing_seconds(run, r)) for r in rows)
-    }
+    drawn = {}  # seconds in the manifests, of all processes and earlier starts
+    for this in rows:
+        lines = CaseFolder(run.folder / this["folder"]).done(run.batches).values()
+        drawn[f"{this['name']}: draw"] = round(float(sum(line["seconds"] for line in lines)), 3)
     setting = Setting(drawer.device, DTYPES[drawer.dtype])
     body = {
         "schema": SCHEMA, "seed": task.seed, "finished": True,
@@ -146,12 +144,6 @@ def reference_name(run: Run) -> str | None:
         return f"{run.real.path.name}{side}"
     is_shapes = run.drawer.prompts.source in ("shapes", HELD_OUT)
     return "held-out scenes of the shapes generator" if is_shapes else None
-
-
-def _drawing_seconds(run: Run, found: Mapping[str, Any]) -> float:
-    """Return the sum of the seconds in a case's manifest, of all processes and earlier starts."""
-    done = CaseFolder(run.folder / found["folder"]).done(run.batches)
-    return float(sum(line["seconds"] for line in done.values()))
 
 
 def describe(
@@ -234,8 +226,3 @@ def check(record: Mapping[str, Any]) -> None:
     if record["rows"][0]["kind"] != "uncached":
         raise ValueError("rows: the first must be the uncached one")
     json.dumps(record, allow_nan=False)
-
-
-def without_timing(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy without what depends on the time or the machine."""
-    return {k: copy.deepcopy(v) for k, v in record.items() if k not in _TIME_KEYS}

@@ -24,8 +24,8 @@ from typing import Any
 
 from diffcache.errors import DiffcacheError, MissingError
 from diffcache.eval.methods import make_row
-from diffcache.eval.peers import Peer
 from diffcache.eval.runs.evaluate import Plan
+from diffcache.eval.runs.peers import Peer
 from diffcache.eval.runs.task import Task, digest
 from diffcache.features.base import Method
 

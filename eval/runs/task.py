@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import nn
 
 import diffcache
-from diffcache.eval.peers import Peer
+from diffcache.eval.runs.peers import Peer
 from diffcache.features.base import Method
 from diffcache.pipelines.demo.saved import check_dtype
 from diffcache.pipelines.load import Loading
@@ -33,7 +33,7 @@ class Task:
 
     Attributes:
         model: Directory of a saved pipeline, name of a shipped model, or a Hugging Face model ID.
-        prompts: A built-in list or a file (`diffcache.eval.prompts`); "" is the model's own.
+        prompts: Built-in list or file (`diffcache.eval.samples.prompts`); "" is the model's own.
         samples: How many; sample `i` is drawn from prompt `i` (the list is repeated) and from
             noise with seed `seed + i`.
         seed: Of the first sample.

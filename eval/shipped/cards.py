@@ -9,16 +9,16 @@ these places is typed.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import FOLDER, ROOT
 from diffcache.eval.shipped.quality import QUALITIES, WHOLE, file_of
-from diffcache.files import write_file
+from diffcache.files import read_json
 from diffcache.pipelines.demo.saved import MODELS
 
 _PLACE = re.compile(r"(<!-- quality: (\S+) -->\n).*?(<!-- /quality -->)", re.DOTALL)
@@ -29,12 +29,6 @@ _TITLES = {
     "untouched_psnr_db": "untouched part, dB",
     "autoencoder_untouched_psnr_db": "the same, autoencoder alone, dB",
 }  # fmt: skip
-
-
-def pages() -> list[Path]:
-    """Return the files that have places: cards, and the README where it has one."""
-    files = [MODELS / name / "README.md" for name in QUALITIES] + [ROOT / "README.md"]
-    return [file for file in files if _PLACE.search(file.read_text(encoding="utf-8"))]
 
 
 def filled(text: str, folder: Path = FOLDER) -> str:
@@ -65,37 +59,35 @@ def _block(name: str, folder: Path) -> str:
     )
     keys = [key for key in first["quality"] if key != WHOLE]
     titles = [_TITLES.get(key, key.replace("_", " ")) for key in (WHOLE, *keys)]
-    table = [f"| | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
-    for row in rows:
-        cells = [_cell(key, row["quality"][key]) for key in (WHOLE, *keys)]
-        table.append(f"| {row['name']} | {' | '.join(cells)} |")
+    cells = [[row["name"], *(_cell(key, row["quality"][key]) for key in (WHOLE, *keys))]
+             for row in rows]  # fmt: skip
     source = (
         f"Measured by `{record['command']}` at commit `{record['commit']}` and kept in "
         f"`assets/bench/{file_of(name).name}`."
     )
-    return "\n".join([head, "", *table, "", source])
+    return "\n".join([head, "", *table(["", *titles], cells, numbers=True), "", source])
 
 
 def _overview(folder: Path) -> str:
     """Return a table of all models."""
-    lines = ["| model | samples | right in everything (95 %) |", "|---|---|---|"]
+    rows = []
     for name in QUALITIES:
         record = _read(name, folder)
         row = record["rows"][0]
         whole = row["quality"][WHOLE]
         samples = f"{whole['n']:,} {_unit(row, record['shapes']['what'])}, {row['name']}"
         link = f"[`{name}`](assets/models/{name}/README.md)"
-        lines.append(f"| {link} | {samples} | {_share(whole)} |")
-    return "\n".join(lines)
+        rows.append([link, samples, _share(whole)])
+    return "\n".join(table(["model", "samples", "right in everything (95 %)"], rows))
 
 
 def _read(name: str, folder: Path) -> dict[str, Any]:
-    file = file_of(name, folder)
-    if not file.exists():
+    record: dict[str, Any] | None = read_json(file_of(name, folder))
+    if record is None:
         raise FileNotFoundError(
-            f"{file.name} is missing; make it: python -m diffcache.eval.shipped.quality {name}"
+            f"{file_of(name, folder).name} is missing; make it: python -m "
+            f"diffcache.eval.shipped.quality {name}"
         )
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return record
 
 
@@ -114,23 +106,7 @@ def _cell(key: str, found: Mapping[str, float]) -> str:
     return _share(found)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the pages, or check that they are up to date; return an exit code."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if given not in (["--write"], ["--check"]):
-        print("usage: python -m diffcache.eval.shipped.cards --write | --check", file=sys.stderr)
-        return 2
-    stale = 0
-    for page in pages():
-        before = page.read_text(encoding="utf-8")
-        after = filled(before)
-        if before != after and given == ["--write"]:
-            write_file(page, after)
-        elif before != after:
-            print(f"{page.relative_to(ROOT)}: out of date; run with --write", file=sys.stderr)
-            stale = 1
-    return stale
-
+main = keep_pages(filled, *(MODELS / name / "README.md" for name in QUALITIES), ROOT / "README.md")
 
 if __name__ == "__main__":
     sys.exit(main())

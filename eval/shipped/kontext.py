@@ -8,24 +8,25 @@ picture a run as published, the others draw batches.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import typer
 from diffusers import FluxKontextPipeline
 from torch import Tensor
-from tqdm import tqdm
 
 import diffcache
-from diffcache.eval.cost.flops import count
+from diffcache.command import Threads, script
 from diffcache.eval.metrics.intervals import metric_interval
+from diffcache.eval.offline import trained_edits
 from diffcache.eval.runs.score import kept
 from diffcache.eval.runs.task import digest
-from diffcache.eval.shipped.table import Drawn, Subject, record_of, run
+from diffcache.eval.shipped.draw import edit_pictures
+from diffcache.eval.shipped.table import ALL, Drawn, Only, Rounds, Subject, draw_record
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
 from diffcache.features.regione import RegionE
@@ -50,47 +51,6 @@ def instructions(count: int, seed: int) -> list[str]:
     """Return the instructions of the held-out edits of `draw_edits(count, seed, held=True)`."""
     edits, _, _ = draw_edits(count, seed, held=True)
     return [instruction(e, np.random.default_rng([seed, i, 9])) for i, e in enumerate(edits)]
-
-
-def edit_pictures(
-    pipe: FluxKontextPipeline,
-    before: Tensor,
-    texts: Sequence[str],
-    *,
-    steps: int,
-    seed: int,
-    batch: int = BATCH,
-    each: Callable[[int], None] = lambda drawn: None,
-) -> Tensor:
-    """Edit pictures; picture i starts from the noise of seed + i.
-
-    Args:
-        pipe: The pipeline.
-        before: Reference pictures, uint8 [B, 3, 64, 64].
-        texts: One instruction for each.
-        steps: Sampling steps.
-        seed: Seed of the first picture.
-        batch: Pictures edited at once.
-        each: Told the number of pictures of every run, after it.
-
-    Returns:
-        The results, uint8 [B, 3, 64, 64].
-    """
-    made = []
-    for start in tqdm(range(0, len(texts), batch), desc=f"{steps} steps", leave=False):
-        part = list(texts[start : start + batch])
-        seeds = range(seed + start, seed + start + len(part))
-        images = pipe(
-            image=before[start : start + batch].float() / 255,
-            prompt=part,
-            num_inference_steps=steps,
-            generator=[torch.Generator("cpu").manual_seed(number) for number in seeds],
-            output_type="np",
-            **CALL,
-        ).images
-        each(len(part))
-        made.append(torch.from_numpy(np.round(images * 255).astype(np.uint8)))
-    return torch.cat(made).permute(0, 3, 1, 2).contiguous()
 
 
 class Editor(Subject):
@@ -127,12 +87,7 @@ class Editor(Subject):
 
     def calibrated(self, method: Calibrated) -> Calibrated:
         """Return a method fitted to some edits of the training set."""
-        edits, before, _ = draw_edits(self.fitted, 77)
-        texts = [instruction(edit) for edit in edits]
-        calls = [
-            {"image": before[i : i + BATCH].float() / 255, "prompt": texts[i : i + BATCH]}
-            for i in range(0, self.fitted, BATCH)
-        ]
+        calls = trained_edits(self.fitted, 0, BATCH)
         return calibrate(self.pipe, method, calls, steps=self.steps, **CALL)
 
     def uncached(self) -> Drawn:
@@ -156,16 +111,10 @@ class Editor(Subject):
         found = metric_interval("psnr_db", values).to_dict()
         return {"psnr_db": {**found, "p5": float(values.quantile(0.05))}}
 
-    def step_flops(self) -> float:
-        """Return the operations of one denoiser call for one picture."""
-        return self._step_flops
-
-    @cached_property
-    def _step_flops(self) -> float:
-        call = {"image": self.before[:1].float() / 255, "prompt": self.texts[:1], **CALL}
-        once = count(self.plain, {**call, "num_inference_steps": 1}).per_call
-        assert once is not None  # nothing here is compiled
-        return once
+    def one_step(self) -> dict[str, Any]:
+        """Return the arguments of a call that takes one step for one picture."""
+        before = self.before[:1].float() / 255
+        return {"image": before, "prompt": self.texts[:1], "num_inference_steps": 1, **CALL}
 
     def timed(self, pipe: FluxKontextPipeline, method: Method) -> Callable[[], object]:
         """Return a call that draws some edits; RegionE's one by one on both sides."""
@@ -193,24 +142,18 @@ def _batch(method: Method) -> int:
     return 1 if isinstance(method, RegionE) else BATCH
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and write the record."""
-    parser = argparse.ArgumentParser(
-        prog="python -m diffcache.eval.shipped.kontext",
-        description="Measure what methods leave out and what that costs on held-out edits.",
-    )
-    parser.add_argument("--samples", type=int, default=256, help="held-out edits")
-    parser.add_argument("--rounds", type=int, default=10, help="timed calls of each method")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    parser.add_argument("--only", nargs="+", default=(), help="rows besides the uncached")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(given.threads)
-    subject = Editor(given.samples)
-    words = f" --samples {given.samples} --rounds {given.rounds}"
-    words += f" --only {' '.join(given.only)}" if given.only else ""
-    command = f"python -m diffcache.eval.shipped.kontext{words}"
-    run(subject, record_of(subject.name, 0), command, given.rounds, given.only)
+def kontext(
+    samples: Annotated[int, typer.Option(min=2, help="Held-out edits.")] = 256,
+    rounds: Rounds = 10,
+    threads: Threads = 1,
+    only: Only = ALL,
+) -> None:
+    """Measure what methods leave out and what that costs on held-out edits."""
+    torch.set_num_threads(threads)
+    draw_record(Editor(samples), "kontext", {"samples": samples}, rounds, only)
 
+
+main = script(kontext)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

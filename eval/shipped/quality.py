@@ -10,27 +10,34 @@ picture beside the weights; `diffcache.eval.shipped.cards` puts the numbers into
 
 from __future__ import annotations
 
-import argparse
 import math
-import textwrap
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from diffusers import DiffusionPipeline, WanPipeline
-from PIL import Image, ImageDraw, ImageFont
+import typer
+from PIL import Image
 from torch import Tensor
-from tqdm import tqdm
 
+from diffcache.command import Seed, Threads, script
 from diffcache.eval.metrics.bootstrap import mean_interval
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.record import FOLDER, Setting, check, envelope
 from diffcache.eval.runs.task import directory_sha256
-from diffcache.eval.shipped import kontext as editing
 from diffcache.eval.shipped import recall
+from diffcache.eval.shipped.draw import (
+    draw_films,
+    draw_grid,
+    draw_pictures,
+    edit_pictures,
+    image_of,
+)
+from diffcache.eval.shipped.kontext import instructions
 from diffcache.files import write_json
 from diffcache.pipelines.demo.saved import MODELS
 from diffcache.pipelines.policy import rollout
@@ -49,6 +56,7 @@ from diffcache.pipelines.small.scenes import (
 Outcomes = Mapping[str, Tensor]  # name -> [N] or [N, Q]; `whole_right` first, `_db` are no shares
 WHOLE = "whole_right"
 SETTING = Setting(torch.device("cpu"))
+ALL: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -72,58 +80,6 @@ class Model:
     grid: Callable[[Any], tuple[str, Image.Image]] | None = None
 
 
-def draw_pictures(
-    pipe: DiffusionPipeline,
-    prompts: Sequence[Any],
-    *,
-    steps: int,
-    seed: int,
-    batch: int = 32,
-    call: Mapping[str, Any] = flux.CALL,
-) -> list[Image.Image]:
-    """Draw one picture for each prompt; picture i starts from the noise of seed + i.
-
-    Args:
-        pipe: The pipeline.
-        prompts: What to draw: texts or classes.
-        steps: Sampling steps.
-        seed: Seed of the first picture.
-        batch: Pictures drawn at once.
-        call: Further arguments of the pipeline's call.
-    """
-    pictures: list[Image.Image] = []
-    for start in tqdm(range(0, len(prompts), batch), desc=f"{steps} steps", leave=False):
-        part = list(prompts[start : start + batch])
-        seeds = range(seed + start, seed + start + len(part))
-        noise = [torch.Generator("cpu").manual_seed(number) for number in seeds]
-        pictures += pipe(part, num_inference_steps=steps, generator=noise, **call).images
-    return pictures
-
-
-def draw_films(
-    pipe: WanPipeline, prompts: Sequence[str], *, steps: int, seed: int, **call: Any
-) -> Tensor:
-    """Film each prompt; film i starts from the noise of seed + i.
-
-    Args:
-        pipe: The pipeline.
-        prompts: What to film.
-        steps: Sampling steps.
-        seed: Seed of the first film.
-        **call: Arguments that replace those of `wan.CALL`.
-
-    Returns:
-        Films uint8 [B, F, 64, 64, 3].
-    """
-    films = []
-    for start in tqdm(range(0, len(prompts), 16), desc=f"{steps} steps", leave=False):
-        part = list(prompts[start : start + 16])
-        noise = [torch.Generator().manual_seed(seed + start + i) for i in range(len(part))]
-        made = pipe(part, num_inference_steps=steps, generator=noise, **{**wan.CALL, **call}).frames
-        films.append(torch.from_numpy(made).mul(255).round().to(torch.uint8))
-    return torch.cat(films)
-
-
 def of_prompts(pictures: Any, prompts: Sequence[str]) -> Outcomes:
     """Return which pictures show everything their prompt states, and the share of each attribute.
 
@@ -145,10 +101,6 @@ def of_prompts(pictures: Any, prompts: Sequence[str]) -> Outcomes:
 def _of_flux(pipe: Any, steps: int, samples: int, seed: int, call: Any = flux.CALL) -> Outcomes:
     prompts = held_out_prompts(samples, seed)
     return of_prompts(draw_pictures(pipe, prompts, steps=steps, seed=seed, call=call), prompts)
-
-
-def _of_unet(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
-    return _of_flux(pipe, steps, samples, seed, small_unet.CALL)
 
 
 def _of_wan(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
@@ -183,8 +135,8 @@ def _of_dit(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
 @torch.no_grad()
 def _of_kontext(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
     edits, before, after = draw_edits(samples, seed, held=True)
-    texts = editing.instructions(samples, seed)
-    made = editing.edit_pictures(pipe, before, texts, steps=steps, seed=seed)
+    texts = instructions(samples, seed)
+    made = edit_pictures(pipe, before, texts, steps=steps, seed=seed)
     found = judge(made, edits, before, after)
     decoded = pipe.vae.decode(pipe.vae.encode(to_unit(after)).latent_dist.mode()).sample
     pictures = ((decoded.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
@@ -217,49 +169,17 @@ def _dit_grid(pipe: Any) -> tuple[str, Image.Image]:
 
 def _kontext_grid(pipe: Any) -> tuple[str, Image.Image]:
     _, before, _ = draw_edits(24, 0, held=True)
-    texts = editing.instructions(24, 0)
-    made = editing.edit_pictures(pipe, before, texts, steps=28, seed=0)
-    pairs = [[_image(picture) for picture in pair] for pair in zip(before, made, strict=True)]
+    texts = instructions(24, 0)
+    made = edit_pictures(pipe, before, texts, steps=28, seed=0)
+    pairs = [[image_of(picture) for picture in pair] for pair in zip(before, made, strict=True)]
     return "grid.png", draw_grid(pairs, texts, scale=2, columns=6)
 
 
 def _wan_strips(pipe: Any) -> tuple[str, Image.Image]:
     texts = held_out_singles()[:10]
     films = draw_films(pipe, texts, steps=20, seed=0)[:, ::2].permute(0, 1, 4, 2, 3)
-    strips = [[_image(frame) for frame in film] for film in films]
+    strips = [[image_of(frame) for frame in film] for film in films]
     return "strips.png", draw_grid(strips, texts, scale=2, columns=1)
-
-
-def _image(picture: Tensor) -> Image.Image:
-    return Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
-
-
-def draw_grid(
-    cells: Sequence[Sequence[Image.Image]], texts: Sequence[str], *, scale: int, columns: int
-) -> Image.Image:
-    """Lay samples out in a grid, enlarged, each over its text.
-
-    Args:
-        cells: Pictures of each sample, which stand side by side.
-        texts: One for each sample.
-        scale: Pixels of the grid for one of a picture.
-        columns: Samples in a row.
-    """
-    side, gap, line = 64 * scale, 10, 18
-    wide = len(cells[0]) * side
-    wrapped = ["\n".join(textwrap.wrap(text, wide // 7)) for text in texts]
-    high = side + line * max(text.count("\n") + 1 for text in wrapped) + gap
-    rows = math.ceil(len(cells) / columns)
-    grid = Image.new("RGB", (columns * (wide + gap) + gap, rows * high + gap), "white")
-    pen, font = ImageDraw.Draw(grid), ImageFont.load_default(size=13)
-    for index, (pictures, text) in enumerate(zip(cells, wrapped, strict=True)):
-        row, column = divmod(index, columns)
-        x, y = gap + column * (wide + gap), gap + row * high
-        for place, picture in enumerate(pictures):
-            enlarged = picture.resize((side, side), Image.Resampling.NEAREST)
-            grid.paste(enlarged, (x + place * side, y))
-        pen.multiline_text((x, y + side + 2), text, fill="black", font=font, spacing=1)
-    return grid.quantize(128, dither=Image.Dither.NONE)
 
 
 QUALITIES: Mapping[str, Model] = {
@@ -268,7 +188,7 @@ QUALITIES: Mapping[str, Model] = {
     ),
     "shapes-dit": Model("pictures", dit.load, _of_dit, (28,), 280, _dit_grid),
     "shapes-unet": Model(
-        "pictures", small_unet.load, _of_unet, (28,), 256,
+        "pictures", small_unet.load, partial(_of_flux, call=small_unet.CALL), (28,), 256,
         lambda pipe: _texts_grid(pipe, small_unet.CALL),
     ),
     "shapes-wan": Model("films", wan.load, _of_wan, (20,), 128, _wan_strips),
@@ -325,26 +245,24 @@ def file_of(name: str, folder: Path = FOLDER) -> Path:
     return folder / f"{name}-quality.json"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure models; write their records and the pictures of samples."""
-    parser = argparse.ArgumentParser(
-        prog="python -m diffcache.eval.shipped.quality",
-        description="Measure how many held-out samples of shipped models are right.",
-    )
-    parser.add_argument("models", nargs="*", metavar="model", help=f"{', '.join(QUALITIES)} (all)")
-    parser.add_argument("--samples", type=int, help="samples of a row, where not the model's own")
-    parser.add_argument("--seed", type=int, default=0, help="seed of samples and noise")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    given = parser.parse_args(arguments)
-    unknown = [name for name in given.models if name not in QUALITIES]
-    if unknown:
-        parser.error(f"no quality of {unknown[0]!r}; there are {', '.join(QUALITIES)}")
-    if given.samples is not None and given.samples < 2:
-        parser.error(f"--samples {given.samples}: must be at least 2")
-    torch.set_num_threads(given.threads)
-    for name in given.models or QUALITIES:
+def quality(
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL...", help=f"Of {', '.join(QUALITIES)} (all).")
+    ] = ALL,
+    samples: Annotated[
+        int | None, typer.Option(min=2, help="Samples of a row (default: the model's own).")
+    ] = None,
+    seed: Seed = 0,
+    threads: Threads = 1,
+) -> None:
+    """Measure how many held-out samples of shipped models are right."""
+    for name in models:
+        if name not in QUALITIES:
+            raise ValueError(f"no quality of {name!r}; there are {', '.join(QUALITIES)}")
+    torch.set_num_threads(threads)
+    for name in models or QUALITIES:
         model = QUALITIES[name]
-        record = measure(name, given.samples or model.samples, given.seed)
+        record = measure(name, samples or model.samples, seed)
         write_json(file_of(name), record)
         for row in record["rows"]:
             whole = row["quality"][WHOLE]
@@ -355,5 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             picture.save(MODELS / name / file, optimize=True)
 
 
+main = script(quality)
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,27 +7,27 @@ Every method sees the same held-out scenes and, for each episode, the same noise
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
 import diffcache
-from diffcache.eval.cost.flops import count
+from diffcache.command import Seed, Threads, script
 from diffcache.eval.metrics.bootstrap import mean_interval
-from diffcache.eval.shipped.table import Drawn, Subject, record_of, run
+from diffcache.eval.offline import demonstrations
+from diffcache.eval.shipped.table import ALL, Drawn, Only, Rounds, Subject, draw_record
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
 from diffcache.offline.calibrate import calibrate
 from diffcache.pipelines.policy import DiffusionPolicyPipeline, rollout
-from diffcache.pipelines.small import reach, train_reach
+from diffcache.pipelines.small import reach
 
-CALIBRATION = reach.HELD_OUT // 2  # seed of the scenes that methods are calibrated on
 TIMED = 64  # chunks of a timed call
 _LAST = {"union": 12, "official": True}  # all 12 modules in the union, the last step computed
 _BAC: tuple[dict[str, Any], ...] = (
@@ -92,10 +92,8 @@ class Policy(Subject):
         """Return a method with tables of demonstrations."""
         key = method.name if method.name in _SHARED else method
         if key not in self._tables:
-            seen = train_reach.demonstrate(8, CALIBRATION)[0]
-            seen = seen[torch.arange(32) * len(seen) // 32]
-            call = [{"observation": seen}]
-            with_tables = calibrate(self.pipe, method, call, steps=self.steps, seed=self.seed)
+            calls = demonstrations(32, 0, 32)
+            with_tables = calibrate(self.pipe, method, calls, steps=self.steps, seed=self.seed)
             self._tables[key] = with_tables.tables
         return replace(method, tables=self._tables[key])  # type: ignore[type-var]
 
@@ -116,16 +114,10 @@ class Policy(Subject):
         ends = {key: getattr(squares, key) ** 0.5 for key in ("value", "low", "high")}
         return {"action_error": {**ends, "n": squares.n}}
 
-    def step_flops(self) -> float:
-        """Return the operations of one denoiser call for one chunk."""
-        return self._step_flops
-
-    @cached_property
-    def _step_flops(self) -> float:
+    def one_step(self) -> dict[str, Any]:
+        """Return the arguments of a call that takes one step for one chunk."""
         seen = torch.zeros(1, reach.OBSERVED, reach.OBSERVATION)
-        once = count(self.plain, {"observation": seen, "num_inference_steps": 1}).per_call
-        assert once is not None  # nothing here is compiled
-        return once
+        return {"observation": seen, "num_inference_steps": 1}
 
     def timed(self, pipe: DiffusionPolicyPipeline, method: Method) -> Callable[[], object]:
         """Return a call that draws a batch of chunks."""
@@ -148,25 +140,20 @@ class Policy(Subject):
         return reach.Reach(reach.draw_scenes(self.episodes, reach.HELD_OUT + self.seed))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and write the record."""
-    parser = argparse.ArgumentParser(
-        prog="python -m diffcache.eval.shipped.reach",
-        description="Measure methods on the small policy.",
-    )
-    parser.add_argument("--episodes", type=int, default=256, help="held-out episodes")
-    parser.add_argument("--seed", type=int, default=0, help="seed of scenes and noise")
-    parser.add_argument("--rounds", type=int, default=10, help="timed calls of each method")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    parser.add_argument("--only", nargs="+", default=(), help="rows besides the uncached")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(given.threads)
-    subject = Policy(episodes=given.episodes, seed=given.seed)
-    words = f" --episodes {given.episodes} --seed {given.seed} --rounds {given.rounds}"
-    words += f" --only {' '.join(given.only)}" if given.only else ""
-    command = f"python -m diffcache.eval.shipped.reach{words}"
-    run(subject, record_of(subject.name, given.seed), command, given.rounds, given.only)
+def measure(
+    episodes: Annotated[int, typer.Option(min=2, help="Held-out episodes.")] = 256,
+    seed: Seed = 0,
+    rounds: Rounds = 10,
+    threads: Threads = 1,
+    only: Only = ALL,
+) -> None:
+    """Measure methods on the small policy."""
+    torch.set_num_threads(threads)
+    subject = Policy(episodes=episodes, seed=seed)
+    draw_record(subject, "reach", {"episodes": episodes, "seed": seed}, rounds, only)
 
+
+main = script(measure)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,15 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 from tqdm import tqdm
 
 import diffcache
 from diffcache.catalog import make_method
+from diffcache.eval.cost.flops import count
 from diffcache.eval.cost.interleave import measure
 from diffcache.eval.figures import write_plot
 from diffcache.eval.metrics.intervals import share_change, share_interval
@@ -30,6 +33,9 @@ from diffcache.files import read_json, write_json
 from diffcache.report import Report
 
 UNCACHED = "uncached"
+ALL: list[str] = []
+Rounds = Annotated[int, typer.Option(min=1, help="Timed calls of each method.")]
+Only = Annotated[list[str], typer.Option(metavar="ROW", help="A row; may be repeated.")]
 Row = dict[str, Any]
 SETTING = Setting(torch.device("cpu"))
 
@@ -87,12 +93,19 @@ class Subject(ABC):
         """Return intervals of how close a row's values are to the uncached ones."""
 
     @abstractmethod
-    def step_flops(self) -> float:
-        """Return the operations of one uncached step for one sample."""
+    def one_step(self) -> dict[str, Any]:
+        """Return the arguments of a call that takes one step for one sample."""
 
     @abstractmethod
     def timed(self, pipe: Any, method: Method) -> Callable[[], object]:
         """Return the call that is timed, of either pipeline."""
+
+    @cached_property
+    def step_flops(self) -> float:
+        """Operations of one uncached step for one sample."""
+        once = count(self.plain, self.one_step()).per_call
+        assert once is not None  # nothing here is compiled
+        return once
 
     def task(self) -> dict[str, Any]:
         """Return what must be equal for rows to be of the same measurement."""
@@ -146,7 +159,10 @@ def run(
         if name == UNCACHED:
             rows[name] = _row(subject, name, None, base, base)
         else:
-            method = _method(subject, *known[name])
+            called, settings = known[name]
+            method = make_method(called, **settings)
+            if isinstance(method, Calibrated):
+                method = subject.calibrated(method)
             with diffcache.wrapped(subject.pipe, method):
                 rows[name] = _row(subject, name, method, subject.draw(method), base)
                 times |= _times(subject, name, method, rounds)
@@ -163,15 +179,18 @@ def run(
     return kept
 
 
-def record_of(model: str, seed: int) -> Path:
-    """Return the file of a record: those of other seeds stand beside the first."""
-    again = f"-seed{seed}" if seed else ""
-    return FOLDER / f"eval-{model}-methods{again}.json"
+def draw_record(
+    subject: Subject, module: str, options: Mapping[str, int], rounds: int, only: Sequence[str]
+) -> None:
+    """Measure a subject, as the module of that name in this package does on a command line.
 
-
-def _method(subject: Subject, name: str, settings: Mapping[str, Any]) -> Method:
-    method = make_method(name, **settings)
-    return subject.calibrated(method) if isinstance(method, Calibrated) else method
+    Records of other seeds stand beside the first.
+    """
+    seed = subject.about["seed"]
+    file = FOLDER / f"eval-{subject.name}-methods{f'-seed{seed}' if seed else ''}.json"
+    said = [("rounds", rounds), *(("only", name) for name in only)]
+    words = "".join(f" --{option} {value}" for option, value in (*options.items(), *said))
+    run(subject, file, f"python -m diffcache.eval.shipped.{module}{words}", rounds, only)
 
 
 def _row(subject: Subject, name: str, method: Method | None, mine: Drawn, base: Drawn) -> Row:
@@ -188,7 +207,7 @@ def _row(subject: Subject, name: str, method: Method | None, mine: Drawn, base: 
         "kind": UNCACHED if method is None else "method",
         "method": None if method is None else _described(method),
         "steps": steps,
-        **_cost(mine.reports, steps, subject.step_flops()),
+        **_cost(mine.reports, steps, subject.step_flops),
         "fidelity": {} if method is None else subject.fidelity(mine.values, base.values),
         "quality": quality,
         "outcomes": {key: text_of(outcome) for key, outcome in mine.outcomes.items()},

@@ -15,21 +15,16 @@ from diffcache.command import (
     FAILED,
     METHOD,
     MISSING,
-    MODELS,
-    Device,
-    Dtype,
-    Seed,
-    check_target,
+    Json,
+    check_json,
     guarded,
-    parse_settings,
+    print_or_write,
 )
-from diffcache.eval.loading import AS_SAVED, with_loading
-from diffcache.pipelines.load import Loading
+from diffcache.eval.options import EMPTY, NONE, Quiet, Settings, with_task
 
 if TYPE_CHECKING:
     from diffcache.eval.vbench.scores import Scores
 
-NONE: list[str] = []
 INSTALLED = "installed"
 
 
@@ -51,9 +46,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Draw the films of VBench's suite, measure films, form the scores.",
 )
-Json = Annotated[
-    str, typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or - for only JSON.")
-]
 Dimensions = Annotated[
     list[str],
     typer.Option("--dimension", metavar="NAME", help="May be repeated (default: all that apply)."),
@@ -62,14 +54,13 @@ Dimensions = Annotated[
 
 @app.command(epilog=EXIT_LINE)
 @guarded
-@with_loading
+@with_task("model", "steps", "seed", "call", "fps", "dtype", "device", "threads")
 def draw(
-    model: Annotated[str, typer.Option(help=f"{MODELS[0].upper()}{MODELS[1:]}.")],
     out: Annotated[Path, typer.Option(help="Folder of the run; the films go to OUT/films.")],
     info: Annotated[
         str, typer.Option(help="VBench_full_info.json, or the one of the installed package.")
     ] = INSTALLED,
-    dimensions: Dimensions = NONE,
+    dimensions: Dimensions = EMPTY,
     samples: Annotated[
         int,
         typer.Option(
@@ -81,23 +72,8 @@ def draw(
         typer.Option(help="Prompts to draw from, a line for each of the list, in its order."),
     ] = None,
     method: Annotated[str, typer.Option(metavar=METHOD, help="Cache (default: uncached).")] = "",
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Sampling steps (default: the pipeline's).")
-    ] = None,
-    seed: Seed = 0,
-    call: Annotated[
-        list[str],
-        typer.Option("--call", metavar="KEY=VALUE", help="An argument of the pipeline's call."),
-    ] = NONE,
-    fps: Annotated[
-        float | None,
-        typer.Option(min=0.01, max=1000, help="Frames a second (default: the pipeline's own)."),
-    ] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads of torch.")] = 1,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
-    loading: Loading = AS_SAVED,
+    task: Settings = NONE,
+    quiet: Quiet = False,
 ) -> None:
     """Draw the films of VBench's suite, named as VBench looks for them.
 
@@ -119,11 +95,8 @@ def draw(
 
     silence()
     place = find_info(None if info == INSTALLED else info)
-    task = Task(
-        model, str(place), 1, seed, 1, steps, parse_settings(call, "--call"), dtype, device,
-        threads, fps, loading,
-    )  # fmt: skip
-    job = Suite(task, out, method, dimensions or None, samples, rewritten)
+    drawn_task = Task(prompts=str(place), samples=1, batch_size=1, **task)
+    job = Suite(drawn_task, out, method, dimensions or None, samples, rewritten)
     try:
         with shown(quiet) as progress:
             drawn = draw_suite(job, progress)
@@ -143,7 +116,7 @@ def measure(
         Literal["own", "official"],
         typer.Option(help="own: temporal flickering, which needs no weights. official: VBench."),
     ] = "own",
-    dimensions: Dimensions = NONE,
+    dimensions: Dimensions = EMPTY,
     info: Annotated[
         str,
         typer.Option(
@@ -173,11 +146,11 @@ def measure(
 
         diffcache eval vbench films --backend official --dimension motion_smoothness
     """
+    from diffcache.eval.metrics.weights import MissingWeightsError
     from diffcache.eval.vbench import driver
-    from diffcache.eval.weights import MissingWeightsError
+    from diffcache.eval.vbench.layout import find_info
 
-    if machine not in ("", "-"):
-        check_target("--json", Path(machine))
+    check_json(machine)
     if backend == "own":
         useless = {
             "--dimension": dimensions, "--info": info, "--prompts": prompts, "--out": out,
@@ -193,7 +166,7 @@ def measure(
     job = driver.Job(
         films=folder,
         out=out or folder.resolve().parent / f"{folder.resolve().name}-vbench",
-        info=_info(info),
+        info=find_info(None if info == INSTALLED else info) if info else None,
         prompts=_read_prompts(prompts) if prompts else None,
         filtered=filtered,
         device=device or "cuda",
@@ -223,24 +196,20 @@ def score(
     from diffcache.eval.vbench import scores
 
     found = scores.summarise(scores.read_results(folder))
-    _show(machine, {"backend": "official", **found.to_dict()}, _text(found))
-
-
-def _info(named: str) -> Path | None:
-    from diffcache.eval.vbench.layout import find_info
-
-    return find_info(None if named == INSTALLED else named) if named else None
+    print_or_write(
+        machine, {"backend": "official", **found.to_dict()}, lambda: typer.echo(_text(found))
+    )
 
 
 def _own(folder: Path, machine: str) -> None:
-    from diffcache.eval import script
     from diffcache.eval.vbench.own import measure_films
+    from diffcache.pipelines.demo.console import tracked
 
-    report = measure_films(folder, lambda files: script.bar(files, len(files), "films"))
+    report = measure_films(folder, lambda files: tracked(files, len(files), "films"))
     (name, row), *_ = report["summary"].items()
     ends = f" [{row['low']:.4g}, {row['high']:.4g}]" if "low" in row else ""
     lines = [f"{name} {row['value']:.4g}{ends}, {report['count']} films", *report["warnings"]]
-    _show(machine, report, "\n".join(lines))
+    print_or_write(machine, report, lambda: typer.echo("\n".join(lines)))
 
 
 def _official(job: Any, dimensions: list[str], machine: str) -> None:
@@ -253,7 +222,7 @@ def _official(job: Any, dimensions: list[str], machine: str) -> None:
         # The three scores are defined on the prompts of the suite.
         report.update(quality=None, semantic=None, total=None)
         text = "\n".join(f"{name:24} {value:.4f}" for name, value in found.raw.items())
-    _show(machine, report, text)
+    print_or_write(machine, report, lambda: typer.echo(text))
 
 
 def _read_prompts(path: Path) -> dict[str, str]:
@@ -271,13 +240,3 @@ def _text(found: Scores) -> str:
     if found.missing:
         text += f"\n\nno total score, missing: {', '.join(found.missing)}"
     return text
-
-
-def _show(machine: str, report: dict[str, Any], text: str) -> None:
-    """Print the text, or nothing but JSON for `-`; write JSON to a file if one is named."""
-    from diffcache.files import write_json
-
-    typer.echo(json.dumps(report, indent=1, allow_nan=False) if machine == "-" else text)
-    if machine not in ("", "-"):
-        write_json(Path(machine), report)
-        typer.echo(f"wrote {machine}")

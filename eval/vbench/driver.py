@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from diffcache.errors import DiffcacheError
+from diffcache.eval.metrics.weights import MissingWeightsError, check
 from diffcache.eval.vbench import layout, scores, suite
-from diffcache.eval.weights import MissingWeightsError, WeightFile, check
 
 PYTHON = "VBENCH_PYTHON"
 CACHE = "VBENCH_CACHE_DIR"
@@ -147,7 +147,9 @@ def preflight(dimensions: Sequence[str]) -> None:
             if place.is_file():
                 check(weight, place)
             else:
-                lacking[place] = f"{_source(weight)}, for {', '.join(_users(weight))}"
+                users = ", ".join(key.removeprefix("vbench_") for key in weight.used_by)
+                digest = f"sha256 {weight.sha256}" if weight.sha256 else "no published hash"
+                lacking[place] = f"{weight.url} ({digest}), for {users}"
     if "subject_consistency" in dimensions:
         code = cache / _DINO_CODE
         # The code of DINO ignores the path that VBench hands it and asks the cache of torch.hub.
@@ -277,12 +279,3 @@ def _environment(visible: str) -> dict[str, str]:
         "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
     }
     return {**os.environ, **ours, **({_VISIBLE: visible} if visible else {})}
-
-
-def _source(weight: WeightFile) -> str:
-    digest = f"sha256 {weight.sha256}" if weight.sha256 else "no published hash"
-    return f"{weight.url} ({digest})"
-
-
-def _users(weight: WeightFile) -> list[str]:
-    return [metric.removeprefix("vbench_") for metric in weight.used_by]

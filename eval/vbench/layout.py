@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffcache.eval.folders import is_film
+from diffcache.eval.samples.folders import is_film
 from diffcache.eval.vbench import suite
 
 INFO = "VBench_full_info.json"

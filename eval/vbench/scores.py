@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diffcache.eval.pages import table
 from diffcache.eval.vbench import suite
 
 ENDING = "_eval_results.json"
@@ -56,16 +57,11 @@ class Scores:
 
     def markdown(self) -> str:
         """Return a table, in percent as VBench's leaderboard shows it."""
-        lines = ["| dimension | raw | normalised |", "|---|---:|---:|"]
-        for name, value in self.raw.items():
-            lines.append(f"| {name} | {value:.2%} | {self.normalised[name]:.2%} |")
-        for title, score in (
-            ("quality score", self.quality),
-            ("semantic score", self.semantic),
-            ("total score", self.total),
-        ):
-            lines.append(f"| **{title}** |  | {'n/a' if score is None else f'{score:.2%}'} |")
-        return "\n".join(lines)
+        rows = [[n, f"{v:.2%}", f"{self.normalised[n]:.2%}"] for n, v in self.raw.items()]
+        for title in ("quality", "semantic", "total"):
+            score = getattr(self, title)
+            rows.append([f"**{title} score**", "", "n/a" if score is None else f"{score:.2%}"])
+        return "\n".join(table(["dimension", "raw", "normalised"], rows, numbers=True))
 
 
 def normalise(name: str, raw: float) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from diffcache.eval.weights import WEIGHTS, WeightFile
+from diffcache.eval.metrics.weights import WEIGHTS, WeightFile
 
 SAMPLES = 5  # films a prompt
 FLICKER_TIMES = (

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 Progress = Callable[..., None]
+Item = TypeVar("Item")
 
 
 def console() -> Any:
@@ -60,6 +61,14 @@ def progress(label: str) -> Iterator[Progress]:
             bar.update(task, completed=done, total=total, description=words, refresh=True)
 
         yield show
+
+
+def tracked(items: Iterable[Item], total: int, label: str) -> Iterator[Item]:
+    """Yield items, and show on a bar how many of the total have been taken."""
+    with progress(label) as show:
+        for number, item in enumerate(items):
+            show(number, total)
+            yield item
 
 
 def quiet() -> None:

@@ -39,7 +39,7 @@ def test_a_real_call_counts_what_the_layers_say(pipe, call, flux_form):
     expected, _, _ = flux_form(config, tokens, flux.TEXT_TOKENS, batch=3)
     assert counted.calls == (("transformer", expected),) * 2
     assert (counted.steps, counted.per_call, counted.total) == (2, expected, 2 * expected)
-    assert flops.denoiser_flops(pipe, call(3, batch=3)) == expected
+    assert flops.count(pipe, call(3, batch=3)).per_step == expected
     assert "forward" not in vars(pipe.transformer) and "step" not in vars(pipe.scheduler)
 
 
@@ -64,7 +64,7 @@ def test_a_step_is_all_branches_of_every_denoiser(name):
     ],
 )
 def test_flops_of_a_cached_run_are_those_that_ran(pipe, method, call):
-    full = flops.denoiser_flops(pipe, call(2))
+    full = flops.count(pipe, call(2)).per_step
     with diffcache.wrapped(pipe, method):
         pipe(**call(2))  # learns the wiring, which runs blocks once more
         with flops.counting({"whole": pipe.transformer}) as tally:
@@ -169,7 +169,7 @@ def test_flops_need_an_uncached_and_uncompiled_denoiser(pipe, call):
     case = cases()["FluxTransformer2DModel"]
     model = case.build(0)
     inputs = case.kwargs(model, 0)
-    assert flops.denoiser_flops(model, inputs) > 0
+    assert flops.count(model, inputs).per_step > 0
     model.transformer_blocks[0]._compiled_call_impl = model.transformer_blocks[0].forward
     counted = flops.count(model, inputs)
     assert counted.total is None and "compiled" in counted.reason

@@ -56,7 +56,7 @@ def test_flux_dev_and_wan_by_closed_form(flux_form):
 
 def test_a_directory_brings_its_compression(pipe, call):
     found = formula.formula_flops(flux.DIRECTORY, 64, 64, text_tokens=flux.TEXT_TOKENS)
-    assert found.total == flops.denoiser_flops(pipe, call())
+    assert found.total == flops.count(pipe, call()).per_step
     alone = formula.resolve(flux.DIRECTORY / "transformer")
     assert alone.cls == "FluxTransformer2DModel" and alone.compression is None
 

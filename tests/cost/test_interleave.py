@@ -121,7 +121,7 @@ def test_no_speed_above_what_operations_allow_goes_without_a_word():
 
 
 def test_a_busy_machine_is_told(clock, monkeypatch):
-    monkeypatch.setattr(interleave, "_cores", lambda: 2)
+    monkeypatch.setattr(interleave, "cores_here", lambda: 2)
     loads = iter([1.0, 3.5, 1.0])
     monkeypatch.setattr(os, "getloadavg", lambda: (next(loads), 0, 0), raising=False)
     timings = interleave.measure({"a": lambda: clock.takes(1)}, 2, 0, CPU)

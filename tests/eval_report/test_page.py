@@ -42,7 +42,7 @@ def test_every_text_is_escaped(
     record["task"]["model"] = evil
     write_report(record, make_run(tmp_path, record), formats=["html", "md"])
     text = (tmp_path / "report" / "report.html").read_text()
-    assert text.count("<script") == 1 and "alert(&quot;x&quot;)" in text
+    assert text.count("<script") == 1 and "alert(&#34;x&#34;)" in text
     assert 'alert("x")' in read_page(tmp_path / "report" / "report.html").text
     plain = (tmp_path / "report" / "report.md").read_text()
     assert "<script" not in plain and r"a \| red \*circle\*" in plain

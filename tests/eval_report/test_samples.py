@@ -95,7 +95,7 @@ def test_films_have_contact_sheets_and_previews(
     brief_record: Any, read_page: Any, tmp_path: Path
 ) -> None:
     pytest.importorskip("av")
-    from diffcache.eval.clips import write_clip, write_preview
+    from diffcache.eval.samples.clips import write_clip, write_preview
 
     record = brief_record()
     record["task"]["kind"] = "films"

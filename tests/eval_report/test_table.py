@@ -6,8 +6,10 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
+from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.report.columns import Column, bytes_text, decimals, shown
 from diffcache.eval.report.records import Value, ordered
 from diffcache.eval.report.table import markdown, table_of, terminal_table, to_csv
@@ -122,6 +124,21 @@ def test_chosen_columns_come_in_their_order(make_record: Any) -> None:
         ValueError, match=r"columns=\['sim'\]: the record has evaluations, flops_ratio"
     ):
         table_of(make_record(), ["sim"])
+
+
+def test_a_footnote_says_which_interval_is_which(make_record: Any) -> None:
+    record = make_record()
+    assert "[95 %]: bootstrap interval over the samples." in table_of(record).notes
+    right = torch.arange(64) < 50
+    for row_ in record["rows"]:
+        row_["quality"]["prompt_accuracy"] = share_interval(right).to_dict()
+    only = ("psnr_db", "prompt_accuracy", "fid_lite_change")
+    assert table_of(record, only).notes[1] == (
+        "[95 %] over the samples: bootstrap interval (PSNR, FID-lite, change); Wilson's "
+        "interval of shares (prompt accuracy)."
+    )
+    record["rows"][1]["outcomes"] = {"fid_lite": "01"}
+    assert "Bonett and Price's interval of paired shares (FID-lite, ch" in table_of(record).notes[1]
 
 
 def test_footnotes_name_back_ends_and_warnings(make_record: Any) -> None:

@@ -12,9 +12,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from diffcache.eval import backends, fidelity, npz
-from diffcache.eval.clips import write_clip, write_preview
+from diffcache.eval import fidelity
 from diffcache.eval.metrics import bootstrap, lite, lpips, pixels
+from diffcache.eval.samples import backends, npz
+from diffcache.eval.samples.clips import write_clip, write_preview
 
 
 def shifted(pictures: Tensor, by: int = 1) -> Tensor:
@@ -201,7 +202,7 @@ def test_fidelity_with_a_real_network_has_the_real_name(
         def distances(self, a: Tensor, b: Tensor) -> Tensor:
             return (a.float() - b.float()).abs().mean(dim=(1, 2, 3))
 
-    monkeypatch.setattr(lpips, "load", lambda *given: Fake())
+    monkeypatch.setattr(lpips, "load", lambda *given, **more: Fake())
     a = drawn(3, 9)
     one, other = str(saved(tmp_path / "a", a)), str(saved(tmp_path / "b", noisy(a)))
     found = report(capsys, fidelity.main, one, other, "--metrics", "lpips")

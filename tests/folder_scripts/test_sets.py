@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffcache.eval import sets
+from diffcache.eval.metrics import sets
 from diffcache.eval.metrics.frechet import frechet, moments
 
 

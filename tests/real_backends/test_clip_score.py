@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.eval import weights
-from diffcache.eval.metrics import clip
+from diffcache.eval.metrics import clip, weights
 
 ROOT = Path(__file__).parents[2]
 

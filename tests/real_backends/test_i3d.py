@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffcache.eval import weights
-from diffcache.eval.metrics import i3d
+from diffcache.eval.metrics import i3d, weights
 
 
 def accept(monkeypatch: pytest.MonkeyPatch, name: str, file: Path) -> None:

@@ -18,8 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from diffcache.eval import weights
-from diffcache.eval.metrics import inception
+from diffcache.eval.metrics import inception, weights
 
 
 def accept(monkeypatch: pytest.MonkeyPatch, name: str, file: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diffcache.eval.cli import app as eval_app
-from diffcache.eval.clips import write_clip, write_preview
+from diffcache.eval.samples.clips import write_clip, write_preview
 from diffcache.eval.vbench.command import app
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from diffcache.eval.metrics.weights import MissingWeightsError, WrongWeightsError
 from diffcache.eval.vbench import driver, layout, suite
-from diffcache.eval.weights import MissingWeightsError, WrongWeightsError
 
 
 def calls(log: Path) -> list[list[Any]]:

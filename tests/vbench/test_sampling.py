@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from diffcache.eval.clips import read_clip, read_fps
 from diffcache.eval.runs.folder import CaseFolder, RunError
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.ranks import Ranks
 from diffcache.eval.runs.task import Task
+from diffcache.eval.samples.clips import read_clip, read_fps
 from diffcache.eval.vbench import sampling, suite
 from diffcache.eval.vbench.command import app
 from diffcache.eval.vbench.sampling import Suite, draw_suite

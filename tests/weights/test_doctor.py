@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from diffcache.eval import doctor, weights
+from diffcache.eval import doctor
+from diffcache.eval.metrics import weights
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.inception import MissingPackageError, load_package
-from diffcache.eval.weights import WEIGHTS
+from diffcache.eval.metrics.weights import WEIGHTS
 
 ROOT = Path(__file__).parents[2]
 CONTENT = b"weights"
@@ -122,7 +123,7 @@ def test_the_doctor_prints_a_table_and_json(
     assert doctor.main([]) == 0
     text = capsys.readouterr().out
     assert "alexnet-owt-7be5be79.pth" in text and WEIGHTS["alexnet"].url in text
-    assert doctor.main(["--json"]) == 0
+    assert doctor.main(["--json", "-"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert [row["key"] for row in printed["metrics"]] == list(METRICS)
     assert printed["selftest"] is None
@@ -160,7 +161,7 @@ def test_the_doctor_runs_as_a_script() -> None:
 
 
 def test_seconds_of_every_value_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main(["--time", "64", "--json"]) == 0
+    assert doctor.main(["--time", "64", "--json", "-"]) == 0
     taken = list(json.loads(capsys.readouterr().out)["seconds_a_picture"].values())
     assert {"write PNG", "ssim and ms_ssim", "lpips_lite", "features_lite"} <= set(taken[0])
     assert all(0 < value < 10 for value in taken[0].values())

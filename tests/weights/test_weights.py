@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from diffcache.errors import DiffcacheError
-from diffcache.eval import weights
+from diffcache.eval.metrics import weights
 from diffcache.eval.metrics.catalog import METRICS
-from diffcache.eval.weights import WEIGHTS, MissingWeightsError, WrongWeightsError, find
+from diffcache.eval.metrics.weights import WEIGHTS, MissingWeightsError, WrongWeightsError, find
 
 CONTENT = b"weights"
 DIGEST = hashlib.sha256(CONTENT).hexdigest()

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffcache.eval import clips, script
-from diffcache.eval.folders import Folder
 from diffcache.eval.metrics import pixels
 from diffcache.eval.runs.extractors import Extractors
 from diffcache.eval.runs.score import closeness
+from diffcache.eval.samples import clips
+from diffcache.eval.samples.folders import Folder
+from diffcache.pipelines.demo.console import tracked
 
 KEYS = {
     "psnr": "psnr_db", "ssim": "ssim", "ms-ssim": "ms_ssim", "lpips": "lpips",
@@ -145,7 +146,7 @@ def _pictures(pairs: Pairs, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         for side, folder in enumerate((pairs.a, pairs.b))
     )
     two: Iterable[tuple[Tensor, Tensor]] = zip(*streams, strict=True)
-    for one, other in script.bar(two, len(pairs.places), "compare"):
+    for one, other in tracked(two, len(pairs.places), "compare"):
         if held and (len(held) == size or held[0][0].shape != one.shape):
             yield torch.stack([x for x, _ in held]), torch.stack([y for _, y in held])
             held = []
@@ -155,7 +156,7 @@ def _pictures(pairs: Pairs, size: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _films(pairs: Pairs) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of films."""
-    for number in script.bar(range(len(pairs.places)), len(pairs.places), "compare"):
+    for number in tracked(range(len(pairs.places)), len(pairs.places), "compare"):
         one, other = pairs.places[number]
         a, b = clips.read_clip(pairs.a.files[one]), clips.read_clip(pairs.b.files[other])
         if a.shape != b.shape:

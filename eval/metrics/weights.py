@@ -41,8 +41,6 @@ class WeightFile:
         sha256: Full hash, or the first digits of it as torch-hub file names carry them; None where
             no hash is published.
         used_by: Keys of the metrics in `diffcache.eval.metrics.catalog.METRICS`.
-        extra: Extra of diffcache that holds the library the file is loaded with, empty if the base
-            install is enough.
         folder: Place inside a tool's own cache, relative to it.
         cache: Which cache besides `$DIFFCACHE_WEIGHTS` is searched: `torch`, `vbench`, `reward`, or
             `hub:<owner>/<name>` for the one of Hugging Face.
@@ -54,7 +52,6 @@ class WeightFile:
     url: str
     sha256: str | None
     used_by: tuple[str, ...]
-    extra: str = ""
     folder: str = ""
     cache: str = "torch"
     is_folder: bool = False
@@ -83,7 +80,7 @@ def _vbench(
     name: str, place: str, url: str, sha256: str | None, used_by: tuple[str, ...]
 ) -> WeightFile:
     folder, _, file = place.rpartition("/")
-    return WeightFile(f"vbench-{name}", file, url, sha256, used_by, "", folder, "vbench")
+    return WeightFile(f"vbench-{name}", file, url, sha256, used_by, folder, "vbench")
 
 
 # fmt: off
@@ -91,16 +88,16 @@ _FILES = (
     WeightFile(
         "inception", "weights-inception-2015-12-05-6726825d.pth",
         f"{_FIDELITY}v0.2.0/weights-inception-2015-12-05-6726825d.pth",
-        "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2", _INCEPTION, "fid"),
+        "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2", _INCEPTION),
     WeightFile(
         "inception-clean", "inception-2015-12-05.pt",
         "https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/inception-2015-12-05.pt",
         "f58cb9b6ec323ed63459aa4fb441fe750cfe39fafad6da5cb504a16f19e958f4",
-        ("fid", "fid_to_uncached", "kid"), "fid"),
+        ("fid", "fid_to_uncached", "kid")),
     WeightFile(
         "alexnet", "alexnet-owt-7be5be79.pth",
         "https://download.pytorch.org/models/alexnet-owt-7be5be79.pth",
-        "7be5be791159472b1fbf3c69796f7cb30dca7ad8466c2df70058c37116cdee02", ("lpips",), "eval"),
+        "7be5be791159472b1fbf3c69796f7cb30dca7ad8466c2df70058c37116cdee02", ("lpips",)),
     WeightFile(
         "clip", "clip-vit-large-patch14", f"https://huggingface.co/{_CLIP_REPOSITORY}", None,
         ("clip_score",), cache=f"hub:{_CLIP_REPOSITORY}", is_folder=True),
@@ -190,7 +187,9 @@ def find(name: str, path: str | Path | None = None) -> Path:
         MissingWeightsError: If there is no such file in any of the places.
         WrongWeightsError: If the first one found has another hash.
     """
-    weight = lookup(name)
+    if name not in WEIGHTS:
+        raise ValueError(f"unknown weights {name!r}: must be one of {', '.join(sorted(WEIGHTS))}")
+    weight = WEIGHTS[name]
     places = list(candidates(weight, path))
     for place in places:
         if (place / "config.json").is_file() if weight.is_folder else place.is_file():
@@ -204,17 +203,6 @@ def find(name: str, path: str | Path | None = None) -> Path:
         f"no {what} {weight.file} ({digest}), which {metrics} needs: get it from {weight.url} and "
         f"give its path, or put it into ${VARIABLE}; looked for{searched}"
     )
-
-
-def lookup(name: str) -> WeightFile:
-    """Return the entry of a name.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    if name not in WEIGHTS:
-        raise ValueError(f"unknown weights {name!r}: must be one of {', '.join(sorted(WEIGHTS))}")
-    return WEIGHTS[name]
 
 
 def candidates(weight: WeightFile, path: str | Path | None = None) -> Iterator[Path]:

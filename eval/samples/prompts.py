@@ -38,7 +38,7 @@ COLUMNS = ("prompts", "prompt", "caption")
 FIELDS = ("prompt", "prompt_en", "caption")
 SEED = 0  # of the captions drawn from a file that has several a picture
 RULE = f"one caption a picture, captions and order of pictures drawn at random with seed {SEED}"
-_FOLDER = Path(__file__).resolve().parents[1] / "assets" / "prompts"
+_FOLDER = Path(__file__).resolve().parents[2] / "assets" / "prompts"
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,7 @@ class Prompts:
         return self.texts[sample % len(self.texts)]
 
 
-def load_prompts(
-    source: str | Path, limit: int | None = None, column: str | None = None
-) -> Prompts:
+def load_prompts(source: str | Path, limit: int | None = None) -> Prompts:
     """Load a list of prompts.
 
     Args:
@@ -73,11 +71,10 @@ def load_prompts(
             without one), `shapes-one-held-out` (236, of one object); or a file: `.txt` (one a
             line; blank lines and those that begin with # are left out), `.csv` and `.tsv` with a
             header, `.json` (COCO captions, of which one a picture is drawn at random: `RULE`;
-            VBench's full info, a list of texts or of objects), `.jsonl`. `FILE:COLUMN` names a
-            column;
+            VBench's full info, a list of texts or of objects), `.jsonl`. `FILE:COLUMN` names the
+            column of a table, or the field of objects, if it is not one of the usual names;
             `held-out:FILE` is the half of its prompts that `calibration_prompts` leaves.
         limit: Only so many, from the start.
-        column: Of a table, or field of the objects of a JSON file, if not one of the usual names.
 
     Raises:
         FileNotFoundError: If there is neither such a list nor such a file.
@@ -87,16 +84,14 @@ def load_prompts(
         raise ValueError(f"limit={limit}: must be at least 1 prompt")
     name = str(source)
     if name in _BUILT_IN:
-        if column is not None:
-            raise ValueError(f"column={column!r}: the built-in list {name!r} has no columns")
         return _built_in(name, limit)
     if name.startswith(HALF):
-        whole = load_prompts(name.removeprefix(HALF), column=column)
+        whole = load_prompts(name.removeprefix(HALF))
         texts = [text for text in whole.texts if not is_for_calibration(text)]
         if not texts:
             raise ValueError(f"{whole.source} holds no prompt to hold out; give a longer list")
         return Prompts(HALF + whole.source, tuple(texts[:limit]), _sha256(texts), whole.rule)
-    file, column = _locate(source, column)
+    file, column = _locate(source)
     texts, rule = _read(file, column)
     if not texts:
         raise ValueError(f"{file} holds no prompt")
@@ -144,17 +139,17 @@ def _built_in(name: str, limit: int | None) -> Prompts:
     return Prompts(name, tuple(texts[:limit]), _sha256(texts))
 
 
-def _locate(source: str | Path, column: str | None) -> tuple[Path, str | None]:
+def _locate(source: str | Path) -> tuple[Path, str | None]:
     """Return the file and the column; a source FILE:COLUMN is taken apart."""
     file = Path(source).expanduser()
-    if not file.exists() and column is None and isinstance(source, str):
+    if not file.exists() and isinstance(source, str):
         front, sign, back = source.rpartition(":")
         if sign and back and Path(front).expanduser().is_file():
             return Path(front).expanduser(), back
     if file.is_dir():
         raise ValueError(f"{file} is a folder; give a file of prompts")
     if file.is_file():
-        return file, column
+        return file, None
     close = difflib.get_close_matches(str(source), _BUILT_IN, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise FileNotFoundError(

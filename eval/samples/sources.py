@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import MissingError
-from diffcache.eval import folders, npz
-from diffcache.eval.clips import read_clip
 from diffcache.eval.metrics import i3d, inception, lite
 from diffcache.eval.metrics.frechet import Moments, moments
+from diffcache.eval.metrics.sets import some
 from diffcache.eval.runs.extractors import Columns, Extractors
 from diffcache.eval.runs.quality import Reference
 from diffcache.eval.runs.score import DEFINITION, kept
 from diffcache.eval.runs.task import digest
-from diffcache.eval.sets import some
+from diffcache.eval.samples import folders, npz
+from diffcache.eval.samples.clips import read_clip
 
 _PART = {False: 64, True: 4}  # pictures or films at once
 _EXACT = 2**62  # count of statistics that do not say; they are taken as exact

@@ -12,7 +12,7 @@ from PIL import Image
 
 from diffcache.command import check_target
 from diffcache.errors import MissingError
-from diffcache.eval.clips import write_preview
+from diffcache.eval.samples.clips import write_preview
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 VIDEO_ENDINGS = (".gif", ".mp4")

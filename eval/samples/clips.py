@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from PIL import Image, ImageSequence
 
-from diffcache.eval.pictures import PICTURE_ENDINGS, is_picture, natural, read_picture
+from diffcache.eval.samples.pictures import PICTURE_ENDINGS, is_picture, natural, read_picture
 
 FILM_ENDINGS = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".gif")
 LOSSLESS: dict[str, tuple[str, str, str, dict[str, str]]] = {

@@ -1,6 +1,6 @@
 """Read folders of pictures and films that others made; pair two of them by file name.
 
-Only a few pictures are in memory at a time. `diffcache.eval.pictures` says how each is read.
+Few pictures are in memory at a time. `diffcache.eval.samples.pictures` says how each is read.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from diffcache.eval import npz
-from diffcache.eval.clips import FILM_ENDINGS
-from diffcache.eval.pictures import (
+from diffcache.eval.samples import npz
+from diffcache.eval.samples.clips import FILM_ENDINGS
+from diffcache.eval.samples.pictures import (
     PICTURE_ENDINGS,
     is_picture,
     natural,
@@ -208,26 +207,6 @@ def common_size(
     if first is None:
         raise ValueError(f"{folder.path} holds no picture")
     return first
-
-
-def batches(
-    folder: Folder,
-    size: int = 64,
-    indices: Sequence[int] | None = None,
-    side: int | None = None,
-) -> Iterator[Tensor]:
-    """Yield pictures in batches, uint8 [at most size, 3, H, W].
-
-    Args:
-        folder: Pictures of one size (`common_size`), unless `side` is given.
-        size: Pictures in a batch.
-        indices: Which, all by default.
-        side: Resize them (`resized`), pixels.
-    """
-    chosen = range(len(folder)) if indices is None else indices
-    for start in range(0, len(chosen), size):
-        part = chosen[start : start + size]
-        yield torch.stack([folder.picture(index, side) for index in part])
 
 
 def _named(path: Path, found: Collection[Path], notes: tuple[str, ...]) -> Folder:

@@ -157,8 +157,8 @@ def neighbors(
         seed: Seed of the draws.
     """
     one, other = some(real, seed), some(fake, seed)
-    precision, recall = distances.precision_recall_values(one, other)
-    density, coverage = distances.density_coverage_values(one, other)
+    precision, recall = distances.precision_recall(one, other)
+    density, coverage = distances.density_coverage(one, other)
     columns = {"precision": precision, "recall": recall, "density": density, "coverage": coverage}
     found: dict[str, dict[str, Any]] = {}
     for name, column in columns.items():

@@ -39,7 +39,6 @@ CONFIGS = {
 }
 MAG_CACHE = f"{DIFFUSERS}mag-cache"
 CACHE_DIT = "cache-dit/dbcache"
-PREFIXES = (DIFFUSERS, "cache-dit/")
 _REFUSALS = (ValueError, AttributeError, LookupError, TypeError, AssertionError)
 
 
