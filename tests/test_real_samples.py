@@ -24,6 +24,7 @@ from diffcache.eval.sets import MOST_NEIGHBORS, kernel_distance, neighbors, some
 from diffcache.eval.sources import Wish, open_source, summary
 from diffcache.pipelines.small.features import reference_pictures
 
+pytestmark = pytest.mark.usefixtures("no_report")
 PICTURES = reference_pictures(70)
 
 
