@@ -45,10 +45,7 @@ First = Callable[[str], tuple[Recipe, Any, KVCache]]
 
 @pytest.fixture(scope="module")
 def first(model: Any) -> First:
-    """What each recipe makes of the prompts, once for all tests: recipe, output and cache.
-
-    A test may go on with the cache: what others say of it holds whatever it has seen.
-    """
+    """What each recipe makes of the prompts, once for all tests: recipe, output and cache."""
 
     @functools.cache
     def made(name: str) -> tuple[Recipe, Any, KVCache]:
@@ -113,19 +110,26 @@ def test_it_says_where_it_comes_from(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_padded_rows_later_turns_and_fresh_starts(model: Any, first: First, name: str) -> None:
+def test_padded_rows_later_turns_fresh_starts_and_what_was_saved(
+    model: Any, first: First, name: str, tmp_path: Any
+) -> None:
     recipe, once, cache = first(name)
     length = ROWS["input_ids"].shape[1] + GREEDY["max_new_tokens"]
     assert once.sequences.shape == (3, length)
     assert all(torch.isfinite(logits).all() for logits in once.logits)
     again = cache_for(model, recipe, mode=cache.mode)
     again.reset()
-    turn = second_turn(ROWS, once.sequences)
     same(model.generate(**ROWS, past_key_values=again, **GREEDY), once)
+    save(tmp_path / "cache", again.store)
+    turn = second_turn(ROWS, once.sequences)
     more = model.generate(**turn, past_key_values=again, **GREEDY)
     assert again.get_seq_length() == more.sequences.shape[1] - 1
     again.reset()
     same(model.generate(**ROWS, past_key_values=again, **GREEDY), once)
+    loaded = cache_for(model, recipe, mode=cache.mode)
+    load(tmp_path / "cache", loaded.store)
+    assert loaded.get_seq_length() == cache.get_seq_length()
+    same(model.generate(**turn, past_key_values=loaded, **GREEDY), more)
     detach(model)
 
 
@@ -213,21 +217,3 @@ def test_unknown_names_and_settings_say_what_there_is(model: Any) -> None:
         make_recipe(Recipe("x"), budget=3)
     with pytest.raises(ValueError, match="mode='fast': must be 'auto', 'native' or 'stock'"):
         cache_for(model, "snapkv", mode="fast")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_was_saved_goes_on_bit_for_bit(
-    model: Any, first: First, name: str, tmp_path: Any
-) -> None:
-    recipe, once, cache = first(name)
-    save(tmp_path / "cache", cache.store)
-    turn = second_turn(ROWS, once.sequences)
-    again = cache_for(model, recipe, mode=cache.mode)
-    load(tmp_path / "cache", again.store)
-    assert again.get_seq_length() == cache.get_seq_length()
-    outs = []
-    for each in (cache, again):
-        cache_for(model, recipe, mode=cache.mode)  # has the model use our attention, where needed
-        outs.append(model.generate(**turn, past_key_values=each, **GREEDY))
-    detach(model)
-    same(*outs)
