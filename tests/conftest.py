@@ -39,6 +39,14 @@ def stops_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return stops
 
 
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the report of evaluations: its plots take more time than a few small pictures."""
+    from diffcache.eval.runs import measure
+
+    monkeypatch.setattr(measure, "write_report", lambda *given: [])
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)

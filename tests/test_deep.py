@@ -62,7 +62,7 @@ def test_skipping_on_what_was_just_seen_changes_nothing(name: str) -> None:
     before = {key: (type(m), set(m.__dict__)) for key, m in model.named_modules()}
     for extra in ("", *CASES[name].extras):
         expected = output_tensors(model(**inputs(name, model, extra)))
-        for layers in (1,) if name == "UNetControlNetXSModel" else (1, 2, 4):
+        for layers in (1,) if name == "UNetControlNetXSModel" else (2,) if extra else (1, 2, 4):
             with Handle(model, {"model": model}, deep(layers)) as handle:
                 outs = run(model, [inputs(name, model, extra) for _ in range(4)], handle)
                 calls = handle.last.calls

@@ -38,21 +38,21 @@ def test_a_run_holds_what_was_expected(cls):
         )  # fmt: skip
         with diffcache.wrapped(model, name, **settings) as handle, torch.no_grad():
             with diffcache.run(model):  # the samples are all zero
-                for step in range(7):
+                for step in range(4):  # from the third on nothing is added
                     model(**{**inputs, "timestep": inputs["timestep"] + 9 - step})
             assert handle.last.peak_bytes == expected["model"] > 0, (name, settings)
 
 
-def test_flux_dev_at_its_real_size_by_arithmetic():
+def test_flux_dev_at_its_real_width_by_arithmetic():
     from diffusers import FluxTransformer2DModel
 
     with torch.device("meta"):
-        model = FluxTransformer2DModel(guidance_embeds=True, num_layers=19, num_single_layers=38)
+        model = FluxTransformer2DModel(guidance_embeds=True, num_layers=2, num_single_layers=3)
     size = {"height": 1024, "width": 1024, "text_tokens": 512}
     token = 4608 * 3072 * 4 * 2  # float32, two factors
     assert diffcache.expected_bytes(model, **size) == {"model": 2 * token}
     wide = diffcache.expected_bytes(model, "taylorseer", site="module", **size)
-    assert wide == {"model": (2 * 19 + 38) * token}
+    assert wide == {"model": (2 * 2 + 3) * token}
 
 
 def test_a_report_before_a_run_says_what_will_be_held():

@@ -79,6 +79,7 @@ def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no sweep of 'shapes-none'" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("no_report")
 def test_methods_made_for_a_number_of_steps_can_be_timed(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     sweep, file = tmp_path / "sweep.toml", tmp_path / "magcache.safetensors"

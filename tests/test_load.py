@@ -22,6 +22,7 @@ from diffcache.eval.runs.task import Task
 from diffcache.pipelines.demo.saved import locate
 from diffcache.pipelines.load import Loading, identity_of, load
 
+pytestmark = pytest.mark.usefixtures("no_report")
 TASK = Task(model="shapes-flux", samples=2, batch_size=2, steps=2)
 
 

@@ -1,51 +1,52 @@
-"""`diffcache calibrate` and `diffcache tune`: their files work in other processes."""
+"""`diffcache calibrate` and `diffcache tune`: what they write is what `run` and methods read."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
 from diffcache import Tables
+from diffcache.cli import app
 from diffcache.features.bac import BAC
 from diffcache.features.tuned import Tuned
 
 PROMPT = "a large red ring in the center, on a white background"
 
 
-def diffcache(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "diffcache", *words],
-        cwd=folder, capture_output=True, text=True, check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
-def test_calibrate_then_run_in_another_process(tmp_path: Path) -> None:
+def diffcache(*words: str) -> Result:
+    return CliRunner().invoke(app, words)
+
+
+def test_calibrate_then_run() -> None:
     done = diffcache(
-        tmp_path, "calibrate", "--method", "fitted-forecast:computed=2", "--model", "shapes-flux",
+        "calibrate", "--method", "fitted-forecast:computed=2", "--model", "shapes-flux",
         "--steps", "4", "--samples", "2",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "wrote fitted-forecast.safetensors" in done.stdout
     method = "fitted-forecast:computed=2,tables=fitted-forecast.safetensors"
     run = ["run", "shapes-flux", PROMPT, "--method", method, "--compare"]
-    again = diffcache(tmp_path, *run, "--steps", "4")
-    assert again.returncode == 0, again.stderr
+    again = diffcache(*run, "--steps", "4")
+    assert again.exit_code == 0, again.stderr
     assert "PSNR" in again.stdout
-    other = diffcache(tmp_path, *run, "--steps", "5")
-    assert other.returncode == 2
+    other = diffcache(*run, "--steps", "5")
+    assert other.exit_code == 2
     assert "made for runs of 4 steps, this one has 5" in other.stderr
 
 
 def test_tune_then_load(tmp_path: Path) -> None:
     done = diffcache(
-        tmp_path, "tune", "--model", "shapes-flux", "--speedup", "1.5", "--steps", "4",
+        "tune", "--model", "shapes-flux", "--speedup", "1.5", "--steps", "4",
         "--samples", "2", "--batch-size", "1", "--trials", "3",
         "--method", "interval:every=2", "--method", "taylorseer:every=2,warmup=1,site=model",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     best = Tuned(tmp_path / "tuned.safetensors")
     assert repr(best.method) in done.stdout
     held_out = f"{best.validation['psnr_db']:.1f} dB [{best.validation['low_db']:.1f}, "
@@ -55,10 +56,10 @@ def test_tune_then_load(tmp_path: Path) -> None:
 
 def test_models_that_take_more_than_prompts(tmp_path: Path) -> None:
     done = diffcache(
-        tmp_path, "calibrate", "--method", "bac:count=3", "--model", "reach-policy",
+        "calibrate", "--method", "bac:count=3", "--model", "reach-policy",
         "--steps", "6", "--samples", "4", "--out", "bac.safetensors",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert Tables.load(tmp_path / "bac.safetensors").steps == 6
     assert BAC(count=3, tables=str(tmp_path / "bac.safetensors")).parts().when.total == 6
 
@@ -71,7 +72,7 @@ def test_models_that_take_more_than_prompts(tmp_path: Path) -> None:
         (("--method", "bac", "--model", "nowhere"), "nowhere"),
     ],
 )
-def test_a_wrong_request_is_one_line(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
-    done = diffcache(tmp_path, "calibrate", *words)
-    assert done.returncode == 2
+def test_a_wrong_request_is_one_line(words: tuple[str, ...], message: str) -> None:
+    done = diffcache("calibrate", *words)
+    assert done.exit_code == 2
     assert message in done.stderr and "Traceback" not in done.stderr

@@ -94,51 +94,45 @@ def test_wheel_holds_the_tree(wheel: Path) -> None:
     assert held == code | ASSETS | files("eval", "**/*.jinja") | {"diffcache/py.typed"}
 
 
-@pytest.mark.parametrize("cwd", ["/", str(ROOT)], ids=["elsewhere", "repository"])
-def test_wheel_imports(fresh_python: Path, cwd: str) -> None:
-    code = "import diffcache, diffcache.pipelines.small.scenes; print(diffcache.__file__)"
-    place = Path(run(fresh_python, "-c", code, cwd=cwd).strip()).resolve()
-    home = ROOT if cwd == str(ROOT) else fresh_python.parents[1]
-    assert place.is_relative_to(home.resolve())
-
-
-def test_wheel_finds_its_assets(fresh_python: Path) -> None:
+def test_wheel_imports_and_finds_its_assets(fresh_python: Path) -> None:
     code = """
-import diffcache, pathlib
+import diffcache, diffcache.pipelines.small.scenes, pathlib
 package = pathlib.Path(diffcache.__file__).parent
 files = (p for p in (package / "assets").rglob("*") if p.is_file())
-print(*(p.relative_to(package.parent).as_posix() for p in files), sep="\\n")
+print(package, *(p.relative_to(package.parent).as_posix() for p in files), sep="\\n")
 """
-    assert set(run(fresh_python, "-c", code).splitlines()) == ASSETS
+    place, *assets = run(fresh_python, "-E", "-c", code).splitlines()
+    assert Path(place).resolve().is_relative_to(fresh_python.parents[1].resolve())
+    assert set(assets) == ASSETS
 
 
-def test_names_of_the_package() -> None:
+@pytest.mark.slow
+def test_the_repository_imports_beside_the_wheel_and_lets_hugging_face_import(
+    fresh_python: Path,
+) -> None:
     code = """
-import json, sys, diffcache
-later = ("diffcache.kv", "diffcache.quant")
-print(json.dumps([[name for name in later if name in sys.modules], dir(diffcache),
-                  [getattr(diffcache, name).__name__ for name in ("kv", "quant")]]))
+import diffcache, diffcache.pipelines.small.scenes, transformers
+from diffusers import FluxTransformer2DModel
+print(diffcache.__file__)
 """
-    loaded, names, packages = json.loads(run(sys.executable, "-c", code))
-    assert loaded == [] and packages == ["diffcache.kv", "diffcache.quant"]
-    assert {"When", "Instead", "FeatureMethod", "Handle", "kv", "quant", "tune"} <= set(names)
-    assert not {"Any", "TYPE_CHECKING", "importlib"} & set(names)
+    place = run(fresh_python, "-E", "-c", code, cwd=ROOT).splitlines()[-1]
+    assert Path(place).resolve().is_relative_to(ROOT.resolve())
 
 
-def test_import_is_light() -> None:
+def test_names_of_the_package_and_how_light_it_is() -> None:
     code = """
 import json, sys, torch
 before = set(sys.modules)
 import diffcache
-more = {name.partition(".")[0] for name in set(sys.modules) - before}
-print(json.dumps([sorted(more - sys.stdlib_module_names), len(set(sys.modules) - before)]))
+new = set(sys.modules) - before
+later = ("diffcache.kv", "diffcache.quant")
+print(json.dumps([sorted({name.partition(".")[0] for name in new} - sys.stdlib_module_names),
+                  len(new), [name for name in later if name in sys.modules], dir(diffcache),
+                  [getattr(diffcache, name).__name__ for name in ("kv", "quant")]]))
 """
-    packages, count = json.loads(run(sys.executable, "-c", code))
-    assert set(packages) <= {"diffcache", "safetensors", "torch", "numpy"}
+    others, count, loaded, names, packages = json.loads(run(sys.executable, "-c", code))
+    assert set(others) <= {"diffcache", "safetensors", "torch", "numpy"}
     assert count < 120  # whatever the machine: seconds would tell of its other work
-
-
-@pytest.mark.slow
-def test_hugging_face_imports_from_the_repository() -> None:
-    code = "import transformers; from diffusers import FluxTransformer2DModel"
-    run(sys.executable, "-c", code, cwd=ROOT)
+    assert loaded == [] and packages == ["diffcache.kv", "diffcache.quant"]
+    assert {"When", "Instead", "FeatureMethod", "Handle", "kv", "quant", "tune"} <= set(names)
+    assert not {"Any", "TYPE_CHECKING", "importlib"} & set(names)

@@ -25,6 +25,7 @@ from diffcache.eval.samples import npz
 from diffcache.eval.samples.sources import Wish, open_source, summary
 from diffcache.pipelines.small.features import reference_pictures
 
+pytestmark = pytest.mark.usefixtures("no_report")
 PICTURES = reference_pictures(70)
 
 

@@ -1,20 +1,26 @@
 """Runs: what is drawn is kept, what was killed goes on, and nothing is ever mixed."""
 
+import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
+import socket
+import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
 from safetensors.torch import load_file
 
+from diffcache.cli import app
+from diffcache.eval.cost.memory import Peak, Place
 from diffcache.eval.methods import parse_method
 from diffcache.eval.report.records import load
-from diffcache.eval.runs import measure
+from diffcache.eval.runs import cost, folder, measure, score
 from diffcache.eval.runs.cost import _spelled
 from diffcache.eval.runs.draw import Drawer, relative_errors, samples_of
 from diffcache.eval.runs.evaluate import Plan, RunError
@@ -27,7 +33,8 @@ from diffcache.eval.samples.prompts import load_prompts
 from diffcache.pipelines.demo.saved import locate
 from diffcache.pipelines.small import flux
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("no_report")  # but for the run that tests share
+
 METHODS = ("taylorseer:every=3,warmup=2,site='stack'", "first-block:threshold=0.1")
 # The task and the plan below, as words of the command line.
 SETTINGS = ("--samples", "10", "--batch-size", "4", "--steps", "7", "--rounds", "0")
@@ -50,19 +57,44 @@ def without_timing(record: dict) -> dict:
     return {key: value for key, value in record.items() if key not in times}
 
 
-# The command line, killed at the sixth picture.
-KILLED = """
-import itertools, os, signal
-from diffcache.eval.runs import folder
-written, write = itertools.count(), folder.write_file
-def write_file(path, data):
-    if path.suffix == ".png" and next(written) == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(path, data)
-folder.write_file = write_file
-from diffcache.__main__ import main
-main()
-"""
+WORDS = ["eval", "--model", "shapes-flux", *(w for name in METHODS for w in ("--method", name)),
+         *SETTINGS, "--device", "cpu", "--quiet", "--out"]  # fmt: skip
+
+
+def start(work: Callable[[], object], **environment: str) -> int:
+    """Have a copy of this process do some work, which saves it the imports; return its number."""
+    number = os.fork()
+    if number:
+        return number
+    code = 1
+    try:
+        os.environ.update(environment)
+        work()
+        code = 0
+    except SystemExit as error:
+        code = int(error.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def ended(number: int) -> int:
+    """Wait for a process; return its exit code, or less than 0 if a signal ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
+
+
+def command(out: Path, killed_at: Callable[[Path], bool] = lambda path: False) -> None:
+    """Run the command line, in a process that is killed before it writes a certain picture."""
+    write = folder.write_file
+
+    def write_file(path: Path, data: bytes) -> None:
+        if path.suffix == ".png" and killed_at(path):
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(path, data)
+
+    folder.write_file = write_file
+    app([*WORDS, str(out)])
 
 
 def pictures(out: Path) -> dict[str, bytes]:
@@ -193,12 +225,9 @@ class TestRun:
             assert not out.exists()
 
     def test_killed_and_started_again_is_the_same(self, run: Path, tmp_path: Path) -> None:
-        out = tmp_path / "killed"
-        command = ["eval", "--model", "shapes-flux"]
-        command += [word for name in METHODS for word in ("--method", name)]
-        command += [*SETTINGS, "--quiet", "--out", str(out)]
-        done = subprocess.run([sys.executable, "-c", KILLED, *command], cwd=tmp_path, check=False)
-        assert done.returncode == -signal.SIGKILL
+        out, written = tmp_path / "killed", itertools.count()
+        killed = start(lambda: command(out, lambda path: next(written) == 5))
+        assert ended(killed) == -signal.SIGKILL
         assert len(pictures(out)) == 5 and not (out / "record.json").exists()
         evaluate(out)
         assert pictures(out) == pictures(run)
@@ -206,50 +235,46 @@ class TestRun:
         assert mine == theirs
 
 
-# The command line; notes who scores what, and with KILL the second process ends at a picture.
-WATCHED = """
-import os, signal
-from pathlib import Path
-from diffcache.eval.runs import folder, score
-rank, write, compute = os.environ["RANK"], folder.write_file, score._alone
-def write_file(path, data):
-    if path.name == "00005.png" and "KILL" in os.environ:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(path, data)
-def noted(samples, prompts, networks):
-    with open(f"scored.{rank}", "a") as notes:
-        notes.write(prompts[0] + chr(10))
-    return compute(samples, prompts, networks)
-folder.write_file, score._alone = write_file, noted
-from diffcache.__main__ import main
-main()
-"""
+def rank(place: Path, kill: bool) -> None:
+    """Run the command line as one of several processes, which notes what it scores."""
+    PartialState._reset_state()
+    compute, notes = score._alone, place / f"scored.{os.environ['RANK']}"
+
+    def noted(samples: object, prompts: list[str], networks: object) -> object:
+        with notes.open("a") as file:
+            file.write(prompts[0] + "\n")
+        return compute(samples, prompts, networks)
+
+    score._alone = noted
+    command(place / "two", lambda path: kill and path.name == "00005.png")
 
 
 @pytest.mark.slow
 def test_two_processes_killed_once_give_the_same_record(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "two"
-    (tmp_path / "watched.py").write_text(WATCHED)
-    command = [str(Path(sys.executable).with_name("accelerate")), "launch", "--multi_gpu"]
-    command += ["--num_processes", "2", "--main_process_port", "0", "watched.py", "eval"]
-    command += ["--model", "shapes-flux", "--out", str(out)]
-    command += [word for name in METHODS for word in ("--method", name)]
-    command += [*SETTINGS, "--device", "cpu", "--quiet"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    for kill, code in (({"KILL": "1"}, 1), ({}, 0)):
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment | kill, capture_output=True, text=True,
-            check=False,
-        )  # fmt: skip
-        assert done.returncode == code, done.stderr[-2000:]
-        assert (out / "record.json").exists() == (code == 0)
+    for kill in (True, False):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        place |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}  # as `accelerate launch` sets them
+        first, second = (
+            start(partial(rank, tmp_path, kill), RANK=text, LOCAL_RANK=text, **place)
+            for text in "01"
+        )
+        try:
+            assert ended(second) == (-signal.SIGKILL if kill else 0)
+        finally:
+            if kill:  # as a launcher does
+                os.kill(first, signal.SIGKILL)
+        assert ended(first) == (-signal.SIGKILL if kill else 0)
+        assert (out / "record.json").exists() != kill
     record = load(out)
     assert pictures(out) == pictures(run)
     assert without_timing(record) == without_timing(load(run))
     assert record["env"]["processes"] == 2
     texts = load_prompts("shapes-held-out", TASK.samples).texts
-    for rank, shared in ((0, (0, 2)), (1, (1,))):  # three batches of four
-        scored = (tmp_path / f"scored.{rank}").read_text().splitlines()
+    for number, shared in ((0, (0, 2)), (1, (1,))):  # three batches of four
+        scored = (tmp_path / f"scored.{number}").read_text().splitlines()
         assert sorted(scored) == sorted([texts[4 * n] for n in shared] * len(record["rows"]))
     one, two = (
         {p.relative_to(place).as_posix(): load_file(p) for p in place.rglob("values/*")}
@@ -320,15 +345,26 @@ def test_relative_errors_are_per_sample_and_step() -> None:
     assert relative_errors(base, other) == [[0, 0, 0], [0, 0, pytest.approx(0.5)]]
 
 
-def test_peak_memory_is_that_of_a_process_for_each_case(run: Path) -> None:
+def test_peak_memory_is_that_of_a_process_for_each_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = replace(TASK, samples=2, batch_size=2, steps=3)
     methods = {"interval:every=2": parse_method("interval:every=2")}
-    watched = Plan(task, methods, run.parent / "memory", rounds=0, memory=True, site_errors=False)
+    watched = Plan(task, methods, tmp_path / "memory", rounds=0, memory=True, site_errors=False)
+    asked = []
+
+    def peak_bytes(model: str, method: str | None, call: dict, place: Place) -> Peak:
+        assert (model, place.dtype, place.threads) == ("shapes-flux", "float32", 1)
+        json.dumps(call)  # a fresh process is told everything in words
+        asked.append((method and parse_method(method), call["num_inference_steps"]))
+        return Peak(len(asked), 0)
+
+    monkeypatch.setattr(cost, "peak_bytes", peak_bytes)  # tests/cost/test_memory.py runs one
     record = measure.evaluate(watched, Progress(quiet=True))
     assert record is not None
+    assert asked == [(None, 3), (methods["interval:every=2"], 3)]
     rows = record["timing"]["rows"]
-    assert set(rows) == {row["name"] for row in record["rows"]}
-    assert all(row["peak_bytes"] > 2**27 for row in rows.values())  # torch alone takes more
+    assert [rows[row["name"]]["peak_bytes"] for row in record["rows"]] == [1, 2]
 
 
 def test_a_method_is_spelled_as_it_is_read() -> None:

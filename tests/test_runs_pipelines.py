@@ -109,6 +109,7 @@ def check(task: Task, out: Path, record: dict[str, Any], condition: dict[str, An
         assert row["flops_ratio"] == pytest.approx(task.steps / row["evaluations"])
 
 
+@pytest.mark.usefixtures("no_report")
 def test_classes(tmp_path: Path) -> None:
     task = saved(tmp_path, "DiTPipeline")
     record = evaluate(task, tmp_path / "run", METHOD)
@@ -123,6 +124,7 @@ def test_classes_are_those_that_the_pipeline_names(tmp_path: Path) -> None:
         _ = Drawer(Task("shapes-dit", prompts=str(tmp_path / "classes.txt"))).prompts
 
 
+@pytest.mark.usefixtures("no_report")
 def test_the_bar_counts_timed_calls(tmp_path: Path) -> None:
     task = saved(tmp_path, "DiTPipeline")
     plan = Plan(task, {METHOD: parse_method(METHOD)}, tmp_path / "run", rounds=2, site_errors=False)
@@ -134,6 +136,7 @@ def test_the_bar_counts_timed_calls(tmp_path: Path) -> None:
     assert (again.done, again.drawn) == (again.total, 0)
 
 
+@pytest.mark.usefixtures("no_report")
 def test_no_condition(tmp_path: Path) -> None:
     task = saved(tmp_path, "DDIMPipeline")
     record = evaluate(task, tmp_path / "run", "interval:every=2")
@@ -141,6 +144,7 @@ def test_no_condition(tmp_path: Path) -> None:
     check(task, tmp_path / "run", record, {"batch_size": 2})
 
 
+@pytest.mark.usefixtures("no_report")
 def test_second_order(tmp_path: Path) -> None:
     parts = dict(tokenizer=tokenizer(), text_encoder=clip(), vae=tiny_vae(0, 4))
     task = saved(tmp_path, "StableDiffusionPipeline-heun", **parts)

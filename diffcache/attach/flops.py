@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
@@ -17,6 +18,14 @@ from diffcache.foreign import (
     uses_flex_attention,
 )
 
+# Products of matrices -> which argument's last axis is summed over. torch's own formulas walk
+# through all arguments as trees, which takes as long as the products of a small model.
+_PRODUCTS = {
+    torch.ops.aten.mm: 0, torch.ops.aten.bmm: 0, INT_MM: 0, torch.ops.aten.addmm: 1,
+    torch.ops.aten.baddbmm: 1,
+}  # fmt: skip
+_UNCOUNTED: set[Any] = set()  # operations that are not made of others and have no count
+
 
 class _Counter(DispatchMode):
     """Adds up the operations of every kernel; torch's own mode also tracks modules, by hooks."""
@@ -27,17 +36,21 @@ class _Counter(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _UNCOUNTED:  # most of them: the shortest way
+            return func(*args, **kwargs)
         packet = packet_of(func)
         if packet is CPU_ATTENTION:  # not in the registry
             self.total += sdpa_flop_count(*[tensor.shape for tensor in args[:3]])
-        elif packet is INT_MM:
-            (rows, inner), columns = args[0].shape, args[1].shape[1]
-            self.total += 2 * rows * inner * columns
+        elif packet in _PRODUCTS:
+            out = func(*args, **kwargs)
+            self.total += 2 * out.numel() * args[_PRODUCTS[packet]].shape[-1]
+            return out
         elif packet not in flop_registry:
             with self:  # under inference mode, operations made of others arrive whole
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
+            _UNCOUNTED.add(func)
         out = func(*args, **kwargs)
         if packet in flop_registry:
             self.total += flop_registry[packet](*args, **kwargs, out_val=out)

@@ -23,7 +23,8 @@ _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (3, 1, 1, 1))
 _SETTINGS = {
     "axes.edgecolor": GREY, "axes.grid": True, "axes.labelcolor": INK, "axes.labelsize": 10,
     "axes.spines.right": False, "axes.spines.top": False, "axes.axisbelow": True,
-    "axes.titlesize": 11, "font.family": "DejaVu Sans", "font.size": 10, "grid.color": "#e6e9ee",
+    "axes.titlesize": 11, "figure.autolayout": False, "figure.constrained_layout.use": False,
+    "font.family": "DejaVu Sans", "font.size": 10, "grid.color": "#e6e9ee",
     "grid.linewidth": 0.8, "legend.fontsize": 9, "legend.frameon": False, "text.color": INK,
     "svg.fonttype": "path", "svg.hashsalt": "diffcache", "xtick.color": GREY, "ytick.color": GREY,
     "xtick.labelcolor": INK, "ytick.labelcolor": INK, "xtick.labelsize": 9, "ytick.labelsize": 9,
@@ -110,9 +111,10 @@ def images(figure: Any) -> dict[str, bytes]:
     """Return a figure as PNG (160 dots an inch) and SVG; the same figure gives the same bytes."""
     found = {}
     with _matplotlib().rc_context(_SETTINGS):
-        # Laid out once for both files; it is the most of the work.
+        # Laid out once for both files; it is the most of the work. "none" in place of None would
+        # leave an engine that does nothing, for which each file is drawn twice.
         figure.draw_without_rendering()
-        figure.set_layout_engine("none")
+        figure.set_layout_engine(None)
         for kind, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
             target = io.BytesIO()
             figure.savefig(target, format=kind, dpi=DPI, metadata=metadata, facecolor="white")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -30,8 +31,40 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
+def assistant() -> Any:
+    return llama(seed=1).double()
+
+
+@pytest.fixture(scope="module")
 def stock(model: Any) -> Any:
     return model.generate(**ROWS, **GREEDY)
+
+
+First = Callable[[str], tuple[Recipe, Any, KVCache]]
+
+
+@pytest.fixture(scope="module")
+def first(model: Any) -> First:
+    """What each recipe makes of the prompts, once for all tests: recipe, output and cache."""
+
+    @functools.cache
+    def made(name: str) -> tuple[Recipe, Any, KVCache]:
+        recipe = examples()[name]()
+        return recipe, *generate(model, recipe)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(model: Any, first: First) -> Callable[[str], Any]:
+    """What each recipe makes of the second prompt alone."""
+
+    @functools.cache
+    def made(name: str) -> Any:
+        recipe, _, cache = first(name)
+        return generate(model, recipe, row(ROWS, 1), mode=cache.mode)[0]
+
+    return made
 
 
 def generate(model: Any, recipe: Recipe, inputs: Any = ROWS, **changes: Any) -> tuple[Any, KVCache]:
@@ -77,27 +110,32 @@ def test_it_says_where_it_comes_from(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_padded_rows_later_turns_and_fresh_starts(model: Any, name: str) -> None:
-    recipe = examples()[name]()
-    first, cache = generate(model, recipe)
+def test_padded_rows_later_turns_fresh_starts_and_what_was_saved(
+    model: Any, first: First, name: str, tmp_path: Any
+) -> None:
+    recipe, once, cache = first(name)
     length = ROWS["input_ids"].shape[1] + GREEDY["max_new_tokens"]
-    assert first.sequences.shape == (3, length)
-    assert all(torch.isfinite(logits).all() for logits in first.logits)
+    assert once.sequences.shape == (3, length)
+    assert all(torch.isfinite(logits).all() for logits in once.logits)
     again = cache_for(model, recipe, mode=cache.mode)
     again.reset()
-    same(model.generate(**ROWS, past_key_values=again, **GREEDY), first)
-    turn = second_turn(ROWS, first.sequences)
+    same(model.generate(**ROWS, past_key_values=again, **GREEDY), once)
+    save(tmp_path / "cache", again.store)
+    turn = second_turn(ROWS, once.sequences)
     more = model.generate(**turn, past_key_values=again, **GREEDY)
     assert again.get_seq_length() == more.sequences.shape[1] - 1
     again.reset()
-    same(model.generate(**ROWS, past_key_values=again, **GREEDY), first)
+    same(model.generate(**ROWS, past_key_values=again, **GREEDY), once)
+    loaded = cache_for(model, recipe, mode=cache.mode)
+    load(tmp_path / "cache", loaded.store)
+    assert loaded.get_seq_length() == cache.get_seq_length()
+    same(model.generate(**turn, past_key_values=loaded, **GREEDY), more)
     detach(model)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_are_those_of_all_storages(model: Any, name: str) -> None:
-    recipe = examples()[name]()
-    _, cache = generate(model, recipe)
+def test_bytes_are_those_of_all_storages(model: Any, first: First, name: str) -> None:
+    recipe, _, cache = first(name)
     config = {id(tensor) for tensor in held(recipe)}
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     found = [
@@ -134,30 +172,33 @@ def test_what_only_drops_is_what_hides(model: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_alone_is_the_row_in_a_batch(model: Any, name: str) -> None:
-    recipe = examples()[name]()
+def test_a_row_alone_is_the_row_in_a_batch(
+    model: Any, first: First, alone: Callable[[str], Any], name: str
+) -> None:
+    recipe, together, cache = first(name)
     if recipe.name.startswith("random"):
         pytest.skip("lots are drawn for places, and padding moves them")
-    together, cache = generate(model, recipe)
     new = GREEDY["max_new_tokens"]
-    # Blocks of tokens that are coded together begin elsewhere where a row is padded.
-    for number in [1] if recipe.codec or recipe.ladder else [0, 1]:
-        alone, _ = generate(model, recipe, row(ROWS, number), mode=cache.mode)
-        assert torch.equal(alone.sequences[0, -new:], together.sequences[number, -new:])
+    assert torch.equal(alone(name).sequences[0, -new:], together.sequences[1, -new:])
+    if not (recipe.codec or recipe.ladder):
+        # Blocks of tokens that are coded together begin elsewhere where a row is padded.
+        padded, _ = generate(model, recipe, row(ROWS, 0), mode=cache.mode)
+        assert torch.equal(padded.sequences[0, -new:], together.sequences[0, -new:])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_beams_and_guesses_that_are_taken_back(model: Any, name: str) -> None:
-    recipe = examples()[name]()
-    inputs = row(ROWS, 1)
-    greedy, cache = generate(model, recipe, inputs)
+def test_beams_and_guesses_that_are_taken_back(
+    model: Any, assistant: Any, first: First, alone: Callable[[str], Any], name: str
+) -> None:
+    recipe, _, cache = first(name)
+    inputs, greedy = row(ROWS, 1), alone(name)
     beams = model.generate(
         **inputs, past_key_values=cache_for(model, recipe, mode=cache.mode), num_beams=2, **GREEDY
     )
     assert beams.sequences.shape == greedy.sequences.shape
     guessing = cache_for(model, recipe, mode=cache.mode)
     guessed = model.generate(
-        **inputs, past_key_values=guessing, assistant_model=llama(seed=1).double(), **GREEDY
+        **inputs, past_key_values=guessing, assistant_model=assistant, **GREEDY
     )
     detach(model)
     trigger = recipe.trigger
@@ -176,20 +217,3 @@ def test_unknown_names_and_settings_say_what_there_is(model: Any) -> None:
         make_recipe(Recipe("x"), budget=3)
     with pytest.raises(ValueError, match="mode='fast': must be 'auto', 'native' or 'stock'"):
         cache_for(model, "snapkv", mode="fast")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_was_saved_goes_on_bit_for_bit(model: Any, name: str, tmp_path: Any) -> None:
-    recipe = examples()[name]()
-    first, cache = generate(model, recipe)
-    save(tmp_path / "cache", cache.store)
-    turn = second_turn(ROWS, first.sequences)
-    again = cache_for(model, recipe, mode=cache.mode)
-    load(tmp_path / "cache", again.store)
-    assert again.get_seq_length() == cache.get_seq_length()
-    outs = []
-    for each in (cache, again):
-        cache_for(model, recipe, mode=cache.mode)  # has the model use our attention, where needed
-        outs.append(model.generate(**turn, past_key_values=each, **GREEDY))
-    detach(model)
-    same(*outs)
