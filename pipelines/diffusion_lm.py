@@ -247,10 +247,10 @@ class DiffusionLM:
                     "ids"
                 )
             rows = [self.tokenizer(row)["input_ids"] for row in rows]
-        rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in rows]
-        if not rows or not all(rows):
+        ids = [row.tolist() if isinstance(row, Tensor) else list(row) for row in rows]
+        if not ids or not all(ids):
             raise ValueError("prompts: each must have at least one token; begin with a start token")
-        return rows
+        return ids
 
 
 class _Stream:

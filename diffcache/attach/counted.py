@@ -6,7 +6,7 @@ from diffcache.attach.run import Branch, Timeline
 
 
 def count(timeline: Timeline) -> None:
-    """Note a call that is a step of its own; where nobody told a run, it is a run of its own too."""
+    """Note a call that is a step of its own, and a run of its own where nobody told one."""
     run = timeline.run
     if not (run.is_told or run.in_pipeline):
         timeline.clear()

@@ -82,6 +82,7 @@ class Decoding:
         sampler: Sampler.
         mask_id: Token of the mask.
         valid: Tokens of the prompts that are no padding, bool `[B, P]`; None for all.
+
     Raises:
         ValueError: If a prompt is not int64 `[B, P]` or holds the mask, or padding is not on the
             left.

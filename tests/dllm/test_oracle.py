@@ -78,8 +78,11 @@ def expected(name: str, notes: list[Noted], step: int, row: int) -> set[int] | N
     if name.startswith("free"):
         again = BLOCK if "commit" in name and inner == 0 else 0
         return set(range(start - again, WIDTH))
-    if inner % 3 == 0:
-        return None
+    return None if inner % 3 == 0 else greedy(name, notes, step, row)
+
+
+def greedy(name: str, notes: list[Noted], step: int, row: int) -> set[int]:
+    now, before, whole = notes[step], notes[step - 1].decided(row), real(row)
     after = notes[step + 1].decided(row) if step + 1 < len(notes) else whole
     coming, just = after - now.decided(row), now.decided(row) - before
     masks = whole - now.decided(row)
