@@ -18,7 +18,7 @@ FILES = sorted(file for top in TOPS for file in (ROOT / top).rglob("*.py"))
 
 LAYERS = [
     {"kernels"},
-    {"step", "digest", "errors", "files", "names", "foreign", "psnr"},
+    {"step", "digest", "errors", "files", "names", "foreign", "psnr", "method"},
     {"kv"},
     {"quant"},
     {"features", "video", "dllm"},

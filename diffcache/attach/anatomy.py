@@ -152,7 +152,8 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     if not lists:
         raise AttachError(
             f"{type(model).__name__} has no list of blocks: a cache needs an nn.ModuleList of at "
-            "least two blocks, at most one level below the model"
+            f"least two blocks, at most {'two levels' if _deepest(model) > 1 else 'one level'} "
+            "below the model"
         )
     middle = getattr(model, "mid_block", None) if is_unet else None
     singles = ("mid_block",) if isinstance(middle, nn.Module) else ()
@@ -169,9 +170,10 @@ def anatomy_of(model: nn.Module) -> Anatomy:
 
 def _lists(model: nn.Module) -> list[tuple[str, nn.ModuleList, int]]:
     """Return the lists that look like lists of blocks, with their numbers of parameters."""
+    deepest = _deepest(model)
     found: list[tuple[str, nn.ModuleList, int]] = []
     for key, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) < 2 or key.count(".") > 1:
+        if not isinstance(module, nn.ModuleList) or len(module) < 2 or key.count(".") > deepest:
             continue
         if any(key.startswith(other + ".") for other, _, _ in found):
             continue
@@ -179,6 +181,12 @@ def _lists(model: nn.Module) -> list[tuple[str, nn.ModuleList, int]]:
             size = sum(parameter.numel() for parameter in module.parameters())
             found.append((key, module, size))
     return found
+
+
+def _deepest(model: nn.Module) -> int:
+    """Return how many modules may lie between a model and its lists of blocks."""
+    # A language model of transformers has a head around what holds the blocks.
+    return 2 if hasattr(getattr(model, "config", None), "get_text_config") else 1
 
 
 def _is_plain(module: nn.Module) -> bool:

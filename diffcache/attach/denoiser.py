@@ -15,6 +15,7 @@ from diffcache.attach.branches import doubted, is_broken, tell
 from diffcache.attach.cache_context import current_context
 from diffcache.attach.call import Call
 from diffcache.attach.continuity import glance
+from diffcache.attach.counted import count, only_branch
 from diffcache.attach.extension import Extension, make_extension
 from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.peers import check_alone
@@ -118,7 +119,7 @@ class Denoiser:
         if writes:
             if timeline.index < 0:  # no first step has looked
                 check_alone(self.model)
-        elif timeline.arrive(context, timestep):
+        elif self._arrive(timeline, context, timestep):
             self._check_length(timeline)
             if timeline.index == 0:
                 self._start(timeline, sample)
@@ -142,6 +143,13 @@ class Denoiser:
         branch.signature = signature
         return call
 
+    def _arrive(self, timeline: Timeline, context: Context | None, timestep: Any) -> bool:
+        """Note a call; return whether it starts a step."""
+        if not self.handle.method.counts_calls:
+            return timeline.arrive(context, timestep)
+        count(timeline)
+        return True
+
     def _branch(
         self,
         timeline: Timeline,
@@ -157,6 +165,8 @@ class Denoiser:
         args, kwargs = given
         if context is not None and context.writes:  # no step of the run
             return Branch(0, context.name, {})
+        if self.handle.method.counts_calls:
+            return only_branch(timeline)
         if timeline.run.in_pipeline:
             return timeline.branch_of(
                 context, signature, lambda: conditions_of(args, kwargs, self.anatomy.timestep)

@@ -11,7 +11,7 @@ from torch import Tensor
 from diffcache.attach.call import Call
 from diffcache.attach.run import Run, Timeline
 from diffcache.errors import AttachError
-from diffcache.features.base import Ability
+from diffcache.method import Ability
 
 # Class of ability -> "module:function" that makes its extension of (denoiser, ability)
 INSTALLERS: dict[str, str] = {
@@ -20,6 +20,7 @@ INSTALLERS: dict[str, str] = {
     "SceneRule": "diffcache.attach.extensions.noise_level:install",
     "Quantize": "diffcache.attach.extensions.quantize:install",
     "RegionPlan": "diffcache.attach.extensions.region:install",
+    "FedRows": "diffcache.attach.extensions.rows:install",
     "WatchLayers": "diffcache.attach.extensions.quantize:watch",
     "TimeTables": "diffcache.attach.extensions.lookup:install",
 }

@@ -1,0 +1,23 @@
+"""Caches for diffusion language models: which tokens every forward computes, and what it commits.
+
+No modules: `diffcache.attach.extensions.rows` carries a row plan out on a model, and
+`diffcache.pipelines.diffusion_lm` decodes with it.
+"""
+
+from diffcache.dllm.decode import Decoding as Decoding
+from diffcache.dllm.decode import Schedule as Schedule
+from diffcache.dllm.dkv_cache import DKVCache as DKVCache
+from diffcache.dllm.fast_dllm import FastDLLM as FastDLLM
+from diffcache.dllm.free_cache import FreeCache as FreeCache
+from diffcache.dllm.policy import FedRows as FedRows
+from diffcache.dllm.policy import Policy as Policy
+from diffcache.dllm.policy import Uncached as Uncached
+from diffcache.dllm.rows import ALL as ALL
+from diffcache.dllm.rows import RowPlan as RowPlan
+from diffcache.dllm.rules import Factor as Factor
+from diffcache.dllm.rules import Quota as Quota
+from diffcache.dllm.rules import Threshold as Threshold
+from diffcache.dllm.sampler import Sampler as Sampler
+from diffcache.dllm.state import RowState as RowState
+from diffcache.dllm.state import State as State
+from diffcache.dllm.state import check_coverage as check_coverage

@@ -1,0 +1,162 @@
+"""dKV-Cache: keys and values of decided tokens are kept, one step after they were decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from diffcache.dllm.policy import Policy
+from diffcache.dllm.rows import ALL, RowPlan
+from diffcache.dllm.state import RowState, State
+from diffcache.kv.refresh import slots_of
+from diffcache.method import check_bool, check_int
+
+Variant = Literal["decode", "greedy", "prefill", "pd"]
+Center = Literal["next", "previous"]
+_EVERY: dict[str, int | None] = {"decode": 8, "greedy": 2, "prefill": None, "pd": 4}
+
+
+@dataclass(frozen=True)
+class DKVCache(Policy):
+    """Keep keys and values of tokens that have been decided for a step.
+
+    A token's keys and values change most when it turns from mask to word, so they are kept only
+    once the word has been computed (the one-step delay). The variants:
+
+    - `decode` computes all that was not decided before the last commit. The first two steps of a
+      block, and one step in `every` of it, compute all rows.
+    - `greedy` computes what is committed now, what was committed last, and a window of masks.
+      One step in `every` of a block computes all rows. The order has to be drawn beforehand.
+    - `prefill` computes the prompt once, and the answer at every step.
+    - `pd` computes the prompt once, and of the answer what `decode` would; one step in `every` of
+      the decoding computes the whole answer.
+
+    Departure: the paper's prefill and PD leave out the prompt's last position, which predicts the
+    first token of models with shifted outputs. The window of `center="previous"` is the paper's, as
+    wide as that of the code: `window` positions around each token, half of them before it.
+
+    Args:
+        variant: `decode`, `greedy`, `prefill` or `pd`.
+        every: Steps from one refresh to the next, 1 for no cache; None for the paper's setting: 8
+            for `decode`, 2 for `greedy`, 4 for `pd`. `prefill` has no refresh.
+        delay: Whether a token is computed once after its commit. False is a negative control, which
+            freezes tokens with the keys and values of their masks.
+        window: Masks that are computed along with each token, for `greedy`; None for 4.
+        center: What the window of `greedy` is around: the tokens of the coming commit, nearest
+            masks first (`next`, the published code), or those of the last one, contiguous
+            (`previous`, the paper).
+
+    Reference: dKV-Cache, arXiv 2505.15781, section 3.
+    """
+
+    name: ClassVar[str] = "dkv-cache"
+    source: ClassVar[str] = "dKV-Cache, arXiv 2505.15781"
+    bibtex: ClassVar[str] = """@article{ma2025dkv,
+  title={{dKV-Cache}: The Cache for Diffusion Language Models},
+  author={Ma, Xinyin and Yu, Runpeng and Fang, Gongfan and Wang, Xinchao},
+  journal={arXiv preprint arXiv:2505.15781},
+  year={2025}
+}"""
+
+    variant: Variant = "decode"
+    every: int | None = None
+    delay: bool = True
+    window: int | None = None
+    center: Center = "next"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("variant", get_args(Variant)), ("center", get_args(Center))):
+            if getattr(self, name) not in allowed:
+                options = ", ".join(map(repr, allowed))
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {options}")
+        check_bool("delay", self.delay)
+        if self.every is not None:
+            if self.variant == "prefill":
+                raise ValueError(
+                    f"every={self.every!r}: variant='prefill' has no refresh; leave it out, or use "
+                    "variant='pd'"
+                )
+            check_int("every", self.every, 1)
+        if self.variant != "greedy" and (self.window is not None or self.center != "next"):
+            raise ValueError(
+                f"window={self.window!r}, center={self.center!r}: variant={self.variant!r} has no "
+                "window; leave them out, or use variant='greedy'"
+            )
+        if self.variant in ("prefill", "greedy") and not self.delay:
+            raise ValueError(
+                f"delay=False: variant={self.variant!r} has no delay; use 'decode' or 'pd'"
+            )
+        if self.window is not None:
+            check_int("window", self.window, 0)
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether the order of commits has to be drawn beforehand."""
+        return self.variant == "greedy" and self.interval > 1
+
+    @property
+    def interval(self) -> int:
+        """Steps from one refresh to the next; 0 where there is none."""
+        return (_EVERY[self.variant] or 0) if self.every is None else self.every
+
+    def plan(self, state: State) -> RowPlan:
+        """Return the rows that were not decided long enough, or all of them."""
+        if state.step == 0:
+            return ALL
+        if self.variant == "prefill":
+            return state.runs(lambda _: range(state.prompt, state.width))
+        late = ~(state.before if self.delay else state.decided)
+        if self.variant == "pd":
+            if state.step % self.interval == 0:
+                return state.runs(lambda _: range(state.prompt, state.width))
+            return state.plan(late & state.answer)
+        if self.variant == "decode":
+            return state.plan(late, whole=lambda row: row.step < 2 or self._refreshes(row))
+        if self.interval == 1:
+            return ALL
+        assert state.upcoming is not None
+        near = self._window(state, state.upcoming)
+        return state.plan(state.upcoming | state.committed | near, whole=self._refreshes)
+
+    def _refreshes(self, row: RowState) -> bool:
+        return row.step % self.interval == 0
+
+    def _window(self, state: State, upcoming: Tensor) -> Tensor:
+        """Return the masks that are computed along with a commit, bool `[B, T]`."""
+        size = 4 if self.window is None else self.window
+        masks = ~state.decided
+        if self.center == "next":
+            return nearest(upcoming, masks & ~upcoming, size)
+        around = torch.zeros_like(masks)
+        at = torch.arange(state.width, device=masks.device)
+        for shift in range(-(size // 2), size - size // 2 + 1):
+            moved = state.committed.roll(shift, dims=1)
+            inside = (at - shift >= 0) & (at - shift < state.width)
+            around |= moved & inside
+        return around & masks
+
+
+def nearest(centers: Tensor, masks: Tensor, count: int) -> Tensor:
+    """Return the masks nearest to each center; of two at one distance the left one first.
+
+    Args:
+        centers: Positions around which is looked, bool `[B, T]`.
+        masks: Positions that can be taken, bool `[B, T]`.
+        count: Masks for each center.
+
+    Returns:
+        Masks that are taken for any center, bool `[B, T]`.
+    """
+    if not count:
+        return torch.zeros_like(masks)
+    width = masks.shape[1]
+    places = slots_of(centers)  # [B, centers]
+    offset = torch.arange(width, device=masks.device) - places[..., None]
+    order = 2 * offset.abs() - (offset < 0).to(offset.dtype)
+    order = torch.where(masks[:, None], order, 2 * width + 1)
+    near = order.argsort(dim=-1)[..., : min(count, width)]
+    taken = torch.zeros_like(order, dtype=torch.bool).scatter_(2, near, True)
+    return (taken & masks[:, None]).any(1)

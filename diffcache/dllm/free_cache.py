@@ -1,0 +1,54 @@
+"""FreeCache: finished blocks are frozen for good."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from diffcache.dllm.policy import Policy
+from diffcache.dllm.rows import RowPlan
+from diffcache.dllm.state import RowState, State
+from diffcache.method import check_bool
+
+
+@dataclass(frozen=True)
+class FreeCache(Policy):
+    """Compute the active block and all masks after it; never what lies before.
+
+    As released, the tokens of a block's last commit are frozen with the keys and values of their
+    masks, since no later forward computes them. With `commit`, the first forward of every block
+    computes the block before it once more.
+
+    Departure: the paper's commit is none; other decoders make it a forward of its own. Here it is
+    merged with the next block's first forward, which computes as many rows and saves a forward.
+
+    Args:
+        commit: Whether a finished block is computed once more before it is frozen.
+
+    Reference: FlashDLM (FreeCache), arXiv 2505.21467, section 3.
+    """
+
+    name: ClassVar[str] = "free-cache"
+    source: ClassVar[str] = "FlashDLM (FreeCache), arXiv 2505.21467"
+    bibtex: ClassVar[str] = """@article{hu2025flashdlm,
+  title={Accelerating Diffusion Language Model Inference via Efficient {KV} Caching and Guided Diffusion},
+  author={Hu, Zhanqiu and Meng, Jian and Akhauri, Yash and Abdelfattah, Mohamed S and Seo, Jae-sun and Zhang, Zhiru and Gupta, Udit},
+  journal={arXiv preprint arXiv:2505.21467},
+  year={2025}
+}"""  # noqa: E501
+
+    commit: bool = False
+
+    def __post_init__(self) -> None:
+        check_bool("commit", self.commit)
+
+    def plan(self, state: State) -> RowPlan:
+        """Return all rows at first, then those from the active block on."""
+
+        def run_of(row: RowState) -> range:
+            if state.step == 0:
+                return range(state.width)
+            again = self.commit and row.step == 0 and row.block > 0
+            return range(row.start - (row.stop - row.start) * again, state.width)
+
+        return state.runs(run_of)

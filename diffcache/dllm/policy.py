@@ -1,0 +1,52 @@
+"""Base class of cache policies for diffusion language models, and decoding without a cache."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from diffcache.dllm.rows import ALL, RowPlan
+from diffcache.dllm.state import State
+from diffcache.method import Ability, Method
+
+
+@dataclass(frozen=True)
+class FedRows(Ability):
+    """Compute the rows that each call's plan names, and serve the keys and values of the others."""
+
+
+class Policy(Method):
+    """Which rows every forward of a diffusion language model computes; a frozen dataclass.
+
+    A policy keeps nothing between steps, so that one object serves any number of decodings.
+
+    Attributes:
+        needs_order: Whether `plan` looks at the positions of the coming commit.
+    """
+
+    counts_calls: ClassVar[bool] = True
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether `plan` looks at the positions of the coming commit."""
+        return False
+
+    def abilities(self) -> tuple[Ability, ...]:
+        """Return the ability to compute some rows only."""
+        return (FedRows(),)
+
+    @abstractmethod
+    def plan(self, state: State) -> RowPlan:
+        """Return the rows that the next forward computes; the first one has to compute all."""
+
+
+@dataclass(frozen=True)
+class Uncached(Policy):
+    """Compute every row at every step: decoding without a cache, through the cache's own paths."""
+
+    name: ClassVar[str] = "uncached"
+
+    def plan(self, state: State) -> RowPlan:
+        """Return all rows."""
+        return ALL

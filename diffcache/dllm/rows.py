@@ -1,0 +1,75 @@
+"""The row plan: which positions of every sequence one forward computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diffcache.kv.refresh import slots_of
+from diffcache.method import check_int
+
+
+@dataclass(frozen=True, eq=False)
+class RowPlan:
+    """Positions that one forward computes; all others are served from what is held.
+
+    Attributes:
+        rows: Positions in ascending order, int64 `[B, n]`, filled up by repeating the last one of a
+            sequence, since computing a row twice is computing it once; a range where all sequences
+            compute the same run of positions; None for all positions.
+    """
+
+    rows: Tensor | range | None = None
+
+    @classmethod
+    def of(cls, chosen: Tensor, multiple: int = 1) -> RowPlan:
+        """Return the plan of chosen positions. The host waits for their number, once.
+
+        Args:
+            chosen: Positions to compute, bool `[B, T]`.
+            multiple: Number that the rows of a sequence are filled up to a multiple of, so that
+                compiled blocks meet few sizes.
+
+        Raises:
+            ValueError: If no position is chosen, or `multiple` is less than 1.
+        """
+        check_int("multiple", multiple, 1)
+        rows = slots_of(chosen)
+        count = rows.shape[1]
+        if not count:
+            raise ValueError("chosen: names no position; a forward computes at least one")
+        more = min(-count % multiple, chosen.shape[1] - count)
+        if more:
+            rows = torch.cat([rows, rows[:, -1:].expand(-1, more)], dim=1)
+        return cls(rows)
+
+    def count(self, width: int) -> int:
+        """Return the rows that are computed in each sequence of `width` positions."""
+        if self.rows is None:
+            return width
+        return len(self.rows) if isinstance(self.rows, range) else self.rows.shape[1]
+
+    def index(self, batch: int, width: int, device: torch.device) -> Tensor:
+        """Return the positions as a tensor, int64 `[B, n]`."""
+        if isinstance(self.rows, Tensor):
+            return self.rows
+        run = range(width) if self.rows is None else self.rows
+        return torch.arange(run.start, run.stop, device=device).expand(batch, -1)
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return the columns of `[1 or B, T]` that are computed, `[1 or B, n]`."""
+        if self.rows is None:
+            return x
+        if isinstance(self.rows, range):
+            return x[:, self.rows.start : self.rows.stop]
+        return x.expand(len(self.rows), -1).gather(1, self.rows)
+
+    def mask(self, batch: int, width: int, device: torch.device) -> Tensor:
+        """Return which positions are computed, bool `[B, T]`."""
+        fed = torch.zeros(batch, width, dtype=torch.bool, device=device)
+        return fed.scatter_(1, self.index(batch, width, device), True)
+
+
+ALL = RowPlan()

@@ -1,0 +1,139 @@
+"""How many masks a step decides: a fixed quota, or all that are confident enough."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from diffcache.method import is_number
+
+
+class Rule(ABC):
+    """Which of a block's candidates are committed; a frozen dataclass of settings."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the number of commits is known beforehand, whatever the model says."""
+        return False
+
+    def quotas(self, size: int, steps: int) -> list[int]:
+        """Return how many positions each step of a block commits, at least where none is confident.
+
+        Args:
+            size: Masks of the block.
+            steps: Steps of the block.
+        """
+        return [size // steps + (i < size % steps) for i in range(steps)]
+
+    @abstractmethod
+    def choose(self, scores: Tensor, quota: int) -> Tensor:
+        """Return which candidates are committed, bool `[B, n]`.
+
+        Args:
+            scores: Confidence of each candidate, `[B, n]`, -inf where it cannot be committed.
+            quota: Commits of this step, for rules with a fixed number.
+        """
+
+
+@dataclass(frozen=True)
+class Quota(Rule):
+    """Commit a fixed number of masks a step, the most confident first.
+
+    Args:
+        schedule: `even` spreads a block's masks evenly over its steps (LLaDA); `time` follows the
+            noise level, `1 - t[i+1] / t[i]` of the remaining ones at times evenly spaced from 1 to
+            0.001, and leaves the rest to the last step (Dream).
+
+    Reference: LLaDA, arXiv 2502.09992, appendix B; Dream, arXiv 2508.15487.
+    """
+
+    schedule: Literal["even", "time"] = "even"
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("even", "time"):
+            raise ValueError(f"schedule={self.schedule!r}: must be one of 'even', 'time'")
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the number of commits is known beforehand."""
+        return True
+
+    def quotas(self, size: int, steps: int) -> list[int]:
+        """Return how many positions each step of a block commits."""
+        if self.schedule == "even":
+            return super().quotas(size, steps)
+        times = torch.linspace(1, 1e-3, steps + 1, dtype=torch.float64).tolist()
+        quotas, left = [], size
+        for i in range(steps - 1):
+            quotas.append(int(left * (1 - times[i + 1] / times[i])))
+            left -= quotas[-1]
+        return [*quotas, left]
+
+    def choose(self, scores: Tensor, quota: int) -> Tensor:
+        """Return the best candidates; of equal ones the first."""
+        return first(scores, quota)
+
+
+@dataclass(frozen=True)
+class Threshold(Rule):
+    """Commit every mask that is confident enough, and always the most confident one.
+
+    Args:
+        threshold: Least confidence, dimensionless; above 1 commits one mask a step, 0 all of them.
+
+    Reference: Fast-dLLM, arXiv 2505.22618, section 3.3.
+    """
+
+    threshold: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not is_number(self.threshold) or not self.threshold >= 0:
+            raise ValueError(f"threshold={self.threshold!r}: must be a number of at least 0")
+
+    def choose(self, scores: Tensor, quota: int) -> Tensor:
+        """Return the confident candidates and the best one."""
+        return ((scores >= self.threshold) & scores.isfinite()) | first(scores, 1)
+
+
+@dataclass(frozen=True)
+class Factor(Rule):
+    """Commit as many masks as their confidence allows to be decided at once.
+
+    The n most confident ones are committed, with n the largest number for which
+    `(n + 1) * (1 - c[n]) < factor`, c[n] the confidence of the n-th; at least one.
+
+    Args:
+        factor: Bound, dimensionless; 0 commits one mask a step.
+
+    Reference: Fast-dLLM, arXiv 2505.22618, section 3.3 and its released code.
+    """
+
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not is_number(self.factor) or not self.factor >= 0:
+            raise ValueError(f"factor={self.factor!r}: must be a number of at least 0")
+
+    def choose(self, scores: Tensor, quota: int) -> Tensor:
+        """Return the best candidates, as many as their confidence allows."""
+        ordered = scores.sort(dim=-1, descending=True).values
+        number = torch.arange(1, scores.shape[1] + 1, device=scores.device)
+        fits = (number + 1) * (1 - ordered) < self.factor  # False at -inf
+        most = number.where(fits, 1).amax(-1, keepdim=True)
+        return (ranks(scores) < most) & scores.isfinite()
+
+
+def ranks(scores: Tensor) -> Tensor:
+    """Return the rank of each score in its row, 0 for the largest; of equal ones the first."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, places)
+
+
+def first(scores: Tensor, count: int) -> Tensor:
+    """Return which of the scores are the `count` largest of their row, those of -inf left out."""
+    return (ranks(scores) < count) & scores.isfinite()

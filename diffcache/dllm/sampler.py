@@ -1,0 +1,103 @@
+"""The sampler: which token each mask would become, how sure that is, and which are committed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from diffcache.dllm.rules import Quota, Rule
+from diffcache.method import check_int, is_number
+
+By = Literal["confidence", "random", "margin", "entropy"]
+Precision = Literal["float64", "float32", "model"]
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Choose tokens for masks and decide which of them are committed. Independent of any cache.
+
+    The mask's own token is never chosen. Its probability counts in the softmax all the same, so
+    that the confidence of others is that of the published samplers.
+
+    Args:
+        by: What the best candidates are told by: the probability of the token (`confidence`), an
+            order drawn beforehand (`random`), the probability of the token less that of the second
+            best (`margin`), or the negative entropy (`entropy`).
+        rule: How many are committed.
+        temperature: Factor of the Gumbel noise that tokens are chosen with, in float64; 0 for the
+            most probable token. Confidence is that without noise.
+        softmax: Precision of the softmax. LLaDA's first code and all caches use float64; in lower
+            precision ties are decided otherwise.
+        banned: Tokens that are never chosen, besides the mask.
+        seed: Seed of the noise and of random orders.
+
+    Raises:
+        ValueError: If a setting is out of its range, or a random order goes with a rule that looks
+            at confidence.
+
+    Reference: LLaDA, arXiv 2502.09992, section 2.4 (`confidence`, `random`); Dream, arXiv
+    2508.15487 (`margin`, `entropy`).
+    """
+
+    by: By = "confidence"
+    rule: Rule = field(default_factory=Quota)
+    temperature: float = 0.0
+    softmax: Precision = "float64"
+    banned: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("by", get_args(By)), ("softmax", get_args(Precision))):
+            if getattr(self, name) not in allowed:
+                options = ", ".join(map(repr, allowed))
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {options}")
+        if not isinstance(self.rule, Rule):
+            raise ValueError(
+                f"rule={self.rule!r}: must be a rule, such as Quota(), Threshold(0.9) or Factor(1)"
+            )
+        if not is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature!r}: must be a number of at least 0")
+        check_int("seed", self.seed, 0)
+        if self.by != "confidence" and not self.rule.is_fixed:
+            raise ValueError(
+                f"by={self.by!r}: {self.rule!r} looks at confidence; use by='confidence', or "
+                "rule=Quota()"
+            )
+
+    def candidates(
+        self, logits: Tensor, mask_id: int, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the token that each position would take, and how good it is.
+
+        Args:
+            logits: Logits, `[B, n, V]`.
+            mask_id: Token of the mask.
+            generator: Source of the noise, where there is any.
+
+        Returns:
+            Tokens int64 `[B, n]` and scores `[B, n]`; scores are zero where the order is random.
+        """
+        dtype = logits.dtype if self.softmax == "model" else getattr(torch, self.softmax)
+        tokens = self._tokens(logits, mask_id, generator)
+        if self.by == "random":
+            return tokens, torch.zeros(tokens.shape, dtype=torch.float64, device=logits.device)
+        logs = logits.to(dtype).log_softmax(-1) if self.by == "entropy" else None
+        if logs is not None:
+            return tokens, torch.nan_to_num(logs.exp() * logs).sum(-1).double()
+        probabilities = logits.to(dtype).softmax(-1)
+        if self.by == "margin":
+            best = probabilities.topk(2, dim=-1).values
+            return tokens, (best[..., 0] - best[..., 1]).double()
+        return tokens, probabilities.gather(-1, tokens[..., None])[..., 0].double()
+
+    def _tokens(self, logits: Tensor, mask_id: int, generator: torch.Generator | None) -> Tensor:
+        never = torch.tensor([mask_id, *self.banned], device=logits.device)
+        if self.temperature:
+            noise = torch.rand(
+                logits.shape, dtype=torch.float64, device=logits.device, generator=generator
+            )
+            logits = logits.double() - self.temperature * (-noise.log()).log()
+        return logits.index_fill(-1, never, float("-inf")).argmax(-1)

@@ -1,0 +1,147 @@
+"""What a policy sees of a decoding: tokens, what is decided since when, and the active blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diffcache.dllm.rows import ALL, RowPlan
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """Where one sequence of the batch is, in numbers of the host.
+
+    Attributes:
+        start: First position of its active block.
+        stop: Position after the last of its active block.
+        step: Step within the block, from 0.
+        block: Number of the block, from 0.
+        is_active: Whether it is still decoded.
+    """
+
+    start: int
+    stop: int
+    step: int
+    block: int
+    is_active: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """A decoding before one of its forwards.
+
+    In the papers' notation, at step t, `decided` is D(t-1) and `before` is D(t-2).
+
+    Attributes:
+        ids: Tokens, int64 `[B, T]`.
+        decided: Positions that hold a token now, the prompt and padding among them, bool `[B, T]`.
+        before: Positions that held one before the last commit, bool `[B, T]`.
+        changed: Positions whose token the last commit changed, bool `[B, T]`.
+        prompt: Number of columns before the answer, padding among them.
+        step: Forwards of the decoding so far.
+        rows: Where each sequence is.
+        valid: Positions that are no padding, bool `[B, T]`; None where there is no padding.
+        upcoming: Positions that this step commits, bool `[B, T]`, where the order is drawn
+            beforehand; None elsewhere.
+        open: Positions that this step may commit, bool `[B, T]`.
+        multiple: Number that rows are filled up to a multiple of.
+    """
+
+    ids: Tensor
+    decided: Tensor
+    before: Tensor
+    changed: Tensor
+    prompt: int
+    step: int
+    rows: tuple[RowState, ...]
+    open: Tensor
+    valid: Tensor | None = None
+    upcoming: Tensor | None = None
+    multiple: int = 1
+
+    @property
+    def width(self) -> int:
+        """Positions of each sequence."""
+        return self.ids.shape[1]
+
+    @property
+    def committed(self) -> Tensor:
+        """Positions that the last commit decided, bool `[B, T]`."""
+        return self.decided & ~self.before
+
+    @property
+    def answer(self) -> Tensor:
+        """Positions of the answer, bool `[1, T]`."""
+        return self.between([range(self.prompt, self.width)])
+
+    @property
+    def active(self) -> list[RowState]:
+        """The sequences that are still decoded."""
+        return [row for row in self.rows if row.is_active]
+
+    def between(self, runs: Sequence[range]) -> Tensor:
+        """Return a run of positions for every sequence, or one for all, bool `[B or 1, T]`."""
+        ends = torch.tensor([[run.start, run.stop] for run in runs], device=self.ids.device)
+        at = torch.arange(self.width, device=self.ids.device)
+        return (at >= ends[:, :1]) & (at < ends[:, 1:])
+
+    def runs(self, run_of: Callable[[RowState], range]) -> RowPlan:
+        """Return the plan that computes one run of positions in each sequence.
+
+        Args:
+            run_of: Run of positions of a sequence.
+        """
+        wanted = {run_of(row) for row in self.active}
+        if len(wanted) == 1:
+            (run,) = wanted
+            return ALL if run == range(self.width) else RowPlan(run)
+        return self.plan(self.between([run_of(row) for row in self.rows]))
+
+    def plan(self, chosen: Tensor, whole: Callable[[RowState], bool] | None = None) -> RowPlan:
+        """Return the plan that computes chosen positions.
+
+        Args:
+            chosen: Positions to compute, bool `[B or 1, T]`. Padding and sequences that are done
+                are left out.
+            whole: Whether a sequence computes all of its positions instead; None for none.
+        """
+        if whole is not None:
+            flags = [whole(row) for row in self.rows]
+            if all(flag for flag, row in zip(flags, self.rows, strict=True) if row.is_active):
+                return ALL
+            if any(flags):
+                chosen = chosen | torch.tensor(flags, device=chosen.device)[:, None]
+        chosen = chosen.expand_as(self.ids)
+        if not all(row.is_active for row in self.rows):
+            going = torch.tensor([row.is_active for row in self.rows], device=chosen.device)
+            chosen = chosen & going[:, None]
+        if self.valid is not None:
+            chosen = chosen & self.valid
+        return RowPlan.of(chosen, self.multiple)
+
+
+def check_coverage(state: State, plan: RowPlan) -> None:
+    """Raise unless a plan computes all that may be committed, and all that was just changed.
+
+    A changed token that is not computed is served with the keys and values of the token that it
+    replaced. The host waits for the device.
+
+    Raises:
+        ValueError: If a position is missing.
+    """
+    fed = plan.mask(len(state.ids), state.width, state.ids.device)
+    going = torch.tensor([[row.is_active] for row in state.rows], device=fed.device)
+    wanted = state.open if state.upcoming is None else state.upcoming
+    for what, needed in (("may be committed", wanted), ("was changed", state.changed)):
+        missing = (needed & going & ~fed).nonzero()
+        if len(missing):
+            row, position = missing[0].tolist()
+            raise ValueError(
+                f"step {state.step}: the plan leaves out position {position} of sequence {row}, "
+                f"which {what}{' by the last step' if what == 'was changed' else ''}; compute it, "
+                "or decode without check=True"
+            )

@@ -1,0 +1,89 @@
+"""What every method is: settings, and the abilities that it asks of the attachment."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeGuard
+
+
+class Ability:
+    """Something a method asks of the attachment, such as feature reuse (`Combine`).
+
+    A frozen dataclass of settings. The attachment has an extension for every class of ability of
+    this project; others name theirs.
+
+    Attributes:
+        extension: `module:function` that makes the extension of (denoiser, ability), for abilities
+            from elsewhere.
+    """
+
+    extension: ClassVar[str] = ""
+
+
+class Method(ABC):
+    """A method: a frozen dataclass whose fields are its configuration.
+
+    A method says what it asks of the attachment in `abilities`; nothing else is asked of it, and it
+    never sees a module. `repr(method)` is valid Python.
+
+    Attributes:
+        name: Name in the catalogue.
+        source: Where the method comes from.
+        bibtex: How to cite it.
+        counts_calls: Whether every call of the network is a step of its run. Networks without a
+            timestep, such as language models, have no other clock.
+    """
+
+    name: ClassVar[str] = "unnamed"
+    source: ClassVar[str] = ""
+    bibtex: ClassVar[str] = ""
+    counts_calls: ClassVar[bool] = False
+
+    @property
+    def total(self) -> int | None:
+        """Length in steps of the runs it is made for, None for any; other runs are refused."""
+        return None
+
+    @abstractmethod
+    def abilities(self) -> tuple[Ability, ...]:
+        """Return what the method asks of the attachment, in the order in which it takes part.
+
+        Raises:
+            ValueError: If a field is out of its range.
+        """
+
+    def check_model(self, facts: Mapping[str, Any]) -> None:  # noqa: B027
+        """Raise unless the method fits the model and scheduler it is about to be attached to.
+
+        Args:
+            facts: What is known of them: `model` (class name), `config` (hash of the model's
+                configuration), `scheduler` (class name, None for a bare model) and
+                `scheduler_config` (its settings).
+
+        Raises:
+            AttachError: If its tables were made for another model or scheduler.
+        """
+
+
+def check_int(name: str, value: object, least: int, hint: str = "") -> None:
+    """Raise ValueError unless `value` is an int of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r}: must be a whole number of at least {least}{hint}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: must be True or False")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether `value` is an int or a float, infinity and NaN included; a bool is neither."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_threshold(value: object, hint: str = "") -> None:
+    """Raise ValueError unless `value` is a number of at least 0; infinity is one, NaN is not."""
+    if not is_number(value) or not value >= 0:
+        raise ValueError(f"threshold={value!r}: must be a number of at least 0{hint}")

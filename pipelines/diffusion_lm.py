@@ -1,0 +1,308 @@
+"""Decode with a diffusion language model: blocks of masks become words, with a cache or without.
+
+>>> model = diffcache.wrap(model, DKVCache(every=8))  # doctest: +SKIP
+>>> answer = DiffusionLM(model, tokenizer).generate("What is 2 + 2?", Schedule(length=128))
+... # doctest: +SKIP
+>>> print(answer.texts[0], answer.report)  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffcache.api import handle_of, report, run
+from diffcache.attach.anchor import owner_of
+from diffcache.dllm.decode import Decoding, Schedule
+from diffcache.dllm.policy import Policy
+from diffcache.dllm.rows import ALL, RowPlan
+from diffcache.dllm.sampler import Sampler
+from diffcache.dllm.state import check_coverage
+from diffcache.report import Report
+
+OnSettled = Callable[[int, "list[int] | str"], None]
+Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What a decoding made, and what it took.
+
+    Attributes:
+        ids: Tokens of the answers, int64 `[B, length]`.
+        texts: The answers up to their end, None without a tokenizer.
+        forwards: Calls of the model.
+        rows: Rows that the model computed, of all sequences and forwards together.
+        report: What the cache computed and left out, None where the model is not wrapped.
+    """
+
+    ids: Tensor
+    texts: list[str] | None
+    forwards: int
+    rows: int
+    report: Report | None
+
+
+class DiffusionLM:
+    """A masked diffusion language model and how it is decoded.
+
+    Args:
+        model: A model of transformers that attends both ways and predicts masks. Wrapped with a
+            policy of `diffcache.dllm`, it is decoded with that cache; else without any.
+        tokenizer: Its tokenizer; None for prompts and answers of token ids.
+        mask_id: Token of the mask; None for that of the configuration or the tokenizer.
+        eos_id: Token that ends an answer; None for that of the tokenizer, or none.
+
+    Raises:
+        ValueError: If nobody says which token the mask is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        mask_id: int | None = None,
+        eos_id: int | None = None,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        config = getattr(model, "config", None)
+        known = [getattr(config, "mask_token_id", None), getattr(tokenizer, "mask_token_id", None)]
+        found = next((number for number in [mask_id, *known] if number is not None), None)
+        if found is None:
+            raise ValueError(
+                "mask_id=None: neither the model's configuration nor the tokenizer says which "
+                "token the mask is; give mask_id"
+            )
+        self.mask_id: int = found
+        self.eos_id = getattr(tokenizer, "eos_token_id", None) if eos_id is None else eos_id
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that the model is wrapped with, None where it is not wrapped.
+
+        Raises:
+            ValueError: If it is wrapped with another method.
+        """
+        if owner_of(self.model) is None:
+            return None
+        method = handle_of(self.model).method
+        if not isinstance(method, Policy):
+            raise ValueError(
+                f"the model is wrapped with {method!r}: a diffusion language model takes a policy "
+                "of diffcache.dllm, such as DKVCache(); unwrap it first"
+            )
+        return method
+
+    def generate(
+        self,
+        prompts: Prompts,
+        schedule: Schedule | None = None,
+        sampler: Sampler | None = None,
+        *,
+        on_settled: OnSettled | None = None,
+        progress: bool = False,
+        check: bool = False,
+    ) -> Answer:
+        """Decode answers to one or several prompts.
+
+        Args:
+            prompts: A text, texts, or token ids of one sequence `[P]` or `[1, P]`, or of several
+                in a list; those of different lengths are padded on the left.
+            schedule: Length, blocks and steps; the default one ends at the tokenizer's end token.
+            sampler: Sampler; None for low-confidence decoding, a fixed number of tokens a step.
+            on_settled: Called with the number of a sequence and what settled in it: text, or
+                tokens without a tokenizer. A token has settled when all before it are decided.
+            progress: Whether a progress bar is shown.
+            check: Whether every plan is checked to cover what changed; each step waits for that.
+
+        Raises:
+            ValueError: If the prompts are empty or hold the mask, or the sampler does not fit the
+                policy.
+        """
+        stream = _Stream(self, on_settled)
+        rows = 0
+        with _Bar(progress) as bar:
+            for decoding, plan in self._forwards(prompts, schedule, sampler, check):
+                rows += plan.count(decoding.ids.shape[1])
+                bar.show(decoding)
+                stream.show(decoding)
+        ids = decoding.ids[:, decoding.prompt :]
+        texts = None if self.tokenizer is None else [self.text(row) for row in ids.tolist()]
+        made = None if self.policy is None else report(self.model)
+        return Answer(ids, texts, decoding.step, rows * len(ids), made)
+
+    def steps(
+        self,
+        prompts: Prompts,
+        schedule: Schedule | None = None,
+        sampler: Sampler | None = None,
+    ) -> Iterator[Decoding]:
+        """Yield the decoding after each of its steps.
+
+        Several may take turns on one model: each holds keys and values of its own, and frees them
+        at its end or when its iterator is closed.
+
+        Args:
+            prompts: As for `generate`.
+            schedule: As for `generate`.
+            sampler: As for `generate`.
+        """
+        for decoding, _ in self._forwards(prompts, schedule, sampler):
+            yield decoding
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of an answer up to its end."""
+        kept = list(ids)
+        if self.eos_id in kept:
+            kept = kept[: kept.index(self.eos_id)]
+        found: str = self.tokenizer.decode(kept, skip_special_tokens=True)
+        return found
+
+    # one decoding --------------------------------------------------------------------------
+
+    def _forwards(
+        self,
+        prompts: Prompts,
+        schedule: Schedule | None,
+        sampler: Sampler | None,
+        check: bool = False,
+    ) -> Iterator[tuple[Decoding, RowPlan]]:
+        """Yield the decoding and the plan after every forward."""
+        policy = self.policy
+        sampler = Sampler() if sampler is None else sampler
+        schedule = Schedule(eos_id=self.eos_id) if schedule is None else schedule
+        if policy is not None and policy.needs_order and sampler.by != "random":
+            raise ValueError(
+                f"by={sampler.by!r}: {policy!r} computes what is committed next, which is only "
+                "known of a random order; use Sampler(by='random'), or another policy"
+            )
+        ids, valid = self._encoded(prompts)
+        decoding = Decoding(ids, schedule, sampler, self.mask_id, valid)
+        context, stack = copy_context(), ExitStack()  # a run of its own, whoever takes turns
+        try:
+            if policy is not None:
+                context.run(stack.enter_context, run(self.model))
+            while not decoding.is_finished:
+                state = decoding.state
+                plan = ALL if policy is None else policy.plan(state)
+                if check:
+                    check_coverage(state, plan)
+                logits = context.run(self._logits, decoding, plan, policy is not None)
+                decoding.commit(logits, plan)
+                yield decoding, plan
+        except BaseException:
+            context.run(stack.__exit__, *sys.exc_info())
+            raise
+        context.run(stack.close)
+
+    @torch.no_grad()
+    def _logits(self, decoding: Decoding, plan: RowPlan, is_wrapped: bool) -> Tensor:
+        """Return the logits of the planned rows, `[B, n, V]`."""
+        valid = decoding.valid
+        given: dict[str, Any] = {"input_ids": decoding.ids, "attention_mask": valid}
+        if is_wrapped:
+            given["row_plan"] = plan
+        elif valid is not None:
+            given["position_ids"] = (valid.long().cumsum(1) - 1).clamp_min(0)
+        found: Tensor = self.model(**given, use_cache=False).logits
+        return found
+
+    def _encoded(self, prompts: Prompts) -> tuple[Tensor, Tensor | None]:
+        """Return prompts as tokens `[B, P]`, padded on the left, and which are no padding."""
+        rows = self._rows(prompts)
+        longest = max(len(row) for row in rows)
+        device = next(self.model.parameters()).device
+        filler = 0 if self.mask_id else 1  # any token but the mask: nothing sees it
+        padded = [[filler] * (longest - len(row)) + row for row in rows]
+        ids = torch.tensor(padded, dtype=torch.int64, device=device)
+        if all(len(row) == longest for row in rows):
+            return ids, None
+        counts = torch.tensor([[len(row)] for row in rows], device=device)
+        return ids, torch.arange(longest, device=device) >= longest - counts
+
+    def _rows(self, prompts: Prompts) -> list[list[int]]:
+        """Return the tokens of each prompt.
+
+        Raises:
+            ValueError: If there are none, or texts come without a tokenizer.
+        """
+        if isinstance(prompts, Tensor):
+            rows: Any = prompts.reshape(-1, prompts.shape[-1]).tolist()
+        else:
+            rows = [prompts] if isinstance(prompts, str) else list(prompts)
+            if rows and isinstance(rows[0], int):
+                rows = [rows]
+        if any(isinstance(row, str) for row in rows):
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"prompts={rows[0]!r}: is text, and there is no tokenizer; give one, or token "
+                    "ids"
+                )
+            rows = [self.tokenizer(row)["input_ids"] for row in rows]
+        ids = [row.tolist() if isinstance(row, Tensor) else list(row) for row in rows]
+        if not ids or not all(ids):
+            raise ValueError("prompts: each must have at least one token; begin with a start token")
+        return ids
+
+
+class _Stream:
+    """Tells of what settled: the tokens before the first mask of an answer."""
+
+    def __init__(self, owner: DiffusionLM, on_settled: OnSettled | None) -> None:
+        self.owner, self.on_settled = owner, on_settled
+        self.told: list[Any] = []
+
+    def show(self, decoding: Decoding) -> None:
+        """Tell of what settled at the last step; the host waits."""
+        if self.on_settled is None:
+            return
+        answers = decoding.ids[:, decoding.prompt :].tolist()
+        text = self.owner.tokenizer is not None
+        self.told = self.told or ["" if text else [] for _ in answers]
+        for number, ids in enumerate(answers):
+            masks = ids.index(self.owner.mask_id) if self.owner.mask_id in ids else len(ids)
+            settled: Any = self.owner.text(ids[:masks]) if text else ids[:masks]
+            told = self.told[number]
+            if text and settled.endswith("\ufffd"):  # half a character
+                continue
+            if len(settled) > len(told) and settled[: len(told)] == told:
+                self.on_settled(number, settled[len(told) :])
+                self.told[number] = settled
+
+
+class _Bar:
+    """A progress bar over decided tokens, or nothing."""
+
+    def __init__(self, shown: bool) -> None:
+        self.progress: Any = None
+        if shown:
+            from rich.progress import Progress
+
+            self.progress = Progress(transient=True)
+            self.task = self.progress.add_task("decoding", total=None)
+
+    def show(self, decoding: Decoding) -> None:
+        """Show how many tokens are decided; the host waits."""
+        if self.progress is not None:
+            done = int((decoding.ids != decoding.mask_id).sum()) - decoding.ids.shape[0] * (
+                decoding.prompt
+            )
+            total = decoding.ids.shape[0] * decoding.schedule.length
+            self.progress.update(self.task, completed=done, total=total)
+
+    def __enter__(self) -> _Bar:
+        if self.progress is not None:
+            self.progress.start()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.progress is not None:
+            self.progress.stop()

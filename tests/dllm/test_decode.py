@@ -1,0 +1,225 @@
+"""Samplers, schedules and row counts, without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from diffcache.dllm import (
+    Decoding,
+    DKVCache,
+    Factor,
+    FastDLLM,
+    FreeCache,
+    Policy,
+    Quota,
+    RowPlan,
+    Sampler,
+    Schedule,
+    Threshold,
+)
+from diffcache.dllm.dkv_cache import nearest
+
+MASK, WORDS = 15, 16
+
+
+def finish(
+    policy: Policy, schedule: Schedule, sampler: Sampler, prompt: int = 50
+) -> tuple[Decoding, list[int]]:
+    """Decode by random logits; return the decoding and the rows of every forward."""
+    generator = torch.Generator().manual_seed(3)
+    decoding = Decoding(torch.zeros(1, prompt, dtype=torch.int64), schedule, sampler, MASK)
+    counts = []
+    while not decoding.is_finished:
+        plan = policy.plan(decoding.state)
+        counts.append(plan.count(decoding.ids.shape[1]))
+        logits = torch.randn(1, counts[-1], WORDS, generator=generator, dtype=torch.float64)
+        decoding.commit(logits, plan)
+    return decoding, counts
+
+
+@pytest.mark.parametrize(
+    ("policy", "sampler", "rows"),
+    [
+        (DKVCache(every=2), Sampler(), 3150),
+        (DKVCache(every=8), Sampler(), 1836),
+        (DKVCache(every=32), Sampler(), 1617),
+        (DKVCache(every=8, delay=False), Sampler(), 1797),
+        (DKVCache("prefill"), Sampler(), 2354),
+        (DKVCache("pd", every=8), Sampler(), 1388),
+        (DKVCache("pd", every=8, delay=False), Sampler(), 1346),
+        (FastDLLM(), Sampler(), 1734),
+        (FastDLLM(dual=True), Sampler(), 1014),
+        (FreeCache(), Sampler(), 1586),
+        (FreeCache(commit=True), Sampler(), 1618),
+        (DKVCache("greedy", every=2, window=4), Sampler(by="random"), 24 * 98 + 24 * 6 - 6),
+    ],
+    ids=repr,
+)
+def test_rows_are_those_of_an_independent_implementation(
+    policy: Policy, sampler: Sampler, rows: int
+) -> None:
+    """50 tokens of prompt, 48 of answer, blocks of 16, a token a step: counted elsewhere.
+
+    Of the window of four masks there are two in the last but two steps and none in the last.
+    """
+    assert sum(finish(policy, Schedule(48, 16), sampler)[1]) == rows
+
+
+def test_free_cache_of_one_block_computes_the_prompt_once() -> None:
+    counts = finish(FreeCache(), Schedule(12, None), Sampler(), prompt=7)[1]
+    assert counts == [19] + [12] * 11
+
+
+# samplers ----------------------------------------------------------------------------------------
+
+
+def scores_of(*values: float) -> torch.Tensor:
+    return torch.tensor([values], dtype=torch.float64)
+
+
+def test_quotas_are_llada_s_and_dream_s() -> None:
+    assert Quota().quotas(10, 4) == [3, 3, 2, 2]
+    masks, left, wanted = 32, 32, []
+    for i in range(8):
+        now, after = 1 - i * 0.999 / 8, 1 - (i + 1) * 0.999 / 8
+        wanted.append(left if i == 7 else int(left * (1 - after / now)))
+        left -= wanted[-1]
+    assert Quota("time").quotas(masks, 8) == wanted
+    assert sum(wanted) == masks
+
+
+def test_rules_choose_the_confident() -> None:
+    nothing = -torch.inf
+    scores = scores_of(0.2, 0.95, nothing, 0.9, 0.3)
+    assert Threshold(0.9).choose(scores, 1).tolist() == [[False, True, False, True, False]]
+    assert Threshold(1.1).choose(scores, 1).tolist() == [[False, True, False, False, False]]
+    assert Threshold(0).choose(scores, 1).tolist() == [[True, True, False, True, True]]
+    assert Quota().choose(scores, 3).tolist() == [[False, True, False, True, True]]
+    assert Quota().choose(scores_of(0.5, 0.5, 0.5), 2).tolist() == [[True, True, False]]
+    assert not bool(Threshold(0).choose(scores_of(nothing, nothing), 1).any())
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.4, 1.0, 3.0])
+def test_the_factor_commits_the_largest_number_that_fits(factor: float) -> None:
+    scores = torch.rand(4, 9, dtype=torch.float64).sqrt().sqrt()
+    scores[0, :4] = -torch.inf
+    chosen = Factor(factor).choose(scores, 1)
+    for row, picked in zip(scores.tolist(), chosen.tolist(), strict=True):
+        best = sorted((c for c in row if c > 0), reverse=True)
+        most = max([n for n in range(1, len(best) + 1) if (n + 1) * (1 - best[n - 1]) < factor],
+                   default=1)  # fmt: skip
+        assert {c for c, is_in in zip(row, picked, strict=True) if is_in} == set(best[:most])
+
+
+def test_scores_are_their_closed_forms() -> None:
+    logits = torch.tensor([[[0.5, 0.25, 0.125, 0.125]]]).log()
+    for by, score in (
+        ("confidence", 0.5),
+        ("margin", 0.25),
+        ("entropy", -1.75 * 0.6931471805599453),
+    ):
+        tokens, scores = Sampler(by=by).candidates(logits, 3, None)  # type: ignore[arg-type]
+        assert tokens.item() == 0
+        assert scores.item() == pytest.approx(score, abs=1e-6)
+
+
+def test_the_mask_and_banned_tokens_are_never_chosen() -> None:
+    """A weak model asks for the mask; its probability still counts."""
+    logits = torch.tensor([[[1.0, 2.0, 5.0, 4.0]]])
+    tokens, scores = Sampler(banned=(3,)).candidates(logits, 2, None)
+    assert tokens.item() == 1
+    assert scores.item() == pytest.approx(logits.softmax(-1)[0, 0, 1].item())
+    hot = Sampler(temperature=50.0, banned=(3,))
+    drawn = hot.candidates(logits.expand(1, 500, 4), 2, torch.Generator().manual_seed(0))[0]
+    assert set(drawn.flatten().tolist()) == {0, 1}
+
+
+def test_temperature_draws_from_the_tempered_softmax_and_a_seed_repeats_it() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -9.0]).expand(1, 20_000, 4)
+    sampler = Sampler(temperature=2.0)
+    drawn = sampler.candidates(logits, 3, torch.Generator().manual_seed(0))[0]
+    wanted = (logits[0, 0, :3] / 2).softmax(-1)
+    found = torch.bincount(drawn.flatten(), minlength=3)[:3] / drawn.numel()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0.015)
+    answers = [
+        finish(FastDLLM(), Schedule(8, 4), Sampler(temperature=1.0, seed=seed))[0].ids.tolist()
+        for seed in (0, 0, 1)
+    ]
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_a_random_order_is_kept_and_told_beforehand() -> None:
+    decoding = Decoding(torch.zeros(2, 3, dtype=torch.int64), Schedule(8, 4, 4),
+                        Sampler(by="random"), MASK)  # fmt: skip
+    while not decoding.is_finished:
+        state = decoding.state
+        assert state.upcoming is not None and state.upcoming.sum(1).tolist() == [2, 2]
+        decoding.commit(torch.randn(2, 11, WORDS), RowPlan())
+        assert torch.equal(decoding.state.committed, state.upcoming)
+
+
+# the end of an answer ------------------------------------------------------------------------------
+
+
+def test_an_answer_ends_at_its_end_token() -> None:
+    """The sequence with the end token stops after its block; the other goes on."""
+    eos, schedule = 7, Schedule(12, 4, eos_id=7)
+    decoding = Decoding(torch.zeros(2, 3, dtype=torch.int64), schedule, Sampler(), MASK)
+    logits = torch.zeros(2, 15, WORDS)
+    logits[0, 4, eos] = logits[:, :, 1].fill_(3.0)[0, 4] + 6
+    steps = 0
+    while not decoding.is_finished:
+        assert decoding.rows[0].is_active == (steps < 4)
+        decoding.commit(logits, RowPlan())
+        steps += 1
+    assert steps == 12
+    assert decoding.ids[0, 3:].tolist() == [1, eos, 1, 1] + [eos] * 8
+    assert decoding.ids[1, 3:].tolist() == [1] * 12
+
+
+def test_the_nearest_masks_are_found() -> None:
+    masks = torch.tensor([[1, 0, 1, 0, 0, 1, 1, 0]], dtype=torch.bool)
+    centers = torch.tensor([[0, 0, 0, 0, 1, 0, 0, 0]], dtype=torch.bool)
+    taken = [nearest(centers, masks, n)[0].nonzero()[:, 0].tolist() for n in range(6)]
+    assert taken == [[], [5], [2, 5], [2, 5, 6], [0, 2, 5, 6], [0, 2, 5, 6]]
+
+
+# what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DKVCache("decod"), r"variant='decod': must be one of 'decode', 'greedy'"),  # type: ignore[arg-type]
+        (lambda: DKVCache(every=0), r"every=0: must be a whole number of at least 1"),
+        (lambda: DKVCache("prefill", every=2), r"every=2: variant='prefill' has no refresh"),
+        (lambda: DKVCache(window=2), r"window=2.*variant='decode' has no window"),
+        (lambda: DKVCache("greedy", delay=False), r"delay=False: variant='greedy' has no delay"),
+        (lambda: FastDLLM(dual=1), r"dual=1: must be True or False"),  # type: ignore[arg-type]
+        (lambda: FreeCache(commit="x"), r"commit='x': must be True or False"),  # type: ignore[arg-type]
+        (lambda: Threshold(-1), r"threshold=-1: must be a number of at least 0"),
+        (lambda: Factor(float("nan")), r"factor=nan: must be a number of at least 0"),
+        (lambda: Quota("odd"), r"schedule='odd': must be one of 'even', 'time'"),  # type: ignore[arg-type]
+        (lambda: Sampler(by="best"), r"by='best': must be one of 'confidence'"),  # type: ignore[arg-type]
+        (lambda: Sampler(by="random", rule=Threshold()), r"looks at confidence; use by='conf"),
+        (lambda: Sampler(temperature=-1), r"temperature=-1: must be a number of at least 0"),
+        (lambda: Schedule(10, 4), r"block=4: must divide length=10; use block=None"),
+        (lambda: Schedule(8, 4, 3), r"steps=3: must be a multiple of the 2 blocks"),
+        (lambda: RowPlan.of(torch.zeros(1, 3, dtype=torch.bool)), "names no position"),
+        (lambda: decoding_of([[1, MASK]]), "prompts: hold the mask, token 15"),
+        (lambda: decoding_of([[1, 2]], [[True, False]]), "padding must be on the left"),
+        (lambda: decoding_of([[]]), r"must be int64 \[B, P\]"),
+    ],
+)  # fmt: skip
+def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def decoding_of(rows: list[list[int]], valid: list[list[bool]] | None = None) -> Decoding:
+    there = None if valid is None else torch.tensor(valid)
+    ids = torch.tensor(rows, dtype=torch.int64)
+    return Decoding(ids, Schedule(), Sampler(), MASK, there)

@@ -1,0 +1,228 @@
+"""Decoding through the front door: texts, batches, turns, aborted runs, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import BertConfig, BertForMaskedLM
+
+import diffcache
+from diffcache.api import handle_of
+from diffcache.dllm import DKVCache, FastDLLM, FreeCache, RowPlan, Schedule, Uncached
+from diffcache.errors import AttachError
+from diffcache.pipelines.diffusion_lm import DiffusionLM
+from tests.dllm.toys import EOS, LAYERS, MASK, bidirectional, padded, prompts, trace
+
+SCHEDULE = Schedule(8, 4)
+LENGTHS = (6, 3)
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    mask_token_id, eos_token_id = MASK, EOS
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - 64 for letter in text]}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(64 + number) for number in ids)
+
+
+def answer_of(model: Any, policy: Any, rows: Any, **settings: Any) -> torch.Tensor:
+    with diffcache.wrapped(model, policy):
+        return DiffusionLM(model).generate(rows, SCHEDULE, **settings).ids
+
+
+def test_generate_is_the_loop_written_out() -> None:
+    model, policy = bidirectional(), DKVCache(every=3)
+    decoding, notes = trace(model, policy, prompts(*LENGTHS), SCHEDULE)
+    diffcache.wrap(model, policy)
+    answer = DiffusionLM(model).generate(prompts(*LENGTHS), SCHEDULE, check=True)
+    assert torch.equal(answer.ids, decoding.ids[:, max(LENGTHS) :])
+    rows = sum(now.rows.numel() for now in notes)
+    assert (answer.forwards, answer.rows, answer.texts) == (8, rows, None)
+    made = answer.report
+    assert made is not None and made.finished and made.held_bytes == 0
+    width = max(LENGTHS) + 8
+    assert made.sites["model"]["token-layers"] == (rows * LAYERS, (8 * 2 * width - rows) * LAYERS)
+    size = model.config.head_dim
+    assert made.peak_bytes == 2 * LAYERS * 2 * 2 * width * size * 8  # K and V, 2 heads, float64
+    assert "token-layers" in str(made) and "not counted" not in str(made)
+
+
+def test_texts_go_in_and_come_out_as_they_settle() -> None:
+    model = bidirectional()
+    told: list[tuple[int, Any]] = []
+    lm = DiffusionLM(model, Letters())
+    answer = lm.generate(["ABCD", "XY"], Schedule(8, 4), on_settled=lambda *what: told.append(what))
+    assert answer.report is None and answer.texts is not None
+    for row in range(2):
+        assert "".join(text for number, text in told if number == row) == answer.texts[row]
+    ids: list[tuple[int, Any]] = []
+    plain = DiffusionLM(model).generate(
+        torch.tensor([1, 2, 3, 4]), Schedule(8, 4), on_settled=lambda *what: ids.append(what)
+    )
+    assert list(itertools.chain(*[tokens for _, tokens in ids])) == plain.ids[0].tolist()
+
+
+def test_an_answer_is_cut_at_its_end_token() -> None:
+    lm = DiffusionLM(bidirectional(), Letters())
+    assert lm.text([1, 2, EOS, 3]) == "AB"
+    assert lm.eos_id == EOS
+
+
+def test_the_progress_bar_shows_decided_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    DiffusionLM(bidirectional()).generate(prompts(4), SCHEDULE, progress=True)
+
+
+# lifetimes ---------------------------------------------------------------------------------------
+
+
+def test_two_decodings_in_turns_and_one_after_the_other_are_apart() -> None:
+    model, policy = bidirectional(), DKVCache(every=3)
+    wanted = [answer_of(model, policy, [row]) for row in prompts(*LENGTHS)]
+    diffcache.wrap(model, policy)
+    lm = DiffusionLM(model)
+    first, second = (lm.steps([row], SCHEDULE) for row in prompts(*LENGTHS))
+    last = [None, None]
+    for one, other in zip(first, second, strict=True):
+        last = [one, other]
+    found = [decoding.ids[:, decoding.prompt :] for decoding in last if decoding is not None]
+    assert all(map(torch.equal, found, wanted))
+    again = [lm.generate([row], SCHEDULE).ids for row in prompts(*LENGTHS)]
+    assert all(map(torch.equal, again, wanted))
+    assert handle_of(model).held_bytes() == 0
+
+
+def test_an_aborted_decoding_leaves_nothing_behind() -> None:
+    model, policy = bidirectional(), FastDLLM(dual=True)
+    wanted = answer_of(model, policy, prompts(6))
+    diffcache.wrap(model, policy)
+    lm, handle = DiffusionLM(model), handle_of(model)
+    steps = lm.steps(prompts(9), SCHEDULE)
+    next(steps), next(steps)
+    assert handle.held_bytes() > 0
+    steps.close()
+    assert handle.held_bytes() == 0
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lm.generate(prompts(9), SCHEDULE, on_settled=stop)
+    assert handle.held_bytes() == 0
+    layer = model.model.layers[1].mlp
+    hook = layer.register_forward_pre_hook(lambda *_: stop())
+    with pytest.raises(KeyboardInterrupt):
+        lm.generate(prompts(9), SCHEDULE)
+    hook.remove()
+    assert handle.held_bytes() == 0
+    assert torch.equal(lm.generate(prompts(6), SCHEDULE).ids, wanted)
+
+
+def test_unwrapping_gives_the_model_back() -> None:
+    model = bidirectional()
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    ids = torch.tensor(prompts(7))
+    with torch.no_grad():
+        wanted = model(ids).logits
+        diffcache.wrap(model, DKVCache())
+        assert torch.equal(model(ids).logits, wanted)  # no plan: the model's own
+        diffcache.unwrap(model)
+        assert torch.equal(model(ids).logits, wanted)
+    after = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    for name, entries in before.items():
+        assert entries.keys() == after[name].keys()
+
+
+# host reads ----------------------------------------------------------------------------------------
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operations that make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        self.count += any(part in name for part in ("_local_scalar", "nonzero", "is_nonzero"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lengths", [(6,), LENGTHS], ids=["alone", "padded"])
+def test_no_layer_reads_the_device(lengths: tuple[int, ...]) -> None:
+    ids, valid = padded(prompts(*lengths))
+    some = torch.tensor([[1, 3, 4]] * len(ids))
+    model = bidirectional()
+    with torch.no_grad(), diffcache.wrapped(model, Uncached()), diffcache.run(model):
+        given: dict[str, Any] = dict(attention_mask=valid, use_cache=False)
+        model(ids, row_plan=RowPlan(), **given)  # the first one checks the model
+        for plan in (RowPlan(range(2, 5)), RowPlan(some), RowPlan()):
+            with Reads() as reads:
+                model(ids, row_plan=plan, **given)
+            # transformers reads a padding mask once when it makes its own
+            assert reads.count <= (plan.rows is None and valid is not None)
+
+
+# what is refused -------------------------------------------------------------------------------------
+
+
+def test_a_causal_model_is_never_served() -> None:
+    model = bidirectional(is_causal=True)
+    diffcache.wrap(model, DKVCache())
+    with pytest.raises(AttachError, match=r"layers\.0\.self_attn hides tokens from each other"):
+        DiffusionLM(model).generate(prompts(4), SCHEDULE)
+    diffcache.unwrap(model)
+    model.config.is_causal = False
+    assert answer_of(model, DKVCache(), prompts(4)).shape == (1, 8)
+
+
+def test_masked_language_models_are_served() -> None:
+    """BERT's positions are learned, not rotated."""
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                        intermediate_size=48)  # fmt: skip
+    model = BertForMaskedLM._from_config(config, attn_implementation="sdpa").eval().double()
+    plain = DiffusionLM(model, mask_id=MASK).generate(prompts(6, 4), SCHEDULE)
+    with diffcache.wrapped(model, Uncached()):
+        answer = DiffusionLM(model, mask_id=MASK).generate(prompts(6, 4), SCHEDULE)
+    assert torch.equal(plain.ids, answer.ids)
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    model = bidirectional()
+    ids = torch.tensor(prompts(5))
+    with pytest.raises(ValueError, match="mask_id=None: neither the model's configuration"):
+        DiffusionLM(bidirectional(mask_token_id=None))
+    with pytest.raises(ValueError, match="prompts='Hi': is text, and there is no tokenizer"):
+        DiffusionLM(model).generate("Hi")
+    with pytest.raises(ValueError, match="must have at least one token"):
+        DiffusionLM(model).generate([[]])
+    with torch.no_grad(), diffcache.wrapped(model, DKVCache("greedy")):
+        with pytest.raises(ValueError, match="by='confidence'.*use Sampler\\(by='random'\\)"):
+            DiffusionLM(model).generate(prompts(4), SCHEDULE)
+        with pytest.raises(AttachError, match="nothing is held of 1 sequences of 5 tokens"):
+            model(ids, row_plan=RowPlan(range(2)))
+        with pytest.raises(AttachError, match="takes no position_ids"):
+            model(ids, row_plan=RowPlan(), position_ids=torch.arange(5)[None])
+        with pytest.raises(AttachError, match="must be a RowPlan"):
+            model(ids, row_plan=3)
+    with diffcache.wrapped(model, "interval", every=2), pytest.raises(ValueError, match="policy"):
+        DiffusionLM(model).generate(prompts(4), SCHEDULE)
+    with pytest.raises(AttachError, match="takes no input_ids"):
+        diffcache.wrap(torch.nn.Sequential(torch.nn.ModuleList([Block(), Block()])), FreeCache())
+
+
+class Block(torch.nn.Module):
+    """A block without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)

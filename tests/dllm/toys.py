@@ -1,0 +1,170 @@
+"""A tiny bidirectional Llama, decodings that note every step, and a forward written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import diffcache
+from diffcache.api import handle_of
+from diffcache.dllm import ALL, Decoding, Policy, RowPlan, Sampler, Schedule
+
+MASK = 63
+EOS = 62
+LAYERS = 3
+Kept = list[tuple[Tensor, Tensor]]  # keys and values of each layer, [B, H, T, D]
+
+
+def bidirectional(dtype: torch.dtype = torch.float64, **changes: Any) -> LlamaForCausalLM:
+    """Return a model whose tokens depend on each other strongly."""
+    settings = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "is_causal": False,
+        "mask_token_id": MASK, **changes,
+    }  # fmt: skip
+    model = LlamaForCausalLM._from_config(LlamaConfig(**settings), attn_implementation="sdpa")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model.to(dtype).eval()
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    """Return random prompts."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 60, (n,), generator=generator).tolist() for n in lengths]
+
+
+def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
+    """Return prompts padded on the left, and which tokens are no padding."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([[5] * (longest - len(row)) + list(row) for row in rows])
+    valid = torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in rows])
+    return ids, None if bool(valid.all()) else valid
+
+
+@dataclass(frozen=True, eq=False)
+class Noted:
+    """One step: what the model was given and what came out."""
+
+    ids: Tensor
+    plan: RowPlan
+    rows: Tensor  # int64 [B, n]
+    logits: Tensor
+    kept: Kept  # after the forward; empty where the model is not wrapped
+    starts: tuple[int, ...]  # of the active blocks
+    steps: tuple[int, ...]  # within them
+
+    def fed(self, row: int) -> set[int]:
+        return set(self.rows[row].tolist())
+
+    def decided(self, row: int) -> set[int]:
+        return set((self.ids[row] != MASK).nonzero()[:, 0].tolist())
+
+
+@torch.no_grad()
+def trace(
+    model: Any,
+    policy: Policy | None,
+    rows: Sequence[Sequence[int]],
+    schedule: Schedule,
+    sampler: Sampler | None = None,
+) -> tuple[Decoding, list[Noted]]:
+    """Decode with a policy, or without any cache, and note every step."""
+    ids, valid = padded(rows)
+    decoding = Decoding(ids, schedule, sampler or Sampler(), MASK, valid)
+    notes: list[Noted] = []
+
+    def step(plan: RowPlan, call: Callable[[], Tensor]) -> None:
+        now, before = decoding.ids.clone(), decoding.rows.copy()
+        logits = call()
+        kept = [(k.clone(), v.clone()) for k, v in held(model)] if policy is not None else []
+        index = plan.index(*now.shape, now.device)
+        notes.append(
+            Noted(now, plan, index, logits, kept, tuple(r.start for r in before),
+                  tuple(r.step for r in before))
+        )  # fmt: skip
+        decoding.commit(logits, plan)
+
+    if policy is None:
+        whole = decoding.valid
+        at = None if whole is None else (whole.long().cumsum(1) - 1).clamp_min(0)
+        while not decoding.is_finished:
+            given = dict(attention_mask=whole, position_ids=at, use_cache=False)
+            step(ALL, lambda given=given: model(input_ids=decoding.ids, **given).logits)
+        return decoding, notes
+    with diffcache.wrapped(model, policy), diffcache.run(model):
+        while not decoding.is_finished:
+            plan = policy.plan(decoding.state)
+            given = dict(attention_mask=decoding.valid, row_plan=plan, use_cache=False)
+            step(plan, lambda given=given: model(input_ids=decoding.ids, **given).logits)
+    return decoding, notes
+
+
+def held(model: Any) -> Kept:
+    """Return the keys and values that a wrapped model holds in this thread's run."""
+    handle = handle_of(model)
+    tensors = list(handle.denoisers[0].tensors(handle.run()))
+    return list(zip(tensors[::2], tensors[1::2], strict=True))
+
+
+@torch.no_grad()
+def by_hand(
+    model: Any, ids: Tensor, rows: Tensor, kept: Kept | None, valid: Tensor | None = None
+) -> tuple[Tensor, Kept]:
+    """Compute rows of a Llama against stale keys and values, with explicit attention weights.
+
+    Args:
+        model: The model, whose weights are read.
+        ids: int64 [B, T].
+        rows: int64 [B, n].
+        kept: What every layer kept before; None where all rows are computed.
+        valid: bool [B, T], False is padding.
+
+    Returns:
+        Logits of the rows [B, n, V], and what is kept now.
+    """
+    core, made = model.model, []
+    at = torch.arange(ids.shape[1]).expand_as(ids)
+    if valid is not None:
+        at = (valid.long().cumsum(1) - 1).clamp_min(0)
+    hidden = core.embed_tokens(ids.gather(1, rows))
+    size = core.layers[0].self_attn.head_dim
+    cosine, sine = core.rotary_emb(hidden, position_ids=at.gather(1, rows))  # float32's angles
+    turn = torch.complex(cosine, sine)[:, None, :, : size // 2]
+
+    def rotated(x: Tensor) -> Tensor:
+        pair = torch.complex(*x.chunk(2, dim=-1)) * turn
+        return torch.cat([pair.real, pair.imag], dim=-1)
+
+    for number, layer in enumerate(core.layers):
+        inner, attn = layer.input_layernorm(hidden), layer.self_attn
+        q, k, v = (
+            project(inner).unflatten(2, (-1, size)).transpose(1, 2)
+            for project in (attn.q_proj, attn.k_proj, attn.v_proj)
+        )
+        q, k = rotated(q), rotated(k)
+        if kept is None:
+            keys, values = k.new_zeros(2, *k.shape[:2], ids.shape[1], size).unbind()
+        else:
+            keys, values = kept[number][0].clone(), kept[number][1].clone()
+        for batch, places in enumerate(rows.tolist()):
+            for column, place in enumerate(places):
+                keys[batch, :, place] = k[batch, :, column]
+                values[batch, :, place] = v[batch, :, column]
+        made.append((keys, values))
+        groups = q.shape[1] // keys.shape[1]
+        logits = q @ keys.repeat_interleave(groups, 1).mT / size**0.5
+        if valid is not None:
+            logits = logits.masked_fill(~valid[:, None, None], float("-inf"))
+        seen = logits.softmax(-1) @ values.repeat_interleave(groups, 1)
+        hidden = hidden + attn.o_proj(seen.transpose(1, 2).flatten(2))
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return model.lm_head(core.norm(hidden)), made
