@@ -54,7 +54,8 @@ class Turn:
 
     Attributes:
         held: What it writes to and reads.
-        index: Positions that are computed, int64 `[n]` or `[B, n]`.
+        index: Positions that are computed: a range where all sequences compute the same run, else
+            int64 `[B, n]`.
         rows: Rows of each sequence.
         mask: Positions that are seen, bool `[B, 1, n, T]`; None for all.
         visits: Attentions that took part so far.
@@ -62,7 +63,7 @@ class Turn:
     """
 
     held: Held
-    index: Tensor
+    index: Tensor | range
     rows: int
     mask: Tensor | None
     visits: set[int] = field(default_factory=set)
@@ -118,8 +119,7 @@ class Rows(Extension):
             )
         rows = plan.count(width)
         mask = None if held.mask is None else held.mask.expand(-1, -1, rows, -1)
-        index = plan.index(1, width, ids.device)
-        turn = Turn(held, index[0] if len(index) == 1 else index, rows, mask)
+        turn = Turn(held, range(width) if plan.rows is None else plan.rows, rows, mask)
         call.storage[self] = turn
         given |= {IDS: plan.take(ids), POSITIONS: plan.take(held.positions).expand(batch, -1)}
         if plan.rows is not None:  # the model's own mask is that of all rows
@@ -202,9 +202,7 @@ class Rows(Extension):
         layer = turn.held.layers[number]
         k, v = call.k.transpose(1, 2), call.v.transpose(1, 2)
         if layer.seen:
-            # Straight to the tail: the plan's rows are known to be there, and the layer would read
-            # the index to find out.
-            layer.tail.overwrite(turn.index, {"k": k, "v": v})
+            layer.overwrite(turn.index, k, v)
         else:
             self._check_mask(site, call, turn)
             layer.write(k, v)
