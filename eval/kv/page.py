@@ -24,7 +24,7 @@ from diffcache.names import RECIPES
 Row = Mapping[str, Any]
 PAGE = Path("docs/kv.md")
 DERIVED = "test_official_"  # and the name of a recipe
-RECORD, TIMES = "kv-recall.json", "kv.json"
+RECORD, TIMES, TOKENS = "kv-recall.json", "kv.json", "decode.json"
 # Module of recipes -> its title; another module gets its own name.
 TITLES: Mapping[str, str] = {
     "streaming": "First and latest tokens",
@@ -60,6 +60,20 @@ HELD = (
     "Bytes held for a context, scales, zeros, positions, exact rest and kept queries included, and "
     "the relative error of the attention output for later queries."
 )
+# Caches of the table of tokens -> what takes their time where they miss their aim.
+SLOW: Mapping[str, str] = {
+    "streaming_llm 25 %": "the first keys are turned anew in every layer",
+    "quest 256": "the first two layers read everything; choosing takes many small operations",
+    "tidal_decode 256": "the two layers that choose and the two before them read everything",
+    "kivi 2": "all codes are decoded at every token, which wants a fused kernel",
+    "kivi 4": "all codes are decoded at every token, which wants a fused kernel",
+    "kivi 4 + quest 256": "the first two layers decode everything; values are coded one by one",
+    "xkv": "the whole prefix is multiplied by its basis at every token, in float64, so that the "
+    "numbers do not depend on how many tokens are decoded at once",
+    "shadowkv 512": "each head multiplies the joint basis for the slots that any head chose",
+    "gear 2": "all codes, outliers and residuals are put together at every token",
+    "rotatekv 4": "the whole prefix is decoded, transformed back and rotated at every token",
+}
 # Presses that are called otherwise here, and what else our word says.
 OURS: Mapping[str, tuple[str, str]] = {
     "observed_attention": ("h2o", ""), "cur": ("curdkv", ""),
@@ -73,7 +87,9 @@ def page(directory: Path = ROOT) -> str:
     Args:
         directory: The project, for its records and the introduction of the page.
     """
-    record, times = (read_json(directory / "assets" / "bench" / name) for name in (RECORD, TIMES))
+    record, times, tokens = (
+        read_json(directory / "assets" / "bench" / name) for name in (RECORD, TIMES, TOKENS)
+    )
     introduction, _, _ = (directory / PAGE).read_text(encoding="utf-8").partition(METHODS)
     parts, equal = [introduction + METHODS_HEAD], compared(directory)
     for module, names in RECIPES.items():
@@ -84,6 +100,7 @@ def page(directory: Path = ROOT) -> str:
         lines = [*table(titles if record else titles[:-1], rows), ""]
         parts.append("\n".join([f"### {title}\n\n`diffcache.kv.recipes.{module}`\n", *lines]))
     parts += [results(record), ""] if record else []
+    parts += [seconds(tokens)] if tokens else []
     parts += [timing(times)] if times else []
     return "\n".join(parts).rstrip() + "\n"
 
@@ -219,6 +236,29 @@ def timing(record: Mapping[str, Any]) -> str:
     lines += table(["", "µs in all", "µs above the arithmetic", "aim"], steps)
     lines += ["", HELD, "", *table(["", "share of exact bytes", "aim", "error"], held)]
     return "\n".join(lines)
+
+
+def seconds(record: Mapping[str, Any]) -> str:
+    """Return the table of a generated token beside `DynamicCache`, with what takes the time."""
+    shapes = record["shapes"]
+    about = (
+        "CPU seconds of a generated token beside `DynamicCache` with sdpa, in turn in one process: "
+        f"a Llama of {shapes['parameters'] / 1e6:.0f} M random weights, {shapes['layers']} layers, "
+        f"{shapes['heads']} query and {shapes['kv_heads']} key-value heads of "
+        f"{shapes['head_size']}, a prompt of {shapes['prompt']:,} tokens, {record['dtype']}, "
+        f"{record['threads']} thread, {record['device']}; median and quartiles of "
+        f"{record['rounds']} tokens (`{record['command']}`). Nothing here is a fused kernel: a "
+        "cache that decodes what it holds at every token saves memory, not time."
+    )
+    rows = []
+    for row in record["rows"]:
+        aim = "" if row["target"] is None else f"at most {row['target']:.2f}"
+        slow = f"missed: {SLOW[row['name']]}" if row["missed"] else ""
+        ratio = "{median:.2f} ({q1:.2f} to {q3:.2f})".format(**row["ratio"])
+        rows.append([row["name"], f"{row['token_ms']['median']:.1f}", ratio, aim,
+                     f"{row['share']:.1%}", f"{row['prefill_ratio']:.2f}", slow])  # fmt: skip
+    heads = ["cache", "ms a token", "of DynamicCache", "aim", "bytes", "prefill", ""]
+    return "\n".join(["## A generated token\n", about, "", *table(heads, rows), ""])
 
 
 def _share(found: Mapping[str, float], sign: str = "") -> str:

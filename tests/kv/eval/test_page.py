@@ -140,6 +140,16 @@ def test_a_benchmark_makes_a_whole_record(monkeypatch: pytest.MonkeyPatch) -> No
     assert "transformers DynamicCache" in text and "adakv, a tenth" in text
 
 
+def test_the_page_says_why_a_cache_misses_its_aim() -> None:
+    spread = {"median": 1.2, "q1": 1.1, "q3": 1.3}
+    row = {"name": "xkv", "token_ms": spread, "ratio": spread, "target": 1.0, "missed": True,
+           "share": 0.5, "prefill_ratio": 1.0}  # fmt: skip
+    record = json.loads((ROOT / "assets" / "bench" / "decode.json").read_text()) | {"rows": [row]}
+    assert f"at most 1.00 | 50.0% | 1.00 | missed: {page.SLOW['xkv']}" in page.seconds(record)
+    with pytest.raises(KeyError):  # nothing is missed without a reason
+        page.seconds(record | {"rows": [row | {"name": "snapkv 25 %"}]})
+
+
 def test_a_step_that_is_taken_back_leaves_the_store_as_it_was() -> None:
     setting = Setting(torch.device("cpu"))
     inputs = bench.Inputs.draw(setting, 256)
