@@ -232,7 +232,7 @@ def test_unwrap_restores_the_output_and_leaves_no_trace(case: PipeCase):
     pipe, out = plain(case.name)
     before = traces(pipe)
     diffcache.wrap(pipe, diffcache.Interval(every=EVERY, site="model"))
-    case.run(pipe, 0, 2)
+    case.run(pipe, 0, 4)
     assert traces(pipe) != before
     diffcache.unwrap(pipe)
     assert traces(pipe) == before

@@ -17,7 +17,7 @@ from accelerate import PartialState
 from safetensors.torch import load_file
 
 from diffcache.cli import app
-from diffcache.eval.cost.memory import Peak, Place
+from diffcache.eval.cost.memory import Place
 from diffcache.eval.methods import parse_method
 from diffcache.eval.report.records import load
 from diffcache.eval.runs import cost, folder, measure, score
@@ -353,11 +353,11 @@ def test_peak_memory_is_that_of_a_process_for_each_case(
     watched = Plan(task, methods, tmp_path / "memory", rounds=0, memory=True, site_errors=False)
     asked = []
 
-    def peak_bytes(model: str, method: str | None, call: dict, place: Place) -> Peak:
+    def peak_bytes(model: str, method: str | None, call: dict, place: Place) -> int:
         assert (model, place.dtype, place.threads) == ("shapes-flux", "float32", 1)
         json.dumps(call)  # a fresh process is told everything in words
         asked.append((method and parse_method(method), call["num_inference_steps"]))
-        return Peak(len(asked), 0)
+        return len(asked)
 
     monkeypatch.setattr(cost, "peak_bytes", peak_bytes)  # tests/cost/test_memory.py runs one
     record = measure.evaluate(watched, Progress(quiet=True))

@@ -68,6 +68,7 @@ def test_keys_and_values_are_projections_of_what_the_codes_say(model: Any) -> No
 
 def test_hooks_go_with_the_cache(model: Any) -> None:
     hooks = model.model.layers[0].self_attn.k_proj._forward_pre_hooks
+    gc.collect()  # caches of other tests
     before = len(hooks)
     cache = remat_cache_for(model, 4)
     assert len(hooks) == before + 1
