@@ -34,6 +34,7 @@ SHOWN = (
     "evaluations", "flops_ratio", "ratio", "cpu_ratio", "held_bytes", "psnr_db", "lpips",
     "lpips_lite", "temporal_error", "fid", "fid_lite", "fid_lite_change", "fvd_lite",
     "fvd_lite_change", "clip_score", "prompt_accuracy", "image_reward", "pick_score", "hps_v2",
+    "geneval", "dpg_bench",
 )  # fmt: skip
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 SCRIPTS = {
@@ -91,8 +92,8 @@ def evaluate(
         str,
         typer.Option(
             metavar="NAME",
-            help="Rewards of pictures for prompts, with commas: imagereward, pickscore, hpsv2, or "
-            "your own module:function.",
+            help="Rewards of pictures for prompts, with commas: imagereward, pickscore, hpsv2, "
+            "geneval, dpg-bench, or your own module:function.",
         ),
     ] = "",
     out: Out = None,

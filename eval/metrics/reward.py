@@ -1,9 +1,10 @@
 """Learned human preference of pictures for their prompts: published rewards, or the user's own.
 
 Weights are looked for as `diffcache.eval.metrics.weights` says and never downloaded. ImageReward
-(Xu et al., arXiv 2304.05977) and HPSv2 (Wu et al., arXiv 2306.09341) need packages that do not fit
-into this environment, so each runs in an interpreter of its own that is started once and asked
-batch by batch. PickScore (Kirstain et al., arXiv 2305.01569) is a CLIP model of transformers.
+(Xu et al., arXiv 2304.05977), HPSv2 (Wu et al., arXiv 2306.09341), GenEval (Ghosh et al., arXiv
+2310.11513) and DPG-Bench (Hu et al., arXiv 2403.05135) need packages that do not fit into this
+environment, so each runs in an interpreter of its own that is started once and asked batch by
+batch. PickScore (Kirstain et al., arXiv 2305.01569) is a CLIP model of transformers.
 """
 
 from __future__ import annotations
@@ -71,6 +72,18 @@ def score(prompt, picture):
 """
 
 
+# Runs `scorer` of a file beside this one, which the other interpreter has no package for.
+_FILE = """
+import importlib.util
+spec = importlib.util.spec_from_file_location("scorer", setup["code"])
+module = importlib.util.module_from_spec(spec)
+sys.modules["scorer"] = module
+spec.loader.exec_module(module)
+with torch.no_grad():
+    score = module.scorer(setup["weights"], setup["device"])
+"""
+
+
 class RewardError(DiffcacheError, RuntimeError):
     """A reward could not be computed."""
 
@@ -101,6 +114,7 @@ class Package:
         variable: Environment variable that names the interpreter.
         weights: Keys of `diffcache.eval.metrics.weights.WEIGHTS`.
         load: Code that makes `score(prompt, picture)` of `setup`.
+        code: File beside this one that `load` runs; "" for none.
     """
 
     name: str
@@ -108,6 +122,7 @@ class Package:
     variable: str
     weights: tuple[str, ...]
     load: str
+    code: str = ""
 
     def interpreter(self) -> Path:
         """Return the interpreter that has the package.
@@ -134,9 +149,21 @@ PACKAGES = {
         ("image-reward", "image-reward-config"), _IMAGE_REWARD,
     ),
     "hps_v2": Package("hpsv2", "hpsv2", "DIFFCACHE_HPSV2_PYTHON", ("hpsv2",), _HPS),
+    "geneval": Package(
+        "mmdet", "'mmdet<3' mmcv-full open_clip_torch", "DIFFCACHE_GENEVAL_PYTHON",
+        ("geneval-prompts", "geneval-classes", "geneval-detector", "geneval-clip"), _FILE,
+        "geneval.py",
+    ),
+    "dpg_bench": Package(
+        "modelscope", "'modelscope[multi-modal]'", "DIFFCACHE_DPG_PYTHON",
+        ("dpg-questions", "dpg-mplug"), _FILE, "dpg_bench.py",
+    ),
 }  # fmt: skip
 # Name on the command line -> key of the metric.
-NAMES = {"imagereward": "image_reward", "hpsv2": "hps_v2", "pickscore": "pick_score"}
+NAMES = {
+    "imagereward": "image_reward", "hpsv2": "hps_v2", "pickscore": "pick_score",
+    "geneval": "geneval", "dpg-bench": "dpg_bench",
+}  # fmt: skip
 
 
 @dataclass
@@ -174,7 +201,10 @@ class Elsewhere:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
             env=offline,
         )  # fmt: skip
-        self._send(started, {"weights": list(map(str, self.files)), "device": self.device})
+        setup = {"weights": list(map(str, self.files)), "device": self.device}
+        if self.package.code:
+            setup["code"] = str(Path(__file__).with_name(self.package.code))
+        self._send(started, setup)
         return started
 
     def __call__(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -44,7 +44,8 @@ class WeightFile:
         folder: Place inside a tool's own cache, relative to it.
         cache: Which cache besides `$DIFFCACHE_WEIGHTS` is searched: `torch`, `vbench`, `reward`, or
             `hub:<owner>/<name>` for the one of Hugging Face.
-        is_folder: Whether it is a folder with a `config.json`.
+        is_folder: Whether it is a folder of a model, with the configuration that transformers or
+            modelscope writes.
     """
 
     name: str
@@ -74,6 +75,8 @@ _CLIP_REPOSITORY = "openai/clip-vit-large-patch14"
 _REWARD_REPOSITORY = "THUDM/ImageReward"
 _PICK_REPOSITORY = "yuvalkirstain/PickScore_v1"
 _HPS_REPOSITORY = "xswu/HPSv2"
+_GENEVAL = "https://github.com/djghosh13/geneval/raw/main/"
+_MASK2FORMER = "mask2former_swin-s-p4-w7-224_lsj_8x2_50e_coco"
 
 
 def _vbench(
@@ -120,6 +123,25 @@ _FILES = (
         "hpsv2", "HPS_v2.1_compressed.pt",
         f"https://huggingface.co/{_HPS_REPOSITORY}/resolve/main/HPS_v2.1_compressed.pt", None,
         ("hps_v2",), cache=f"hub:{_HPS_REPOSITORY}"),
+    WeightFile(
+        "geneval-prompts", "evaluation_metadata.jsonl",
+        f"{_GENEVAL}prompts/evaluation_metadata.jsonl", None, ("geneval",)),
+    WeightFile(
+        "geneval-classes", "object_names.txt", f"{_GENEVAL}evaluation/object_names.txt", None,
+        ("geneval",)),
+    WeightFile(
+        "geneval-detector", f"{_MASK2FORMER}.pth",
+        "https://download.openmmlab.com/mmdetection/v2.0/mask2former/"
+        f"{_MASK2FORMER}/{_MASK2FORMER}_20220504_001756-743b7d99.pth", None, ("geneval",)),
+    WeightFile("geneval-clip", "ViT-L-14.pt", f"{_OPENAI}{_L14}/ViT-L-14.pt", _L14, ("geneval",)),
+    WeightFile(
+        "dpg-questions", "dpg_bench.csv",
+        "https://github.com/TencentQQGYLab/ELLA/raw/main/dpg_bench/dpg_bench.csv", None,
+        ("dpg_bench",)),
+    WeightFile(
+        "dpg-mplug", "mplug_visual-question-answering_coco_large_en",
+        "https://modelscope.cn/models/damo/mplug_visual-question-answering_coco_large_en", None,
+        ("dpg_bench",), is_folder=True),
     _vbench(
         "dino", "dino_model/dino_vitbase16_pretrain.pth",
         "https://dl.fbaipublicfiles.com/dino/dino_vitbase16_pretrain/dino_vitbase16_pretrain.pth",
@@ -172,6 +194,11 @@ _FILES = (
 WEIGHTS: dict[str, WeightFile] = {weight.name: weight for weight in _FILES}
 
 
+def _is_model(folder: Path) -> bool:
+    """Return whether a folder has a configuration of transformers or modelscope."""
+    return any((folder / name).is_file() for name in ("config.json", "configuration.json"))
+
+
 def find(name: str, path: str | Path | None = None) -> Path:
     """Return where a weight file is, after checking its hash.
 
@@ -192,7 +219,7 @@ def find(name: str, path: str | Path | None = None) -> Path:
     weight = WEIGHTS[name]
     places = list(candidates(weight, path))
     for place in places:
-        if (place / "config.json").is_file() if weight.is_folder else place.is_file():
+        if _is_model(place) if weight.is_folder else place.is_file():
             check(weight, place)
             return place
     what = "folder" if weight.is_folder else "file"

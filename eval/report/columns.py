@@ -24,8 +24,8 @@ CHANGE, TO_UNCACHED = "_change", "_to_uncached"
 # Metrics are printed in this order, real and -lite alike; others follow in the record's order.
 _ORDER = (
     "fid", "fvd", "psnr_db", "ssim", "ms_ssim", "lpips", "clip_score", "prompt_accuracy",
-    "image_reward", "pick_score", "hps_v2", "kid", "is", "precision", "recall", "density",
-    "coverage",
+    "image_reward", "pick_score", "hps_v2", "geneval", "dpg_bench", "kid", "is", "precision",
+    "recall", "density", "coverage",
 )  # fmt: skip
 _NAMES = {"db": "dB"}
 _EXTRAS = ("p5", "p95", "pooled", "spread")

@@ -2,9 +2,11 @@
 
 import importlib.machinery
 import importlib.util
+import json
 import sys
 import types
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import MissingError
-from diffcache.eval.metrics import clip, reward
+from diffcache.eval.metrics import clip, geneval, reward, weights
 from diffcache.eval.runs.extractors import at_hand
 from diffcache.eval.runs.quality import quality
 from diffcache.eval.runs.record import describe
@@ -58,7 +60,10 @@ def test_a_reward_goes_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ("my_rewards", "must be imagereward, hpsv2, pickscore or module:function"),
+        (
+            "my_rewards",
+            "must be imagereward, hpsv2, pickscore, geneval, dpg-bench or module:function",
+        ),
         ("my_rewards:dark", "has no function dark"),
         ("my_rewards:number", "has no function number"),
         ("no_such_module:f", "cannot be imported"),
@@ -156,7 +161,53 @@ def get_tokenizer(name):
     assert name == "ViT-H-14"
     return lambda texts: torch.eye(3)[[len(text) for text in texts]]
 """,
+    "mmdet": "",
+    "mmdet/apis": """
+import numpy
+def init_detector(config, weights, device):
+    assert config.endswith("configs/mask2former/mask2former_swin-s-p4-w7-224_lsj_8x2_50e_coco.py")
+def inference_detector(network, picture):  # a dog on the left half of every picture
+    mask = numpy.zeros((40, 48), dtype=bool)
+    mask[:, :24] = True
+    return [numpy.array([[0, 0, 24, 40, 0.95]]), numpy.zeros((0, 5))], [[mask], []]
+""",
+    "open_clip": """
+import torch
+class Model(torch.nn.Module):  # the color of the first corner, and the first words of a text
+    encode_image = staticmethod(lambda images: images.flatten(1)[:, :3])
+    encode_text = staticmethod(lambda texts: texts)
+def create_model_and_transforms(name, pretrained, device):
+    assert name == "ViT-L-14" and pretrained.endswith("ViT-L-14.pt")
+    return Model(), None, lambda image: torch.tensor(image.getpixel((0, 0))).float()
+def get_tokenizer(name):
+    seen = {"red": [1.0, 0.1, 0.1], "green": [0.1, 1.0, 0.1], "blue": [0.1, 0.1, 1.0]}
+    return lambda texts: torch.tensor(
+        [next((v for k, v in seen.items() if k in text), [-1.0, -1, -1]) for text in texts])
+""",
+    "modelscope": "",
+    "modelscope/utils": "",
+    "modelscope/utils/constant": "class Tasks: visual_question_answering = 'vqa'",
+    "modelscope/pipelines": """
+def pipeline(task, model, device):
+    assert (task, device) == ("vqa", "cpu")
+    return lambda asked: {"text": "yes" if "dog" in asked["question"] else "no"}
+""",
 }
+GENEVAL = (
+    {"tag": "single_object", "include": [{"class": "dog", "count": 1}], "prompt": "dog"},
+    {"tag": "colors", "include": [{"class": "dog", "count": 1, "color": "blue"}], "prompt": "blue"},
+    {"tag": "counting", "include": [{"class": "dog", "count": 1}],
+     "exclude": [{"class": "dog", "count": 2}], "prompt": "one dog"},
+    {"tag": "two_object", "include": [{"class": "dog", "count": 1}, {"class": "cat", "count": 1}],
+     "prompt": "dog and cat"},
+)  # fmt: skip
+ASKED = """item_id,text,proposition_id,dependency,question_natural_language
+0,left out,1,0,Is this row left out?
+1,a dog,1,0,Is there a dog?
+1,a dog,2,1,Is the dog brown?
+1,a dog,3,0,Is there a house?
+1,a dog,4,3,Does the dog live in the house?
+"""
 
 
 @pytest.fixture
@@ -170,6 +221,17 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "med_config.json").write_text("{}")
     state = {"state_dict": {"weight": torch.eye(3)[[1, 0, 2]]}}
     torch.save(state, tmp_path / "HPS_v2.1_compressed.pt")
+    (tmp_path / "evaluation_metadata.jsonl").write_text("\n".join(map(json.dumps, GENEVAL)))
+    (tmp_path / "object_names.txt").write_text("dog\ncat\n")
+    (tmp_path / "mask2former_swin-s-p4-w7-224_lsj_8x2_50e_coco.pth").write_bytes(b"weights")
+    (tmp_path / "ViT-L-14.pt").write_bytes(b"weights")
+    (tmp_path / "dpg_bench.csv").write_text(ASKED)
+    mplug = tmp_path / "mplug_visual-question-answering_coco_large_en"
+    mplug.mkdir()
+    (mplug / "configuration.json").write_text("{}")
+    monkeypatch.setitem(
+        weights.WEIGHTS, "geneval-clip", replace(weights.WEIGHTS["geneval-clip"], sha256=None)
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "other"))
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("DIFFCACHE_WEIGHTS", str(tmp_path))
@@ -193,6 +255,50 @@ def test_packages_are_asked_in_another_interpreter(elsewhere: Path) -> None:
     told = describe([{"fidelity": {}, "quality": {"image_reward": {}, "hps_v2": {}}}], networks, (8, 8))  # fmt: skip
     assert [told[key]["title"] for key in ("image_reward", "hps_v2")] == ["ImageReward", "HPSv2.1"]
     assert {told[key]["backend"] for key in told} == {"real"}
+
+
+def test_benchmarks_of_prompts_are_asked_in_another_interpreter(elsewhere: Path) -> None:
+    given = torch.zeros(4, 3, 40, 48, dtype=torch.uint8)
+    given[:, 2] = 255  # blue
+    asked = [line["prompt"] for line in GENEVAL]
+    geneval = reward.load("geneval")["geneval"]
+    assert geneval(given, asked).tolist() == [1, 1, 1, 0]
+    assert geneval(given.flip(1)[:2], asked[:2]).tolist() == [1, 0]  # red
+    # Of the dog's questions two hold; the last one hangs on a house that is not there.
+    assert reward.load("dpg-bench")["dpg_bench"](given[:1], ["a dog"]).tolist() == [0.5]
+    with pytest.raises(reward.RewardError, match="none of GenEval's"):
+        geneval(given[:1], ["a unicorn"])
+
+
+def test_geneval_looks_at_directions_numbers_and_what_is_unwanted() -> None:
+    left, right, above = (0, 10, 10, 20, 0.9), (40, 10, 50, 20, 0.9), (40, -40, 50, -30, 0.9)
+    assert geneval.directions(left, right) == {"left of"}
+    assert geneval.directions(right, left) == {"right of"}
+    assert geneval.directions(above, right) == {"above"}
+    assert geneval.directions(left, left) == set()
+    assert geneval.directions((1, 10, 11, 20), left) == set()  # within a tenth of both sizes
+    objects = {"dog": [(left, None), (right, None)], "cat": [(above, None)]}
+
+    def right_for(*include: dict, exclude: tuple[dict, ...] = ()) -> bool:
+        return geneval.is_right(
+            objects, {"include": include, "exclude": exclude}, lambda found, name: ["red", "blue"]
+        )
+
+    two = {"class": "dog", "count": 2}
+    assert right_for(two) and not right_for({"class": "dog", "count": 3})
+    assert not right_for(two, exclude=({"class": "cat", "count": 1},))
+    assert right_for(two, exclude=({"class": "cat", "count": 2},))
+    assert right_for({"class": "dog", "count": 1, "color": "blue"})
+    assert not right_for(two | {"color": "blue"})
+    cat = {"class": "cat", "count": 1}
+    one = {"class": "dog", "count": 1}
+    assert right_for(one, cat | {"position": ["above", 0]})
+    assert not right_for(one, cat | {"position": ["left of", 0]})
+    assert not right_for({"class": "dog", "count": 3}, cat | {"position": ["above", 0]})
+    boxes = [[(0, 0, 1, 1, 0.5), (0, 0, 1, 1, 0.8), (0, 0, 1, 1, 0.2)], [(0, 0, 1, 1, 0.1)]]
+    assert geneval.kept(boxes, None, ["dog", "cat"], 0.3) == {
+        "dog": [((0, 0, 1, 1, 0.8), None), ((0, 0, 1, 1, 0.5), None)]
+    }
 
 
 @pytest.mark.parametrize(
