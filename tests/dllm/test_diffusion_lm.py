@@ -14,7 +14,7 @@ import diffcache
 from diffcache.api import handle_of
 from diffcache.dllm import DKVCache, FastDLLM, FreeCache, RowPlan, Schedule, Uncached
 from diffcache.errors import AttachError
-from diffcache.pipelines.diffusion_lm import DiffusionLM
+from diffcache.pipelines.diffusion_lm import DiffusionLM, _Bar
 from tests.dllm.toys import EOS, LAYERS, MASK, bidirectional, padded, prompts, trace
 
 SCHEDULE = Schedule(8, 4)
@@ -76,8 +76,13 @@ def test_an_answer_is_cut_at_its_end_token() -> None:
     assert lm.eos_id == EOS
 
 
-def test_the_progress_bar_shows_decided_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    DiffusionLM(bidirectional()).generate(prompts(4), SCHEDULE, progress=True)
+def test_the_progress_bar_shows_decided_tokens() -> None:
+    done = []
+    with _Bar(True) as bar:
+        for decoding in DiffusionLM(bidirectional()).steps(prompts(*LENGTHS), SCHEDULE):
+            bar.show(decoding)
+            done.append((bar.progress.tasks[0].completed, bar.progress.tasks[0].total))
+    assert done == [(2 * step, 16) for step in range(1, 9)]  # one of each sequence a step
 
 
 # lifetimes ---------------------------------------------------------------------------------------
