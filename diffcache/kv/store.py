@@ -68,7 +68,7 @@ class KVStore:
         ]
         self.speculative = self.taken_over = False
         self.origin: Callable[[], Mapping[str, str]] = dict
-        self._out = out
+        self.out = out
         window = recipe.score.window if recipe.score is not None else 0
         self._rings = [Ring(window) for _ in range(layers)]
         self._pending: list[list[Pending]] = [[] for _ in range(layers)]
@@ -378,7 +378,7 @@ class KVStore:
     def _observation(self, layer: KVLayer) -> Observation:
         if self.recipe.score is not None:
             lengthen(layer, self.recipe.score.statistics)
-        out = self._out[layer.index] if self._out is not None else None
+        out = self.out[layer.index] if self.out is not None else None
         return observe(layer, len(self.layers), self._rings[layer.index].kept(), out)
 
 

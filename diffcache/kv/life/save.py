@@ -16,12 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from diffcache.errors import DiffcacheError
-from diffcache.kv.attend import Query
+from diffcache.kv.attend import Query, attend
 from diffcache.kv.form import Form
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.life.tree import Folded, fold, unfold
 from diffcache.kv.rotary_table import RotaryTable
 from diffcache.kv.segment import Segment
+from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
 from diffcache.kv.summary import LayerSummary
 from diffcache.kv.tail import Tail
@@ -90,6 +91,7 @@ def load(
     with _refusing(path):
         _check_origin(path, header, store)
         loaded = _filled(state, store)
+        _rehearse(loaded, state["queries"])
         about = {str(name): str(text) for name, text in header["about"].items()}
     store.reset()
     for layer, other in zip(store.layers, loaded.layers, strict=True):
@@ -132,7 +134,9 @@ def _filled(state: Mapping[str, Any], like: KVStore) -> KVStore:
         )
     found = [x.rotary if x.mover is None else x.mover.rotation for x in like.layers]
     rotary = [each for each in found if each is not None]
-    store = KVStore(len(saved), like.recipe, rotary=rotary or None, read_once=like.read_once)
+    store = KVStore(
+        len(saved), like.recipe, rotary=rotary or None, out=like.out, read_once=like.read_once
+    )
     for layer, each, ours in zip(store.layers, saved, like.layers, strict=True):
         layer.latent = ours.latent
         _fill(layer, each)
@@ -144,6 +148,37 @@ def _filled(state: Mapping[str, Any], like: KVStore) -> KVStore:
     if len({layer.seen for layer in store.layers}) > 1 or len(known) > 1:
         raise ValueError("layers hold different numbers of tokens, rows or kinds of numbers")
     return store
+
+
+def _rehearse(loaded: KVStore, queries: list[Query | None]) -> None:
+    """Take two tokens of zeros in a copy of what was loaded.
+
+    Parts that are each in order may not go together (a grid of too few groups, a summary of other
+    slots, statistics that a score does not know), which shows when a token is read.
+
+    Args:
+        loaded: What was loaded, which is left alone.
+        queries: The last queries of each layer, which tell how many heads ask.
+
+    Raises:
+        Exception: Whatever a forward after loading would raise.
+    """
+    trial = loaded.fork()
+    for _ in range(2):
+        trial.begin(1)
+        for layer, query in zip(trial.layers, queries, strict=True):
+            form = layer.form
+            if form is None:  # nothing was saved
+                return
+            heads = form.heads if query is None else query.q.shape[1]
+            k, v, q = (
+                torch.zeros(form.batch, count, 1, size, dtype=form.dtype, device=form.device)
+                for count, size in (
+                    (form.heads, form.size), (form.heads, form.value_size), (heads, form.size)
+                )
+            )  # fmt: skip
+            layer.write(k, v)
+            attend(Query(q, layer.seen - 1, 1.0), layer.views())  # as many heads ask as we know of
 
 
 def _fill(layer: KVLayer, saved: Mapping[str, Any]) -> None:
@@ -173,10 +208,22 @@ def _fill(layer: KVLayer, saved: Mapping[str, Any]) -> None:
     shape = (layer.form.batch, layer.form.heads, layer.held)
     fits = shape == whole.k.shape[:3] == whole.v.shape[:3] and int(whole.pos.max()) < layer.seen
     fits &= whole.k.dtype == whole.v.dtype and whole.k.is_floating_point()
+    fits &= all(_is_even(each, shape) for each in (whole, *(x.read() for x in layer.segments)))
     for tensor in layer.stats.values():  # of the slots that were scored
         fits &= tensor.shape[:2] == shape[:2] and tensor.shape[2] <= layer.held
     if not fits:
         raise ValueError(f"keys, values, positions and statistics do not fit {list(shape)} slots")
+
+
+def _is_even(slots: Slots, shape: tuple[int, int, int]) -> bool:
+    """Return whether all that is said of slots is of as many rows, heads and slots."""
+    batch, heads, _ = shape
+    columns = [slots.k[..., 0], slots.v[..., 0], *slots.meta.values()]
+    return all(
+        column.shape[0] in (1, batch) and column.shape[1] in (1, heads)
+        and column.shape[2:] == (slots.width,)
+        for column in columns
+    )  # fmt: skip
 
 
 def _check_kinds(kinds: list[tuple[object, Any]]) -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import diffcache.kv
+from diffcache.kv.attend import Query
 from diffcache.kv.codec.base import Exact, Payload, TensorCodec, nbytes
 from diffcache.kv.codec.heads import JoinHeads
 from diffcache.kv.codec.lowrank import LowRank
@@ -32,6 +33,7 @@ from diffcache.kv.layer import KVLayer
 from diffcache.kv.life.save import SavedCacheError, _digest, load, read, save, write
 from diffcache.kv.life.tree import CLASSES
 from diffcache.kv.recipe import Recipe
+from diffcache.kv.recipes.eviction import snapkv
 from diffcache.kv.segment import Flat, Segment
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
@@ -327,3 +329,28 @@ def test_a_cache_of_a_model_of_other_weights_is_refused(tmp_path: Path) -> None:
     for right in (copy.deepcopy(model), model.model):
         load(tmp_path / "x", cache_for(right, recipe).store)
     load(tmp_path / "x", KVStore(4, recipe))  # nothing is known of its model
+
+
+def test_parts_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    """Kept queries of fewer channels are in order until they score the prompt, at the next token."""
+    path, recipe = tmp_path / "x.safetensors", snapkv(4, window=2)
+    store = KVStore(2, recipe)
+    store.begin(6)
+    for index, layer in enumerate(store.layers):
+        layer.write(numbers(1, 2, 6, 4), numbers(1, 2, 6, 3, seed=1))
+        store.attend(index, Query(numbers(1, 2, 6, 4, seed=2), 0, 1.0))
+    save(path, store)
+    load(path, KVStore(2, recipe))
+
+    def change(header: Any, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        queries = entry(header["tree"], "queries")[1]["list"][0]
+        place = str(entry(queries, "q")[1]["tensor"])
+        found[place] = found[place][..., :-1].contiguous()
+        header["tensors"][int(place)] = [str(found[place].dtype), list(found[place].shape)]
+        return found
+
+    forge(path, change)
+    other = KVStore(2, recipe)
+    with pytest.raises(SavedCacheError, match="holds what no cache holds"):
+        load(path, other)
+    assert other.seen == 0
