@@ -22,11 +22,18 @@ class SlotTable:
         values: `[B, H, T, ...]`, T rows.
         each: Consecutive slots that use one row, where `of` is None; slot `s` uses `s // each`.
         of: `[B, H, S]` uint8, int16 or int32, row of each slot, or None.
+
+    Raises:
+        ValueError: If `each` is negative.
     """
 
     values: Tensor
     each: int
     of: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.each < 0:
+            raise ValueError(f"each={self.each}: must be at least 0 slots")
 
     @staticmethod
     def single(row: Tensor, slots: int) -> SlotTable:

@@ -140,6 +140,9 @@ def _filled(state: Mapping[str, Any], like: KVStore) -> KVStore:
     for layer, each, ours in zip(store.layers, saved, like.layers, strict=True):
         layer.latent = ours.latent
         _fill(layer, each)
+        if layer.form is not None and ours.form is not None and layer.form[1:4] != ours.form[1:4]:
+            raise ValueError(f"keys and values of [H, D, Dv]={layer.form[1:4]}: this cache held "
+                             f"{ours.form[1:4]}")  # fmt: skip
     store.restore(state)
     (wrote, since), fresh = state["wrote"], state["fresh"]
     kinds = [*zip(state["queries"], [Query | None] * len(saved), strict=True)]
@@ -209,6 +212,7 @@ def _fill(layer: KVLayer, saved: Mapping[str, Any]) -> None:
     fits = shape == whole.k.shape[:3] == whole.v.shape[:3] and int(whole.pos.max()) < layer.seen
     fits &= whole.k.dtype == whole.v.dtype and whole.k.is_floating_point()
     fits &= all(_is_even(each, shape) for each in (whole, *(x.read() for x in layer.segments)))
+    fits &= layer.padding is None or layer.padding.shape == shape[:1]
     for tensor in layer.stats.values():  # of the slots that were scored
         fits &= tensor.shape[:2] == shape[:2] and tensor.shape[2] <= layer.held
     if not fits:
