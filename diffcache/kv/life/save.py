@@ -168,20 +168,21 @@ def _rehearse(loaded: KVStore, queries: list[Query | None]) -> None:
     """
     trial = loaded.fork()
     for _ in range(2):
-        trial.begin(1)
+        if not trial.taken_over:  # else one token would be too few queries to score by
+            trial.begin(1)
         for layer, query in zip(trial.layers, queries, strict=True):
             form = layer.form
             if form is None:  # nothing was saved
                 return
+            kind: dict[str, Any] = {"dtype": form.dtype, "device": form.device}
+            layer.write(
+                torch.zeros(form.batch, form.heads, 1, form.size, **kind),
+                torch.zeros(form.batch, form.heads, 1, form.value_size, **kind),
+            )
+            views = layer.views()
             heads = form.heads if query is None else query.q.shape[1]
-            k, v, q = (
-                torch.zeros(form.batch, count, 1, size, dtype=form.dtype, device=form.device)
-                for count, size in (
-                    (form.heads, form.size), (form.heads, form.value_size), (heads, form.size)
-                )
-            )  # fmt: skip
-            layer.write(k, v)
-            attend(Query(q, layer.seen - 1, 1.0), layer.views())  # as many heads ask as we know of
+            q = torch.zeros(form.batch, heads, 1, views[0].slots.k.shape[3], **kind)
+            attend(Query(q, layer.seen - 1, 1.0), views)
 
 
 def _fill(layer: KVLayer, saved: Mapping[str, Any]) -> None:
