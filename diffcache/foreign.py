@@ -1,4 +1,4 @@
-"""Private names of torch, diffusers and transformers: what a release of theirs may change.
+"""Private names of torch and Hugging Face's libraries: what a release of theirs may change.
 
 Nothing else in the library names them, but for the allow-list of `tests/test_layers.py`. Names
 without a version are those of every release that `pyproject.toml` allows. Some functions are bare
@@ -139,9 +139,14 @@ def is_split(processor: Any) -> bool:
     return getattr(processor, "_parallel_config", None) is not None
 
 
+def parallel_config_of(model: nn.Module) -> Any:
+    """Return how a model is split over processes, None if it is not (diffusers 0.36)."""
+    return getattr(model, "_parallel_config", None)
+
+
 def process_group_of(model: nn.Module) -> Any:
     """Return the process group over which a sample is split, None if none (diffusers 0.36)."""
-    config = getattr(model, "_parallel_config", None)
+    config = parallel_config_of(model)
     for name in ("context_parallel_config", "tensor_parallel_config"):
         part = getattr(config, name, None)
         mesh = getattr(part, "_flattened_mesh", None) or getattr(part, "_mesh", None)
@@ -160,6 +165,18 @@ def uses_flex_attention(module: nn.Module) -> bool:
 def registry_of(module: nn.Module) -> Any:
     """Return the registry of a module's hooks, None if it has none (diffusers 0.33)."""
     return getattr(module, "_diffusers_hook", None)
+
+
+def splits_inputs(module: nn.Module) -> bool:
+    """Return whether a module's inputs are split over processes in its call (diffusers 0.36)."""
+    registry = registry_of(module)
+    hooks = () if registry is None else registry.hooks.values()
+    return any(
+        not getattr(part, "split_output", False)
+        for hook in hooks
+        if type(hook).__name__ == "ContextParallelSplitHook"
+        for part in hook.metadata.values()
+    )
 
 
 def drop_registry(module: nn.Module) -> None:
@@ -275,3 +292,15 @@ def adapters_of(module: nn.Module) -> dict[str, Any]:
 def is_cached(owner: Any) -> bool:
     """Return whether a model or a class has the mark of cache-dit, ParaAttention and the like."""
     return bool(getattr(owner, "_is_cached", False))
+
+
+# accelerate ------------------------------------------------------------------------------------
+
+
+def device_of_model(model: nn.Module) -> torch.device:
+    """Return the device that a model computes on, wherever accelerate keeps its weights."""
+    for module in model.modules():
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return next(model.parameters()).device

@@ -1,8 +1,9 @@
 """Hand a model's attention to a strategy: queries, keys and values in, its output back.
 
-Two implementations stand behind it. Attention processors of diffusers are replaced by ones that
+Three implementations stand behind it. Attention processors of diffusers are replaced by ones that
 project as they do, so that a strategy gets queries and keys before rotation. Models of transformers
-are given an attention function, which is called with keys that the model rotated.
+are given an attention function, which is called with keys that the model rotated. So are keys of
+models that call torch's fused attention themselves, whose calls are taken.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from diffcache.attach import attention_sdpa, attention_transformers
 from diffcache.attach.attention_call import AttentionSite, Strategy
 from diffcache.attach.attention_families import FAMILIES
 from diffcache.errors import AttachError
@@ -120,7 +122,7 @@ class Door:
         self.sites = attention_sites(model) if sites is None else list(sites)
         install = _install_processors
         if _is_of_transformers(model):
-            from diffcache.attach.attention_transformers import install
+            install = _language(model).install
         self._undo = install(model, strategy, self.sites)
 
     def remove(self) -> None:
@@ -147,11 +149,10 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
         AttachError: If it has none, or one that no door is known for.
     """
     if _is_of_transformers(model):
-        from diffcache.attach.attention_transformers import sites_of
-
-        return sites_of(model)
+        found: list[AttentionSite] = _language(model).sites_of(model)
+        return found
     blocks: dict[str, int] = {}
-    found: list[AttentionSite] = []
+    found = []
     for path, module in _in_call_order(model):
         # A list of attentions has each of them in a block of its own.
         parent, _, name = path.rpartition(".")
@@ -206,6 +207,11 @@ def _bare(processor: Any) -> Any:
 
 def _served() -> str:
     return f"served are {', '.join(FAMILIES)}, and models of transformers"
+
+
+def _language(model: nn.Module) -> Any:
+    """Return what opens the door in a model of transformers."""
+    return attention_sdpa if attention_sdpa.calls_sdpa(model) else attention_transformers
 
 
 def _is_of_transformers(model: nn.Module) -> bool:

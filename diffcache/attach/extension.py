@@ -21,6 +21,10 @@ INSTALLERS: dict[str, str] = {
     "Quantize": "diffcache.attach.extensions.quantize:install",
     "RegionPlan": "diffcache.attach.extensions.region:install",
     "FedRows": "diffcache.attach.extensions.rows:install",
+    "BranchRows": "diffcache.attach.extensions.branch_rows:install",
+    "NotedRows": "diffcache.attach.extensions.rollout:install",
+    "WideningRows": "diffcache.attach.extensions.drift:install",
+    "FinishedBlocks": "diffcache.attach.extensions.blocks:install",
     "WatchLayers": "diffcache.attach.extensions.quantize:watch",
     "TimeTables": "diffcache.attach.extensions.lookup:install",
 }

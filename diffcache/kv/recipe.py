@@ -92,10 +92,12 @@ class Recipe:
     def bounded(self) -> bool:
         """Whether no more is held however many tokens are generated.
 
-        It is not so where slots are dropped after a prompt and no more, where the budget is a
-        share of the tokens, and where what is over budget is coded instead of dropped.
+        It is not so where slots are dropped after a prompt and no more or only when asked to, where
+        the budget is a share of the tokens, and where what is over budget is coded instead of
+        dropped.
         """
-        drops = self.trigger is not None and self.trigger.decoding and not self.ladder
+        trigger = self.trigger
+        drops = trigger is not None and trigger.decoding and trigger.by_itself and not self.ladder
         return self.budget is not None and drops and self.budget.bounded
 
     @property

@@ -32,7 +32,7 @@ class KVStore:
     last one can no longer be taken back and all layers have been seen.
 
     Attributes:
-        recipe: What is done.
+        recipe: Recipe of the cache.
         layers: In the order of the model.
         read_once: Layers keep what was read of them, as `KVLayer` has it.
         speculative: Tokens may be taken back by `rollback`, as in assisted decoding.
@@ -109,7 +109,7 @@ class KVStore:
         """Return the attention of queries over a layer, [B, Hq, n, Dv], and take note of them.
 
         Args:
-            index: Of the layer.
+            index: Number of the layer.
             query: The queries; their own keys are written already.
             valid: bool [B, n]; False are queries of padding.
             observe: Whether scorers take note of the queries. Of a chunk that is computed several
@@ -176,7 +176,13 @@ class KVStore:
                 ring.clear()
 
     def compress_layer(
-        self, index: int, query: Query | None = None, valid: Tensor | None = None, *, last: int = 0
+        self,
+        index: int,
+        query: Query | None = None,
+        valid: Tensor | None = None,
+        *,
+        last: int = 0,
+        passing: bool = False,
     ) -> None:
         """Score the slots of one layer and keep what the plan says, within a forward if need be.
 
@@ -184,11 +190,13 @@ class KVStore:
         in the score. Whether it is due is for the caller to say.
 
         Args:
-            index: Of the layer.
+            index: Number of the layer.
             query: Queries that scorers take note of before; attend to them with `observe=False`
                 then, so that they count once.
             valid: bool [B, n]; False are queries of padding.
             last: Newest slots that stay in any case and can be overwritten and taken back.
+            passing: Whether the queries take part in this score alone, as their tokens will be
+                computed again; statistics are not told of them.
 
         Raises:
             ValueError: If the recipe does more to a layer than drop slots, or looks across layers.
@@ -201,13 +209,17 @@ class KVStore:
         if index < recipe.skip:
             return
         self._commit()
-        if query is not None and recipe.observes:
+        ring = self._rings[index]
+        if query is not None and passing:
+            ring = ring.fork()
+            ring.push(query, valid)
+        elif query is not None and recipe.observes:
             self._note(layer, query, valid)
         if self.taken_over:
             self._check_queries()
         if recipe.codec is not None:
             recipe.codec.align(layer)
-        seen = self._observation(layer)
+        seen = self._observation(layer, ring)
         ((_, plan),) = planned(recipe, [seen])
         wanted = plan >= KEEP
         if seen.order is not None:
@@ -323,7 +335,7 @@ class KVStore:
     # within --------------------------------------------------------------------------------
 
     def _watches(self, query: Query) -> bool:
-        """Whether these queries will ever be looked at."""
+        """Return whether these queries will ever be looked at."""
         trigger = self.recipe.trigger
         return trigger is None or trigger.decoding or query.count > 1 or self._fresh
 
@@ -375,11 +387,12 @@ class KVStore:
             return
         score.note(layer.stats, attended(layer, query, slots, valid))
 
-    def _observation(self, layer: KVLayer) -> Observation:
+    def _observation(self, layer: KVLayer, ring: Ring | None = None) -> Observation:
         if self.recipe.score is not None:
             lengthen(layer, self.recipe.score.statistics)
         out = self.out[layer.index] if self.out is not None else None
-        return observe(layer, len(self.layers), self._rings[layer.index].kept(), out)
+        ring = self._rings[layer.index] if ring is None else ring
+        return observe(layer, len(self.layers), ring.kept(), out)
 
 
 def _storage(tensor: Tensor) -> tuple[torch.device, int]:

@@ -33,6 +33,7 @@ class Trigger(ABC):
     """When a cache is compressed; a frozen dataclass of settings."""
 
     decoding: bool = True  # compresses while tokens are generated, so these are observed too
+    by_itself: bool = True  # compresses without being asked to
 
     @abstractmethod
     def due(self, event: Event) -> bool:

@@ -18,11 +18,13 @@ from diffcache.command import (
     device_of,
     fail,
     guarded,
+    refuse,
 )
 from diffcache.errors import MissingError
 from diffcache.eval.kv.calibrate import calibrate
+from diffcache.eval.kv.parts import example, while_decoding
 from diffcache.eval.kv.printed import broken, recall_tables, spread, text_tables
-from diffcache.kv.recipes.catalog import recipes
+from diffcache.kv.recipes.catalog import recipe_function, recipes
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
 
 if TYPE_CHECKING:
@@ -143,7 +145,9 @@ def kv(
     if call.invoked_subcommand is not None:
         return
     if show:
-        print_rows(("recipe", "what it does"), list(recipes().items()))
+        rows = [(name, what, while_decoding(example(recipe_function(name))))
+                for name, what in recipes().items()]  # fmt: skip
+        print_rows(("recipe", "what it does", "what it holds"), rows)
         return
     if (sweep is None) == (not recipe):
         raise ValueError("give --recipe (may be repeated), --sweep FILE, or --list")
@@ -153,33 +157,26 @@ def kv(
     shape: dict[str, Any] = {"context": context, "facts": facts, "samples": samples}
     if sweep is not None:
         named = {"model": None if model == MODEL else model, "seed": seed or None}
-        _refuse(shape | named, f"--sweep {sweep} says what is asked; leave it out")
+        refuse(shape | named, f"--sweep {sweep} says what is asked; leave it out")
     if tasks is None:
         tasks = RECALL if model == MODEL and texts is None else TEXT
     if tasks == TEXT:
-        _refuse({"limit": limit, "include-path": include_path, "batch": batch, "facts": facts,
+        refuse({"limit": limit, "include-path": include_path, "batch": batch, "facts": facts,
                  "sweep": sweep}, "is not for --tasks text")  # fmt: skip
         _text(recipe, model, texts, out, device=device, seed=seed, context=context, samples=samples)
         return
-    _refuse({"texts": texts}, "is for --tasks text alone")
+    refuse({"texts": texts}, "is for --tasks text alone")
     if tasks == RECALL:
-        _refuse({"limit": limit, "include-path": include_path, "batch": batch},
+        refuse({"limit": limit, "include-path": include_path, "batch": batch},
                 "is not for --tasks recall")  # fmt: skip
         if device not in ("auto", "cpu"):
             raise ValueError(f"--device {device}: recall is measured on the CPU; leave it out")
         shape["samples"] = 32 if samples is None else samples
         _recall(recipe, sweep, out, plot, model=model, seed=seed, **shape)
         return
-    _refuse(shape | {"sweep": sweep}, "is for --tasks recall alone")
+    refuse(shape | {"sweep": sweep}, "is for --tasks recall alone")
     asked = {"limit": limit, "include_path": include_path, "batch": 1 if batch is None else batch}
     _harness(recipe, out, model, tasks, device=device, seed=seed, **asked)
-
-
-def _refuse(options: dict[str, Any], why: str) -> None:
-    """Raise for the first option that was given."""
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"--{name} {value}: {why}")
 
 
 def _text(

@@ -24,7 +24,7 @@ from diffcache.names import RECIPES
 Row = Mapping[str, Any]
 PAGE = Path("docs/kv.md")
 DERIVED = "test_official_"  # and the name of a recipe
-RECORD, TIMES, TOKENS = "kv-recall.json", "kv.json", "decode.json"
+RECORD, TIMES, TOKENS, FLAT = "kv-recall.json", "kv.json", "decode.json", "capacity.json"
 # Module of recipes -> its title; another module gets its own name.
 TITLES: Mapping[str, str] = {
     "streaming": "First and latest tokens",
@@ -87,8 +87,8 @@ def page(directory: Path = ROOT) -> str:
     Args:
         directory: The project, for its records and the introduction of the page.
     """
-    record, times, tokens = (
-        read_json(directory / "assets" / "bench" / name) for name in (RECORD, TIMES, TOKENS)
+    record, times, tokens, flat = (
+        read_json(directory / "assets" / "bench" / name) for name in (RECORD, TIMES, TOKENS, FLAT)
     )
     introduction, _, _ = (directory / PAGE).read_text(encoding="utf-8").partition(METHODS)
     parts, equal = [introduction + METHODS_HEAD], compared(directory)
@@ -101,6 +101,7 @@ def page(directory: Path = ROOT) -> str:
         parts.append("\n".join([f"### {title}\n\n`diffcache.kv.recipes.{module}`\n", *lines]))
     parts += [results(record), ""] if record else []
     parts += [seconds(tokens)] if tokens else []
+    parts += [capacity(flat)] if flat else []
     parts += [timing(times)] if times else []
     return "\n".join(parts).rstrip() + "\n"
 
@@ -259,6 +260,28 @@ def seconds(record: Mapping[str, Any]) -> str:
                      f"{row['share']:.1%}", f"{row['prefill_ratio']:.2f}", slow])  # fmt: skip
     heads = ["cache", "ms a token", "of DynamicCache", "aim", "bytes", "prefill", ""]
     return "\n".join(["## A generated token\n", about, "", *table(heads, rows), ""])
+
+
+def capacity(record: Mapping[str, Any]) -> str:
+    """Return the table of time and bytes over many generated tokens."""
+    about = (
+        f"{record['rounds']:,} tokens, generated one by one after a prompt of "
+        f"{record['shapes']['prompt']}, with every recipe that bounds what it holds at "
+        f"{record['shapes']['budget']} slots: the time of a token in each third of them, as a "
+        "multiple of the model's time for one token without any cache, bytes after each third, "
+        "and the last third by the middle one. The model of the table above, with "
+        f"{record['shapes']['layers']} layer; all take turns in one process "
+        f"(`{record['command']}`)."
+    )
+    rows = []
+    for row in record["rows"]:
+        times, sizes = ([f"{value:{form}}" for value in row[key]]
+                        for key, form in (("of_alone", ".2f"), ("bytes", ",")))  # fmt: skip
+        rows.append([row["name"], *times, f"{row['time_ratio']:.2f}", *sizes,
+                     f"{row['bytes_ratio']:.2f}"])  # fmt: skip
+    heads = ["cache", "first third", "middle", "last", "last by middle", "first, bytes", "middle",
+             "last", "last by middle"]  # fmt: skip
+    return "\n".join(["## Ten thousand tokens\n", about, "", *table(heads, rows), ""])
 
 
 def _share(found: Mapping[str, float], sign: str = "") -> str:

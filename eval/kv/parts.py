@@ -66,10 +66,17 @@ def composition(recipe: Recipe) -> str:
         if part is not None and part != ():
             found.append(f"{name} `{spelled(part)}`")
     if recipe.space == "pre":
-        found.append("keys held unrotated" + (", rebased" if recipe.positions is not None else ""))
+        found.append("keys held unrotated")
+    if recipe.positions is not None:
+        found.append(f"positions `{spelled(recipe.positions)}`")
     if recipe.skip:
         found.append(f"skips {recipe.skip} layers")
-    return "; ".join(found)
+    return "; ".join([*found, while_decoding(recipe)])
+
+
+def while_decoding(recipe: Recipe) -> str:
+    """Return whether what is held grows with the tokens that are generated."""
+    return "bounded while decoding" if recipe.bounded else "grows while decoding"
 
 
 def spelled(part: Any) -> str:

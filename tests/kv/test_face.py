@@ -62,7 +62,7 @@ def test_dashes_and_underscores_mean_the_same(name: str) -> None:
          "'streaming-llm'; this is 'streaming_llm'. It is a recipe .* diffcache.kv.cache_for"),
         (lambda: diffcache.wrap(torch.nn.Linear(2, 2), "snapkw"), "did you mean 'snapkv'. It is a"),
         (lambda: kv.make_recipe("first_block"), "this is 'first-block'. .* diffcache.wrap"),
-        (lambda: kv.make_recipe("teacach"), "did you mean 'teacache'. It is a feature method"),
+        (lambda: kv.make_recipe("teacach"), "did you mean 'teacache'. It is a method"),
         (lambda: kv.make_recipe("snapkw"), "unknown recipe 'snapkw'; did you mean 'snapkv'.$"),
         (lambda: kv.make_recipe("xyzzy"), "unknown recipe 'xyzzy'; known: streaming_llm, duo"),
         (lambda: diffcache.cite("xyzzy"), "unknown method 'xyzzy'; known: interval, first-block"),

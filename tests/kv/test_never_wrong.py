@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-from copy import deepcopy
-from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,32 +13,16 @@ from diffcache.errors import AttachError, CacheWarning
 from diffcache.eval.kv import oracle
 from diffcache.foreign import attention_names
 from diffcache.kv import (
-    criticalkv,
-    keydiff,
     kivi,
-    look_m,
     quest,
     snapkv,
     streaming_llm,
-    xkv,
 )
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.hf.refresh import recompute
-from diffcache.kv.life import save as life
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.rotary_nd import RotaryND
-from diffcache.kv.rotary_table import RotaryTable
 from diffcache.pipelines.zoo.language import build
-from tests.kv.tiny import GREEDY, llama, prompts, row, same
-
-ALL = snapkv(1.0, window=4)
-IDS = torch.randint(3, 120, (1, 24), generator=torch.Generator().manual_seed(3))
-ONE = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-
-
-@cache
-def zoo(name: str, kind: str) -> Any:
-    return build(name, kind)
+from tests.kv.tiny import ALL, GREEDY, IDS, ONE, generate, llama, prompts, row, same, zoo
 
 
 def paligemma(text: str = "gemma") -> Any:
@@ -52,10 +31,6 @@ def paligemma(text: str = "gemma") -> Any:
         "PaliGemmaForConditionalGeneration", "paligemma",
         **{"text_config.model_type": text}, **({"text_config.layer_types": more["layer_types"]} if text == "gemma2" else {}),
     )  # fmt: skip
-
-
-def generate(model: Any, cache: Any = None, inputs: Any = ONE) -> Any:
-    return model.generate(**inputs, past_key_values=cache, **GREEDY)
 
 
 # who sees whom ---------------------------------------------------------------------------------
@@ -286,181 +261,3 @@ def test_a_share_that_leaves_nothing_to_choose_is_told_once() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         generate(model, cache_for(model, quest(0.5, page=4)))
-
-
-# latents --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("DeepseekV3ForCausalLM", "deepseek_v3"), ("MiniCPM3ForCausalLM", "minicpm3")],
-)
-def test_latents_are_dropped_and_chosen_as_a_whole(name: str, kind: str, tmp_path: Path) -> None:
-    model = zoo(name, kind)
-    expected = generate(model)
-    for recipe in (ALL, quest(64, page=4), kivi(2, group=8, residual=4096)):
-        same(generate(model, cache_for(model, recipe, mode="native")), expected, 1e-4)
-    detach(model)
-    for recipe in (snapkv(0.4, window=4), keydiff(0.5)):
-        ours, cache, log = oracle.run(model, recipe, ONE, **GREEDY)
-        assert cache.store.layers[0].held < cache.get_seq_length()
-        same(ours, oracle.expected(model, cache, log, ONE, **GREEDY), 1e-4)
-    with torch.no_grad():
-        past = hf.DynamicCache(config=model.config)
-        model(input_ids=IDS[:, :20], past_key_values=past)
-        stock = generate(model, deepcopy(past))
-        read = cache_for(model, ALL, past=past, mode="native")
-        life.save(tmp_path / "latents", read.store)
-        loaded = cache_for(model, ALL)
-        life.load(tmp_path / "latents", loaded.store)
-        for layer in loaded.layers:
-            layer.is_initialized = True
-        for each in (read.to_dynamic(), loaded, read):
-            same(generate(model, each), stock, 1e-4)
-        detach(model)
-
-
-def test_latents_are_small_and_their_slots_are_half_gone() -> None:
-    model = zoo("DeepseekV3ForCausalLM", "deepseek_v3")
-    cache = cache_for(model, snapkv(0.5, window=4))
-    with torch.no_grad():
-        model(**ONE, past_key_values=cache)
-    cache.settle()
-    detach(model)
-    held = cache.store.layers[0].read()
-    assert (held.k.shape[1:], held.v.shape[1:]) == ((1, 12, 16), (1, 12, 8))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "why"),
-    [
-        (streaming_llm(12), r"streaming_llm reads keys at other positions.*rotate=False"),
-        (look_m(0.5), "look_m merges slots"),
-        (criticalkv(base=snapkv(0.5)), "reads output projections"),
-    ],
-)
-def test_what_latents_cannot_do_is_refused(recipe: Recipe, why: str) -> None:
-    model = zoo("DeepseekV3ForCausalLM", "deepseek_v3")
-    with pytest.raises(AttachError, match=f"caches latents, .*{why}"):
-        cache_for(model, recipe)
-    other = deepcopy(model)
-    cache = cache_for(other, ALL)
-    for layer in other.model.layers:  # an adapter that its weights do not show
-        layer.self_attn.kv_b_proj.register_forward_hook(lambda *given: given[-1] * 1.5)
-    with pytest.raises(AttachError, match="makes keys and values from latents otherwise"):
-        other(**ONE, past_key_values=cache)
-
-
-# full attention and a state in one layer ---------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [("FalconH1ForCausalLM", "falcon_h1"), ("ZambaForCausalLM", "zamba")]
-)
-def test_states_beside_full_attention_go_along(name: str, kind: str) -> None:
-    model = zoo(name, kind)
-    expected = generate(model)
-    cache = cache_for(model, ALL)
-    same(generate(model, cache), expected, 1e-4)
-    cache.reset()
-    same(generate(model, cache), expected, 1e-4)
-    with torch.no_grad():
-        past = hf.DynamicCache(config=model.config)
-        model(input_ids=IDS[:, :20], past_key_values=past)
-        read = cache_for(model, ALL, past=past)
-        stock = generate(model, deepcopy(past))
-        for each in (read.fork(), read.fork(), read.to_dynamic(), read):
-            same(generate(model, each), stock, 1e-4)
-    beams = {**GREEDY, "num_beams": 2, "max_new_tokens": 4, "output_logits": False}
-    ours = model.generate(**ONE, past_key_values=cache_for(model, ALL), **beams)
-    detach(model)
-    assert torch.equal(ours.sequences, model.generate(**ONE, **beams).sequences)
-    ours, cache, log = oracle.run(model, snapkv(0.4, window=4), ONE, **GREEDY)
-    assert cache.store.layers[0].held < cache.get_seq_length()
-    same(ours, oracle.expected(model, cache, log, ONE, **GREEDY), 1e-4)
-
-
-def test_windows_drop_slots_themselves_in_stock_mode() -> None:
-    model = zoo("MistralForCausalLM", "mistral")
-    with pytest.raises(AttachError, match="mode='stock': layers with a window .* mode='native'"):
-        cache_for(model, "knorm", mode="stock")
-
-
-# positions of several axes ------------------------------------------------------------------------
-
-
-def with_image(model: Any) -> Any:
-    """Return two rows of text around an image of four by six tokens, the second one padded."""
-    config = model.config
-    image = [
-        config.vision_start_token_id,
-        *[config.image_token_id] * 24,
-        config.vision_end_token_id,
-    ]
-    ids = torch.cat([IDS[:, :8], torch.tensor([image]), IDS[:, 8:20]], 1)
-    ids = torch.cat([ids, torch.cat([torch.zeros_like(ids[:, :5]), ids[:, 5:]], 1)])
-    mask = (ids != 0).long()
-    mask[0] = 1
-    vision = config.vision_config
-    size = 3 * vision.temporal_patch_size * vision.patch_size**2
-    pixels = torch.randn(2 * 96, size, generator=torch.Generator().manual_seed(0))
-    return {
-        "input_ids": ids, "attention_mask": mask, "pixel_values": pixels,
-        "image_grid_thw": torch.tensor([[1, 8, 12]] * 2),
-        "mm_token_type_ids": (ids == config.image_token_id).int(),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("Qwen2VLForConditionalGeneration", "qwen2_vl"),
-        ("Qwen3VLForConditionalGeneration", "qwen3_vl"),
-    ],
-)
-def test_unrotated_keys_of_an_image_are_where_the_model_put_them(name: str, kind: str) -> None:
-    model = build(name, kind, **({"vision_config.hidden_size": 64} if kind == "qwen2_vl" else {}))
-    inputs = with_image(model)
-    embedding = model.model.language_model.rotary_emb
-    expected = generate(model, inputs=inputs)
-    for recipe in (streaming_llm(4096), xkv(1.0, value_rank=1.0, block=16, layers=2)):
-        cache = cache_for(model, recipe)
-        same(generate(model, cache, inputs), expected, 1e-3)
-    table = cache.writer.table
-    assert table.shape == (2, 55, 3) and not torch.equal(table[..., 1], table[..., 2])
-    hidden = replace(snapkv(0.4, window=4), space="pre")
-    ours, kept, log = oracle.run(model, hidden, inputs, **GREEDY)
-    assert kept.store.layers[0].held < 55
-    same(ours, oracle.expected(model, kept, log, inputs, **GREEDY), 1e-3)
-    few = cache_for(model, streaming_llm(20, sinks=4))
-    assert generate(model, few, inputs).sequences.shape == (2, 56)
-    with pytest.raises(ValueError, match="positions are looked up by token, and have no place"):
-        life.save("nowhere", few.store)
-    with pytest.raises(ValueError, match="positions up to .* tokens read: positions of several"):
-        generate(model, cache_for(model, "expected_attention", queries=8), inputs)
-    detach(model)
-    with pytest.raises(AttachError, match="past: streaming_llm .*not known of `past`"):
-        cache_for(model, streaming_llm(12), past=expected.past_key_values)
-    del cache, kept, few, ours
-    gc.collect()
-    assert not embedding._forward_pre_hooks
-
-
-def test_gaps_close_on_all_axes_and_images_keep_their_shape() -> None:
-    text, image = [(0, 0, 0), (1, 1, 1)], [(2, 2, 2), (2, 2, 3), (2, 3, 2), (2, 3, 3)]
-    table = torch.tensor([*text, *image, *[(n, n, n) for n in range(4, 8)]])
-    rotary = RotaryTable(torch.tensor([1.0, 0.5, 0.25]), axes=(0, 1, 2), table=table[None])
-
-    def closed(*tokens: int) -> list[list[int]]:
-        return rotary.closed(torch.tensor([[tokens]]))[0, 0].tolist()
-
-    assert closed(0, 2, 3, 4, 5, 8, 9) == [
-        [3, 3, 3], [4, 4, 4], [4, 4, 5], [4, 5, 4], [4, 5, 5], [6, 6, 6], [7, 7, 7]
-    ]  # fmt: skip
-    assert closed(9, 8, 0) == [[7, 7, 7], [6, 6, 6], [5, 5, 5]], "in whatever order"
-    assert closed(-1, 2, 4, 5, 6)[1:] == table[[2, 4, 5, 6]].tolist(), "holes in an image stay"
-    whole = torch.arange(10)[None, None]
-    assert torch.equal(rotary.closed(whole)[0, 0], table)
-    k = torch.randn(1, 2, 10, 6)
-    inner = RotaryND(rotary.inv_freq, axes=(0, 1, 2))
-    assert torch.equal(rotary.rotate(k, whole), inner.rotate(k, table))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
+from diffcache.kv import snapkv
+from diffcache.pipelines.zoo.language import build
 
 GREEDY = {
     "max_new_tokens": 10,
@@ -15,7 +19,21 @@ GREEDY = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+ALL = snapkv(1.0, window=4)  # drops nothing
+IDS = torch.randint(3, 120, (1, 24), generator=torch.Generator().manual_seed(3))
+ONE = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 SHORT = (17, 0, 5)  # padding of the rows of `prompts`
+
+
+@cache
+def zoo(name: str, kind: str) -> Any:
+    """Return a tiny model of a class of transformers."""
+    return build(name, kind)
+
+
+def generate(model: Any, cache: Any = None, inputs: Any = ONE) -> Any:
+    """Return what a model generates with a cache, or with its own."""
+    return model.generate(**inputs, past_key_values=cache, **GREEDY)
 
 
 def peaked(model: Any) -> Any:

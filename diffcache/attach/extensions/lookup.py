@@ -54,7 +54,7 @@ class TimeTap(Tap):
 
 
 class RunState:
-    """What belongs to one run.
+    """State of one run.
 
     Attributes:
         number: Of the run, counted over all threads.

@@ -24,7 +24,7 @@ from diffcache.features.temporal_table import (
 
 @dataclass(frozen=True)
 class Entry:
-    """What a module returned for one condition.
+    """Output of a module for one condition.
 
     Attributes:
         template: How its tensors go together.

@@ -1,4 +1,4 @@
-"""Which modules see the timestep and the condition alone: found by following one forward."""
+"""Modules that see the timestep and the condition alone: found by following one forward."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 @dataclass
 class _Seen:
-    """What was seen of one module in the followed forward."""
+    """Notes on one module in the followed forward."""
 
     calls: int = 0
     writes: int = 0

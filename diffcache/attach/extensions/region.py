@@ -43,7 +43,7 @@ TOKENS = "tokens"  # the site they are counted at
 
 @dataclass(eq=False)
 class Progress:
-    """What is known of one run.
+    """State of one run.
 
     Attributes:
         skips: Skipped step -> factor of the velocity.

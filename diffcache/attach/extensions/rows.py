@@ -1,4 +1,4 @@
-"""Computes the rows that a row plan names, in models of transformers that attend both ways.
+"""Computes the rows that a row plan names, in language models that attend both ways.
 
 A call of the wrapped model is given all tokens and a plan. The model runs on the planned rows
 alone; its attention writes their keys and values over those held and lets their queries see all
@@ -7,18 +7,32 @@ that is held. A call without a plan is the model's own, and leaves what is held 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from diffcache.attach.attention import Door
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
-from diffcache.attach.call import Call, current_call
+from diffcache.attach.attention_sdpa import Placed, calls_sdpa, place_rows
+from diffcache.attach.call import Call, current_call, in_call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
+from diffcache.attach.extensions.row_inputs import (
+    IDS,
+    PLAN,
+    POSITIONS,
+    VALID,
+    Held,
+    check_held,
+    check_sees_all,
+    first_position,
+    given_tokens,
+    mark_of,
+    places_of,
+)
 from diffcache.attach.run import Run
 from diffcache.dllm.policy import FedRows
 from diffcache.dllm.rows import RowPlan
@@ -26,48 +40,37 @@ from diffcache.errors import AttachError
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.layer import KVLayer
 
-PLAN = "row_plan"  # the argument of a call
-IDS, VALID, POSITIONS = "input_ids", "attention_mask", "position_ids"
 SITE = "token-layers"  # what is counted
-
-
-@dataclass(eq=False)
-class Held:
-    """What is held of one run.
-
-    Attributes:
-        shape: Sequences and positions.
-        layers: Keys and values of every attention, all positions long.
-        positions: Rotary positions, int64 `[1 or B, T]`.
-        mask: Positions that are no padding, bool `[B, 1, 1, T]`; None where there is no padding.
-    """
-
-    shape: tuple[int, int]
-    layers: list[KVLayer]
-    positions: Tensor
-    mask: Tensor | None = None
+TRIAL = "trial"  # in a call's storage: the turn of rows that are computed alone to compare them
+Extending = TypeVar("Extending", bound="Rows")
 
 
 @dataclass(eq=False)
 class Turn:
-    """What attention does in one call.
+    """Plan of attention in one call.
 
     Attributes:
-        held: What it writes to and reads.
+        held: Keys and values that it writes to and reads.
         index: Positions that are computed: a range where all sequences compute the same run, else
             int64 `[B, n]`.
         rows: Rows of each sequence.
         mask: Positions that are seen, bool `[B, 1, n, T]`; None for all.
         visits: Attentions that took part so far.
-        products: Multiply-adds of a row's attention, of those attentions together.
+        tokens: Tokens that they computed, all together.
+        products: Multiply-adds of those tokens' layers.
+        most: Multiply-adds of the same layers, had they computed all tokens.
+        differs: Whether rows that were computed alone had other keys than among all.
     """
 
-    held: Held
+    held: Held[KVLayer]
     index: Tensor | range
     rows: int
     mask: Tensor | None
     visits: set[int] = field(default_factory=set)
-    products: int = 0
+    tokens: int = 0
+    products: float = 0.0
+    most: float = 0.0
+    differs: bool = False
 
 
 class Rows(Extension):
@@ -75,24 +78,40 @@ class Rows(Extension):
 
     Args:
         denoiser: The attachment to the model.
+        ability: Ability that the policy asks for.
     """
 
-    def __init__(self, denoiser: Denoiser) -> None:
+    holds: type[Held[KVLayer]] = Held  # class of what is held of a run
+
+    def __init__(self, denoiser: Denoiser, ability: FedRows) -> None:
         self.denoiser = denoiser
         self.model = denoiser.anatomy.model
+        self.is_direct = calls_sdpa(denoiser.model)  # and leaves padding to us
+        self.takes_positions = POSITIONS in denoiser.arguments
+        self.first = first_position(denoiser.model)
         self.door = Door(denoiser.model, self)
         self.numbers = {site.path: number for number, site in enumerate(self.door.sites)}
         self.checked: set[int] = set()  # attentions that were compared with the model's own
-        self.weights = sum(_weights(denoiser.model.get_submodule(entry.key))
+        self.is_tried = False  # whether rows alone were compared with the same among all
+        self.weights = sum(linear_weights(denoiser.model.get_submodule(entry.key))
                            for entry in denoiser.anatomy.lists)  # fmt: skip
+        self._displace: Callable[[], None] | None = None
+        if not self.takes_positions:
+            try:
+                self._displace = place_rows(denoiser.model, self.door.sites, self._placed)
+            except BaseException:
+                self.door.remove()
+                raise
 
     def remove(self) -> None:
         """Give the model its attention function back."""
+        if self._displace is not None:
+            self._displace()
         self.door.remove()
 
     def tensors(self, run: Run) -> Iterator[Tensor]:
         """Yield the keys and values of a run."""
-        held: Held | None = run.storage.get(self)
+        held: Held[KVLayer] | None = run.storage.get(self)
         for layer in [] if held is None else held.layers:
             yield from layer.tensors()
 
@@ -106,70 +125,103 @@ class Rows(Extension):
             return call
         if not isinstance(plan, RowPlan):
             raise AttachError(f"{PLAN}={plan!r}: must be a RowPlan of diffcache.dllm")
-        ids, valid = self._checked(given)
-        batch, width = ids.shape
-        held: Held | None = call.run.storage.get(self)
+        ids, valid = given_tokens(self.model, given)
+        held: Held[KVLayer] | None = call.run.storage.get(self)
         if plan.rows is None:
             held = self._start(call, held, ids, valid)
-        elif held is None or held.shape != (batch, width):
-            raise AttachError(
-                f"{self.model}: {PLAN} names some rows, and nothing is held of {batch} sequences "
-                f"of {width} tokens in this run; let the first call compute all rows, and open "
-                "diffcache.run(model) around the calls of one decoding"
-            )
-        rows = plan.count(width)
-        mask = None if held.mask is None else held.mask.expand(-1, -1, rows, -1)
-        turn = Turn(held, range(width) if plan.rows is None else plan.rows, rows, mask)
+        else:
+            check_held(self.model, held, ids, valid)
+        assert held is not None
+        plan = self.completed(plan, held)
+        rows = plan.count(ids.shape[1])
+        mask = _both(held.mask, plan.seen)
+        mask = None if mask is None else mask.expand(-1, -1, rows, -1)
+        turn = Turn(held, range(rows) if plan.rows is None else plan.rows, rows, mask)
         call.storage[self] = turn
-        given |= {IDS: plan.take(ids), POSITIONS: plan.take(held.positions).expand(batch, -1)}
-        if plan.rows is not None:  # the model's own mask is that of all rows
-            given[VALID] = mask
-        return replace(call, args=(), kwargs=given)
+        return replace(call, args=(), kwargs=self._cut(given, turn, ids))
 
-    def _checked(self, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Return the tokens and which of them are no padding.
+    def _cut(self, given: dict[str, Any], turn: Turn, ids: Tensor) -> dict[str, Any]:
+        """Return the arguments of a call as those of its rows; `ids` are all tokens."""
+        held, plan = turn.held, RowPlan(turn.index)
+        given = given | {IDS: plan.take(ids)}
+        if self.takes_positions:
+            given[POSITIONS] = plan.take(held.positions).expand(held.shape[0], -1)
+        if self.is_direct:  # each takes padding in another form, and we mask it
+            given[VALID] = None
+        elif turn.rows < held.shape[1]:  # the model's own mask is that of all rows
+            given[VALID] = turn.mask
+        return given
 
-        Raises:
-            AttachError: If the call is not that of all tokens, or brings a cache or positions.
-        """
-        ids, valid = given.get(IDS), given.get(VALID)
-        if not isinstance(ids, Tensor) or ids.dim() != 2:
-            raise AttachError(f"{self.model}: a call with {PLAN} takes {IDS}, int64 [B, T]")
-        for name in (POSITIONS, "past_key_values", "inputs_embeds"):
-            if given.get(name) is not None:
-                raise AttachError(f"{self.model}: a call with {PLAN} takes no {name}; leave it out")
-        if valid is not None and (not isinstance(valid, Tensor) or valid.shape != ids.shape):
-            raise AttachError(
-                f"{self.model}: {VALID} of a call with {PLAN} must be [B, T], as {IDS} is"
-            )
-        return ids, valid
+    def completed(self, plan: RowPlan, held: Held[KVLayer]) -> RowPlan:
+        """Return the plan with rows that are computed besides."""
+        return plan
 
-    def _start(self, call: Call, held: Held | None, ids: Tensor, valid: Tensor | None) -> Held:
+    def _start(
+        self, call: Call, held: Held[KVLayer] | None, ids: Tensor, valid: Tensor | None
+    ) -> Held[KVLayer]:
         """Return what a forward of all rows writes to."""
         shape = ids.shape[0], ids.shape[1]
+        at, mask = places_of(ids, valid, self.first)
         if held is None or held.shape != shape:
             layers = [KVLayer(number) for number in range(len(self.numbers))]
-            held = Held(shape, layers, torch.arange(shape[1], device=ids.device)[None])
-        if valid is not None:
-            held.positions = (valid.long().cumsum(1) - 1).clamp_min(0)
-            held.mask = valid.bool()[:, None, None]
+            held = self.holds(shape, layers, at)
+        held.positions, held.mask, held.mark = at, mask, mark_of(valid)
         if call.run.is_told or call.run.in_pipeline:  # else no call comes after this one
             call.run.storage[self] = held
         return held
 
     def close(self, call: Call, out: Any) -> Any:
-        """Check that every attention took part.
+        """Check that every attention took part, and once that rows can be computed alone.
 
         Raises:
-            AttachError: If one did not.
+            AttachError: If one did not, or they cannot.
         """
         turn: Turn | None = call.storage.get(self)
         if turn is not None and len(turn.visits) != len(self.numbers):
             raise AttachError(
                 f"{self.model}: {len(turn.visits)} of {len(self.numbers)} attention modules took "
-                "part in a call; its attention function was replaced since it was wrapped: unwrap "
-                "it and wrap it again"
+                "part in a call; either its attention was replaced since it was wrapped: unwrap it "
+                "and wrap it again; or code of its own attends without torch's fused attention: "
+                "load it with attn_implementation='sdpa'"
             )
+        if turn is not None and not self.is_tried and call.run.storage.get(self) is turn.held:
+            self._try_alone(call, turn.held)
+            self.is_tried = True
+
+    def _try_alone(self, call: Call, held: Held[KVLayer]) -> None:
+        """Compute some rows of a call of all rows alone, to compare them; what is held stays.
+
+        Raises:
+            AttachError: If they come out otherwise.
+        """
+        for place in range(held.shape[1] - 1, 0, -2)[:3] or [0]:  # one may go to other experts
+            turn, _ = self.run_alone(call, held, range(place, place + 1))
+            if not turn.differs:
+                break
+        else:
+            raise AttachError(
+                f"{self.model}: rows computed alone come out otherwise than among all: its code "
+                "counts rows where it has position_ids (as copies of Dream's for other caches do), "
+                "or tokens meet outside of attention; run it as it is"
+            )
+
+    @torch.no_grad()
+    def run_alone(
+        self, call: Call, held: Held[KVLayer], places: range, **storage: Any
+    ) -> tuple[Turn, Any]:
+        """Return what the model makes of some rows of a call of all rows; what is held stays.
+
+        Args:
+            call: The call of all rows.
+            held: Keys and values that it wrote to.
+            places: Positions of the rows.
+            storage: More of the inner call's storage.
+        """
+        given = self.denoiser.named(call.args, call.kwargs)
+        index = torch.tensor(places, device=given[IDS].device).expand(held.shape[0], -1)
+        turn = Turn(held, index, len(places), held.mask)
+        with in_call(replace(call, repeats=True, storage={TRIAL: turn, **storage})):
+            return turn, self.denoiser.model.forward(**self._cut(given, turn, given[IDS]))
 
     def counts(self, call: Call) -> dict[str, tuple[int, int]]:
         """Return how many tokens all layers together computed and left out.
@@ -180,56 +232,77 @@ class Rows(Extension):
         if turn is None:
             return {}
         batch, width = turn.held.shape
-        computed, left_out = batch * turn.rows, batch * (width - turn.rows)
-        each = 2 * (self.weights + turn.products)
-        call.record.flops = float(computed * each), float(left_out * each)
-        layers = len(self.numbers)
-        return {SITE: (computed * layers, left_out * layers)}
+        call.record.flops = 2 * turn.products, 2 * (turn.most - turn.products)
+        return {SITE: (turn.tokens, batch * width * len(self.numbers) - turn.tokens)}
 
     # attention -------------------------------------------------------------------------------
 
+    def turn(self, kind: object = None) -> Turn | None:
+        """Return what attention does in the current call, None where it is the model's own.
+
+        Args:
+            kind: `TRIAL` for that of rows that are computed alone to compare them.
+        """
+        call = current_call()
+        if call is None or call.owner is not self.denoiser:
+            return None
+        turn: Turn | None = call.storage.get(self if kind is None else kind)
+        return turn
+
     def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
         """Write the rows' keys and values, and attend to all that is held."""
-        around = current_call()
-        if around is None or around.owner is not self.denoiser:
-            return None
-        turn: Turn | None = around.storage.get(self)
+        turn = self.turn()
         if turn is None:
-            return None
+            return self._compared(site, call)
         number = self.numbers[site.path]
-        turn.visits.add(number)
-        turn.products += 2 * turn.held.shape[1] * call.q.shape[2] * call.q.shape[3]
+        self._count(turn, number, call)
         layer = turn.held.layers[number]
         k, v = call.k.transpose(1, 2), call.v.transpose(1, 2)
         if layer.seen:
             layer.overwrite(turn.index, k, v)
         else:
-            self._check_mask(site, call, turn)
+            check_sees_all(self.model, site, call, None if self.is_direct else turn.mask)
             layer.write(k, v)
         query = Query(call.q.transpose(1, 2), 0, call.scale, mask=turn.mask, causal=False)
         out = attend(query, layer.views()).transpose(1, 2)
         if number not in self.checked:
+            if self.is_direct:
+                call.mask = turn.mask
             self._check_output(site, out, call.plain())
             self.checked.add(number)
         return out.contiguous()
 
-    def _check_mask(self, site: AttentionSite, call: AttentionCall, turn: Turn) -> None:
-        """Raise unless every row sees every other; the host waits, at a run's first call.
+    def _compared(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
+        """Attend with rows that are computed alone, and compare their keys with those held."""
+        turn = self.turn(TRIAL)
+        if turn is None:
+            return None
+        number = self.numbers[site.path]
+        layer = turn.held.layers[number]
+        if number < 2:  # the second shows what the first makes of its rows
+            before = RowPlan(turn.index).take(layer.read().k.transpose(1, 2))
+            eps = max(torch.finfo(x).eps for x in (call.k.dtype, torch.float32))
+            bound = eps**0.5 * before.abs().amax((2, 3))
+            agrees = (call.k - before).abs().amax((2, 3)) <= bound
+            turn.differs |= bool(agrees.double().mean() < 0.5)
+        query = Query(call.q.transpose(1, 2), 0, call.scale, mask=turn.mask, causal=False)
+        return attend(query, layer.views()).transpose(1, 2).contiguous()
 
-        Raises:
-            AttachError: If the model is causal, or looks at a window.
-        """
-        seen = call.mask
-        if seen is not None and seen.dtype != torch.bool:
-            seen = seen >= 0
-        expected = torch.ones((), dtype=torch.bool) if turn.mask is None else turn.mask
-        if call.causal or (seen is not None and not bool((seen == expected.to(seen.device)).all())):
-            raise AttachError(
-                f"{self.model}: {site.path} hides tokens from each other (it is causal, or has a "
-                "window), so that rows computed alone would see what they must not; a diffusion "
-                "language model attends both ways: set model.config.is_causal = False if its "
-                "weights are made for that"
-            )
+    def _placed(self) -> Placed | None:
+        """Return the rows of the call at hand, None where these are all or it has no plan."""
+        turn = self.turn() or self.turn(TRIAL)
+        if turn is None or (isinstance(turn.index, range) and turn.rows == turn.held.shape[1]):
+            return None
+        return turn.index, turn.held.shape[1]
+
+    def _count(self, turn: Turn, number: int, call: AttentionCall) -> None:
+        """Note that a layer computes the rows of a turn."""
+        batch, width = turn.held.shape
+        row = self.weights / len(self.numbers) + 2 * width * call.q.shape[2] * call.q.shape[3]
+        turn.visits.add(number)
+        turn.tokens += batch * turn.rows
+        turn.products += batch * turn.rows * row
+        turn.most += batch * width * row
 
     def _check_output(self, site: AttentionSite, ours: Tensor, theirs: Tensor) -> None:
         """Raise unless attention over what is held is the model's own, once a module.
@@ -246,32 +319,78 @@ class Rows(Extension):
             )
 
 
-def _weights(blocks: nn.Module) -> int:
+def _both(mask: Tensor | None, seen: Tensor | None) -> Tensor | None:
+    """Return the positions that are no padding and seen, bool `[B, 1, 1, T]`; None for all."""
+    if seen is None:
+        return mask
+    return seen[:, None, None] if mask is None else mask & seen[:, None, None]
+
+
+def linear_weights(blocks: nn.Module) -> int:
     """Return the number of weights of all linear layers."""
     linear = [module for module in blocks.modules() if isinstance(module, nn.Linear)]
     return sum(module.weight.numel() for module in linear)
 
 
-def install(denoiser: Denoiser, ability: FedRows) -> Rows:
-    """Return the extension for row plans.
+def check_arguments(denoiser: Denoiser, *names: str, planned: bool = True) -> None:
+    """Raise unless a model's forward takes some arguments.
+
+    Args:
+        denoiser: The attachment to the model.
+        names: Names of the arguments.
+        planned: Whether every call brings a plan, which those of a pipeline do not.
 
     Raises:
-        AttachError: If the model is none of transformers, takes no positions, or has blocks without
-            attention.
+        AttachError: If it does not, denoises a canvas after an encoder, or is called by a pipeline.
     """
-    name = denoiser.anatomy.model
-    missing = [arg for arg in (IDS, VALID, POSITIONS) if arg not in denoiser.arguments]
+    name, target = denoiser.anatomy.model, denoiser.handle.target()
+    if "decoder_input_ids" in denoiser.arguments:
+        raise AttachError(
+            f"{name}: its own encoder cache holds the keys and values of finished text exactly; in "
+            "the canvas every step conditions every token on its last logits, so that no row can "
+            "be left out; use a feature method, such as method='taylorseer', or run it as it is"
+        )
+    missing = [arg for arg in names if arg not in denoiser.arguments]
     if missing:
         raise AttachError(
             f"{name}: takes no {missing[0]}; computing some rows of a sequence serves language "
-            f"models of transformers, whose forward has {IDS}, {VALID} and {POSITIONS}"
+            f"models of transformers, whose forward has {', '.join(names)}"
         )
-    rows = Rows(denoiser)
-    blocks = sum(entry.depth for entry in denoiser.anatomy.lists)
+    if planned and target is not denoiser.model:
+        raise AttachError(
+            f"{denoiser.handle.method!r} plans the rows of every call, which a "
+            f"{type(target).__name__} does not ask for; use BlockCache(), or wrap its model and "
+            "decode with DiffusionLM"
+        )
+
+
+def install(denoiser: Denoiser, ability: FedRows, kind: type[Rows] = Rows) -> Rows:
+    """Return the extension for row plans.
+
+    Args:
+        denoiser: The attachment to the model.
+        ability: Ability that the policy asks for.
+        kind: Class of the extension.
+
+    Raises:
+        AttachError: If the model is none of transformers, takes no positions, or has blocks without
+            attention, or a pipeline calls it.
+    """
+    check_arguments(denoiser, IDS, VALID)
+    return check_sites(kind(denoiser, ability))
+
+
+def check_sites(rows: Extending) -> Extending:
+    """Return the extension, if the tokens of its model meet in self-attention alone.
+
+    Raises:
+        AttachError: If blocks have no attention, or attend to something else.
+    """
+    blocks = sum(entry.depth for entry in rows.denoiser.anatomy.lists)
     if any(site.kind != "self" for site in rows.door.sites) or len(rows.numbers) < blocks:
         rows.remove()
         raise AttachError(
-            f"{name}: has {blocks} blocks and {len(rows.numbers)} attentions, not all of them "
-            "self-attention; tokens must meet in self-attention alone"
+            f"{rows.model}: has {blocks} blocks and {len(rows.numbers)} attentions, not all of "
+            "them self-attention; tokens must meet in self-attention alone"
         )
     return rows

@@ -29,6 +29,7 @@ from diffcache.attach.signature import writes_cache
 from diffcache.attach.tree import unshared
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
+from diffcache.foreign import splits_inputs
 from diffcache.step import Site
 
 
@@ -89,11 +90,29 @@ class FeatureReuse(Extension):
                     yield from parts.when.held(decision.state)
 
     def start(self, timeline: Timeline) -> None:
-        """Start a run: nothing is decided; blocks that were replaced are laid out anew."""
+        """Start a run: nothing is decided; blocks that were replaced are laid out anew.
+
+        Raises:
+            AttachError: If blocks that may be skipped split their tokens over processes.
+        """
         when = self.setup.parts.when
+        self._check_split()
         timeline.storage[self] = Decision(None if when.by_branch else when.init())
         if self._taps.refresh():
             self.setup.layouts.clear()
+
+    def _check_split(self) -> None:
+        """Raise if a skipped block would leave out that its tokens are split over processes."""
+        setup = self.setup
+        if setup.is_module or setup.site is Site.MODEL:
+            return
+        for key, blocks in setup.blocks.items():
+            if any(map(splits_inputs, blocks)):
+                raise AttachError(
+                    f"{setup.anatomy.model}: enable_parallelism splits tokens as blocks of {key} "
+                    "are called, so that one that is skipped would get all of them; "
+                    + use_sites(setup.method, [Site.MODEL, Site.MODULE])
+                )
 
     # one call ------------------------------------------------------------------------------
 

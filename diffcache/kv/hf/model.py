@@ -10,12 +10,13 @@ from weakref import ReferenceType, WeakSet
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from diffcache.digest import digest
+from diffcache.digest import digest, weights_digest
 from diffcache.errors import AttachError
 from diffcache.kv.hf.rotary import RotaryReader, rotary_of
 from diffcache.kv.recipe import Recipe
 
 Mode = Literal["auto", "native", "stock"]
+_DIFFUSION = ("llada", "Dream")  # `model_type` of code that fills in masks and takes no cache
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 
 
@@ -62,9 +63,16 @@ def decoder_config(model: nn.Module) -> Any:
     """Return the configuration of a model's decoder.
 
     Raises:
-        AttachError: If it is no model of transformers, or has an encoder as well.
+        AttachError: If it is no model of transformers, has an encoder as well, or is a diffusion
+            language model of its own code.
     """
     config = config_of(model)
+    if getattr(config, "model_type", None) in _DIFFUSION:
+        raise AttachError(
+            f"{type(model).__name__} fills in masks, every token seeing all others, and its own "
+            "code takes no cache of transformers; wrap it with a policy of diffcache.dllm, such as "
+            "diffcache.wrap(model, DKVCache()), and decode with DiffusionLM"
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise AttachError(
             f"{type(model).__name__} has an encoder, and layers that attend to it; use a "
@@ -189,21 +197,15 @@ def reader(model: nn.Module, found: dict[int, nn.Module], index: int, config: An
 def origin_of(decoder: ReferenceType[nn.Module]) -> dict[str, str]:
     """Return what the keys and values of a decoder are made by, as digests.
 
-    Eight numbers of each of its weights stand for all of them.
-
     Args:
         decoder: The decoder, if it is still there.
     """
     model: Any = decoder()
     if model is None:
         return {}
-    few = []
-    for weight in getattr(model, "base_model", model).parameters():  # without its head
-        if weight.numel() and not weight.is_meta:
-            flat = weight.detach().reshape(-1)
-            few.append(flat[:: -(-len(flat) // 8)])
+    weights = getattr(model, "base_model", model).parameters()  # without its head
     rope = {name: getattr(model.config, name, None) for name in ("rope_parameters", "rope_scaling")}
-    return {"weights": digest(few), "rotary embedding": digest(rope)}
+    return {"weights": weights_digest(weights), "rotary embedding": digest(rope)}
 
 
 def check_generates_with_cache(model: nn.Module) -> None:

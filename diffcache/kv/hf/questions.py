@@ -10,6 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from diffcache.foreign import device_of_model
 from diffcache.kv.hf.cache import KVCache, Recipes, cache_for
 from diffcache.kv.life.episodes import OnRequest, compress_by_probe
 from diffcache.kv.score.probe import Asked
@@ -52,10 +53,10 @@ def ask(
     Args:
         model: A model of transformers that generates text, as for `cache_for`.
         tokenizer: Its tokenizer.
-        context: What the questions are about.
+        context: Text that the questions are about.
         questions: One question, or several.
-        recipe: What is done to the cache, as for `cache_for`.
-        answer_prefix: How each answer begins; it is not part of what is returned.
+        recipe: Recipe of the cache, as for `cache_for`.
+        answer_prefix: Beginning of each answer, not part of what is returned.
         generate: Settings of `model.generate`; by default 50 new tokens, greedy.
         settings: `mode` of `cache_for`, and settings of a recipe that is given by name.
 
@@ -68,7 +69,7 @@ def ask(
         ValueError: If the context is empty, or a setting is unknown or out of its range.
     """
     before, after = _around(tokenizer, context)
-    device: Any = next(model.parameters()).device
+    device = device_of_model(model)
     ids = _ids(tokenizer, before).to(device)
     if not context or not ids.shape[1]:
         raise ValueError("context='': there is nothing to ask about; give a text")

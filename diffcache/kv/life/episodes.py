@@ -34,6 +34,8 @@ C = TypeVar("C", bound=Forkable)
 class OnRequest(Trigger):
     """Never by itself: only when `compress` is called."""
 
+    by_itself = False
+
     def due(self, event: Event) -> bool:
         """Return False."""
         return False
@@ -42,6 +44,8 @@ class OnRequest(Trigger):
 @dataclass(frozen=True)
 class AfterProbe(Trigger):
     """Never by itself; a first prompt that was not compressed is not gone on from."""
+
+    by_itself = False
 
     def due(self, event: Event) -> bool:
         """Return False.

@@ -1,0 +1,316 @@
+"""Serves finished blocks of a text that grows, where a pipeline owns the decoding loop.
+
+Every call of the model brings all tokens so far. The model runs on the last block, and on what
+changed before it since the last call; its attention reads the keys and values of all that came
+before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diffcache.attach.attention_call import AttentionCall, AttentionSite
+from diffcache.attach.call import Call, in_call
+from diffcache.attach.denoiser import Denoiser
+from diffcache.attach.extensions.row_inputs import IDS, POSITIONS, VALID, Held
+from diffcache.attach.extensions.rows import Rows, Turn, check_arguments, check_sites
+from diffcache.attach.run import Run
+from diffcache.dllm.block_cache import FinishedBlocks
+from diffcache.errors import AttachError
+from diffcache.kv.attend import Query, attend
+from diffcache.kv.layer import KVLayer
+
+EXACT = "exact: attention is causal by blocks of {} tokens, checked against an uncached call"
+APPROXIMATE = (
+    "approximate: attention goes both ways, so finished blocks keep the keys and values of a "
+    "shorter text"
+)
+_TAKEN = (IDS, VALID, POSITIONS, "use_cache")
+
+
+class Kind(NamedTuple):
+    """Kind of a call: those of one kind are checked once.
+
+    Attributes:
+        block: Tokens of a block.
+        size: Bits of the number of blocks, so that a text is checked again when it has doubled.
+        has_padding: Whether there is padding.
+        ends_padded: Whether there is padding in the last block.
+    """
+
+    block: int
+    size: int
+    has_padding: bool
+    ends_padded: bool
+
+
+@dataclass(eq=False)
+class Window(Held[KVLayer]):
+    """Keys, values and tokens of one run.
+
+    Attributes:
+        tokens: Tokens, which of them are no padding, and positions, int64 `[3, B, T]`.
+        block: Tokens of a block; None as long as nobody said.
+    """
+
+    tokens: Tensor = field(kw_only=True)
+    block: int | None = field(kw_only=True)
+
+
+@dataclass(eq=False)
+class Part(Turn):
+    """Plan of attention in one call of a pipeline.
+
+    Attributes:
+        held: Keys, values and tokens that it writes to and reads.
+        start: The first position that is computed; at 0 the model attends by itself.
+        kind: Kind of the call; None where it has no finished blocks.
+        cached: The first position that is computed with the cache, in a call that is checked.
+        exact: Whether attention is causal by blocks, of the attentions that were looked at.
+    """
+
+    held: Window
+    start: int = field(default=0, kw_only=True)
+    kind: Kind | None = field(default=None, kw_only=True)
+    cached: int = field(default=0, kw_only=True)
+    exact: set[bool] = field(default_factory=set, kw_only=True)
+
+
+class Blocks(Rows):
+    """Computes the last block of every call, and what changed before it.
+
+    Args:
+        denoiser: The attachment to the model.
+        ability: Ability that the method asks for.
+    """
+
+    def __init__(self, denoiser: Denoiser, ability: FinishedBlocks) -> None:
+        super().__init__(denoiser, ability)
+        self.block = ability.block
+        self.is_tried = True  # by the checks of its own
+        self.is_exact: dict[Kind, bool] = {}  # of the kinds of calls that were checked
+
+    def stepping(
+        self, run: Run, scheduler: Any, output: Tensor, timestep: Any, sample: Tensor
+    ) -> None:
+        """Learn the length of a block: the scheduler steps with the last one."""
+        held: Window | None = run.storage.get(self)
+        if held is not None and self.block is None and sample.dim() == 2:
+            held.block = sample.shape[1]
+
+    # a call ----------------------------------------------------------------------------------
+
+    def open(self, call: Call) -> Call:
+        """Give the model the last blocks alone, or all where a kind of call has to be checked."""
+        run = call.run
+        if not (run.in_pipeline or run.is_told):  # no call comes after this one
+            return call
+        given = self.denoiser.named(call.args, call.kwargs)
+        tokens = self._tokens(given)
+        held: Window | None = run.storage.get(self)
+        block = self.block if held is None else held.block
+        start, kind = _start(held, tokens, block)
+        if held is None or kind is None:
+            part = self._whole(tokens, block)
+            held = part.held
+        else:
+            held.shape, held.tokens = (tokens.shape[1], tokens.shape[2]), tokens
+            if kind in self.is_exact:
+                part = self._part(held, start, kind, self.is_exact[kind])
+            else:  # what is held stays as it is, so that a check changes nothing
+                part = self._whole(tokens, block, kind, cached=start)
+        run.storage[self], call.storage[self] = held, part
+        return replace(call, args=(), kwargs=_cut(given, part)) if part.start else call
+
+    def close(self, call: Call, out: Any) -> Any:
+        """Return logits as long as the tokens; those of positions that were left out are NaN.
+
+        Raises:
+            AttachError: If the call is checked, and the cache gives something else.
+        """
+        super().close(call, out)
+        part: Part | None = call.storage.get(self)
+        if part is None or part.kind is None:
+            return None
+        if not part.start:
+            part, out = self._checked_part(call, part, part.kind, out.logits)
+        self._say(call.run, part.kind)
+        logits = out.logits.new_full((*part.held.shape, out.logits.shape[-1]), float("nan"))
+        logits[:, part.start :] = out.logits
+        return type(out)(logits=logits)
+
+    def _tokens(self, given: dict[str, Any]) -> Tensor:
+        """Return tokens, which are no padding, and positions, int64 `[3, B, T]`, as a copy.
+
+        Raises:
+            AttachError: If the call is not that of all tokens.
+        """
+        others = [n for n, value in given.items() if n not in _TAKEN and value is not None]
+        if others:
+            raise AttachError(f"{self.model}: a call under a block cache takes no {others[0]}")
+        found: list[Tensor] = []
+        for name in (IDS, VALID, POSITIONS):
+            value = given.get(name)
+            if not isinstance(value, Tensor) or value.dim() != 2:
+                raise AttachError(f"{self.model}: a call under a block cache takes {name} [B, T]")
+            found.append(value.to(torch.int64).expand_as(given[IDS]))
+        return torch.stack(found)
+
+    def _whole(
+        self, tokens: Tensor, block: int | None, kind: Kind | None = None, cached: int = 0
+    ) -> Part:
+        """Return what attention does in a call of the model's own, with an empty window."""
+        batch, width = tokens.shape[1:]
+        layers = [KVLayer(number) for number in range(len(self.numbers))]
+        held = Window((batch, width), layers, tokens[2], tokens=tokens, block=block)
+        return Part(held, range(width), width, None, kind=kind, cached=cached)
+
+    def _part(self, held: Window, start: int, kind: Kind, is_exact: bool) -> Part:
+        """Return what attention does where positions from `start` on are computed."""
+        width = held.shape[1]
+        mask: Tensor | None = None
+        if kind.has_padding:
+            mask = held.tokens[1].bool()[:, None, None].expand(-1, -1, width - start, -1)
+        if is_exact and start < width - kind.block:
+            by_blocks = _by_blocks(width, kind.block, held.tokens.device)[None, None, start:]
+            mask = by_blocks if mask is None else mask & by_blocks
+        return Part(held, range(start, width), width - start, mask, start=start, kind=kind)
+
+    def _checked_part(
+        self, call: Call, whole: Part, kind: Kind, wanted: Tensor
+    ) -> tuple[Part, Any]:
+        """Compare the cache with a call of the model's own; return the cache's part and output.
+
+        Where finished blocks are stale by nature, the last block is compared next to fresh ones.
+
+        Raises:
+            AttachError: If they do not agree.
+        """
+        is_exact = whole.exact == {True}
+        part = self._part(call.run.storage[self], whole.cached, kind, is_exact)
+        out = again = self._alone(call, part)
+        if not is_exact:
+            fresh = self._part(whole.held, whole.rows - kind.block, kind, is_exact)
+            again = self._alone(call, fresh)
+        found, wanted = (x[:, -kind.block :].float() for x in (again.logits, wanted))
+        bound = torch.finfo(out.logits.dtype).eps ** 0.5
+        if not bool((found - wanted).norm() <= bound * wanted.norm()):
+            raise AttachError(
+                f"{self.model}: its last block comes out otherwise when it is computed alone, next "
+                "to the keys and values of the tokens before it; unwrap it"
+            )
+        self.is_exact[kind] = is_exact
+        return part, out
+
+    def _alone(self, call: Call, part: Part) -> Any:
+        """Return what the model makes of the positions of a part."""
+        given = _cut(self.denoiser.named(call.args, call.kwargs), part)
+        with in_call(replace(call, repeats=True, storage={self: part})):
+            return self.denoiser.model.forward(**given)
+
+    def _say(self, run: Run, kind: Kind | None) -> None:
+        """Put into the report what the cache is to the model."""
+        assert kind is not None
+        if not self.is_exact[kind]:
+            self.denoiser.handle.remark(run, [f"{self.model}: {APPROXIMATE}"])
+        elif (text := f"{self.model}: {EXACT.format(kind.block)}") not in run.record.remarks:
+            run.record.remarks.append(text)
+
+    # attention -------------------------------------------------------------------------------
+
+    def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
+        """Write the keys and values of what is computed, and attend to all that is held."""
+        part = self.turn()
+        if not isinstance(part, Part):
+            return None
+        number = self.numbers[site.path]
+        self._count(part, number, call)
+        layer = part.held.layers[number]
+        k, v = call.k.transpose(1, 2), call.v.transpose(1, 2)
+        if not part.start:
+            self._look(site, call, part)
+            layer.write(k, v)
+            return None
+        old = layer.seen - part.start
+        if old:
+            layer.overwrite(range(part.start, layer.seen), k[:, :, :old], v[:, :, :old])
+        if old < part.rows:
+            layer.write(k[:, :, old:], v[:, :, old:])
+        query = Query(call.q.transpose(1, 2), 0, call.scale, mask=part.mask, causal=False)
+        return attend(query, layer.views()).transpose(1, 2).contiguous()
+
+    def _look(self, site: AttentionSite, call: AttentionCall, part: Part) -> None:
+        """Note who sees whom in a call of the model's own; the host waits where it is checked.
+
+        Raises:
+            AttachError: If the model is causal, has a window, or other blocks.
+        """
+        if part.kind is not None and not call.causal:
+            block, width = part.kind.block, part.held.shape[1]
+            seen = torch.ones((), dtype=torch.bool) if call.mask is None else call.mask
+            seen = (seen if seen.dtype == torch.bool else seen >= 0).to(call.q.device)
+            both = part.held.tokens[1].bool()[:, None, None]
+            by_blocks = both & _by_blocks(width, block, both.device)
+            for is_exact, expected in ((True, by_blocks), (False, both)):
+                if bool((seen == expected).all()):
+                    part.exact.add(is_exact)
+                    return
+        if part.kind is not None or call.causal:
+            blocks = "its blocks" if part.kind is None else f"blocks of {part.kind.block} tokens"
+            raise AttachError(
+                f"{self.model}: {site.path} neither attends both ways nor to {blocks} and all "
+                "before (it is causal, has a window, or blocks of another length), so that rows "
+                "computed alone would see what they must not; call the pipeline with the "
+                "block_length that its weights are made for, or set model.config.is_causal = False "
+                "if they are made to attend both ways"
+            )
+
+
+def _start(held: Window | None, tokens: Tensor, block: int | None) -> tuple[int, Kind | None]:
+    """Return the first position to compute, and the kind of the call; the host waits once.
+
+    A call without finished blocks, or of another text, starts at 0 and has no kind.
+    """
+    batch, width = tokens.shape[1:]
+    if held is None or block is None or width % block or held.shape[0] != batch:
+        return 0, None
+    known = held.shape[1]
+    if known > width:
+        return 0, None
+    same = (tokens[:, :, :known] == held.tokens).flatten(0, 1).all(0)
+    padding = tokens[1] == 0
+    facts = torch.stack([same.long().cumprod(0).sum(), padding.any(), padding[:, -block:].any()])
+    kept, some, last = facts.tolist()
+    start = min(kept, width - block) // block * block
+    kind = Kind(block, (width // block).bit_length(), bool(some), bool(last))
+    return start, kind if start else None
+
+
+def _by_blocks(width: int, block: int, device: torch.device) -> Tensor:
+    """Return whom each token sees where attention is causal by blocks, bool `[T, T]`."""
+    number = torch.arange(width, device=device) // block
+    return number <= number[:, None]
+
+
+def _cut(given: dict[str, Any], part: Part) -> dict[str, Any]:
+    """Return the arguments of a call as those of the positions that are computed."""
+    return given | {name: given[name][:, part.start :] for name in (IDS, VALID, POSITIONS)}
+
+
+def install(denoiser: Denoiser, ability: FinishedBlocks) -> Blocks:
+    """Return the extension for finished blocks.
+
+    Raises:
+        AttachError: If nobody says how long a block is, or the model cannot compute some rows.
+    """
+    if ability.block is None and denoiser.handle.target() is denoiser.model:
+        raise AttachError(
+            f"{denoiser.handle.method!r}: a bare model has no scheduler that tells how long a "
+            "block is; wrap the pipeline, or give block"
+        )
+    check_arguments(denoiser, IDS, VALID, POSITIONS, planned=False)
+    return check_sites(Blocks(denoiser, ability))

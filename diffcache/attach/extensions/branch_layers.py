@@ -1,0 +1,104 @@
+"""Finds the layers of a model whose attention and feed-forward outputs are held, and holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from diffcache.attach.denoiser import Denoiser
+from diffcache.attach.extensions.rows import linear_weights
+from diffcache.dllm.rows import RowPlan
+from diffcache.errors import AttachError
+from diffcache.foreign import is_compiled
+from diffcache.kv.layer import KVLayer
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Place and size of one layer.
+
+    Attributes:
+        path: Its path in the model.
+        attention: Name of its attention module.
+        mlp: Name of its feed-forward module.
+        weights: Weights of the linear layers of both.
+        value_weights: Weights of the projection to values.
+    """
+
+    path: str
+    attention: str
+    mlp: str
+    weights: int
+    value_weights: int
+
+
+@dataclass(eq=False)
+class HeldLayer:
+    """Keys, values and outputs of one layer in a run.
+
+    Attributes:
+        kv: Keys and values, all positions long.
+        attention: Output of its attention, `[B, T, D]`.
+        mlp: Output of its feed-forward, `[B, T, D]`.
+        products: Multiply-adds of a row's attention.
+    """
+
+    kv: KVLayer
+    attention: Tensor | None = None
+    mlp: Tensor | None = None
+    products: int = 0
+
+    def values(self, start: int) -> Tensor:
+        """Return the values of rows from `start` on, all heads together, `[B, T, D]`."""
+        return self.kv.read().v[:, :, start:].transpose(1, 2).flatten(2)
+
+    def renew_values(self, start: int, values: Tensor) -> None:
+        """Write the values of rows from `start` on, `[B, T, D]`; their keys stay."""
+        keys = self.kv.read().k[:, :, start:]
+        fresh = values.unflatten(-1, (keys.shape[1], -1)).transpose(1, 2)
+        self.kv.overwrite(range(start, start + keys.shape[2]), keys, fresh)
+
+
+def put(held: Tensor | None, rows: RowPlan, fresh: Tensor) -> Tensor:
+    """Return what is held, `[B, T, D]`, with fresh rows in it, as a tensor of its own."""
+    if rows.rows is None or held is None:
+        return fresh
+    index = rows.index(len(held), held.shape[1], held.device)
+    return held.scatter(1, index[..., None].expand_as(fresh), fresh)
+
+
+def layers_of(denoiser: Denoiser) -> list[Layer]:
+    """Return the layers of a model.
+
+    Raises:
+        AttachError: If one has not one attention with a `v_proj` and one feed-forward, or is
+            compiled.
+    """
+    anatomy, found = denoiser.anatomy, []
+    for path in (f"{entry.key}.{i}" for entry in anatomy.lists for i in range(entry.depth)):
+        block: Any = denoiser.model.get_submodule(path)
+        check_plain(path, *block.modules())
+        own = {site.kind: site.child for site in anatomy.modules if site.parent == path}
+        attention: Any = getattr(block, own.get("attention", ""), None)
+        mlp: Any = getattr(block, own.get("feed-forward", ""), None)
+        if mlp is None or not hasattr(attention, "v_proj"):
+            raise AttachError(
+                f"{anatomy.model}: {path} is not a layer of an attention with a v_proj and a "
+                "feed-forward, whose outputs could be held; use a policy of rows, such as "
+                "DKVCache()"
+            )
+        weights = linear_weights(attention) + linear_weights(mlp)
+        values = linear_weights(attention.v_proj)
+        found.append(Layer(path, own["attention"], own["feed-forward"], weights, values))
+    return found
+
+
+def check_plain(path: str, *modules: nn.Module) -> None:
+    """Raise AttachError if one of a layer's modules is compiled."""
+    if any(map(is_compiled, modules)):
+        raise AttachError(
+            f"{path} is compiled, so its attention and feed-forward cannot be told apart; wrap a "
+            "model whose layers are not compiled"
+        )

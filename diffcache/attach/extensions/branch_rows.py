@@ -1,0 +1,374 @@
+"""Computes attention and feed-forward of some rows in each layer, and serves what it holds of them.
+
+A call of the wrapped model is given all tokens and a `BranchPlan`. Every layer's own forward runs
+on all rows; its attention and feed-forward modules are given the rows that are computed, and return
+those outputs among the ones held of the other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffcache.attach.attention import Door
+from diffcache.attach.attention_call import AttentionCall, AttentionSite
+from diffcache.attach.attention_sdpa import calls_sdpa
+from diffcache.attach.call import Call, current_call
+from diffcache.attach.denoiser import Denoiser
+from diffcache.attach.extension import Extension
+from diffcache.attach.extensions.branch_layers import HeldLayer, check_plain, layers_of, put
+from diffcache.attach.extensions.row_inputs import (
+    IDS,
+    PLAN,
+    POSITIONS,
+    VALID,
+    Held,
+    check_held,
+    check_sees_all,
+    first_position,
+    given_tokens,
+    mark_of,
+    places_of,
+)
+from diffcache.attach.extensions.rows import SITE, check_arguments
+from diffcache.attach.run import Run
+from diffcache.attach.tap import Tap, tap_children, untap_children
+from diffcache.dllm.dllm_cache import BranchPlan, BranchRows
+from diffcache.dllm.rows import ALL, RowPlan
+from diffcache.errors import AttachError
+from diffcache.kv.attend import Query, attend
+from diffcache.kv.layer import KVLayer
+
+HIDDEN, TABLES, CACHE = "hidden_states", "position_embeddings", "past_key_values"  # of attention
+
+
+@dataclass(eq=False)
+class BranchTurn:
+    """Plan of the layers in one call.
+
+    Attributes:
+        plan: Which parts are computed.
+        held: Keys, values and outputs of the run.
+        rows: Layer -> its rows; None where it computes none.
+        attended: Whether the door was met by the attention that ran last.
+        finished: Layers whose feed-forward took part.
+    """
+
+    plan: BranchPlan
+    held: Held[HeldLayer]
+    rows: dict[int, RowPlan | None] = field(default_factory=dict)
+    attended: bool = False
+    finished: set[int] = field(default_factory=set)
+
+
+class BranchTap(Tap):
+    """An attention or feed-forward module that computes some of its rows."""
+
+    __slots__ = ("serve",)
+
+    def __init__(self, module: nn.Module, serve: Callable[..., Any]) -> None:
+        super().__init__(module)
+        self.serve = serve
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the layer's call of the module."""
+        return self.serve(self.module, *args, **kwargs)
+
+
+class Branches(Extension):
+    """Computes the rows of every layer that are due, and serves the others.
+
+    Args:
+        denoiser: The attachment to the model.
+        ability: Ability that chooses rows of the answer.
+    """
+
+    def __init__(self, denoiser: Denoiser, ability: BranchRows) -> None:
+        self.denoiser, self.ability = denoiser, ability
+        self.model = denoiser.anatomy.model
+        self.layers = layers_of(denoiser)
+        self.paths = [f"{layer.path}.{layer.attention}" for layer in self.layers]
+        self.numbers = {path: number for number, path in enumerate(self.paths)}
+        self.first = first_position(denoiser.model)
+        self.door = Door(denoiser.model, self)
+        self.parents = [denoiser.model.get_submodule(layer.path) for layer in self.layers]
+        for number, (parent, layer) in enumerate(zip(self.parents, self.layers, strict=True)):
+            serve = {layer.attention: self.attention, layer.mlp: self.feed_forward}
+            taps: dict[str, Tap] = {
+                name: BranchTap(parent.get_submodule(name), partial(method, number))
+                for name, method in serve.items()
+            }
+            tap_children(parent, denoiser, taps)
+
+    def remove(self) -> None:
+        """Give the model its attention function and modules back."""
+        self.door.remove()
+        for parent in self.parents:
+            untap_children(parent)
+
+    def tensors(self, run: Run) -> Iterator[Tensor]:
+        """Yield what is held of a run."""
+        held: Held[HeldLayer] | None = run.storage.get(self)
+        layers = [] if held is None else held.layers
+        for layer in layers:
+            yield from layer.kv.tensors()
+        for layer in layers:
+            yield from (x for x in (layer.attention, layer.mlp) if x is not None)
+
+    # a call ----------------------------------------------------------------------------------
+
+    def open(self, call: Call) -> Call:
+        """Note what layers do in this call."""
+        given = self.denoiser.named(call.args, call.kwargs)
+        plan = given.pop(PLAN, None)
+        if plan is None:
+            return call
+        if not isinstance(plan, BranchPlan):
+            raise AttachError(
+                f"{PLAN}={plan!r}: must be what plan() of {self.denoiser.handle.method!r} returns"
+            )
+        for layer, parent in zip(self.layers, self.parents, strict=True):
+            check_plain(layer.path, parent)  # which may be compiled since it was wrapped
+        ids, valid = given_tokens(self.model, given)
+        shape = ids.shape[0], ids.shape[1]
+        held: Held[HeldLayer] | None = call.run.storage.get(self)
+        if plan.renews_prompt and plan.renews_answer:
+            held = self._start(held, ids, valid)
+        else:
+            check_held(self.model, held, ids, valid)
+        assert held is not None
+        if call.run.is_told or call.run.in_pipeline:  # else no call comes after this one
+            call.run.storage[self] = held
+        call.storage[self] = BranchTurn(plan, held)
+        return replace(call, args=(), kwargs=given | {POSITIONS: held.positions.expand(*shape)})
+
+    def _start(
+        self, held: Held[HeldLayer] | None, ids: Tensor, valid: Tensor | None
+    ) -> Held[HeldLayer]:
+        """Return what a call of all rows writes to."""
+        shape = ids.shape[0], ids.shape[1]
+        at, mask = places_of(ids, valid, self.first)
+        if held is not None and held.shape == shape:
+            return replace(held, positions=at, mask=mask, mark=mark_of(valid))
+        layers = [HeldLayer(KVLayer(number)) for number in range(len(self.layers))]
+        return Held[HeldLayer](shape, layers, at, mask, mark_of(valid))
+
+    def close(self, call: Call, out: Any) -> Any:
+        """Check that every layer took part.
+
+        Raises:
+            AttachError: If one did not.
+        """
+        turn: BranchTurn | None = call.storage.get(self)
+        if turn is not None and len(turn.finished) != len(self.layers):
+            raise AttachError(
+                f"{self.model}: {len(turn.finished)} of {len(self.layers)} layers took part in a "
+                "call; call the model without what leaves layers out"
+            )
+
+    def counts(self, call: Call) -> dict[str, tuple[int, int]]:
+        """Return how many tokens all layers together computed and left out.
+
+        Operations are those of the linear layers, values of the answer's rows among them, and of
+        attention.
+        """
+        turn: BranchTurn | None = call.storage.get(self)
+        if turn is None:
+            return {}
+        batch, width = turn.held.shape
+        rows, computed, whole = 0, 0, 0
+        for number, layer in enumerate(self.layers):
+            plan = turn.rows[number]
+            count = 0 if plan is None else plan.count(width)
+            each = layer.weights + turn.held.layers[number].products
+            rows += count
+            whole += width * each
+            computed += count * each
+            if self._looks(turn.plan, number):
+                computed += (width - turn.plan.prompt) * layer.value_weights
+        call.record.flops = float(2 * batch * computed), float(2 * batch * (whole - computed))
+        return {SITE: (batch * rows, batch * (width * len(self.layers) - rows))}
+
+    # the parts of a layer ----------------------------------------------------------------------
+
+    def attention(self, number: int, module: Any, *args: Any, **given: Any) -> Any:
+        """Return the output of a layer's attention, some rows of it computed."""
+        turn = self._turn()
+        if turn is None:
+            return module(*args, **given)
+        held = turn.held.layers[number]
+        if args or not isinstance(given.get(HIDDEN), Tensor):
+            raise AttachError(f"{self.model}: {self.paths[number]} is not called with {HIDDEN}=...")
+        rows = turn.rows[number] = self._rows(turn, number, module, given[HIDDEN])
+        if rows is None:
+            return held.attention, None
+        is_first = not held.kv.seen
+        out = self._run(turn, number, module, given)
+        held.attention = put(held.attention, rows, out)
+        if is_first:
+            self._check_row(turn, number, module, given)
+        return held.attention, None
+
+    def feed_forward(self, number: int, module: Any, *args: Any, **given: Any) -> Any:
+        """Return the output of a layer's feed-forward, some rows of it computed."""
+        turn = self._turn()
+        if turn is None:
+            return module(*args, **given)
+        path = f"{self.layers[number].path}.{self.layers[number].mlp}"
+        if number not in turn.rows or len(args) != 1 or given:
+            raise AttachError(
+                f"{self.model}: {path} is not called with one tensor, after the layer's attention"
+            )
+        rows, held = turn.rows[number], turn.held.layers[number]
+        turn.finished.add(number)
+        if rows is None:
+            return held.mlp
+        fresh = module(rows.take(args[0]))
+        if not isinstance(fresh, Tensor):
+            raise AttachError(
+                f"{self.model}: {path} returns {type(fresh).__name__}, not a tensor of its rows "
+                "(a mixture of experts may add its routing); use a policy of rows, such as "
+                "DKVCache()"
+            )
+        if held.mlp is None:
+            self._check_same(path, module(args[0][:, -1:]), fresh[:, -1:])
+        held.mlp = put(held.mlp, rows, fresh)
+        return held.mlp
+
+    def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
+        """Write keys and values of the rows; where they are some, attend to all that is held."""
+        turn = self._turn()
+        if turn is None:
+            return None
+        number = self.numbers[site.path]
+        held, rows = turn.held.layers[number], turn.rows[number]
+        assert rows is not None
+        turn.attended = True
+        held.products = 2 * turn.held.shape[1] * call.q.shape[2] * call.q.shape[3]
+        k, v = call.k.transpose(1, 2), call.v.transpose(1, 2)
+        if not held.kv.seen:
+            check_sees_all(self.model, site, call, turn.held.mask)
+            held.kv.write(k, v)
+        else:
+            held.kv.overwrite(range(k.shape[2]) if rows.rows is None else rows.rows, k, v)
+        if rows.rows is None:
+            return None  # the model's own
+        mask = turn.held.mask
+        mask = None if mask is None else mask.expand(-1, -1, call.q.shape[1], -1)
+        query = Query(call.q.transpose(1, 2), 0, call.scale, mask=mask, causal=False)
+        return attend(query, held.kv.views()).transpose(1, 2).contiguous()
+
+    def _turn(self) -> BranchTurn | None:
+        """Return what layers do in the call that this thread is in; None for the model's own."""
+        around = current_call()
+        if around is None or around.owner is not self.denoiser:
+            return None
+        turn: BranchTurn | None = around.storage.get(self)
+        return turn
+
+    # rows ------------------------------------------------------------------------------------
+
+    def _looks(self, plan: BranchPlan, number: int) -> bool:
+        """Return whether a layer chooses rows of the answer by their values."""
+        return number > 0 and not plan.renews_answer and self.ability.ratio > 0
+
+    def _rows(self, turn: BranchTurn, number: int, module: Any, x: Tensor) -> RowPlan | None:
+        """Return the rows that a layer computes, None for none; renew values that it looks at."""
+        plan, width = turn.plan, turn.held.shape[1]
+        if number == 0 or (plan.renews_prompt and plan.renews_answer):
+            return ALL
+        if plan.renews_answer:
+            return RowPlan(range(plan.prompt, width))
+        if not self._looks(plan, number):
+            return RowPlan(range(plan.prompt)) if plan.renews_prompt and plan.prompt else None
+        held = turn.held.layers[number]
+        new = module.v_proj(x[:, plan.prompt :])
+        rows = plan.prompt + self.ability.choose(new, held.values(plan.prompt))
+        held.renew_values(plan.prompt, new)
+        if plan.renews_prompt:
+            every = torch.arange(plan.prompt, device=rows.device).expand(len(rows), -1)
+            rows = torch.cat([every, rows], dim=1)
+        return RowPlan(rows) if rows.shape[1] else None
+
+    def _run(self, turn: BranchTurn, number: int, module: Any, given: dict[str, Any]) -> Tensor:
+        """Return the output of a layer's attention for its rows, `[B, n, D]`."""
+        rows = turn.rows[number]
+        assert rows is not None
+        some: dict[str, Any] = {HIDDEN: rows.take(given[HIDDEN])}
+        tables = given.get(TABLES)
+        if isinstance(tables, Tensor):  # one complex table, as in Llama 4
+            some[TABLES] = rows.take(tables)
+        elif tables is not None:
+            some[TABLES] = tuple(rows.take(table) for table in tables)
+        if given.get(POSITIONS) is not None:
+            some[POSITIONS] = rows.take(given[POSITIONS])
+        if given.get(CACHE) is not None:  # which would take every row once more
+            some[CACHE] = None
+        turn.attended = False
+        out = module(**given | some)
+        if not turn.attended or not isinstance(out, tuple):
+            raise AttachError(
+                f"{self.model}: {self.paths[number]} did not attend as wrapped; its attention "
+                "function was replaced since: unwrap the model and wrap it again"
+            )
+        fresh: Tensor = out[0]
+        return fresh
+
+    # checks ------------------------------------------------------------------------------------
+
+    def _check_row(self, turn: BranchTurn, number: int, module: Any, given: dict[str, Any]) -> None:
+        """Raise unless the last row alone is what it was among all; the host waits, once a run.
+
+        Raises:
+            AttachError: If it is not, as where attention has a bias that depends on positions.
+        """
+        held, prompt, width = turn.held.layers[number], turn.plan.prompt, turn.held.shape[1]
+        assert held.attention is not None
+        kept, held.kv = held.kv, held.kv.fork()
+        turn.rows[number] = RowPlan(range(width - 1, width))
+        held.renew_values(prompt, module.v_proj(given[HIDDEN][:, prompt:]))
+        row = self._run(turn, number, module, given)
+        self._check_same(self.paths[number], row, held.attention[:, -1:])
+        held.kv, turn.rows[number] = kept, ALL
+
+    def _check_same(self, path: str, ours: Tensor, theirs: Tensor) -> None:
+        """Raise unless two outputs agree to half of their digits.
+
+        Raises:
+            AttachError: If they do not.
+        """
+        bound = torch.finfo(theirs.dtype).eps ** 0.5 * theirs.abs().max()
+        if not bool((ours - theirs).abs().max() <= bound):
+            raise AttachError(
+                f"{self.model}: {path} computes another output for a row alone than among all (it "
+                "mixes rows, or does more than softmax attention of its queries, keys and values), "
+                "so that some rows cannot be computed without the others"
+            )
+
+
+def install(denoiser: Denoiser, ability: BranchRows) -> Branches:
+    """Return the extension that holds outputs of attention and feed-forward.
+
+    Raises:
+        AttachError: If the model is none of transformers, takes no positions, or has layers of
+            another kind.
+    """
+    check_arguments(denoiser, IDS, VALID, POSITIONS)
+    if calls_sdpa(denoiser.model):
+        raise AttachError(
+            f"{denoiser.anatomy.model}: calls torch's attention itself, and its layers are of its "
+            "own making; use a method that holds keys and values alone, such as DKVCache()"
+        )
+    branches = Branches(denoiser, ability)
+    if {site.path for site in branches.door.sites} != set(branches.paths):
+        branches.remove()
+        raise AttachError(
+            f"{branches.model}: has {len(branches.layers)} layers and {len(branches.door.sites)} "
+            "attentions; tokens must meet in the attention of its layers alone"
+        )
+    return branches

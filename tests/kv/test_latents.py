@@ -1,0 +1,123 @@
+"""Layers that keep latents, or a state beside full attention."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+
+from diffcache.errors import AttachError
+from diffcache.eval.kv import oracle
+from diffcache.kv import (
+    criticalkv,
+    keydiff,
+    kivi,
+    look_m,
+    quest,
+    snapkv,
+    streaming_llm,
+)
+from diffcache.kv.hf.cache import cache_for, detach
+from diffcache.kv.life import save as life
+from diffcache.kv.recipe import Recipe
+from tests.kv.tiny import ALL, GREEDY, IDS, ONE, generate, same, zoo
+
+# latents --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("DeepseekV3ForCausalLM", "deepseek_v3"), ("MiniCPM3ForCausalLM", "minicpm3")],
+)
+def test_latents_are_dropped_and_chosen_as_a_whole(name: str, kind: str, tmp_path: Path) -> None:
+    model = zoo(name, kind)
+    expected = generate(model)
+    for recipe in (ALL, quest(64, page=4), kivi(2, group=8, residual=4096)):
+        same(generate(model, cache_for(model, recipe, mode="native")), expected, 1e-4)
+    detach(model)
+    for recipe in (snapkv(0.4, window=4), keydiff(0.5)):
+        ours, cache, log = oracle.run(model, recipe, ONE, **GREEDY)
+        assert cache.store.layers[0].held < cache.get_seq_length()
+        same(ours, oracle.expected(model, cache, log, ONE, **GREEDY), 1e-4)
+    with torch.no_grad():
+        past = hf.DynamicCache(config=model.config)
+        model(input_ids=IDS[:, :20], past_key_values=past)
+        stock = generate(model, deepcopy(past))
+        read = cache_for(model, ALL, past=past, mode="native")
+        life.save(tmp_path / "latents", read.store)
+        loaded = cache_for(model, ALL)
+        life.load(tmp_path / "latents", loaded.store)
+        for layer in loaded.layers:
+            layer.is_initialized = True
+        for each in (read.to_dynamic(), loaded, read):
+            same(generate(model, each), stock, 1e-4)
+        detach(model)
+
+
+def test_latents_are_small_and_their_slots_are_half_gone() -> None:
+    model = zoo("DeepseekV3ForCausalLM", "deepseek_v3")
+    cache = cache_for(model, snapkv(0.5, window=4))
+    with torch.no_grad():
+        model(**ONE, past_key_values=cache)
+    cache.settle()
+    detach(model)
+    held = cache.store.layers[0].read()
+    assert (held.k.shape[1:], held.v.shape[1:]) == ((1, 12, 16), (1, 12, 8))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        (streaming_llm(12), r"streaming_llm reads keys at other positions.*rotate=False"),
+        (look_m(0.5), "look_m merges slots"),
+        (criticalkv(base=snapkv(0.5)), "reads output projections"),
+    ],
+)
+def test_what_latents_cannot_do_is_refused(recipe: Recipe, why: str) -> None:
+    model = zoo("DeepseekV3ForCausalLM", "deepseek_v3")
+    with pytest.raises(AttachError, match=f"caches latents, .*{why}"):
+        cache_for(model, recipe)
+    other = deepcopy(model)
+    cache = cache_for(other, ALL)
+    for layer in other.model.layers:  # an adapter that its weights do not show
+        layer.self_attn.kv_b_proj.register_forward_hook(lambda *given: given[-1] * 1.5)
+    with pytest.raises(AttachError, match="makes keys and values from latents otherwise"):
+        other(**ONE, past_key_values=cache)
+
+
+# full attention and a state in one layer ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("FalconH1ForCausalLM", "falcon_h1"), ("ZambaForCausalLM", "zamba")]
+)
+def test_states_beside_full_attention_go_along(name: str, kind: str) -> None:
+    model = zoo(name, kind)
+    expected = generate(model)
+    cache = cache_for(model, ALL)
+    same(generate(model, cache), expected, 1e-4)
+    cache.reset()
+    same(generate(model, cache), expected, 1e-4)
+    with torch.no_grad():
+        past = hf.DynamicCache(config=model.config)
+        model(input_ids=IDS[:, :20], past_key_values=past)
+        read = cache_for(model, ALL, past=past)
+        stock = generate(model, deepcopy(past))
+        for each in (read.fork(), read.fork(), read.to_dynamic(), read):
+            same(generate(model, each), stock, 1e-4)
+    beams = {**GREEDY, "num_beams": 2, "max_new_tokens": 4, "output_logits": False}
+    ours = model.generate(**ONE, past_key_values=cache_for(model, ALL), **beams)
+    detach(model)
+    assert torch.equal(ours.sequences, model.generate(**ONE, **beams).sequences)
+    ours, cache, log = oracle.run(model, snapkv(0.4, window=4), ONE, **GREEDY)
+    assert cache.store.layers[0].held < cache.get_seq_length()
+    same(ours, oracle.expected(model, cache, log, ONE, **GREEDY), 1e-4)
+
+
+def test_windows_drop_slots_themselves_in_stock_mode() -> None:
+    model = zoo("MistralForCausalLM", "mistral")
+    with pytest.raises(AttachError, match="mode='stock': layers with a window .* mode='native'"):
+        cache_for(model, "knorm", mode="stock")
