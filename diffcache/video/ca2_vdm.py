@@ -1,0 +1,249 @@
+"""Ca2-VDM: one cache of clean frames for all denoising steps, of causal temporal attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from diffcache.kv.budget import Uniform
+from diffcache.kv.per_layer import per_layer
+from diffcache.kv.plan import TopK
+from diffcache.kv.positions import Cyclic
+from diffcache.kv.recipe import Recipe
+from diffcache.kv.score.recency import Recency
+from diffcache.kv.trigger import EveryStep
+from diffcache.method import check_int
+from diffcache.video.policy import VideoPolicy
+
+
+@dataclass(frozen=True)
+class Ca2VDM(VideoPolicy):
+    """Hold the latest frames for attention over time, and the last few of them for that over space.
+
+    It is for transformers in which attention over time and over space take turns
+    (`diffcache.pipelines.ca2_vdm`). Clean frames are run at timestep 0 and see themselves and those
+    before, so that their keys and values are the same in all denoising steps of all chunks. Noisy
+    frames see, place by place, all frames of the queue, and in space the last frames before the
+    chunk. Temporal positions are added to the features, so that keys keep theirs for ever; frame
+    `a` has that of row `a % length`.
+
+    Departures: the queue is cut at the start of the next chunk, where the released code cuts it
+    after the write. The last frames for spatial attention may come from several chunks; the
+    released code takes them from the chunk before alone, and repeats frames of that if it is
+    shorter than `prefix`. A first chunk that is shorter stands for the rest by its first frame, as
+    it does in training. The prefix is not perturbed with noise.
+
+    Args:
+        queue: Latest frames that temporal attention holds beside the chunk.
+        prefix: Latest of them that spatial attention holds.
+        length: Frames until temporal positions repeat; the frames that the transformer was trained
+            on.
+
+    Raises:
+        ValueError: If a number is out of its range, or the queue leaves no room for a chunk.
+
+    Reference: Ca2-VDM, arXiv 2411.16375, and its released code (`kv_cache_max_seqlen`,
+    `prev_prefix_3`, `max_tpe_len`).
+    """
+
+    name: ClassVar[str] = "ca2-vdm"
+    source: ClassVar[str] = "Ca2-VDM, arXiv 2411.16375"
+    bibtex: ClassVar[str] = """@inproceedings{gao2025ca2vdm,
+  title={{Ca2-VDM}: Efficient Autoregressive Video Diffusion Model with Causal Generation and Cache Sharing},
+  author={Gao, Kaifeng and Shi, Jiaxin and Zhang, Hanwang and Wang, Chunping and Xiao, Jun and Chen, Long},
+  booktitle={International Conference on Machine Learning},
+  year={2025}
+}"""  # noqa: E501
+
+    queue: int = 25
+    prefix: int = 3
+    length: int = 33
+
+    def __post_init__(self) -> None:
+        check_int("queue", self.queue, 2)
+        check_int("prefix", self.prefix, 1)
+        check_int("length", self.length, 1)
+        if self.prefix > self.queue:
+            raise ValueError(f"prefix={self.prefix}: must be at most queue={self.queue}")
+        if self.length <= self.queue:
+            raise ValueError(
+                f"length={self.length}: must be above queue={self.queue}, so that a chunk has "
+                "numbers of its own"
+            )
+
+    @property
+    def room(self) -> int:
+        """Frames of the longest chunk that has a temporal position for each frame it sees."""
+        return self.length - self.queue
+
+    def recipe(self, unit: int) -> Recipe:
+        """Refuse a transformer that attends over time and space at once.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"policy={self!r}: is for a transformer whose attention over time and over space take "
+            "turns; open the session with diffcache.pipelines.ca2_vdm.FactorizedVideo, or choose "
+            "another policy"
+        )
+
+    def recipes(self, blocks: int) -> Recipe:
+        """Return what the store does, with two layers a block: over time, over space.
+
+        A token of a layer is a frame; places in the frame are rows of the batch.
+
+        Args:
+            blocks: Blocks of the transformer.
+        """
+        # a budget is of 2 slots or more; with `prefix=1` the older one is not looked at
+        pair = [latest("queue", self.queue), latest("prefix", max(self.prefix, 2))]
+        return per_layer(pair * blocks)
+
+    def rows(self, start: int, frames: int) -> Tensor:
+        """Return the rows of temporal positions of frames that follow one another, int64 [F].
+
+        Args:
+            start: Number of the first frame.
+            frames: Frames.
+
+        Raises:
+            ValueError: If two of the frames had the same row.
+        """
+        if frames > self.length:
+            raise ValueError(f"frames={frames}: must be at most length={self.length}")
+        numbers = torch.arange(start, start + frames)
+        return Cyclic(self.length).place(numbers, numbers)
+
+
+def latest(name: str, frames: int) -> Recipe:
+    """Return the recipe that holds the latest frames, with keys as they are written.
+
+    Args:
+        name: Name of the recipe of a layer.
+        frames: Number of frames.
+    """
+    return Recipe(
+        f"ca2-vdm {name}", score=Recency(), budget=Uniform(frames), plan=TopK(),
+        trigger=EveryStep(1),
+    )  # fmt: skip
+
+
+class History(Protocol):
+    """Frames that a call of the transformer sees beside its own."""
+
+    @property
+    def policy(self) -> Ca2VDM:
+        """Settings."""
+
+    @property
+    def start(self) -> int:
+        """Number of the first frame of the call."""
+
+    @property
+    def prefix(self) -> int:
+        """First frames of the call that are clean, whatever its timestep."""
+
+    def temporal(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return attention over time, `[B, S, H, F, D]`; a frame sees itself and those before.
+
+        Args:
+            block: Number of the block.
+            q: Queries, `[B, S, H, F, D]`.
+            k: Keys, like `q`.
+            v: Values, like `q`.
+        """
+
+    def spatial(self, block: int, q: Tensor, k: Tensor, v: Tensor, beside: bool) -> Tensor:
+        """Return attention over space, `[B, F, H, S, D]`.
+
+        A clean frame sees itself, a noisy one the last frames of the prefix.
+
+        Args:
+            block: Number of the block.
+            q: Queries, `[B, F, H, S, D]`.
+            k: Keys, like `q`.
+            v: Values, like `q`.
+            beside: Whether a noisy frame sees itself, too.
+        """
+
+
+@dataclass(frozen=True)
+class OnePass:
+    """Run a clean prefix and a noisy chunk in one pass, without a cache.
+
+    Training does so, and a rollout that computes its prefix anew in every step.
+
+    Args:
+        policy: Settings; the queue is not looked at.
+        prefix: Clean frames, the first of the pass.
+        start: Number of the first frame.
+
+    Raises:
+        ValueError: If there is no clean frame, or `start` is negative.
+    """
+
+    policy: Ca2VDM
+    prefix: int
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("prefix", self.prefix, 1)
+        check_int("start", self.start, 0)
+
+    def temporal(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return causal attention over the frames of the pass."""
+        return attention(q, k, v, causal=True)
+
+    def spatial(self, block: int, q: Tensor, k: Tensor, v: Tensor, beside: bool) -> Tensor:
+        """Return attention of clean frames to themselves, and of noisy ones to the prefix."""
+        sizes = [self.prefix, q.shape[1] - self.prefix]
+        clean, noisy = zip(*(x.split(sizes, 1) for x in (q, k, v)), strict=True)
+        before = [last_frames(x, self.policy.prefix) for x in clean[1:]]
+        parts = [attention(*clean), enhanced(noisy, before, beside)]
+        return torch.cat(parts, 1)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
+    """Return softmax attention, `[..., H, n, D]`.
+
+    Args:
+        q: Queries, `[..., H, n, D]`.
+        k: Keys, `[..., H, m, D]`.
+        v: Values, like `k`.
+        causal: Whether a query sees the keys up to its own alone.
+    """
+    q4, k4, v4 = (x.flatten(0, -4) for x in (q, k, v))
+    out = functional.scaled_dot_product_attention(q4, k4, v4, is_causal=causal)
+    return out.reshape(q.shape)
+
+
+def enhanced(own: tuple[Tensor, ...] | list[Tensor], before: list[Tensor], beside: bool) -> Tensor:
+    """Return prefix-enhanced spatial attention of noisy frames, `[B, F, H, S, D]`.
+
+    Args:
+        own: Queries, keys and values of the frames, each `[B, F, H, S, D]`.
+        before: Keys and values of the last frames of the prefix, each `[B, P, H, S, D]`.
+        beside: Whether a frame sees itself, too.
+    """
+    q, *seen = own
+    shared = [x.transpose(1, 2).flatten(2, 3)[:, None] for x in before]  # [B, 1, H, P * S, D]
+    keys = [x.expand(-1, q.shape[1], -1, -1, -1) for x in shared]
+    if beside:
+        keys = [torch.cat(pair, -2) for pair in zip(keys, seen, strict=True)]
+    return attention(q, *keys)
+
+
+def last_frames(x: Tensor, count: int) -> Tensor:
+    """Return the last frames; a first frame stands for those that there are not.
+
+    Args:
+        x: Frames, `[B, F, ...]`.
+        count: Frames that are returned.
+    """
+    index = torch.arange(x.shape[1] - count, x.shape[1], device=x.device).clamp_min(0)
+    return x.index_select(1, index)

@@ -1,0 +1,113 @@
+"""EMA-Sink: first frames that take in what leaves the window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from diffcache.kv.merge import Merger
+from diffcache.kv.observe import Observation
+from diffcache.kv.plan import KEEP
+from diffcache.kv.positions import Slot
+from diffcache.kv.recipe import Recipe
+from diffcache.kv.slots import Slots
+from diffcache.method import check_int, is_number
+from diffcache.video.policy import VideoPolicy
+from diffcache.video.window import rolling
+
+Fuses = Literal["evicted", "latest"]
+
+
+@dataclass(frozen=True)
+class EMASink(VideoPolicy):
+    """Hold the first frames and the latest; frames that go are averaged into the first ones.
+
+    Each frame that leaves the window moves one sink towards it, token by token, keys before
+    rotation and values: `sink = alpha sink + (1 - alpha) frame`. Sinks take turns. The average is
+    held as keys are: in bfloat16 rounding loses nearly all that the default of `alpha` adds, as it
+    does in the released code.
+
+    Departures: `window` does not count the chunk that is made. The released code averages the
+    latest frames instead of those that go (`fuses="latest"`), and does so only where chunks are as
+    long as the sinks; elsewhere it replaces sinks, which is not done here. Numbers end at the
+    newest frame instead of beginning at 0, which rotary embedding does not see.
+
+    Args:
+        window: Latest frames that are held beside the chunk.
+        sinks: First frames.
+        alpha: Share that a sink keeps of itself, from 0 to 1.
+        fuses: Frames that are averaged: those that are `evicted`, or as many of the `latest`.
+
+    Raises:
+        ValueError: If a number is out of its range, or `fuses` is unknown.
+
+    Reference: Reward Forcing, arXiv 2512.04678 (EMA-Sink), and its released code.
+    """
+
+    name: ClassVar[str] = "ema-sink"
+    source: ClassVar[str] = "Reward Forcing, arXiv 2512.04678"
+    bibtex: ClassVar[str] = """@article{lu2025rewardforcing,
+  title={Reward Forcing: Efficient Streaming Video Generation with Rewarded Distribution Matching Distillation},
+  author={Lu, Yunhong and Zeng, Yanhong and Li, Haobo and Ouyang, Hao and Wang, Qiuyu and Cheng, Ka Leong and Zhu, Jiapeng and Cao, Hengyuan and Zhang, Zhipeng and Zhu, Xing and Shen, Yujun and Zhang, Min},
+  journal={arXiv preprint arXiv:2512.04678},
+  year={2025}
+}"""  # noqa: E501
+
+    by_head: ClassVar[bool] = True
+    window: int = 6
+    sinks: int = 3
+    alpha: float = 0.999
+    fuses: Fuses = "evicted"
+
+    def __post_init__(self) -> None:
+        check_int("window", self.window, 1)
+        check_int("sinks", self.sinks, 1)
+        if not is_number(self.alpha) or not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha={self.alpha!r}: must be a number from 0 to 1")
+        if self.fuses not in get_args(Fuses):
+            raise ValueError(f"fuses={self.fuses!r}: must be one of 'evicted', 'latest'")
+
+    def recipe(self, unit: int) -> Recipe:
+        """Return the recipe that averages frames into the first ones before it drops them."""
+        merge = Average(unit, self.sinks, self.alpha, self.fuses == "latest")
+        return rolling(self.name, self.sinks * unit, self.window * unit, Slot(), merge)
+
+
+@dataclass(frozen=True)
+class Average(Merger):
+    """Move the first frames towards those that go, frame by frame.
+
+    Args:
+        unit: Tokens of a frame.
+        sinks: First frames, one of which each frame moves.
+        alpha: Share that a sink keeps of itself.
+        latest: Whether as many of the latest frames are taken instead of those that go.
+        space: Where keys are averaged: before rotation.
+
+    Reference: Reward Forcing, arXiv 2512.04678 (EMA-Sink).
+    """
+
+    unit: int
+    sinks: int
+    alpha: float
+    latest: bool = False
+    space: Literal["post", "pre"] = "pre"
+
+    def __call__(self, seen: Observation, score: Tensor, plan: Tensor) -> tuple[Slots, Tensor]:
+        """Return the slots with the first ones moved, and the plan as it is."""
+        slots, unit = seen.slots, self.unit
+        goes = plan[0, 0] < KEEP  # frames go by their age, in all rows the same
+        count = int(goes.sum())
+        first = slots.width - count if self.latest else self.sinks * unit
+        k, v = slots.k.clone(), slots.v.clone()
+        for start in range(first, first + count, unit):
+            number = int(slots.pos[0, 0, start]) // unit
+            sink = slice(number % self.sinks * unit, (number % self.sinks + 1) * unit)
+            for column in (k, v):
+                column[:, :, sink] = torch.lerp(
+                    column[:, :, start : start + unit], column[:, :, sink], self.alpha
+                )
+        return replace(slots, k=k, v=v), plan

@@ -1,0 +1,102 @@
+"""Base class of cache policies for causal video, and the full history."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from diffcache.kv.attend import Query
+from diffcache.kv.layer import KVLayer
+from diffcache.kv.recipe import Recipe
+from diffcache.kv.store import KVStore
+
+
+class VideoPolicy(ABC):
+    """Choice of the frames that a stream holds, and how they are read; a frozen dataclass.
+
+    A policy decides at the start of a chunk, before anything of it is written, or in its first
+    step. Frames are latent frames. The chunk that is made comes on top of what a policy holds.
+
+    Attributes:
+        name: Name in the catalogue.
+        source: Where it comes from.
+        bibtex: Entry to cite it by.
+        sinks: First frames, held for ever, and through a flush of the cache.
+        by_query: Whether `first_step` drops anything, which cannot be taken back.
+        by_head: Whether what becomes of a head is the same without the others, so that processes
+            can share a stream by its heads.
+    """
+
+    name: ClassVar[str] = "unnamed"
+    source: ClassVar[str] = ""
+    bibtex: ClassVar[str] = ""
+    sinks: int = 0
+    by_query: ClassVar[bool] = False
+    by_head: ClassVar[bool] = False
+
+    @property
+    def most_recached(self) -> int | None:
+        """Most frames that a re-cache may make anew; None for any number."""
+        return None
+
+    @abstractmethod
+    def recipe(self, unit: int) -> Recipe:
+        """Return what the key-value store does, with keys held before rotation.
+
+        Args:
+            unit: Tokens of a frame.
+        """
+
+    def begin(self, store: KVStore, unit: int) -> None:  # noqa: B027
+        """Change what is held at the start of a chunk, beside what the recipe does; by default not.
+
+        Args:
+            store: Keys and values, with whole frames in it.
+            unit: Tokens of a frame.
+        """
+
+    def first_step(self, store: KVStore, index: int, query: Query) -> None:  # noqa: B027
+        """Drop slots of a layer in the first, noisiest step of a chunk; by default none.
+
+        Args:
+            store: Keys and values, the chunk's own of this layer among them.
+            index: Number of the layer.
+            query: Queries of the chunk, rotated.
+        """
+
+
+@dataclass(frozen=True)
+class FullHistory(VideoPolicy):
+    """Hold every frame, under its own position.
+
+    Memory and the time of a chunk grow with the film.
+
+    Reference: Self-Forcing, arXiv 2506.08009, with the whole history.
+    """
+
+    name: ClassVar[str] = "full"
+    source: ClassVar[str] = "Self-Forcing, arXiv 2506.08009"
+    bibtex: ClassVar[str] = """@article{huang2025selfforcing,
+  title={Self Forcing: Bridging the Train-Test Gap in Autoregressive Video Diffusion},
+  author={Huang, Xun and Li, Zhengqi and He, Guande and Zhou, Mingyuan and Shechtman, Eli},
+  journal={arXiv preprint arXiv:2506.08009},
+  year={2025}
+}"""
+    by_head: ClassVar[bool] = True
+
+    def recipe(self, unit: int) -> Recipe:
+        """Return the recipe that drops nothing."""
+        return Recipe(self.name, space="pre")
+
+
+def frames_of(layer: KVLayer, unit: int) -> Tensor:
+    """Return the slots of all frames that a layer holds, oldest first, int64 [F, unit].
+
+    Args:
+        layer: Whole frames, the same ones in all rows.
+        unit: Tokens of a frame.
+    """
+    return layer.meta()["pos"][0, 0].argsort().view(-1, unit)

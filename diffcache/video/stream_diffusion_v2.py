@@ -1,0 +1,143 @@
+"""StreamDiffusionV2's cache: sinks that follow what is shown, and a rolling window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from diffcache.kv.layer import KVLayer
+from diffcache.kv.positions import Refresh
+from diffcache.kv.recipe import Recipe
+from diffcache.kv.store import KVStore
+from diffcache.method import check_int, is_number
+from diffcache.video.policy import VideoPolicy
+
+
+@dataclass(frozen=True)
+class StreamDiffusionV2(VideoPolicy):
+    """Hold sinks and the latest frames; a frame that is unlike a sink takes the sink's place.
+
+    Each layer decides for itself, by the mean of two cosines: of keys and of values, both averaged
+    over the tokens of a frame. A frame that becomes a sink is not held in the window as well. The
+    first frames are sinks until then. Numbers of frames begin anew at `refresh`.
+
+    In the paper every sink below the threshold is replaced, so that a frame may be held more than
+    once. In the released code (`official`) only the sink of the lowest cosine is, and keys keep the
+    phases of their own count at a refresh.
+
+    Departures: a frame is compared at the start of the next chunk, so that it still sees the sink
+    it replaces and one frame of the window less; keys are compared before rotation; nothing is
+    compared until the cache is full; the frames of a longer chunk are compared one after the other,
+    where the released code compares chunks of one frame alone. What a frame is compared by is not
+    said in the paper and taken from the code.
+
+    Args:
+        window: Latest frames that are held beside the chunk.
+        sinks: Frames that are held beside the window; 0 for a rolling window alone.
+        threshold: Cosine below which a sink is replaced; -1 for never.
+        refresh: Count of frames at which numbers begin anew.
+        back: Count that they begin with, at least the frames of window and chunk but one.
+        official: Whether to do as the released code does.
+
+    Raises:
+        ValueError: If a number is out of its range.
+
+    Reference: StreamDiffusionV2, arXiv 2511.07399 (sink-token-guided rolling KV cache, RoPE
+    refresh), and its released code.
+    """
+
+    name: ClassVar[str] = "stream-diffusion-v2"
+    source: ClassVar[str] = "StreamDiffusionV2, arXiv 2511.07399"
+    bibtex: ClassVar[str] = """@article{feng2025streamdiffusionv2,
+  title={{StreamDiffusionV2}: A Streaming System for Dynamic and Interactive Video Generation},
+  author={Feng, Tianrui and Li, Zhi and Yang, Shuo and Xi, Haocheng and Li, Muyang and Li, Xiuyu and Zhang, Lvmin and Yang, Keting and Peng, Kelly and Han, Song and Agrawala, Maneesh and Keutzer, Kurt and Kodaira, Akio and Xu, Chenfeng},
+  journal={arXiv preprint arXiv:2511.07399},
+  year={2025}
+}"""  # noqa: E501
+
+    window: int = 2
+    sinks: int = 3
+    threshold: float = 0.2
+    refresh: int = 50
+    back: int = 5
+    official: bool = False
+
+    def __post_init__(self) -> None:
+        check_int("window", self.window, 1)
+        check_int("sinks", self.sinks, 0)
+        if not is_number(self.threshold) or not -1 <= self.threshold <= 1:
+            raise ValueError(f"threshold={self.threshold!r}: must be a number from -1 to 1")
+        check_int("back", self.back, self.window)
+        check_int("refresh", self.refresh, self.back + 1)
+
+    def recipe(self, unit: int) -> Recipe:
+        """Return the recipe that rotates by the refreshed count; `begin` drops what goes."""
+        positions = Refresh(self.refresh, self.back, self.official)
+        return Recipe(self.name, space="pre", positions=positions)
+
+    @property
+    def most_recached(self) -> int:
+        """Frames that `back` leaves numbers for, with sinks that stay."""
+        return self.back + 1
+
+    def begin(self, store: KVStore, unit: int) -> None:
+        """Hold the sinks and the window, in this order.
+
+        Raises:
+            ValueError: If `back` is too small for the chunks.
+        """
+        room = self.sinks + self.window
+        new = store.layers[0].held // unit - room
+        if new <= 0:
+            return
+        if self.window + new - 1 > self.back:
+            raise ValueError(
+                f"back={self.back}: numbers that begin anew there give out in a window of "
+                f"{self.window} and a chunk of {new} frames; set back={self.window + new - 1}"
+            )
+        kept = [self._kept(layer, unit) for layer in store.layers]
+        for layer, frames in zip(store.layers, kept, strict=True):
+            tokens = frames[..., None] * unit + torch.arange(unit, device=frames.device)
+            layer.replace(layer.read().gather(tokens.flatten(1)[:, None]))
+
+    def _kept(self, layer: KVLayer, unit: int) -> Tensor:
+        """Return the frames of a layer that stay, by their place in it, int64 [B, F]."""
+        slots = layer.read()
+        marks = [_marks(column, unit) for column in (slots.k, slots.v)]
+        batch, count = marks[0].shape[:2]
+        room = self.sinks + self.window
+        held = torch.arange(room, device=slots.k.device).expand(batch, -1)
+        sinks, window = held.split([self.sinks, self.window], 1)
+        for place in range(room, count):
+            new = torch.full((batch, 1), place, device=held.device)
+            if self.sinks:
+                goes = self._unlike(marks, sinks, place)
+                sinks = new.where(goes, sinks)
+                came = goes.any(1, keepdim=True)
+            else:
+                came = torch.zeros_like(new, dtype=torch.bool)
+            window = window.where(came, torch.cat([window[:, 1:], new], 1))
+        return torch.cat([sinks, window], 1)
+
+    def _unlike(self, marks: list[Tensor], sinks: Tensor, place: int) -> Tensor:
+        """Return which sinks a frame takes the place of, bool [B, sinks]."""
+        rows = torch.arange(len(sinks), device=sinks.device)[:, None]
+        cosines = [
+            functional.cosine_similarity(mark[rows, sinks], mark[:, place, None], dim=-1)
+            for mark in marks
+        ]
+        alike = (cosines[0] + cosines[1]) / 2
+        below = alike < self.threshold
+        if self.official:
+            below &= functional.one_hot(alike.argmin(1), self.sinks).bool()
+        return below
+
+
+def _marks(x: Tensor, unit: int) -> Tensor:
+    """Return the mean over the tokens of each frame, float32 [B, F, H D]."""
+    frames: Tensor = x.unflatten(2, (-1, unit))
+    return frames.float().mean(3).transpose(1, 2).flatten(2)

@@ -1,0 +1,90 @@
+"""Rows of the table of causal video: policies, and how a change of the prompt meets the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from diffcache.video import (
+    Cut,
+    DeepForcing,
+    EMASink,
+    FlowCache,
+    Flush,
+    FullHistory,
+    HistoryRetrieval,
+    InfinityRoPE,
+    Keep,
+    Quantized,
+    Recache,
+    RollingSink,
+    StreamDiffusionV2,
+    Switch,
+    VideoPolicy,
+    Window,
+)
+
+Role = Literal["stock", "cache", "control"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy under a name.
+
+    Attributes:
+        name: Name in the table.
+        policy: Frames that are held.
+        role: `stock`, the first row; `cache`; or `control`, which must lose.
+    """
+
+    name: str
+    policy: VideoPolicy
+    role: Role = "cache"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A way to change the prompt.
+
+    Attributes:
+        name: Name in the table.
+        policy: Frames that are held.
+        mode: Treatment of those frames.
+    """
+
+    name: str
+    policy: VideoPolicy
+    mode: Switch
+
+
+# Windows are whole chunks of three frames. What holds twelve frames and three sinks holds as many
+# frames as the model was trained with at most.
+ROWS = (
+    Row("full history", FullHistory(), "stock"),
+    Row("one frame", Window(1, 0), "control"),
+    Row("window 3", Window(3, 0)),
+    Row("window 6", Window(6, 0)),
+    Row("window 12", Window(12, 0)),
+    Row("window 3, 3 sinks", Window(3, 3)),
+    Row("window 6, 3 sinks", Window(6, 3)),
+    Row("window 12, 3 sinks", Window(12, 3)),
+    Row("window 6, 3 sinks, own numbers", Window(6, 3, "absolute")),
+    Row("Infinity-RoPE, as released", InfinityRoPE()),
+    Row("Infinity-RoPE, horizon 24", InfinityRoPE(6, 3, "horizon", 24)),
+    Row("Deep Forcing", DeepForcing(window=15, sinks=6, budget=12, recent=4)),
+    Row("EMA-Sink", EMASink(6, 3)),
+    Row("StreamDiffusionV2", StreamDiffusionV2(6, 3, back=9)),
+    Row("FlowCache", FlowCache(9)),
+    Row("Rolling Sink", RollingSink(sinks=9, recent=3)),
+    Row("history retrieval", HistoryRetrieval(6, 12, sinks=3)),
+    Row("window 12, 3 sinks, KIVI 4 bits", Quantized(Window(12, 3), 4)),
+    Row("window 12, 3 sinks, KIVI 2 bits", Quantized(Window(12, 3), 2)),
+)
+
+CHANGES = tuple(
+    Change(f"{where}, {mode}", policy, make)
+    for where, policy in (("full history", FullHistory()), ("window 6, 3 sinks", Window(6, 3)))
+    for mode, make in (
+        ("keep", Keep()), ("flush", Flush()), ("re-cache", Recache(9)), ("cut", Cut()),
+    )
+)  # fmt: skip

@@ -1,0 +1,124 @@
+"""Load causal Wan weights, as Self-Forcing and its kin release them, for diffusers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from diffusers import WanTransformer3DModel
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from diffcache.errors import DiffcacheError
+
+PARTS = ("generator_ema", "generator")  # of which the first that is there is taken
+PREFIXES = ("model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+class CheckpointError(DiffcacheError, ValueError):
+    """A file of weights cannot be read, or is of no text-to-video Wan."""
+
+
+def load_causal(path: str | os.PathLike[str], *, head: int = 128) -> WanTransformer3DModel:
+    """Load weights of the Self-Forcing family into an ordinary transformer of diffusers.
+
+    Sizes are read off the weights. Of a training checkpoint the averaged weights are taken where
+    there are some. Weights stay on the CPU in the dtype they are saved in.
+
+    Args:
+        path: File of torch or of safetensors, with names as in Wan2.1's own code.
+        head: Channels of an attention head, 128 in all released models; no weight tells.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CheckpointError: If the file holds anything but the weights of a Wan for text to video.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"path={os.fspath(path)!r}: there is no such file")
+    named = _unwrapped(_read(path))
+    weights: dict[str, Tensor] = convert_wan_transformer_to_diffusers(dict(named))
+    with init_empty_weights(include_buffers=False):
+        model = WanTransformer3DModel(**_config(path, named, head))
+    wanted = {name: value.shape for name, value in model.state_dict().items()}
+    wrong = [
+        f"{len(names)} {what} ({', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''})"
+        for what, names in (
+            ("missing", wanted.keys() - weights.keys()),
+            ("unexpected", weights.keys() - wanted.keys()),
+            (
+                "of another shape",
+                {n for n in wanted.keys() & weights if wanted[n] != weights[n].shape},
+            ),
+        )
+        if names
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"path={os.fspath(path)!r}: weights do not fit a Wan for text to video, by their names "
+            f"in diffusers: {'; '.join(wrong)}"
+        )
+    model.load_state_dict(weights, assign=True)
+    return model.eval()
+
+
+def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """Return what a file holds; nothing in it is run."""
+    try:
+        if Path(path).suffix == ".safetensors":
+            found: Any = load_file(path)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, UnpicklingError, RuntimeError, EOFError) as error:
+        raise CheckpointError(
+            f"path={os.fspath(path)!r}: cannot be read as weights and nothing else: {error}"
+        ) from error
+    part = next((name for name in PARTS if isinstance(found, dict) and name in found), None)
+    weights = found if part is None else found[part]
+    if not isinstance(weights, Mapping) or not all(isinstance(x, Tensor) for x in weights.values()):
+        raise CheckpointError(
+            f"path={os.fspath(path)!r}: must hold weights by name, or have them under "
+            f"{' or '.join(map(repr, PARTS))}"
+        )
+    return weights
+
+
+def _unwrapped(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights without what training wrapped around their names."""
+    found = {}
+    for name, value in weights.items():
+        for prefix in PREFIXES:
+            name = name.replace(prefix, "")
+        found[name] = value
+    return found
+
+
+def _config(path: str | os.PathLike[str], named: Mapping[str, Tensor], head: int) -> dict[str, Any]:
+    """Return the configuration that the shapes of weights tell."""
+    try:
+        width, channels, *patch = named["patch_embedding.weight"].shape
+        ffn = named["blocks.0.ffn.0.weight"].shape[0]
+        text = named["text_embedding.0.weight"].shape[1]
+        frequencies = named["time_embedding.0.weight"].shape[1]
+        out = named["head.head.weight"].shape[0]
+    except KeyError as error:
+        raise CheckpointError(
+            f"path={os.fspath(path)!r}: has no {error} among its {len(named)} weights; names must "
+            "be those of Wan2.1's own code (a folder of diffusers loads with from_pretrained)"
+        ) from error
+    if head < 1 or width % head:
+        raise CheckpointError(f"head={head}: must divide the width of the model, {width}")
+    blocks = {int(name.split(".")[1]) for name in named if name.startswith("blocks.")}
+    return {
+        "patch_size": tuple(patch), "num_attention_heads": width // head,
+        "attention_head_dim": head, "in_channels": channels,
+        "out_channels": out // torch.Size(patch).numel(), "text_dim": text,
+        "freq_dim": frequencies, "ffn_dim": ffn, "num_layers": max(blocks) + 1,
+        "cross_attn_norm": "blocks.0.norm3.weight" in named,
+    }  # fmt: skip

@@ -1,0 +1,147 @@
+"""Roll a causal video transformer out: chunks of frames, one after the other, over a KV cache.
+
+>>> video = CausalVideo(transformer, chunk=3)  # doctest: +SKIP
+>>> session = video.session(text, size=(60, 104), policy=Window(window=6))  # doctest: +SKIP
+>>> film = [session.next() for _ in range(20)]  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import os
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from diffcache.attach.attention import Door, attention_sites
+from diffcache.attach.attention_call import AttentionCall, AttentionSite
+from diffcache.errors import AttachError
+from diffcache.method import check_int
+from diffcache.pipelines.context_parallel import attend_by_heads
+from diffcache.pipelines.saved_stream import facts, read_stream, resume
+from diffcache.pipelines.video_inputs import check_places
+from diffcache.pipelines.video_session import Session as Session
+from diffcache.video import FewSteps, FullHistory, VideoPolicy
+
+_CURRENT: ContextVar[Any] = ContextVar("diffcache_video_session", default=None)
+
+
+class CausalVideo:
+    """A transformer that films chunk by chunk; attention goes through the session that calls it.
+
+    Any number of sessions share the transformer and take turns on it, in threads of their own or in
+    one. Outside of a session the transformer is its own.
+
+    Args:
+        transformer: `WanTransformer3DModel` of diffusers, whose weights attend block-causally, such
+            as those of Self-Forcing.
+        chunk: Latent frames of a chunk.
+        sampler: Noise levels.
+
+    Raises:
+        AttachError: If the transformer is of another class, or has a door already.
+        ValueError: If `chunk` is less than 1.
+    """
+
+    def __init__(
+        self, transformer: nn.Module, *, chunk: int = 3, sampler: FewSteps | None = None
+    ) -> None:
+        check_int("chunk", chunk, 1)
+        if type(transformer).__name__ != "WanTransformer3DModel":
+            raise AttachError(
+                f"{type(transformer).__name__}: causal video is served on WanTransformer3DModel "
+                "of diffusers, whose self-attention can be given frames of its own"
+            )
+        self.transformer: Any = transformer
+        self.chunk = chunk
+        self.sampler = FewSteps() if sampler is None else sampler
+        own = [site for site in attention_sites(transformer) if site.kind == "self"]
+        self.numbers = {site.path: number for number, site in enumerate(own)}
+        self._door = Door(transformer, self, own)
+
+    def close(self) -> None:
+        """Give the transformer its attention back."""
+        self._door.remove()
+
+    def __enter__(self) -> CausalVideo:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def session(
+        self,
+        prompt: Tensor,
+        *,
+        size: tuple[int, int],
+        policy: VideoPolicy | None = None,
+        seed: int = 0,
+        negative: Tensor | None = None,
+        guidance: float = 1.0,
+        read_once: bool = True,
+        recall: int = 12,
+    ) -> Session:
+        """Return a new stream.
+
+        Args:
+            prompt: Text embeddings, `[B, S, E]`.
+            size: Height and width in latents.
+            policy: Frames that are held; None for all of them.
+            seed: Seed of the noise.
+            negative: Text embeddings of the unguided branch, `[B, S, E]`; needed for guidance.
+            guidance: Scale of classifier-free guidance; 1 for none.
+            read_once: Whether rotated keys are kept from step to step, which takes the memory of
+                the keys once more.
+            recall: Latest clean latents that are kept for a re-cache, in frames.
+
+        Raises:
+            ValueError: If an argument is out of its range.
+        """
+        return Session(self, prompt, size, FullHistory() if policy is None else policy, seed,
+                       negative, guidance, read_once, recall)  # fmt: skip
+
+    def restore(self, folder: str | os.PathLike[str], policy: VideoPolicy | None = None) -> Session:
+        """Return a stream that goes on where `Session.save` left it, to the bit.
+
+        Args:
+            folder: Folder it was saved in.
+            policy: Policy it was made with.
+
+        Raises:
+            FileNotFoundError: If there is no saved stream.
+            SavedCacheError: If it is altered, or was made with other weights, another policy, chunk
+                or sampler.
+        """
+        policy = FullHistory() if policy is None else policy
+        state = read_stream(folder, facts(self, policy, self.sampler), self.transformer.device)
+        names = ("size", "negative", "guidance", "read_once", "recall")
+        session = self.session(state["prompt"], policy=policy, **{n: state[n] for n in names})
+        resume(session, folder, state)
+        return session
+
+    def call(self, stream: Any, x: Tensor, times: Tensor, text: Tensor) -> Tensor:
+        """Return what the transformer predicts, its attention going through a stream.
+
+        Args:
+            stream: `Session` or `StreamBatch` that attends.
+            x: Noisy chunks, `[B, C, F, H, W]`.
+            times: Noise levels in thousandths, `[B]`.
+            text: Text embeddings, `[B, S, E]`.
+        """
+        check_places(self.transformer.config, x.shape)
+        token = _CURRENT.set(stream)
+        try:
+            x = x.to(self.transformer.dtype)
+            found: Tensor = self.transformer(x, times, text, return_dict=False)[0]
+        finally:
+            _CURRENT.reset(token)
+        return found
+
+    def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
+        """Attend over the frames that the current session holds."""
+        session = _CURRENT.get()
+        if session is None or session.video is not self:
+            return None
+        attend = partial(session.attend, self.numbers[site.path])
+        return attend_by_heads(self.transformer, call, attend)

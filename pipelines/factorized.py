@@ -1,0 +1,236 @@
+"""A video transformer in which attention over space and over time take turns, as Ca2-VDM has it.
+
+>>> transformer = FactorizedTransformer(num_layers=4)  # doctest: +SKIP
+>>> once = OnePass(Ca2VDM(), prefix=9)  # doctest: +SKIP
+>>> predicted = transformer(latents, timestep, text, once)  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusers import ConfigMixin, ModelMixin
+from diffusers.configuration_utils import register_to_config
+from torch import Tensor, nn
+
+from diffcache.pipelines.video_inputs import checked_size
+from diffcache.video.ca2_vdm import History, attention
+
+__all__ = ["FactorizedTransformer", "ModelMixin"]  # by its base, diffusers knows a saved model
+
+_TIME_WIDTH = 256
+
+
+class Attention(nn.Module):
+    """Queries, keys and values of tokens, and what is made of the heads' answers."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, each `[..., H, n, D]`, of tokens `[..., n, C]`."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).transpose(-4, -2).unbind(-3)
+        return q, k, v
+
+    def join(self, x: Tensor) -> Tensor:
+        """Return tokens `[..., n, C]` of heads `[..., H, n, D]`."""
+        out: Tensor = self.out(x.transpose(-3, -2).flatten(-2))
+        return out
+
+
+class TextAttention(nn.Module):
+    """Attention of tokens `[B, n, C]` to text `[B, m, C]`."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q = nn.Linear(width, width)
+        self.kv = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, text: Tensor) -> Tensor:
+        """Return what tokens see of the text."""
+        whole = self.q(x), *self.kv(text).chunk(2, -1)
+        heads = [each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in whole]
+        out: Tensor = self.out(attention(*heads).transpose(1, 2).flatten(2))
+        return out
+
+
+class Block(nn.Module):
+    """Attention over space, over time, and to the text; then a feed-forward.
+
+    Args:
+        width: Channels of a token.
+        heads: Attention heads.
+        official: Whether attention to the prefix follows attention within a frame, with weights of
+            its own; otherwise one attention does both.
+    """
+
+    def __init__(self, width: int, heads: int, official: bool) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(6, width) / width**0.5)
+        self.norm1 = nn.LayerNorm(width, 1e-6, elementwise_affine=False)
+        self.norm2 = nn.LayerNorm(width, 1e-6, elementwise_affine=False)
+        self.space = Attention(width, heads)
+        self.prefix = Attention(width, heads) if official else None
+        self.time = Attention(width, heads)
+        self.text = TextAttention(width, heads)
+        self.mlp = feed_forward(width, 4 * width, width)
+
+    def forward(
+        self,
+        x: Tensor,
+        noise: Tensor,
+        text: Tensor,
+        history: History,
+        number: int,
+        rows: Tensor | None,
+    ) -> Tensor:
+        """Return tokens after the block, `[B, F, S, C]`.
+
+        Args:
+            x: Tokens, `[B, F, S, C]`.
+            noise: Modulation of every frame by its timestep, `[B, F, 6, C]`.
+            text: Text, `[B, m, C]`.
+            history: Frames that are seen beside those of `x`.
+            number: Number of the block.
+            rows: Temporal positions, which are added before attention over time, `[F, C]`; None
+                for a block that adds none.
+        """
+        told = (self.table + noise)[:, :, None].unbind(-2)
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = told
+        within = self.space.split(modulated(self.norm1(x), shift, scale))
+        if self.prefix is None:
+            x = x + gate * self.space.join(history.spatial(number, *within, beside=True))
+        else:
+            x = x + gate * self.space.join(attention(*within))
+            seen = history.spatial(number, *self.prefix.split(x), beside=False)
+            x = x + gate * self.prefix.join(seen)
+        sites = x.transpose(1, 2) if rows is None else x.transpose(1, 2) + rows
+        seen = history.temporal(number, *self.time.split(sites))
+        x = x + gate * self.time.join(seen).transpose(1, 2)
+        x = x + self.text(x.flatten(1, 2), text).view_as(x)
+        out: Tensor = x + gate_mlp * self.mlp(modulated(self.norm2(x), shift_mlp, scale_mlp))
+        return out
+
+
+class FactorizedTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
+    """A video transformer in which attention over space and over time take turns.
+
+    It is Ca2-VDM's causal spatial-temporal transformer, on that of Open-Sora 1.0, at any size.
+    Spatial attention of the paper sees the prefix and the frame at once; in the released code
+    (`official`) it sees the frame, and a second one sees the prefix alone.
+
+    Departures: the first block is not told which frames are clean by a channel of a mask, as their
+    timestep of 0 tells it; one prediction comes out, without variances; text has no padding; a
+    clean frame sees itself once, where the released code has it see copies of itself, which weigh
+    the same.
+
+    Args:
+        in_channels: Channels of latents.
+        patch_size: Frames, rows and columns of a patch; 1 frame.
+        num_attention_heads: Attention heads.
+        attention_head_dim: Channels of a head.
+        num_layers: Blocks.
+        text_dim: Channels of text embeddings.
+        official: Whether blocks are those of the released code.
+
+    Raises:
+        ValueError: If the width, heads times channels, is no multiple of 4.
+
+    Reference: Ca2-VDM, arXiv 2411.16375, and its released code (`CausalSTDiT2`).
+    """
+
+    config_name = "config.json"
+
+    @register_to_config  # type: ignore[untyped-decorator]
+    def __init__(
+        self,
+        in_channels: int = 4,
+        patch_size: tuple[int, int, int] = (1, 2, 2),
+        num_attention_heads: int = 4,
+        attention_head_dim: int = 16,
+        num_layers: int = 4,
+        text_dim: int = 32,
+        official: bool = False,
+    ) -> None:
+        super().__init__()
+        width = num_attention_heads * attention_head_dim
+        if width % 4:
+            raise ValueError(
+                f"num_attention_heads={num_attention_heads}, attention_head_dim="
+                f"{attention_head_dim}: their product must be a multiple of 4"
+            )
+        one, tall, wide = patch_size
+        self.width = width
+        self.patch = nn.Conv3d(in_channels, width, (one, tall, wide), (one, tall, wide))
+        self.timestep = feed_forward(_TIME_WIDTH, width, width, nn.SiLU())
+        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+        self.text = feed_forward(text_dim, width, width)
+        made = [Block(width, num_attention_heads, official) for _ in range(num_layers)]
+        self.blocks = nn.ModuleList(made)
+        self.norm = nn.LayerNorm(width, 1e-6, elementwise_affine=False)
+        self.table = nn.Parameter(torch.randn(2, width) / width**0.5)
+        self.out = nn.Linear(width, tall * wide * in_channels)
+
+    def forward(self, sample: Tensor, timestep: Tensor, text: Tensor, history: History) -> Tensor:
+        """Return the prediction, like `sample`; of clean frames it means nothing.
+
+        Args:
+            sample: Latents, `[B, C, F, H, W]`.
+            timestep: Noise level of the frames that are not clean, in thousandths, `[B]`.
+            text: Text embeddings, `[B, m, E]`.
+            history: Frames that are seen beside these.
+
+        Raises:
+            ValueError: If patches do not divide the size, or there are too many frames.
+        """
+        *_, frames, height, width = sample.shape
+        _, tall, wide = self.config.patch_size
+        checked_size((height, width), self.config.patch_size)
+        if history.prefix > frames:
+            raise ValueError(f"prefix={history.prefix}: the pass has {frames} frames")
+        rows = waves(history.policy.rows(history.start, frames), self.width).to(sample)
+        grid = height // tall, width // wide
+        x = self.patch(sample).flatten(3).permute(0, 2, 3, 1)
+        x = x + places(grid, self.width).to(x)
+        times = timestep[:, None].repeat(1, frames)
+        times[:, : history.prefix] = 0
+        level = self.timestep(waves(times, _TIME_WIDTH).to(x))
+        noise = self.modulation(level).unflatten(-1, (6, -1))
+        text = self.text(text)
+        for number, block in enumerate(self.blocks):
+            x = block(x, noise, text, history, number, rows if number == 0 else None)
+        shift, scale = (self.table + level[:, :, None])[:, :, None].unbind(-2)
+        x = self.out(modulated(self.norm(x), shift, scale))
+        x = x.unflatten(2, grid).unflatten(-1, (tall, wide, -1)).permute(0, 6, 1, 2, 4, 3, 5)
+        out: Tensor = x.flatten(5).flatten(3, 4)
+        return out
+
+
+def feed_forward(
+    given: int, inner: int, out: int, activation: nn.Module | None = None
+) -> nn.Sequential:
+    """Return two linears around an activation, by default GELU by its tanh formula."""
+    activation = nn.GELU(approximate="tanh") if activation is None else activation
+    return nn.Sequential(nn.Linear(given, inner), activation, nn.Linear(inner, out))
+
+
+def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Return normed tokens, scaled and shifted by what the timestep says."""
+    return x * (1 + scale) + shift
+
+
+def waves(at: Tensor, width: int) -> Tensor:
+    """Return sines and cosines of numbers at falling rates, float64 `[..., width]`."""
+    rates = 10_000.0 ** (-torch.arange(width // 2, device=at.device).double() * 2 / width)
+    angles = at.double()[..., None] * rates
+    return torch.cat([angles.sin(), angles.cos()], -1)
+
+
+def places(grid: tuple[int, int], width: int) -> Tensor:
+    """Return positions of the tokens of a frame by column and row, float64 `[S, width]`."""
+    row, column = torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij")
+    return torch.cat([waves(x.flatten(), width // 2) for x in (column, row)], -1)

@@ -1,0 +1,136 @@
+"""Checks of what a stream of video is given, guidance, and the rotary embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcache.api import run
+from diffcache.attach.anchor import owner_of
+from diffcache.errors import AttachError
+from diffcache.kv.rotary_nd import RotaryND
+from diffcache.method import check_int, is_number
+
+
+def checked_size(size: tuple[int, int], patch: tuple[int, int, int]) -> tuple[int, int]:
+    """Return a size in latents that patches divide."""
+    height, width = size
+    for name, value, each in (("height", height, patch[1]), ("width", width, patch[2])):
+        check_int(f"size={size}: {name}", value, each)
+        if value % each:
+            raise ValueError(f"size={size}: {name} must be a multiple of the patch size, {each}")
+    if patch[0] != 1:
+        raise AttachError(f"patch_size={patch}: a token must be of one frame, a patch of 1 in time")
+    return height, width
+
+
+def check_latents(latents: Tensor, wanted: tuple[int, int, int, int]) -> None:
+    """Raise unless these are latents of a stream.
+
+    Args:
+        latents: Latents of any number of frames.
+        wanted: Batch, channels, height and width.
+
+    Raises:
+        ValueError: If they have another shape than `[B, C, F, H, W]`.
+    """
+    if latents.dim() != 5 or (*latents.shape[:2], *latents.shape[3:]) != wanted:
+        raise ValueError(
+            f"latents={list(latents.shape)}: must be [B, C, F, H, W] with B={wanted[0]}, "
+            f"C={wanted[1]}, H={wanted[2]}, W={wanted[3]}"
+        )
+
+
+def check_places(config: Any, shape: Sequence[int]) -> None:
+    """Raise unless a transformer can number all tokens of one call.
+
+    Frames that are held do not count: they are numbered here.
+
+    Args:
+        config: Configuration of the transformer.
+        shape: Shape of the noisy chunk, `[B, C, F, H, W]`.
+
+    Raises:
+        ValueError: If there are more frames, rows or columns than in its table of positions.
+    """
+    most = config.rope_max_seq_len
+    frames, height, width = (
+        size // each for size, each in zip(shape[2:], config.patch_size, strict=True)
+    )
+    if frames > most:
+        raise ValueError(f"frames={frames}: the transformer numbers at most {most} of one call")
+    if max(height, width) > most:
+        raise ValueError(
+            f"size={tuple(shape[3:])}: is {height} rows and {width} columns of tokens, of which "
+            f"the transformer numbers at most {most}"
+        )
+
+
+def check_text(name: str, text: Tensor, width: int) -> None:
+    """Raise unless these are text embeddings of a transformer.
+
+    Raises:
+        ValueError: If they have another shape than `[B, S, width]`.
+    """
+    if text.dim() != 3 or text.shape[2] != width or not text.numel():
+        raise ValueError(f"{name}={list(text.shape)}: must be [B, S, {width}]")
+
+
+def text_rows(transformer: Any, prompt: Tensor, negative: Tensor | None, guidance: float) -> Tensor:
+    """Return the text of all rows, those of the unguided branch last.
+
+    Args:
+        transformer: Transformer that reads it.
+        prompt: Text embeddings, `[B, S, E]`.
+        negative: Text embeddings of the unguided branch; not looked at without guidance.
+        guidance: Scale of classifier-free guidance; 1 for none.
+
+    Raises:
+        ValueError: If guidance is no number, or has no negative prompt.
+    """
+    if not is_number(guidance):
+        raise ValueError(f"guidance={guidance!r}: must be a number")
+    prompt = prompt.to(transformer.device, transformer.dtype)
+    if guidance == 1:
+        return prompt
+    if negative is None:
+        raise ValueError(
+            f"guidance={guidance}: takes negative, the text embeddings of the unguided branch; or "
+            "leave guidance=1"
+        )
+    check_text("negative", negative, transformer.config.text_dim)
+    return torch.cat([prompt, negative.to(prompt).expand_as(prompt)])
+
+
+def one_run(transformer: Any, steps: int) -> AbstractContextManager[None]:
+    """Let calls be one sampling run of a feature cache, if the transformer is wrapped with one.
+
+    Args:
+        transformer: Transformer that is called.
+        steps: Number of denoising steps.
+    """
+    return nullcontext() if owner_of(transformer) is None else run(transformer, steps=steps)
+
+
+def guided(found: Tensor, guidance: float) -> Tensor:
+    """Return the velocity that guidance makes of those of the branches.
+
+    Args:
+        found: Prediction of the transformer; rows of the unguided branch come last.
+        guidance: Scale of classifier-free guidance; 1 where there is no other branch.
+    """
+    if guidance == 1:
+        return found
+    with_prompt, without = found.chunk(2)
+    return without + guidance * (with_prompt - without)
+
+
+def rotary_of(transformer: Any, grid: tuple[int, int]) -> RotaryND:
+    """Return the rotary embedding of a transformer, by frame, row and column."""
+    rope = transformer.rope
+    return replace(RotaryND.sections((rope.t_dim, rope.h_dim, rope.w_dim)), grid=grid)

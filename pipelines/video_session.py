@@ -1,0 +1,272 @@
+"""A stream of causal video: its cache, its noise and its prompt."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+import diffcache
+from diffcache.attach.attention_call import AttentionCall
+from diffcache.kv.attend import Query
+from diffcache.kv.store import KVStore
+from diffcache.method import check_int
+from diffcache.pipelines.context_parallel import check_alike, shared_by
+from diffcache.pipelines.prompt_switch import apply, checked, place
+from diffcache.pipelines.saved_stream import facts, state_of, write_stream
+from diffcache.pipelines.video_inputs import (
+    check_latents,
+    check_text,
+    checked_size,
+    guided,
+    one_run,
+    rotary_of,
+    text_rows,
+)
+from diffcache.video import Switch, VideoPolicy
+
+if TYPE_CHECKING:
+    from diffcache.pipelines.causal_video import CausalVideo
+
+
+class Session:
+    """One stream: its cache, its noise and its prompt.
+
+    Attributes:
+        video: Transformer that it rolls out.
+        policy: Frames that are held.
+        sampler: Noise levels of a chunk, those of `video` unless set to others between two chunks.
+        store: Keys and values, before rotation; with guidance, rows of the unguided branch follow
+            those of the guided one.
+        ranks: Processes that hold a part of the heads each; None where one process holds all.
+        frames: Latent frames made so far.
+        recall: Latest clean latents that are kept, in frames.
+        latents: Those latents, `[B, C, F, H, W]`; None while there are none.
+    """
+
+    def __init__(
+        self,
+        video: CausalVideo,
+        prompt: Tensor,
+        size: tuple[int, int],
+        policy: VideoPolicy,
+        seed: int,
+        negative: Tensor | None,
+        guidance: float,
+        read_once: bool,
+        recall: int,
+    ) -> None:
+        self.video, self.policy, self.sampler = video, policy, video.sampler
+        config = video.transformer.config
+        self.size = checked_size(size, config.patch_size)
+        check_text("prompt", prompt, config.text_dim)
+        check_int("recall", recall, 0)
+        self.ranks = shared_by(video.transformer, policy, size, self.unit)
+        self.guidance, self.recall = guidance, recall
+        self.prompt = text_rows(video.transformer, prompt, negative, guidance)
+        self.batch = len(prompt)
+        self.store = self.empty_store(read_once)
+        self.frames = 0
+        self.generator = torch.Generator().manual_seed(seed)
+        self._start = 0  # tokens seen before the chunk
+        self._clean = False  # in a clean pass, whose queries are those of finished frames
+        self.latents: Tensor | None = None
+        self._switch: tuple[Tensor, Switch] | None = None
+
+    def empty_store(self, read_once: bool) -> KVStore:
+        """Return the cache that a stream begins with."""
+        rotary = rotary_of(self.video.transformer, self.grid)
+        recipe = self.policy.recipe(rotary.unit)
+        turns = [rotary] * len(self.video.numbers)
+        return KVStore(len(turns), recipe, rotary=turns, read_once=read_once)
+
+    # what a user calls ---------------------------------------------------------------------
+
+    @torch.no_grad()
+    def next(self, frames: int | None = None) -> Tensor:
+        """Make the next chunk and commit it; return its latents, `[B, C, F, H, W]`.
+
+        Args:
+            frames: Latent frames of it; None for a chunk.
+
+        Raises:
+            ValueError: If `frames` is less than 1, or a chunk before was cut off.
+        """
+        count = self.video.chunk if frames is None else frames
+        check_int("frames", count, 1)
+        sampler = self.sampler
+        with self.chunk(count), one_run(self.video.transformer, len(sampler.levels)):
+            clean = torch.zeros(())
+            for step, level in enumerate(sampler.levels):
+                noise = self.noise(count)
+                x = noise if step == 0 else sampler.noised(clean, noise, step)
+                clean = sampler.clean(x, self._velocity(x, 1000 * level), step)
+            self._commit(clean)
+        return clean
+
+    @torch.no_grad()
+    def take(self, latents: Tensor) -> None:
+        """Commit frames that were not made here, such as an image or the start of a film.
+
+        Args:
+            latents: Clean latents, `[B, C, F, H, W]`.
+
+        Raises:
+            ValueError: If they have another size.
+        """
+        check_latents(latents, self.shape)
+        check_alike(self, latents)
+        for part in latents.split(self.video.chunk, 2):
+            with self.chunk(part.shape[2]):
+                self._commit(part)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the stream into a folder, for `CausalVideo.restore`.
+
+        Args:
+            folder: Folder, made if need be; a stream that is there is replaced.
+
+        Raises:
+            ValueError: If something in the cache, or the mode of a switch that has not taken
+                effect, has no place in a file.
+        """
+        write_stream(
+            folder, self.store, state_of(self), facts(self.video, self.policy, self.sampler)
+        )
+
+    def switch(
+        self, prompt: Tensor, mode: Switch | None = None, *, negative: Tensor | None = None
+    ) -> None:
+        """Change the prompt from the next chunk on; of several calls before it the last one counts.
+
+        Args:
+            prompt: Text embeddings, `[B, S, E]`.
+            mode: Treatment of the cache; None for `Keep()`.
+            negative: Text embeddings of the unguided branch; None to leave them as they are.
+
+        Raises:
+            ValueError: If texts are of another shape, or `mode` asks for more latents than are
+                kept.
+        """
+        self._switch = checked(self, prompt, mode, negative)
+
+    # a chunk -------------------------------------------------------------------------------
+
+    @contextmanager
+    def chunk(self, frames: int) -> Iterator[None]:
+        """Let the policy decide, then make a chunk; one that is cut off leaves nothing behind."""
+        check_alike(self, frames, self._switch)
+        prompt, switch, noise = self.prompt, self._switch, self.generator.get_state()
+        # Neither what is dropped nor what is observed can be taken back.
+        lasting = self.policy.by_query or self.store.recipe.observes
+        store = self.store.fork() if lasting or switch is not None else None
+        before = self.store.seen
+        try:
+            if switch is not None:
+                apply(self, *switch)
+                self._switch = None
+            self.store.begin(frames * self.unit)
+            self.policy.begin(self.store, self.unit)
+            self._start = self.store.seen
+            yield
+        except BaseException:
+            if store is None:
+                for layer in self.store.layers:
+                    layer.rollback(layer.seen - before)
+            else:
+                self.store = store
+            self.prompt, self._switch = prompt, switch
+            self.generator.set_state(noise)
+            raise
+        finally:
+            place(self.store, self.store.recipe.positions)
+
+    def _commit(self, clean: Tensor) -> None:
+        """Run the clean pass, whose keys and values stay."""
+        self._clean_pass(clean)
+        self.frames += clean.shape[2]
+        if self.recall:
+            before = [] if self.latents is None else [self.latents]
+            self.latents = torch.cat([*before, clean], 2)[:, :, -self.recall :].clone()
+
+    def _clean_pass(self, clean: Tensor) -> None:
+        self._clean = True
+        try:
+            with diffcache.writing():
+                self._velocity(clean, self.sampler.context)
+        finally:
+            self._clean = False
+
+    def rewrite(self, clean: Tensor) -> None:
+        """Add keys and values of finished frames that count as made already.
+
+        Args:
+            clean: Clean latents, `[B, C, F, H, W]`.
+        """
+        self.store.begin(clean.shape[2] * self.unit)
+        self._start = self.store.seen
+        self._clean_pass(clean)
+
+    def _velocity(self, x: Tensor, time: float) -> Tensor:
+        """Call the transformer with this session's cache, guided."""
+        x = torch.cat([x, x]) if self.guided else x
+        times = torch.full((len(x),), time, device=x.device, dtype=torch.float32)
+        found = self.video.call(self, x, times, self.prompt)
+        return guided(found, self.guidance)
+
+    def attend(self, number: int, call: AttentionCall) -> Tensor:
+        """Write the chunk's keys and values into a layer and attend over what it holds.
+
+        A layer is written to when it is first computed in a chunk, however often that is.
+
+        Args:
+            number: Number of the layer.
+            call: Queries, keys and values of the chunk, before rotation.
+        """
+        layer = self.store.layers[number]
+        q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+        count = k.shape[2]
+        is_first = layer.seen == self._start
+        if is_first:
+            layer.write(k, v)
+        else:
+            layer.overwrite(range(layer.held - count, layer.held), k, v)
+        start = layer.seen - count
+        at = torch.arange(start, layer.seen, device=q.device)
+        query = Query(layer.rotate(q, at), start, call.scale, causal=False)
+        if is_first and not self._clean:
+            self.policy.first_step(self.store, number, query)
+        return self.store.attend(number, query, observe=self._clean).transpose(1, 2)
+
+    # within --------------------------------------------------------------------------------
+
+    @property
+    def guided(self) -> bool:
+        """Return True where an unguided branch runs beside the guided one."""
+        return self.guidance != 1
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tokens of a frame: rows and columns."""
+        _, height, width = self.video.transformer.config.patch_size
+        return self.size[0] // height, self.size[1] // width
+
+    @property
+    def unit(self) -> int:
+        """Tokens of a frame."""
+        return self.grid[0] * self.grid[1]
+
+    def noise(self, frames: int) -> Tensor:
+        """Draw noise on the CPU, so that a seed means the same on every device."""
+        batch, channels, height, width = self.shape
+        shape = (batch, channels, frames, height, width)
+        return torch.randn(shape, generator=self.generator).to(self.prompt)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Batch, channels, height and width of latents."""
+        return self.batch, self.video.transformer.config.in_channels, *self.size

@@ -1,0 +1,224 @@
+"""Deep Forcing: what is kept, under which numbers, and the masked recompute of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diffcache.kv.attend import Query
+from diffcache.kv.layer import KVLayer
+from diffcache.kv.rotary_nd import RotaryND
+from diffcache.kv.store import KVStore
+from diffcache.pipelines.causal_video import CausalVideo
+from diffcache.video import DeepForcing, FewSteps, FullHistory
+from diffcache.video.deep_forcing import Realigned
+from tests.video.toys import CHUNK, HEAD, HEADS, UNIT, rollout, text, turned_tokens, wan
+
+TWO = FewSteps((1000, 500))
+POLICY = DeepForcing(window=9, sinks=3, budget=8, recent=4)
+
+
+def drawn(frames: int, seed: int) -> Tensor:
+    """Return keys or queries of small frames of 4 tokens, [2, 2, n, 12]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 2, 4 * frames, 12, generator=generator, dtype=torch.float64)
+
+
+def small(policy: DeepForcing) -> KVStore:
+    rotary = replace(RotaryND.sections((4, 4, 4)), grid=(2, 2))
+    return KVStore(1, policy.recipe(4), rotary=[rotary])
+
+
+def chunk(store: KVStore, policy: DeepForcing, k: Tensor, q: Tensor) -> None:
+    """Write a chunk, let the policy act, and finish it with the same queries."""
+    layer, count = store.layers[0], k.shape[2]
+    store.begin(count)
+    layer.write(k, k)
+    query = Query(rotated(layer, q, count), layer.seen - count, 0.3, causal=False)
+    policy.first_step(store, 0, query)
+    store.attend(0, query)
+
+
+def rotated(layer: KVLayer, q: Tensor, count: int) -> Tensor:
+    return layer.rotate(q, torch.arange(layer.seen - count, layer.seen))
+
+
+def positions(store: KVStore) -> list[list[int]]:
+    layer = store.layers[0]
+    pos: list[list[int]] = layer.meta()["pos"].expand(2, 1, -1)[:, 0].tolist()
+    return pos
+
+
+def test_the_tokens_of_the_largest_dot_product_with_all_recent_queries_stay() -> None:
+    policy = DeepForcing(window=6, sinks=1, budget=5, recent=3)
+    store, k, q = small(policy), drawn(8, 1), drawn(8, 2)
+    for start in (0, 8, 16):
+        chunk(store, policy, k[:, :, start : start + 8], q[:, :, start : start + 8])
+    assert positions(store) == [list(range(24))] * 2  # six frames are not more than the window
+    chunk(store, policy, k[:, :, 24:], q[:, :, 24:])
+    turn = store.layers[0].rotary
+    assert turn is not None
+    at = torch.arange(32)[None, None]
+    keys, asked = turn.rotate(k, at), turn.rotate(q, at)[:, :, 20:]  # the chunk and one frame more
+    score = torch.einsum("bhqd,bhkd->bk", asked, keys)[:, 4:20]
+    wanted = [
+        [*range(4), *sorted((row.topk(4).indices + 4).tolist()), *range(20, 32)] for row in score
+    ]
+    assert positions(store) == wanted
+    assert wanted[0] != wanted[1]  # rows choose for themselves
+    assert not set(wanted[0]) <= {*range(4), *range(16, 32)}
+
+
+def test_a_planted_key_stays_and_the_order_of_candidates_does_not_matter() -> None:
+    policy = DeepForcing(window=6, sinks=1, budget=5, recent=3)
+    kept = []
+    for order in (torch.arange(16), torch.arange(16).flip(0)):
+        store, k = small(policy), drawn(8, 1)
+        turn = store.layers[0].rotary
+        assert turn is not None
+        at = torch.arange(32)[None, None]
+        asked = turn.rotate(drawn(8, 2), at)[:, :, 20:].sum(2, keepdim=True)
+        k[:, :, 9:10] = turn.unrotate(3 * asked, torch.tensor([[[9]]]))
+        rank = turn.rotate(k, at)
+        moved = rank[:, :, 4:20][:, :, order]  # candidates as they are met, at other places
+        k[:, :, 4:20] = turn.unrotate(moved, at[:, :, 4:20])
+        for start in (0, 8, 16, 24):
+            chunk(store, policy, k[:, :, start : start + 8], drawn(8, 2)[:, :, start : start + 8])
+        found = positions(store)
+        kept.append([{int(order[p - 4]) for p in row if 4 <= p < 20} for row in found])
+        assert all(5 in row for row in kept[-1])  # token 9
+        assert all(row == sorted(row) for row in found)
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("phase", ["original", "contiguous"])
+def test_what_is_held_stays_constant_and_reuse_has_a_bound(phase: Any) -> None:
+    policy = DeepForcing(window=9, sinks=3, budget=8, recent=4, topc_phase=phase, max_reuse=2)
+    free, capped = replace(policy, max_reuse=None), policy
+    chosen: dict[int, list[set[int]]] = {0: [], 1: []}
+    for which, each in enumerate((free, capped)):
+        store = small(each)
+        for number in range(14):
+            k = drawn(3, 10 + number)
+            if number == 1:
+                k = 30 * k.abs()  # large keys are chosen again and again
+            chunk(store, each, k, drawn(3, 2).abs())
+            held = positions(store)[0]
+            if number >= 3:  # 12 frames, cut to 8; then 11, cut to 8; and so on
+                assert len(held) == 8 * 4
+                assert set(range(12)) <= set(held)  # sinks
+                assert set(range(12 * number - 4, 12 * number + 12)) <= set(held)  # recent
+                chosen[which].append({p for p in held if 12 <= p < 12 * number - 4})
+    lasting = [set.intersection(*tokens[i : i + 3]) for tokens in chosen.values() for i in (0, 5)]
+    assert lasting[0] and not lasting[2] and not lasting[3]
+
+
+def test_numbers_are_closed_up_to_the_newest_frame() -> None:
+    # sinks 0 and 1, tokens of frames 5 and 9, frames 20 to 22, two tokens a frame
+    held = torch.tensor([[[0, 0, 1, 1, 5, 9, 20, 20, 21, 21, 22, 22]]])
+    original = Realigned(2, 2).place(held, held)[0, 0].tolist()
+    assert original == [17, 17, 18, 18, 5, 9, 20, 20, 21, 21, 22, 22]
+    contiguous = Realigned(2).place(held, held)[0, 0].tolist()
+    assert contiguous == [17, 17, 18, 18, 19, 19, 20, 20, 21, 21, 22, 22]
+    whole = torch.arange(6).repeat_interleave(2)[None, None]
+    assert torch.equal(Realigned(2).place(whole, whole), whole)
+
+
+def test_a_window_that_is_not_reached_changes_nothing() -> None:
+    prompt, outs = text(), []
+    for policy in (FullHistory(), DeepForcing(window=12, sinks=3, budget=8, recent=4)):
+        with CausalVideo(wan(layers=2), chunk=CHUNK, sampler=TWO) as video:
+            outs.append(torch.cat(rollout(video, 4, policy=policy, prompt=prompt)[1], 2))
+    torch.testing.assert_close(outs[1], outs[0], atol=1e-6, rtol=0)
+
+
+class Sparse:
+    """Attend in one pass: queries of a chunk see the tokens it read, under numbers of its own.
+
+    Args:
+        read: For each chunk, the tokens that were read in this layer, its own last, [B, n].
+        sinks: First frames, which are numbered up to what follows them without a gap.
+        closed: Whether all frames are.
+    """
+
+    def __init__(self, read: list[Tensor], sinks: int, closed: bool) -> None:
+        self.read, self.sinks, self.closed = read, sinks, closed
+
+    def number(self, tokens: Tensor) -> Tensor:
+        """Count for each token of a row how many there are of later frames."""
+        frame = tokens // UNIT
+        after = (frame[:, None, :] > frame[:, :, None]).sum(-1) // UNIT
+        closed = frame[:, -1:] - after
+        return closed if self.closed else closed.where(frame < self.sinks, frame)
+
+    def __call__(self, attn: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        q, k = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
+        q, k, v = (x.unflatten(2, (HEADS, HEAD)) for x in (q, k, attn.to_v(hidden_states)))
+        outs = []
+        for tokens in self.read:
+            count, number = CHUNK * UNIT, self.number(tokens)
+            index = tokens[..., None, None].expand(-1, -1, HEADS, HEAD)
+            keys = turned_tokens(k.gather(1, index), number, tokens % UNIT)
+            asked = turned_tokens(
+                q.gather(1, index[:, -count:]), number[:, -count:], tokens[:, -count:] % UNIT
+            )
+            logits = torch.einsum("bqhd,bkhd->bhqk", asked, keys) / HEAD**0.5
+            outs.append(torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v.gather(1, index)))
+        out = torch.cat(outs, 1).flatten(2)
+        return attn.to_out[1](attn.to_out[0](out))
+
+
+@pytest.mark.parametrize("phase", ["original", "contiguous"])
+@torch.no_grad()
+def test_a_rollout_is_the_masked_recompute_of_the_tokens_it_kept(phase: Any) -> None:
+    model, prompt, policy = wan(layers=2), text(2), replace(POLICY, topc_phase=phase)
+    made, read = [], [[], []]
+    with CausalVideo(model, chunk=CHUNK, sampler=TWO) as video:
+        session = video.session(prompt, size=(8, 8), policy=policy)
+        for _ in range(6):
+            noted: list[tuple[Tensor, float, Tensor]] = []
+            handle = model.register_forward_hook(
+                lambda _, a, out, noted=noted: noted.append((a[0], float(a[1][0]), out[0]))
+            )
+            made.append(session.next())
+            handle.remove()
+            for layer, each in zip(session.store.layers, read, strict=True):
+                each.append(layer.meta()["pos"][:, 0].expand(2, -1).long())
+    last = read[0][-1]
+    assert last.shape[1] == 8 * UNIT and not torch.equal(last, read[1][-1])
+    assert ((last >= 3 * UNIT) & (last < 14 * UNIT)).any()
+    for noisy, time, velocity in noted:
+        x = torch.cat([*made[:-1], noisy], 2)
+        times = torch.zeros(2, x.shape[2] * UNIT)
+        times[:, -CHUNK * UNIT :] = time
+        before = [block.attn1.processor for block in model.blocks]
+        for block, each in zip(model.blocks, read, strict=True):
+            block.attn1.processor = Sparse(each, policy.sinks, phase == "contiguous")
+        out = model(x, times, prompt, return_dict=False)[0][:, :, -CHUNK:]
+        for block, processor in zip(model.blocks, before, strict=True):
+            block.attn1.processor = processor
+        torch.testing.assert_close(velocity, out, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"budget": 13}, "budget=13: must be at least sinks \\+ recent = 14"),
+        ({"budget": 22}, "at most window=21"),
+        ({"topc_phase": "none"}, "topc_phase='none': must be one of"),
+        ({"max_reuse": 0}, "max_reuse=0"),
+    ],
+)
+def test_bad_settings_are_refused(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        DeepForcing(**given)
+
+
+def test_a_chunk_longer_than_the_recent_frames_is_refused() -> None:
+    store = small(POLICY)
+    with pytest.raises(ValueError, match="recent=4: a chunk of 5 frames"):
+        chunk(store, POLICY, drawn(5, 1), drawn(5, 2))

@@ -1,0 +1,111 @@
+"""A feature cache on the transformer of a stream: reads are skipped, what is committed never is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import diffcache
+from diffcache.catalog import METHODS, make_method, method_class
+from diffcache.features.interval import Interval
+from diffcache.pipelines.causal_video import CausalVideo, Session
+from diffcache.pipelines.stream_batch import StreamBatch
+from diffcache.video import FewSteps, FlowCache, FullHistory, VideoPolicy, Window
+from tests.contract_settings import ON, STEPS
+from tests.video.test_switch import held
+from tests.video.toys import CHUNK, text, wan
+
+SAMPLER = FewSteps(tuple(range(1000, 0, -1000 // STEPS)))
+SMALL: dict[str, Any] = {"size": (4, 4), "seed": 1}
+
+
+REFUSED = r"diffcache\.(calibrate|tune)\(pipe|scheduler"
+
+
+def opened(video: CausalVideo, policy: VideoPolicy | None = None) -> Session:
+    return video.session(text(), policy=policy or Window(3, 3), **SMALL)
+
+
+def marks(calls: Any) -> str:
+    return "".join("w" if call.writes else "C" if call.computed else "s" for call in calls)
+
+
+@pytest.mark.parametrize("name", [*ON, "temporal-table", "guided", "flow-cache"])
+def test_what_is_held_after_a_chunk_is_a_clean_pass_of_it(name: str) -> None:
+    """An independent transformer that is given the finished frames holds the same, to the bit."""
+    method = make_method(name, **ON.get(name, {})) if name in METHODS else Interval(every=3)
+    if name == "flow-cache":  # its other half
+        method = make_method("teacache", threshold=9.0, coefficients=(1.0, 0.0), input="modulated")
+    policy = FlowCache(4) if name == "flow-cache" else Window(3, 3)
+    guide = {"negative": text(seed=9), "guidance": 2.0} if name == "guided" else {}
+    model, other = wan(layers=2), wan(layers=2)
+    with CausalVideo(model, sampler=SAMPLER) as video, CausalVideo(other) as plain:
+        one, two, third = (
+            each.session(text(), policy=policy, **SMALL, **guide) for each in (video, plain, video)
+        )
+        made = []
+        with diffcache.wrapped(model, method) as handle:
+            for _ in range(3):
+                made.append(one.next())
+                two.take(made[-1])
+                for mine, theirs in zip(held(one), held(two), strict=True):
+                    assert torch.equal(mine, theirs)
+                steps = marks(handle.last.calls)
+                assert (
+                    len(steps) == STEPS + 1 and steps[0] == "C" and steps[1:].find("w") == STEPS - 1
+                )
+                assert ("s" in steps) == (name != "temporal-table")  # which stands in for modules
+        same = torch.equal(torch.cat([third.next() for _ in range(3)], 2), torch.cat(made, 2))
+        assert same == ("s" not in steps)
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {*ON, "temporal-table"}))
+def test_a_method_that_needs_a_pipeline_is_refused_before_a_stream_begins(name: str) -> None:
+    model = wan(layers=2)
+    with (
+        CausalVideo(model),
+        pytest.raises((diffcache.AttachError, diffcache.UncalibratedError), match=REFUSED),
+    ):
+        diffcache.wrap(model, method_class(name)())
+
+
+def test_runs_of_two_streams_are_apart_whichever_way_they_take_turns() -> None:
+    model = wan(layers=2)
+    with CausalVideo(model, sampler=SAMPLER) as video, diffcache.wrapped(model, Interval(every=3)):
+        alone = [torch.cat([session.next() for _ in range(3)], 2)
+                 for session in (opened(video), opened(video, FullHistory()))]  # fmt: skip
+        found: dict[int, Tensor] = {}
+
+        def film(number: int, session: Session) -> Callable[[], None]:
+            def roll() -> None:
+                found[number] = torch.cat([session.next() for _ in range(3)], 2)
+
+            return roll
+
+        sessions = opened(video), opened(video, FullHistory())
+        threads = [Thread(target=film(*each)) for each in enumerate(sessions)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert all(torch.equal(found[number], alone[number]) for number in range(2))
+        with diffcache.stream(model) as stream:
+            session = opened(video)
+            assert torch.equal(torch.cat([session.next() for _ in range(3)], 2), alone[0])
+            assert stream.chunk == 2
+
+
+def test_a_stream_batch_skips_nothing_since_all_of_it_is_committed() -> None:
+    model, films = wan(layers=2), []
+    with CausalVideo(model, sampler=FewSteps((1000, 500))) as video:
+        for wrapped in (False, True):
+            stream = StreamBatch(video, text(), policy=Window(3, 3), **SMALL)
+            if wrapped:
+                diffcache.wrap(model, Interval(every=3))
+            films.append(torch.cat([x for x in (stream.next() for _ in range(4)) if x is not None]))
+        diffcache.unwrap(model)
+    assert films[0].shape[0] == 3 and films[0].shape[2] == CHUNK
+    assert torch.equal(*films)

@@ -1,0 +1,121 @@
+"""Frames of a pool that are read because they are like the newest, against a recompute by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from diffcache.pipelines.causal_video import CausalVideo, Session
+from diffcache.video import FewSteps, HistoryRetrieval, Quantized, Window
+from diffcache.video.history_retrieval import Numbers
+from tests.video.toys import CHANNELS, CHUNK, SIZE, UNIT, recomputed, rollout, text, wan
+
+ONE = FewSteps((1000,))
+POLICY = HistoryRetrieval(window=3, pool=5, sinks=1, count=2)
+
+
+@torch.no_grad()
+def marks(model: Any, latents: Tensor, prompt: Tensor) -> Tensor:
+    """Return the mean value of each frame in the first layer, `[B, F, E]`; it sees no other."""
+    found: list[Tensor] = []
+    handle = model.blocks[0].attn1.to_v.register_forward_hook(lambda *call: found.append(call[2]))
+    try:
+        for frame in latents.split(1, 2):
+            model(frame, torch.zeros(len(frame)), prompt, return_dict=False)
+    finally:
+        handle.remove()
+    return torch.stack([each.mean(1) for each in found], 1)
+
+
+def alike(policy: HistoryRetrieval, means: Tensor, start: int) -> list[int]:
+    """Return the frames that a chunk reads of its pool, most alike first."""
+    earlier = list(range(start - policy.window))
+    latest = earlier[policy.sinks :][-(policy.pool - policy.sinks) :]
+    pool = [*earlier[: policy.sinks], *latest]
+    like = {f: float(functional.cosine_similarity(means[f], means[start - 1], 0)) for f in pool}
+    return sorted(pool, key=lambda frame: -like[frame])[: policy.count]
+
+
+@pytest.mark.parametrize("numbers", ["before", "after"])
+def test_a_rollout_is_the_recompute_over_what_is_alike(numbers: Numbers) -> None:
+    model, prompt, chunks = wan(layers=2), text(), 7
+    policy = HistoryRetrieval(3, 5, 1, 2, numbers)
+    with CausalVideo(model, chunk=CHUNK, sampler=ONE) as video:
+        session, made, calls = rollout(video, chunks, policy=policy, prompt=prompt)
+    means = marks(model, torch.cat(made, 2), prompt)[0]
+    kept, places, chosen = [], [], []
+    for start in range(0, chunks * CHUNK, CHUNK):
+        chosen.append(alike(policy, means, start))
+        latest = list(range(max(start - 3, 0), start))
+        number = {frame: frame for frame in range(chunks * CHUNK)}
+        for rank, frame in enumerate(chosen[-1]):
+            place = sorted(chosen[-1]).index(frame) - len(chosen[-1])
+            number[frame] = start + CHUNK + rank if numbers == "after" else start - 3 + place
+        kept.append([*chosen[-1], *latest])
+        places.append(number)
+    assert any(sorted(each) != each for each in chosen)  # not always the order of time
+    assert any(max(each) < 15 for each in chosen[-1:])  # nor the latest of the pool
+    noisy, time, velocity = calls[-1][0]
+    wanted = recomputed(model, made[:-1], noisy, time, prompt, kept, places)
+    torch.testing.assert_close(velocity, wanted, atol=1e-5, rtol=1e-5)
+    assert session.store.layers[0].held == (3 + 5 + CHUNK) * UNIT
+
+
+def test_of_frames_that_were_shown_the_same_ones_are_found_in_every_row() -> None:
+    """The pool is bounded and has the first frame; what is not chosen says nothing."""
+    film = torch.randn(2, CHANNELS, 15, *SIZE, generator=torch.Generator().manual_seed(5))
+    film = film + 2 * torch.randn(2, CHANNELS, 15, 1, 1, generator=torch.Generator().manual_seed(6))
+    film[0, :, 14], film[1, :, 14] = film[0, :, 9], film[1, :, 0]
+    policy = HistoryRetrieval(window=3, pool=4, count=1)
+
+    def shown(video: CausalVideo) -> Session:
+        session = video.session(text(2), size=SIZE, policy=policy)
+        session.take(film)
+        return session
+
+    with CausalVideo(wan(layers=2), chunk=CHUNK, sampler=ONE) as video:
+        plain = shown(video).next()
+        for frame, rows in ((0, [False, True]), (9, [True, False]), (11, [False, False])):
+            session = shown(video)
+            for layer in session.store.layers:
+                first = (layer.meta()["pos"][0, 0] == frame * UNIT).nonzero().item()
+                slots = range(int(first), int(first) + UNIT)
+                held = layer.read().narrow(slots.start, slots.stop)
+                values = 3 * held.v if layer.index else held.v  # the choice stays as it was
+                layer.overwrite(slots, held.k + 1, values)
+            made = session.next()
+            assert [not torch.equal(made[row], plain[row]) for row in range(2)] == rows
+        frames = session.store.layers[0].meta()["pos"][0, 0, ::UNIT] // UNIT
+        assert sorted(frames.tolist()) == [0, *range(9, 18)]
+
+
+def test_nothing_retrieved_is_the_window_alone_and_all_of_it_a_longer_window() -> None:
+    with CausalVideo(wan(layers=2), chunk=CHUNK, sampler=ONE) as video:
+        for policy, plain in (
+            (HistoryRetrieval(3, 5, count=0), Window(3, 0)),
+            (HistoryRetrieval(3, 5, count=5), Window(7, 1)),
+            (Quantized(POLICY, 8, recent=8, group=8), POLICY),
+        ):
+            made, wanted = (rollout(video, 5, policy=each)[1][-1] for each in (policy, plain))
+            close = 0.05 if isinstance(policy, Quantized) else 1e-5
+            torch.testing.assert_close(made, wanted, atol=close, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: HistoryRetrieval(window=0), "window=0"),
+        (lambda: HistoryRetrieval(pool=0), "pool=0"),
+        (lambda: HistoryRetrieval(pool=2, sinks=3), "pool=2"),
+        (lambda: HistoryRetrieval(sinks=-1), "sinks=-1"),
+        (lambda: HistoryRetrieval(pool=2, count=3), "count=3: must be at most pool=2"),
+        (lambda: HistoryRetrieval(numbers="slot"), "numbers='slot': must be one of"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_settings_are_refused(make: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        make()

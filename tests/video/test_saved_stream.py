@@ -1,0 +1,98 @@
+"""A stream that was saved and restored goes on as it would have, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diffcache.kv.life.save import SavedCacheError
+from diffcache.pipelines.causal_video import CausalVideo
+from diffcache.pipelines.saved_stream import CACHE
+from diffcache.video import (
+    DeepForcing,
+    FewSteps,
+    FullHistory,
+    HistoryRetrieval,
+    Recache,
+    RollingSink,
+    Switch,
+    Window,
+)
+from tests.video.toys import SIZE, text, wan
+
+POLICIES = [
+    FullHistory(), Window(3, 3), Window(3, 1, "absolute"), DeepForcing(9, 3, 8, 4, max_reuse=2),
+    RollingSink(6, 3), HistoryRetrieval(3, 4, count=2),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Other(Switch):
+    """Of a user's own."""
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_restored_stream_goes_on_as_it_would_have(policy: Any, tmp_path: Path) -> None:
+    with CausalVideo(wan(layers=2), sampler=FewSteps((1000, 500))) as video:
+        settings: dict[str, Any] = {"size": SIZE, "policy": policy, "seed": 7}
+        guided = video.session(text(2), negative=text(1, 9), guidance=2.0, **settings)
+        plain = video.session(text(), **settings)
+        for name, session in (("guided", guided), ("plain", plain)):
+            for _ in range(4):
+                session.next()
+            session.save(tmp_path / name)
+            wanted = torch.cat([session.next() for _ in range(2)], 2)
+            restored = video.restore(tmp_path / name, policy)
+            assert restored.frames == 12
+            assert torch.equal(torch.cat([restored.next() for _ in range(2)], 2), wanted)
+            restored.save(tmp_path / name)  # over what is there
+            again = video.restore(tmp_path / name, policy)
+            for each in (again, session):
+                each.switch(text(session.batch, 4), Recache(6))  # latents are kept as well
+            again.save(tmp_path / name)  # with a switch that has not taken effect
+            again = video.restore(tmp_path / name, policy)
+            assert torch.equal(again.next(), session.next())
+            again.switch(text(session.batch, 4), Other())
+            with pytest.raises(ValueError, match=r"mode=Other\(\): is written for Keep, Flush"):
+                again.save(tmp_path / name)
+
+
+def test_a_saved_stream_of_something_else_is_refused(tmp_path: Path) -> None:
+    model = wan(layers=1)
+    with CausalVideo(model, sampler=FewSteps((1000,))) as video:
+        session = video.session(text(), size=SIZE, policy=Window(3, 3))
+        session.next()
+        session.save(tmp_path / "one")
+        session.next()
+        session.save(tmp_path / "two")
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            video.restore(tmp_path / "none")
+        with pytest.raises(SavedCacheError, match=r"saved with policy=Window\(window=3, sinks=3"):
+            video.restore(tmp_path / "one", Window(3, 1))
+        session.sampler = FewSteps((1000, 250))
+        session.save(tmp_path / "two")
+        with pytest.raises(SavedCacheError, match=r"sampler=FewSteps\(timesteps=\(1000, 250\)"):
+            video.restore(tmp_path / "two", Window(3, 3))
+        with torch.no_grad():
+            model.blocks[0].ffn.net[2].bias.add_(1)
+        with pytest.raises(SavedCacheError, match="saved with weights="):
+            video.restore(tmp_path / "one", Window(3, 3))
+    with (
+        CausalVideo(wan(layers=2)) as deeper,
+        pytest.raises(SavedCacheError, match="saved with transformer="),
+    ):
+        deeper.restore(tmp_path / "one", Window(3, 3))
+    with (
+        CausalVideo(wan(layers=1), sampler=FewSteps((1000,)), chunk=2) as other,
+        pytest.raises(SavedCacheError, match="saved with chunk=3, here is chunk=2"),
+    ):
+        other.restore(tmp_path / "one", Window(3, 3))
+    with CausalVideo(wan(layers=1), sampler=FewSteps((1000,))) as video:
+        assert video.restore(tmp_path / "one", Window(3, 3)).frames == 3
+        (tmp_path / "two" / CACHE).replace(tmp_path / "one" / CACHE)  # a save that was cut off
+        with pytest.raises(SavedCacheError, match="are of two streams"):
+            video.restore(tmp_path / "one", Window(3, 3))

@@ -1,0 +1,252 @@
+"""Prompt switches: what is held afterwards, and that nothing else changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diffcache.kv.positions import Absolute
+from diffcache.pipelines.causal_video import CausalVideo, Session
+from diffcache.pipelines.prompt_switch import apply
+from diffcache.video import (
+    Cut,
+    FewSteps,
+    Flush,
+    FullHistory,
+    InfinityRoPE,
+    Keep,
+    Recache,
+    StreamDiffusionV2,
+    Switch,
+    VideoPolicy,
+    Window,
+)
+from tests.video.test_policies import disturb
+from tests.video.toys import CHUNK, SIZE, UNIT, Noted, recomputed, text, wan
+
+OLD, NEW = text(seed=2), text(seed=3)
+MODES: list[Switch] = [
+    Keep(), Flush(1), Recache(6), Recache(6, "block_causal", keep_sinks=True), Cut(42),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def video() -> Iterator[CausalVideo]:
+    with CausalVideo(wan(layers=2), chunk=CHUNK, sampler=FewSteps((1000,))) as video:
+        yield video
+
+
+def opened(video: CausalVideo, chunks: int, policy: VideoPolicy, **given: Any) -> Session:
+    session = video.session(OLD, size=SIZE, policy=policy, **given)
+    for _ in range(chunks):
+        session.next()
+    return session
+
+
+def frames(session: Session) -> list[int]:
+    pos = session.store.layers[0].meta()["pos"][0, 0, ::UNIT].tolist()
+    return [place // UNIT for place in pos]
+
+
+def held(session: Session) -> list[Tensor]:
+    return [x.clone() for layer in session.store.layers for x in (layer.read().k, layer.read().v)]
+
+
+def test_keep_changes_the_text_alone_and_the_last_call_counts(video: CausalVideo) -> None:
+    one, other, third = (opened(video, 2, Window(3, 3)) for _ in range(3))
+    one.switch(text(seed=9), Flush(1))
+    one.switch(NEW)
+    other.prompt = NEW
+    made = one.next()
+    assert torch.equal(made, other.next())
+    assert (made - third.next()).abs().max() > 1e-3  # no text is kept from before
+    assert torch.equal(one.next(), other.next())
+
+
+def test_a_flush_leaves_sinks_and_the_latest_and_nothing_of_the_others(video: CausalVideo) -> None:
+    for policy, last, wanted in (
+        (InfinityRoPE(3, 1), 1, [0, 8]), (InfinityRoPE(3, 1), 2, [0, 7, 8]),
+        (FullHistory(), 2, [7, 8]), (Window(3, 3), 0, [0, 1, 2]),
+    ):  # fmt: skip
+        one, other = (opened(video, 3, policy) for _ in range(2))
+        there = frames(other)
+        for layer in other.store.layers:
+            for slot, frame in enumerate(there):
+                if frame not in wanted:
+                    disturb(layer, range(slot * UNIT, (slot + 1) * UNIT))
+        for session in (one, other):
+            session.switch(NEW, Flush(last))
+        assert torch.equal(one.next(), other.next())
+        assert frames(one) == [*wanted, 9, 10, 11]
+
+
+def test_a_flush_of_little_shows_only_what_was_written(video: CausalVideo) -> None:
+    empty = video.session(OLD, size=SIZE, policy=InfinityRoPE())
+    fresh = video.session(NEW, size=SIZE, policy=InfinityRoPE())
+    empty.switch(NEW, Flush(2))
+    assert torch.equal(empty.next(), fresh.next())
+    part = opened(video, 1, Window(6, 4))
+    plain = opened(video, 1, Window(6, 4))
+    part.switch(OLD, Flush(5))
+    assert torch.equal(part.next(), plain.next())
+    assert frames(part) == list(range(6))
+
+
+@torch.no_grad()
+def test_a_recache_under_the_same_prompt_makes_what_is_there(video: CausalVideo) -> None:
+    for mask, least, most in (("block_causal", 0, 1e-5), ("bidirectional", 1e-3, 99)):
+        session = opened(video, 3, FullHistory())
+        before = held(session)
+        with session.chunk(CHUNK):
+            apply(session, session.prompt, Recache(9, mask))  # type: ignore[arg-type]
+            after = held(session)
+        far = max(float((a - b).abs().max()) for a, b in zip(after, before, strict=True))
+        assert least <= far <= most
+
+
+@pytest.mark.parametrize("mask", ["block_causal", "bidirectional"])
+def test_a_recache_is_a_new_session_that_takes_the_latest_frames(mask: Any) -> None:
+    with CausalVideo(wan(layers=2), chunk=CHUNK, sampler=FewSteps((1000,))) as video:
+        session = video.session(OLD, size=SIZE, policy=Window(3, 3))
+        made = torch.cat([session.next() for _ in range(4)], 2)
+        other = video.session(NEW, size=SIZE, policy=Window(3, 3))
+        other.generator.set_state(session.generator.get_state())
+        session.switch(NEW, Recache(8, mask))
+        video.chunk = 8 if mask == "bidirectional" else CHUNK
+        other.take(made[:, :, -8:])
+        video.chunk = CHUNK
+        assert torch.equal(session.next(), other.next())
+
+
+@pytest.mark.parametrize("keep_sinks", [False, True])
+def test_a_recache_is_as_long_as_numbers_that_begin_anew_allow(
+    video: CausalVideo, keep_sinks: bool
+) -> None:
+    policy = StreamDiffusionV2(2, 3, back=5)
+    session = opened(video, 6, policy)
+    with pytest.raises(ValueError, match="frames=7: StreamDiffusionV2.* give Recache\\(6\\)"):
+        session.switch(NEW, Recache(7, keep_sinks=keep_sinks))
+    session.switch(NEW, Recache(6, keep_sinks=keep_sinks))
+    for _ in range(3):
+        session.next()
+    assert session.store.layers[0].held == (5 + CHUNK) * UNIT
+
+
+def test_a_recache_can_leave_the_sinks(video: CausalVideo) -> None:
+    for policy, wanted in ((Window(3, 3), [0, 1, 2, 9, 10, 11]), (FullHistory(), range(3, 12))):
+        session = opened(video, 4, policy)
+        sinks = [x[:, :, : 3 * UNIT] for x in held(session)]
+        noted = Noted()
+        handle = video.transformer.register_forward_hook(noted.hook, with_kwargs=True)
+        session.switch(NEW, Recache(9, keep_sinks=True))
+        session.next()
+        handle.remove()
+        assert [call[0].shape[2] for call in noted.calls] == [9, CHUNK, CHUNK]
+        if policy.sinks:
+            assert frames(session) == [*wanted, 12, 13, 14]
+            for before, after in zip(sinks, held(session), strict=True):
+                assert torch.equal(before, after[:, :, : 3 * UNIT])
+        else:
+            assert frames(session) == list(range(12))
+    early = opened(video, 1, Window(3, 3))  # sinks alone: nothing to make anew
+    early.switch(NEW, Recache(9, keep_sinks=True))
+    other = opened(video, 1, Window(3, 3))
+    other.switch(NEW)
+    assert torch.equal(early.next(), other.next())
+
+
+@pytest.mark.parametrize(("delta", "lead"), [(0, 0), (42, 0), (1000, 1)])
+def test_a_cut_moves_one_chunk_and_nothing_else(delta: int, lead: int) -> None:
+    model = wan(layers=2)
+    with CausalVideo(model, chunk=CHUNK, sampler=FewSteps((1000,))) as video:
+        session = opened(video, 0, InfinityRoPE(3, 1))
+        made, last = [], Noted()
+        for chunk in range(4):
+            if chunk == 2:
+                session.switch(OLD, Cut(delta, lead))
+                before = held(session)
+            last = Noted()
+            handle = model.register_forward_hook(last.hook, with_kwargs=True)
+            made.append(session.next())
+            handle.remove()
+            if chunk == 2:
+                jumped = last.calls
+                for old, new in zip(before, held(session), strict=True):
+                    assert torch.equal(old[:, :, -3 * UNIT :], new[:, :, UNIT : 4 * UNIT])
+    kept = [[], [0, 1, 2], [0, 3, 4, 5], [0, 6, 7, 8]]
+    numbers = [
+        {frame: place for place, frame in enumerate([*each, *range(3 * c, 3 * c + 3)])}
+        for c, each in enumerate(kept)
+    ]
+    for frame in range(6 + lead, 9):
+        numbers[2][frame] += delta
+    for chunk, calls in ((2, jumped), (3, last.calls)):
+        for noisy, time, velocity in calls:
+            wanted = recomputed(
+                model, made[:chunk], noisy, time, OLD, kept[: chunk + 1], numbers[: chunk + 1]
+            )
+            torch.testing.assert_close(velocity, wanted, atol=1e-5, rtol=1e-5)
+    assert all(layer.positions == session.store.recipe.positions for layer in session.store.layers)
+    assert Cut(3).around(None, 4).place(torch.tensor([3, 4]), torch.tensor([4])).tolist() == [3, 7]
+    assert Cut(3).around(None, 4).inner == Absolute()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=repr)
+def test_a_switch_that_is_cut_off_is_made_again(video: CausalVideo, mode: Switch) -> None:
+    one, other = (opened(video, 3, Window(3, 2)) for _ in range(2))
+    for session in (one, other):
+        session.switch(NEW, mode)
+    handle = video.transformer.blocks[1].register_forward_pre_hook(fails)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            one.next()
+        assert torch.equal(one.prompt, OLD)
+    handle.remove()
+    for _ in range(2):
+        assert torch.equal(one.next(), other.next())  # they take turns, too
+    assert torch.equal(one.prompt, NEW)
+
+
+def fails(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_the_unguided_branch_keeps_its_text(video: CausalVideo) -> None:
+    given = {"negative": text(seed=5), "guidance": 2.0}
+    one = video.session(OLD, size=SIZE, **given)
+    one.switch(NEW)
+    assert torch.equal(one.next(), video.session(NEW, size=SIZE, **given).next())
+    one.switch(NEW, negative=text(seed=6))
+    one.next()
+    assert torch.equal(one.prompt, torch.cat([NEW, text(seed=6)]))
+    with pytest.raises(ValueError, match="as many tokens as negative, 5; give `negative` anew"):
+        one.switch(NEW[:, :4])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "mode", "why"),
+    [
+        (text(2), None, r"prompt=\[2, 5, 32\]: must have B=1 rows"),
+        (NEW[..., :3], None, "prompt="),
+        (NEW, Recache(13), "frames=13: the session keeps its latest 12 latents"),
+    ],
+)
+def test_a_bad_switch_is_refused(
+    video: CausalVideo, prompt: Tensor, mode: Switch | None, why: str
+) -> None:
+    session = opened(video, 0, FullHistory())
+    with pytest.raises(ValueError, match=why):
+        session.switch(prompt, mode)
+    assert session._switch is None
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Recache(0), lambda: Recache(3, "none"), lambda: Flush(-1), lambda: Cut(-1)]
+)
+def test_bad_modes_are_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match="=(0|-1|'none')"):
+        make()
