@@ -26,6 +26,7 @@ _TITLES = {
     WHOLE: "right in everything", "prompt_accuracy": "of all attributes", "colour": "color",
     "target_right": "target right", "touched": "touched an obstacle",
     "first_right": "first value", "second_right": "second value, given the first",
+    "token_right": "tokens", "frame_right": "frames", "wall_db": "wall in the last frame, dB",
     "untouched_psnr_db": "untouched part, dB",
     "autoencoder_untouched_psnr_db": "the same, autoencoder alone, dB",
 }  # fmt: skip

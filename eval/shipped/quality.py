@@ -29,7 +29,7 @@ from diffcache.eval.metrics.bootstrap import mean_interval
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.record import FOLDER, Setting, check, envelope
 from diffcache.eval.runs.task import directory_sha256
-from diffcache.eval.shipped import recall
+from diffcache.eval.shipped import causal_films, chain, recall
 from diffcache.eval.shipped.draw import (
     draw_films,
     draw_grid,
@@ -41,7 +41,18 @@ from diffcache.eval.shipped.kontext import instructions
 from diffcache.files import write_json
 from diffcache.pipelines.demo.saved import MODELS
 from diffcache.pipelines.policy import rollout
-from diffcache.pipelines.small import dit, flux, kontext, reach, recall_llama, small_unet, wan
+from diffcache.pipelines.small import (
+    causal,
+    chain_llada,
+    dit,
+    flux,
+    kontext,
+    reach,
+    recall_llama,
+    small_unet,
+    wan,
+)
+from diffcache.pipelines.small.chain import WORLDS
 from diffcache.pipelines.small.classifier import ATTRIBUTES, compare, read
 from diffcache.pipelines.small.edits import draw_edits, judge
 from diffcache.pipelines.small.loop import to_unit
@@ -61,7 +72,7 @@ ALL: list[str] = []
 
 @dataclass(frozen=True)
 class Model:
-    """How a shipped model is measured.
+    """Measurement of a shipped model.
 
     Attributes:
         what: Samples that are right in everything, as a title.
@@ -192,9 +203,17 @@ QUALITIES: Mapping[str, Model] = {
         lambda pipe: _texts_grid(pipe, small_unet.CALL),
     ),
     "shapes-wan": Model("films", wan.load, _of_wan, (20,), 128, _wan_strips),
+    "shapes-causal": Model("films", causal.load, causal_films.measure, (causal.STEPS,), 128),
     "shapes-kontext": Model("edits", kontext.load, _of_kontext, (28,), 256, _kontext_grid),
     "reach-policy": Model("episodes", reach.load, _of_reach, (100,), 256),
     "recall-llama": Model("answers", recall_llama.load, recall.measure, recall.TASKS, 128),
+    **{
+        name: Model(
+            "traces", partial(chain_llada.load, name), partial(chain.measure, name),
+            (WORLDS[name].length,), 400,
+        )
+        for name in chain_llada.SIZES
+    },
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -28,11 +29,21 @@ def write_tensors(
     part.replace(path)
 
 
+class Stateful(Protocol):
+    """Object whose state a checkpoint holds, such as an optimiser."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up a state."""
+
+
 def save(
     path: Path,
     steps: tuple[int, int],
     weights: nn.Module,
-    optimiser: torch.optim.Optimizer,
+    optimiser: Stateful,
     average: Average,
     *,
     weights_file: bool,
@@ -59,7 +70,7 @@ def save(
 
 
 def restore(
-    path: Path, weights: nn.Module, optimiser: torch.optim.Optimizer, average: Average, total: int
+    path: Path, weights: nn.Module, optimiser: Stateful, average: Average, total: int
 ) -> int:
     """Load what `save` wrote, torch's random numbers included, and return the next step.
 

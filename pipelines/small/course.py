@@ -21,10 +21,10 @@ Loss = Callable[[Tensor, int, float], Tensor]
 
 @dataclass(frozen=True)
 class Plan:
-    """How to train: a seed and a number of steps give the same weights, broken off or not.
+    """Plan of a training: seed and number of steps give the same weights, broken off or not.
 
     Attributes:
-        seed: of the weights, the examples, the order and the noise.
+        seed: Seed of weights, examples, order and noise.
         steps: length of the schedule in steps; None is the course's.
         resume: go on from the last checkpoint.
         compiled: compile the denoiser, which is faster after some minutes.
@@ -40,17 +40,19 @@ class Plan:
 
 @dataclass(frozen=True)
 class Course:
-    """What is trained, on how much.
+    """Settings of what is trained, and on how much.
 
     Attributes:
-        name: of the files.
-        examples: their number.
-        steps: of the whole run.
-        batch: examples in a step.
-        decay: of the averaged weights.
-        rate: the highest learning rate.
-        save_every: steps from one checkpoint to the next.
-        factors: of the learning rate, by module; 1 where it says nothing.
+        name: Name of the files.
+        examples: Number of examples.
+        steps: Steps of the whole run.
+        batch: Examples in a step.
+        decay: Decay of the averaged weights.
+        rate: Highest learning rate.
+        save_every: Steps from one checkpoint to the next.
+        factors: Factors of the learning rate, by module; 1 where it says nothing.
+        muon: Learning rate of Muon, which then trains the matrices of all blocks; 0 for AdamW
+            alone.
     """
 
     name: str
@@ -61,6 +63,33 @@ class Course:
     rate: float = 1e-3
     save_every: int = 250
     factors: Mapping[str, float] = field(default_factory=dict)
+    muon: float = 0.0
+
+
+class Pair:
+    """Two optimisers that take their steps together."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of both."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:
+        """Take a step with each."""
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each, by its number."""
+        return {str(number): part.state_dict() for number, part in enumerate(self.parts)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the state of each."""
+        for number, part in enumerate(self.parts):
+            part.load_state_dict(state[str(number)])
 
 
 def train(out: Path, weights: nn.ModuleDict, loss: Loss, course: Course, plan: Plan) -> Log:
@@ -69,7 +98,7 @@ def train(out: Path, weights: nn.ModuleDict, loss: Loss, course: Course, plan: P
     Args:
         out: folder; gets `NAME.safetensors` (averaged weights), `NAME.state` and `NAME.jsonl`.
         weights: the modules to train.
-        loss: of the examples with these numbers [B], at a step, at a share of the run.
+        loss: Loss of the examples with these numbers [B], at a step, at a share of the run.
         course: what is trained.
         plan: how.
 
@@ -112,18 +141,33 @@ def train(out: Path, weights: nn.ModuleDict, loss: Loss, course: Course, plan: P
     return log
 
 
-def build_optimiser(weights: nn.ModuleDict, course: Course) -> torch.optim.Optimizer:
-    """Build AdamW with one group for each module, which holds its factor of the learning rate."""
+def build_optimiser(weights: nn.ModuleDict, course: Course) -> torch.optim.Optimizer | Pair:
+    """Build AdamW with one group for each module, which holds its factor of the learning rate.
+
+    With `course.muon`, the matrices of blocks go to Muon, which learns faster from few examples.
+    """
+    matrices = [
+        parameter for name, parameter in weights.named_parameters()
+        if course.muon and parameter.dim() == 2 and ".blocks." in name
+    ]  # fmt: skip
+    taken = {id(parameter) for parameter in matrices}
     groups = [
-        {"params": module.parameters(), "factor": course.factors.get(name, 1.0)}
+        {"params": [p for p in module.parameters() if id(p) not in taken],
+         "factor": course.factors.get(name, 1.0)}
         for name, module in weights.items()
-    ]
-    return torch.optim.AdamW(groups, course.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    ]  # fmt: skip
+    adam = torch.optim.AdamW(groups, course.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    if not matrices:
+        return adam
+    muon = torch.optim.Muon(
+        [{"params": matrices, "factor": course.muon / course.rate}], course.muon, weight_decay=0.01
+    )
+    return Pair(adam, muon)
 
 
 def update(
     weights: nn.Module,
-    optimiser: torch.optim.Optimizer,
+    optimiser: torch.optim.Optimizer | Pair,
     loss: Callable[..., Tensor],
     given: tuple[Any, ...],
     lr: float,

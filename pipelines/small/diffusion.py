@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from diffcache.files import write_json
 from diffcache.pipelines.small.checkpoint import write_tensors
-from diffcache.pipelines.small.export import versions
+from diffcache.pipelines.small.export import thin, versions
 from diffcache.pipelines.small.flux import DIRECTORY as FLUX
 from diffcache.pipelines.small.loop import Log, to_unit
 
@@ -128,5 +128,26 @@ def record(out: Path, name: str, path: Path, *, seed: int, command: str) -> dict
         "seconds_per_step": round(seconds / max(steps, 1), 3),
         "curve": [row for i, row in enumerate(rows) if i % every == 0 or row is rows[-1]],
     }
+    write_json(path, done)
+    return done
+
+
+def record_accuracies(
+    out: Path, name: str, path: Path, model: nn.Module, *, seed: int, command: str
+) -> dict[str, Any]:
+    """Write what `record` writes, with the model's size and the training's `accuracy.jsonl`.
+
+    Args:
+        out: Training folder.
+        name: Name of the course.
+        path: JSON file.
+        model: Model, whose weights are counted.
+        seed: Seed that was used.
+        command: Command that trains the model again.
+    """
+    done = record(out, name, path, seed=seed, command=command)
+    weights = {"weights": sum(p.numel() for p in model.parameters())}
+    accuracy = {"accuracy": thin(Log(out / "accuracy.jsonl", resume=True).rows())}
+    done = {"model": done["model"]} | weights | done | accuracy
     write_json(path, done)
     return done

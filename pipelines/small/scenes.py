@@ -178,7 +178,9 @@ def parse(text: str) -> Scene:
 EXAMPLE = Figure(shape="ring", colour="red", size="small", position="left")
 
 
-def edge_distance(shape: str, u: NDArray[Any], v: NDArray[Any], radius: float) -> NDArray[Any]:
+def edge_distance(
+    shape: str, u: NDArray[Any], v: NDArray[Any], radius: float | NDArray[Any]
+) -> NDArray[Any]:
     """Return the signed distance in pixels to a shape's edge, negative inside."""
     length = np.hypot(u, v)
     if shape == "circle":

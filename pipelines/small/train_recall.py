@@ -25,8 +25,7 @@ from transformers import GenerationConfig, LlamaForCausalLM
 
 from diffcache.files import write_json
 from diffcache.pipelines.small.course import Course, Plan, train
-from diffcache.pipelines.small.diffusion import record
-from diffcache.pipelines.small.export import thin
+from diffcache.pipelines.small.diffusion import record_accuracies
 from diffcache.pipelines.small.loop import Log, training_parser
 from diffcache.pipelines.small.recall import (
     BLOCK,
@@ -175,12 +174,7 @@ def keep(out: Path, seed: int, updates: int) -> dict[str, Any]:
     """
     path = BENCH / "recall-llama-training.json"
     command = f"{RUN} --seed {seed} --updates {updates}"
-    done = record(out, COURSE.name, path, seed=seed, command=command)
-    rows = Log(out / "accuracy.jsonl", resume=True).rows()
-    model = {"weights": sum(p.numel() for p in build_model().parameters())}
-    done = {"model": done["model"]} | model | done | {"accuracy": thin(rows)}
-    write_json(path, done)
-    return done
+    return record_accuracies(out, COURSE.name, path, build_model(), seed=seed, command=command)
 
 
 def parser() -> argparse.ArgumentParser:
