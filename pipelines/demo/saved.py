@@ -42,7 +42,8 @@ def locate(
     shipped = sorted(place.parent.name for place in MODELS.glob("*/model_index.json"))
     raise FileNotFoundError(
         f"no pipeline at {model!r}: name a directory that holds a model_index.json, as "
-        "`save_pretrained` writes it, a Hugging Face model ID (owner/name), or a shipped model: "
+        "`save_pretrained` writes it (or, to run a diffusion language model, a config.json that "
+        "names its mask_token_id), a Hugging Face model ID (owner/name), or a shipped model: "
         f"{', '.join(shipped)}"
     )
 

@@ -1,0 +1,132 @@
+"""Films that a page can show, and checks of what a viewer asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diffcache.command import MAX_SEED
+from diffcache.pipelines.demo.stream import Film
+
+LONGEST = 2000  # letters of a prompt
+MOST_STEPS = 50
+LARGER = 4  # times the pixels of the usual size
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Settings of one film, checked.
+
+    Attributes:
+        prompt: Text that is filmed.
+        policy: Name of the policy.
+        seed: Seed of the noise.
+        steps: Steps of a chunk.
+        size: Height and width in pixels.
+    """
+
+    prompt: str
+    policy: str
+    seed: int
+    steps: int
+    size: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Films that a page can show.
+
+    Attributes:
+        make: Returns a film; called in the thread that films.
+        policies: Names of the policies, the one without a limit last.
+        switches: Names of what may happen to the cache at a new prompt.
+        prompts: Examples.
+        size: Usual height and width of the pictures.
+        multiple: Number that heights and widths are multiples of.
+        steps: Usual number of steps of a chunk.
+        fps: Frames a second that are shown.
+        title: Title of the page.
+        viewers: Viewers whose films may run at the same time.
+    """
+
+    make: Callable[[Asked], Film]
+    policies: Sequence[str]
+    switches: Sequence[str]
+    prompts: Sequence[str]
+    size: tuple[int, int]
+    multiple: int = 1
+    steps: int = 4
+    fps: int = 12
+    title: str = "diffcache"
+    viewers: int = 8
+
+    def asked(
+        self, prompt: Any, policy: Any, seed: Any, steps: Any, height: Any, width: Any
+    ) -> Asked:
+        """Return the settings of a film from what came from a page.
+
+        Raises:
+            ValueError: If one of them cannot be; the message is for the viewer.
+        """
+        text, name = checked_prompt(prompt), one_of("policy", policy, self.policies)
+        known = (_whole("seed", seed, 0, MAX_SEED), _whole("steps", steps, 1, MOST_STEPS))
+        return Asked(text, name, *known, self._size(height, width))
+
+    def _size(self, height: Any, width: Any) -> tuple[int, int]:
+        usual, each = self.size[0] * self.size[1], self.multiple
+        most = LARGER * usual // each
+        size = _whole("height", height, each, most), _whole("width", width, each, most)
+        if size[0] * size[1] > LARGER * usual or size[0] % each or size[1] % each:
+            raise ValueError(
+                f"height={size[0]}, width={size[1]}: must be multiples of {each}, with at most "
+                f"{LARGER * usual:,} pixels together; the model was trained at "
+                f"{self.size[0]} x {self.size[1]}"
+            )
+        return size
+
+
+def checked_prompt(prompt: object) -> str:
+    """Return a prompt without spaces around it.
+
+    Raises:
+        ValueError: If it is empty or too long.
+    """
+    text = str(prompt or "").strip()
+    if not text:
+        raise ValueError("the prompt is empty: say what to film")
+    if len(text) > LONGEST:
+        raise ValueError(f"the prompt has {len(text):,} letters; at most {LONGEST:,} are read")
+    return text
+
+
+def one_of(kind: str, name: Any, names: Sequence[str]) -> str:
+    """Return a name that is among those there are.
+
+    Args:
+        kind: Word for what is named.
+        name: Name from a page.
+        names: All names.
+
+    Raises:
+        ValueError: If there is no such name.
+    """
+    if name not in names:
+        raise ValueError(f"no {kind} {name!r}; there are {', '.join(names)}")
+    return str(name)
+
+
+def _whole(name: str, value: Any, least: int, most: int) -> int:
+    """Return a whole number within bounds.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    try:
+        number = int(value)
+        if number != float(value) or not least <= number <= most:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        said = repr(value) if len(repr(value)) < 40 else f"{repr(value)[:40]}..."
+        raise ValueError(f"{name}={said}: must be a whole number from {least} to {most}") from None
+    return number

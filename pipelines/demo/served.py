@@ -1,0 +1,153 @@
+"""Open a causal video model to be served: the shipped one, a folder, or a file of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import WanPipeline
+from torch import Tensor
+
+from diffcache.errors import MissingError
+from diffcache.pipelines.causal_checkpoint import load_causal
+from diffcache.pipelines.causal_video import CausalVideo
+from diffcache.pipelines.demo.saved import DTYPES, MODELS, check_dtype
+from diffcache.pipelines.demo.session_film import Served
+from diffcache.pipelines.small import causal
+from diffcache.pipelines.small.causal_scenes import (
+    CHUNK,
+    COLORS,
+    HELD_OUT,
+    SHAPES,
+    draw,
+    parse,
+    prompt,
+)
+from diffcache.pipelines.streaming_vae import StreamingDecoder
+
+WAN_SIZE, WAN_FPS = (480, 832), 16
+WAN_PROMPTS = (
+    "A red fox trots through a snowy birch forest, the camera follows it at eye level.",
+    "A lighthouse on a cliff at dusk, waves break below, the lamp turns slowly.",
+)
+
+
+def open_model(model: str | None, wan: Path | None, dtype: str, device: torch.device) -> Served:
+    """Open a model.
+
+    Args:
+        model: Folder as `train_causal` exports it; folder of a `WanPipeline` whose transformer is
+            causal; or file of weights as Self-Forcing releases them. None for the shipped model.
+        wan: Folder of a `WanPipeline`, whose text encoder and autoencoder go with a file.
+        dtype: `auto` for float32 on the CPU and bfloat16 elsewhere, or a name in `DTYPES`.
+        device: Where it runs.
+
+    Raises:
+        MissingError: If the shipped model is not there.
+        FileNotFoundError: If there is no such model.
+        ValueError: If a file comes without `wan`, or a folder with it; or the dtype is unknown.
+    """
+    check_dtype(dtype)
+    kind = DTYPES.get(dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    path = _found(model)
+    if path.is_file() and wan is None:
+        raise ValueError(
+            f"{path} holds a transformer alone: pass --wan FOLDER, a WanPipeline as diffusers "
+            "saves it, for text encoder and autoencoder"
+        )
+    if path.is_dir() and wan is not None:
+        raise ValueError(f"--wan {wan}: goes with a file of weights; {path} is a folder")
+    if path.is_file():
+        return _of_wan(WanPipeline.from_pretrained(wan, transformer=load_causal(path)),
+                       path.stem, kind, device)  # fmt: skip
+    if (path / "vae").is_dir():
+        return _of_wan(WanPipeline.from_pretrained(path), path.name, kind, device)
+    return of_shapes(causal.load(path, kind), path.name, device)
+
+
+def of_shapes(model: causal.ShapesCausal, name: str, device: torch.device) -> Served:
+    """Return a model of shapes to be served.
+
+    Args:
+        model: Model.
+        name: Name of it.
+        device: Where the transformer runs.
+    """
+    torch.nn.Module.to(model.transformer, device)
+    prompts = [prompt(n % len(SHAPES), n) for n in range(len(COLORS))]
+    return Served(model.video(), lambda text: model.embed([text]), Pixels, causal.CALL["size"], 1,
+                  prompts, 12, name, opening_of_shapes)  # fmt: skip
+
+
+def opening_of_shapes(text: str, seed: int) -> Tensor:
+    """Draw the first chunk of a film of shapes, `[1, 3, 3, 24, 24]` in -1..1.
+
+    Args:
+        text: Prompt.
+        seed: Seed of what no prompt states.
+    """
+    shape, color = parse(text)
+    clip = draw(1, CHUNK, torch.Generator().manual_seed(HELD_OUT + seed))
+    shapes, colors = (torch.full((1, CHUNK), number) for number in (shape, color))
+    return replace(clip, shapes=shapes, colors=colors).film()
+
+
+class Pixels:
+    """Stands in for a decoder where latents are pictures."""
+
+    nbytes = 0
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return them as they are."""
+        return latents
+
+
+class WanDecoder(StreamingDecoder):
+    """Decodes what a transformer of Wan makes, which has mean 0 and variance 1."""
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return pictures in -1..1, `[B, 3, F, H, W]`."""
+        config = self.vae.config
+        mean, std = (
+            torch.tensor(values).view(1, -1, 1, 1, 1).to(self.vae.device, self.vae.dtype)
+            for values in (config.latents_mean, config.latents_std)
+        )
+        return super().decode(latents.to(mean) * std + mean)
+
+
+def _of_wan(pipe: Any, name: str, dtype: torch.dtype, device: torch.device) -> Served:
+    """Return a model of Wan to be served."""
+    for part in (pipe.transformer, pipe.text_encoder, pipe.vae):
+        torch.nn.Module.to(part.eval().requires_grad_(False), device, dtype)
+
+    @torch.no_grad()
+    def embed(text: str) -> Tensor:
+        found: Tensor = pipe.encode_prompt(
+            text, do_classifier_free_guidance=False, max_sequence_length=512, device=device
+        )[0]
+        return found
+
+    return Served(CausalVideo(pipe.transformer), embed, lambda: WanDecoder(pipe.vae), WAN_SIZE,
+                  pipe.vae_scale_factor_spatial, WAN_PROMPTS, WAN_FPS, name)  # fmt: skip
+
+
+def _found(model: str | None) -> Path:
+    """Return the folder or file that a command line names."""
+    if model is None:
+        if not (causal.DIRECTORY / "transformer" / "config.json").exists():
+            raise MissingError(
+                f"the shipped model is not at {causal.DIRECTORY}: name a folder, or make it with "
+                "`python -m diffcache.pipelines.small.train_causal`"
+            )
+        return causal.DIRECTORY
+    places: Sequence[Path] = (Path(model), MODELS / model)
+    for path in places:
+        if path.is_file() or (path / "transformer" / "config.json").exists():
+            return path
+    raise FileNotFoundError(
+        f"no causal video model at {model!r}: name a folder that holds transformer/config.json, "
+        "such as the shipped shapes-causal, or a file of weights as Self-Forcing releases them"
+    )

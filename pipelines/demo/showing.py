@@ -1,0 +1,209 @@
+"""Show films while they are made, side by side; what the page of `diffcache serve` is given.
+
+Every viewer has films of their own, on one model.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from diffcache.pipelines.demo.program import Asked, Program, one_of
+from diffcache.pipelines.demo.readings import table
+from diffcache.pipelines.demo.recording import Recording, jpeg
+from diffcache.pipelines.demo.stream import Chunk, Stream
+
+POINTS = 240  # points of a plot, one a second
+AGAIN = 2  # chunks that are sent anew, should the page have missed one
+ALONE = "nothing"
+_LEAD = 0.5  # seconds that a page has frames before it shows them
+_REMEMBERED = 4  # times the viewers at a time, whose films can still be saved
+
+
+@dataclass(eq=False)
+class Showing:
+    """The films of one viewer, side by side.
+
+    Attributes:
+        titles: Name of each film's policy.
+        streams: Threads that film.
+        recording: Latest frames of all films.
+    """
+
+    titles: list[str]
+    streams: list[Stream]
+    recording: Recording
+    job: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def order(self, **orders: Any) -> None:
+        """Leave orders; a policy is for the first film alone, the other is there to compare."""
+        self.streams[0].orders.put(**orders)
+        orders.pop("policy", None)
+        for stream in self.streams[1:]:
+            stream.orders.put(**orders)
+
+    def close(self) -> None:
+        """End the films."""
+        for stream in self.streams:
+            stream.close()
+
+    @property
+    def over(self) -> bool:
+        """Return True once one of the films has ended, and with it all."""
+        return any(stream.over for stream in self.streams)
+
+
+class Viewers:
+    """The films of everybody who looks at the page, by their session.
+
+    Args:
+        most: Showings that may run at the same time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._showings: dict[str, Showing] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, who: str, showing: Showing) -> None:
+        """Note a showing, in place of the viewer's last one.
+
+        Raises:
+            ValueError: If there are too many.
+        """
+        self.leave(who)
+        with self._lock:
+            if len(self) >= self.most:
+                raise ValueError(f"{self.most} viewers are served already; try again in a minute")
+            ended = [name for name, other in self._showings.items() if other.over]
+            for name in ended[: max(0, len(self._showings) - _REMEMBERED * self.most)]:
+                del self._showings[name]  # its page has not said that it was closed
+            before = self._showings.get(who)  # begun at the same moment
+            self._showings[who] = showing
+        if before is not None:
+            before.close()
+
+    def find(self, who: str | None) -> Showing | None:
+        """Return a viewer's showing, also one that has ended; None without one."""
+        return self._showings.get(who or "")
+
+    def stop(self, who: str | None) -> None:
+        """End a viewer's films; what was filmed can still be saved."""
+        showing = self.find(who)
+        if showing is not None:
+            showing.close()
+
+    def leave(self, who: str | None) -> None:
+        """End a viewer's films and forget them."""
+        with self._lock:
+            showing = self._showings.pop(who or "", None)
+        if showing is not None:
+            showing.close()
+
+    def close(self) -> None:
+        """End all films and forget them."""
+        for who in list(self._showings):
+            self.leave(who)
+
+    def __len__(self) -> int:
+        return sum(not showing.over for showing in list(self._showings.values()))
+
+
+def show(
+    program: Program, viewers: Viewers, who: str, asked: Asked, other: str = ALONE
+) -> Iterator[dict[str, Any]]:
+    """Yield what a page is given, chunk by chunk, and end the films when nobody takes it.
+
+    Args:
+        program: Films that can be shown.
+        viewers: Everybody's films.
+        who: Session of the viewer.
+        asked: Settings of the film.
+        other: Name of the policy of a film beside it; `ALONE` for none.
+
+    Raises:
+        ValueError: If there are too many viewers, there is no such policy, or the film cannot be
+            made.
+    """
+    names = (
+        [asked.policy]
+        if other == ALONE
+        else [asked.policy, one_of("policy", other, program.policies)]
+    )
+    makers = [partial(program.make, replace(asked, policy=name)) for name in names]
+    streams = [Stream(make) for make in makers]
+    showing = Showing(names, streams, Recording(len(names), program.fps))
+    viewers.begin(who, showing)
+    try:
+        for stream in streams:
+            stream.start()
+        yield from _values(program, showing, asked.size)
+    finally:
+        showing.close()
+
+
+def _values(program: Program, showing: Showing, size: tuple[int, int]) -> Iterator[dict[str, Any]]:
+    """Yield the page's values after every chunk that all films have, and at the end."""
+    sources = [stream.chunks() for stream in showing.streams]
+    sent: list[deque[dict[str, Any]]] = [deque(maxlen=AGAIN) for _ in sources]
+    points: deque[dict[str, Any]] = deque(maxlen=POINTS * len(sources))
+    started, shown, plotted, first = time.monotonic(), 0.0, -1.0, 0.0
+    player = {
+        "job": showing.job, "fps": program.fps, "titles": showing.titles, "height": size[0],
+        "width": size[1], "over": "",
+    }  # fmt: skip
+    while True:
+        found = [next((chunk for chunk in source if chunk), None) for source in sources]
+        chunks = [chunk for chunk in found if chunk is not None]
+        if len(chunks) < len(sources):
+            films = [list(kept) for kept in sent]
+            yield {"player": {**player, "films": films, "over": "stopped"}, "note": "stopped"}
+            return
+        first = first or time.monotonic() - started
+        due = started + shown - _LEAD
+        time.sleep(max(0.0, due - time.monotonic()))  # no more than can be shown
+        late = max(0.0, time.monotonic() - due - _LEAD)
+        shown += late + len(chunks[0].frames) / program.fps
+        for film, (chunk, kept) in enumerate(zip(chunks, sent, strict=True)):
+            showing.titles[film] = chunk.applied.get("policy", showing.titles[film])
+            files = [jpeg(frame) for frame in chunk.frames]
+            showing.recording.add(film, files)
+            kept.append({
+                "number": chunk.number, "marked": bool(chunk.applied),
+                "frames": [base64.b64encode(file).decode() for file in files],
+            })  # fmt: skip
+        value: dict[str, Any] = {
+            "player": {**player, "films": [list(kept) for kept in sent]},
+            "note": _note(chunks),
+            "table": table(showing.titles, chunks, [s.waiting for s in showing.streams], first),
+        }
+        if shown - plotted >= 1:  # a page draws plots slowly
+            plotted = shown
+            points += [
+                {"film": f"film {film + 1}", "second": round(shown, 1),
+                 "ms": 1e3 * chunk.readings["seconds"],
+                 "MB": chunk.readings.get("bytes", 0.0) / 1e6}
+                for film, chunk in enumerate(chunks)
+            ]  # fmt: skip
+            value["points"] = list(points)
+        yield value
+
+
+def _note(chunks: Sequence[Chunk]) -> str:
+    """Return what became of orders in the latest chunks; empty where there were none."""
+    refused = next((chunk.refused for chunk in chunks if chunk.refused), "")
+    if refused:
+        return f"**Not done:** {refused}"
+    applied = chunks[0].applied
+    return (
+        f"from chunk {chunks[0].number} on: " + ", ".join(f"{k} {v!r}" for k, v in applied.items())
+        if applied
+        else ""
+    )

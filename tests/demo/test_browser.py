@@ -1,0 +1,148 @@
+"""`diffcache serve` as a new user meets it: a page in a real browser, which asks nobody outside.
+
+With DIFFCACHE_SCREENSHOT=docs/serve.png the page is drawn anew for docs/serve.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diffcache.pipelines.small import causal
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+SHOWN = "+document.querySelector('#player .films').dataset.shown"
+CANVAS = """() => {
+  const canvas = document.querySelector('#player canvas');
+  return Array.from(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data);
+}"""
+
+
+@contextmanager
+def server(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `diffcache serve` on a free port; give the process and its address, and end it."""
+    for name in ("cwd", "tmp"):
+        (folder / name).mkdir()
+    command = [sys.executable, "-m", "diffcache", "serve", *arguments, "--port", "0"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder / "cwd",
+        env={**os.environ, "TMPDIR": str(folder / "tmp")},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        address = re.search(r"http://\S+", line)
+        assert address, line + process.stdout.read()
+        yield process, address[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def browser_page(problems: list[str]) -> Iterator[Any]:
+    """Give a page whose errors and requests to anywhere else are noted."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
+        try:
+            page = browser.new_page(viewport={"width": 1280, "height": 960})
+            page.set_default_timeout(120_000)
+            page.on("pageerror", lambda error: problems.append(f"error: {error} {error.stack}"))
+            page.on(
+                "request",
+                lambda request: (
+                    request.url.startswith(("http://127.0.0.1", "data:", "blob:"))
+                    or problems.append(f"outside: {request.url}")
+                ),
+            )
+            yield page
+        finally:
+            browser.close()
+
+
+def model_of(folder: Path) -> list[str]:
+    """Return the model to serve: the shipped one, or one that was never trained."""
+    if (causal.DIRECTORY / "transformer" / "config.json").exists():
+        return []
+    model = causal.build()
+    with torch.no_grad():
+        for parameter in model.transformer.parameters():
+            parameter.add_(0.08 * torch.randn_like(parameter))
+    for name, part in (("transformer", model.transformer), ("text_encoder", model.text_encoder)):
+        part.save_pretrained(folder / name)
+    model.tokenizer.save_pretrained(folder / "tokenizer")
+    return [str(folder)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the path")
+def test_a_page_streams_takes_orders_stops_and_leaves_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("gradio", reason="gradio is not installed")
+    problems: list[str] = []
+    model = model_of(tmp_path / "model")
+    with server(tmp_path, *model) as (process, address):
+        with browser_page(problems) as page:
+            page.goto(address, wait_until="domcontentloaded")
+            prompt, note = page.locator("#prompt textarea"), page.locator("#note")
+            prompt.fill("x" * 10_000)
+            page.click("#start")
+            note.get_by_text("the prompt has 10,000 letters; at most 2,000 are read").wait_for()
+
+            prompt.fill("a red square")
+            page.click("#start")
+            page.wait_for_function(f"{SHOWN} >= 3")
+            before = page.evaluate(CANVAS)
+            page.wait_for_function(f"{SHOWN} >= 12")
+            assert page.evaluate(CANVAS) != before  # pictures change
+            page.locator("#readings td", has_text="rotated copies and room").wait_for()
+
+            prompt.fill("a blue cross")
+            page.click("#apply")
+            note.get_by_text(re.compile("from chunk .* on: prompt 'a blue cross'")).wait_for()
+            if not model:  # an untrained model has no colors
+                page.wait_for_function(f"""() => {{
+                  const rgba = ({CANVAS})();
+                  const blue = rgba.filter((v, at) => at % 4 == 2 && v - rgba[at - 2] > 60);
+                  return 4 * blue.length > 0.01 * rgba.length;  // a shape covers more
+                }}""")
+            page.click("#policy input")
+            page.get_by_role("option", name="infinity-rope").click()
+            page.locator("#player figcaption", has_text="infinity-rope").wait_for()
+            page.click("#pause")
+            page.locator("#pause", has_text="Go on").wait_for()
+            page.click("#pause")
+            page.locator("#pause", has_text="Pause").wait_for()
+            if os.environ.get("DIFFCACHE_SCREENSHOT"):
+                page.wait_for_function(f"{SHOWN} >= 150")
+                page.screenshot(path=os.environ["DIFFCACHE_SCREENSHOT"])
+
+            page.click("#stop")
+            page.locator("#player .status", has_text="stopped").wait_for()
+            last = page.evaluate(SHOWN)
+            page.click("#save")
+            page.locator("#link a[download]").wait_for()
+            assert page.evaluate(SHOWN) == last
+            page.click("#apply")
+            note.get_by_text("nothing is running").wait_for()
+            page.click("#start")
+            page.wait_for_function(f"{SHOWN} >= 3 && {SHOWN} < {last}")
+        process.send_signal(signal.SIGINT)  # while a film runs whose page was closed
+        told, _ = process.communicate(timeout=120)
+        assert (process.returncode, told.split()) == (0, ["ended"]), told
+    assert problems == []
+    assert [list((tmp_path / name).iterdir()) for name in ("cwd", "tmp")] == [[], []]

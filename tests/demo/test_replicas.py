@@ -1,0 +1,99 @@
+"""Films in replicas under Ray Serve: as those of one process, and apart from one another."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diffcache.pipelines.demo.replicas import replicas
+
+
+def opener() -> Any:
+    """Return what opens a tiny model; it is sent to processes that do not know the tests."""
+
+    def opened() -> Any:
+        import os
+
+        import numpy as np
+        import torch
+        from diffusers import WanTransformer3DModel
+
+        from diffcache.pipelines.causal_video import CausalVideo
+        from diffcache.video import FewSteps, Window
+
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        model = WanTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4,
+            text_dim=8, freq_dim=16, ffn_dim=24, num_layers=1, rope_max_seq_len=64,
+        )  # fmt: skip
+        video = CausalVideo(model.eval(), sampler=FewSteps((1000,)))
+
+        class Film:
+            def __init__(self, seed: int) -> None:
+                if seed < 0:
+                    raise ValueError(f"seed={seed}: must be at least 0")
+                text = torch.ones(1, 2, 8)
+                self.session = video.session(text, size=(4, 4), policy=Window(3, 1), seed=seed)
+
+            def next(self) -> Any:
+                latents = self.session.next()[0].movedim(0, -1)[..., :3]
+                return latents.mul(40).add(128).clamp(0, 255).byte().numpy().astype(np.uint8)
+
+            def apply(self, order: Any) -> None:
+                if order["scale"] <= 0:
+                    raise ValueError("scale: must be above 0")
+                self.session.switch(order["scale"] * torch.ones(1, 2, 8))
+
+            def readings(self) -> dict[str, float]:
+                return {"bytes": self.session.store.nbytes, "process": os.getpid()}
+
+        return Film
+
+    return opened
+
+
+@pytest.mark.slow
+def test_films_of_replicas_are_those_of_one_process_and_apart() -> None:
+    pytest.importorskip("ray.serve", reason="needs ray[serve]")
+    alone = [opener()()(seed) for seed in range(4)]
+    with replicas(opener(), count=2, cpus=0.25) as make:
+        films = [make(seed) for seed in range(4)]
+        for chunk in range(3):
+            for mine, film in zip(alone, films, strict=True):
+                if chunk == 1:
+                    mine.apply({"scale": 2.0})
+                    film.apply({"scale": 2.0})
+                np.testing.assert_array_equal(film.next(), mine.next())
+        places = [int(film.readings()["process"]) for film in films]
+        assert places[0] == places[2] != places[1] == places[3]
+        assert os.getpid() not in places
+        with pytest.raises(ValueError, match="^scale: must be above 0$"):
+            films[0].apply({"scale": 0.0})
+        with pytest.raises(ValueError, match="^seed=-1: must be at least 0$"):
+            make(-1)
+
+        os.kill(places[1], signal.SIGKILL)
+        for number in (1, 3):
+            with pytest.raises(ValueError, match="has ended; start the film again"):
+                films[number].next()
+        for number in (0, 2):  # as if nothing had happened
+            np.testing.assert_array_equal(films[number].next(), alone[number].next())
+        films[1] = films[3] = None
+        again = make(7)
+        np.testing.assert_array_equal(again.next(), opener()()(7).next())
+        assert int(again.readings()["process"]) not in places
+    assert not [place for place in places if alive(place)]
+
+
+def alive(process: int) -> bool:
+    """Return whether a process runs."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True

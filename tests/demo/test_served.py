@@ -1,0 +1,146 @@
+"""Models that `diffcache serve` takes, and requests it refuses in one line."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from diffcache import cli
+from diffcache.pipelines.demo import replicas, serve, served
+from diffcache.pipelines.demo.program import Asked, Program
+from diffcache.pipelines.demo.session_film import SessionFilm
+from diffcache.pipelines.small import causal, wan
+
+CPU = torch.device("cpu")
+
+
+def call(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.app, ["serve", *map(str, arguments)])
+    return done.exit_code, done.output
+
+
+def test_a_pipeline_of_wan_is_filmed_through_its_text_encoder_and_autoencoder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = served.open_model(str(wan.DIRECTORY), None, "auto", CPU)
+    assert (opened.scale, opened.size, opened.name) == (8, (480, 832), "shapes-wan")
+    assert opened.program(1, 1).multiple == 16
+    film = SessionFilm(opened, Asked("a red ring", "full history", 0, 2, (32, 48)), 10**9)
+    first, second = film.next(), film.next()
+    assert first.shape[1:] == second.shape[1:] == (32, 48, 3) and len(second) > len(first)
+    assert film.readings()["decoder_bytes"] == film.decoder.nbytes > 0  # type: ignore[comparison-overlap]
+    torch.manual_seed(0)
+    latents = torch.randn(1, 6, 3, 4, 6)
+    vae: Any = film.decoder.vae  # type: ignore[attr-defined]
+    config = vae.config
+    mean, std = (
+        torch.tensor(x)[:, None, None, None] for x in (config.latents_mean, config.latents_std)
+    )
+    with torch.no_grad():
+        wanted = vae.decode(latents * std + mean).sample
+    assert torch.equal(opened.decoder().decode(latents), wanted.clamp(-1, 1))
+
+
+def test_a_folder_of_shapes_and_a_file_of_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = causal.build()
+    for name, part in (("transformer", model.transformer), ("text_encoder", model.text_encoder)):
+        part.save_pretrained(tmp_path / name)
+    model.tokenizer.save_pretrained(tmp_path / "tokenizer")
+    opened = served.open_model(str(tmp_path), None, "auto", CPU)
+    film = SessionFilm(opened, Asked(opened.prompts[0], "window", 0, 4, opened.size), 10**9)
+    assert film.next().shape == (3, 24, 24, 3)
+    with pytest.raises(ValueError, match="prompt='a dog': must name one of square"):
+        film.apply({"prompt": "a dog", "switch": "keep"})
+    opened.video.close()
+    weights = tmp_path / "weights.pt"
+    weights.touch()
+    monkeypatch.setattr(served, "load_causal", lambda path: wan.load().transformer)
+    found = served.open_model(str(weights), wan.DIRECTORY, "bfloat16", CPU)
+    assert found.name == "weights" and found.video.transformer.dtype == torch.bfloat16
+    assert call(weights)[0] == 2 and "holds a transformer alone: pass --wan" in call(weights)[1]
+    code, told = call(tmp_path, "--wan", wan.DIRECTORY)
+    assert code == 2 and "goes with a file of weights" in told.replace("\n", " ")
+
+
+def test_what_cannot_be_served_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(serve, "run", lambda *given: pytest.fail("it was served"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, told = call("--port", port)
+        assert code == 2 and f"--port {port}: cannot be served at" in told and "--port 0" in told
+    code, told = call("--host", "no.such.address.invalid")
+    assert code == 2 and told.startswith("error: --host no.such.address.invalid")
+    code, told = call(tmp_path / "none", "--port", 0)
+    assert code == 2 and "no causal video model at" in told and "Traceback" not in told
+    monkeypatch.setattr(causal, "DIRECTORY", tmp_path)
+    code, told = call("--port", 0)
+    assert code == 3 and "the shipped model is not at" in told
+    assert call("--port", 0, "--dtype", "int8")[0] == call("--viewers", 0)[0] == 2
+    monkeypatch.delitem(sys.modules, "diffcache.pipelines.demo.page", raising=False)
+    monkeypatch.delattr("diffcache.pipelines.demo.page", raising=False)
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    code, told = call("--port", 0)
+    assert code == 3 and told == "error: the page needs gradio: pip install 'diffcache[demo]'\n"
+
+
+def test_replicas_open_the_model_and_make_the_films_of_the_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("gradio", reason="gradio is not installed")
+    given: dict[str, Any] = {}
+
+    class Opened:
+        def __init__(self, *opened: Any) -> None:
+            self.opened = opened
+
+        def program(self, viewers: int, most_bytes: int) -> Program:
+            return Program(lambda asked: (*self.opened, most_bytes), [], [], [], (8, 8),
+                           title="shapes", viewers=viewers)  # type: ignore[arg-type, return-value]  # fmt: skip
+
+    @contextmanager
+    def stand_in(opened: Callable[[], Any], **settings: Any) -> Iterator[Any]:
+        given.update(settings)
+        yield lambda asked: ("replica", opened()(asked))
+
+    monkeypatch.setattr(served, "open_model", Opened)
+    monkeypatch.setattr(serve, "run", lambda program, *where: given.update(program=program))
+    monkeypatch.setitem(sys.modules, "ray", None)
+    model = ("here", "--dtype", "bfloat16", "--device", "cpu", "--port", 0, "--cache-mb", 3)
+    code, told = call(*model, "--ray", 2)
+    assert code == 3 and told == "error: replicas need Ray Serve: pip install 'diffcache[ray]'\n"
+    assert call(*model) == (0, "")  # needs no Ray
+    asked: Any = None
+    film = ("here", None, "bfloat16", CPU, 3 * 2**20)
+    assert given.pop("program").make(asked) == film
+
+    monkeypatch.setattr(replicas, "ray_serve", lambda: (None, None))
+    monkeypatch.setattr(replicas, "replicas", stand_in)
+    assert call(*model, "--ray", 3, "--threads", 1, "--viewers", 5) == (0, "")
+    program = given.pop("program")
+    assert given == {"count": 3, "cpus": 1, "gpus": 0.0}
+    assert program.make(asked) == ("replica", film)
+    assert (program.title, program.viewers) == ("shapes", 5)
+    for number in (0, -1, 1.5, "two"):
+        code, told = call("--ray", number)
+        assert code == 2 and "'--ray'" in told, told
+
+
+def test_replicas_have_a_gpu_each_or_share_them_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    shares = [serve.gpus_of(torch.device("cuda"), count) for count in (1, 2, 3, 5, 12)]
+    assert shares == [1.0, 1.0, 0.5, 0.3333, 0.1666]
+    assert serve.gpus_of(CPU, 4) == 0.0
+    with pytest.raises(ValueError, match="--device cuda:1: with --ray 2 Ray chooses the GPU"):
+        serve.gpus_of(torch.device("cuda:1"), 2)

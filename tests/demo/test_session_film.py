@@ -1,0 +1,198 @@
+"""Films of real sessions: policies and prompts while they run, and a hundred viewers at random."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from diffcache.eval.video.shapes import shows
+from diffcache.pipelines.causal_video import CausalVideo
+from diffcache.pipelines.demo.program import Asked
+from diffcache.pipelines.demo.served import Pixels, opening_of_shapes
+from diffcache.pipelines.demo.session_film import POLICIES, SWITCHES, Served, SessionFilm
+from diffcache.pipelines.demo.showing import ALONE, Viewers, show
+from diffcache.pipelines.small import causal
+from diffcache.pipelines.small.causal_scenes import COLORS, SHAPES
+from diffcache.video import FewSteps
+from tests.demo.test_stream import films
+
+PLENTY = 10**9
+FRAME_BYTES = 2 * 4 * 16 * 128  # keys and values, float32, 16 tokens of 128 channels
+
+
+def words(text: str) -> Tensor:
+    """Stand in for a text encoder that knows no dogs."""
+    if "dog" in text:
+        raise ValueError("prompt='a dog': must name one of square, ring")
+    return torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(len(text)))
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    torch.manual_seed(0)
+    transformer = causal.build_transformer(layers=1).eval()
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    sampler = FewSteps((1000, 500), shift=1.0, predicts="clean")
+    with CausalVideo(transformer, sampler=sampler) as video:
+        yield Served(video, words, Pixels, (24, 24), 1, ("a red ring",), 12, "tiny")
+
+
+def asked(policy: str = "window with sinks", **changes: Any) -> Asked:
+    return replace(Asked("a red ring", policy, 3, 2, (24, 24)), **changes)
+
+
+def test_every_policy_films_and_tells_what_it_holds(served: Served) -> None:
+    assert served.program(2, PLENTY).multiple == 6
+    for name, policy in POLICIES.items():
+        film = SessionFilm(served, asked(name), PLENTY)
+        frames, known = [], []
+        for _ in range(14):
+            frames.append(film.next())
+            known.append(film.readings())
+        assert frames[0].shape == (3, 24, 24, 3) and frames[0].dtype == np.uint8
+        assert not np.array_equal(frames[-1], frames[-2])
+        last = known[-1]
+        roles = [last[f"{role}_bytes"] for role in ("sinks", "history", "working")]
+        assert sum(roles) == pytest.approx(last["bytes"]) and last["bytes"] > 0
+        if name == "full history":
+            assert roles[:2] == [0, 42 * FRAME_BYTES]
+        else:
+            assert last["bytes"] <= 1.5 * max(one["bytes"] for one in known[:9])
+        if name == "window with sinks":  # before a chunk: 3 first and 6 later; with it 3 more
+            assert roles[:2] == [3 * FRAME_BYTES, 9 * FRAME_BYTES]
+        if name == "quantized window":
+            assert roles[0] < policy.sinks * FRAME_BYTES / 4
+        assert known[0]["drift"] == 0 and last["drift"] > 0
+
+
+def test_films_in_threads_are_the_films_made_alone(served: Served) -> None:
+    def filmed(request: Asked) -> list[np.ndarray[Any, Any]]:
+        film = SessionFilm(served, request, PLENTY)
+        return [film.next() for _ in range(6)]
+
+    requests = [asked(), asked("window", seed=4), asked("full history", prompt="a blue cross")]
+    alone = [filmed(request) for request in requests]
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(filmed, requests))
+    assert np.array_equal(alone, together) and not np.array_equal(alone[0], alone[1])
+
+
+def test_orders_do_what_a_session_does(served: Served) -> None:
+    film = SessionFilm(served, asked("full history", steps=4), PLENTY)
+    session = served.video.session(words("a red ring"), size=(24, 24), seed=3)
+    session.sampler = FewSteps((1000, 750, 500, 250), shift=1.0, predicts="clean")
+
+    def same() -> bool:
+        frame = (127.5 * session.next()[0].movedim(0, -1) + 127.5).clamp(0, 255).byte().numpy()
+        return np.array_equal(film.next(), frame)
+
+    assert all(same() for _ in range(5))
+    with pytest.raises(ValueError, match="a dog"):
+        film.apply({"prompt": "a dog", "policy": "window", "switch": "cut"})
+    assert film.session.policy == POLICIES["full history"]
+    for switch in SWITCHES:
+        film.apply({"prompt": switch, "switch": switch})
+        session.switch(words(switch), SWITCHES[switch])
+        assert same() and film.readings()["drift"] == 0
+
+    policy = POLICIES["window with sinks"]
+    later = served.video.session(words("cut"), size=(24, 24), policy=policy)
+    assert session.latents is not None and session.latents.shape[2] == 12
+    later.sampler = session.sampler
+    later.take(session.latents)
+    later.generator.set_state(session.generator.get_state())
+    session = later
+    film.apply({"policy": "window with sinks"})
+    assert same() and same() and film.session.policy == policy
+
+
+def test_a_film_ends_when_its_cache_has_grown_to_the_bound(served: Served) -> None:
+    film = SessionFilm(served, asked("full history"), 40 * FRAME_BYTES)
+    with pytest.raises(
+        ValueError, match=r"the film is over: its cache grew to .* take a smaller window"
+    ):
+        deque((film.next() for _ in range(40)), 0)
+    assert 12 < film.session.frames < 40
+
+
+def test_a_hundred_viewers_at_random_leave_nothing_behind(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some leave at once, some close the page, some are forgotten, and in some the film breaks."""
+    monkeypatch.chdir(tmp_path)
+    held: list[weakref.ref[Any]] = []
+
+    def make(request: Asked) -> SessionFilm:
+        film = SessionFilm(served, request, PLENTY)
+        held.extend(map(weakref.ref, (film, film.session, film.session.store)))
+        if request.prompt == "broken":
+
+            def gone() -> Any:
+                raise RuntimeError("the device is gone")
+
+            film.next = gone  # type: ignore[method-assign]
+        return film
+
+    program = replace(served.program(8, PLENTY), make=make, fps=10_000)
+    viewers, names = Viewers(8), list(POLICIES)
+
+    def visit(number: int) -> tuple[bool, int, str]:
+        random = np.random.default_rng(number)
+        breaks, leaves, chunks = number % 10 == 0, random.integers(3), int(random.integers(0, 4))
+        prompt = "broken" if breaks else "a red ring"
+        request = asked(names[random.integers(len(names))], prompt=prompt, seed=number)
+        other = ALONE if random.random() < 0.7 else names[-1]
+        values, who, taken = (
+            show(program, viewers, who=str(number), asked=request, other=other),
+            str(number),
+            0,
+        )
+        try:
+            for _ in range(max(chunks, int(breaks))):
+                taken += bool(next(values)["player"]["films"][0])
+                showing = viewers.find(who)
+                assert showing is not None
+                showing.order(prompt="a blue cross", policy="window", switch="re-cache")
+        except RuntimeError as error:
+            return breaks, taken - chunks, str(error)
+        finally:
+            if leaves == 0:
+                values.close()
+            elif leaves == 1:
+                viewers.stop(who)
+            viewers.leave(who)
+        return breaks, taken - chunks, ""
+
+    with ThreadPoolExecutor(8) as pool:
+        told = list(pool.map(visit, range(100)))
+    assert [error for breaks, _, error in told if breaks] == ["the device is gone"] * 10
+    assert all(missing == 0 and not error for breaks, missing, error in told if not breaks)
+    assert len(held) >= 3 * 60 and not len(viewers) and not viewers._showings and not films()
+    gc.collect()
+    assert [ref for ref in held if ref() is not None] == [] and list(tmp_path.iterdir()) == []
+
+
+def test_a_film_of_shapes_begins_with_the_prompt_and_goes_on(served: Served) -> None:
+    one, again, other = (opening_of_shapes("a blue ring", seed) for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    stated = (torch.full((1, 3), list(names).index(name)) for names, name in
+              ((SHAPES, "ring"), (COLORS, "blue")))  # fmt: skip
+    assert shows(one, *stated).all()
+    film = SessionFilm(replace(served, opening=opening_of_shapes), asked("full history"), PLENTY)
+    begun, going = film.next(), film.next()
+    wanted = (127.5 * opening_of_shapes(film.asked.prompt, film.asked.seed) + 127.5).byte()
+    assert np.array_equal(begun, wanted[0].movedim(0, -1).numpy())
+    assert film.session.frames == 6 and going.shape == begun.shape
