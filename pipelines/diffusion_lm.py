@@ -9,10 +9,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,27 +20,36 @@ from torch import Tensor, nn
 
 from diffcache.api import handle_of, report, run
 from diffcache.attach.anchor import owner_of
+from diffcache.attach.attention_sdpa import calls_sdpa
+from diffcache.attach.extensions.row_inputs import first_position, places_of
 from diffcache.dllm.decode import Decoding, Schedule
+from diffcache.dllm.guided import Guided
 from diffcache.dllm.policy import Policy
 from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.dllm.sampler import Sampler
 from diffcache.dllm.state import check_coverage
+from diffcache.foreign import device_of_model
+from diffcache.method import check_bool, check_int
+from diffcache.pipelines.guide import ModelGuide, check_guide
+from diffcache.pipelines.prompt_tokens import Prompts, tokens_of
 from diffcache.report import Report
 
 OnSettled = Callable[[int, "list[int] | str"], None]
-Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Tensor
+_SHIFTS = {"Dream": True, "llada": False}  # by the configuration's `model_type`
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What a decoding made, and what it took.
+    """Result of a decoding, and its cost.
 
     Attributes:
         ids: Tokens of the answers, int64 `[B, length]`.
         texts: The answers up to their end, None without a tokenizer.
         forwards: Calls of the model.
-        rows: Rows that the model computed, of all sequences and forwards together.
-        report: What the cache computed and left out, None where the model is not wrapped.
+        rows: Rows that the plans named, of all sequences and forwards together. Where a policy has
+            the model compute more than that, the report tells how many.
+        report: Rows that the cache computed and left out, None where the model is not wrapped.
+        guide_rows: Rows that the guide computed, of all sequences and forwards together.
     """
 
     ids: Tensor
@@ -48,20 +57,28 @@ class Answer:
     forwards: int
     rows: int
     report: Report | None
+    guide_rows: int = 0
 
 
 class DiffusionLM:
     """A masked diffusion language model and how it is decoded.
 
     Args:
-        model: A model of transformers that attends both ways and predicts masks. Wrapped with a
-            policy of `diffcache.dllm`, it is decoded with that cache; else without any.
+        model: A model of transformers, or of code of its own as LLaDA and Dream, that attends both
+            ways and predicts masks. Wrapped with a policy of `diffcache.dllm`, it is decoded with
+            that cache; else without any.
         tokenizer: Its tokenizer; None for prompts and answers of token ids.
         mask_id: Token of the mask; None for that of the configuration or the tokenizer.
         eos_id: Token that ends an answer; None for that of the tokenizer, or none.
+        guide: Autoregressive model of transformers with the same tokenizer, for
+            `Sampler(rule=Guided())`, which is then the sampler where none is given.
+        shift: Whether the logits of a row are about the token after its own, as Dream's are; None
+            for what the configuration's `model_type` says. A cache then computes the row before
+            each token that may be committed besides.
 
     Raises:
-        ValueError: If nobody says which token the mask is.
+        ValueError: If nobody says which token the mask is, the guide cannot score the model's
+            tokens, or `shift` is not what the model does.
     """
 
     def __init__(
@@ -71,8 +88,12 @@ class DiffusionLM:
         *,
         mask_id: int | None = None,
         eos_id: int | None = None,
+        guide: nn.Module | None = None,
+        shift: bool | None = None,
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.guide = model, tokenizer, guide
+        if guide is not None:
+            check_guide(guide, model)
         config = getattr(model, "config", None)
         known = [getattr(config, "mask_token_id", None), getattr(tokenizer, "mask_token_id", None)]
         found = next((number for number in [mask_id, *known] if number is not None), None)
@@ -81,8 +102,47 @@ class DiffusionLM:
                 "mask_id=None: neither the model's configuration nor the tokenizer says which "
                 "token the mask is; give mask_id"
             )
+        check_int("mask_id", found, 0)
         self.mask_id: int = found
+        if shift is not None:
+            check_bool("shift", shift)
+        kind = getattr(config, "model_type", None)
+        known_shift = _SHIFTS.get(str(kind))
+        if None not in (shift, known_shift) and shift != known_shift:
+            raise ValueError(
+                f"shift={shift}: models of model_type={kind!r} have shift={known_shift}; leave it "
+                "out"
+            )
+        self.first = first_position(model)
+        self.shift = bool(known_shift if shift is None else shift)
         self.eos_id = getattr(tokenizer, "eos_token_id", None) if eos_id is None else eos_id
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str,
+        *,
+        dtype: torch.dtype | str = "auto",
+        trust_remote_code: bool = False,
+    ) -> DiffusionLM:
+        """Load a model and its tokenizer as transformers saves them.
+
+        Args:
+            source: Directory or Hugging Face model ID.
+            dtype: Data type of the weights; "auto" is the one that they were saved in.
+            trust_remote_code: Whether Python code that comes with the weights may run, as LLaDA's
+                and Dream's has to.
+
+        Raises:
+            ValueError: If transformers cannot load it, or nobody says which token the mask is.
+        """
+        from transformers import AutoTokenizer
+
+        from diffcache.pipelines.language_model import load_language_model
+
+        model = load_language_model(source, dtype, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        return cls(model, tokenizer)
 
     @property
     def policy(self) -> Policy | None:
@@ -116,7 +176,8 @@ class DiffusionLM:
         Args:
             prompts: A text, texts, or token ids of one sequence `[P]` or `[1, P]`, or of several
                 in a list; those of different lengths are padded on the left.
-            schedule: Length, blocks and steps; the default one ends at the tokenizer's end token.
+            schedule: Length, blocks and steps; the default one is the policy's, and ends at the
+                tokenizer's end token.
             sampler: Sampler; None for low-confidence decoding, a fixed number of tokens a step.
             on_settled: Called with the number of a sequence and what settled in it: text, or
                 tokens without a tokenizer. A token has settled when all before it are decided.
@@ -124,8 +185,8 @@ class DiffusionLM:
             check: Whether every plan is checked to cover what changed; each step waits for that.
 
         Raises:
-            ValueError: If the prompts are empty or hold the mask, or the sampler does not fit the
-                policy.
+            ValueError: If the prompts are empty, hold the mask or are no tokens of the model, the
+                sampler does not fit the policy, or the model's logits are not finite.
         """
         stream = _Stream(self, on_settled)
         rows = 0
@@ -137,14 +198,15 @@ class DiffusionLM:
         ids = decoding.ids[:, decoding.prompt :]
         texts = None if self.tokenizer is None else [self.text(row) for row in ids.tolist()]
         made = None if self.policy is None else report(self.model)
-        return Answer(ids, texts, decoding.step, rows * len(ids), made)
+        guided = 0 if decoding.guide is None else decoding.guide.rows
+        return Answer(ids, texts, decoding.step, rows * len(ids), made, guided)
 
     def steps(
         self,
         prompts: Prompts,
         schedule: Schedule | None = None,
         sampler: Sampler | None = None,
-    ) -> Iterator[Decoding]:
+    ) -> Generator[Decoding, None, None]:
         """Yield the decoding after each of its steps.
 
         Several may take turns on one model: each holds keys and values of its own, and frees them
@@ -177,15 +239,7 @@ class DiffusionLM:
     ) -> Iterator[tuple[Decoding, RowPlan]]:
         """Yield the decoding and the plan after every forward."""
         policy = self.policy
-        sampler = Sampler() if sampler is None else sampler
-        schedule = Schedule(eos_id=self.eos_id) if schedule is None else schedule
-        if policy is not None and policy.needs_order and sampler.by != "random":
-            raise ValueError(
-                f"by={sampler.by!r}: {policy!r} computes what is committed next, which is only "
-                "known of a random order; use Sampler(by='random'), or another policy"
-            )
-        ids, valid = self._encoded(prompts)
-        decoding = Decoding(ids, schedule, sampler, self.mask_id, valid)
+        decoding = self._begun(policy, prompts, schedule, sampler)
         context, stack = copy_context(), ExitStack()  # a run of its own, whoever takes turns
         try:
             if policy is not None:
@@ -195,6 +249,8 @@ class DiffusionLM:
                 plan = ALL if policy is None else policy.plan(state)
                 if check:
                     check_coverage(state, plan)
+                if self.shift:
+                    plan = state.with_predictors(plan)
                 logits = context.run(self._logits, decoding, plan, policy is not None)
                 decoding.commit(logits, plan)
                 yield decoding, plan
@@ -203,6 +259,44 @@ class DiffusionLM:
             raise
         context.run(stack.close)
 
+    def _begun(
+        self,
+        policy: Policy | None,
+        prompts: Prompts,
+        schedule: Schedule | None,
+        sampler: Sampler | None,
+    ) -> Decoding:
+        """Return a decoding before its first forward.
+
+        Raises:
+            ValueError: If the prompts or settings do not fit the model, the policy or each other.
+        """
+        guide = None if self.guide is None else ModelGuide(self.guide)
+        if sampler is None:
+            sampler = Sampler() if guide is None else Sampler(rule=Guided())
+        if schedule is None:
+            usual = Schedule() if policy is None else policy.schedule
+            schedule = replace(usual, eos_id=self.eos_id)
+        for name, setting, kind in (
+            ("schedule", schedule, Schedule), ("sampler", sampler, Sampler),
+        ):  # fmt: skip
+            if not isinstance(setting, kind):
+                raise ValueError(f"{name}={setting!r}: must be a {kind.__name__} of diffcache.dllm")
+        if policy is not None and policy.needs_order and sampler.by != "random":
+            raise ValueError(
+                f"by={sampler.by!r}: {policy!r} computes what is committed next, which is only "
+                "known of a random order; use Sampler(by='random'), or another policy"
+            )
+        ids, valid = self._encoded(prompts)
+        if valid is not None and policy is None and calls_sdpa(self.model):
+            raise ValueError(
+                f"prompts: are of different lengths, and each release of "
+                f"{type(self.model).__name__}'s own code takes padding in another way, or not at "
+                "all; wrap the model first, with diffcache.dllm.Uncached() for no cache, or decode "
+                "prompts one by one"
+            )
+        return Decoding(ids, schedule, sampler, self.mask_id, valid, guide, self.shift)
+
     @torch.no_grad()
     def _logits(self, decoding: Decoding, plan: RowPlan, is_wrapped: bool) -> Tensor:
         """Return the logits of the planned rows, `[B, n, V]`."""
@@ -210,16 +304,18 @@ class DiffusionLM:
         given: dict[str, Any] = {"input_ids": decoding.ids, "attention_mask": valid}
         if is_wrapped:
             given["row_plan"] = plan
-        elif valid is not None:
-            given["position_ids"] = (valid.long().cumsum(1) - 1).clamp_min(0)
+        elif valid is not None or self.first:  # some count positions otherwise where they pad
+            places = places_of(decoding.ids, valid, self.first)[0]
+            given["position_ids"] = places.expand_as(decoding.ids)
         found: Tensor = self.model(**given, use_cache=False).logits
         return found
 
     def _encoded(self, prompts: Prompts) -> tuple[Tensor, Tensor | None]:
         """Return prompts as tokens `[B, P]`, padded on the left, and which are no padding."""
-        rows = self._rows(prompts)
+        vocabulary = getattr(getattr(self.model, "config", None), "vocab_size", sys.maxsize)
+        rows = tokens_of(prompts, self.tokenizer, vocabulary)
         longest = max(len(row) for row in rows)
-        device = next(self.model.parameters()).device
+        device = device_of_model(self.model)
         filler = 0 if self.mask_id else 1  # any token but the mask: nothing sees it
         padded = [[filler] * (longest - len(row)) + row for row in rows]
         ids = torch.tensor(padded, dtype=torch.int64, device=device)
@@ -227,30 +323,6 @@ class DiffusionLM:
             return ids, None
         counts = torch.tensor([[len(row)] for row in rows], device=device)
         return ids, torch.arange(longest, device=device) >= longest - counts
-
-    def _rows(self, prompts: Prompts) -> list[list[int]]:
-        """Return the tokens of each prompt.
-
-        Raises:
-            ValueError: If there are none, or texts come without a tokenizer.
-        """
-        if isinstance(prompts, Tensor):
-            rows: Any = prompts.reshape(-1, prompts.shape[-1]).tolist()
-        else:
-            rows = [prompts] if isinstance(prompts, str) else list(prompts)
-            if rows and isinstance(rows[0], int):
-                rows = [rows]
-        if any(isinstance(row, str) for row in rows):
-            if self.tokenizer is None:
-                raise ValueError(
-                    f"prompts={rows[0]!r}: is text, and there is no tokenizer; give one, or token "
-                    "ids"
-                )
-            rows = [self.tokenizer(row)["input_ids"] for row in rows]
-        ids = [row.tolist() if isinstance(row, Tensor) else list(row) for row in rows]
-        if not ids or not all(ids):
-            raise ValueError("prompts: each must have at least one token; begin with a start token")
-        return ids
 
 
 class _Stream:

@@ -4,11 +4,18 @@ No modules: `diffcache.attach.extensions.rows` carries a row plan out on a model
 `diffcache.pipelines.diffusion_lm` decodes with it.
 """
 
+from diffcache.dllm.block_cache import BlockCache as BlockCache
+from diffcache.dllm.block_cache import FinishedBlocks as FinishedBlocks
+from diffcache.dllm.d2_cache import D2Cache as D2Cache
 from diffcache.dllm.decode import Decoding as Decoding
 from diffcache.dllm.decode import Schedule as Schedule
 from diffcache.dllm.dkv_cache import DKVCache as DKVCache
+from diffcache.dllm.dllm_cache import DLLMCache as DLLMCache
+from diffcache.dllm.elastic_cache import ElasticCache as ElasticCache
 from diffcache.dllm.fast_dllm import FastDLLM as FastDLLM
 from diffcache.dllm.free_cache import FreeCache as FreeCache
+from diffcache.dllm.guided import Guide as Guide
+from diffcache.dllm.guided import Guided as Guided
 from diffcache.dllm.policy import FedRows as FedRows
 from diffcache.dllm.policy import Policy as Policy
 from diffcache.dllm.policy import Uncached as Uncached
@@ -21,3 +28,4 @@ from diffcache.dllm.sampler import Sampler as Sampler
 from diffcache.dllm.state import RowState as RowState
 from diffcache.dllm.state import State as State
 from diffcache.dllm.state import check_coverage as check_coverage
+from diffcache.dllm.window_diffusion import WindowDiffusion as WindowDiffusion

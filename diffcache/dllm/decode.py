@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from diffcache.dllm.guided import Guide, Guided
 from diffcache.dllm.rows import RowPlan
 from diffcache.dllm.sampler import Sampler
 from diffcache.dllm.state import RowState, State
@@ -15,7 +16,7 @@ from diffcache.method import check_int
 
 @dataclass(frozen=True)
 class Schedule:
-    """How an answer is decoded: its length, in blocks from left to right, and in how many steps.
+    """Schedule of an answer: its length, in blocks from left to right, and in how many steps.
 
     Args:
         length: Tokens of the answer, masks at first.
@@ -25,9 +26,13 @@ class Schedule:
         eos_id: Token that ends an answer. A sequence that has it in a finished block is filled up
             with it and done. None decodes the whole length.
         multiple: Number that the rows of a forward are filled up to a multiple of.
+        window: Masks of a sliding window, the first ones of the block: no others are decided, and
+            none after `eos_id`. With `block=None` the window takes the place of blocks. None for
+            all masks of the block.
 
     Raises:
-        ValueError: If blocks do not divide the length, or steps the blocks.
+        ValueError: If a setting is out of its range, blocks do not divide the length, or steps the
+            blocks.
     """
 
     length: int = 128
@@ -35,10 +40,15 @@ class Schedule:
     steps: int | None = None
     eos_id: int | None = None
     multiple: int = 1
+    window: int | None = None
 
     def __post_init__(self) -> None:
         check_int("length", self.length, 1)
         check_int("multiple", self.multiple, 1)
+        if self.eos_id is not None:
+            check_int("eos_id", self.eos_id, 0)
+        if self.window is not None:
+            check_int("window", self.window, 1)
         if self.block is not None:
             check_int("block", self.block, 1)
             if self.length % self.block:
@@ -75,17 +85,20 @@ class Decoding:
         prompt: Columns before the answer.
         step: Forwards so far.
         rows: Where each sequence is.
+        guide: Scores drafts; None where the rule asks for none.
 
     Args:
         prompts: Tokens of the prompts, int64 `[B, P]`, padded on the left.
-        schedule: How the answer is decoded.
+        schedule: Blocks and steps of the answer.
         sampler: Sampler.
         mask_id: Token of the mask.
         valid: Tokens of the prompts that are no padding, bool `[B, P]`; None for all.
+        guide: Scores drafts for the rule `Guided`; None for other rules.
+        shift: Whether a row predicts the token after its own (Dream), instead of its own.
 
     Raises:
-        ValueError: If a prompt is not int64 `[B, P]` or holds the mask, or padding is not on the
-            left.
+        ValueError: If a prompt is not int64 `[B, P]` or holds the mask, padding is not on the left,
+            the end token is the mask, a guide is missing, or a step commits more than the window.
     """
 
     def __init__(
@@ -95,10 +108,24 @@ class Decoding:
         sampler: Sampler,
         mask_id: int,
         valid: Tensor | None = None,
+        guide: Guide | None = None,
+        shift: bool = False,
     ) -> None:
         _check_prompts(prompts, mask_id, valid)
+        if schedule.eos_id == mask_id:
+            raise ValueError(
+                f"eos_id={mask_id}: is the mask, which no answer ends with; give another token, or "
+                "None"
+            )
+        if isinstance(sampler.rule, Guided) and guide is None:
+            raise ValueError(
+                f"rule={sampler.rule!r}: there is no guide; give DiffusionLM(..., guide=...) an "
+                "autoregressive model with the same tokenizer, or use another rule"
+            )
+        self.guide = guide if isinstance(sampler.rule, Guided) else None
         batch, self.prompt = prompts.shape
         self.schedule, self.sampler, self.mask_id = schedule, sampler, mask_id
+        self._shift = int(shift)
         answer = prompts.new_full((batch, schedule.length), mask_id)
         self.ids = torch.cat([prompts, answer], dim=1)
         self.valid: Tensor | None = None
@@ -106,8 +133,12 @@ class Decoding:
             self.valid = torch.cat([valid, torch.ones_like(answer, dtype=torch.bool)], dim=1)
         self._before = self.ids != mask_id
         self._changed = torch.zeros_like(self._before)
+        self._since = torch.full_like(self.ids, -1)
         self._generator = torch.Generator(prompts.device).manual_seed(sampler.seed)
         self._quotas = sampler.rule.quotas(schedule.size, schedule.steps_a_block)
+        self._most = max(self._quotas) if sampler.rule.is_fixed else 1
+        self._check_window()
+        self._last: RowPlan | None = None
         self.step = 0
         stop = self.prompt + schedule.size
         self.rows = [RowState(self.prompt, stop, 0, 0) for _ in range(batch)]
@@ -115,23 +146,23 @@ class Decoding:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every sequence is decoded."""
+        """Return True if every sequence is decoded."""
         return not any(row.is_active for row in self.rows)
 
     @property
     def state(self) -> State:
-        """What a policy sees."""
+        """Return the view that a policy has."""
         decided = self.ids != self.mask_id
         at = self._positions()
-        masks = ~decided.gather(1, at)
+        may = self._may_commit(at)
         upcoming = None
         if self._order is not None:
-            scores = self._order.gather(1, at - self.prompt).masked_fill(~masks, float("-inf"))
+            scores = self._order.gather(1, at - self.prompt).masked_fill(~may, float("-inf"))
             upcoming = self._spread(at, self._by_quota(scores))
         return State(
-            self.ids, decided, self._before, self._changed, self.prompt, self.step,
-            tuple(self.rows), self._spread(at, masks), self.valid, upcoming,
-            self.schedule.multiple,
+            self.ids, decided, self._before, self._changed, self._since, self.prompt,
+            self.step, tuple(self.rows), self._spread(at, may), self.valid, upcoming,
+            self.schedule.multiple, self._most, self._last, self._shift,
         )  # fmt: skip
 
     def commit(self, logits: Tensor, plan: RowPlan) -> None:
@@ -139,31 +170,52 @@ class Decoding:
 
         Args:
             logits: Logits of the rows of the plan, `[B, n, V]`.
-            plan: The rows.
+            plan: The rows that were computed.
+
+        Raises:
+            ValueError: If masks are left that nothing decides, as where logits are NaN.
         """
         batch, width = self.ids.shape
         at = self._positions()
         rows = plan.index(batch, width, self.ids.device).contiguous()
-        place = torch.searchsorted(rows, at).clamp_max(rows.shape[1] - 1)
-        is_fed = rows.gather(1, place) == at
+        row = at - self._shift  # the one that predicts; a prompt has at least one
+        place = torch.searchsorted(rows, row).clamp_max(rows.shape[1] - 1)
+        is_fed = rows.gather(1, place) == row
         chunk = logits.gather(1, place[..., None].expand(-1, -1, logits.shape[-1]))
         tokens, scores = self.sampler.candidates(chunk, self.mask_id, self._generator)
         if self._order is not None:
             scores = self._order.gather(1, at - self.prompt)
         held = self.ids.gather(1, at)
-        scores = scores.masked_fill(~(is_fed & (held == self.mask_id)), float("-inf"))
+        scores = scores.masked_fill(~(is_fed & self._may_commit(at)), float("-inf"))
         if not all(row.is_active for row in self.rows):
             going = torch.tensor([[row.is_active] for row in self.rows], device=scores.device)
             scores = scores.masked_fill(~going, float("-inf"))
+        if self.guide is not None:
+            scores = self._judged(at, tokens, scores.isfinite())
         chosen = self._by_quota(scores)
         self._before = self.ids != self.mask_id
         ids = self.ids.scatter(1, at, torch.where(chosen, tokens, held))
         self._changed = ids != self.ids
+        self._since = self._since.masked_fill(self._changed, self.step)
         self.ids = ids
+        self._last = plan
         self.step += 1
         self._advance()
 
     # the blocks ----------------------------------------------------------------------------
+
+    def _check_window(self) -> None:
+        """Raise unless the window has room for the commits of a step.
+
+        Raises:
+            ValueError: If it has not, so that masks would be left over.
+        """
+        window = self.schedule.window
+        if window is not None and self._most > window:
+            raise ValueError(
+                f"window={window}: a step commits {self._most} masks; use more steps, or a window "
+                f"of at least {self._most}"
+            )
 
     def _by_quota(self, scores: Tensor) -> Tensor:
         """Return what is committed; with a fixed number, all sequences are at one step."""
@@ -171,10 +223,32 @@ class Decoding:
         quota = self._quotas[step] if self.sampler.rule.is_fixed else 1
         return self.sampler.rule.choose(scores, quota)
 
+    def _judged(self, at: Tensor, tokens: Tensor, candidates: Tensor) -> Tensor:
+        """Return what the guide says of a draft, `[B, n]`."""
+        rule, guide, eos = self.sampler.rule, self.guide, self.schedule.eos_id
+        assert isinstance(rule, Guided)
+        assert guide is not None
+        draft = tokens.where(candidates, self.ids.gather(1, at))
+        logits = guide(self.ids.scatter(1, at, draft), at, candidates, self.valid)
+        ends = draft == self.mask_id  # a mask that was not computed
+        if eos is not None:
+            ends |= draft == eos
+        return rule.scores(draft, logits, candidates, ends)
+
     def _positions(self) -> Tensor:
         """Return the positions of each sequence's block, int64 `[B, n]`."""
         starts = torch.tensor([[row.start] for row in self.rows], device=self.ids.device)
         return starts + torch.arange(self.schedule.size, device=self.ids.device)
+
+    def _may_commit(self, at: Tensor) -> Tensor:
+        """Return which positions of each sequence's block may be decided, bool `[B, n]`."""
+        held = self.ids.gather(1, at)
+        masks = held == self.mask_id
+        if self.schedule.window is None:
+            return masks
+        if self.schedule.eos_id is not None:
+            masks = masks & ((held == self.schedule.eos_id).cumsum(1) == 0)
+        return masks & (masks.cumsum(1) <= self.schedule.window)
 
     def _spread(self, at: Tensor, flags: Tensor) -> Tensor:
         """Return flags of a block's positions as flags of all positions, bool `[B, T]`."""
@@ -188,11 +262,17 @@ class Decoding:
 
     def _advance(self) -> None:
         """Go on to the next step, and to the next block where one is decided."""
-        if self.sampler.rule.is_fixed:
-            done = [row.step + 1 == len(self._quotas) for row in self.rows]
-        else:
-            masks = self.ids.gather(1, self._positions()) == self.mask_id
-            done = [not any_left for any_left in masks.any(1).tolist()]
+        is_fixed = self.sampler.rule.is_fixed
+        ends_early = self.schedule.window is not None and self.schedule.eos_id is not None
+        done = is_last = [row.step + 1 == len(self._quotas) for row in self.rows]
+        if not is_fixed or ends_early or any(is_last):
+            open_ = self._may_commit(self._positions()).any(1)
+            left, committed = torch.stack([open_, self._changed.any(1)]).tolist()
+            self._check_goes_on(left, is_last if is_fixed else [not any_ for any_ in committed])
+            if not is_fixed or ends_early:
+                done = [not any_left for any_left in left]
+        if self.guide is not None:  # drafts end with the token that ends the answer
+            done = [one or other for one, other in zip(done, self._ended(), strict=True)]
         ends = [is_done and row.is_active for is_done, row in zip(done, self.rows, strict=True)]
         ended = self._ended() if any(ends) else []
         for number, row in enumerate(self.rows):
@@ -207,12 +287,32 @@ class Decoding:
                 stop = row.stop + self.schedule.size
                 self.rows[number] = RowState(row.stop, stop, 0, row.block + 1)
 
+    def _check_goes_on(self, left: list[bool], is_over: list[bool]) -> None:
+        """Raise unless masks that are left will be decided.
+
+        Args:
+            left: Whether a sequence has masks left in its block.
+            is_over: Whether no step decides any more of them.
+
+        Raises:
+            ValueError: If they will not.
+        """
+        for number, row in enumerate(self.rows):
+            if row.is_active and left[number] and is_over[number]:
+                raise ValueError(
+                    f"step {self.step - 1}: masks of sequence {number} could not be decided; "
+                    "either their logits are not finite (NaN in float16, say: use bfloat16 or "
+                    "float32), or the policy did not compute them"
+                )
+
     def _ended(self) -> list[bool]:
         """Return which sequences have the token that ends an answer; the host waits."""
         eos = self.schedule.eos_id
         if eos is None:
             return [False] * len(self.rows)
-        found: list[bool] = (self.ids[:, self.prompt :] == eos).any(1).tolist()
+        answer = self.ids[:, self.prompt :]
+        settled = (answer != self.mask_id).cumprod(1).bool()
+        found: list[bool] = (settled & (answer == eos)).any(1).tolist()
         return found
 
     def _fill(self, number: int) -> None:

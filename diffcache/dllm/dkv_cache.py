@@ -34,9 +34,12 @@ class DKVCache(Policy):
     - `pd` computes the prompt once, and of the answer what `decode` would; one step in `every` of
       the decoding computes the whole answer.
 
-    Departure: the paper's prefill and PD leave out the prompt's last position, which predicts the
-    first token of models with shifted outputs. The window of `center="previous"` is the paper's, as
-    wide as that of the code: `window` positions around each token, half of them before it.
+    Departures: the paper's prefill and PD leave out the prompt's last position, which predicts the
+    first token of models with shifted outputs (Dream). For these, the code keeps a row by whether
+    its own token is decided, or the next one (`right`, `un`); here every row is kept by its own
+    token, and the row before each token that may be committed is computed besides. The window of
+    `center="previous"` is the paper's, as wide as that of the code: `window` positions around each
+    token, half of them before it.
 
     Args:
         variant: `decode`, `greedy`, `prefill` or `pd`.
@@ -94,7 +97,7 @@ class DKVCache(Policy):
 
     @property
     def needs_order(self) -> bool:
-        """Whether the order of commits has to be drawn beforehand."""
+        """Return True if the order of commits has to be drawn beforehand."""
         return self.variant == "greedy" and self.interval > 1
 
     @property

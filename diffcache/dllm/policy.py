@@ -6,6 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+from diffcache.dllm.decode import Schedule
 from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.dllm.state import State
 from diffcache.method import Ability, Method
@@ -17,19 +18,21 @@ class FedRows(Ability):
 
 
 class Policy(Method):
-    """Which rows every forward of a diffusion language model computes; a frozen dataclass.
+    """Choice of the rows that each forward of a diffusion language model computes; frozen data.
 
     A policy keeps nothing between steps, so that one object serves any number of decodings.
 
     Attributes:
+        schedule: Blocks and steps of an answer where nobody says.
         needs_order: Whether `plan` looks at the positions of the coming commit.
     """
 
     counts_calls: ClassVar[bool] = True
+    schedule: ClassVar[Schedule] = Schedule()
 
     @property
     def needs_order(self) -> bool:
-        """Whether `plan` looks at the positions of the coming commit."""
+        """Return True if `plan` looks at the positions of the coming commit."""
         return False
 
     def abilities(self) -> tuple[Ability, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,9 +20,15 @@ class RowPlan:
         rows: Positions in ascending order, int64 `[B, n]`, filled up by repeating the last one of a
             sequence, since computing a row twice is computing it once; a range where all sequences
             compute the same run of positions; None for all positions.
+        seen: Positions that the rows see, padding aside, bool `[B, T]`; None for all of them.
+        narrows: Whether masks that may be committed are left out on purpose, and so are not
+            committed.
     """
 
+    narrows: ClassVar[bool] = False
+
     rows: Tensor | range | None = None
+    seen: Tensor | None = field(default=None, kw_only=True)
 
     @classmethod
     def of(cls, chosen: Tensor, multiple: int = 1) -> RowPlan:
@@ -59,12 +66,13 @@ class RowPlan:
         return torch.arange(run.start, run.stop, device=device).expand(batch, -1)
 
     def take(self, x: Tensor) -> Tensor:
-        """Return the columns of `[1 or B, T]` that are computed, `[1 or B, n]`."""
+        """Return the columns of `[1 or B, T, ...]` that are computed, `[1 or B, n, ...]`."""
         if self.rows is None:
             return x
         if isinstance(self.rows, range):
             return x[:, self.rows.start : self.rows.stop]
-        return x.expand(len(self.rows), -1).gather(1, self.rows)
+        batch = torch.arange(len(self.rows), device=x.device)[:, None]
+        return x.expand(len(self.rows), *x.shape[1:])[batch, self.rows]
 
     def mask(self, batch: int, width: int, device: torch.device) -> Tensor:
         """Return which positions are computed, bool `[B, T]`."""

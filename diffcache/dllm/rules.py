@@ -1,4 +1,4 @@
-"""How many masks a step decides: a fixed quota, or all that are confident enough."""
+"""Number of masks that a step decides: a fixed quota, or all that are confident enough."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from diffcache.method import is_number
 
 
 class Rule(ABC):
-    """Which of a block's candidates are committed; a frozen dataclass of settings."""
+    """Choice of the block's candidates that are committed; a frozen dataclass of settings."""
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the number of commits is known beforehand, whatever the model says."""
+        """Return True if the number of commits is known, whatever the model says."""
         return False
 
     def quotas(self, size: int, steps: int) -> list[int]:
@@ -59,7 +59,7 @@ class Quota(Rule):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the number of commits is known beforehand."""
+        """Return True if the number of commits is known beforehand."""
         return True
 
     def quotas(self, size: int, steps: int) -> list[int]:

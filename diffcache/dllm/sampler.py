@@ -61,6 +61,10 @@ class Sampler:
         if not is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature!r}: must be a number of at least 0")
         check_int("seed", self.seed, 0)
+        if not isinstance(self.banned, tuple):
+            raise ValueError(f"banned={self.banned!r}: must be a tuple of tokens")
+        for token in self.banned:
+            check_int("banned", token, 0)
         if self.by != "confidence" and not self.rule.is_fixed:
             raise ValueError(
                 f"by={self.by!r}: {self.rule!r} looks at confidence; use by='confidence', or "
@@ -79,6 +83,9 @@ class Sampler:
 
         Returns:
             Tokens int64 `[B, n]` and scores `[B, n]`; scores are zero where the order is random.
+
+        Raises:
+            ValueError: If a banned token is none of the `V`, or none is left to choose.
         """
         dtype = logits.dtype if self.softmax == "model" else getattr(torch, self.softmax)
         tokens = self._tokens(logits, mask_id, generator)
@@ -94,7 +101,18 @@ class Sampler:
         return tokens, probabilities.gather(-1, tokens[..., None])[..., 0].double()
 
     def _tokens(self, logits: Tensor, mask_id: int, generator: torch.Generator | None) -> Tensor:
-        never = torch.tensor([mask_id, *self.banned], device=logits.device)
+        size, excluded = logits.shape[-1], {mask_id, *self.banned}
+        if max(self.banned, default=0) >= size:
+            raise ValueError(
+                f"banned={self.banned!r}: names a token outside of the vocabulary, which has "
+                f"{size}; leave {max(self.banned)} out"
+            )
+        if len(excluded) >= size:
+            raise ValueError(
+                f"banned={self.banned!r}: leaves none of the vocabulary's {size} tokens to choose, "
+                f"since the mask, token {mask_id}, never is; ban fewer"
+            )
+        never = torch.tensor(sorted(excluded), device=logits.device)
         if self.temperature:
             noise = torch.rand(
                 logits.shape, dtype=torch.float64, device=logits.device, generator=generator

@@ -1,9 +1,9 @@
-"""What a policy sees of a decoding: tokens, what is decided since when, and the active blocks."""
+"""View that a policy has of a decoding: tokens, what is decided since when, active blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from diffcache.dllm.rows import ALL, RowPlan
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """Where one sequence of the batch is, in numbers of the host.
+    """Place of one sequence of the batch, in numbers of the host.
 
     Attributes:
         start: First position of its active block.
@@ -41,6 +41,7 @@ class State:
         decided: Positions that hold a token now, the prompt and padding among them, bool `[B, T]`.
         before: Positions that held one before the last commit, bool `[B, T]`.
         changed: Positions whose token the last commit changed, bool `[B, T]`.
+        since: Step whose commit changed each position last, int64 `[B, T]`; -1 for none.
         prompt: Number of columns before the answer, padding among them.
         step: Forwards of the decoding so far.
         rows: Where each sequence is.
@@ -49,12 +50,17 @@ class State:
             beforehand; None elsewhere.
         open: Positions that this step may commit, bool `[B, T]`.
         multiple: Number that rows are filled up to a multiple of.
+        commits: Most masks of a sequence that a step commits by a fixed number; 1 where their
+            confidence decides.
+        last: The plan of the last forward, with what the model noted on it; None before the first.
+        shift: Positions from a row to the token that it predicts, 0 or 1.
     """
 
     ids: Tensor
     decided: Tensor
     before: Tensor
     changed: Tensor
+    since: Tensor
     prompt: int
     step: int
     rows: tuple[RowState, ...]
@@ -62,6 +68,9 @@ class State:
     valid: Tensor | None = None
     upcoming: Tensor | None = None
     multiple: int = 1
+    commits: int = 1
+    last: RowPlan | None = None
+    shift: int = 0
 
     @property
     def width(self) -> int:
@@ -123,12 +132,27 @@ class State:
             chosen = chosen & self.valid
         return RowPlan.of(chosen, self.multiple)
 
+    def with_predictors(self, plan: RowPlan) -> RowPlan:
+        """Return a plan with the row before each token that may be committed, which predicts it.
+
+        Args:
+            plan: Plan for a model whose rows predict the token after their own.
+        """
+        if plan.rows is None:
+            return plan
+        if isinstance(plan.rows, range):
+            return replace(plan, rows=range(max(plan.rows.start - 1, 0), plan.rows.stop))
+        chosen = plan.mask(len(self.ids), self.width, self.ids.device)
+        before = (chosen & self.open).roll(-1, dims=1)  # the first token is never open
+        return replace(plan, rows=RowPlan.of(chosen | before, self.multiple).rows)
+
 
 def check_coverage(state: State, plan: RowPlan) -> None:
     """Raise unless a plan computes all that may be committed, and all that was just changed.
 
     A changed token that is not computed is served with the keys and values of the token that it
-    replaced. The host waits for the device.
+    replaced. Plans that narrow down what may be committed need not compute all of it. The host
+    waits for the device.
 
     Raises:
         ValueError: If a position is missing.
@@ -136,6 +160,8 @@ def check_coverage(state: State, plan: RowPlan) -> None:
     fed = plan.mask(len(state.ids), state.width, state.ids.device)
     going = torch.tensor([[row.is_active] for row in state.rows], device=fed.device)
     wanted = state.open if state.upcoming is None else state.upcoming
+    if plan.narrows:
+        wanted = torch.zeros_like(wanted)
     for what, needed in (("may be committed", wanted), ("was changed", state.changed)):
         missing = (needed & going & ~fed).nonzero()
         if len(missing):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from diffcache.dllm import (
+    ALL,
     Decoding,
     DKVCache,
     Factor,
@@ -135,6 +136,10 @@ def test_the_mask_and_banned_tokens_are_never_chosen() -> None:
     hot = Sampler(temperature=50.0, banned=(3,))
     drawn = hot.candidates(logits.expand(1, 500, 4), 2, torch.Generator().manual_seed(0))[0]
     assert set(drawn.flatten().tolist()) == {0, 1}
+    for banned, message in (((1, 4), r"banned=\(1, 4\): names a token outside .* has 4; leave 4 out"),
+                            ((0, 3, 1), r"banned=\(0, 3, 1\): leaves none of .* 4 tokens")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            Sampler(banned=banned).candidates(logits, 2, None)
 
 
 def test_temperature_draws_from_the_tempered_softmax_and_a_seed_repeats_it() -> None:
@@ -180,11 +185,69 @@ def test_an_answer_ends_at_its_end_token() -> None:
     assert decoding.ids[1, 3:].tolist() == [1] * 12
 
 
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(by="random")], ids=["best", "random"])
+def test_a_window_slides_over_the_first_masks(sampler: Sampler) -> None:
+    schedule = Schedule(10, None, 5, window=3)
+    decoding = Decoding(torch.zeros(2, 3, dtype=torch.int64), schedule, sampler, MASK)
+    generator = torch.Generator().manual_seed(0)
+    while not decoding.is_finished:
+        for row, now in zip(decoding.state.open, decoding.ids, strict=True):
+            assert row.nonzero()[:, 0].tolist() == (now == MASK).nonzero()[:3, 0].tolist()
+        before = decoding.state
+        decoding.commit(torch.randn(2, 13, WORDS, generator=generator), RowPlan())
+        done = decoding.state.committed
+        assert done.sum(1).tolist() == [2, 2] and not bool((done & ~before.open).any())
+    assert decoding.step == 5
+
+
+@pytest.mark.parametrize("rule", [Quota(), Threshold(0.5)], ids=["quota", "threshold"])
+def test_no_mask_after_the_end_token_is_decided_in_a_window(rule: Any) -> None:
+    """The end token comes first, then what lies before it; the other sequence goes on."""
+    eos = 7
+    schedule = Schedule(8, None, eos_id=eos, window=4)
+    decoding = Decoding(torch.zeros(2, 3, dtype=torch.int64), schedule, Sampler(rule=rule), MASK)
+    logits = torch.zeros(2, 11, WORDS)
+    logits[:, :, 1] = 1.0
+    logits[0, 5, eos] = 9.0
+    decoding.commit(logits, RowPlan())
+    assert decoding.ids[0, 3:].tolist() == [MASK, MASK, eos] + [MASK] * 5
+    assert decoding.state.open[0, 3:].nonzero()[:, 0].tolist() == [0, 1]
+    while decoding.rows[0].is_active:
+        decoding.commit(logits, RowPlan())
+    assert decoding.step == 3
+    assert decoding.ids[0, 3:].tolist() == [1, 1] + [eos] * 6
+    while not decoding.is_finished:
+        decoding.commit(logits, RowPlan())
+    assert decoding.step == 8
+    assert decoding.ids[1, 3:].tolist() == [1] * 8
+
+
 def test_the_nearest_masks_are_found() -> None:
     masks = torch.tensor([[1, 0, 1, 0, 0, 1, 1, 0]], dtype=torch.bool)
     centers = torch.tensor([[0, 0, 0, 0, 1, 0, 0, 0]], dtype=torch.bool)
     taken = [nearest(centers, masks, n)[0].nonzero()[:, 0].tolist() for n in range(6)]
     assert taken == [[], [5], [2, 5], [2, 5, 6], [0, 2, 5, 6], [0, 2, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rule", "step"),
+    [
+        (Schedule(8, 4), Quota(), 3),
+        (Schedule(8, 4, eos_id=1), Quota(), 3),
+        (Schedule(8, None, 4, eos_id=1, window=3), Quota("time"), 3),
+        (Schedule(8, 4), Threshold(), 0),
+        (Schedule(8, None), Factor(), 0),
+    ],
+    ids=str,
+)
+def test_masks_that_nothing_decides_are_noticed(schedule: Schedule, rule: Any, step: int) -> None:
+    """Logits that are not finite would end in an answer of masks, or in no answer ever."""
+    decoding = Decoding(torch.tensor([[1, 2]]), schedule, Sampler(rule=rule), MASK)
+    logits = torch.full((1, decoding.ids.shape[1], 16), float("nan"))
+    for _ in range(step):
+        decoding.commit(logits, ALL)
+    with pytest.raises(ValueError, match=f"step {step}: masks of sequence 0 could not be decided"):
+        decoding.commit(logits, ALL)
 
 
 # what is refused -----------------------------------------------------------------------------------
@@ -206,7 +269,14 @@ def test_the_nearest_masks_are_found() -> None:
         (lambda: Sampler(by="best"), r"by='best': must be one of 'confidence'"),  # type: ignore[arg-type]
         (lambda: Sampler(by="random", rule=Threshold()), r"looks at confidence; use by='conf"),
         (lambda: Sampler(temperature=-1), r"temperature=-1: must be a number of at least 0"),
+        (lambda: Sampler(banned=5), r"banned=5: must be a tuple of tokens"),  # type: ignore[arg-type]
+        (lambda: Sampler(banned=("a",)), r"banned='a': must be a whole number"),  # type: ignore[arg-type]
+        (lambda: Schedule(eos_id="</s>"), r"eos_id='</s>': must be a whole number"),  # type: ignore[arg-type]
+        (lambda: decoding_of([[1]], eos_id=MASK), r"eos_id=15: is the mask"),
         (lambda: Schedule(10, 4), r"block=4: must divide length=10; use block=None"),
+        (lambda: Schedule(window=0), r"window=0: must be a whole number of at least 1"),
+        (lambda: decoding_of([[1]], window=3, block=None, steps=32),
+         r"window=3: a step commits 4 masks; use more steps, or a window of at least 4"),
         (lambda: Schedule(8, 4, 3), r"steps=3: must be a multiple of the 2 blocks"),
         (lambda: RowPlan.of(torch.zeros(1, 3, dtype=torch.bool)), "names no position"),
         (lambda: decoding_of([[1, MASK]]), "prompts: hold the mask, token 15"),
@@ -219,7 +289,9 @@ def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
         make()
 
 
-def decoding_of(rows: list[list[int]], valid: list[list[bool]] | None = None) -> Decoding:
+def decoding_of(
+    rows: list[list[int]], valid: list[list[bool]] | None = None, **schedule: Any
+) -> Decoding:
     there = None if valid is None else torch.tensor(valid)
     ids = torch.tensor(rows, dtype=torch.int64)
-    return Decoding(ids, Schedule(), Sampler(), MASK, there)
+    return Decoding(ids, Schedule(**schedule), Sampler(), MASK, there)

@@ -7,12 +7,36 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import BertConfig, BertForMaskedLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    EsmConfig,
+    EsmForMaskedLM,
+    MobileBertConfig,
+    MobileBertForMaskedLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
 
 import diffcache
 from diffcache.api import handle_of
-from diffcache.dllm import DKVCache, FastDLLM, FreeCache, RowPlan, Schedule, Uncached
+from diffcache.dllm import (
+    D2Cache,
+    Decoding,
+    DKVCache,
+    DLLMCache,
+    ElasticCache,
+    FastDLLM,
+    FreeCache,
+    Policy,
+    RowPlan,
+    Sampler,
+    Schedule,
+    Uncached,
+)
+from diffcache.dllm.dllm_cache import BranchPlan
 from diffcache.errors import AttachError
 from diffcache.pipelines.diffusion_lm import DiffusionLM, _Bar
 from tests.dllm.toys import EOS, LAYERS, MASK, bidirectional, padded, prompts, trace
@@ -85,11 +109,24 @@ def test_the_progress_bar_shows_decided_tokens() -> None:
     assert done == [(2 * step, 16) for step in range(1, 9)]  # one of each sequence a step
 
 
+def test_a_model_whose_weights_accelerate_offloads_is_served() -> None:
+    plain, model = bidirectional(), cpu_offload(bidirectional(), torch.device("cpu"))
+    assert next(model.parameters()).is_meta
+    rows = prompts(*LENGTHS)
+    assert torch.equal(
+        DiffusionLM(model).generate(rows, SCHEDULE).ids,
+        DiffusionLM(plain).generate(rows, SCHEDULE).ids,
+    )
+    wanted = answer_of(plain, DKVCache(every=3), rows)
+    assert torch.equal(answer_of(model, DKVCache(every=3), rows), wanted)
+
+
 # lifetimes ---------------------------------------------------------------------------------------
 
 
-def test_two_decodings_in_turns_and_one_after_the_other_are_apart() -> None:
-    model, policy = bidirectional(), DKVCache(every=3)
+@pytest.mark.parametrize("policy", [DKVCache(every=3), DLLMCache(5, 3)], ids=repr)
+def test_two_decodings_in_turns_and_one_after_the_other_are_apart(policy: Policy) -> None:
+    model = bidirectional()
     wanted = [answer_of(model, policy, [row]) for row in prompts(*LENGTHS)]
     diffcache.wrap(model, policy)
     lm = DiffusionLM(model)
@@ -104,8 +141,9 @@ def test_two_decodings_in_turns_and_one_after_the_other_are_apart() -> None:
     assert handle_of(model).held_bytes() == 0
 
 
-def test_an_aborted_decoding_leaves_nothing_behind() -> None:
-    model, policy = bidirectional(), FastDLLM(dual=True)
+@pytest.mark.parametrize("policy", [FastDLLM(dual=True), DLLMCache(5, 3)], ids=repr)
+def test_an_aborted_decoding_leaves_nothing_behind(policy: Policy) -> None:
+    model = bidirectional()
     wanted = answer_of(model, policy, prompts(6))
     diffcache.wrap(model, policy)
     lm, handle = DiffusionLM(model), handle_of(model)
@@ -130,19 +168,68 @@ def test_an_aborted_decoding_leaves_nothing_behind() -> None:
     assert torch.equal(lm.generate(prompts(6), SCHEDULE).ids, wanted)
 
 
-def test_unwrapping_gives_the_model_back() -> None:
+@pytest.mark.parametrize("policy", [DKVCache(), DLLMCache()], ids=repr)
+def test_unwrapping_gives_the_model_back(policy: Policy) -> None:
     model = bidirectional()
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
     ids = torch.tensor(prompts(7))
     with torch.no_grad():
         wanted = model(ids).logits
-        diffcache.wrap(model, DKVCache())
+        diffcache.wrap(model, policy)
         assert torch.equal(model(ids).logits, wanted)  # no plan: the model's own
         diffcache.unwrap(model)
         assert torch.equal(model(ids).logits, wanted)
     after = {name: dict(module.__dict__) for name, module in model.named_modules()}
     for name, entries in before.items():
         assert entries.keys() == after[name].keys()
+        assert type(entries["_modules"]) is type(after[name]["_modules"])
+
+
+@pytest.mark.parametrize("policy", [DKVCache(), DLLMCache()], ids=repr)
+def test_padding_of_one_decoding_does_not_hide_tokens_of_the_next(policy: Policy) -> None:
+    """Two decodings of one shape in one run: the second has no padding."""
+    model = bidirectional()
+    (ids, valid), (whole, _) = padded(prompts(6, 3)), padded(prompts(6, 6))
+    plan = policy.plan(Decoding(whole, SCHEDULE, Sampler(), MASK).state)
+    with torch.no_grad():
+        wanted = model(whole, use_cache=False).logits
+        with diffcache.wrapped(model, policy), diffcache.run(model):
+            model(ids, attention_mask=valid, row_plan=plan, use_cache=False)
+            found = model(whole, row_plan=plan, use_cache=False).logits
+    assert torch.equal(found, wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("policy", "whole", "some"),
+    [
+        (DKVCache(), RowPlan(), RowPlan(range(7, 9))),
+        (DLLMCache(), BranchPlan(None, 6), BranchPlan(None, 6, False)),
+    ],
+)
+def test_other_padding_than_that_of_what_is_held_is_refused(
+    policy: Policy, whole: RowPlan, some: RowPlan
+) -> None:
+    model = bidirectional()
+    ids, valid = padded(prompts(9, 6))
+    assert valid is not None
+    other = valid.clone()
+    other[1, 1] = True
+    written = valid.clone()
+    with diffcache.wrapped(model, policy), diffcache.run(model):
+        for mask in (valid, written):
+            model(ids, attention_mask=mask, row_plan=whole, use_cache=False)
+            wanted = model(ids, attention_mask=mask, row_plan=some, use_cache=False).logits
+        copy = model(ids, attention_mask=valid.long(), row_plan=some, use_cache=False).logits
+        assert torch.equal(copy, wanted)
+        model(ids, attention_mask=written, row_plan=whole, use_cache=False)
+        written[1, 1] = True
+        for mask in (written, other, None):
+            with pytest.raises(AttachError, match="attention_mask names other padding than at the"):
+                model(ids, attention_mask=mask, row_plan=some, use_cache=False)
+            model(ids, attention_mask=valid, row_plan=whole, use_cache=False)
+        model(ids, row_plan=whole, use_cache=False)  # without padding
+        model(ids, attention_mask=torch.ones_like(ids), row_plan=some, use_cache=False)
 
 
 # host reads ----------------------------------------------------------------------------------------
@@ -157,24 +244,34 @@ class Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
-        self.count += any(part in name for part in ("_local_scalar", "nonzero", "is_nonzero"))
+        self.count += any(part in name for part in ("_local_scalar", "nonzero", "aten.equal"))
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("lengths", [(6,), LENGTHS], ids=["alone", "padded"])
-def test_no_layer_reads_the_device(lengths: tuple[int, ...]) -> None:
+SOME = torch.tensor([[1, 3, 4], [1, 2, 5]])
+PLANS: dict[Any, list[RowPlan]] = {
+    Uncached(): [RowPlan(range(2, 5)), RowPlan(SOME), RowPlan()],
+    DLLMCache(ratio=0.5): [
+        BranchPlan(None, 2, *parts) for parts in itertools.product([False, True], repeat=2)
+    ],
+}
+
+
+@pytest.mark.parametrize("lengths", [(6, 6), LENGTHS], ids=["whole", "padded"])
+@pytest.mark.parametrize("policy", PLANS, ids=repr)
+def test_no_layer_reads_the_device(policy: Policy, lengths: tuple[int, ...]) -> None:
     ids, valid = padded(prompts(*lengths))
-    some = torch.tensor([[1, 3, 4]] * len(ids))
     model = bidirectional()
-    with torch.no_grad(), diffcache.wrapped(model, Uncached()), diffcache.run(model):
+    with torch.no_grad(), diffcache.wrapped(model, policy), diffcache.run(model):
         given: dict[str, Any] = dict(attention_mask=valid, use_cache=False)
-        model(ids, row_plan=RowPlan(), **given)  # the first one checks the model
-        for plan in (RowPlan(range(2, 5)), RowPlan(some), RowPlan()):
+        model(ids, row_plan=PLANS[policy][-1], **given)  # the first one checks the model
+        for plan in PLANS[policy]:
             with Reads() as reads:
                 model(ids, row_plan=plan, **given)
             # transformers reads a padding mask once when it makes its own; on a CPU, where nobody
             # waits, each layer looks at both ends of rows that are no range
-            looks = 2 * LAYERS * isinstance(plan.rows, torch.Tensor)
+            chosen = isinstance(plan, BranchPlan) and not plan.renews_answer
+            looks = 2 * LAYERS * (chosen or isinstance(plan.rows, torch.Tensor))
             assert reads.count <= looks + (plan.rows is None and valid is not None)
 
 
@@ -203,6 +300,47 @@ def test_masked_language_models_are_served() -> None:
     assert torch.equal(plain.ids, answer.ids)
 
 
+MASKED: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 66, "pad_token_id": 1,
+}  # fmt: skip
+
+
+def test_positions_that_begin_after_that_of_padding_are_the_models_own() -> None:
+    model = bidirectional(config=RobertaConfig(**MASKED), network=RobertaForMaskedLM)
+    ids = torch.tensor(prompts(9)).clamp_min(2)  # none of them padding
+    lm = DiffusionLM(model, mask_id=MASK)
+    plain = lm.generate(prompts(6, 4), SCHEDULE)
+    with torch.no_grad():
+        wanted = model(ids).logits
+        with diffcache.wrapped(model, Uncached()), diffcache.run(model):
+            assert torch.equal(model(ids, row_plan=RowPlan()).logits, wanted)
+            some = model(ids, row_plan=RowPlan(range(3, 5))).logits
+            torch.testing.assert_close(some, wanted[:, 3:5], rtol=0, atol=1e-10)
+    with diffcache.wrapped(model, Uncached()):
+        assert torch.equal(lm.generate(prompts(6, 4), SCHEDULE).ids, plain.ids)
+
+
+@pytest.mark.parametrize(
+    ("config", "network"),
+    [
+        (
+            EsmConfig(**MASKED, mask_token_id=MASK, position_embedding_type="rotary",
+                      token_dropout=True),
+            EsmForMaskedLM,
+        ),
+        (MobileBertConfig(**MASKED, embedding_size=32, intra_bottleneck_size=32),
+         MobileBertForMaskedLM),
+    ],
+    ids=["scaled by the number of masks", "neighbors in embeddings"],
+)  # fmt: skip
+def test_tokens_that_meet_outside_of_attention_are_refused(config: Any, network: Any) -> None:
+    model = bidirectional(config=config, network=network)
+    for policy in (FastDLLM(), ElasticCache(), D2Cache()):
+        with diffcache.wrapped(model, policy), pytest.raises(AttachError, match="tokens meet out"):
+            DiffusionLM(model, mask_id=MASK).generate(prompts(6), SCHEDULE)
+
+
 def test_what_cannot_be_served_is_refused() -> None:
     model = bidirectional()
     ids = torch.tensor(prompts(5))
@@ -212,6 +350,13 @@ def test_what_cannot_be_served_is_refused() -> None:
         DiffusionLM(model).generate("Hi")
     with pytest.raises(ValueError, match="must have at least one token"):
         DiffusionLM(model).generate([[]])
+    for wrong in ({"input_ids": [[1, 2]]}, 5, torch.tensor([[0.5]]), [1, 64], [[True]], [[-1]]):
+        with pytest.raises(ValueError, match="prompts"):
+            DiffusionLM(model, Letters()).generate(wrong, SCHEDULE)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="schedule=8: must be a Schedule"):
+        DiffusionLM(model).generate(prompts(4), 8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"mask_id='\[MASK\]': must be a whole number"):
+        DiffusionLM(model, mask_id="[MASK]")  # type: ignore[arg-type]
     with torch.no_grad(), diffcache.wrapped(model, DKVCache("greedy")):
         with pytest.raises(ValueError, match="by='confidence'.*use Sampler\\(by='random'\\)"):
             DiffusionLM(model).generate(prompts(4), SCHEDULE)

@@ -20,14 +20,20 @@ LAYERS = 3
 Kept = list[tuple[Tensor, Tensor]]  # keys and values of each layer, [B, H, T, D]
 
 
-def bidirectional(dtype: torch.dtype = torch.float64, **changes: Any) -> LlamaForCausalLM:
-    """Return a model whose tokens depend on each other strongly."""
+def bidirectional(
+    dtype: torch.dtype = torch.float64,
+    config: Any = None,
+    network: Any = LlamaForCausalLM,
+    **changes: Any,
+) -> Any:
+    """Return a model whose tokens depend on each other strongly; a Llama unless said otherwise."""
     settings = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
         "num_attention_heads": 4, "num_key_value_heads": 2, "is_causal": False,
         "mask_token_id": MASK, **changes,
     }  # fmt: skip
-    model = LlamaForCausalLM._from_config(LlamaConfig(**settings), attn_implementation="sdpa")
+    config = LlamaConfig(**settings) if config is None else config
+    model = network._from_config(config, attn_implementation="sdpa")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -61,6 +67,7 @@ class Noted:
     kept: Kept  # after the forward; empty where the model is not wrapped
     starts: tuple[int, ...]  # of the active blocks
     steps: tuple[int, ...]  # within them
+    more: list[Tensor]  # held besides keys and values after the forward
 
     def fed(self, row: int) -> set[int]:
         return set(self.rows[row].tolist())
@@ -86,10 +93,11 @@ def trace(
         now, before = decoding.ids.clone(), decoding.rows.copy()
         logits = call()
         kept = [(k.clone(), v.clone()) for k, v in held(model)] if policy is not None else []
+        more = held_besides(model) if policy is not None else []
         index = plan.index(*now.shape, now.device)
         notes.append(
             Noted(now, plan, index, logits, kept, tuple(r.start for r in before),
-                  tuple(r.step for r in before))
+                  tuple(r.step for r in before), more)
         )  # fmt: skip
         decoding.commit(logits, plan)
 
@@ -112,12 +120,25 @@ def held(model: Any) -> Kept:
     """Return the keys and values that a wrapped model holds in this thread's run."""
     handle = handle_of(model)
     tensors = list(handle.denoisers[0].tensors(handle.run()))
+    tensors = tensors[: 2 * model.config.num_hidden_layers]  # what else is held comes after them
     return list(zip(tensors[::2], tensors[1::2], strict=True))
+
+
+def held_besides(model: Any) -> list[Tensor]:
+    """Return what a wrapped model holds in this thread's run besides keys and values."""
+    handle = handle_of(model)
+    return list(handle.denoisers[0].tensors(handle.run()))[2 * len(held(model)) :]
 
 
 @torch.no_grad()
 def by_hand(
-    model: Any, ids: Tensor, rows: Tensor, kept: Kept | None, valid: Tensor | None = None
+    model: Any,
+    ids: Tensor,
+    rows: Tensor,
+    kept: Kept | None,
+    valid: Tensor | None = None,
+    seen: Tensor | None = None,
+    maps: list[Tensor] | None = None,
 ) -> tuple[Tensor, Kept]:
     """Compute rows of a Llama against stale keys and values, with explicit attention weights.
 
@@ -127,6 +148,8 @@ def by_hand(
         rows: int64 [B, n].
         kept: What every layer kept before; None where all rows are computed.
         valid: bool [B, T], False is padding.
+        seen: bool [B, T], what the rows see; None for all that is no padding.
+        maps: Gets the attention of every layer, [B, H, n, T] each.
 
     Returns:
         Logits of the rows [B, n, V], and what is kept now.
@@ -162,9 +185,13 @@ def by_hand(
         made.append((keys, values))
         groups = q.shape[1] // keys.shape[1]
         logits = q @ keys.repeat_interleave(groups, 1).mT / size**0.5
-        if valid is not None:
-            logits = logits.masked_fill(~valid[:, None, None], float("-inf"))
-        seen = logits.softmax(-1) @ values.repeat_interleave(groups, 1)
-        hidden = hidden + attn.o_proj(seen.transpose(1, 2).flatten(2))
+        for mask in (valid, seen):
+            if mask is not None:
+                logits = logits.masked_fill(~mask[:, None, None], float("-inf"))
+        weights = logits.softmax(-1)
+        if maps is not None:
+            maps.append(weights)
+        mixed = weights @ values.repeat_interleave(groups, 1)
+        hidden = hidden + attn.o_proj(mixed.transpose(1, 2).flatten(2))
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     return model.lm_head(core.norm(hidden)), made

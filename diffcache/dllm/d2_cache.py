@@ -1,0 +1,206 @@
+"""d2Cache: the surest masks near decided tokens are computed, and what attention flows from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from diffcache.dllm.policy import FedRows, Policy
+from diffcache.dllm.rows import RowPlan
+from diffcache.dllm.rules import first
+from diffcache.dllm.state import State
+from diffcache.method import Ability, check_int, is_number
+
+CONFIDENCE, INFLUENCE = "confidence", "influence"  # what is noted
+
+
+@dataclass(frozen=True)
+class NotedRows(FedRows):
+    """Compute the planned rows, and note on the plan how sure the model is and what it looks at."""
+
+
+@dataclass(frozen=True, eq=False)
+class NotedPlan(RowPlan):
+    """A row plan that the forward's notes are left on.
+
+    Attributes:
+        notes: By name, `[B, T]` each: `confidence`, the probability of the most probable token when
+            a position was last computed; `influence`, the attention that flows from a position to
+            all others through all layers of the forward. Empty before it.
+    """
+
+    narrows: ClassVar[bool] = True
+
+    notes: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class D2Cache(Policy):
+    """Compute masks that are about to be decided, and tokens that others attend to.
+
+    A step computes the `current_k` masks with the highest confidence times density of decided
+    tokens around them, those of the active block first, what was just committed, and of all other
+    positions those with the highest influence, together `rollout_p` of it. Gaps between computed
+    rows are filled where they are narrow. The first step computes all rows.
+
+    Influence is the column sum of the attention rollout: the product over layers of each layer's
+    mean attention over heads with the identity, half of each; a row that is not computed is the
+    identity. It is summed from the last layer to the first, as one vector.
+
+    As in the published code, masks compete up to the end of the block that the `current_k`-th of
+    them lies in, and other positions are masks as well as tokens.
+
+    Departures: confidence is the probability of the most probable token when a position was last
+    computed, as the paper means it; the code uses the sampler's of the first step throughout, by a
+    slip of indexing. Rows are chosen for the block that is decoded; the code looks at that of the
+    step before. Sequences of a batch are filled up by repeating a row, where the code computes more
+    rows. The paper's decoding by confidence times density is left out: commits are the sampler's
+    matter. Only computed masks can be committed.
+
+    Args:
+        current_k: Masks that are computed a step.
+        sigma: Standard deviation of the Gaussian density in positions.
+        rollout_p: Part of the influence, 0 to 1; at least one position is computed for it.
+        inflate_w: Distance up to which all rows between two computed ones are computed; 0 for none.
+
+    Reference: d2Cache, arXiv 2509.23094, section 4, and its released code.
+    """
+
+    name: ClassVar[str] = "d2cache"
+    source: ClassVar[str] = "d2Cache, arXiv 2509.23094"
+    bibtex: ClassVar[str] = """@article{jiang2025d2cache,
+  title={d$^2$Cache: Accelerating Diffusion-Based {LLMs} via Dual Adaptive Caching},
+  author={Jiang, Yuchu and Cai, Yue and Luo, Xiangzhong and Fu, Jiale and Wang, Jiarui and Liu, Chonghan and Yang, Xu},
+  journal={arXiv preprint arXiv:2509.23094},
+  year={2025}
+}"""  # noqa: E501
+
+    current_k: int = 32
+    sigma: float = 10.0
+    rollout_p: float = 0.1
+    inflate_w: int = 4
+
+    def __post_init__(self) -> None:
+        check_int("current_k", self.current_k, 1)
+        check_int("inflate_w", self.inflate_w, 0)
+        if not is_number(self.sigma) or not 0 < self.sigma < float("inf"):
+            raise ValueError(f"sigma={self.sigma!r}: must be a number above 0")
+        if not is_number(self.rollout_p) or not 0 <= self.rollout_p <= 1:
+            raise ValueError(f"rollout_p={self.rollout_p!r}: must be a number from 0 to 1")
+
+    def abilities(self) -> tuple[Ability, ...]:
+        """Return the ability to compute some rows, and to note what they show."""
+        return (NotedRows(),)
+
+    def plan(self, state: State) -> NotedPlan:
+        """Return the surest masks, what was just committed, and the most influential others.
+
+        Raises:
+            ValueError: If a step commits more masks than are computed.
+        """
+        if state.commits > self.current_k:
+            raise ValueError(
+                f"current_k={self.current_k}: a step commits {state.commits} masks, and so many "
+                "are not computed; use a larger current_k, or more steps"
+            )
+        if state.step == 0:
+            return NotedPlan()
+        assert isinstance(state.last, NotedPlan)
+        notes = state.last.notes
+        chosen = self._surest(state, notes[CONFIDENCE]) | state.changed
+        others = ~chosen if state.valid is None else ~chosen & state.valid
+        chosen = chosen | nucleus(notes[INFLUENCE], self.rollout_p, others)
+        return NotedPlan(state.plan(filled(chosen, self.inflate_w)).rows)
+
+    def _surest(self, state: State, confidence: Tensor) -> Tensor:
+        """Return the masks that are computed for their own sake, bool `[B, T]`."""
+        masks = ~state.decided[:, state.prompt :]
+        predictors = range(state.prompt - state.shift, state.width - state.shift)
+        confidence = confidence[:, predictors.start : predictors.stop]
+        scores = confidence * density(~masks, self.sigma)
+        scores = scores + state.open[:, state.prompt :] * scores.amax(1, keepdim=True)
+        scores = scores.masked_fill(~(masks & self._search(state, masks)), float("-inf"))
+        surest = first(scores, self.current_k)
+        return torch.cat([torch.zeros_like(state.decided[:, : state.prompt]), surest], dim=1)
+
+    def _search(self, state: State, masks: Tensor) -> Tensor:
+        """Return the positions of the answer up to the block that the k-th mask is in, bool."""
+        enough = masks.cumsum(1) >= self.current_k
+        kth = enough.int().argmax(1).where(enough.any(1), masks.shape[1] - 1)
+        size = state.rows[0].stop - state.rows[0].start
+        last = (kth // size + 1) * size
+        return torch.arange(masks.shape[1], device=masks.device) < last[:, None]
+
+
+def density(decided: Tensor, sigma: float) -> Tensor:
+    """Return how much of the answer around each position is decided, `[B, n]`, 0 to 1.
+
+    What lies before the answer counts as decided, and what lies after it if its last token is.
+
+    Args:
+        decided: Positions of the answer that are decided, bool `[B, n]`.
+        sigma: Standard deviation of the Gaussian in positions.
+    """
+    size = decided.shape[1]
+    after = decided[:, -1:].expand(-1, size)
+    around = torch.cat([torch.ones_like(decided), decided, after], dim=1).double()
+    at = torch.arange(3 * size, device=decided.device)
+    distance = at - at[size : 2 * size, None]
+    kernel = (-(distance.double() ** 2) / (2 * sigma**2)).exp()
+    every = torch.arange(-3 * size, 3 * size, device=decided.device).double()
+    return around @ kernel.mT / (-(every**2) / (2 * sigma**2)).exp().sum()
+
+
+def nucleus(scores: Tensor, part: float, among: Tensor) -> Tensor:
+    """Return the positions with the largest scores, together at most a part of all, bool `[B, T]`.
+
+    Args:
+        scores: Scores, at least 0, `[B, T]`.
+        part: Part of the sum of the scores; the largest one is taken in any case.
+        among: Positions that can be taken, bool `[B, T]`.
+    """
+    shares = (scores * among).double()
+    shares = shares / (shares.sum(1, keepdim=True) + 1e-9)
+    ordered, order = shares.sort(dim=1, descending=True, stable=True)
+    taken = ordered.cumsum(1) <= part
+    taken[:, 0] = True
+    return torch.zeros_like(among).scatter_(1, order, taken) & among
+
+
+def filled(chosen: Tensor, distance: int) -> Tensor:
+    """Return positions with all between two of them that are at most a distance apart.
+
+    Args:
+        chosen: bool `[B, T]`.
+        distance: Largest distance of two chosen positions that are joined.
+    """
+    width = chosen.shape[1]
+    at = torch.arange(width, device=chosen.device)
+    before = at.where(chosen, -width - distance).cummax(1).values
+    after = at.where(chosen, 2 * width + distance).flip(1).cummin(1).values.flip(1)
+    return chosen | (after - before <= distance)
+
+
+def influence(
+    attention: Sequence[Tensor], index: Tensor, real: Tensor, valid: Tensor | None
+) -> Tensor:
+    """Return the column sums of the attention rollout, `[B, T]`.
+
+    Args:
+        attention: Mean attention over heads of the computed rows, `[B, n, T]`, of every layer.
+        index: Positions of the rows, int64 `[B, n]`.
+        real: Rows that count, bool `[B, n]`.
+        valid: Positions that are no padding, bool `[B, T]`; None for all.
+    """
+    flow = torch.ones_like(attention[0][:, 0])
+    if valid is not None:
+        flow = flow * valid
+    for weights in reversed(attention):
+        half = flow.gather(1, index) * real / 2
+        spread = (half[:, None] @ weights)[:, 0]
+        flow = flow.scatter_add(1, index, -half) + spread
+    return flow

@@ -1,0 +1,142 @@
+"""The rows of the table of diffusion language models: policies, and how they decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from diffcache.dllm import Policy, Quota, Sampler, Schedule, Threshold
+from diffcache.dllm.guided import Guided
+from diffcache.dllm.rules import Rule
+from diffcache.eval.methods import parse_method
+
+Settings = dict[str, Any]
+Role = Literal["cache", "baseline", "control"]
+MANY = 0.9  # the papers' threshold of parallel decoding
+
+SMALLER = {  # rows that the smaller models have, on which an answer takes a tenth of the time
+    "uncached, blocks of 8", "uncached, random order", "dKV-Cache decode, every 2",
+    "dKV-Cache decode, every 32", "dKV-Cache prefill", "dKV-Cache greedy", "FreeCache, blocks of 8",
+    "FreeCache, commit forward, blocks of 8", "dLLM-Cache 25/8, none", "Elastic-Cache, always",
+    "Elastic-Cache, head axis 0.9", "Elastic-Cache, key axis 0.99", "Fast-dLLM prefix",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to decode.
+
+    Attributes:
+        name: Name in the table.
+        policy: Policy as a command line writes it; "" for a model that is not wrapped.
+        against: Name of the uncached row that decodes in the same order.
+        role: `cache`; `baseline`, without any; or `control`, which must lose.
+        threshold: Confidence of parallel decoding; None for a fixed number of tokens a step.
+        share: Forwards, as a share of the tokens.
+        block: Tokens of a block; None for the world's, 0 for one block.
+        window: Masks of a sliding window; None for whole blocks.
+        by: What the next token is told by.
+        guided: Whether a small autoregressive model judges what is decided.
+    """
+
+    name: str
+    policy: str = ""
+    against: str = "uncached"
+    role: Role = "cache"
+    threshold: float | None = None
+    share: float = 1.0
+    block: int | None = None
+    window: int | None = None
+    by: Literal["confidence", "random"] = "confidence"
+    guided: bool = False
+
+    def made(self) -> Policy | None:
+        """Return the policy, None for a model that is not wrapped."""
+        if not self.policy:
+            return None
+        policy = parse_method(self.policy)
+        assert isinstance(policy, Policy), self.policy
+        return policy
+
+    def schedule(self, length: int, block: int) -> Schedule:
+        """Return how an answer is decoded.
+
+        Args:
+            length: Tokens of an answer.
+            block: Tokens of a block of the world.
+        """
+        size = block if self.block is None else self.block
+        return Schedule(length, size or None, round(length * self.share), window=self.window)
+
+    def sampler(self, seed: int = 0) -> Sampler:
+        """Return how tokens are chosen.
+
+        Args:
+            seed: Seed of orders that are drawn.
+        """
+        rule: Rule = Quota() if self.threshold is None else Threshold(self.threshold)
+        if self.guided:
+            rule = Guided()
+        return Sampler(by=self.by, rule=rule, seed=seed)
+
+
+def rows(model: str) -> list[Row]:
+    """Return all rows of a model, every uncached one before those that are compared with it.
+
+    Args:
+        model: Name of a shipped model; one of them has a guide.
+    """
+    many: Settings = {"threshold": MANY, "against": "uncached, threshold 0.9"}
+    slide: Settings = {"block": 0, "window": 16, "against": "uncached, sliding window"}
+    both: Settings = {"block": 0, "window": 16, "threshold": MANY}
+    drawn: Settings = {"by": "random", "against": "uncached, random order"}
+    small: Settings = {"block": 8, "against": "uncached, blocks of 8"}
+    found = [
+        _plain("uncached"),
+        _plain("uncached, half the steps", share=0.5),
+        _plain("uncached, threshold 0.9", threshold=MANY),
+        _plain("uncached, blocks of 8", block=8),
+        _plain("uncached, sliding window", block=0, window=16),
+        _plain("uncached, sliding window, threshold 0.9", **both),
+        _plain("uncached, random order", by="random"),
+        *[Row(f"dKV-Cache decode, every {n}", f"dkv-cache:every={n}") for n in (2, 8, 32)],
+        Row("dKV-Cache decode, threshold 0.9", "dkv-cache:every=8", **many),
+        Row("dKV-Cache prefill", "dkv-cache:variant=prefill"),
+        Row("dKV-Cache PD, every 4", "dkv-cache:variant=pd"),
+        Row("dKV-Cache greedy", "dkv-cache:variant=greedy", **drawn),
+        Row("dKV-Cache, no delay", "dkv-cache:every=8,delay=False", role="control"),
+        Row("Fast-dLLM prefix", "fast-dllm"),
+        Row("Fast-dLLM dual", "fast-dllm:dual=True"),
+        Row("Fast-dLLM dual, threshold 0.9", "fast-dllm:dual=True", **many),
+        Row("FreeCache", "free-cache"),
+        Row("FreeCache, commit forward", "free-cache:commit=True"),
+        Row("FreeCache, blocks of 8", "free-cache", role="control", **small),
+        Row("FreeCache, commit forward, blocks of 8", "free-cache:commit=True", **small),
+        Row("dLLM-Cache 100/7, a quarter", "dllm-cache:prompt_every=100"),
+        Row("dLLM-Cache 25/8, none", "dllm-cache:prompt_every=25,answer_every=8,ratio=0",
+            role="control"),
+        Row("d2Cache", "d2cache"),
+        Row("Window-Diffusion", "window-diffusion", **slide),
+        Row("Elastic-Cache, never", "elastic:gamma=-1", **slide),
+        Row("Elastic-Cache, head axis 0.9", "elastic:gamma=0.9", **slide),
+        Row("Elastic-Cache, head axis 0.8", "elastic:gamma=0.8", **slide),
+        Row("Elastic-Cache, key axis 0.9", "elastic:gamma=0.9,similarity=key", **slide),
+        Row("Elastic-Cache, key axis 0.99", "elastic:gamma=0.99,similarity=key", **slide),
+        Row("Elastic-Cache, always", "elastic:gamma=2", **slide),
+        Row("Elastic-Cache, key axis 0.9, threshold 0.9", "elastic:gamma=0.9,similarity=key",
+            against="uncached, sliding window, threshold 0.9", **both),
+    ]  # fmt: skip
+    if model == "chain-llada":
+        found = [row for row in found if row.name not in SMALLER]
+        base = "uncached, guided"
+        found += [
+            _plain(base, guided=True),
+            Row("FreeCache, commit forward, guided", "free-cache:commit=True", base, guided=True),
+            Row("Fast-dLLM dual, guided", "fast-dllm:dual=True", base, guided=True),
+        ]
+    return found
+
+
+def _plain(name: str, **settings: Any) -> Row:
+    """Return a row without a cache."""
+    return Row(name, role="baseline", **settings)

@@ -1,0 +1,53 @@
+"""Turn prompts, texts or token ids in any form, into lists of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from numbers import Integral
+from typing import Any
+
+from torch import Tensor
+
+Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Tensor
+
+
+def tokens_of(prompts: Prompts, tokenizer: Any, vocabulary: int) -> list[list[int]]:
+    """Return the tokens of each prompt.
+
+    Args:
+        prompts: A text, texts, or token ids of one sequence or several.
+        tokenizer: Makes tokens of texts; None where there are no texts.
+        vocabulary: Number of tokens of the model.
+
+    Raises:
+        ValueError: If there are none, texts come without a tokenizer, or they are neither texts
+            nor tokens of the model.
+    """
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise ValueError(
+            f"prompts={prompts!r}: must be a text, texts or token ids; of what a tokenizer "
+            "returns, give the input_ids"
+        )
+    if isinstance(prompts, Tensor):
+        rows: Any = prompts.tolist()
+    else:
+        rows = [prompts] if isinstance(prompts, str) else list(prompts)
+    if rows and not isinstance(rows[0], Iterable):
+        rows = [rows]
+    if any(isinstance(row, str) for row in rows) and tokenizer is None:
+        raise ValueError(
+            f"prompts={rows[0]!r}: is text, and there is no tokenizer; give one, or token ids"
+        )
+    rows = [tokenizer(row)["input_ids"] if isinstance(row, str) else row for row in rows]
+    ids = [row.tolist() if isinstance(row, Tensor) else list(row) for row in rows]
+    if not ids or not all(ids):
+        raise ValueError("prompts: each must have at least one token; begin with a start token")
+    for token in chain.from_iterable(ids):
+        is_number = isinstance(token, Integral) and not isinstance(token, bool)
+        if not is_number or not 0 <= token < vocabulary:
+            raise ValueError(
+                f"prompts: hold {token!r}, which is no token of the model; tokens are whole "
+                f"numbers from 0 to {vocabulary - 1}"
+            )
+    return ids

@@ -1,0 +1,363 @@
+"""Small models with the module names, signatures and habits of LLaDA's and Dream's own code.
+
+Both call torch's fused attention themselves. LLaDA has no attention modules, takes no positions,
+counts the rows it is given, and calls no `post_init`; Dream hands its mask on to attention as it
+is, and looks up a rotary embedding that transformers 5 has no more. One file, so that a test can
+put it beside a checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+def halves_turned(x: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat((-right, left), dim=-1)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+# LLaDA -------------------------------------------------------------------------------------------
+
+
+class LLaDAConfig(PretrainedConfig):
+    model_type = "llada"
+
+    def __init__(
+        self,
+        d_model: int = 32,
+        n_heads: int = 4,
+        n_kv_heads: int = 4,
+        n_layers: int = 3,
+        mlp_hidden_size: int = 48,
+        vocab_size: int = 64,
+        max_sequence_length: int = 64,
+        rope_theta: float = 10000.0,
+        rope_full_precision: bool = True,
+        rms_norm_eps: float = 1e-5,
+        mask_token_id: int = 63,
+        honors_mask: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "kwargs")}
+        given.pop("__class__", None)
+        super().__init__(**given, **kwargs)
+        self.__dict__.pop("use_cache", None)
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.n_heads
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.n_layers
+
+
+class RotaryEmbedding(nn.Module):
+    def __init__(self, config: Any, cache: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.config, self.__cache = config, cache
+        self.get_rotary_embedding(config.max_sequence_length, torch.device("cpu"))
+
+    def get_rotary_embedding(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        cache = self.__cache
+        if "rope_pos_sin" not in cache or cache["rope_pos_sin"].shape[-2] < seq_len:
+            size = self.config.d_model // self.config.n_heads
+            powers = torch.arange(0, size, 2, device=device, dtype=torch.float) / size
+            places = torch.arange(seq_len, device=device, dtype=torch.float)
+            angles = places[:, None] * (1.0 / (self.config.rope_theta**powers))
+            angles = torch.cat((angles, angles), dim=-1)[None, None]
+            cache["rope_pos_sin"], cache["rope_pos_cos"] = angles.sin(), angles.cos()
+        return cache["rope_pos_sin"][:, :, :seq_len], cache["rope_pos_cos"][:, :, :seq_len]
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        wide = [x.float() if self.config.rope_full_precision else x for x in (q, k)]
+        queries, keys = q.shape[-2], k.shape[-2]
+        sin, cos = (x.type_as(wide[0]) for x in self.get_rotary_embedding(keys, q.device))
+        start = keys - queries
+        q_, k_ = wide
+        q_ = q_ * cos[:, :, start:keys] + halves_turned(q_) * sin[:, :, start:keys]
+        return q_.type_as(q), (k_ * cos + halves_turned(k_) * sin).type_as(k)
+
+
+class LLaDALlamaBlock(nn.Module):
+    def __init__(self, layer_id: int, config: Any, cache: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.layer_id, self.config = layer_id, config
+        width, hidden = config.d_model, config.mlp_hidden_size
+        self.act = nn.SiLU()
+        self.attn_out = nn.Linear(width, width, bias=False)
+        self.ff_out = nn.Linear(hidden, width, bias=False)
+        self.rotary_emb = RotaryEmbedding(config, cache)
+        self.attn_norm = RMSNorm(width, config.rms_norm_eps)
+        self.ff_norm = RMSNorm(width, config.rms_norm_eps)
+        shared = config.n_kv_heads * (width // config.n_heads)
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, shared, bias=False)
+        self.v_proj = nn.Linear(width, shared, bias=False)
+        self.ff_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_bias: Tensor | None = None
+    ) -> Tensor:
+        size = self.config.d_model // self.config.n_heads
+        q, k, v = (x.unflatten(2, (-1, size)).transpose(1, 2) for x in (q, k, v))
+        q, k = self.rotary_emb(q, k)
+        if attention_bias is not None:
+            attention_bias = attention_bias[:, :, : q.shape[2], : k.shape[2]].to(k.dtype)
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:
+            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        out = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=attention_bias, dropout_p=0.0, is_causal=False
+        )
+        return self.attn_out(out.transpose(1, 2).contiguous().flatten(2))
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_bias: Tensor | None = None,
+        layer_past: Any = None,
+        use_cache: bool = False,
+    ) -> tuple[Tensor, None]:
+        inner = self.attn_norm(x)
+        q, k, v = self.q_proj(inner), self.k_proj(inner), self.v_proj(inner)
+        x = x + self.attention(q, k, v, attention_bias)
+        inner = self.ff_norm(x)
+        return x + self.ff_out(self.act(self.ff_proj(inner)) * self.up_proj(inner)), None
+
+
+class LLaDAModel(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.__cache = config, {}
+        blocks = [LLaDALlamaBlock(i, config, self.__cache) for i in range(config.n_layers)]
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(config.vocab_size, config.d_model),
+                "ln_f": RMSNorm(config.d_model, config.rms_norm_eps),
+                "blocks": nn.ModuleList(blocks),
+                "ff_out": nn.Linear(config.d_model, config.vocab_size, bias=False),
+            }
+        )
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x, bias = self.transformer.wte(input_ids), None
+        if self.config.honors_mask and attention_mask is not None and 0.0 in attention_mask:
+            unseen = 1.0 - attention_mask.float().view(len(x), -1)[:, None, None, :]
+            width = x.shape[1]
+            bias = unseen * torch.finfo(torch.float).min + unseen.new_zeros(1, 1, width, width)
+        for block in self.transformer.blocks:
+            x, _ = block(x, attention_bias=bias, layer_past=None, use_cache=False)
+        return self.transformer.ff_out(self.transformer.ln_f(x))
+
+
+class LLaDAModelLM(PreTrainedModel):
+    config_class = LLaDAConfig
+    base_model_prefix = "model"
+    _no_split_modules: ClassVar[list[str]] = ["LLaDALlamaBlock"]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = LLaDAModel(config)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast:
+        if use_cache is None:
+            use_cache = self.config.use_cache
+        return CausalLMOutputWithPast(logits=self.model.forward(input_ids, attention_mask))
+
+    def tie_weights(self) -> None:
+        return None
+
+
+# Dream -------------------------------------------------------------------------------------------
+
+
+class DreamConfig(PretrainedConfig):
+    model_type = "Dream"
+
+    def __init__(
+        self,
+        hidden_size: int = 32,
+        num_attention_heads: int = 4,
+        num_key_value_heads: int = 2,
+        num_hidden_layers: int = 3,
+        intermediate_size: int = 48,
+        vocab_size: int = 64,
+        rope_theta: float = 10000.0,
+        rms_norm_eps: float = 1e-6,
+        mask_token_id: int = 63,
+        **kwargs: Any,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "kwargs")}
+        given.pop("__class__", None)
+        super().__init__(**given, **kwargs)
+
+
+class DreamRotaryEmbedding(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.rope_init_fn = config, ROPE_INIT_FUNCTIONS["default"]
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        frequencies, self.attention_scaling = self.rope_init_fn(self.config, None)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angles = position_ids[..., None].float() * self.inv_freq.float()
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+class DreamSdpaAttention(nn.Module):
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx, self.is_causal = config, layer_idx, False
+        width, self.num_heads = config.hidden_size, config.num_attention_heads
+        self.head_dim = width // self.num_heads
+        self.num_key_value_groups = self.num_heads // config.num_key_value_heads
+        shared = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(width, width, bias=True)
+        self.k_proj = nn.Linear(width, shared, bias=True)
+        self.v_proj = nn.Linear(width, shared, bias=True)
+        self.o_proj = nn.Linear(width, width, bias=False)
+        self.rotary_emb = DreamRotaryEmbedding(config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_value: Any = None,
+        output_attentions: bool = False,
+        use_cache: bool = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, None, Any]:
+        q, k, v = (
+            project(hidden_states).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        cos, sin = (x.unsqueeze(1) for x in position_embeddings)
+        q, k = (x * cos + halves_turned(x) * sin for x in (q, k))
+        k, v = (
+            x[:, :, None].expand(-1, -1, self.num_key_value_groups, -1, -1).flatten(1, 2)
+            for x in (k, v)
+        )
+        mask = attention_mask if isinstance(attention_mask, Tensor) else None
+        out = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=False
+        )
+        return self.o_proj(out.transpose(1, 2).contiguous().flatten(2)), None, past_key_value
+
+
+class DreamMLP(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DreamDecoderLayer(nn.Module):
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = DreamSdpaAttention(config, layer_idx), DreamMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor]:
+        inner = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + self.self_attn(hidden_states=inner, **kwargs)[0]
+        inner = self.post_attention_layernorm(hidden_states)
+        return (hidden_states + self.mlp(inner),)
+
+
+class DreamPreTrainedModel(PreTrainedModel):
+    config_class = DreamConfig
+    base_model_prefix = "model"
+    _supports_sdpa = True
+
+
+class DreamBaseModel(DreamPreTrainedModel):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        layers = [DreamDecoderLayer(config, i) for i in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = DreamRotaryEmbedding(config)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, attention_mask: Any, position_ids: Tensor | None) -> Any:
+        hidden_states = self.embed_tokens(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        embeddings = self.rotary_emb(hidden_states, position_ids)
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states, attention_mask=attention_mask, position_ids=position_ids,
+                past_key_value=None, output_attentions=False, use_cache=False,
+                position_embeddings=embeddings,
+            )[0]  # fmt: skip
+        return self.norm(hidden_states)
+
+
+class DreamModel(DreamPreTrainedModel):
+    _tied_weights_keys: ClassVar[list[str]] = ["lm_head.weight"]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = DreamBaseModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def reset_rope_parameters(self) -> None:
+        self.model.rotary_emb.reset_parameters()
+        for layer in self.model.layers:
+            layer.self_attn.rotary_emb.reset_parameters()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        num_logits_to_keep: int = 0,
+        **loss_kwargs: Any,
+    ) -> MaskedLMOutput:
+        hidden_states = self.model(input_ids, attention_mask, position_ids)
+        return MaskedLMOutput(logits=self.lm_head(hidden_states[:, -num_logits_to_keep:]))

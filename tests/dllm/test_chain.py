@@ -1,0 +1,161 @@
+"""The traces of automata, and the small diffusion language models that were trained on them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import diffcache
+from diffcache.dllm import DKVCache, FastDLLM, FreeCache, Policy, Schedule
+from diffcache.pipelines.diffusion_lm import DiffusionLM
+from diffcache.pipelines.small import chain, train_chain
+from diffcache.pipelines.small.chain import HELD_OUT, WORLDS, ChainBatch, World, draw, solve
+from diffcache.pipelines.small.chain_llada import BLOCKS, build_tokenizer, load
+from diffcache.pipelines.small.course import Plan
+
+WALK = World("walk", 16, 7, 64)
+
+
+def batch_of(world: World, count: int = 20) -> ChainBatch:
+    return draw(count, world, torch.Generator().manual_seed(HELD_OUT))
+
+
+# the task ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [World(), World(states=16, letters=8)], ids=repr)
+def test_letters_reset_round_and_permute(world: World) -> None:
+    table = world.table.tolist()
+    assert len(table) == world.states and {len(row) for row in table} == {world.letters}
+    columns = list(zip(*table, strict=True))
+    assert set(columns[0]) == {3}
+    assert columns[1] == tuple(4 * (state // 4) for state in range(world.states))
+    assert all(sorted(column) == list(range(world.states)) for column in columns[2:])
+    assert len(set(columns)) == world.letters
+
+
+def test_moves_of_a_walk_stop_at_both_ends() -> None:
+    for state, row in enumerate(WALK.table.tolist()):
+        assert row == [min(max(state + move, 0), 15) for move in range(-3, 4)]
+    assert WALK.start == 8
+
+
+@pytest.mark.parametrize("world", [World(length=40), WALK], ids=repr)
+def test_an_answer_is_the_trace_of_its_prompt(world: World) -> None:
+    batch = batch_of(world)
+    assert batch.ids.shape == (20, 2 * world.length + 2)
+    for ids in batch.ids.tolist():
+        letters, states = ids[1 : world.length + 1], ids[world.length + 2 :]
+        assert ids[0] == chain.BOS and ids[world.length + 1] == chain.EQ
+        state = 8 if world.kind == "walk" else 0
+        for letter, wanted in zip(letters, states, strict=True):
+            assert 0 <= letter - 16 < world.letters
+            state = world.table[state, letter - 16].item()
+            assert state == wanted
+    again, other = batch_of(world), draw(20, world, torch.Generator().manual_seed(1))
+    assert torch.equal(again.ids, batch.ids) and not torch.equal(other.ids, batch.ids)
+    assert chain.is_exact(batch.answers, batch).all()
+    wrong = batch.answers.clone()
+    wrong[3, -1] += 1
+    assert (~chain.is_exact(wrong, batch)).nonzero().tolist() == [[3]]
+
+
+def test_hand_worked_traces() -> None:
+    """a b a of the automaton; +3 four times, then -1, of the walk."""
+    assert solve(World(), torch.tensor([[0, 1, 0]])).tolist() == [[3, 0, 3]]
+    assert solve(WALK, torch.tensor([[6, 6, 6, 6, 2]])).tolist() == [[11, 14, 15, 15, 14]]
+
+
+def test_impossible_worlds_are_refused() -> None:
+    for given, message in (
+        (dict(kind="ring"), "kind='ring': must be one of"),
+        (dict(states=17), r"states=17: must be in 4\.\.16"),
+        (dict(letters=9), r"letters=9: must be in 3\.\.8"),
+        (dict(kind="walk", letters=6), "letters=6: must be 7, the moves of a walk"),
+        (dict(length=0), "length=0: must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            World(**given)
+
+
+@pytest.mark.parametrize("world", [World(), WALK], ids=["automaton", "walk"])
+def test_texts_are_prompts_and_answers_are_texts(world: World) -> None:
+    batch, tokenizer = batch_of(world), build_tokenizer(world)
+    assert tokenizer(batch.texts)["input_ids"] == batch.prompts.tolist()
+    texts = tokenizer.batch_decode(batch.answers)
+    assert [[int(word) for word in text.split()] for text in texts] == batch.answers.tolist()
+    assert len(tokenizer) == chain.VOCABULARY and tokenizer.mask_token_id == chain.MASK
+    assert tokenizer.decode([chain.EQ, 3, chain.EOS], skip_special_tokens=True) == "3"
+
+
+# training ----------------------------------------------------------------------------------------
+
+
+def test_masks_are_those_of_a_diffusion_and_of_a_block_decoder() -> None:
+    masked = train_chain.masks(400, World(), torch.Generator().manual_seed(0))
+    assert masked[::2].float().mean().item() == pytest.approx(0.5, abs=0.06)  # 2.9 errors
+    for row in masked[1::2].tolist():
+        first = row.index(True) if True in row else len(row)
+        clean = len(row) - row[::-1].index(False) if False in row else 0
+        assert clean - first <= train_chain.WINDOW  # clean, a partly masked block, all masked
+
+
+@pytest.mark.parametrize("name", ["chain-llada-probe", "chain-guide"])
+def test_a_training_is_repeatable_and_exported(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_chain, "BATCH", 2)
+    whole = train_chain.fit(name, tmp_path / "whole", Plan(steps=2, compiled=False))
+    again = train_chain.fit(name, tmp_path / "again", Plan(steps=2, compiled=False))
+    for one, other in zip(whole.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
+    train_chain.export(name, tmp_path / "whole", tmp_path / "out")
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
+    assert ("diffcache.json" in files) == (name in BLOCKS)
+    model = load(str(tmp_path / "out"))
+    assert model.dtype == torch.float32
+    for one, other in zip(whole.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one.bfloat16().float(), other)
+    monkeypatch.setattr(train_chain, "MODELS", tmp_path / "models")
+    log = [{"step": 50, "masked": 0.5, "frontier": 0.75, "seconds": 1.0}]
+    (tmp_path / "whole" / "accuracy.jsonl").write_text(json.dumps(log[0]) + "\n")
+    record = train_chain.keep(name, tmp_path / "whole", 0, 2)
+    assert record == json.loads((tmp_path / "bench" / f"{name}-training.json").read_text())
+    assert record["weights"] == model.num_parameters() and record["accuracy"] == log
+
+
+# the shipped models ------------------------------------------------------------------------------
+
+
+def right(name: str, policy: Policy, count: int = 20, block: int | None = None) -> int:
+    """Return how many held-out prompts a shipped model answers exactly."""
+    model, batch = load(name), batch_of(WORLDS[name], count)
+    schedule = Schedule(WORLDS[name].length, block or BLOCKS[name])
+    with diffcache.wrapped(model, policy):
+        answers = DiffusionLM(model).generate(batch.prompts, schedule).ids
+    return int(chain.is_exact(answers, batch).sum())
+
+
+def test_shipped_models_answer_held_out_prompts_exactly() -> None:
+    assert right("chain-llada-probe", DKVCache()) >= 19
+    assert right("chain-llada", FastDLLM(dual=True), count=5) == 5
+
+
+def test_the_probe_finds_caches_that_freeze_masks() -> None:
+    """Negative controls: a task that they pass could not certify any cache."""
+    assert right("chain-llada-probe", DKVCache(delay=False), count=5) == 0
+    assert right("chain-llada-probe", FreeCache(), block=8) <= 14
+    assert right("chain-llada-probe", FreeCache(commit=True), block=8) >= 19
+
+
+def test_a_guide_decodes_by_runs_of_tokens() -> None:
+    """The guide knows the task as well, so that it agrees with all that is right."""
+    batch = batch_of(WORLDS["chain-llada"], 3)
+    lm = DiffusionLM(load("chain-llada"), guide=load("chain-guide"))
+    answer = lm.generate(batch.prompts, Schedule(128, 32))
+    assert chain.is_exact(answer.ids, batch).all()
+    assert answer.forwards < 128 / 4

@@ -1,0 +1,105 @@
+"""`diffcache run` on a saved diffusion language model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import diffcache
+from diffcache.cli import app
+from diffcache.dllm import FastDLLM, Schedule
+from diffcache.names import POLICIES
+from diffcache.pipelines.diffusion_lm import DiffusionLM
+from tests.dllm.toys import EOS, MASK, bidirectional
+
+PROMPT = "w7 w8 w9"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    bidirectional(torch.float32).save_pretrained(folder)
+    words = {f"w{number}": number for number in range(EOS)} | {"[EOS]": EOS, "[MASK]": MASK}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="[EOS]", mask_token="[MASK]"
+    ).save_pretrained(folder)
+    (folder / "diffcache.json").write_text('{"call": {"length": 8, "block": 4}}')
+    return folder
+
+
+def call(*words: object) -> str:
+    done = CliRunner().invoke(app, ["run", *map(str, words), "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_an_answer_is_streamed_with_its_report(saved: Path, tmp_path: Path) -> None:
+    record = tmp_path / "run.json"
+    output = call(saved, PROMPT, "--method", "fast-dllm:dual=True", "--json", record, "--compare")
+    lm = DiffusionLM.from_pretrained(str(saved), dtype=torch.float32)
+    alone = lm.generate(PROMPT, Schedule(8, 4, eos_id=EOS))
+    diffcache.wrap(lm.model, "fast-dllm", dual=True)
+    cached = lm.generate(PROMPT, Schedule(8, 4, eos_id=EOS))
+    assert cached.texts is not None and output.startswith(cached.texts[0] + "\n")
+    assert "FastDLLM(dual=True)" in output and "token-layers" in output
+    known = json.loads(record.read_text())
+    assert known["text"] == cached.texts and known["rows"] == cached.rows < alone.rows
+    assert known["same_tokens"] == int((cached.ids == alone.ids).sum())
+
+
+def test_settings_of_the_folder_can_be_changed(saved: Path, tmp_path: Path) -> None:
+    record = tmp_path / "run.json"
+    call(saved, PROMPT, "--length", 6, "--block", 3, "--steps", 2, "--json", record)
+    assert json.loads(record.read_text())["forwards"] == 2
+    call(saved, PROMPT, "--threshold", 0, "--json", record)
+    assert json.loads(record.read_text())["forwards"] == 2  # one a block of 4
+    for words, forwards in (((), 1), (("--block", 4), 2)):  # a window of 16, unless blocks are said
+        call(saved, PROMPT, "--threshold", 0, "--method", "elastic", *words, "--json", record)
+        assert json.loads(record.read_text())["forwards"] == forwards
+
+
+def test_a_guide_settles_most_of_an_answer_at_once(tmp_path: Path) -> None:
+    record = tmp_path / "run.json"
+    letters = " ".join("abcdef"[place % 6] for place in range(128))
+    words = ["--guide", "chain-guide", "--method", "free-cache:commit=True", "--json", record]
+    call(Path("chain-llada"), letters, *words)
+    assert json.loads(record.read_text())["forwards"] < 64  # of 128 tokens
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--guide", "no-such"], "--guide no-such: cannot be loaded"),
+        (["--guide", "chain-guide"], "guide: has a vocabulary of"),
+        (["--height", 64], "--height 64: is not for a language model"),
+        (["--method", "taylorseer"], "--method taylorseer: is for pictures"),
+        (["--block", 7], "block=7: must divide length=8"),
+        (["--threshold", "nan"], "greater than or equal to 0"),
+        (["--method", "dkv-cach"], "did you mean 'dkv-cache'"),
+        (["--lora", "x"], "--lora "),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(saved: Path, words: list[object], said: str) -> None:
+    done = CliRunner().invoke(app, ["run", str(saved), PROMPT, *map(str, words)])
+    assert done.exit_code == 2 and said in done.output.replace("\n", " "), done.output
+
+
+def test_text_settings_are_refused_for_pictures() -> None:
+    done = CliRunner().invoke(app, ["run", "shapes-flux", "a ring", "--length", "8"])
+    assert done.exit_code == 2 and "--length 8: is not for a pipeline" in done.output
+
+
+def test_policies_by_name() -> None:
+    assert diffcache.catalog.make_method("fast_dllm", dual=True) == FastDLLM(dual=True)
+    for name in POLICIES:
+        assert diffcache.catalog.method_class(name).name == name
+        assert "@" in diffcache.cite(name)
+    assert not set(POLICIES) & (set(diffcache.methods()) | set(diffcache.names.recipe_names()))

@@ -1,0 +1,195 @@
+"""d2Cache against rows chosen in loops, a rollout by products of matrices, and stale states."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import exp
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import diffcache
+from diffcache.dllm import D2Cache, Decoding, RowPlan, Sampler, Schedule, Threshold, check_coverage
+from diffcache.dllm.d2_cache import NotedPlan
+from diffcache.errors import AttachError
+from diffcache.pipelines.diffusion_lm import DiffusionLM
+from tests.dllm.test_diffusion_lm import Reads
+from tests.dllm.toys import LAYERS, MASK, Noted, bidirectional, by_hand, padded, prompts, trace
+
+LENGTHS = (9, 5)  # of the prompts
+LONGEST, ANSWER = max(LENGTHS), 16
+WIDTH = LONGEST + ANSWER
+CASES: dict[str, tuple[D2Cache, Schedule, Sampler]] = {
+    "narrow": (D2Cache(3, 2.0, 0.3, 3), Schedule(ANSWER, 8), Sampler()),
+    "beyond the block": (D2Cache(7, 10.0, 0.1, 0), Schedule(ANSWER, 4, 8), Sampler()),
+    "threshold": (D2Cache(4, 1.0, 0.0, 2), Schedule(ANSWER, 8), Sampler(rule=Threshold(0.4))),
+    "window": (D2Cache(4, 4.0, 0.2), Schedule(ANSWER, None, window=3), Sampler()),
+}
+
+
+def density(decided: list[bool], place: int, sigma: float) -> float:
+    size = len(decided)
+
+    def bell(distance: int) -> float:
+        return exp(-(distance**2) / (2 * sigma**2))
+
+    known = [True] * size + decided + [decided[-1]] * size
+    found = sum(bell(place + size - other) for other, is_in in enumerate(known) if is_in)
+    return found / sum(bell(distance) for distance in range(-3 * size, 3 * size))
+
+
+def nucleus(scores: dict[int, float], part: float) -> set[int]:
+    total, best = sum(scores.values()), sorted(scores, key=lambda p: -scores[p])
+    taken, so_far = {best[0]}, 0.0
+    for place in best:
+        so_far += scores[place] / total
+        if so_far > part:
+            break
+        taken.add(place)
+    return taken
+
+
+def rollout(maps: list[Tensor], row: int, fed: list[int], skip: int) -> Tensor:
+    """Return the column sums of the product of all layers' matrices, of the real positions."""
+    product = torch.eye(WIDTH - skip, dtype=torch.float64)
+    for weights in maps:
+        layer = torch.eye(WIDTH, dtype=torch.float64)
+        for column, place in enumerate(fed):
+            layer[place] = weights[row, :, column].mean(0)
+        layer = layer[skip:, skip:] + torch.eye(WIDTH - skip)
+        product = layer / layer.sum(1, keepdim=True) @ product
+    return product.sum(0)
+
+
+def expected(name: str, notes: list[Noted], step: int, row: int, known: Any) -> set[int]:
+    """Return the rows of a sequence, given what is known of it: confidence and influence."""
+    (policy, schedule, _), (confidence, influence), now = CASES[name], known, notes[step]
+    block, window = schedule.size, schedule.window or ANSWER
+    masks = [p for p in range(LONGEST, WIDTH) if now.ids[row, p] == MASK]
+    decided = [bool(now.ids[row, p] != MASK) for p in range(LONGEST, WIDTH)]
+    may = [p for p in masks if p < now.starts[row] + block][:window]
+    kth = masks[policy.current_k - 1] if len(masks) >= policy.current_k else WIDTH - 1
+    stop = LONGEST + ((kth - LONGEST) // block + 1) * block
+    worth = {
+        p: (p in may, float(confidence[p]) * density(decided, p - LONGEST, policy.sigma))
+        for p in masks if p < stop
+    }  # fmt: skip
+    rows = set(sorted(worth, key=lambda p: worth[p], reverse=True)[: policy.current_k])
+    rows |= now.decided(row) - notes[step - 1].decided(row)
+    skip = LONGEST - LENGTHS[row]
+    others = {p: float(influence[p - skip]) for p in range(skip, WIDTH) if p not in rows}
+    rows |= nucleus(others, policy.rollout_p)
+    ordered = sorted(rows)
+    for low, high in pairwise(ordered):
+        if high - low <= policy.inflate_w:
+            rows |= set(range(low, high))
+    return rows
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_notes_and_logits_are_the_oracle_s(name: str) -> None:
+    policy, schedule, sampler = CASES[name]
+    model = bidirectional()
+    _, notes = trace(model, policy, prompts(*LENGTHS), schedule, sampler)
+    valid = padded(prompts(*LENGTHS))[1]
+    assert valid is not None
+    valid = torch.cat([valid, torch.ones(2, ANSWER, dtype=torch.bool)], dim=1)
+    kept, confidence = None, torch.zeros(2, WIDTH, dtype=torch.float64)
+    flows: list[Tensor] = []
+    for step, now in enumerate(notes):
+        maps: list[Tensor] = []
+        logits, fresh = by_hand(model, now.ids, now.rows, kept, valid, maps=maps)
+        there = valid.gather(1, now.rows)
+        torch.testing.assert_close(now.logits[there], logits[there], rtol=0, atol=1e-10)
+        for layer in range(LAYERS):
+            for ours, theirs in zip(now.kept[layer], fresh[layer], strict=True):
+                ours, theirs = ours.transpose(1, 2), theirs.transpose(1, 2)
+                torch.testing.assert_close(ours[valid], theirs[valid], rtol=0, atol=1e-10)
+        before, flows = flows, []
+        assert isinstance(now.plan, NotedPlan)
+        for row, length in enumerate(LENGTHS):
+            fed, skip = now.rows[row].tolist(), LONGEST - length
+            flows.append(rollout(maps, row, fed, skip))
+            is_active = bool((now.ids[row] == MASK).any())
+            if is_active and step:
+                wanted = expected(name, notes, step, row, (confidence[row], before[row]))
+                assert now.fed(row) == wanted
+                assert any(now.ids[row, p] == MASK for p in wanted)
+            confidence[row, fed] = logits[row].softmax(-1).amax(-1)
+            if is_active:
+                torch.testing.assert_close(now.plan.notes["influence"][row, skip:], flows[row],
+                                           rtol=0, atol=1e-10)  # fmt: skip
+                torch.testing.assert_close(now.plan.notes["confidence"][row, skip:],
+                                           confidence[row, skip:], rtol=0, atol=1e-10)  # fmt: skip
+        kept = [tuple(x.clone() for x in pair) for pair in now.kept]  # type: ignore[misc]
+    assert any(len(now.fed(0)) < WIDTH // 2 for now in notes)
+
+
+def test_all_rows_are_the_uncached_model_bit_for_bit() -> None:
+    network, schedule = bidirectional(torch.float32), Schedule(ANSWER, 8)
+    ours = trace(network, D2Cache(64, rollout_p=1.0), prompts(9), schedule)
+    plain = trace(network, None, prompts(9), schedule)
+    assert all(torch.equal(a.logits, b.logits) for a, b in zip(ours[1], plain[1], strict=True))
+
+
+def test_with_a_shift_confidence_is_that_of_the_row_before() -> None:
+    policy, ids = D2Cache(3, 2.0, 0.1), torch.tensor(prompts(9))
+    generator, plans = torch.Generator().manual_seed(0), []
+    logits, sure, flow = (torch.rand(1, WIDTH, *more, generator=generator)
+                          for more in ((64,), (), ()))  # fmt: skip
+    for shift in (0, 1):
+        decoding = Decoding(ids, Schedule(ANSWER, 8), Sampler(), MASK, shift=bool(shift))
+        plan = NotedPlan()
+        plan.notes.update(confidence=sure.roll(-shift, 1), influence=flow)
+        decoding.commit(logits.roll(-shift, 1), plan)
+        plans.append(policy.plan(decoding.state).rows)
+    assert torch.equal(*plans)
+
+
+def test_a_commit_that_is_left_out_is_noticed() -> None:
+    class Hasty(D2Cache):
+        def plan(self, state: Any) -> Any:
+            plan = super().plan(state)
+            if state.step:
+                plan = NotedPlan(state.plan(plan.mask(1, WIDTH, "cpu") & ~state.changed).rows)
+            check_coverage(state, plan)
+            return plan
+
+    with pytest.raises(ValueError, match="which was changed by the last step"):
+        trace(bidirectional(), Hasty(), prompts(9), Schedule(ANSWER, 8))
+
+
+@torch.no_grad()
+def test_no_layer_reads_the_device() -> None:
+    model, ids = bidirectional(), torch.tensor(prompts(9))
+    with diffcache.wrapped(model, D2Cache()), diffcache.run(model):
+        model(ids, row_plan=NotedPlan(), use_cache=False)
+        with Reads() as reads:
+            model(ids, row_plan=NotedPlan(torch.tensor([[1, 3, 4]])), use_cache=False)
+    assert reads.count <= 2 * LAYERS  # on a CPU, where nobody waits, both ends of the rows
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"current_k": 0}, r"current_k=0: must be a whole number of at least 1"),
+        ({"sigma": 0}, r"sigma=0: must be a number above 0"),
+        ({"rollout_p": 1.5}, r"rollout_p=1.5: must be a number from 0 to 1"),
+        ({"inflate_w": -1}, r"inflate_w=-1: must be a whole number of at least 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        D2Cache(**settings)
+
+
+@torch.no_grad()
+def test_what_does_not_go_together_is_refused() -> None:
+    model = bidirectional()
+    with diffcache.wrapped(model, D2Cache(current_k=3)):
+        with pytest.raises(ValueError, match="current_k=3: a step commits 4 masks"):
+            DiffusionLM(model).generate(prompts(5), Schedule(8, 8, 2))
+        with pytest.raises(AttachError, match="must be the plan of a D2Cache"):
+            model(torch.tensor(prompts(5)), row_plan=RowPlan())

@@ -1,0 +1,319 @@
+"""dLLM-Cache against a dense float64 decoding with stale outputs put in by hand, and its limits."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import diffcache
+from diffcache.dllm import DLLMCache, RowPlan, Schedule
+from diffcache.dllm.dllm_cache import BranchPlan
+from diffcache.errors import AttachError
+from diffcache.pipelines.diffusion_lm import DiffusionLM
+from tests.dllm.toys import LAYERS, MASK, Noted, bidirectional, prompts, trace
+
+LENGTHS = (9, 5)  # of the prompts
+PROMPT, ANSWER = max(LENGTHS), 16
+WIDTH = PROMPT + ANSWER
+SCHEDULE = Schedule(ANSWER, 8)
+SETTINGS = [DLLMCache(5, 3), DLLMCache(3, 8, 0.5), DLLMCache(2, None, 0), DLLMCache(4, 3, 0.05)]
+NAMES = [f"{m.prompt_every}, {m.answer_every}, {m.ratio}" for m in SETTINGS]
+
+
+@cache
+def model() -> Any:
+    return bidirectional()
+
+
+@cache
+def traced(method: DLLMCache | None, lengths: tuple[int, ...] = LENGTHS) -> list[Noted]:
+    return trace(model(), method, prompts(*lengths), SCHEDULE)[1]
+
+
+# the oracle --------------------------------------------------------------------------------------
+
+
+def attended(layer: Any, q: Tensor, k: Tensor, v: Tensor, turn: Tensor) -> Tensor:
+    """Return attention of one sequence, `[n, D]`: `q` [n, D] of rows that `turn` says, 0 to T-1."""
+    attn = layer.self_attn
+    size = attn.head_dim
+
+    def rotated(x: Tensor, angles: Tensor) -> Tensor:
+        first, second = x.unflatten(-1, (-1, size)).chunk(2, dim=-1)
+        cosine, sine = angles.real[:, None], angles.imag[:, None]
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+    rows, every = turn
+    heads = []
+    queries, keys = rotated(q, rows), rotated(k, every)
+    values = v.unflatten(-1, (-1, size))
+    for head in range(queries.shape[1]):
+        own = head * keys.shape[1] // queries.shape[1]
+        weights = (queries[:, head] @ keys[:, own].T / size**0.5).softmax(-1)
+        heads.append(weights @ values[:, own])
+    return attn.o_proj(torch.cat(heads, -1))
+
+
+class Sequence:
+    """One sequence without padding, decoded as the paper says, from what was kept before."""
+
+    def __init__(self, method: DLLMCache, prompt: int) -> None:
+        self.method, self.prompt, self.step = method, prompt, 0
+        self.kept: list[dict[str, Tensor]] = [{} for _ in range(LAYERS)]
+        self.rows: list[set[int]] = []  # of each layer at the last step
+
+    @torch.no_grad()
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the logits of all rows."""
+        core, method = model().model, self.method
+        x = core.embed_tokens(ids)
+        at = torch.arange(len(ids))
+        cosine, sine = core.rotary_emb(x[None], position_ids=at[None])
+        angles = torch.complex(cosine, sine)[0, :, : cosine.shape[-1] // 2]
+        due = [self.step == 0 or (n is not None and self.step % n == 0)
+               for n in (method.prompt_every, method.answer_every)]  # fmt: skip
+        self.rows = []
+        for number, (layer, kept) in enumerate(zip(core.layers, self.kept, strict=True)):
+            attn, inner = layer.self_attn, layer.input_layernorm(x)
+            rows = set(range(self.prompt)) if due[0] or not number else set()
+            if due[1] or not number:
+                rows |= set(range(self.prompt, len(ids)))
+            elif method.ratio:
+                new, old = attn.v_proj(inner)[self.prompt :], kept["v"][self.prompt :]
+                alike = (new * old).sum(-1) / new.norm(dim=-1) / old.norm(dim=-1)
+                count = int(method.ratio * len(new))
+                rows |= {self.prompt + i for i in alike.sort().indices[:count].tolist()}
+                kept["v"] = torch.cat([kept["v"][: self.prompt], new])
+            some = torch.tensor(sorted(rows), dtype=torch.int64)
+            if not kept:
+                kept |= {n: torch.zeros_like(x) for n in ("attention", "mlp")}
+                kept |= {n: torch.zeros_like(attn.k_proj(inner)) for n in ("k", "v")}
+            for name, project in (("k", attn.k_proj), ("v", attn.v_proj)):
+                kept[name] = kept[name].index_copy(0, some, project(inner[some]))
+            fresh = attended(layer, attn.q_proj(inner[some]), kept["k"], kept["v"],
+                             (angles[some], angles))  # fmt: skip
+            kept["attention"] = kept["attention"].index_copy(0, some, fresh)
+            x = x + kept["attention"]
+            fresh = layer.mlp(layer.post_attention_layernorm(x[some]))
+            kept["mlp"] = kept["mlp"].index_copy(0, some, fresh)
+            x = x + kept["mlp"]
+            self.rows.append(rows)
+        self.step += 1
+        return model().lm_head(core.norm(x))
+
+
+@pytest.mark.parametrize("method", SETTINGS, ids=NAMES)
+def test_logits_rows_and_what_is_held_are_those_of_the_oracle(method: DLLMCache) -> None:
+    oracles = [Sequence(method, length) for length in LENGTHS]
+    before = None
+    for now in traced(method):
+        for row, (oracle, length) in enumerate(zip(oracles, LENGTHS, strict=True)):
+            first = PROMPT - length
+            logits = oracle.forward(now.ids[row, first:])
+            torch.testing.assert_close(now.logits[row, first:], logits, rtol=0, atol=1e-9)
+            for layer in range(LAYERS):
+                kept, outputs = oracle.kept[layer], now.more[2 * layer :][:2]
+                values = now.kept[layer][1][row].transpose(0, 1).flatten(1)
+                for name, ours in (("v", values), ("attention", outputs[0][row]),
+                                   ("mlp", outputs[1][row])):  # fmt: skip
+                    torch.testing.assert_close(ours[first:], kept[name], rtol=0, atol=1e-9)
+                if before is not None:  # of all others the very bytes are held
+                    for ours, old in zip(outputs, before[2 * layer :], strict=False):
+                        changed = (ours[row, first:] != old[row, first:]).any(-1).nonzero()[:, 0]
+                        assert set(changed.tolist()) == oracle.rows[layer]
+        before = now.more
+
+
+# the limits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [(9,), LENGTHS], ids=["alone", "padded"])
+def test_all_rows_of_the_answer_chosen_are_all_rows_refreshed(lengths: tuple[int, ...]) -> None:
+    for prompt_every in (1, 4):
+        chosen = traced(DLLMCache(prompt_every, None, 1.0), lengths)
+        refreshed = traced(DLLMCache(prompt_every, 1), lengths)
+        for one, other in zip(chosen, refreshed, strict=True):
+            torch.testing.assert_close(one.logits, other.logits, rtol=0, atol=1e-9)
+            assert torch.equal(one.ids, other.ids)
+
+
+@pytest.mark.parametrize(
+    ("config", "network"),
+    [
+        (Qwen2Config, Qwen2ForCausalLM),  # biases
+        (Qwen3Config, Qwen3ForCausalLM),  # norms of queries and keys
+        (Olmo2Config, Olmo2ForCausalLM),  # norms after each branch
+        (CohereConfig, CohereForCausalLM),  # branches side by side
+        (Llama4TextConfig, Llama4ForCausalLM),  # one complex rotary table, and layers without
+    ],
+)
+def test_other_layers_are_served(config: Any, network: Any) -> None:
+    """All rows computed one by one are the uncached model; with few of them work is saved."""
+    size: dict[Any, dict[str, Any]] = {
+        Qwen3Config: {"head_dim": 8},
+        Llama4TextConfig: {
+            "head_dim": 8, "intermediate_size_mlp": 48, "moe_layers": [], "no_rope_layers": [1, 0, 1],
+            "layer_types": ["full_attention"] * LAYERS,
+        },
+    }  # fmt: skip
+    bound = 1e-5 if config is Llama4TextConfig else 1e-9  # it rotates in float32
+    other = bidirectional(config=config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, is_causal=False, mask_token_id=MASK,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0, **size.get(config, {}),
+    ), network=network)  # fmt: skip
+    rows = prompts(*LENGTHS)
+    plain = trace(other, None, rows, SCHEDULE)[1]
+    chosen = trace(other, DLLMCache(1, None, 1.0), rows, SCHEDULE)[1]
+    for one, two in zip(plain, chosen, strict=True):
+        for row, length in enumerate(LENGTHS):
+            first = PROMPT - length
+            torch.testing.assert_close(one.logits[row, first:], two.logits[row, first:],
+                                       rtol=0, atol=bound)  # fmt: skip
+    few = trace(other, DLLMCache(5, 3), rows, SCHEDULE)[1]
+    assert not torch.equal(few[-1].logits, plain[-1].logits)
+
+
+def test_without_chosen_rows_words_stay_masks() -> None:
+    """The negative control: a word is computed since its value turns, else it stays a mask."""
+    share = {}
+    for ratio in (0.25, 0):
+        notes, computed = traced(DLLMCache(25, 8, ratio)), []
+        for before, now in pairwise(notes[:8]):
+            for row in range(len(LENGTHS)):
+                word = (before.ids[row] != now.ids[row]).nonzero().item()
+                old, new = (note.kept[1][0][row, :, word] for note in (before, now))
+                computed.append(not torch.equal(old, new))  # its key in the second layer
+        share[ratio] = sum(computed) / len(computed)
+    assert share[0.25] > 0.8 and share[0] == 0
+    assert not torch.equal(traced(DLLMCache(25, 8, 0))[-1].ids, traced(None)[-1].ids)
+
+
+def test_the_row_that_predicts_the_first_token_is_the_answers() -> None:
+    """Of a model with a shift: a prompt of one token has no row of its own."""
+    schedule, computed = Schedule(4, None), {}
+    plain = DiffusionLM(model(), shift=True).generate(prompts(1), schedule)
+    for method in (DLLMCache(None, 1), DLLMCache(1, None, 0)):
+        with diffcache.wrapped(model(), method):
+            answer = DiffusionLM(model(), shift=True).generate(prompts(1), schedule)
+        assert answer.report is not None
+        computed[method.answer_every] = answer.report.sites["model"]["token-layers"][0]
+        assert torch.equal(answer.ids, plain.ids) == (method.answer_every == 1)
+    assert computed == {1: 4 * 5 * LAYERS, None: 5 * LAYERS + 3 * 5}  # of 5 rows in 4 steps
+
+
+# accounts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", SETTINGS, ids=NAMES)
+def test_counts_and_memory_are_the_closed_forms(method: DLLMCache) -> None:
+    with diffcache.wrapped(model(), method):
+        report = DiffusionLM(model()).generate(prompts(*LENGTHS), SCHEDULE, check=True).report
+    assert report is not None
+    computed, values = 0, 0
+    for step in range(ANSWER):
+        prompt, answer = (step == 0 or (n is not None and step % n == 0)
+                          for n in (method.prompt_every, method.answer_every))  # fmt: skip
+        few = ANSWER if answer else int(method.ratio * ANSWER)
+        computed += WIDTH + (LAYERS - 1) * (PROMPT * prompt + few)
+        values += (LAYERS - 1) * ANSWER * (not answer and method.ratio > 0)
+    whole = ANSWER * WIDTH * LAYERS
+    assert report.sites["model"]["token-layers"] == (2 * computed, 2 * (whole - computed))
+    size, inner, kv = 32, 48, 16
+    row = size * (2 * size + 2 * kv + 3 * inner) + 2 * WIDTH * size
+    flops = 2 * 2 * (computed * row + values * size * kv)
+    assert report.flops_computed == flops
+    assert report.flops_saved == 2 * 2 * whole * row - flops
+    assert report.held_bytes == 0
+    assert report.peak_bytes == 2 * WIDTH * LAYERS * (2 * kv + 2 * size) * 8  # float64
+
+
+# what is refused ---------------------------------------------------------------------------------
+
+
+class Mixing(nn.Module):
+    """A feed-forward that lets tokens see each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x - x.mean(1, keepdim=True))
+        return out
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    ids = torch.tensor(prompts(5))
+    config = Phi3Config(num_hidden_layers=2, hidden_size=32, vocab_size=64, intermediate_size=48,
+                        num_attention_heads=4, pad_token_id=0)  # fmt: skip
+    with pytest.raises(AttachError, match=r"layers\.0 is not a layer of an attention with a v_pr"):
+        diffcache.wrap(Phi3ForCausalLM(config), DLLMCache())
+    network, plan = bidirectional(), BranchPlan(None, 3)
+    with torch.no_grad(), diffcache.wrapped(network, DLLMCache()), diffcache.run(network):
+        with pytest.raises(AttachError, match=r"must be what plan\(\) of DLLMCache"):
+            network(ids, row_plan=RowPlan())
+        with pytest.raises(AttachError, match="nothing is held of 1 sequences of 5 tokens"):
+            network(ids, row_plan=BranchPlan(None, 3, True, False))
+        network(ids, row_plan=plan)
+        network.set_attn_implementation("sdpa")
+        with pytest.raises(AttachError, match=r"layers\.0\.self_attn did not attend as wrapped"):
+            network(ids, row_plan=plan)
+        with pytest.raises(AttachError, match="nothing is held"):  # of the run that failed
+            network(ids, row_plan=BranchPlan(None, 3, False, False))
+    network = bidirectional()
+    network.model.layers[1].mlp = Mixing()
+    mixes = r"layers\.1\.mlp computes another output for a row alone"
+    with diffcache.wrapped(network, DLLMCache()), pytest.raises(AttachError, match=mixes):
+        DiffusionLM(network).generate(prompts(5), SCHEDULE)
+    experts = Llama4TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, head_dim=8,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2,
+        is_causal=False, mask_token_id=MASK,
+    )  # fmt: skip
+    network = bidirectional(config=experts, network=Llama4ForCausalLM)
+    routes = r"layers\.0\.feed_forward returns tuple, not a tensor of its rows"
+    with diffcache.wrapped(network, DLLMCache()), pytest.raises(AttachError, match=routes):
+        DiffusionLM(network).generate(prompts(5), SCHEDULE)
+    causal = bidirectional(is_causal=True)
+    with diffcache.wrapped(causal, DLLMCache()):
+        with pytest.raises(AttachError, match=r"layers\.0\.self_attn hides tokens"):
+            DiffusionLM(causal).generate(prompts(5), SCHEDULE)
+        causal.model.layers[2].compile(backend="eager")
+        with pytest.raises(AttachError, match=r"layers\.2 is compiled"):
+            DiffusionLM(causal).generate(prompts(5), SCHEDULE)
+    with pytest.raises(AttachError, match=r"layers\.2 is compiled"):
+        diffcache.wrap(causal, DLLMCache())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompt_every": 0}, "prompt_every=0: must be a whole number of at least 1; None for"),
+        ({"answer_every": 1.5}, "answer_every=1.5: must be a whole number of at least 1"),
+        ({"ratio": 1.1}, r"ratio=1\.1: must be a number from 0 to 1"),
+        ({"ratio": float("nan")}, "ratio=nan: must be a number from 0 to 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DLLMCache(**settings)

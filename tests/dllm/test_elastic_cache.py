@@ -1,0 +1,283 @@
+"""Elastic-Cache against a dense recompute with stale states put in by hand, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import diffcache
+from diffcache.api import handle_of
+from diffcache.dllm import (
+    Decoding,
+    ElasticCache,
+    Quota,
+    Sampler,
+    Schedule,
+    Threshold,
+    check_coverage,
+)
+from diffcache.dllm.rules import Rule
+from diffcache.pipelines.diffusion_lm import DiffusionLM
+from diffcache.pipelines.small import chain
+from diffcache.pipelines.small.chain_llada import load
+from tests.dllm.toys import MASK, bidirectional, padded, prompts
+
+LAYERS, HEADS, SIZE, CHANNELS = 4, 4, 8, 32
+LENGTHS = (9, 5)  # of the prompts
+LONGEST, ANSWER = max(LENGTHS), 12
+WIDTH = LONGEST + ANSWER
+SCHEDULE = Schedule(ANSWER, None, window=5)
+SETTINGS: dict[str, tuple[ElasticCache, Rule]] = {
+    "head": (ElasticCache(gamma=0.8), Quota()),
+    "key": (ElasticCache(gamma=0.5, similarity="key", track=2), Threshold(0.16)),
+    "all masks": (ElasticCache(gamma=0.8, similarity="key", block_caching=False), Quota()),
+    "never": (ElasticCache(gamma=-1), Quota()),
+    "always": (ElasticCache(gamma=2), Threshold(0.16)),
+}
+
+
+def toy(dtype: torch.dtype = torch.float64) -> Any:
+    return bidirectional(dtype, num_hidden_layers=LAYERS)
+
+
+@dataclass(eq=False)
+class Seen:
+    """One step: what went in, what came out and what is held."""
+
+    ids: Tensor
+    plan: Any
+    logits: Tensor
+    held: Any  # clones
+    tokens: tuple[int, int]
+
+    def places(self, flags: Tensor, row: int) -> set[int]:
+        return set(flags[row].nonzero()[:, 0].tolist())
+
+
+@torch.no_grad()
+def follow(model: Any, policy: Any, lengths: Any = LENGTHS, rule: Rule | None = None,
+           schedule: Schedule = SCHEDULE, checks: bool = True) -> list[Seen]:  # fmt: skip
+    """Decode by random logits, so that every policy meets the same tokens, and note each step."""
+    ids, valid = padded(prompts(*lengths))
+    decoding = Decoding(ids, schedule, Sampler(rule=rule or Quota()), MASK, valid)
+    generator, found = torch.Generator().manual_seed(4), []
+    with diffcache.wrapped(model, policy), diffcache.run(model):
+        handle = handle_of(model)
+        while not decoding.is_finished:
+            state = decoding.state
+            plan = policy.plan(state)
+            if checks:
+                check_coverage(state, plan)
+            logits = model(decoding.ids, attention_mask=decoding.valid, row_plan=plan,
+                           use_cache=False).logits  # fmt: skip
+            held = handle.run().storage[handle.denoisers[0].extensions[0]]
+            kept = replace(
+                held,
+                layers=[[x.clone() for x in layer.tensors()] for layer in held.layers],
+                inputs={n: x.clone() for n, x in held.inputs.items()},
+                queries={n: x.clone() for n, x in held.queries.items()},
+            )
+            counts = handle.run().record.calls[-1].counts["token-layers"]
+            found.append(Seen(decoding.ids, plan, logits, kept, counts))
+            forced = torch.randn(*ids.shape[:1], WIDTH, 64, generator=generator) * 2
+            rows = plan.index(*decoding.ids.shape, ids.device)
+            decoding.commit(forced[torch.arange(len(ids))[:, None], rows], plan)
+    return found
+
+
+# the oracle ----------------------------------------------------------------------------------------
+
+
+class Oracle:
+    """One sequence. Rows that a layer does not compute are NaN, so that nothing can use them."""
+
+    def __init__(self, model: Any, policy: ElasticCache, width: int) -> None:
+        self.core, self.head, self.policy, self.width = model.model, model.lm_head, policy, width
+        x = torch.zeros(1, width, CHANNELS, dtype=torch.float64)
+        cosine, sine = self.core.rotary_emb(x, position_ids=torch.arange(width)[None])
+        self.turn = torch.complex(cosine, sine)[0, :, : SIZE // 2]
+        nothing = torch.full((LAYERS, width, CHANNELS), torch.nan, dtype=torch.float64)
+        self.x = nothing.clone()
+        self.q = nothing.clone().view(LAYERS, width, HEADS, SIZE)
+        self.k, self.v = self.q.clone(), self.q.clone()
+        self.tracked: list[set[int]] = [set() for _ in range(LAYERS)]
+        self.rows: set[int] = set()
+        self.start = 0
+
+    def attention(self, q: Tensor, layer: int, keys: Tensor) -> Tensor:
+        """Return weights [H, n, T]."""
+        return torch.einsum("nhd,thd->hnt", q, keys).div(SIZE**0.5).softmax(-1)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        pair = torch.complex(*x.chunk(2, dim=-1)) * self.turn[:, None]
+        return torch.cat([pair.real, pair.imag], dim=-1)
+
+    def step(self, ids: Tensor, wanted: set[int] | None, window: set[int]) -> Tensor:
+        """Return logits [T, V]; `wanted` is None for the first step."""
+        tracked = sorted(set().union(*self.tracked))
+        every = list(range(self.width))
+        self.rows = set(every) if wanted is None else wanted | set(tracked)
+        self.start, fed = (0 if wanted is None else LAYERS), sorted(self.rows)
+        hidden = torch.full((self.width, CHANNELS), torch.nan, dtype=torch.float64)
+        hidden[fed] = self.core.embed_tokens(ids[fed])
+        decided = set((ids != MASK).nonzero()[:, 0].tolist())
+        for number, layer in enumerate(self.core.layers):
+            self.x[number, fed] = hidden[fed]
+            if number >= self.start:
+                fed = every
+                hidden = self.x[number].clone()
+            inner, attn = layer.input_layernorm(hidden), layer.self_attn
+            q, k, v = (
+                project(inner).view(self.width, -1, SIZE).repeat_interleave(repeats, 1)
+                for project, repeats in ((attn.q_proj, 1), (attn.k_proj, 2), (attn.v_proj, 2))
+            )
+            old = self.attention(self.q[number, tracked], number, self.k[number])
+            self.q[number, fed], self.k[number, fed] = self.rotated(q)[fed], self.rotated(k)[fed]
+            self.v[number, fed] = v[fed]
+            weights = self.attention(self.q[number], number, self.k[number])
+            if number < self.start:
+                self.test(number, old, weights[:, tracked])
+            mass = weights[:, sorted(window)].sum((0, 1))
+            best = sorted(decided, key=lambda t: -mass[t])[: self.policy.track]
+            self.tracked[number] = set(best)
+            out = torch.einsum("hnt,thd->nhd", weights[:, fed], self.v[number])
+            fresh = torch.full_like(hidden, torch.nan)
+            fresh[fed] = hidden[fed] + attn.o_proj(out.flatten(1))
+            fresh[fed] += layer.mlp(layer.post_attention_layernorm(fresh[fed]))
+            hidden = fresh
+        return self.head(self.core.norm(hidden))
+
+    def test(self, number: int, old: Tensor, new: Tensor) -> None:
+        axis = 2 if self.policy.similarity == "key" else 0
+        norms = old.square().sum(axis).sqrt() * new.square().sum(axis).sqrt()
+        if float(((old * new).sum(axis) / norms).mean()) < self.policy.gamma:
+            self.start = min(self.start, number + 1)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@torch.no_grad()
+def test_every_layer_and_step_of_a_padded_batch_is_the_oracle_s(name: str) -> None:
+    model, (policy, rule) = toy(), SETTINGS[name]
+    oracles = [Oracle(model, policy, length + ANSWER) for length in LENGTHS]
+    starts, commits = set(), set()
+    notes = follow(model, policy, rule=rule)
+    for step, now in enumerate(notes):
+        rows, before = [], notes[max(step - 1, 0)].ids
+        for row, oracle in enumerate(oracles):
+            skip = WIDTH - oracle.width
+            ids = now.ids[row, skip:]
+            masks = (ids == MASK).nonzero()[:, 0].tolist()
+            if not masks:
+                assert now.held.starts[row] == LAYERS
+                continue
+            window = set(masks[:5])
+            just = set((ids != before[row, skip:]).nonzero()[:, 0].tolist())
+            fed = (window if policy.block_caching else set(masks)) | just
+            logits = oracle.step(ids, fed if step else None, window)
+            at = now.plan.index(2, WIDTH, ids.device)[row]
+            assert step == 0 or set(at.tolist()) == {p + skip for p in fed}
+            there = at >= skip
+            torch.testing.assert_close(
+                now.logits[row][there], logits[at[there] - skip], rtol=0, atol=1e-10
+            )
+            for layer in range(LAYERS):
+                k, v = (x[row, :, skip:].transpose(0, 1).repeat_interleave(2, 1)
+                        for x in now.held.layers[layer])  # fmt: skip
+                x, q = now.held.inputs[layer][row, skip:], now.held.queries[layer][row, skip:]
+                for ours, theirs in ((x, oracle.x), (q, oracle.q), (k, oracle.k), (v, oracle.v)):
+                    torch.testing.assert_close(ours, theirs[layer], rtol=0, atol=1e-10)
+            assert now.places(now.held.tracked, row) == {
+                p + skip for p in set().union(*oracle.tracked)
+            }
+            assert now.held.starts[row] == oracle.start
+            old = sorted({p + skip for p in range(oracle.width)} - {p + skip for p in oracle.rows})
+            for layer in range(oracle.start):  # frozen to the bit
+                pairs = zip(now.held.layers[layer], notes[step - 1].held.layers[layer], strict=True)
+                assert all(torch.equal(a[row, :, old], b[row, :, old]) for a, b in pairs)
+            starts.add((step, oracle.start))
+            commits.add(len(just))
+            rows.append(len(oracle.rows))
+        wide = LAYERS - min(now.held.starts)
+        assert now.tokens[0] == 2 * (wide * WIDTH + (LAYERS - wide) * max(rows))
+        assert sum(now.tokens) == 2 * LAYERS * WIDTH
+    later = {start for step, start in starts if step}
+    assert later == {"never": {LAYERS}, "always": {1}}.get(name, later)
+    if name not in ("never", "always"):  # layers in between, and sequences that differ
+        assert len(later) > 2 and len(starts) > len(notes)
+    assert rule.is_fixed or max(commits) > 1
+
+
+# limits ----------------------------------------------------------------------------------------------
+
+
+def full_layers(notes: list[Seen]) -> int:
+    return sum(LAYERS - start for now in notes for start in now.held.starts)
+
+
+def test_full_layers_are_counted_by_gamma() -> None:
+    model = toy()
+    counts = [
+        full_layers(follow(model, ElasticCache(gamma=gamma, similarity="key"), lengths=(9,)))
+        for gamma in (-1, 0, 0.5, 0.7, 0.9, 2)
+    ]
+    assert counts[:2] == [LAYERS, LAYERS]
+    assert counts[-1] == LAYERS + (ANSWER - 1) * (LAYERS - 1)
+    assert counts == sorted(counts) and len(set(counts)) > 3
+
+
+def test_masks_outside_the_window_matter_only_where_there_are_any() -> None:
+    model = toy()
+    for window, is_equal in ((ANSWER, True), (4, False)):
+        one, other = (
+            follow(model, ElasticCache(gamma=0.9, block_caching=kept),
+                   schedule=Schedule(ANSWER, None, window=window))
+            for kept in (True, False)
+        )  # fmt: skip
+        same = [a.logits.shape == b.logits.shape and torch.equal(a.logits, b.logits)
+                for a, b in zip(one, other, strict=True)]  # fmt: skip
+        assert all(same) == is_equal
+
+
+# the negative control -------------------------------------------------------------------------------
+
+
+class Hasty(ElasticCache):
+    """Leaves out what was just committed."""
+
+    def plan(self, state: Any) -> Any:
+        plan = super().plan(state)
+        return plan if plan.rows is None else replace(plan, rows=state.plan(state.open).rows)
+
+
+@torch.no_grad()
+def stale(model: Any, notes: list[Seen]) -> float:
+    """Return how far the first layer's values of real tokens are from those of their words."""
+    layer, worst = model.model.layers[0], 0.0
+    for now in notes:
+        fresh = layer.self_attn.v_proj(layer.input_layernorm(model.model.embed_tokens(now.ids)))
+        ours = now.held.layers[0][1].transpose(1, 2).flatten(2)
+        worst = max(worst, float((ours - fresh).abs().max()))
+    return worst
+
+
+def test_the_first_layer_is_stale_only_where_commits_are_left_out() -> None:
+    model = toy()
+    assert stale(model, follow(model, ElasticCache(gamma=-1), lengths=(9,))) < 1e-12
+    with pytest.raises(ValueError, match="leaves out position .* which was changed by the last"):
+        follow(model, Hasty(gamma=-1), lengths=(9,))
+    assert stale(model, follow(model, Hasty(gamma=-1), lengths=(9,), checks=False)) > 0.1
+
+
+def test_a_trained_model_needs_what_was_just_committed() -> None:
+    world = chain.WORLDS["chain-llada-probe"]
+    model = load("chain-llada-probe")
+    batch = chain.draw(4, world, torch.Generator().manual_seed(chain.HELD_OUT))
+    for policy, right in ((ElasticCache(0.9, "key"), 4), (Hasty(0.9, "key"), 0)):
+        with diffcache.wrapped(model, policy):
+            schedule = Schedule(world.length, None, window=16)
+            answer = DiffusionLM(model).generate(batch.prompts, schedule)
+        assert int(chain.is_exact(answer.ids, batch).sum()) == right

@@ -1,0 +1,198 @@
+"""What holds for every policy, whatever rows it computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import diffcache
+from diffcache.api import handle_of
+from diffcache.dllm import Sampler, Schedule, Threshold
+from diffcache.pipelines.diffusion_lm import DiffusionLM
+from tests.dllm.cases import (
+    CASES,
+    CONFIDENT,
+    LENGTHS,
+    LIMITS,
+    LONGEST,
+    ROW_PLANS,
+    WIDTH,
+    model,
+    traced,
+)
+from tests.dllm.toys import LAYERS, bidirectional, by_hand, padded, prompts, trace
+
+every_policy = pytest.mark.parametrize("name", CASES)
+
+
+@cache
+def uncached(schedule: Schedule, sampler: Sampler, lengths: tuple[int, ...]) -> Any:
+    """Return a decoding without a cache, in float32, and its steps."""
+    return trace(bidirectional(torch.float32), None, prompts(*lengths), schedule, sampler)
+
+
+def of_both(width: int = WIDTH) -> Tensor:
+    """Return which positions are no padding, bool [2, T]."""
+    valid = padded(prompts(*LENGTHS))[1]
+    assert valid is not None
+    return torch.cat([valid, torch.ones(2, width - LONGEST, dtype=torch.bool)], dim=1)
+
+
+# 1: the off switch -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [(9,), LENGTHS], ids=["alone", "padded"])
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits_are_the_uncached_model_bit_for_bit(name: str, lengths: tuple[int, ...]) -> None:
+    case, network = LIMITS[name], bidirectional(torch.float32)
+    ours, notes = trace(network, case.policy, prompts(*lengths), case.schedule, case.sampler)
+    stock, plain = uncached(case.schedule, case.sampler, lengths)
+    assert len(notes) == len(plain)
+    for now, other in zip(notes, plain, strict=True):
+        assert now.plan.rows is None
+        assert torch.equal(now.logits, other.logits)
+    assert torch.equal(ours.ids, stock.ids)
+
+
+def test_every_policy_has_a_limit() -> None:
+    limits = {type(case.policy) for case in LIMITS.values()}
+    assert limits >= {type(case.policy) for case in CASES.values()}
+
+
+# 2: nothing changed ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.hides])
+def test_any_rows_are_those_of_all_where_nothing_changed(name: str) -> None:
+    """The plans of a decoding, one after the other, on tokens that stay as they are."""
+    network, ids, valid = model(), traced(name)[0].ids, of_both()
+    given: dict[str, Any] = {"attention_mask": valid, "use_cache": False}
+    at = (valid.long().cumsum(1) - 1).clamp_min(0)
+    with torch.no_grad():
+        whole = network(ids, position_ids=at, **given).logits
+        with diffcache.wrapped(network, CASES[name].policy), diffcache.run(network):
+            for now in traced(name)[1][:9]:
+                some = network(ids, row_plan=now.plan, **given).logits
+                wanted = whole.gather(1, now.rows[..., None].expand_as(some))
+                there = valid.gather(1, now.rows)
+                torch.testing.assert_close(some[there], wanted[there], rtol=0, atol=1e-10)
+
+
+# 3: coverage -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.freezes_masks])
+def test_plans_that_leave_out_what_changed_are_refused(name: str) -> None:
+    """All other policies are decoded with the same check, further down."""
+    case, network = CASES[name], model()
+    with diffcache.wrapped(network, case.policy):
+        lm = DiffusionLM(network)
+        with pytest.raises(ValueError, match="leaves out position .* was changed by the last step"):
+            lm.generate(prompts(*LENGTHS), case.schedule, case.sampler, check=True)
+
+
+# 4: what is frozen -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ROW_PLANS)
+def test_rows_that_are_not_computed_keep_their_bytes(name: str) -> None:
+    notes, frozen = traced(name)[1], 0
+    for before, now in pairwise(notes):
+        fed = torch.zeros_like(of_both()).scatter_(1, now.rows, True)
+        for layer in range(LAYERS):
+            for ours, old in zip(now.kept[layer], before.kept[layer], strict=True):
+                assert torch.equal(ours.transpose(1, 2)[~fed], old.transpose(1, 2)[~fed])
+        frozen += int((~fed).sum())
+    assert frozen
+
+
+# 5: positions ------------------------------------------------------------------------------------
+
+
+class Rotary(nn.Module):
+    """Rotary tables in float64, positions counted from anywhere."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        slow = 10_000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+        angles = (position_ids + self.first)[..., None] * torch.cat([slow, slow])
+        return angles.cos(), angles.sin()
+
+
+@every_policy
+def test_positions_count_from_anywhere(name: str) -> None:
+    case, network, found = CASES[name], bidirectional(), []
+    for first in (0, 1000):
+        network.model.rotary_emb = Rotary(first)
+        found.append(trace(network, case.policy, prompts(9), case.schedule, case.sampler)[1])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one.logits, other.logits, rtol=0, atol=1e-9)
+
+
+# 6: batches --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.sampler == CONFIDENT])
+def test_a_padded_batch_is_its_prompts_alone(name: str) -> None:
+    """With a threshold, sequences leave their blocks at different steps."""
+    case, sampler = CASES[name], Sampler(rule=Threshold(0.4))
+    together = trace(model(), case.policy, prompts(*LENGTHS), case.schedule, sampler)[0]
+    steps = set()
+    for row, prompt in enumerate(prompts(*LENGTHS)):
+        alone = trace(model(), case.policy, [prompt], case.schedule, sampler)[0]
+        assert torch.equal(alone.ids[0, len(prompt) :], together.ids[row, LONGEST:])
+        steps.add(alone.step)
+    assert len(steps) > 1
+
+
+# 7 and 8: one after the other, and accounts ------------------------------------------------------
+
+
+@every_policy
+def test_decodings_follow_each_other_and_are_counted(name: str) -> None:
+    """A longer one that is given up, and this one, with one object."""
+    case, network = CASES[name], model()
+    wanted, notes = traced(name)
+    rows = sum(now.rows.numel() for now in notes)
+    with diffcache.wrapped(network, case.policy):
+        lm = DiffusionLM(network)
+        longer = lm.steps(prompts(11), replace(case.schedule, length=24, steps=None), case.sampler)
+        next(longer), next(longer), longer.close()
+        checked = {"check": not case.freezes_masks}
+        answer = lm.generate(prompts(*LENGTHS), case.schedule, case.sampler, **checked)
+        assert torch.equal(answer.ids, wanted.ids[:, LONGEST:])
+        assert (answer.forwards, answer.rows) == (len(notes), rows)
+        assert handle_of(network).held_bytes() == 0
+    report = answer.report
+    assert report is not None
+    computed, left_out = report.sites["model"]["token-layers"]
+    assert computed + left_out == len(notes) * 2 * WIDTH * LAYERS
+    held = [*sum(notes[-1].kept, ()), *notes[-1].more]  # type: ignore[arg-type]
+    assert report.peak_bytes == sum(x.nbytes for x in held)
+    if case.computes_its_plan:
+        assert computed == rows * LAYERS
+        assert report.peak_bytes == 2 * LAYERS * 2 * 2 * WIDTH * 8 * 8  # K, V; 2 heads of 8
+
+
+# 9: the first layer ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if not case.freezes_masks])
+def test_the_first_layer_is_never_stale(name: str) -> None:
+    """Keys and values of the first layer depend on the token alone."""
+    valid = of_both()
+    for now in traced(name)[1][::3]:
+        every = torch.arange(WIDTH).expand_as(now.ids)
+        _, fresh = by_hand(model(), now.ids, every, None, valid)
+        for ours, theirs in zip(now.kept[0], fresh[0], strict=True):
+            ours, theirs = ours.transpose(1, 2)[valid], theirs.transpose(1, 2)[valid]
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)

@@ -1,0 +1,397 @@
+"""LLaDA's and Dream's own code: served unchanged, and as a Llama of transformers with its weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+
+import diffcache
+from diffcache.api import handle_of
+from diffcache.dllm import (
+    ALL,
+    D2Cache,
+    DKVCache,
+    DLLMCache,
+    ElasticCache,
+    FastDLLM,
+    FreeCache,
+    Policy,
+    Quota,
+    RowPlan,
+    Sampler,
+    Schedule,
+    Uncached,
+)
+from diffcache.errors import AttachError, CacheWarning
+from diffcache.kv.hf import cache_for
+from diffcache.pipelines.diffusion_lm import DiffusionLM
+from diffcache.pipelines.language_model import _earlier_transformers, load_language_model
+from diffcache.pipelines.zoo.describe import find
+from tests.dllm import remote_models
+from tests.dllm.remote_models import DreamConfig, DreamModel, LLaDAConfig, LLaDAModelLM
+from tests.dllm.toys import LAYERS, MASK, bidirectional, padded, prompts, trace
+
+NAMES = ("llada", "dream")
+LENGTHS = (9, 5)
+SCHEDULE = Schedule(8, 4)
+CODES = {"llada": (LLaDAModelLM, LLaDAConfig), "dream": (DreamModel, DreamConfig)}
+POLICIES: dict[str, Policy] = {
+    "decode": DKVCache(every=3), "pd": DKVCache("pd", every=3), "dual": FastDLLM(dual=True),
+    "free": FreeCache(commit=True), "elastic": ElasticCache(0.97, track=2), "d2": D2Cache(3, 2.0),
+}  # fmt: skip
+
+
+def made(name: str, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
+    """Return a model whose tokens depend on each other strongly."""
+    model_class, config_class = CODES[name]
+    if name == "llada":  # else its rotary embedding computes in float32, whatever the model's dtype
+        settings.setdefault("rope_full_precision", dtype != torch.float64)
+    with _earlier_transformers(model_class):
+        model = model_class(config_class(**settings))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * 0.3 if parameter.dim() == 2 else 1 + noise * 0.1)
+    return model.to(dtype).eval()
+
+
+@cache
+def model(name: str) -> Any:
+    return made(name)
+
+
+def llama(name: str) -> Any:
+    """Return a Llama of transformers with a model's weights."""
+    own, is_dream = model(name), name == "dream"
+    twin = bidirectional(
+        num_key_value_heads=2 if is_dream else 4, rms_norm_eps=1e-6 if is_dream else 1e-5,
+        attention_bias=is_dream,
+    )  # fmt: skip
+    weights = {
+        key.replace("transformer.wte", "embed_tokens").replace("transformer.blocks", "layers")
+        .replace("transformer.ln_f", "norm").replace("model.transformer.ff_out", "lm_head")
+        .replace("q_proj", "self_attn.q_proj" if not is_dream else "q_proj"): value
+        for key, value in own.state_dict().items()
+    }  # fmt: skip
+    if not is_dream:
+        names = {
+            ".k_proj": ".self_attn.k_proj", ".v_proj": ".self_attn.v_proj",
+            ".attn_out": ".self_attn.o_proj", ".ff_out": ".mlp.down_proj",
+            ".ff_proj": ".mlp.gate_proj", ".up_proj": ".mlp.up_proj",
+            ".attn_norm": ".input_layernorm", ".ff_norm": ".post_attention_layernorm",
+        }  # fmt: skip
+        for old, new in names.items():
+            weights = {key.replace(old, new): value for key, value in weights.items()}
+    missing, unexpected = twin.load_state_dict(weights, strict=False)
+    assert not unexpected and all(key.endswith("o_proj.bias") for key in missing)
+    with torch.no_grad():
+        for key in missing:
+            twin.get_parameter(key).zero_()
+    return twin
+
+
+def alone(own: Any, ids: Tensor, valid: Tensor | None) -> Tensor:
+    """Return the logits of a model by itself, given padding as it takes it."""
+    if valid is None:
+        return own(ids).logits if own.config.model_type == "Dream" else own(ids, use_cache=False)[0]
+    if own.config.model_type == "Dream":
+        at = (valid.long().cumsum(1) - 1).clamp_min(0)
+        return own(ids, valid[:, None, None].expand(-1, 1, ids.shape[1], -1), at).logits
+    return own(ids, attention_mask=valid.long(), use_cache=False).logits
+
+
+# the model itself --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [(9,), LENGTHS], ids=["alone", "padded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_all_rows_are_the_model_bit_for_bit(
+    name: str, dtype: torch.dtype, lengths: tuple[int, ...]
+) -> None:
+    own = made(name, dtype)
+    ids, valid = padded(prompts(*lengths))
+    width = ids.shape[1]
+    listed = torch.arange(width).expand(len(ids), -1)
+    with torch.no_grad():
+        wanted = alone(own, ids, valid)
+        with diffcache.wrapped(own, Uncached()), diffcache.run(own):
+            for plan in (ALL, RowPlan(range(width)), RowPlan(listed)):
+                found = own(ids, attention_mask=valid, row_plan=plan, use_cache=False).logits
+                assert torch.equal(found, wanted)
+            some = RowPlan(torch.tensor([[6, 7, 8]] * len(ids)))
+            found = own(ids, attention_mask=valid, row_plan=some, use_cache=False).logits
+            bound = 1e-4 if dtype == torch.float32 else 1e-12
+            torch.testing.assert_close(found, wanted[:, 6:9], rtol=0, atol=bound)
+            assert torch.equal(alone(own, ids, valid), wanted)  # without a plan
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_step_is_that_of_a_llama_with_its_weights(name: str, policy: str) -> None:
+    """Rows, logits, and what is held of every layer; LLaDA counts padding as positions."""
+    rows = prompts(*LENGTHS) if name == "dream" else prompts(9, 9)
+    ours, notes = trace(model(name), POLICIES[policy], rows, SCHEDULE)
+    theirs, others = trace(llama(name), POLICIES[policy], rows, SCHEDULE)
+    assert torch.equal(ours.ids, theirs.ids) and len(notes) == len(others)
+    for now, other in zip(notes, others, strict=True):
+        assert torch.equal(now.rows, other.rows)
+        torch.testing.assert_close(now.logits, other.logits, rtol=0, atol=1e-10)
+        for (k, v), (k_, v_) in zip(now.kept, other.kept, strict=True):
+            torch.testing.assert_close((k, v), (k_, v_), rtol=0, atol=1e-10)
+    assert any(now.plan.rows is not None for now in notes)
+
+
+@pytest.mark.parametrize("policy", ["decode", "dual", "elastic"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_padded_batch_is_its_prompts_alone(name: str, policy: str) -> None:
+    own = model(name)
+    with diffcache.wrapped(own, POLICIES[policy]):
+        lm = DiffusionLM(own)
+        together = lm.generate(prompts(*LENGTHS), SCHEDULE, check=True).ids
+        for row, prompt in enumerate(prompts(*LENGTHS)):
+            assert torch.equal(lm.generate([prompt], SCHEDULE).ids[0], together[row])
+
+
+def test_padding_is_masked_where_the_code_ignores_it() -> None:
+    """So did LLaDA's code until October 2025."""
+    early, late = made("llada", honors_mask=False), model("llada")
+    answers = []
+    for own in (early, late):
+        with pytest.raises(ValueError, match="wrap the model first, with diffcache.dllm.Uncached"):
+            DiffusionLM(own).generate(prompts(*LENGTHS), SCHEDULE)
+        with diffcache.wrapped(own, Uncached()):
+            answers.append(DiffusionLM(own).generate(prompts(*LENGTHS), SCHEDULE).ids)
+    assert torch.equal(*answers)
+
+
+# Dream's shift -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def dream_by_hand(own: Any, prompt: list[int], length: int, by: str) -> list[int]:
+    """Decode as Dream does: the last logits are dropped, the first stand twice."""
+    ids = torch.tensor([[*prompt, *[MASK] * length]])
+    times = torch.linspace(1, 1e-3, length + 1, dtype=torch.float64).tolist()
+    for step in range(length):
+        masks = (ids[0] == MASK).nonzero()[:, 0]
+        logits = own(ids).logits
+        logits = torch.cat([logits[:, :1], logits[:, :-1]], dim=1)[0, masks]
+        share = functional.softmax(logits, dim=-1)
+        logits[:, MASK] = -torch.inf
+        best = share.sort(dim=-1, descending=True).values
+        score = best[:, 0] - best[:, 1] if by == "margin" else (share * share.log()).sum(-1)
+        count = len(masks)
+        if step < length - 1:
+            count = int(count * (1 - times[step + 1] / times[step]))
+        for place in score.argsort(descending=True)[:count].tolist():
+            ids[0, masks[place]] = logits[place].argmax()
+    return ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("by", ["entropy", "margin"])
+def test_dreams_own_schedule_is_that_of_a_loop_by_hand(by: Any) -> None:
+    own, (prompt,) = model("dream"), prompts(7)
+    schedule, sampler = Schedule(12, block=None), Sampler(by=by, rule=Quota("time"))
+    wanted = dream_by_hand(own, prompt, 12, by)
+    assert DiffusionLM(own).generate(prompt, schedule, sampler).ids.tolist() == [wanted]
+    with diffcache.wrapped(own, Uncached()):
+        assert DiffusionLM(own).generate(prompt, schedule, sampler).ids.tolist() == [wanted]
+    assert DiffusionLM(own, shift=True).shift
+    unshifted = DiffusionLM(llama("dream")).generate(prompt, schedule, sampler)
+    assert unshifted.ids.tolist() != [wanted]
+
+
+@pytest.mark.parametrize("policy", ["decode", "dual", "elastic"])
+def test_with_a_shift_the_row_before_a_token_is_computed_too(policy: str) -> None:
+    own, seen = model("dream"), []
+
+    class Noting(Policy):
+        def abilities(self) -> tuple[Any, ...]:
+            return POLICIES[policy].abilities()
+
+        def plan(self, state: Any) -> RowPlan:
+            plan = POLICIES[policy].plan(state)
+            seen.append((state, plan, state.with_predictors(plan)))
+            return plan
+
+    twin = llama("dream")
+    with diffcache.wrapped(own, Noting()), diffcache.wrapped(twin, POLICIES[policy]):
+        ours = DiffusionLM(own).generate(prompts(*LENGTHS), SCHEDULE, check=True)
+        theirs = DiffusionLM(twin, shift=True).generate(prompts(*LENGTHS), SCHEDULE)
+    assert torch.equal(ours.ids, theirs.ids) and ours.rows == theirs.rows
+    for state, plan, fed in seen:
+        shape = (*state.ids.shape, state.ids.device)
+        before, after = plan.mask(*shape), fed.mask(*shape)
+        assert not (before & ~after).any()
+        for row, place in state.open.nonzero().tolist():
+            assert after[row, place - 1]
+        many = int(after.sum() - before.sum())
+        assert many <= (before & state.open).sum()
+        if policy == "dual" and state.step % 4:
+            assert many == len(state.ids)  # one row more, before the block
+
+
+def test_a_shift_that_is_not_the_models_is_refused() -> None:
+    with pytest.raises(ValueError, match="shift=False: models of model_type='Dream' have"):
+        DiffusionLM(model("dream"), shift=False)
+    with pytest.raises(ValueError, match="shift=True: models of model_type='llada' have"):
+        DiffusionLM(model("llada"), shift=True)
+    assert not DiffusionLM(model("llada")).shift
+
+
+# lifetimes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unwrapping_gives_the_model_back_and_copies_are_the_original(name: str) -> None:
+    own, ids = made(name), torch.tensor(prompts(7))
+    before = {key: dict(module.__dict__) for key, module in own.named_modules()}
+    with torch.no_grad():
+        wanted = alone(own, ids, None)
+        diffcache.wrap(own, DKVCache())
+        for other in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
+            with pytest.warns(CacheWarning, match="is a copy of a wrapped one"):
+                assert torch.equal(alone(other, ids, None), wanted)
+        diffcache.unwrap(own)
+        assert torch.equal(alone(own, ids, None), wanted)
+    for key, module in own.named_modules():
+        assert module.__dict__.keys() == before[key].keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_aborted_forward_leaves_nothing_behind(name: str) -> None:
+    own = made(name)
+    layer = (own.model.layers if name == "dream" else own.model.transformer.blocks)[1]
+    diffcache.wrap(own, FastDLLM(dual=True))
+    lm = DiffusionLM(own)
+    wanted = lm.generate(prompts(6), SCHEDULE).ids
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    last = layer.mlp.down_proj if name == "dream" else layer.attn_out  # inside what is replaced
+    hook = last.register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        lm.generate(prompts(9), SCHEDULE)
+    hook.remove()
+    assert handle_of(own).held_bytes() == 0
+    q = torch.randn(1, 1, 2, 4)
+    functional.scaled_dot_product_attention(q, q, q)  # nobody's
+    functional.scaled_dot_product_attention(q, q, q)
+    assert torch.equal(lm.generate(prompts(6), SCHEDULE).ids, wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_conversations_at_once_are_apart(name: str) -> None:
+    own, rows = made(name), prompts(*LENGTHS)
+    with diffcache.wrapped(own, DKVCache(every=3)):
+        lm = DiffusionLM(own)
+        wanted = [lm.generate([row], SCHEDULE).ids for row in rows]
+        turns: list[Iterator[Any]] = [lm.steps([row], SCHEDULE) for row in rows]
+        last = list(zip(*turns, strict=True))[-1]
+        found = [decoding.ids[:, decoding.prompt :] for decoding in last]
+        assert all(map(torch.equal, found, wanted))
+        with ThreadPoolExecutor(2) as pool:
+            answers = pool.map(lambda row: lm.generate([row], SCHEDULE).ids, rows)
+            assert all(map(torch.equal, answers, wanted))
+
+
+# what is refused -----------------------------------------------------------------------------------
+
+
+def test_attention_that_cannot_be_taken_is_refused() -> None:
+    ids = torch.tensor(prompts(5))
+
+    def refused(own: Any, match: str) -> None:
+        diffcache.wrap(own, Uncached())
+        with torch.no_grad(), pytest.raises(AttachError, match=match):
+            own(ids, row_plan=ALL, use_cache=False)
+
+    own = made("dream")
+    attn = own.model.layers[1].self_attn
+    attn.forward = lambda hidden_states, **_: (hidden_states, None, None)
+    refused(own, "2 of 3 attention modules took part")
+    own = made("dream")
+    core, base = own.model, type(own.model).forward
+    core.forward = lambda ids, mask, at: base(core, ids, mask, None)
+    with (
+        diffcache.wrapped(own, FastDLLM()),
+        pytest.raises(AttachError, match="counts rows where it has position_ids"),
+    ):
+        DiffusionLM(own).generate(ids, SCHEDULE)
+    with pytest.raises(AttachError, match="fills in masks, .* such as diffcache.wrap"):
+        cache_for(own, "knorm", budget=8)
+    own = made("llada")
+    block = own.model.transformer.blocks[0]
+    block.attention = lambda q, k, v, bias: (
+        type(block).attention(block, q, k, v) + (type(block).attention(block, q, k, v))
+    )
+    refused(own, r"blocks\.0 attends more than once a call")
+    own = made("llada")
+    for block in own.model.transformer.blocks:
+        block.rotary_emb = torch.nn.Identity()
+    with pytest.raises(AttachError, match=r"takes no position_ids, and .*blocks\.0 has no rotary"):
+        diffcache.wrap(own, Uncached())
+    assert "forward" not in own.model.transformer.blocks[0].__dict__
+    with pytest.raises(AttachError, match="calls torch's attention itself"):
+        diffcache.wrap(made("dream"), DLLMCache())
+
+
+# loading -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_with_code_for_transformers_4_is_loaded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    monkeypatch.syspath_prepend(str(tmp_path / "hf"))
+    own, folder = made(name, torch.float32), tmp_path / f"tiny_{name}"
+    folder.mkdir()
+    shutil.copy(remote_models.__file__, folder / "modeling_tiny.py")
+    model_class, config_class = CODES[name]
+    codes = {"AutoConfig": config_class.__name__, "AutoModel": model_class.__name__}
+    settings = {
+        "model_type": own.config.model_type, "architectures": [model_class.__name__],
+        "auto_map": {key: f"modeling_tiny.{value}" for key, value in codes.items()},
+        "dtype": "float32",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file(own.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_language_model(str(folder))
+    loaded = load_language_model(str(folder), trust_remote_code=True)
+    ids = torch.tensor(prompts(6))
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, alone(own, ids, None))
+    with diffcache.wrapped(loaded, DKVCache(every=3)):
+        answer = DiffusionLM(loaded).generate(ids, SCHEDULE)
+    with diffcache.wrapped(own, DKVCache(every=3)):
+        assert torch.equal(answer.ids, DiffusionLM(own).generate(ids, SCHEDULE).ids)
+    assert diffcache.inspect(loaded).lists[0].depth == LAYERS
+    with pytest.raises(ValueError, match="comes with code of its own, which is not run here"):
+        find(str(folder))
+
+
+def test_a_language_model_is_described_without_its_weights(tmp_path: Path) -> None:
+    config = llama("llada").config
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    ((name, (anatomy, _)),) = find(str(tmp_path)).items()
+    assert name == str(tmp_path)
+    assert [(entry.key, entry.depth) for entry in anatomy.lists] == [("model.layers", LAYERS)]

@@ -1,0 +1,86 @@
+"""The table of diffusion language models: rows, closed forms, errors on one trajectory, the page."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diffcache.eval.bench import dllm
+from diffcache.eval.dllm import page
+from diffcache.eval.dllm.at_size import A100, Size, schedule_cost
+from diffcache.eval.dllm.replay import replay
+from diffcache.eval.dllm.rows import Row, rows
+from diffcache.eval.record import Setting
+
+SETTING = Setting(torch.device("cpu"), torch.float32)
+PROBE = "chain-llada-probe"
+WIDTH, ANSWER, BLOCK, LAYERS = 98, 48, 16, 3  # of the probe
+
+
+@pytest.mark.parametrize("model", dllm.MODELS)
+def test_every_row_stands_behind_the_one_it_is_compared_with(model: str) -> None:
+    known = rows(model)
+    names = [row.name for row in known]
+    assert len(set(names)) == len(names) and names[0] == "uncached"
+    for row in known:
+        against = known[names.index(row.against)]
+        assert names.index(row.against) <= names.index(row.name)
+        assert (row.policy == "") == (row.role == "baseline") and against.role == "baseline"
+        assert (row.made() is None) == (row.policy == "")
+        if row.policy:  # the cache alone is what differs
+            assert row.schedule(48, 16) == against.schedule(48, 16)
+            assert row.sampler() == against.sampler()
+
+
+def test_rows_and_operations_are_the_closed_forms() -> None:
+    size, prompt, length, block = Size(), 100, 64, 16
+    total = prompt + length
+
+    def cost(policy: str) -> dict[str, float]:
+        return schedule_cost(Row("", policy), prompt, size, A100, length, block)
+
+    plain = cost("")
+    assert plain["rows"] == total * length
+    assert plain["flops"] == length * size.flops(total, total)
+    starts = range(prompt, total, block)
+    assert cost("fast-dllm")["rows"] == sum(total + (block - 1) * (total - s) for s in starts)
+    assert cost("fast-dllm:dual=True")["rows"] == 4 * (total + (block - 1) * block)
+    per_row = size.flops(1, 0) / 2  # LLaDA-8B has 8.0 G weights, half a billion of them embeddings
+    assert 7.4e9 < per_row < 7.6e9
+
+
+def test_a_measured_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dllm.at_size, "measure", list)
+    monkeypatch.setattr(dllm, "replay", lambda *given: {})
+    found = dllm.measure(
+        SETTING, model=PROBE, rounds=1, samples=1, named=["Fast-dLLM dual", "dKV-Cache, no delay"]
+    )
+    told = {row["name"]: row for row in found["rows"]}
+    assert list(told) == ["uncached", "dKV-Cache, no delay", "Fast-dLLM dual"]
+    uncached, control, dual = told.values()
+    assert uncached["batch_1"]["token_layers"] == WIDTH * ANSWER * LAYERS
+    assert dual["batch_8"]["token_layers"] == 3 * (WIDTH + 15 * BLOCK) * LAYERS
+    assert uncached["batch_1"]["forwards"] == dual["batch_8"]["forwards"] == ANSWER
+    assert uncached["exact_match"]["value"] == dual["exact_match"]["value"] == 1
+    assert control["exact_match"]["value"] == 0 and control["change"]["value"] == -1
+    assert dllm.tables(found)[0].row_count == 3
+    with pytest.raises(ValueError, match="no row 'x'; there are uncached"):
+        dllm.measure(SETTING, model=PROBE, named=["x"])
+    with pytest.raises(ValueError, match="no model 'x'"):
+        dllm.measure(SETTING, model="x")
+
+
+def test_a_cache_that_computes_everything_has_no_error_on_the_trajectory() -> None:
+    chosen = [Row("all", "dkv-cache:every=1"), Row("frozen", "dkv-cache:every=8,delay=False")]
+    found = replay(PROBE, chosen, SETTING, 1)
+    assert found["all"]["same_argmax"] == found["all"]["same_commit"] == 1
+    assert found["all"]["kv_error_by_age"] == {0: 0.0}
+    frozen = found["frozen"]
+    assert frozen["same_commit"] < 1 and frozen["kv_error_by_age"][0] == 0.0
+    assert frozen["kv_error_by_age"][1] < frozen["kv_error_by_age"][6]
+    guided = replay("chain-llada", [Row("guided", "dkv-cache:every=1", guided=True)], SETTING, 1)
+    assert guided["guided"]["same_argmax"] == guided["guided"]["same_commit"] == 1
+
+
+def test_the_page_is_that_of_the_docstrings_and_records() -> None:
+    assert page.main(["--check"]) == 0
