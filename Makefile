@@ -76,7 +76,7 @@ models: $(READY) ## Train the shipped models again (most of a day on one core)
 	$(BIN)/python -m diffcache.pipelines.small.train $(ARGS)
 	$(BIN)/python -m diffcache.pipelines.small.train_features --out assets/models/shapes-features
 	$(BIN)/python -m diffcache.eval.lite_card
-	for name in dit unet wan kontext recall; do $(BIN)/python -m diffcache.pipelines.small.train_$$name || exit 1; done
+	for name in dit unet wan kontext recall chain; do $(BIN)/python -m diffcache.pipelines.small.train_$$name || exit 1; done
 	$(BIN)/python -m diffcache.pipelines.small.train_reach --export
 	$(BIN)/python -m diffcache.eval.shipped.quality
 	$(BIN)/python -m diffcache.eval.shipped.cards --write

@@ -48,6 +48,7 @@ from diffcache.step import Site as Site
 from diffcache.step import Step as Step
 
 if TYPE_CHECKING:
+    from diffcache import dllm as dllm
     from diffcache import kv as kv
     from diffcache import quant as quant
     from diffcache.attach.call import Call as Call
@@ -82,7 +83,7 @@ _LATER |= {"calibrate": "diffcache.offline.calibrate", "tune": "diffcache.offlin
 _LATER |= {"Call": "diffcache.attach.call", "Extension": "diffcache.attach.extension"}
 _LATER |= {"FeatureMethod": "diffcache.features.combine", "Handle": "diffcache.attach.handle"}
 _LATER |= dict.fromkeys(("Ability", "Instead", "Method", "When"), "diffcache.features.base")
-_PACKAGES = ("kv", "quant")
+_PACKAGES = ("dllm", "kv", "quant")
 _HIDDEN = {"Any", "TYPE_CHECKING", "importlib"}
 
 

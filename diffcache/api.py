@@ -289,6 +289,8 @@ def denoisers_of(target: Any, names: str | Sequence[str] | None = None) -> dict[
         found = {name: m for name, m in modules.items() if _DENOISER.fullmatch(name)}
         if not found and "UNet" in type(modules.get("decoder")).__name__:  # of StableCascade
             found = {"decoder": modules["decoder"]}
+        if not found and "model" in modules:  # of diffusion language models
+            found = {"model": modules["model"]}
     else:
         missing = [name for name in names if name not in modules]
         if missing:
@@ -298,7 +300,7 @@ def denoisers_of(target: Any, names: str | Sequence[str] | None = None) -> dict[
         found = {name: modules[name] for name in names}
     if not found:
         raise AttachError(
-            f"{type(target).__name__} has no component called transformer, unet or prior; "
+            f"{type(target).__name__} has no component called transformer, unet, prior or model; "
             f"name its denoiser: components=[...] out of {', '.join(modules)}"
         )
     return found

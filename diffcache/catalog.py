@@ -1,17 +1,17 @@
-"""Feature methods by name, for command lines; code imports the classes."""
+"""Methods by name, for command lines; code imports the classes."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from diffcache.features.base import Method
 from diffcache.features.parts.hold import Held
 from diffcache.names import METHODS as METHODS
-from diffcache.names import method_key, unknown
+from diffcache.names import POLICIES, method_key, unknown
 
 
 def method_class(name: str) -> type[Method]:
@@ -20,10 +20,10 @@ def method_class(name: str) -> type[Method]:
     Raises:
         UnknownMethodError: If the catalogue has no such name.
     """
-    key = method_key(name)
-    if key not in METHODS:
+    place = (METHODS | POLICIES).get(method_key(name))
+    if place is None:
         raise unknown(name, "method")
-    module, cls = METHODS[key].split(":")
+    module, cls = place.split(":")
     found: type[Method] = getattr(importlib.import_module(module), cls)
     return found
 
@@ -61,8 +61,17 @@ def make_method(method: str | Method, **settings: Any) -> Method:
 
 
 def methods() -> dict[str, str]:
-    """Return the names of all methods with one sentence each."""
-    return {name: (method_class(name).__doc__ or "").strip().split("\n")[0] for name in METHODS}
+    """Return the names of all feature methods with one sentence each."""
+    return _told(METHODS)
+
+
+def policies() -> dict[str, str]:
+    """Return the names of all policies for diffusion language models with one sentence each."""
+    return _told(POLICIES)
+
+
+def _told(names: Iterable[str]) -> dict[str, str]:
+    return {name: (method_class(name).__doc__ or "").strip().split("\n")[0] for name in names}
 
 
 def settings_of(make: Callable[..., Any]) -> str:

@@ -1,4 +1,4 @@
-"""The command line: demo, run, inspect, calibrate, tune, methods, cite, eval, kv."""
+"""The command line: demo, run, serve, inspect, calibrate, tune, methods, cite, eval, kv."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import shlex
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from diffcache import __version__
-from diffcache.catalog import method_class, settings_of
+from diffcache.catalog import method_class, policies, settings_of
 from diffcache.catalog import methods as method_names
 from diffcache.cite import cite as bibtex
 from diffcache.command import (
@@ -28,6 +28,7 @@ from diffcache.command import (
     device_of,
     fail,
     guarded,
+    refuse,
 )
 from diffcache.eval import offline
 from diffcache.eval.cli import app as eval_app
@@ -35,10 +36,12 @@ from diffcache.eval.kv.command import app as kv_app
 from diffcache.eval.methods import parse_method
 from diffcache.eval.options import AS_SAVED, MODEL, with_loading
 from diffcache.files import write_json
+from diffcache.pipelines.demo import serve
 from diffcache.pipelines.demo.console import console, print_rows, progress, quiet
 from diffcache.pipelines.load import Loading
 
 NO_IMAGES: list[str] = []
+TEXT_METHOD = "dkv-cache"  # of language models
 COMMANDS = {"tuned": "tune"}  # the command that makes a method's tables, if not calibrate
 FIRST = (
     "Take taylorseer first: it needs no calibration, and its speed is fixed. first-block decides "
@@ -57,6 +60,7 @@ app = typer.Typer(
 app.add_typer(eval_app, name="eval")
 app.command(epilog=EXIT_LINE)(offline.calibrate)
 app.command(epilog=EXIT_LINE)(offline.tune)
+app.command(epilog=EXIT_LINE)(serve.serve)
 app.add_typer(kv_app, name="kv")
 
 Method = Annotated[
@@ -140,8 +144,17 @@ def demo(
 @with_loading
 def run(
     model: Annotated[str, typer.Argument(help=MODEL)],
-    prompt: Annotated[str, typer.Argument(help="What to draw, or a class number or name.")],
-    method: Method = "taylorseer",
+    prompt: Annotated[
+        str, typer.Argument(help="What to draw, a class number or name, or a text to answer.")
+    ],
+    method: Annotated[
+        str | None,
+        typer.Option(
+            metavar=METHOD,
+            help="A method with settings; `diffcache methods` has them (default: taylorseer, for "
+            f"language models {TEXT_METHOD}).",
+        ),
+    ] = None,
     images: Annotated[
         list[str],
         typer.Option(
@@ -151,10 +164,24 @@ def run(
             "pipeline's call: control_image=FILE, mask_image=FILE. May be repeated.",
         ),
     ] = NO_IMAGES,
-    steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Sampling steps; of a text, forwards of the answer.")
+    ] = None,
     seed: Seed = 0,
     height: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
     width: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Text: tokens of the answer.")] = None,
+    block: Annotated[int | None, typer.Option(min=1, help="Text: tokens of a block.")] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(min=0, help="Text: decide all tokens at once that are as confident as this."),
+    ] = None,
+    guide: Annotated[
+        str | None, typer.Option(help="Text: autoregressive model that judges drafts.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Text: run code that comes with weights.")
+    ] = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
     out: Annotated[
@@ -167,7 +194,7 @@ def run(
     ] = False,
     loading: Loading = AS_SAVED,
 ) -> None:
-    """Run any saved diffusers pipeline under a cache, and report what it did.
+    """Run a saved diffusers pipeline or diffusion language model under a cache, and report on it.
 
     [bold]Try[/bold]
 
@@ -177,10 +204,31 @@ def run(
 
         diffcache run shapes-kontext "make the ring green" --image out/run.png
     """
-    chosen = parse_method(method)
+    from diffcache.pipelines.demo import text
+
+    source = text.find(model)
+    for_text = {"length": length, "block": block, "threshold": threshold, "guide": guide}
+    for_pictures = {"height": height, "width": width, "out": out, "image": images or None}
+    refuse(
+        for_pictures if source else for_text | {"trust-remote-code": trust_remote_code or None},
+        f"is not for {'a language model' if source else 'a pipeline of pictures'}; leave it out",
+    )
+    chosen = parse_method(method or (TEXT_METHOD if source else "taylorseer"))
     chosen.abilities()  # raises where tables are missing
+    if record is not None:
+        check_target("--json", record)
     place = device_of(device)
     quiet()
+    if source is not None:
+        changes = loading.changes
+        changes["lora"] = changes.pop("loras", None)
+        refuse(changes, "is for pipelines of pictures; leave it out")
+        asked = text.Order(prompt, length, block, steps, threshold, guide, seed)
+        lm, settings = text.load(source, dtype, place, guide, trust_remote_code=trust_remote_code)
+        said = text.run(lm, chosen, asked, settings, compare=compare, tell=_stream)
+        typer.echo("\n")
+        _tell(said, record)
+        return
     from diffcache.eval.samples import output
     from diffcache.pipelines import load
     from diffcache.pipelines.demo import generate, inputs, saved
@@ -190,19 +238,28 @@ def run(
     name, parameters = saved.pipeline_of(directory)
     given = inputs.read_images(images, name, parameters)
     target = output.target_of(out, "num_frames" in parameters or "video_length" in parameters)
-    if record is not None:
-        check_target("--json", record)
     pipe, defaults = load.load(model, dtype, str(place), loading)
     order = generate.Order(prompt, steps, seed, height, width, given)
     done = generate.run(pipe, chosen, order, defaults, compare=compare)
-    typer.echo(str(done.report))
-    typer.echo("")
-    for line in done.lines():
-        typer.echo(line)
+    _tell(done, record)
     typer.echo(f"wrote {output.save(done.made, target)}")
     if done.plain:
         beside = target.with_name(f"{target.stem}-uncached{target.suffix}")
         typer.echo(f"wrote {output.save(done.plain, beside)}")
+
+
+def _stream(text: str) -> None:
+    """Print a piece of an answer at once."""
+    typer.echo(text, nl=False)
+    sys.stdout.flush()
+
+
+def _tell(done: Any, record: Path | None) -> None:
+    """Print the report of a run and what it took; write it where a file is named."""
+    typer.echo(str(done.report))
+    typer.echo("")
+    for line in done.lines():
+        typer.echo(line)
     if record is not None:
         write_json(record, done.to_dict())
         typer.echo(f"wrote {record}")
@@ -295,7 +352,7 @@ def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
 @app.command(epilog=EXIT_LINE)
 @guarded
 def methods() -> None:
-    """List the methods, which to take first, and the recipes for key-value caches, with settings.
+    """List methods, policies for diffusion language models, and recipes for key-value caches.
 
     Methods that need calibration have tables, which `diffcache calibrate` measures on a model.
 
@@ -313,6 +370,10 @@ def methods() -> None:
         rows.append((name, sentence, tables, settings))
     print_rows(("method", rest[0], "needs", rest[1]), rows)
     typer.echo(FIRST)
+    policy_rows = [
+        (name, text, settings_of(method_class(name))) for name, text in policies().items()
+    ]
+    print_rows(("policy (diffusion language models)", *rest), policy_rows)
     recipe_rows = [
         (name, text, settings_of(recipe_function(name))) for name, text in recipes().items()
     ]

@@ -148,6 +148,18 @@ def print_or_write(target: str, report: dict[str, Any], print_text: Callable[[],
         typer.echo(f"wrote {target}")
 
 
+def refuse(options: dict[str, Any], why: str) -> None:
+    """Raise ValueError for the first option that was given.
+
+    Args:
+        options: Option without its dashes -> its value; None where it was not given.
+        why: Rest of the sentence.
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"--{name} {value}: {why}")
+
+
 def check_target(option: str, path: Path, endings: Collection[str] = ()) -> None:
     """Check that a file can be written before anything is computed; make its folder.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -55,3 +55,19 @@ def digest(value: Any) -> str:
     """
     text = json.dumps(content(value), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def weights_digest(weights: Iterable[Tensor]) -> str:
+    """Return 16 hexadecimal digits that tell the weights of one model from another's.
+
+    Eight numbers of each weight stand for all of them.
+
+    Args:
+        weights: Parameters, of any device; those without memory are passed over.
+    """
+    few = []
+    for weight in weights:
+        if weight.numel() and not weight.is_meta:
+            flat = weight.detach().reshape(-1)
+            few.append(flat[:: -(-len(flat) // 8)])
+    return digest(few)

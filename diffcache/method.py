@@ -33,12 +33,14 @@ class Method(ABC):
         bibtex: How to cite it.
         counts_calls: Whether every call of the network is a step of its run. Networks without a
             timestep, such as language models, have no other clock.
+        note: What its reports say besides.
     """
 
     name: ClassVar[str] = "unnamed"
     source: ClassVar[str] = ""
     bibtex: ClassVar[str] = ""
     counts_calls: ClassVar[bool] = False
+    note: ClassVar[str] = ""
 
     @property
     def total(self) -> int | None:

@@ -1,4 +1,4 @@
-"""The catalogue: the names of all feature methods and of all recipes for key-value caches.
+"""The catalogue: names of feature methods, policies for language models, and key-value recipes.
 
 "-" and "_" mean the same in a name, in Python and on command lines.
 """
@@ -31,6 +31,17 @@ METHODS = {
     "tuned": "diffcache.features.tuned:Tuned",
 }
 
+# Cache policy for diffusion language models -> where its class is.
+POLICIES = {
+    "d2cache": "diffcache.dllm.d2_cache:D2Cache",
+    "dkv-cache": "diffcache.dllm.dkv_cache:DKVCache",
+    "dllm-cache": "diffcache.dllm.dllm_cache:DLLMCache",
+    "elastic": "diffcache.dllm.elastic_cache:ElasticCache",
+    "fast-dllm": "diffcache.dllm.fast_dllm:FastDLLM",
+    "free-cache": "diffcache.dllm.free_cache:FreeCache",
+    "window-diffusion": "diffcache.dllm.window_diffusion:WindowDiffusion",
+}
+
 # Module of `diffcache.kv.recipes` -> the recipes it defines.
 RECIPES: dict[str, tuple[str, ...]] = {
     "streaming": ("streaming_llm", "duo_attention", "razor_attention"),
@@ -59,7 +70,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
 
 
 def method_key(name: str) -> str:
-    """Return a name as `METHODS` writes it."""
+    """Return a name as `METHODS` and `POLICIES` write it."""
     return name.replace("_", "-")
 
 
@@ -80,7 +91,7 @@ def unknown(name: str, kind: Literal["method", "recipe"]) -> UnknownMethodError:
         name: What was asked for.
         kind: What was expected; a name of the other kind is told where it belongs.
     """
-    methods = {recipe_key(method): method for method in METHODS}
+    methods = {recipe_key(method): method for method in METHODS | POLICIES}
     names = methods | {recipe: recipe for recipe in recipe_names()}
     close = difflib.get_close_matches(recipe_key(name), names, n=1)
     if not close:
@@ -88,7 +99,7 @@ def unknown(name: str, kind: Literal["method", "recipe"]) -> UnknownMethodError:
         return UnknownMethodError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
     place = ""
     if close[0] in methods and kind == "recipe":
-        place = " It is a feature method: pass it to diffcache.wrap or `diffcache run --method`"
+        place = " It is a method: pass it to diffcache.wrap or `diffcache run --method`"
     if close[0] not in methods and kind == "method":
         place = (
             " It is a recipe for key-value caches: pass it to diffcache.kv.cache_for or "

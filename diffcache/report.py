@@ -52,6 +52,7 @@ class Report:
         held_bytes: Bytes that features hold now; 0 between runs of a pipeline.
         peak_bytes: Most bytes held at the end of any call.
         finished: Whether the run ended without an exception, so far as the pipeline shows it.
+        remarks: What was said of the run, a sentence each, such as whether a cache is exact.
     """
 
     def __init__(self, handle: Handle) -> None:
@@ -72,6 +73,7 @@ class Report:
         self.held_bytes = handle.held_bytes()
         self.peak_bytes = record.peak_bytes
         self.finished = record.finished
+        self.remarks = list(record.remarks)
         self._expected = [] if record.calls else _expected(handle)
 
     # plain data ----------------------------------------------------------------------------
@@ -81,7 +83,7 @@ class Report:
         names = (
             "computed", "skipped", "steps_computed", "steps_skipped", "flops_computed",
             "flops_saved", "seconds", "seconds_computed", "seconds_skipped", "held_bytes",
-            "peak_bytes", "finished",
+            "peak_bytes", "finished", "remarks",
         )  # fmt: skip
         return {
             "schema": SCHEMA,
@@ -171,8 +173,9 @@ class Report:
         return lines + self._remarks(total)
 
     def _remarks(self, total: int) -> list[str]:
-        """Return what a user should know of a run that did not go as hoped."""
-        remarks = []
+        """Return what a user should know of how a run went."""
+        remarks = [self.method.note] if self.method.note else []
+        remarks += self.remarks
         reasons = _forced(self.calls)
         for reason in sorted(set(reasons)):
             calls = "call was" if reasons.count(reason) == 1 else "calls were"

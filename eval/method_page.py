@@ -59,7 +59,7 @@ def page(directory: Path = ROOT) -> str:
     """Return the whole page.
 
     Args:
-        directory: Of the project, for its records.
+        directory: The project, for its records.
     """
     folder = directory / "assets" / "bench"
     records = [read_json(file) for file in sorted(folder.glob(RECORDS))]
@@ -80,12 +80,12 @@ def _overview() -> str:
 def _section(name: str, records: list[dict[str, Any]]) -> str:
     cls = method_class(name)
     lines = [f"## {name}", "", f"`{cls.__module__}:{cls.__name__}`", ""]
-    lines += [_story(cls), ""]
+    lines += [story(cls), ""]
     if cls.source:
         lines += [f"Source: {cls.source}.", ""]
-    settings = _settings(cls)
-    if settings:
-        lines += [*table(["setting", "default", "meaning"], settings), ""]
+    known = settings(cls)
+    if known:
+        lines += [*table(["setting", "default", "meaning"], known), ""]
     ran = [KINDS[pipeline] for pipeline in FAMILIES[name].pipelines] if name in FAMILIES else []
     ran += ELSEWHERE.get(name, ())
     lines += [f"Run by the tests on: {'; '.join(ran)}.", ""]
@@ -95,7 +95,7 @@ def _section(name: str, records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _story(cls: type[Method]) -> str:
+def story(cls: type[Method]) -> str:
     """Return the docstring up to its first section, paragraphs on one line each."""
     text = re.split(r"\n(?:Args|Attributes|Raises|Example):\n", _doc(cls))[0]
     return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))
@@ -105,7 +105,7 @@ def _doc(cls: type[Method]) -> str:
     return inspect.cleandoc(cls.__doc__ or "")
 
 
-def _settings(cls: type[Method]) -> list[list[str]]:
+def settings(cls: type[Method]) -> list[list[str]]:
     """Return a row for every setting, with what the docstring says of it."""
     match = re.search(r"\nArgs:\n(.*?)(?=\n\S|\Z)", _doc(cls), re.DOTALL)
     said: dict[str, str] = {}
@@ -119,8 +119,11 @@ def _settings(cls: type[Method]) -> list[list[str]]:
             said[current] += " " + line.strip()
     rows = []
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        has = field.default is not dataclasses.MISSING
-        default = f"`{field.default!r}`" if has else "required"
+        default = "required"
+        if field.default is not dataclasses.MISSING:
+            default = f"`{field.default!r}`"
+        elif field.default_factory is not dataclasses.MISSING:
+            default = f"`{field.default_factory()!r}`"
         rows.append([f"`{field.name}`", default, said.get(field.name, "")])
     return rows
 

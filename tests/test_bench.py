@@ -8,8 +8,9 @@ import torch
 
 from diffcache.eval import record
 from diffcache.eval.bench import __main__ as bench
-from diffcache.eval.bench import compiled, decode, overhead
+from diffcache.eval.bench import ca2_vdm, capacity, compiled, decode, overhead
 from diffcache.eval.bench.models import Shape
+from diffcache.eval.cost.thirds import thirds
 
 SETTING = record.Setting(torch.device("cpu"))
 TINY = Shape(double=2, single=3, image_tokens=4, text_tokens=3)
@@ -64,6 +65,36 @@ def test_decode(tmp_path: Path):
         decode.measure(SETTING, **sizes, recipes=["h3o"])
     with pytest.raises(ValueError, match="prompt=255: must be at least 256"):
         decode.measure(SETTING, rounds=1, layers=2, prompt=255)
+
+
+def test_capacity(tmp_path: Path):
+    body = capacity.measure(SETTING, tokens=9)
+    found = written("capacity", body, tmp_path)
+    stock, *bounded = found["rows"]
+    # 512 tokens of the prompt and a third of 9 each time, of one layer
+    assert stock["bytes"] == [2 * 4 * 64 * 4 * (512 + 3 * n) for n in (1, 2, 3)]
+    assert {row["name"] for row in bounded} == {
+        "streaming_llm", "h2o", "tova", "scissorhands", "keyformer", "lazy_eviction", "d2o",
+        "elastic_cache", "chelsea",
+    }  # fmt: skip
+    told = thirds([1.0, 1, 1, 2, 2, 2, 6, 6, 9], [1.0] * 6 + [2.0] * 3, [2, 4, 5])
+    assert (told["time_ratio"], told["bytes_ratio"]) == (1.5, 1.25)
+    with pytest.raises(ValueError, match="tokens=8: must be at least 9"):
+        capacity.measure(SETTING, tokens=8)
+
+
+def test_ca2_vdm(tmp_path: Path):
+    body = ca2_vdm.measure(SETTING, rounds=1, prefixes=(1, 3))
+    found = written("ca2-vdm", body, tmp_path)
+    short, long = found["rows"]
+    assert [row["prefix_frames"] for row in (short, long)] == [2, 6]
+    # keys and values of 4 blocks, 64 places and 128 channels: the prefix twice, over time and space
+    assert short["cache_bytes"] == 4 * 64 * 128 * 2 * 4 * (2 + 2)
+    assert short["difference"] < 1e-5 and long["difference"] < 1e-5
+    # 4 steps of 2 and 4 chunks, against 4 steps and a clean pass of one
+    assert short["flops_ratio"] == pytest.approx(8 / 5, rel=0.1)
+    assert long["flops_ratio"] == pytest.approx(16 / 5, rel=0.1)
+    assert ca2_vdm.tables(found)[0].row_count == 2
 
 
 def test_stats():

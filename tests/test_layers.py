@@ -183,6 +183,10 @@ CONTEXTS = {
     ): "whether a hook is to end the "
     "forward; a peek runs inside a call, on blocks that other threads may run",
     ("diffcache/command.py", "diffcache_debug"): "an option of the command line",
+    (
+        "pipelines/causal_video.py",
+        "diffcache_video_session",
+    ): "the session that calls the transformer, which others call at the same time",
 }
 
 

@@ -20,18 +20,32 @@ import typer
 from rich.console import Console
 
 from diffcache.command import Device, Threads, device_of, script
-from diffcache.eval.bench import compiled, decode, kv, overhead
+from diffcache.eval.bench import (
+    ca2_vdm,
+    capacity,
+    causal,
+    compiled,
+    decode,
+    dllm,
+    kv,
+    overhead,
+)
 from diffcache.eval.bench.models import Shape
 from diffcache.eval.record import FOLDER, ROOT, Setting, envelope, write
 from diffcache.pipelines.demo.console import progress, quiet
 from diffcache.pipelines.demo.saved import DTYPES
 
 BENCHMARKS: dict[str, ModuleType] = {
-    "overhead": overhead, "compile": compiled, "kv": kv, "decode": decode,
+    "overhead": overhead, "compile": compiled, "kv": kv, "decode": decode, "capacity": capacity,
+    "ca2-vdm": ca2_vdm, "causal": causal, **{f"dllm-{model}": dllm for model in dllm.MODELS},
 }  # fmt: skip
 SMALL: dict[str, dict[str, Any]] = {
     "overhead": {"rounds": 5, "shape": Shape(4, 8)}, "kv": {"rounds": 2, "slots": 256},
-    "decode": {"rounds": 2, "layers": 2, "prompt": 256},
+    "decode": {"rounds": 2, "layers": 2, "prompt": 256}, "capacity": {"tokens": 30},
+    "ca2-vdm": {"rounds": 2, "prefixes": (1, 2)},
+    "causal": {"rounds": 12, "samples": 2, "frames": 30},
+    **{f"dllm-{model}": {"rounds": 1, "samples": 2, "named": ["Fast-dLLM dual"]}
+       for model in dllm.MODELS},
 }  # fmt: skip
 ALL: list[str] = []
 QUICK = ROOT / "out" / "bench"
@@ -44,7 +58,9 @@ def bench(
     device: Device = "cpu",
     dtype: Annotated[Literal["float32", "float16", "bfloat16"], typer.Option()] = "float32",
     threads: Threads = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = 50,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Timed rounds (50, dllm: 16, ca2-vdm: 7).")
+    ] = None,
     layers: Annotated[
         int | None, typer.Option(help=f"decode: layers of the model ({decode.LAYERS}).")
     ] = None,
@@ -61,7 +77,11 @@ def bench(
 
     overhead: host time of a skipped step. compile: graphs and breaks of compiled blocks. kv: host
     time, bytes and error of caches of keys and values. decode: time of a token with each cache, as
-    a share of the stock cache's.
+    a share of the stock cache's. capacity: whether time and bytes stay flat for 10,000 tokens.
+    ca2-vdm: cost of a chunk of video after 8 to 48 others, cached and computed anew.
+    causal: what films of causal video keep with each cache, time and bytes of a chunk; an hour.
+    dllm-...: right answers, token-layers and time of caches of diffusion language models, on a
+    shipped one; hours for all three.
     """
     for name in benchmarks:
         if name not in BENCHMARKS:
@@ -73,14 +93,18 @@ def bench(
     asked = {"layers": layers, "prompt": prompt, "recipes": named}
     chosen = {name: value for name, value in asked.items() if value is not None}
     for name in benchmarks or BENCHMARKS:
-        sizes: dict[str, Any] = {} if name == "compile" else {"rounds": rounds}
+        has_rounds = rounds is not None and name not in ("compile", "capacity")
+        sizes: dict[str, Any] = {"rounds": rounds} if has_rounds else {}
         sizes |= SMALL.get(name, {}) if quick else {}
         sizes |= chosen if name == "decode" else {}
+        sizes |= {"model": name.removeprefix("dllm-")} if name.startswith("dllm-") else {}
         words = ["python -m diffcache.eval.bench", name, f"--device {device}",
                  f"--dtype {dtype} --threads {threads}"]  # fmt: skip
         if name == "decode":
             words += [f"--{key} {_quoted(value)}" for key, value in chosen.items()]
-        words += [f"--rounds {sizes['rounds']}"] * ("rounds" in sizes) + ["--quick"] * quick
+        if "rounds" in sizes:
+            words.append(f"--rounds {sizes['rounds']}")
+        words += ["--quick"] * quick
         _measure(name, setting, sizes, " ".join(words), out or (QUICK if quick else FOLDER))
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import diffcache
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.reuse.trace import Wiring
-from diffcache.pipelines.demo.saved import locate
+from diffcache.pipelines.demo.saved import MODELS, locate
 from diffcache.pipelines.zoo.case import Case
 from diffcache.pipelines.zoo.catalog import EXCLUDED, cases
 from diffcache.pipelines.zoo.coverage import streams, trace
@@ -38,12 +38,12 @@ def find(target: str) -> dict[str, tuple[Anatomy, dict[str, Wiring]]]:
     the zoo has none.
 
     Args:
-        target: Directory of a saved pipeline or model (its configuration is enough, weights are
-            not read), a shipped name, a Hugging Face model ID, a class name of diffusers, or the
-            name of a zoo case.
+        target: Directory of a saved pipeline or model, of transformers too (its configuration is
+            enough, weights are not read), a shipped name, a Hugging Face model ID of a pipeline, a
+            class name of diffusers, or the name of a zoo case.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If it is none of these, or a model whose code comes with it.
         AttachError: If there is no denoiser with lists of blocks.
     """
     path = directory_of(target)
@@ -55,7 +55,14 @@ def find(target: str) -> dict[str, tuple[Anatomy, dict[str, Wiring]]]:
         return {name: (found, _streams(found.model)) for name, found in anatomies.items()}
     if (path / "config.json").exists():
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        anatomy = _anatomy(_skeleton(path, str(config.get("_class_name"))))
+        if "auto_map" in config:
+            raise ValueError(
+                f"{target}: comes with code of its own, which is not run here; load it with "
+                "DiffusionLM.from_pretrained(..., trust_remote_code=True) and look at "
+                "diffcache.inspect(lm.model)"
+            )
+        names = config.get("architectures") or [config.get("_class_name")]
+        anatomy = _anatomy(_skeleton(path, str(names[0])))
         return {target: (anatomy, _streams(anatomy.model))}
     case = case_of(target)
     if case is None:
@@ -66,8 +73,11 @@ def find(target: str) -> dict[str, tuple[Anatomy, dict[str, Wiring]]]:
 
 def directory_of(target: str) -> Path:
     """Return the directory that a name stands for; one that is not there for a class name."""
-    if case_of(target) is not None or (Path(target) / "config.json").exists():
+    if case_of(target) is not None:
         return Path(target)
+    for path in (Path(target), MODELS / target):
+        if (path / "config.json").exists():
+            return path
     try:
         return locate(target, configs_only=True)
     except FileNotFoundError:
@@ -131,28 +141,36 @@ def describe(
 
 
 def _components(path: Path) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the diffusers models of a saved pipeline, without their weights."""
+    """Yield diffusers' models of a saved pipeline, or its language model, without their weights."""
     index = json.loads((path / "model_index.json").read_text(encoding="utf-8"))
     for name, entry in index.items():
         if not (path / name / "config.json").exists():
             continue
-        if isinstance(entry, list) and entry[0] == "diffusers":
+        if not isinstance(entry, list):
+            continue
+        if entry[0] == "diffusers" or (entry[0] == "transformers" and name == "model"):
             yield name, _skeleton(path / name, entry[1])
 
 
 def _skeleton(path: Path, cls: str) -> nn.Module:
     """Build a model from its configuration, without memory for weights where that works."""
     import diffusers
+    import transformers
 
-    found: Any = getattr(diffusers, cls, None)
+    found: Any = getattr(diffusers, cls, None) or getattr(transformers, cls, None)
     if found is None:
-        raise ValueError(f"{path} holds a {cls}, which the installed diffusers does not have")
-    config = found.load_config(str(path))
+        raise ValueError(
+            f"{path} holds a {cls}, which neither the installed diffusers nor transformers has"
+        )
+    if issubclass(found, transformers.PreTrainedModel):
+        make, config = found, found.config_class.from_pretrained(str(path))
+    else:
+        make, config = found.from_config, found.load_config(str(path))
     try:
         with torch.device("meta"):
-            model: nn.Module = found.from_config(config)
+            model: nn.Module = make(config)
     except (RuntimeError, NotImplementedError, TypeError):  # constructors that look at values
-        model = found.from_config(config)
+        model = make(config)
     return model
 
 
