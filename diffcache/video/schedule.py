@@ -1,4 +1,4 @@
-"""Schedule of a live stream: frames of a chunk and noise levels of a call, so that it is in time."""
+"""Schedule of a live stream: frames of a chunk and noise levels of a call that keep it in time."""
 
 from __future__ import annotations
 

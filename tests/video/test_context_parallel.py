@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -153,7 +154,8 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, Any]]:
     """Films, bytes and refusals of two processes."""
-    with tempfile.TemporaryDirectory() as folder:
+    paths = [str(Path(__file__).parents[2]), *sys.path]  # the processes import this file as tests.*
+    with tempfile.TemporaryDirectory() as folder, patch.object(sys, "path", paths):
         multiprocessing.spawn(share, (folder,), 2)
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
 
