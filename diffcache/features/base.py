@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import add
 from typing import Any, Literal
 
 from torch import Tensor
@@ -119,9 +120,18 @@ class Instead(ABC):
     def link(self, states: Sequence[Any]) -> None:  # noqa: B027
         """Note the order in which the states of a branch are asked for; for fetching ahead."""
 
-    def estimate_all(self, states: Sequence[Any], step: Step) -> list[Tensor]:
-        """Return `estimate` of many states; a method may do them in fewer kernel launches."""
-        return [self.estimate(state, step) for state in states]
+    def estimate_all(
+        self, states: Sequence[Any], step: Step, bases: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Return `estimate` of many states; a method may do them in fewer kernel launches.
+
+        Args:
+            states: Of features of one call.
+            step: The skipped step.
+            bases: What is added to each estimate; nothing by default.
+        """
+        guesses = [self.estimate(state, step) for state in states]
+        return guesses if bases is None else list(map(add, bases, guesses))
 
     def correct(self, state: Any, step: Step, value: Tensor) -> Tensor:
         """Return a better stand-in for the denoiser's output; asked at `feature="change"` only.

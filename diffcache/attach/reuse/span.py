@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import itemgetter
@@ -158,13 +158,8 @@ def estimate(frame: Frame, spec: TapSpec, given: tuple[Any, ...]) -> Any:
     """Return the outputs of a skipped block from its features, its span's base and its input."""
     held: BlockFeatures = frame.features[spec.key]
     base = given if spec.live else frame.bases.get(spec.span, ())
-    guesses = iter(estimates(frame, held))
-    outputs: list[Tensor] = []
-    for what, place in held.kinds:
-        if what == "residual":
-            outputs.append(base[place] + next(guesses))
-        else:
-            outputs.append(next(guesses) if what == "own" else given[place])
+    guesses = iter(estimates(frame, held, base))
+    outputs = [given[place] if what == "pass" else next(guesses) for what, place in held.kinds]
     frame.closed += spec.closes
     return held.template.build(outputs)
 
@@ -182,14 +177,25 @@ def foresee(frame: Frame) -> list[list[Tensor]]:
     return frame.foreseen
 
 
-def estimates(frame: Frame, held: BlockFeatures) -> list[Tensor]:
-    """Return the estimates of a call's tensors; those that a model may write to are fresh."""
+def estimates(frame: Frame, held: BlockFeatures, base: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Return what stands for a call's tensors; those that a model may write to are fresh.
+
+    Args:
+        frame: Of the call.
+        held: Features of the call.
+        base: What residuals are added to, by their place.
+    """
     instead, states = frame.instead, held.states
+    kinds = [kind for kind in held.kinds if kind[0] != "pass"]
+    if kinds and all(what == "residual" for what, _ in kinds):
+        return instead.estimate_all(states, frame.step, [base[place] for _, place in kinds])
     if len(states) == 1:
         guesses = [instead.estimate(states[0], frame.step)]
     else:
         guesses = instead.estimate_all(states, frame.step) if states else []
     if states and instead.is_held(states[0]):  # all of a call have the same age
-        kinds = [kind for kind in held.kinds if kind[0] != "pass"]
         guesses = [g.clone() if k is OWN else g for g, k in zip(guesses, kinds, strict=True)]
-    return guesses
+    return [
+        base[place] + guess if what == "residual" else guess
+        for guess, (what, place) in zip(guesses, kinds, strict=True)
+    ]

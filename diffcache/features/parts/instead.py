@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import add, mul
+from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from diffcache.features.base import Instead, check_int
 from diffcache.foreign import add_all
+from diffcache.kernels.forecast import finite_differences, weighted_sum
 from diffcache.step import Step
 
 MAX_ORDER = 4
@@ -38,6 +42,40 @@ class Reuse(Instead):
         return state
 
 
+class Summed(Instead):
+    """Forecast with a weighted sum of held tensors; a kernel takes one pass over memory for it.
+
+    Its states hold the tensors as `factors`.
+    """
+
+    @abstractmethod
+    def weights(self, state: Any, step: Step) -> list[float]:
+        """Return the weight of every factor; the first is 1."""
+
+    def estimate(self, state: Any, step: Step) -> Tensor:
+        """Return the weighted sum of the factors."""
+        if len(state.factors) == 1:
+            return cast(Tensor, state.factors[0])
+        return weighted_sum(state.factors, self.weights(state, step))
+
+    def estimate_all(
+        self, states: Sequence[Any], step: Step, bases: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Return every state's estimate; a base is added in the same pass."""
+        if bases is None:
+            return super().estimate_all(states, step)
+        pairs = zip(states, bases, strict=True)
+        return [weighted_sum(s.factors, self.weights(s, step), base) for s, base in pairs]
+
+    def held(self, state: Any) -> list[Tensor]:
+        """Return the factors."""
+        return cast("list[Tensor]", state.factors)
+
+    def is_held(self, state: Any) -> bool:
+        """Return whether there is nothing to add to the last feature."""
+        return len(state.factors) == 1
+
+
 @dataclass
 class Differences:
     """Differences of a feature at its last computed steps, lowest order first."""
@@ -47,7 +85,7 @@ class Differences:
 
 
 @dataclass(frozen=True)
-class Taylor(Instead):
+class Taylor(Summed):
     """Forecast with finite differences in the place of derivatives.
 
     With the factors `g_0 = F` and `g_{i+1} = (g_i - old g_i) / d`, where `d` is the distance to
@@ -76,22 +114,20 @@ class Taylor(Instead):
 
     def record(self, state: Differences, step: Step, feature: Tensor) -> None:
         """Replace the factors by those of the fresh feature."""
-        factors = [feature]
         distance = step.index - state.anchor
-        if step.index >= self.start and distance:
-            for old in state.factors[: self.order]:
-                factors.append((factors[-1] - old) / distance)
-        state.factors, state.anchor = factors, step.index
+        taken = self.order if step.index >= self.start and distance else 0
+        distances = [distance] * min(taken, len(state.factors))
+        state.factors = finite_differences(state.factors, feature, distances)
+        state.anchor = step.index
 
-    def estimate(self, state: Differences, step: Step) -> Tensor:
-        """Return the sum of the factors' terms at this step."""
+    def weights(self, state: Differences, step: Step) -> list[float]:
+        """Return the weight of every factor."""
         distance = step.index - state.anchor
-        total = state.factors[0]
-        for power, factor in enumerate(state.factors[1:], start=1):
-            total = torch.add(total, factor, alpha=distance**power / math.factorial(power))
-        return total
+        return [distance**power / math.factorial(power) for power in range(len(state.factors))]
 
-    def estimate_all(self, states: Sequence[Differences], step: Step) -> list[Tensor]:
+    def estimate_all(
+        self, states: Sequence[Differences], step: Step, bases: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
         """Return every state's estimate; of many states with one fused launch an order."""
         factors = [state.factors for state in states]
         anchor = states[0].anchor
@@ -100,22 +136,12 @@ class Taylor(Instead):
             or len(set(map(len, factors))) > 1
             or any(state.anchor != anchor for state in states)
         ):
-            return [self.estimate(state, step) for state in states]
-        distance = step.index - anchor
+            return super().estimate_all(states, step, bases)
         levels = zip(*factors, strict=True)
         totals = list(next(levels))
-        for power, terms in enumerate(levels, start=1):
-            alpha = distance**power / math.factorial(power)
-            totals = list(add_all(totals, terms, alpha=alpha))
-        return totals
-
-    def held(self, state: Differences) -> list[Tensor]:
-        """Return the factors."""
-        return state.factors
-
-    def is_held(self, state: Differences) -> bool:
-        """Return whether there is nothing to add to the last feature."""
-        return len(state.factors) == 1
+        for weight, terms in zip(self.weights(states[0], step)[1:], levels, strict=True):
+            totals = list(add_all(totals, terms, alpha=weight))
+        return totals if bases is None else list(map(add, bases, totals))
 
 
 @dataclass
@@ -127,7 +153,7 @@ class DividedDifferences:
 
 
 @dataclass(frozen=True)
-class Newton(Instead):
+class Newton(Summed):
     """Forecast with Newton's interpolation through the last `order + 1` computed features.
 
     `g_{i+1} = (g_i - old g_i) / (s_0 - s_{i+1})` are true divided differences over the computed
@@ -156,30 +182,16 @@ class Newton(Instead):
 
     def record(self, state: DividedDifferences, step: Step, feature: Tensor) -> None:
         """Replace the table by that of the fresh feature."""
-        factors, anchors = [feature], [step.index]
-        if step.index >= self.start and step.index not in state.anchors:
-            for old, anchor in zip(
-                state.factors[: self.order], state.anchors[: self.order], strict=True
-            ):
-                factors.append((factors[-1] - old) / (step.index - anchor))
-                anchors.append(anchor)
-        state.factors, state.anchors = factors, anchors
+        fresh = step.index >= self.start and step.index not in state.anchors
+        anchors = state.anchors[: self.order] if fresh else []
+        distances = [step.index - anchor for anchor in anchors]
+        state.factors = finite_differences(state.factors, feature, distances)
+        state.anchors = [step.index, *anchors]
 
-    def estimate(self, state: DividedDifferences, step: Step) -> Tensor:
-        """Return the interpolating polynomial at this step."""
-        total, weight = state.factors[0], 1
-        for factor, anchor in zip(state.factors[1:], state.anchors[:-1], strict=True):
-            weight *= step.index - anchor
-            total = torch.add(total, factor, alpha=float(weight))
-        return total
-
-    def held(self, state: DividedDifferences) -> list[Tensor]:
-        """Return the table."""
-        return state.factors
-
-    def is_held(self, state: DividedDifferences) -> bool:
-        """Return whether there is nothing to add to the last feature."""
-        return len(state.factors) == 1
+    def weights(self, state: DividedDifferences, step: Step) -> list[float]:
+        """Return the values at this step of Newton's basis."""
+        distances = [step.index - anchor for anchor in state.anchors[:-1]]
+        return [1.0, *map(float, accumulate(distances, mul))]
 
 
 def check_order(name: str, value: object) -> None:

@@ -1,0 +1,39 @@
+"""What one row of the kernels' benchmark is: shapes, bytes and the ways to the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """One operator at the sizes of one model.
+
+    Attributes:
+        operator: Name in `torch.ops.diffcache`.
+        model: Whose sizes these are.
+        shapes: Shapes and settings, as a reader of the table needs them.
+        make: Takes a device and whether sizes are tiny, and returns what the ways are called with:
+            random numbers, a fresh set at every call.
+        ways: Name -> how the same result is had. `kernel` calls the operator, `plain` its twin;
+            others are rivals. Each returns its results.
+        moved: Least bytes that are read and written, at the sizes of the model.
+        flops: Operations of products of matrices, at the sizes of the model.
+        tolerance: Largest error of a way, as a norm relative to `plain`.
+        target: What the kernel is to reach: name of another way -> times as fast, `limit` -> share
+            of the bandwidth of a copy.
+    """
+
+    operator: str
+    model: str
+    shapes: str
+    make: Callable[[torch.device, bool], tuple[Any, ...]]
+    ways: dict[str, Callable[..., Any]]
+    moved: int
+    flops: int = 0
+    tolerance: float = 2e-2
+    target: dict[str, float] = field(default_factory=dict)

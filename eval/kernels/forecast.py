@@ -1,0 +1,75 @@
+"""Forecasts and their differences at the sizes of FLUX.1-dev and Wan2.1-1.3B."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcache.eval.kernels.case import KernelCase
+from diffcache.kernels import forecast
+
+SIZES = {"FLUX.1-dev": (4608, 3072), "Wan2.1-1.3B": (4680, 1536)}
+DISTANCE = 3
+
+
+def _terms(
+    shape: tuple[int, int], count: int
+) -> Callable[[torch.device, bool], tuple[list[Tensor], Tensor]]:
+    def make(device: torch.device, tiny: bool) -> tuple[list[Tensor], Tensor]:
+        size = (8, 64) if tiny else shape
+        found = torch.randn(count + 1, *size, device=device, dtype=torch.bfloat16)
+        return list(found[1:].unbind()), found[0]
+
+    return make
+
+
+def _weights(count: int) -> list[float]:
+    return [DISTANCE**power / math.factorial(power) for power in range(count)]
+
+
+def _as_published(terms: Sequence[Tensor], base: Tensor) -> Tensor:
+    """Forecast with the operations of TaylorSeer's own code: a product and a sum for each order."""
+    total: Any = 0
+    for power, term in enumerate(terms):
+        total = total + (1 / math.factorial(power)) * term * (DISTANCE**power)
+    return base + total
+
+
+def cases() -> list[KernelCase]:
+    """Return the rows of the benchmark."""
+    found = []
+    for model, shape in SIZES.items():
+        bytes_each = 2 * math.prod(shape)
+        sums: dict[str, Callable[..., Any]] = {
+            "kernel": lambda t, base: forecast.SUM(t, _weights(3), base, None),
+            "plain": lambda t, base: forecast.sum_twin(t, _weights(3), base, None),
+            "as published": _as_published,
+            "torch.compile": torch.compile(
+                lambda t, base: forecast.sum_twin(t, _weights(3), base, None)
+            ),
+        }
+        found.append(
+            KernelCase(
+                "weighted_sum", model, f"{list(shape)} bfloat16, order 2 and base",
+                _terms(shape, 3), sums, 5 * bytes_each,
+                target={"as published": 4.0, "limit": 1 / 1.15},
+            )
+        )  # fmt: skip
+        differences: dict[str, Callable[..., Any]] = {
+            "kernel": lambda t, new: forecast.DIFFERENCES(new, t[:2], t[1:], [5.0, 5.0]) or t[1:],
+            "plain": lambda t, new: forecast.differences_twin(new, t[:2], [5.0, 5.0]),
+            "torch.compile": torch.compile(
+                lambda t, new: forecast.differences_twin(new, t[:2], [5.0, 5.0])
+            ),
+        }
+        found.append(
+            KernelCase(
+                "finite_differences", model, f"{list(shape)} bfloat16, order 2",
+                _terms(shape, 3), differences, 5 * bytes_each, target={"plain": 1.5},
+            )
+        )  # fmt: skip
+    return found

@@ -1,0 +1,254 @@
+"""Register operators with a Triton kernel and a twin in plain PyTorch, and choose between the two.
+
+An operator is defined once, by `define`: its twin is the specification and its CPU implementation,
+its kernel is imported at the first launch. `DIFFCACHE_KERNELS` chooses:
+
+- `auto` (the default): the kernel on CUDA devices for which `choices.json` holds a measured ratio
+  above 1, else the twin. On a CPU that is always the twin, so that results are reproducible.
+- `triton`: the kernel wherever it runs: on CUDA devices, and on a CPU under `TRITON_INTERPRET=1`.
+- `torch`: the twin everywhere.
+
+`DIFFCACHE_KERNELS_OFF=taylor_predict,lse_merge` takes single kernels out. `DIFFCACHE_CHECK=1`
+compares the first launch of every operator, dtype and size with the twin and turns a kernel off
+that differs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+NAMESPACE = "diffcache"
+BACKENDS = ("auto", "triton", "torch")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CHOICES = Path(__file__).with_name("choices.json")
+# Largest norm of the difference from the twin, over the norm of the twin's result, in a check.
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4}
+OPERATORS: dict[str, Operator] = {}
+
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Operator:
+    """One operator of torch with two implementations.
+
+    Attributes:
+        name: Name in `torch.ops.diffcache`.
+        twin: Plain PyTorch; takes and returns what the operator does.
+        kernel: Where the launch is: a module of `diffcache.kernels.gpu` and a function in it.
+        op: The operator, `torch.ops.diffcache.<name>.default`.
+        off: Whether a check turned the kernel off.
+        checked: Dtypes and sizes that were compared with the twin.
+    """
+
+    name: str
+    twin: Callable[..., Any]
+    kernel: str
+    op: Any = None
+    off: bool = False
+    checked: set[Any] = field(default_factory=set)
+
+    def takes(self, *tensors: Tensor | None) -> bool:
+        """Return whether the kernel should run on these tensors, the first of which counts most.
+
+        Raises:
+            RuntimeError: If `DIFFCACHE_KERNELS=triton` asks for a kernel and triton is missing.
+        """
+        first = tensors[0]
+        assert first is not None
+        how = chosen()
+        if how == "torch" or (first.device.type != "cuda" and not interpreted()):
+            return False
+        given = [tensor for tensor in tensors if tensor is not None]
+        if any(type(t) is not Tensor or t.device != first.device for t in given):
+            return False  # what subclasses do is known to plain operations alone
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+            return False  # kernels have no gradient
+        if first.dtype not in DTYPES or not first.numel() or self.off or self.name in _off():
+            return False
+        if how == "triton":
+            _need_triton()
+            return True
+        return first.is_cuda and has_triton() and ratio(self.name, first.device) > 1
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the operator."""
+        return self.op(*args)
+
+    def launch(self, *args: Any) -> Any:
+        """Run the kernel; compare it with the twin first where `DIFFCACHE_CHECK=1` asks for it."""
+        module, _, name = self.kernel.partition(":")
+        run = getattr(_module(module), name)
+        if os.environ.get("DIFFCACHE_CHECK") != "1":
+            return run(*args)
+        key = [(t.dtype, t.numel().bit_length(), t.device) for t in _tensors(args)]
+        if (once := tuple(key)) in self.checked:
+            return run(*args)
+        self.checked.add(once)
+        copies = _copied(args)
+        expected = self.twin(*copies)
+        before = _copied(args)
+        found = run(*args)
+        wrong = difference((found, args), (expected, copies))
+        if wrong is None:
+            return found
+        self.off = True
+        _LOG.warning(
+            "the kernel of %s differs from plain PyTorch (%s) and is turned off; "
+            "DIFFCACHE_KERNELS=torch turns all of them off", self.name, wrong,
+        )  # fmt: skip
+        for tensor, old in zip(_tensors(args), _tensors(before), strict=True):
+            tensor.copy_(old)
+        return self.twin(*args)
+
+
+def define(
+    schema: str,
+    twin: Callable[..., Any],
+    fake: Callable[..., Any],
+    kernel: str,
+    flops: Callable[..., int],
+) -> Operator:
+    """Register an operator.
+
+    Args:
+        schema: Signature, as `torch.library.define` takes it.
+        twin: Plain PyTorch; the CPU implementation.
+        fake: Returns empty results of the right shapes, dtypes and strides.
+        kernel: Module of `diffcache.kernels.gpu` and function that launches, `module:function`.
+        flops: Operations by shapes, as torch's counter counts those of the twin: a formula takes
+            the arguments with shapes in the place of tensors, and `out_shape`.
+    """
+    operator = Operator(schema.partition("(")[0], twin, kernel)
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(operator.name, lambda *a: _on_cpu(operator, a), "CPU")
+    _LIBRARY.impl(operator.name, lambda *a: _on_cuda(operator, a), "CUDA")
+    torch.library.register_fake(f"{NAMESPACE}::{operator.name}", fake, lib=_LIBRARY)
+    packet = getattr(getattr(torch.ops, NAMESPACE), operator.name)
+    register_flop_formula(packet)(flops)
+    operator.op = packet.default
+    OPERATORS[operator.name] = operator
+    return operator
+
+
+def no_products(*args: Any, **kwargs: Any) -> int:
+    """Return 0: torch counts products of matrices, and there are none."""
+    return 0
+
+
+def _on_cpu(operator: Operator, args: Sequence[Any]) -> Any:
+    run = operator.launch if interpreted() and chosen() == "triton" else operator.twin
+    return run(*args)
+
+
+def _on_cuda(operator: Operator, args: Sequence[Any]) -> Any:
+    if chosen() == "torch" or operator.off or not has_triton():
+        return operator.twin(*args)
+    with torch.cuda.device_of(_tensors(args)[0]):
+        return operator.launch(*args)
+
+
+def chosen() -> str:
+    """Return the backend that is asked for: `auto`, `triton` or `torch`.
+
+    Raises:
+        ValueError: If `DIFFCACHE_KERNELS` is none of them.
+    """
+    found = os.environ.get("DIFFCACHE_KERNELS") or "auto"
+    if found not in BACKENDS:
+        raise ValueError(f"DIFFCACHE_KERNELS={found!r}: must be one of {', '.join(BACKENDS)}")
+    return found
+
+
+def ratio(name: str, device: torch.device) -> float:
+    """Return how much faster a kernel was measured on this kind of device; 0 if it was not."""
+    return float(_choices().get(_slug(device.index or 0), {}).get(name, 0))
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Return whether kernels run in Triton's interpreter, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def difference(found: Any, expected: Any) -> str | None:
+    """Return where results differ by more than rounding, or None."""
+    for number, (one, other) in enumerate(zip(_tensors(found), _tensors(expected), strict=True)):
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return f"result {number} is {one.dtype} {list(one.shape)}"
+        if not one.is_floating_point():
+            share = float((one != other).float().mean()) if one.numel() else 0.0
+            if share > 1e-4:  # codes of numbers in the middle of two may be either
+                return f"{share:.2%} of the numbers of result {number} are others"
+            continue
+        wide, exact = one.double(), other.double()
+        same = (wide == exact) | (wide.isnan() & exact.isnan())  # infinities among them
+        error = float((wide - exact).where(~same, 0.0).norm())
+        size = float(exact.where(exact.isfinite(), 0.0).norm())
+        if not error <= TOLERANCE.get(one.dtype, 1e-9) * size:
+            return f"result {number} is off by {error / size if size else error:.2g}"
+    return None
+
+
+@cache
+def _choices() -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = json.loads(CHOICES.read_text())
+    own = os.environ.get("DIFFCACHE_KERNELS_CHOICES")
+    return found | (json.loads(Path(own).read_text()) if own else {})
+
+
+@cache
+def _slug(index: int) -> str:
+    return torch.cuda.get_device_name(index)
+
+
+def _off() -> set[str]:
+    return set(os.environ.get("DIFFCACHE_KERNELS_OFF", "").replace(" ", "").split(","))
+
+
+def _need_triton() -> None:
+    if not has_triton():
+        raise RuntimeError(
+            "DIFFCACHE_KERNELS=triton: triton is not installed; pip install 'diffcache[gpu]', or "
+            "use DIFFCACHE_KERNELS=auto"
+        )
+
+
+@cache
+def _module(name: str) -> Any:
+    return importlib.import_module(f"diffcache.kernels.gpu.{name}")
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [tensor for item in tree for tensor in _tensors(item)]
+    return []
+
+
+def _copied(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.clone()
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_copied(item) for item in tree)
+    return tree

@@ -1,0 +1,31 @@
+"""The machine code of every kernel: nothing spills, shared memory fits, loads are wide."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.compiled.machine import ARCHS, SHARED, WIDE, Launch, machine
+
+FILES = sorted(Path(__file__).parent.glob("*_launches.py"))
+LAUNCHES = [
+    launch
+    for file in FILES
+    for launch in importlib.import_module(f"tests.kernels.compiled.{file.stem}").launches()
+]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.name)
+def test_machine_code(launch: Launch, arch: int) -> None:
+    found = machine(launch.kernel, arch, *launch.args, **launch.options)
+    assert (found.stack, found.local) == (0, 0)
+    assert found.shared <= SHARED[arch]
+    if launch.wide:
+        assert any(found.count(name) for name in WIDE), sorted(set(found.instructions))
+    if arch in launch.products:
+        assert found.count(launch.products[arch])
+    if launch.loop is not None:
+        assert found.loops[0] <= launch.loop

@@ -1,0 +1,56 @@
+"""Every operator on a CPU: exact, known to torch's checks, to compilers, to meta and to FLOPs."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffcache.kernels import dispatch
+from tests.kernels.cases import DTYPES, Case, cases, check, copied
+
+ALL = [case for dtype in DTYPES for case in cases(dtype)]
+FIRST = {case.operator.name: case for case in reversed(cases(torch.float32))}
+EACH = pytest.mark.parametrize("case", FIRST.values(), ids=list(FIRST))
+
+
+def test_every_operator_has_cases() -> None:
+    assert set(FIRST) == set(dispatch.OPERATORS)
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_a_twin_is_no_worse_than_rounding_at_every_term(case: Case) -> None:
+    args, before = copied(case.args), copied(case.args)
+    case.tolerance *= 6
+    check(case, case.operator(*args), args, before)
+
+
+@EACH
+def test_torch_accepts_the_registration(case: Case) -> None:
+    torch.library.opcheck(case.operator.op, copied(case.args))
+
+
+@EACH
+def test_a_compiled_call_is_the_call(case: Case) -> None:
+    run = torch.compile(case.operator.op, fullgraph=True, backend="aot_eager", dynamic=True)
+    one, other = copied(case.args), copied(case.args)
+    results = case.results(one, run(*one)), case.results(other, case.operator(*other))
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
+@EACH
+def test_shapes_are_known_without_numbers(case: Case) -> None:
+    args, meta = copied(case.args), copied(case.args, lambda tensor: tensor.to("meta"))
+    expected, found = (case.results(a, case.operator(*a)) for a in (args, meta))
+    assert [(t.shape, t.dtype, t.stride()) for t in found] == [
+        (t.shape, t.dtype, t.stride()) for t in expected
+    ]
+
+
+@EACH
+def test_operations_are_counted_as_those_of_the_twin(case: Case) -> None:
+    counts = []
+    for run in (case.operator, case.operator.twin):
+        with FlopCounterMode(display=False) as counter:
+            run(*copied(case.args))
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1]

@@ -1,0 +1,34 @@
+"""Triton's interpreter and its compiler run in processes of their own: they exclude one another."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+NEEDED = [name for name in ("triton", "ml_dtypes") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.skipif(bool(NEEDED), reason=f"needs {', '.join(NEEDED)}: pip install '.[gpu,dev]'"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.mark.parametrize(
+    ("folder", "settings"),
+    [
+        ("interpreted", {"TRITON_INTERPRET": "1", "DIFFCACHE_KERNELS": "triton"}),
+        ("compiled", {"DIFFCACHE_COMPILED": "1", "TRITON_DEFAULT_FP_FUSION": "1"}),
+    ],
+)
+def test_in_a_process_of_its_own(folder: str, settings: dict[str, str], tmp_path: Path) -> None:
+    env = os.environ | settings | {
+        "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]),
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }  # fmt: skip
+    env.pop("PYTEST_XDIST_WORKER", None)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", HERE / folder]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
