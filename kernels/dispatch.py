@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 NAMESPACE = "diffcache"
 BACKENDS = ("auto", "triton", "torch")
@@ -50,7 +49,9 @@ class Operator:
         name: Name in `torch.ops.diffcache`.
         twin: Plain PyTorch; takes and returns what the operator does.
         kernel: Where the launch is: a module of `diffcache.kernels.gpu` and a function in it.
+        flops: Formula of its operations, see `define`.
         op: The operator, `torch.ops.diffcache.<name>.default`.
+        packet: The operator as torch's counter of operations knows it.
         off: Whether a check turned the kernel off.
         checked: Dtypes and sizes that were compared with the twin.
     """
@@ -58,7 +59,9 @@ class Operator:
     name: str
     twin: Callable[..., Any]
     kernel: str
+    flops: Callable[..., int]
     op: Any = None
+    packet: Any = None
     off: bool = False
     checked: set[Any] = field(default_factory=set)
 
@@ -133,16 +136,24 @@ def define(
         flops: Operations by shapes, as torch's counter counts those of the twin: a formula takes
             the arguments with shapes in the place of tensors, and `out_shape`.
     """
-    operator = Operator(schema.partition("(")[0], twin, kernel)
+    operator = Operator(schema.partition("(")[0], twin, kernel, flops)
     _LIBRARY.define(schema)
     _LIBRARY.impl(operator.name, lambda *a: _on_cpu(operator, a), "CPU")
     _LIBRARY.impl(operator.name, lambda *a: _on_cuda(operator, a), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{operator.name}", fake, lib=_LIBRARY)
-    packet = getattr(getattr(torch.ops, NAMESPACE), operator.name)
-    register_flop_formula(packet)(flops)
-    operator.op = packet.default
+    operator.packet = getattr(getattr(torch.ops, NAMESPACE), operator.name)
+    operator.op = operator.packet.default
     OPERATORS[operator.name] = operator
     return operator
+
+
+def register_flops() -> None:
+    """Tell torch's counter the formulas of all operators; importing it imports triton."""
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    for operator in OPERATORS.values():
+        if operator.packet not in flop_registry:
+            register_flop_formula(operator.packet)(operator.flops)
 
 
 def no_products(*args: Any, **kwargs: Any) -> int:

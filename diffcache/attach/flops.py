@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from diffcache.foreign import (
     CPU_ATTENTION,
@@ -17,6 +16,7 @@ from diffcache.foreign import (
     packet_of,
     uses_flex_attention,
 )
+from diffcache.kernels.dispatch import register_flops
 
 # Products of matrices -> which argument's last axis is summed over. torch's own formulas walk
 # through all arguments as trees, which takes as long as the products of a small model.
@@ -31,8 +31,12 @@ class _Counter(DispatchMode):
     """Adds up the operations of every kernel; torch's own mode also tracks modules, by hooks."""
 
     def __init__(self) -> None:
+        # not at the top: where triton is installed, torch's counter imports all of it
+        from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
         super().__init__()
-        self.total = 0
+        register_flops()
+        self.registry, self.attention, self.total = flop_registry, sdpa_flop_count, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -40,20 +44,20 @@ class _Counter(DispatchMode):
             return func(*args, **kwargs)
         packet = packet_of(func)
         if packet is CPU_ATTENTION:  # not in the registry
-            self.total += sdpa_flop_count(*[tensor.shape for tensor in args[:3]])
+            self.total += self.attention(*[tensor.shape for tensor in args[:3]])
         elif packet in _PRODUCTS:
             out = func(*args, **kwargs)
             self.total += 2 * out.numel() * args[_PRODUCTS[packet]].shape[-1]
             return out
-        elif packet not in flop_registry:
+        elif packet not in self.registry:
             with self:  # under inference mode, operations made of others arrive whole
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
             _UNCOUNTED.add(func)
         out = func(*args, **kwargs)
-        if packet in flop_registry:
-            self.total += flop_registry[packet](*args, **kwargs, out_val=out)
+        if packet in self.registry:
+            self.total += self.registry[packet](*args, **kwargs, out_val=out)
         return out
 
 

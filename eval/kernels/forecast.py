@@ -39,37 +39,46 @@ def _as_published(terms: Sequence[Tensor], base: Tensor) -> Tensor:
     return base + total
 
 
+def _sum(terms: list[Tensor], base: Tensor) -> Tensor:
+    return forecast.sum_twin(terms, _weights(3), base, None)
+
+
+def _differences(terms: list[Tensor], fresh: Tensor) -> list[Tensor]:
+    return forecast.differences_twin(fresh, terms[:2], [5.0, 5.0])
+
+
+def _launch_sum(terms: list[Tensor], base: Tensor) -> Any:
+    return forecast.SUM(terms, _weights(3), base, None)
+
+
+def _launch_differences(terms: list[Tensor], fresh: Tensor) -> list[Tensor]:
+    forecast.DIFFERENCES(fresh, terms[:2], terms[1:], [5.0, 5.0])
+    return terms[1:]
+
+
 def cases() -> list[KernelCase]:
     """Return the rows of the benchmark."""
     found = []
     for model, shape in SIZES.items():
-        bytes_each = 2 * math.prod(shape)
-        sums: dict[str, Callable[..., Any]] = {
-            "kernel": lambda t, base: forecast.SUM(t, _weights(3), base, None),
-            "plain": lambda t, base: forecast.sum_twin(t, _weights(3), base, None),
-            "as published": _as_published,
-            "torch.compile": torch.compile(
-                lambda t, base: forecast.sum_twin(t, _weights(3), base, None)
-            ),
-        }
+        moved, shown = 5 * 2 * math.prod(shape), f"{list(shape)} bfloat16, order 2"
+        sums = {
+            "kernel": _launch_sum, "plain": _sum, "as published": _as_published,
+            "torch.compile": torch.compile(_sum),
+        }  # fmt: skip
         found.append(
             KernelCase(
-                "weighted_sum", model, f"{list(shape)} bfloat16, order 2 and base",
-                _terms(shape, 3), sums, 5 * bytes_each,
+                "weighted_sum", model, f"{shown}, and a base", _terms(shape, 3), sums, moved,
                 target={"as published": 4.0, "limit": 1 / 1.15},
             )
         )  # fmt: skip
-        differences: dict[str, Callable[..., Any]] = {
-            "kernel": lambda t, new: forecast.DIFFERENCES(new, t[:2], t[1:], [5.0, 5.0]) or t[1:],
-            "plain": lambda t, new: forecast.differences_twin(new, t[:2], [5.0, 5.0]),
-            "torch.compile": torch.compile(
-                lambda t, new: forecast.differences_twin(new, t[:2], [5.0, 5.0])
-            ),
-        }
+        differences = {
+            "kernel": _launch_differences, "plain": _differences,
+            "torch.compile": torch.compile(_differences),
+        }  # fmt: skip
         found.append(
             KernelCase(
-                "finite_differences", model, f"{list(shape)} bfloat16, order 2",
-                _terms(shape, 3), differences, 5 * bytes_each, target={"plain": 1.5},
+                "finite_differences", model, shown, _terms(shape, 3), differences, moved,
+                target={"plain": 1.5},
             )
         )  # fmt: skip
     return found

@@ -48,6 +48,7 @@ def test_shapes_are_known_without_numbers(case: Case) -> None:
 
 @EACH
 def test_operations_are_counted_as_those_of_the_twin(case: Case) -> None:
+    dispatch.register_flops()
     counts = []
     for run in (case.operator, case.operator.twin):
         with FlopCounterMode(display=False) as counter:
