@@ -11,6 +11,7 @@ LOWEST_TESTS := FluxTransformer2DModel or FluxPipeline or WanTransformer3DModel 
 BIN := $(VENV)/bin
 READY := $(VENV)/.stamp
 PEERS := $(VENV)/.peers
+TRITON := $(VENV)/.triton
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
@@ -84,10 +85,10 @@ models: $(READY) ## Train the shipped models again (most of a day on one core)
 docs: $(READY) ## Print what diffcache knows of every supported model
 	$(BIN)/diffcache inspect --all $(ARGS)
 
-gpu-test: $(READY) ## Run the tests that need a CUDA device
+gpu-test: $(READY) $(TRITON) ## Run the tests that need a CUDA device
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m gpu $(ARGS)
 
-gpu-bench: $(PEERS) ## Measure on a CUDA device, beside the caches of other libraries
+gpu-bench: $(PEERS) $(TRITON) ## Measure on a CUDA device, beside the caches of other libraries
 	$(BIN)/python -m diffcache.eval.bench --device cuda $(ARGS)
 	$(BIN)/diffcache eval sweep assets/bench/eval-shapes-flux-50-methods.toml --device cuda
 
@@ -109,6 +110,10 @@ $(READY): pyproject.toml
 	  $(PIP) install --no-deps "$(TORCH)"; \
 	fi
 	@$(PIP) install --editable '.[dev]'
+	@touch $@
+
+$(TRITON): $(READY)
+	@$(PIP) install 'triton>=3.2'
 	@touch $@
 
 $(PEERS): $(READY)

@@ -8,6 +8,8 @@ its kernel is imported at the first launch. `DIFFCACHE_KERNELS` chooses:
 - `triton`: the kernel wherever it runs: on CUDA devices, and on a CPU under `TRITON_INTERPRET=1`.
 - `torch`: the twin everywhere.
 
+`DIFFCACHE_KERNELS_CHOICES=FILE` adds ratios that were measured elsewhere: `{device: {operator:
+ratio}}`, or a record of `python -m diffcache.eval.bench kernels --device cuda --out FOLDER`.
 `DIFFCACHE_KERNELS_OFF=taylor_predict,lse_merge` takes single kernels out. `DIFFCACHE_CHECK=1`
 compares the first launch of every operator, dtype and size with the twin and turns a kernel off
 that differs.
@@ -95,10 +97,10 @@ class Operator:
     def launch(self, *args: Any) -> Any:
         """Run the kernel; compare it with the twin first where `DIFFCACHE_CHECK=1` asks for it."""
         module, _, name = self.kernel.partition(":")
-        run = getattr(_module(module), name)
+        run = getattr(kernel_module(module), name)
         if os.environ.get("DIFFCACHE_CHECK") != "1":
             return run(*args)
-        key = [(t.dtype, t.numel().bit_length(), t.device) for t in _tensors(args)]
+        key = [(t.dtype, t.numel().bit_length(), t.device) for t in tensors_of(args)]
         if (once := tuple(key)) in self.checked:
             return run(*args)
         self.checked.add(once)
@@ -114,7 +116,7 @@ class Operator:
             "the kernel of %s differs from plain PyTorch (%s) and is turned off; "
             "DIFFCACHE_KERNELS=torch turns all of them off", self.name, wrong,
         )  # fmt: skip
-        for tensor, old in zip(_tensors(args), _tensors(before), strict=True):
+        for tensor, old in zip(tensors_of(args), tensors_of(before), strict=True):
             tensor.copy_(old)
         return self.twin(*args)
 
@@ -169,7 +171,7 @@ def _on_cpu(operator: Operator, args: Sequence[Any]) -> Any:
 def _on_cuda(operator: Operator, args: Sequence[Any]) -> Any:
     if chosen() == "torch" or operator.off or not has_triton():
         return operator.twin(*args)
-    with torch.cuda.device_of(_tensors(args)[0]):
+    with torch.cuda.device_of(tensors_of(args)[0]):
         return operator.launch(*args)
 
 
@@ -187,7 +189,7 @@ def chosen() -> str:
 
 def ratio(name: str, device: torch.device) -> float:
     """Return how much faster a kernel was measured on this kind of device; 0 if it was not."""
-    return float(_choices().get(_slug(device.index or 0), {}).get(name, 0))
+    return float(measured().get(device_name(device.index or 0), {}).get(name, 0))
 
 
 @cache
@@ -203,7 +205,9 @@ def interpreted() -> bool:
 
 def difference(found: Any, expected: Any) -> str | None:
     """Return where results differ by more than rounding, or None."""
-    for number, (one, other) in enumerate(zip(_tensors(found), _tensors(expected), strict=True)):
+    for number, (one, other) in enumerate(
+        zip(tensors_of(found), tensors_of(expected), strict=True)
+    ):
         if one.dtype != other.dtype or one.shape != other.shape:
             return f"result {number} is {one.dtype} {list(one.shape)}"
         if not one.is_floating_point():
@@ -221,14 +225,18 @@ def difference(found: Any, expected: Any) -> str | None:
 
 
 @cache
-def _choices() -> dict[str, dict[str, float]]:
+def measured() -> dict[str, dict[str, float]]:
+    """Return the ratios that were measured: device -> operator -> ratio."""
     found: dict[str, dict[str, float]] = json.loads(CHOICES.read_text())
     own = os.environ.get("DIFFCACHE_KERNELS_CHOICES")
-    return found | (json.loads(Path(own).read_text()) if own else {})
+    more = json.loads(Path(own).read_text()) if own else {}
+    found |= more.get("choices", more)
+    return found
 
 
 @cache
-def _slug(index: int) -> str:
+def device_name(index: int) -> str:
+    """Return the name of a CUDA device."""
     return torch.cuda.get_device_name(index)
 
 
@@ -245,15 +253,17 @@ def _need_triton() -> None:
 
 
 @cache
-def _module(name: str) -> Any:
+def kernel_module(name: str) -> Any:
+    """Return a module of Triton kernels, imported at the first launch."""
     return importlib.import_module(f"diffcache.kernels.gpu.{name}")
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors of nested lists and tuples, in order."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, (list, tuple)):
-        return [tensor for item in tree for tensor in _tensors(item)]
+        return [tensor for item in tree for tensor in tensors_of(item)]
     return []
 
 

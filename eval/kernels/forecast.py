@@ -14,6 +14,10 @@ from diffcache.kernels import forecast
 
 SIZES = {"FLUX.1-dev": (4608, 3072), "Wan2.1-1.3B": (4680, 1536)}
 DISTANCE = 3
+USED = {
+    "weighted_sum": "forecasts of TaylorSeer, confidence-gated Taylor and Newton",
+    "finite_differences": "their computed steps",
+}
 
 
 def _terms(
@@ -31,7 +35,7 @@ def _weights(count: int) -> list[float]:
     return [DISTANCE**power / math.factorial(power) for power in range(count)]
 
 
-def _as_published(terms: Sequence[Tensor], base: Tensor) -> Tensor:
+def _as_published(terms: Sequence[Tensor], base: Tensor) -> Any:
     """Forecast with the operations of TaylorSeer's own code: a product and a sum for each order."""
     total: Any = 0
     for power, term in enumerate(terms):

@@ -73,6 +73,9 @@ class Replica:
             return "done", (film.next(), film.readings())
         except ValueError as error:  # handed over as text: Ray would add a traceback
             return "refused", str(error)
+        except Exception as error:
+            last = str(error).strip().splitlines()[-1:] or [""]
+            return "refused", f"the replica failed: {type(error).__name__}: {last[0]}"
 
     def _drop(self, name: str) -> None:
         self._films.pop(name, None)
@@ -89,16 +92,22 @@ class RemoteFilm:
 
     Args:
         handle: Handle of the replica.
-        asked: Settings that the viewer asked for.
-
-    Raises:
-        ValueError: If the replica cannot make such a film, or has ended.
     """
 
-    def __init__(self, handle: Any, asked: Any) -> None:
+    def __init__(self, handle: Any) -> None:
         self._handle, self._name = handle, uuid.uuid4().hex
         self._readings: dict[str, float] = {}
         self._ends = weakref.finalize(self, _end, handle, self._name)
+
+    def begin(self, asked: Any) -> None:
+        """Make the film in its replica.
+
+        Args:
+            asked: Settings that the viewer asked for.
+
+        Raises:
+            ValueError: If the replica cannot make such a film, or has ended.
+        """
         self._ask("begin", asked)
 
     def next(self) -> NDArray[np.uint8]:
@@ -181,8 +190,8 @@ def replicas(
     is_ours = not ray.is_initialized()
     if is_ours:
         ray.init(
-            num_cpus=max(os.cpu_count() or 1, int(count * cpus) + 1), include_dashboard=False,
-            object_store_memory=STORE_BYTES, logging_level="ERROR", log_to_driver=False,
+            address="local", num_cpus=max(os.cpu_count() or 1, int(count * cpus) + 1),
+            include_dashboard=False, object_store_memory=STORE_BYTES, logging_level="ERROR", log_to_driver=False,
         )  # fmt: skip
     films: list[weakref.WeakSet[RemoteFilm]] = [weakref.WeakSet() for _ in range(count)]
     names = [f"diffcache-{uuid.uuid4().hex[:8]}-{number}" for number in range(count)]
@@ -234,8 +243,9 @@ def _spread(handles: list[Any], films: list[weakref.WeakSet[RemoteFilm]]) -> Mak
     def make(asked: Any) -> Film:
         with lock:
             number = min(range(len(handles)), key=lambda each: len(films[each]))
-            film = RemoteFilm(handles[number], asked)
+            film = RemoteFilm(handles[number])
             films[number].add(film)
+        film.begin(asked)  # may take seconds, in which other films are placed
         return film
 
     return make

@@ -180,12 +180,8 @@ def test_a_rollout_is_the_masked_recompute_of_the_tokens_it_kept(phase: Any) -> 
     with CausalVideo(model, chunk=CHUNK, sampler=TWO) as video:
         session = video.session(prompt, size=(8, 8), policy=policy)
         for _ in range(6):
-            noted: list[tuple[Tensor, float, Tensor]] = []
-            handle = model.register_forward_hook(
-                lambda _, a, out, noted=noted: noted.append((a[0], float(a[1][0]), out[0]))
-            )
-            made.append(session.next())
-            handle.remove()
+            chunk, noted = next_noted(session, model)
+            made.append(chunk)
             for layer, each in zip(session.store.layers, read, strict=True):
                 each.append(layer.meta()["pos"][:, 0].expand(2, -1).long())
     last = read[0][-1]

@@ -144,3 +144,17 @@ def recomputed(
         for block, processor in zip(model.blocks, before, strict=True):
             block.attn1.processor = processor
     return out[:, :, -noisy.shape[2] :]
+
+
+def next_noted(
+    session: Session, model: WanTransformer3DModel
+) -> tuple[Tensor, list[tuple[Tensor, float, Tensor]]]:
+    """Make a chunk; return it, and noisy latents, time and velocity of every call for it."""
+    noted: list[tuple[Tensor, float, Tensor]] = []
+    handle = model.register_forward_hook(
+        lambda _, given, out: noted.append((given[0], float(given[1][0]), out[0]))
+    )
+    try:
+        return session.next(), noted
+    finally:
+        handle.remove()

@@ -1,0 +1,105 @@
+"""Which implementation runs, what settings say, and that a wrong kernel turns itself off."""
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from diffcache.kernels import dispatch, forecast
+from diffcache.kernels.dispatch import Operator
+
+
+def test_a_cpu_takes_the_twin_whatever_is_measured(monkeypatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    tensor = torch.zeros(3)
+    for backend in dispatch.BACKENDS:
+        monkeypatch.setenv("DIFFCACHE_KERNELS", backend)
+        assert not forecast.SUM.takes(tensor)
+
+
+def test_a_setting_that_is_none_says_what_there_is(monkeypatch) -> None:
+    monkeypatch.setenv("DIFFCACHE_KERNELS", "cuda")
+    with pytest.raises(ValueError, match="DIFFCACHE_KERNELS='cuda': must be one of auto, triton"):
+        forecast.weighted_sum([torch.zeros(3)], [1.0])
+
+
+def test_a_kernel_that_is_asked_for_needs_triton(monkeypatch) -> None:
+    monkeypatch.setenv("DIFFCACHE_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    with pytest.raises(RuntimeError, match=r"pip install 'diffcache\[gpu\]'"):
+        forecast.SUM.takes(torch.zeros(3))
+
+
+@pytest.mark.parametrize("setting", ["grad", "float64", "off", "subclass", "empty"])
+def test_what_a_kernel_does_not_take(monkeypatch, setting: str) -> None:
+    monkeypatch.setenv("DIFFCACHE_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    tensor = torch.zeros(3)
+    assert forecast.SUM.takes(tensor)
+    if setting == "grad":
+        tensor.requires_grad_()
+    elif setting == "float64":
+        tensor = tensor.double()
+    elif setting == "off":
+        monkeypatch.setenv("DIFFCACHE_KERNELS_OFF", "another, weighted_sum")
+    elif setting == "subclass":
+        tensor = torch.nn.Buffer(tensor) if hasattr(torch.nn, "Buffer") else tensor
+        tensor = torch.nn.Parameter(tensor, requires_grad=False)
+    else:
+        tensor = torch.zeros(0)
+    assert not forecast.SUM.takes(tensor)
+
+
+def test_ratios_come_from_a_record(monkeypatch, tmp_path) -> None:
+    file = tmp_path / "kernels.json"
+    file.write_text(json.dumps({"rows": [], "choices": {"a GPU": {"weighted_sum": 1.8}}}))
+    monkeypatch.setenv("DIFFCACHE_KERNELS_CHOICES", str(file))
+    monkeypatch.setattr(dispatch, "device_name", lambda index: "a GPU")
+    dispatch.measured.cache_clear()
+    try:
+        assert dispatch.ratio("weighted_sum", torch.device("cuda", 0)) == 1.8
+        assert dispatch.ratio("another", torch.device("cuda", 0)) == 0
+    finally:
+        dispatch.measured.cache_clear()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_check_turns_a_wrong_kernel_off(monkeypatch, caplog, wrong: bool) -> None:
+    """The kernel adds to its first argument in place and returns the double of its second."""
+
+    def twin(place, other):
+        place += 1
+        return 2 * other
+
+    launched = []
+
+    def kernel(place, other):
+        launched.append(None)
+        place += 1
+        return 2.1 * other if wrong else 2 * other
+
+    monkeypatch.setattr(dispatch, "kernel_module", lambda name: SimpleNamespace(run=kernel))
+    monkeypatch.setenv("DIFFCACHE_CHECK", "1")
+    operator = Operator("own", twin, "nowhere:run", dispatch.no_products)
+    place, other = torch.zeros(3), torch.ones(3)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(operator.launch(place, other), 2 * torch.ones(3))
+    assert torch.equal(place, torch.ones(3))  # once, whoever did it
+    assert operator.off is wrong
+    assert ("turned off" in caplog.text) is wrong
+    assert launched == [None]
+
+
+def test_a_difference_of_infinities_and_nan_is_none() -> None:
+    inf = torch.tensor([-torch.inf, 1.0])
+    assert dispatch.difference([inf], [inf.clone()]) is None
+    assert dispatch.difference([inf], [torch.tensor([0.0, 1.0])]) is not None
+    assert dispatch.difference([torch.tensor([torch.nan])], [torch.tensor([1.0])]) is not None
+    codes = torch.zeros(8, dtype=torch.int8)
+    assert "12.50%" in dispatch.difference(
+        [codes], [codes.clone().index_fill(0, torch.tensor([3]), 1)]
+    )

@@ -1,0 +1,30 @@
+"""Every kernel on a CUDA device: the cases of the interpreter, and repeats for races."""
+
+import pytest
+import torch
+
+from tests.kernels.cases import DTYPES, Case, cases, check, copied
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("case", [c for d in DTYPES for c in cases(d)], ids=lambda case: case.name)
+def test_a_kernel_is_exact_but_for_rounding_and_repeats(case: Case, monkeypatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("DIFFCACHE_KERNELS", "triton")
+    there = copied(case.args, lambda tensor: tensor.cuda())
+    case.tolerance *= 2
+    first = None
+    for _ in range(20):
+        args = copied(there)
+        found = case.results(args, case.operator(*args))
+        if first is None:
+            first = found
+            here = copied(args, lambda tensor: tensor.cpu())
+            returned = copied(list(found), lambda tensor: tensor.cpu())
+            exact = Case(
+                case.name, case.operator, here, case.exact, lambda a, out: out, case.tolerance
+            )
+            check(exact, returned, here, case.args)
+        for one, other in zip(found, first, strict=True):
+            assert torch.equal(one, other)
