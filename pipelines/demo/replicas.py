@@ -191,7 +191,8 @@ def replicas(
     if is_ours:
         ray.init(
             address="local", num_cpus=max(os.cpu_count() or 1, int(count * cpus) + 1),
-            include_dashboard=False, object_store_memory=STORE_BYTES, logging_level="ERROR", log_to_driver=False,
+            include_dashboard=False, object_store_memory=STORE_BYTES, logging_level="ERROR",
+            log_to_driver=False,
         )  # fmt: skip
     films: list[weakref.WeakSet[RemoteFilm]] = [weakref.WeakSet() for _ in range(count)]
     names = [f"diffcache-{uuid.uuid4().hex[:8]}-{number}" for number in range(count)]

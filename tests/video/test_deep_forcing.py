@@ -16,7 +16,7 @@ from diffcache.kv.store import KVStore
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.video import DeepForcing, FewSteps, FullHistory
 from diffcache.video.deep_forcing import Realigned
-from tests.video.toys import CHUNK, HEAD, HEADS, UNIT, rollout, text, turned_tokens, wan
+from tests.video.toys import CHUNK, HEAD, HEADS, UNIT, next_noted, rollout, text, turned_tokens, wan
 
 TWO = FewSteps((1000, 500))
 POLICY = DeepForcing(window=9, sinks=3, budget=8, recent=4)

@@ -15,7 +15,7 @@ from diffcache.kv.rotary_nd import RotaryND
 from diffcache.kv.store import KVStore
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.video import FewSteps, FlowCache, FullHistory
-from tests.video.toys import CHUNK, HEAD, HEADS, UNIT, rollout, text, turned_tokens, wan
+from tests.video.toys import CHUNK, HEAD, HEADS, UNIT, next_noted, rollout, text, turned_tokens, wan
 
 TOKENS = 4  # of a frame of the small store
 
