@@ -8,7 +8,7 @@ import torch
 
 from diffcache.eval import record
 from diffcache.eval.bench import __main__ as bench
-from diffcache.eval.bench import ca2_vdm, capacity, compiled, decode, overhead
+from diffcache.eval.bench import ca2_vdm, capacity, compiled, decode, full_size, kernels, overhead
 from diffcache.eval.bench.models import Shape
 from diffcache.eval.cost.thirds import thirds
 
@@ -138,3 +138,27 @@ def test_command_line_says_what_is_wrong(capsys):
         assert bench.main(words) == 2
     error = capsys.readouterr().err
     assert "no benchmark 'speeed'; there are overhead" in error and "'--rounds'" in error
+
+
+def test_every_way_to_a_kernels_result_is_right(tmp_path: Path):
+    found = written("kernels", kernels.measure(SETTING, rounds=1), tmp_path)
+    for row in found["rows"]:
+        assert (
+            row["ways"]["kernel"]["error"] == row["ways"]["plain"]["error"] == 0
+        )  # both plain here
+        assert all("us" in way for way in row["ways"].values()), row
+    assert found["choices"] == {} and kernels.tables(found)[0].row_count == len(found["rows"])
+
+
+def test_full_size_counts_what_is_computed(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(full_size, "STEPS", 6)
+    found = written("full-size", full_size.measure(SETTING, rounds=1), tmp_path)
+    rows = {row["name"]: row for row in found["rows"]}
+    for model in ("FLUX.1-dev", "Wan2.1-1.3B"):
+        assert rows[f"{model}, uncached"]["computed"] == 6
+        for name in (
+            "Interval",
+            *(f"TaylorSeer {s}" for s in ("stack", "model", "block", "module")),
+        ):
+            assert rows[f"{model}, {name}"]["computed"] == 2
+    assert full_size.tables(found)[0].row_count == len(rows)

@@ -27,6 +27,7 @@ from diffcache.eval.bench import (
     compiled,
     decode,
     dllm,
+    full_size,
     kernels,
     kv,
     overhead,
@@ -38,13 +39,14 @@ from diffcache.pipelines.demo.saved import DTYPES
 
 BENCHMARKS: dict[str, ModuleType] = {
     "overhead": overhead, "compile": compiled, "kv": kv, "decode": decode, "capacity": capacity,
-    "kernels": kernels, "ca2-vdm": ca2_vdm, "causal": causal,
+    "kernels": kernels, "full-size": full_size, "ca2-vdm": ca2_vdm, "causal": causal,
     **{f"dllm-{model}": dllm for model in dllm.MODELS},
 }  # fmt: skip
 SMALL: dict[str, dict[str, Any]] = {
     "overhead": {"rounds": 5, "shape": Shape(4, 8)}, "kv": {"rounds": 2, "slots": 256},
     "decode": {"rounds": 2, "layers": 2, "prompt": 256}, "capacity": {"tokens": 30},
-    "kernels": {"rounds": 2}, "ca2-vdm": {"rounds": 2, "prefixes": (1, 2)},
+    "kernels": {"rounds": 2}, "full-size": {"rounds": 1},
+    "ca2-vdm": {"rounds": 2, "prefixes": (1, 2)},
     "causal": {"rounds": 12, "samples": 2, "frames": 30},
     **{f"dllm-{model}": {"rounds": 1, "samples": 2, "named": ["Fast-dLLM dual"]}
        for model in dllm.MODELS},
@@ -81,6 +83,7 @@ def bench(
     time, bytes and error of caches of keys and values. decode: time of a token with each cache, as
     a share of the stock cache's. capacity: whether time and bytes stay flat for 10,000 tokens.
     kernels: every kernel beside plain PyTorch and rivals; on a CPU only whether they are right.
+    full-size: runs of FLUX.1-dev and Wan2.1-1.3B with random weights; tiny ones on a CPU.
     ca2-vdm: cost of a chunk of video after 8 to 48 others, cached and computed anew.
     causal: what films of causal video keep with each cache, time and bytes of a chunk; an hour.
     dllm-...: right answers, token-layers and time of caches of diffusion language models, on a
@@ -108,7 +111,7 @@ def bench(
         if "rounds" in sizes:
             words.append(f"--rounds {sizes['rounds']}")
         words += ["--quick"] * quick
-        little = quick or (name == "kernels" and setting.device.type == "cpu")
+        little = quick or (name in ("kernels", "full-size") and setting.device.type == "cpu")
         _measure(name, setting, sizes, " ".join(words), out or (QUICK if little else FOLDER))
 
 

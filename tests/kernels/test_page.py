@@ -1,0 +1,23 @@
+"""The page and the table of choices are those of the rows and of the record."""
+
+from diffcache.eval.kernels import page
+from diffcache.kernels import dispatch
+
+
+def test_the_page_and_the_choices_are_up_to_date() -> None:
+    assert page.main(["--check"]) == 0, "python -m diffcache.eval.kernels.page --write"
+
+
+def test_every_operator_has_a_row_and_a_caller() -> None:
+    listed = {case.operator for module in page.families() for case in module.cases()}
+    assert listed == set(dispatch.OPERATORS)
+
+
+def test_measured_times_stand_in_the_row_and_misses_are_told(tmp_path) -> None:
+    case = next(iter(page.families()[0].cases()))
+    ways = {name: {"error": 0.0, "us": [1.0, 2.0, 3.0]} for name in case.ways}
+    row = {"limit_us": 1.5, "ways": ways,
+           "targets": [{"against": "plain", "wanted": 4.0, "got": 1.0, "met": False}]}  # fmt: skip
+    line = page._line(case, row, "nobody")
+    assert line[3:5] == ["1.5 µs", "2.0 µs; aim 4 of plain, 1"]
+    assert page._line(case, None, "nobody")[4] == page.UNKNOWN
