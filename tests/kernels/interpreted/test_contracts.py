@@ -1,0 +1,90 @@
+"""What the library promises holds with kernels on: off is exact, `unwrap` leaves no trace."""
+
+import pytest
+import torch
+
+import diffcache
+from diffcache.kernels import dispatch
+from diffcache.pipelines.zoo.catalog import cases
+
+STEPS = 7
+
+
+@pytest.fixture(scope="module")
+def flux():
+    case = cases()["FluxTransformer2DModel"]
+    return case, case.build()
+
+
+def sample(case, model, handle=None):
+    outs = []
+    with torch.no_grad():
+        for step in range(STEPS):
+            if handle is not None and step:
+                handle.run().ticks += 1
+            given = case.kwargs(model, 0, step=step, steps=STEPS)
+            outs.append(model(**given, return_dict=False)[0].clone())
+    return torch.stack(outs)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the operators whose kernels ran."""
+    names = []
+    plain = dispatch.Operator.launch
+    monkeypatch.setattr(
+        dispatch.Operator,
+        "launch",
+        lambda self, *args: names.append(self.name) or plain(self, *args),
+    )
+    return names
+
+
+@pytest.mark.parametrize("site", ["stack", "block", "module", "model"])
+def test_an_interval_of_one_is_exact_and_unwrap_restores(flux, site) -> None:
+    case, model = flux
+    plain = sample(case, model)
+    with diffcache.wrapped(model, "taylorseer", every=1, order=2, site=site) as handle:
+        assert torch.equal(sample(case, model, handle), plain)
+    assert torch.equal(sample(case, model), plain)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"order": 2}, {"weighted_sum", "finite_differences"}),
+        ({"order": 2, "site": "module"}, {"weighted_sum", "finite_differences"}),
+        ({"order": 2, "form": "newton"}, {"weighted_sum", "finite_differences"}),
+        ({"order": 1, "site": "model"}, {"weighted_sum", "finite_differences"}),
+    ],
+)
+def test_a_cached_run_is_that_of_plain_pytorch_and_repeats(
+    flux, launched, monkeypatch, settings, wanted
+) -> None:
+    case, model = flux
+    found = []
+    for backend in ("triton", "triton", "torch"):
+        monkeypatch.setenv("DIFFCACHE_KERNELS", backend)
+        with diffcache.wrapped(model, "taylorseer", every=3, warmup=1, **settings) as handle:
+            found.append(sample(case, model, handle))
+            assert handle.last.skipped > 0
+        if backend == "triton":
+            assert set(launched) == wanted
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], found[2], atol=1e-5, rtol=1e-5)
+
+
+def test_frames_that_were_handed_out_do_not_change(flux) -> None:
+    """Differences are written over the old ones: what the model returned before must stay."""
+    case, model = flux
+    outs, copies = [], []
+    method = diffcache.TaylorSeer(every=2, warmup=1, order=1, site="model")
+    with diffcache.wrapped(model, method) as handle, torch.no_grad():
+        for step in range(STEPS):
+            if step:
+                handle.run().ticks += 1
+            out = model(**case.kwargs(model, 0, step=step, steps=STEPS), return_dict=False)[0]
+            outs.append(out)
+            copies.append(out.clone())
+    for out, copy in zip(outs, copies, strict=True):
+        assert torch.equal(out, copy)
