@@ -38,6 +38,7 @@ CHOICES = Path(__file__).with_name("choices.json")
 # Largest norm of the difference from the twin, over the norm of the twin's result, in a check.
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4}
 OPERATORS: dict[str, Operator] = {}
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads it once, too
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _LOG = logging.getLogger(__name__)
@@ -75,8 +76,10 @@ class Operator:
         """
         first = tensors[0]
         assert first is not None
+        if not (first.is_cuda or INTERPRETED):  # a CPU: the shortest way
+            return False
         how = chosen()
-        if how == "torch" or (first.device.type != "cuda" and not interpreted()):
+        if how == "torch":
             return False
         given = [tensor for tensor in tensors if tensor is not None]
         if any(type(t) is not Tensor or t.device != first.device for t in given):
@@ -164,7 +167,7 @@ def no_products(*args: Any, **kwargs: Any) -> int:
 
 
 def _on_cpu(operator: Operator, args: Sequence[Any]) -> Any:
-    run = operator.launch if interpreted() and chosen() == "triton" else operator.twin
+    run = operator.launch if INTERPRETED and chosen() == "triton" else operator.twin
     return run(*args)
 
 
@@ -196,11 +199,6 @@ def ratio(name: str, device: torch.device) -> float:
 def has_triton() -> bool:
     """Return whether triton is installed."""
     return importlib.util.find_spec("triton") is not None
-
-
-def interpreted() -> bool:
-    """Return whether kernels run in Triton's interpreter, on a CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def difference(found: Any, expected: Any) -> str | None:
@@ -273,3 +271,6 @@ def _copied(tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(_copied(item) for item in tree)
     return tree
+
+
+chosen()  # a wrong setting is told at once

@@ -2,6 +2,9 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +15,6 @@ from diffcache.kernels.dispatch import Operator
 
 
 def test_a_cpu_takes_the_twin_whatever_is_measured(monkeypatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     tensor = torch.zeros(3)
     for backend in dispatch.BACKENDS:
         monkeypatch.setenv("DIFFCACHE_KERNELS", backend)
@@ -21,13 +23,18 @@ def test_a_cpu_takes_the_twin_whatever_is_measured(monkeypatch) -> None:
 
 def test_a_setting_that_is_none_says_what_there_is(monkeypatch) -> None:
     monkeypatch.setenv("DIFFCACHE_KERNELS", "cuda")
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)
     with pytest.raises(ValueError, match="DIFFCACHE_KERNELS='cuda': must be one of auto, triton"):
         forecast.weighted_sum([torch.zeros(3)], [1.0])
+    env = os.environ | {"DIFFCACHE_KERNELS": "cuda", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", "import diffcache.kernels.dispatch"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert "DIFFCACHE_KERNELS='cuda': must be" in done.stderr.splitlines()[-1]
 
 
 def test_a_kernel_that_is_asked_for_needs_triton(monkeypatch) -> None:
     monkeypatch.setenv("DIFFCACHE_KERNELS", "triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     with pytest.raises(RuntimeError, match=r"pip install 'diffcache\[gpu\]'"):
         forecast.SUM.takes(torch.zeros(3))
@@ -36,7 +43,7 @@ def test_a_kernel_that_is_asked_for_needs_triton(monkeypatch) -> None:
 @pytest.mark.parametrize("setting", ["grad", "float64", "off", "subclass", "empty"])
 def test_what_a_kernel_does_not_take(monkeypatch, setting: str) -> None:
     monkeypatch.setenv("DIFFCACHE_KERNELS", "triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)
     monkeypatch.setattr(dispatch, "has_triton", lambda: True)
     tensor = torch.zeros(3)
     assert forecast.SUM.takes(tensor)
