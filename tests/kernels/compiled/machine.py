@@ -114,7 +114,9 @@ def machine(kernel: Any, arch: int, *args: Any, **options: Any) -> Machine:
         options: As at a launch.
     """
     driver.set_active(Nowhere(arch))
+    kernel.device_caches.clear()  # they know the device by its number, which stays the same
     made = kernel.warmup(*args, grid=(1,), **options)
+    assert made.metadata.target.arch == arch
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
