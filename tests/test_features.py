@@ -174,6 +174,15 @@ def test_first_block_compares_with_the_last_computed_step():
     assert computed_steps(FirstBlock(threshold=0.1).parts().when, 8, probes) == [0, 3, 6]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_relative_l1_is_a_ratio_of_two_norms_in_float32(dtype):
+    guess, probe = torch.randn(2, 300, 9).to(dtype)
+    for relative_to, reference in (("forecast", guess), ("probe", probe)):
+        change = torch.dist(guess.float(), probe.float(), 1)
+        scale = torch.linalg.vector_norm(reference.float(), 1)
+        assert relative_l1(guess, probe, relative_to) == float(change) / float(scale)
+
+
 def test_relative_l1_of_zeros_and_nan():
     zero, one, nan = torch.zeros(2), torch.ones(2), torch.full((2,), math.nan)
     assert relative_l1(zero, zero) == 0

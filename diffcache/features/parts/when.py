@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diffcache.features.base import Instead, Probe, When, check_int, check_threshold
 from diffcache.features.parts.instead import Reuse
+from diffcache.kernels.distance import l1_sums
 from diffcache.step import Step
 
 
@@ -243,10 +244,8 @@ def relative_l1(
         The error over all ranks that share the sample; 0 where both are zero, infinity where only
         the reference is.
     """
-    guess, probe = guess.float(), probe.float()
-    reference = guess if relative_to == "forecast" else probe
     # sums instead of means: both are over the same numbers
-    both = torch.stack((torch.dist(guess, probe, 1), torch.linalg.vector_norm(reference, 1)))
+    both = l1_sums(probe, guess) if relative_to == "forecast" else l1_sums(guess, probe)
     if ranks is not None:
         torch.distributed.all_reduce(both, group=ranks)
     error, scale = both.tolist()
