@@ -5,7 +5,7 @@ import torch
 
 import diffcache
 from diffcache import Newton, Reuse, Step, Taylor, TaylorSeer
-from diffcache.features.parts.hold import Hold, mapped, pack
+from diffcache.features.parts.hold import Hold, Packed, mapped, pack
 from diffcache.pipelines.zoo.catalog import cases
 
 STEPS = 7
@@ -57,6 +57,29 @@ def test_a_held_forecast_is_near_the_forecast(inner, form):
     assert error == 0 if form == "host" else error < 0.03
     assert hold.estimate(held, Step(5)).equal(found)  # estimating changes nothing
     assert len(hold.held(held)) == len(inner.held(plain)) * (2 if form == "int8" else 1)
+
+
+@pytest.mark.parametrize("inner", [Reuse(), Taylor(2), Newton(2)])
+@pytest.mark.parametrize("shape", [(2, 6, 32), (2, 6, 4, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_forecast_from_codes_is_bit_for_bit_that_of_the_unpacked_tensors(inner, shape, dtype):
+    hold = Hold(inner, "int8")
+    state, base = hold.init(), torch.randn(shape)  # float32: the sum may be of another dtype
+    for index in range(4):
+        hold.record(state, Step(index * 2), torch.randn(shape).to(dtype))
+        expected = inner.estimate(mapped(state.state, Packed, Packed.unpack), Step(index * 2 + 1))
+        found = hold.estimate(state, Step(index * 2 + 1))
+        assert found.dtype == dtype and torch.equal(found, expected)
+        [added] = hold.estimate_all([state], Step(index * 2 + 1), [base])
+        assert torch.equal(added, base + expected)
+
+
+def test_features_of_whole_numbers_are_summed_as_they_are():
+    hold = Hold(Taylor(1), "int8")
+    state = hold.init()
+    for index in range(2):
+        hold.record(state, Step(index), torch.tensor([200, 300]) * (index + 1))
+    assert hold.estimate(state, Step(3)).tolist() == pytest.approx([800, 1200], rel=0.01)
 
 
 @pytest.mark.parametrize("site", ["module", "stack", "block", "model"])

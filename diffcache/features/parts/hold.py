@@ -15,6 +15,8 @@ from torch import Tensor
 
 from diffcache.features.base import Ability, Instead, Method
 from diffcache.features.combine import Combine, reuse_of
+from diffcache.features.parts.instead import Summed
+from diffcache.kernels.rows import pack_rows, unpack_rows, weighted_sum_int8
 from diffcache.step import Step
 
 Form = Literal["bf16", "int8", "host"]
@@ -56,7 +58,7 @@ class Packed:
     def unpack(self) -> Tensor:
         """Return the tensor, as exactly as it is held."""
         if self.scale is not None:
-            return (self.values * self.scale.to(torch.float32)).to(self.dtype)
+            return unpack_rows(self.values, self.scale, self.dtype)
         if self.ready is not None:
             (copy, event), self.ready = self.ready, None
             torch.cuda.current_stream(self.device).wait_event(event)
@@ -92,12 +94,7 @@ def pack(tensor: Tensor, form: Form) -> Packed:
         )
         values.copy_(tensor, non_blocking=False)
         return Packed(values, None, tensor.dtype, tensor.device)
-    axis = 1 if tensor.dim() >= 4 else -1
-    wide = tensor.float()
-    largest = wide.abs().amax(dim=axis, keepdim=True) if tensor.dim() else wide.abs()
-    # one part in 256 up: rounding the scale to bfloat16 must not push a number past 127
-    scale = (largest * (1 + 2**-8) / 127).clamp_min(1e-30).to(torch.bfloat16)
-    values = (wide / scale.float()).round().clamp(-127, 127).to(torch.int8)
+    values, scale = pack_rows(tensor, axis=1 if tensor.dim() >= 4 else -1)
     return Packed(values, scale, tensor.dtype, tensor.device)
 
 
@@ -156,12 +153,41 @@ class Hold(Instead):
 
     def estimate(self, state: Box, step: Step) -> Tensor:
         """Return what `inner` estimates from the unpacked state."""
+        packed_sum = self._packed_sum(state, step, None)
+        if packed_sum is not None:
+            return packed_sum
         guess = self.inner.estimate(mapped(state.state, Packed, Packed.unpack), step)
         following = state.following() if state.following is not None else None
         if self.form == "host" and following is not None:
             for packed in _within(following.state):
                 packed.prefetch()
         return guess
+
+    def estimate_all(
+        self, states: Sequence[Box], step: Step, bases: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Return every state's estimate; a sum of codes takes its base in the same pass."""
+        if bases is None:
+            return super().estimate_all(states, step)
+        totals = []
+        for state, base in zip(states, bases, strict=True):
+            packed_sum = self._packed_sum(state, step, base)
+            totals.append(base + self.estimate(state, step) if packed_sum is None else packed_sum)
+        return totals
+
+    def _packed_sum(self, state: Box, step: Step, base: Tensor | None) -> Tensor | None:
+        """Return the estimate of a weighted sum of int8 factors; None of any other state."""
+        if self.form != "int8" or not isinstance(self.inner, Summed):
+            return None
+        factors: list[Packed] = state.state.factors
+        scales = [packed.scale for packed in factors if packed.scale is not None]
+        if len(scales) < len(factors):  # whole numbers are not packed
+            return None
+        codes, weights = (
+            [packed.values for packed in factors],
+            self.inner.weights(state.state, step),
+        )
+        return weighted_sum_int8(codes, scales, weights, base, factors[0].dtype)
 
     def correct(self, state: Box, step: Step, value: Tensor) -> Tensor:
         """Return what `inner` makes of the stand-in."""
