@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diffcache.foreign import convolve, padding_of
-from diffcache.quant.integer import int8_codes
+from diffcache.kernels.codes import int8_codes
 from diffcache.quant.layer import QuantizedLayer
 
 AT_ONCE = 2**27  # bytes of patches that are laid out together

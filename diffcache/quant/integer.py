@@ -1,4 +1,4 @@
-"""Whole numbers: rounding to codes, packing four bits, and products of codes that are exact."""
+"""Whole numbers: packing codes of four bits, and products of codes that are exact."""
 
 from __future__ import annotations
 
@@ -9,24 +9,6 @@ from diffcache.foreign import int_mm
 
 EXACT = 1024  # terms of 2**14 whose sum float32 holds exactly, whatever the order
 HALF = 128  # codes of 0 to 255 are kept as int8, lower by this
-
-
-def int8_codes(values: Tensor, scale: float | Tensor, zero: int | Tensor, bits: int = 8) -> Tensor:
-    """Return `clamp(round(values / scale) + zero, 0, 2**bits - 1)`, lower by half the range.
-
-    Args:
-        values: Any shape and float dtype.
-        scale: Width of a code in units of `values`; broadcasts.
-        zero: The code of 0 before it is lowered; broadcasts.
-        bits: Bits of a code, 8 or 4.
-
-    Returns:
-        int8 codes of the same shape, -128 to 127 or -8 to 7.
-    """
-    wide = values if values.dtype is torch.float64 else values.float()  # 255 codes need 8 bits
-    codes = torch.round(wide / scale) + zero
-    lowered: Tensor = codes.clamp_(0, 2**bits - 1) - 2 ** (bits - 1)
-    return lowered.to(torch.int8)
 
 
 def pack4(codes: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from diffcache.errors import DiffcacheError
 from diffcache.foreign import save_weights, share_parameters, without_dynamo
-from diffcache.quant.integer import HALF, int8_codes, int_matmul, pack4, unpack4
+from diffcache.kernels.codes import int8_codes
+from diffcache.quant.integer import HALF, int_matmul, pack4, unpack4
 from diffcache.quant.plan import LayerPlan
 from diffcache.step import Step, current_step, writes_to_stream
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from diffcache.quant.integer import int8_codes
+from diffcache.kernels.codes import int8_codes
 from diffcache.quant.layer import QuantizedLayer
 
 

@@ -1,0 +1,62 @@
+"""Round numbers to the int8 codes that quantized layers multiply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcache.kernels.dispatch import define, no_products
+
+
+def int8_codes(values: Tensor, scale: float | Tensor, zero: int | Tensor, bits: int = 8) -> Tensor:
+    """Return `clamp(round(values / scale) + zero, 0, 2**bits - 1)`, lower by half the range.
+
+    The kernel takes numbers, or tensors with one entry for each row of contiguous values. It
+    multiplies by `1 / scale`, as PyTorch does on a GPU: a number in the middle of two codes may get
+    either.
+
+    Args:
+        values: Any shape and float dtype.
+        scale: Width of a code in units of `values`; broadcasts.
+        zero: The code of 0 before it is lowered, 0 to `2**bits - 1`; broadcasts.
+        bits: Bits of a code, 8 or 4.
+
+    Returns:
+        int8 codes of the same shape, -128 to 127 or -8 to 7.
+    """
+    if isinstance(scale, Tensor) and isinstance(zero, Tensor):
+        rows = values.is_contiguous() and scale.shape == zero.shape == (*values.shape[:-1], 1)
+        fits, given = rows and CODES.takes(values, scale, zero), (1.0, 0, scale, zero)
+    else:
+        plain = not isinstance(scale, Tensor) and not isinstance(zero, Tensor)
+        fits, given = plain and CODES.takes(values), (scale, zero, None, None)
+    codes: Tensor = CODES(values, *given, bits) if fits else codes_twin(values, scale, zero, bits)
+    return codes
+
+
+def codes_twin(values: Tensor, scale: float | Tensor, zero: int | Tensor, bits: int) -> Tensor:
+    """Return what `int8_codes` returns, in plain PyTorch."""
+    wide = values if values.dtype is torch.float64 else values.float()  # 255 codes need 8 bits
+    codes = torch.round(wide / scale) + zero
+    lowered: Tensor = codes.clamp_(0, 2**bits - 1) - 2 ** (bits - 1)
+    return lowered.to(torch.int8)
+
+
+def _twin(
+    values: Tensor, scale: float, zero: int, scales: Tensor | None, zeros: Tensor | None, bits: int
+) -> Tensor:
+    whole = zero if zeros is None else zeros
+    return codes_twin(values, scale if scales is None else scales, whole, bits)
+
+
+def _like(values: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(values, dtype=torch.int8)
+
+
+CODES = define(
+    "int8_codes(Tensor values, float scale, int zero, Tensor? scales, Tensor? zeros, int bits)"
+    " -> Tensor",
+    _twin, _like, "codes:int8_codes", no_products,
+)  # fmt: skip

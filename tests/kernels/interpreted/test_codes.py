@@ -1,0 +1,52 @@
+"""Codes of quantized layers with the kernel that rounds."""
+
+import torch
+from torch import nn
+
+from diffcache.kernels import codes
+from diffcache.quant.calibrate import grid_of
+from diffcache.quant.linear import QuantizedLinear
+from diffcache.quant.plan import LayerPlan
+from diffcache.step import Step
+from tests.kernels.cases import DTYPES, guarded
+
+
+def test_codes_are_the_twins_but_for_ties():
+    for seed, dtype in enumerate(DTYPES):
+        values = guarded((40, 1000), dtype, seed)
+        found = codes.int8_codes(values, 6 / 255, 128)
+        other = found.int() - codes.codes_twin(values, 6 / 255, 128, 8).int()
+        assert other.abs().max() <= 1 and (other != 0).float().mean() <= 1e-4
+
+
+def test_far_numbers_get_the_last_code_and_zero_gets_its_own():
+    values = torch.tensor([torch.inf, 3e38, 255.0, 0.0, -0.0, -1.0, -3e38, -torch.inf])
+    for scale, zero in ((1.0, 0), (1e-30, 7), (1e-6, 255)):
+        found = codes.int8_codes(values, scale, zero)
+        assert torch.equal(found, codes.codes_twin(values, scale, zero, 8))
+        assert found.tolist()[3:5] == [zero - 128] * 2
+
+
+def test_scales_that_are_not_one_a_row_are_left_to_plain_pytorch(monkeypatch):
+    monkeypatch.setattr(codes.CODES, "op", None)
+    values, scale = guarded((4, 6), torch.float32, 1), torch.full((6,), 0.02)
+    for pair in ((scale, scale.int()), (0.02, scale.int()), (scale, 3)):
+        expected = codes.codes_twin(values, *pair, 8)
+        assert torch.equal(codes.int8_codes(values, *pair), expected)
+    assert codes.int8_codes(values.double(), 0.02, 3).dtype == torch.int8
+
+
+def test_a_quantized_layer_is_the_same_with_kernels(monkeypatch):
+    dense = nn.Linear(40, 24).requires_grad_(False)
+    low, high = dense.weight.amin(1), dense.weight.amax(1)
+    plan = LayerPlan(*grid_of(low, high, 8), *grid_of(torch.tensor([-3.1]), torch.tensor([3.3]), 8))
+    x, calls, outputs = guarded((2, 5, 40), torch.float32, 1), [], []
+    op = codes.CODES.op
+    monkeypatch.setattr(codes.CODES, "op", lambda *args: (calls.append(args), op(*args))[1])
+    for how in ("triton", "torch"):
+        monkeypatch.setenv("DIFFCACHE_KERNELS", how)
+        layer = QuantizedLinear(dense, plan, 8, "l", now=lambda: Step(0))
+        outputs.append((layer.codes, layer(x)))
+    assert len(calls) == 2  # the weight, with a scale a row, and the input, with one
+    for one, other in zip(*outputs, strict=True):
+        assert torch.equal(one, other)
