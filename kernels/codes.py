@@ -26,14 +26,21 @@ def int8_codes(values: Tensor, scale: float | Tensor, zero: int | Tensor, bits: 
     Returns:
         int8 codes of the same shape, -128 to 127 or -8 to 7.
     """
-    if isinstance(scale, Tensor) and isinstance(zero, Tensor):
-        rows = values.is_contiguous() and scale.shape == zero.shape == (*values.shape[:-1], 1)
-        fits, given = rows and CODES.takes(values, scale, zero), (1.0, 0, scale, zero)
-    else:
-        plain = not isinstance(scale, Tensor) and not isinstance(zero, Tensor)
-        fits, given = plain and CODES.takes(values), (scale, zero, None, None)
-    codes: Tensor = CODES(values, *given, bits) if fits else codes_twin(values, scale, zero, bits)
-    return codes
+    width, scales = (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
+    middle, zeros = (0, zero) if isinstance(zero, Tensor) else (zero, None)
+    if _takes(values, scales, zeros):
+        codes: Tensor = CODES(values, width, middle, scales, zeros, bits)
+        return codes
+    return codes_twin(values, scale, zero, bits)
+
+
+def _takes(values: Tensor, scales: Tensor | None, zeros: Tensor | None) -> bool:
+    """Return whether the kernel should run: it is chosen, with numbers or one entry a row."""
+    if not CODES.takes(values, scales, zeros):
+        return False
+    if scales is None or zeros is None:
+        return scales is zeros
+    return values.is_contiguous() and scales.shape == zeros.shape == (*values.shape[:-1], 1)
 
 
 def codes_twin(values: Tensor, scale: float | Tensor, zero: int | Tensor, bits: int) -> Tensor:

@@ -31,7 +31,8 @@ def _terms(
     return make
 
 
-def _weights(count: int) -> list[float]:
+def weights(count: int) -> list[float]:
+    """Return the weights of Taylor's forecast with `count` terms."""
     return [DISTANCE**power / math.factorial(power) for power in range(count)]
 
 
@@ -44,7 +45,7 @@ def _as_published(terms: Sequence[Tensor], base: Tensor) -> Any:
 
 
 def _sum(terms: list[Tensor], base: Tensor) -> Tensor:
-    return forecast.sum_twin(terms, _weights(3), base, None)
+    return forecast.sum_twin(terms, weights(3), base, None)
 
 
 def _differences(terms: list[Tensor], fresh: Tensor) -> list[Tensor]:
@@ -52,7 +53,7 @@ def _differences(terms: list[Tensor], fresh: Tensor) -> list[Tensor]:
 
 
 def _launch_sum(terms: list[Tensor], base: Tensor) -> Any:
-    return forecast.SUM(terms, _weights(3), base, None)
+    return forecast.SUM(terms, weights(3), base, None)
 
 
 def _launch_differences(terms: list[Tensor], fresh: Tensor) -> list[Tensor]:
