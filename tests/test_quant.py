@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from diffcache.errors import DiffcacheError
 from diffcache.kernels.codes import int8_codes
+from diffcache.kernels.linear import float_matmul
 from diffcache.quant.calibrate import InputRanges, grid_of, rounded, weight_grid
 from diffcache.quant.conv import QuantizedConv2d
-from diffcache.quant.integer import float_matmul, int_matmul, pack4, unpack4
+from diffcache.quant.integer import int_matmul, pack4, unpack4
 from diffcache.quant.linear import QuantizedLinear
 from diffcache.quant.plan import LayerPlan, QuantPlan
 from diffcache.step import CURRENT, Step

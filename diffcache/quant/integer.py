@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from diffcache.foreign import int_mm
+from diffcache.kernels.linear import float_matmul
 
-EXACT = 1024  # terms of 2**14 whose sum float32 holds exactly, whatever the order
 HALF = 128  # codes of 0 to 255 are kept as int8, lower by this
 
 
@@ -67,12 +67,3 @@ def serves(left: Tensor, right: Tensor) -> bool:
     if left.device.type == "cuda":
         return rows > 16 and terms % 8 == 0 and columns % 8 == 0
     return left.device.type == "cpu"
-
-
-def float_matmul(left: Tensor, right: Tensor) -> Tensor:
-    """Return `left @ right.T` of int8 codes as int32, through exact float32 products."""
-    total = torch.zeros(left.shape[0], right.shape[0], dtype=torch.int32, device=left.device)
-    for first in range(0, left.shape[1], EXACT):
-        part = slice(first, first + EXACT)
-        total += (left[:, part].float() @ right[:, part].float().t()).to(torch.int32)
-    return total

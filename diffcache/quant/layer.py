@@ -125,13 +125,23 @@ class QuantizedLayer(nn.Module, ABC):
             dense: Tensor = self.dense.forward(given)  # whose hooks are this layer's as well
             return dense
         step = self.step()
-        wide = torch.promote_types(given.dtype, torch.float32)
         factor, shift = self._floats.view(torch.float32)[
             :, step if self._floats.shape[1] > 1 else 0
         ]
+        return self.shaped(self.scaled(given, step, factor * self.input_scale[step], shift))
+
+    def scaled(self, given: Tensor, step: int, factor: Tensor, shift: Tensor) -> Tensor:
+        """Return `product * factor + shift`, `[..., O]` in the dtype of the input, channels last.
+
+        Args:
+            given: What the layer is given, any float dtype.
+            step: Index of the step.
+            factor: `[O]` float32.
+            shift: `[O]` float32.
+        """
+        wide = torch.promote_types(given.dtype, torch.float32)
         out = self.product(given, step).to(wide)
-        out = out.mul_(factor * self.input_scale[step]).add_(shift)
-        return self.shaped(out.to(given.dtype))
+        return out.mul_(factor).add_(shift).to(given.dtype)
 
     def plain(self, given: Tensor, scale: Tensor) -> Tensor:
         """Return the output without bias, gain and shift, `[..., O]` float32, channels last.

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diffcache.kernels.codes import int8_codes
+from diffcache.kernels.linear import linear_of_codes, takes_codes
 from diffcache.quant.layer import QuantizedLayer
 
 
@@ -28,11 +29,31 @@ class QuantizedLinear(QuantizedLayer):
         """Return the weight itself."""
         return weight
 
+    def scaled(self, given: Tensor, step: int, factor: Tensor, shift: Tensor) -> Tensor:
+        """Return `product * factor + shift`, `[..., O]`; a kernel scales before it writes."""
+        needed = factor, shift, self.codes, self.weight_terms, given
+        if not takes_codes(*needed, dtype=given.dtype):
+            return super().scaled(given, step, factor, shift)
+        out = linear_of_codes(
+            self.input_codes(given, step),
+            self.weight_codes(),
+            self.weight_terms,
+            self.lowered_zero(step),
+            factor,
+            shift,
+            given.dtype,
+        )
+        return out.reshape(*given.shape[:-1], out.shape[1])
+
+    def input_codes(self, given: Tensor, step: int) -> Tensor:
+        """Return the codes of the input as rows, `[M, K]` int8."""
+        codes = int8_codes(given, self.input_scale[step], self.input_zero[step])
+        return codes.reshape(-1, self.columns)
+
     def product(self, given: Tensor, step: int) -> Tensor:
         """Return the whole-number product, `[..., O]` int32."""
-        rows = int8_codes(given, self.input_scale[step], self.input_zero[step])
         out = self.multiply(
-            rows.reshape(-1, self.columns),
+            self.input_codes(given, step),
             self.lowered_zero(step),
             self.weight_codes(),
             self.weight_terms,

@@ -1,9 +1,10 @@
 """Codes of quantized layers with the kernel that rounds."""
 
+import pytest
 import torch
 from torch import nn
 
-from diffcache.kernels import codes
+from diffcache.kernels import codes, linear
 from diffcache.quant.calibrate import grid_of
 from diffcache.quant.linear import QuantizedLinear
 from diffcache.quant.plan import LayerPlan
@@ -36,17 +37,26 @@ def test_scales_that_are_not_one_a_row_are_left_to_plain_pytorch(monkeypatch):
     assert codes.int8_codes(values.double(), 0.02, 3).dtype == torch.int8
 
 
-def test_a_quantized_layer_is_the_same_with_kernels(monkeypatch):
-    dense = nn.Linear(40, 24).requires_grad_(False)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_quantized_layer_is_the_same_with_kernels(monkeypatch, bits, dtype):
+    dense = nn.Linear(41, 24).requires_grad_(False)
     low, high = dense.weight.amin(1), dense.weight.amax(1)
-    plan = LayerPlan(*grid_of(low, high, 8), *grid_of(torch.tensor([-3.1]), torch.tensor([3.3]), 8))
-    x, calls, outputs = guarded((2, 5, 40), torch.float32, 1), [], []
-    op = codes.CODES.op
-    monkeypatch.setattr(codes.CODES, "op", lambda *args: (calls.append(args), op(*args))[1])
+    inputs = grid_of(torch.tensor([-3.1]), torch.tensor([3.3]), 8)
+    plan = LayerPlan(*grid_of(low, high, bits), *inputs)
+    x, calls, outputs = guarded((2, 5, 41), dtype, 1), [], []
+    for operator in (codes.CODES, linear.LINEAR):
+        monkeypatch.setattr(
+            operator, "op",
+            lambda *args, op=operator.op, name=operator.name: (calls.append(name), op(*args))[1],
+        )  # fmt: skip
     for how in ("triton", "torch"):
         monkeypatch.setenv("DIFFCACHE_KERNELS", how)
-        layer = QuantizedLinear(dense, plan, 8, "l", now=lambda: Step(0))
+        layer = QuantizedLinear(dense, plan, bits, "l", now=lambda: Step(0))
         outputs.append((layer.codes, layer(x)))
-    assert len(calls) == 2  # the weight, with a scale a row, and the input, with one
-    for one, other in zip(*outputs, strict=True):
-        assert torch.equal(one, other)
+        assert layer(x[:0]).shape == (0, 5, 24)
+    # of the weight, with a scale a row, and of the input, with one
+    assert calls == ["int8_codes", "int8_codes", "linear_of_codes"]
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert outputs[0][1].dtype == dtype
+    torch.testing.assert_close(outputs[0][1], outputs[1][1])
