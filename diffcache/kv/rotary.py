@@ -11,6 +11,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from diffcache.kernels.rotary import rotate
+
 Position: TypeAlias = "Tensor | Sequence[float] | float"
 _ROOM = "use [S], [B, 1, S] or [B, H, S] positions of the same slots"
 
@@ -93,8 +95,7 @@ class Rotation(ABC):
         Raises:
             ValueError: If shapes do not fit.
         """
-        angles = self._angles(x, pos)
-        return self._turn(x, angles.cos() * self.scale, angles.sin() * self.scale)
+        return self._turn(x, pos, self.scale)
 
     def unrotate(self, x: Tensor, pos: Position) -> Tensor:
         """Undo `rotate`, its scale too.
@@ -106,8 +107,7 @@ class Rotation(ABC):
         Raises:
             ValueError: If shapes do not fit.
         """
-        angles = self._angles(x, pos)
-        return self._turn(x, angles.cos() / self.scale, -angles.sin() / self.scale)
+        return self._turn(x, pos, self.scale, back=True)
 
     def shift(self, x: Tensor, delta: Position) -> Tensor:
         """Move rotated keys from their positions to `delta` later ones; the scale stays.
@@ -124,8 +124,7 @@ class Rotation(ABC):
         Raises:
             ValueError: If shapes do not fit.
         """
-        angles = self._angles(x, delta)
-        return self._turn(x, angles.cos(), angles.sin())
+        return self._turn(x, delta, 1.0)
 
     def _angles(self, x: Tensor, pos: Position) -> Tensor:
         if x.ndim != 4 or not x.is_floating_point() or x.shape[3] < self.start + self.channels:
@@ -143,26 +142,13 @@ class Rotation(ABC):
             )
         return angles
 
-    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _turn(self, x: Tensor, pos: Position, scale: float, *, back: bool = False) -> Tensor:
+        angles = self._angles(x, pos)
         if self.channels == 0:
             return x
-        work = torch.float64 if x.dtype is torch.float64 else torch.float32
-        cos, sin = cos.to(work), sin.to(work)
-        end = self.start + self.channels
-        wide = x[..., self.start : end].to(work)
-        if self.interleaved:  # adjacent pairs are complex numbers: one pass over memory
-            pairs = torch.view_as_complex(wide.contiguous().unflatten(-1, (-1, 2)))
-            turned = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
-            parts = [turned.to(x.dtype)]
-        else:
-            a, b = wide.chunk(2, dim=-1)
-            first = torch.addcmul(a * cos, b, sin, value=-1)
-            parts = [first.to(x.dtype), torch.addcmul(b * cos, a, sin).to(x.dtype)]
-        if self.start:
-            parts.insert(0, x[..., : self.start])
-        if end < x.shape[-1]:
-            parts.append(x[..., end:])
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return rotate(
+            x, angles, scale=scale, back=back, start=self.start, interleaved=self.interleaved
+        )
 
 
 def place(pos: Position, freq: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
