@@ -33,7 +33,15 @@ def rotate(
 
     Returns:
         A fresh contiguous tensor like `x`.
+
+    Raises:
+        ValueError: If `x` has no `2 * P` channels from `start` on.
     """
+    end = start + 2 * angles.shape[-1]
+    if x.dim() != 4 or start < 0 or end > x.shape[-1]:
+        raise ValueError(
+            f"start={start}: x must be [B, H, S, D] with channels up to {end}, got {list(x.shape)}"
+        )
     run = ROTATE if ROTATE.takes(x, angles) else rotate_twin
     found: Tensor = run(x, angles, scale, back, start, interleaved)
     return found

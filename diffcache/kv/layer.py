@@ -20,7 +20,7 @@ from diffcache.kv.reading import Reading
 from diffcache.kv.refill import Refill
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.segment import PLAIN, Dense, Flat, Segment
-from diffcache.kv.slots import EMPTY, Slots, named, one_row, span
+from diffcache.kv.slots import EMPTY, SlotIndex, Slots, named, one_row, span
 from diffcache.kv.summary import LayerSummary
 from diffcache.kv.tail import Tail
 
@@ -115,13 +115,14 @@ class KVLayer:
         self.seen += k.shape[2]
 
     def overwrite(
-        self, index: Tensor | range, k: Tensor, v: Tensor, ver: int | None = None
+        self, index: Tensor | range | SlotIndex, k: Tensor, v: Tensor, ver: int | None = None
     ) -> None:
         """Write anew into slots that are there, which keep their positions.
 
         Args:
             index: int64 [n] or [B, n], slots of the tail, as `read` shows them. A `range` of step 1
-                is a run of slots, which is checked without reading a tensor and written as a copy.
+                is a run of slots, which is checked without reading a tensor and written as a copy;
+                a `SlotIndex` was checked before, for all layers at once.
             k: [B, H, n, D], before rotation if the layer has a `rotary`.
             v: [B, H, n, Dv].
             ver: of what is written, where versions are kept.

@@ -11,7 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Payload, gather_slots, tensors
+from diffcache.kernels.move import gather_slots
+from diffcache.kv.codec.base import Payload, tensors
 from diffcache.kv.slots import EMPTY, Slots, join, join_meta, one_row, pick, span
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import gather_slots
+from diffcache.kernels.move import kv_gather
 
 EMPTY = -1
 # What a slot without an entry is taken to have; a rotary position is that of the slot itself.
@@ -69,8 +69,7 @@ class Slots:
         meta = {name: pick(value, index) for name, value in self.meta.items()}
         if keep is not None:
             meta["pos"] = meta["pos"].where(keep, torch.full_like(meta["pos"], EMPTY))
-        index = index.expand(-1, self.k.shape[1], -1)
-        return Slots(gather_slots(self.k, index), gather_slots(self.v, index), meta)
+        return Slots(*kv_gather(self.k, self.v, index), meta)
 
     def _expanded(self, batch: int) -> Slots:
         meta = {name: value.expand(batch, -1, -1) for name, value in self.meta.items()}
@@ -91,6 +90,75 @@ class Slots:
         """Return a copy that shares no memory and holds no more than it shows."""
         meta = {name: value.clone() for name, value in self.meta.items()}
         return Slots(_copy(self.k), _copy(self.v), meta)
+
+
+@dataclass(frozen=True, eq=False)
+class SlotIndex:
+    """Slots by number that were checked once, however many layers are written to.
+
+    Attributes:
+        index: int64 [n] or [B, n].
+        start: No slot is before this one.
+        stop: All slots are before this one.
+    """
+
+    index: Tensor
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, index: Tensor, stop: int, start: int = 0) -> SlotIndex:
+        """Check slots. A GPU does so on its own, as reading them would make the host wait.
+
+        Args:
+            index: int64 [n] or [B, n].
+            stop: All are to be before this one.
+            start: None is to be before this one.
+
+        Raises:
+            ValueError: If a slot is not there; on CUDA, its own error, later.
+        """
+        if index.device.type == "cuda":
+            torch._assert_async(((index >= start) & (index < stop)).all())
+            return cls(index, start, stop)
+        if not index.numel():
+            return cls(index, stop, stop)
+        least, most = (int(end) for end in torch.aminmax(index))
+        if not start <= least <= most < stop:
+            raise ValueError(outside(least, most, start, stop))
+        return cls(index, least, most + 1)
+
+    def __len__(self) -> int:
+        """Return the slots of a row."""
+        return self.index.shape[-1]
+
+
+def checked(
+    index: Tensor | range, stop: int, before: SlotIndex | range | None = None
+) -> SlotIndex | range:
+    """Return slots that are checked, unless these very ones were checked before.
+
+    Args:
+        index: int64 [n] or [B, n]; or a run of slots, which needs no check.
+        stop: All are to be before this one.
+        before: What this returned last.
+
+    Raises:
+        ValueError: If a slot is not there; on CUDA, its own error, later.
+    """
+    if isinstance(index, range):
+        return index
+    if isinstance(before, SlotIndex) and before.index is index:
+        return before
+    return SlotIndex.of(index, stop)
+
+
+def outside(least: int, most: int, start: int, stop: int) -> str:
+    """Return what is wrong with slots `least` to `most`, where `start` to `stop` are there."""
+    return (
+        f"index={least}..{most}: slots {start} to {stop - 1} can be overwritten; what is before "
+        "them is settled"
+    )
 
 
 def join(parts: Sequence[Slots]) -> Slots:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from diffcache.kernels.move import kv_scatter, write_slots
 from diffcache.kv.refill import Refill
-from diffcache.kv.slots import Slots, filled, span
+from diffcache.kv.slots import SlotIndex, Slots, filled, outside, span
 
 # Slots that are made room for when the tail is full: an eighth of those there are, within bounds.
 # With 64 the others are copied at every 64th token, a little of what attention reads meanwhile.
@@ -102,7 +103,9 @@ class Tail:
             meta["pos"] = span(self.start, self.start + self.length, k.shape[0], k.device)
         return Slots(k, v, meta)
 
-    def overwrite(self, index: Tensor | range, columns: dict[str, Tensor], before: int = 0) -> None:
+    def overwrite(
+        self, index: Tensor | range | SlotIndex, columns: dict[str, Tensor], before: int = 0
+    ) -> None:
         """Write into slots that are there.
 
         Args:
@@ -120,49 +123,38 @@ class Tail:
             for name, value in columns.items():
                 self._buffers[name].narrow(2, index.start, len(index)).copy_(value)
             return
-        rows: Tensor | None = None
-        if index.dim() == 2:
-            if len(index) == 1 or index.stride(0) == 0:  # one row that is shared by all
-                index = index[0]
-            else:
-                rows = torch.arange(len(index), device=index.device)[:, None]
+        if index.dim() == 2 and (len(index) == 1 or index.stride(0) == 0):
+            index = index[0]  # one row that is shared by all
+        held, fresh = {}, {}
         for name, value in columns.items():
             buffer = self._buffers[name]
             if buffer.shape[2] > self.length:  # so that no index reaches beyond
                 buffer = buffer[:, :, : self.length]
-            fresh = value.to(buffer.dtype)
-            if fresh.shape[:2] != buffer.shape[:2] or name == "ver":  # one value for all
-                fresh = fresh.expand(*buffer.shape[:2], index.shape[-1], *buffer.shape[3:])
-            # Both copy whole vectors; `scatter_` would look up every channel, ten times slower.
-            if rows is None:
-                buffer.index_copy_(2, index, fresh)
-            else:
-                buffer.transpose(1, 2)[rows, index] = fresh.transpose(1, 2)
+            value = value.to(buffer.dtype)
+            if value.shape[:2] != buffer.shape[:2] or name == "ver":  # one value for all
+                value = value.expand(*buffer.shape[:2], index.shape[-1], *buffer.shape[3:])
+            held[name], fresh[name] = buffer, value
+        kv_scatter(held.pop("k"), held.pop("v"), fresh["k"], fresh["v"], index)
+        if held:
+            write_slots(index, *((buffer, fresh[name]) for name, buffer in held.items()))
 
     def _checked(
-        self, index: Tensor | range, count: int, before: int
+        self, index: Tensor | range | SlotIndex, count: int, before: int
     ) -> tuple[Tensor | range, int]:
         """Return slots counted from 0, and the first that may be among them."""
         stop = before + self.length
-        least, most = before, before
-        if isinstance(index, range):
-            if index.step != 1 or len(index) != count:
-                raise ValueError(
-                    f"index={index!r} of {count} tokens: a range must have step 1 and as many slots"
-                )
-            least, most = (index.start, index.stop - 1) if count else (stop, stop)
-        elif index.device.type == "cuda":  # reading the index would make the host wait
-            torch._assert_async(((index >= before) & (index < stop)).all())
-        elif index.numel():
-            least, most = (int(end) for end in torch.aminmax(index))
-        if count and not before <= least <= most < stop:
+        if isinstance(index, Tensor):
+            index = SlotIndex.of(index, stop, before)
+        if isinstance(index, range) and (index.step != 1 or len(index) != count):
             raise ValueError(
-                f"index={least}..{most}: slots {before} to {stop - 1} can be overwritten; "
-                "what is before them is settled"
+                f"index={index!r} of {count} tokens: a range must have step 1 and as many slots"
             )
+        if count and not before <= index.start < index.stop <= stop:
+            raise ValueError(outside(index.start, index.stop - 1, before, stop))
+        least = index.start - before if count else self.length
         if isinstance(index, range):
-            return range(index.start - before, index.stop - before), least - before
-        return (index - before if before else index), least - before
+            return range(index.start - before, index.stop - before), least
+        return (index.index - before if before else index.index), least
 
     def keys(self, count: int) -> Tensor:
         """Return the first keys [B, H, n, D], to be written to."""

@@ -46,18 +46,26 @@ def _by_complex_numbers(x: Tensor, angles: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
 
 
+def _plain(interleaved: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    def run(x: Tensor, angles: Tensor) -> Tensor:
+        return rotary.rotate_twin(x, angles, 1.0, False, 0, interleaved)
+
+    return run
+
+
+def _kernel(interleaved: bool) -> Callable[[Tensor, Tensor], Any]:
+    return lambda x, angles: rotary.ROTATE(x, angles, 1.0, False, 0, interleaved)
+
+
 def cases() -> list[KernelCase]:
     """Return the rows of the benchmark."""
     found = []
     for model, (shape, interleaved, precise) in SIZES.items():
-        rest = 1.0, False, 0, interleaved
         ways: dict[str, Callable[..., Any]] = {
-            "kernel": lambda x, angles, rest=rest: rotary.ROTATE(x, angles, *rest),
-            "plain": lambda x, angles, rest=rest: rotary.rotate_twin(x, angles, *rest),
+            "kernel": _kernel(interleaved),
+            "plain": _plain(interleaved),
             "as published": _by_complex_numbers if interleaved else _by_halves,
-            "torch.compile": torch.compile(
-                lambda x, angles, rest=rest: rotary.rotate_twin(x, angles, *rest)
-            ),
+            "torch.compile": torch.compile(_plain(interleaved)),
         }
         read = math.prod(shape[2:]) // 2 * precise.itemsize
         found.append(

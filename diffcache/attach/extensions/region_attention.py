@@ -12,6 +12,7 @@ from torch.nn import functional
 from diffcache.attach.attention_call import AttentionCall, AttentionSite, Rotary
 from diffcache.errors import AttachError
 from diffcache.kv.layer import KVLayer
+from diffcache.kv.slots import SlotIndex
 
 
 class Held(NamedTuple):
@@ -57,7 +58,7 @@ class Store:
     velocity: Tensor | None = None
     layers: dict[AttentionSite, Held] = field(default_factory=dict)
     rotary: Rotary | None = None
-    present: tuple[Tensor, Rotary | None] | None = None
+    present: tuple[SlotIndex, Rotary | None] | None = None
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that is held."""
@@ -80,14 +81,19 @@ class Turn:
     rows: Tensor | None
     visits: int = 0
 
-    def present(self) -> tuple[Tensor, Rotary | None]:
-        """Return the indices of the present rows among all, and their rotation."""
+    def present(self) -> tuple[SlotIndex, Rotary | None]:
+        """Return the indices of the present rows among all, and their rotation.
+
+        Raises:
+            ValueError: If one is no row; on CUDA, its own error, later.
+        """
         store = self.store
         if store.present is None:
             assert self.rows is not None
             text = torch.arange(store.text, device=self.rows.device).expand(len(self.rows), -1)
             rows = torch.cat([text, store.text + self.rows], dim=1)
-            store.present = rows, None if store.rotary is None else store.rotary.at(rows)
+            slots = SlotIndex.of(rows, min(kept.layer.held for kept in store.layers.values()))
+            store.present = slots, None if store.rotary is None else store.rotary.at(rows)
         return store.present
 
 

@@ -39,6 +39,7 @@ from diffcache.dllm.rows import RowPlan
 from diffcache.errors import AttachError
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.layer import KVLayer
+from diffcache.kv.slots import SlotIndex, checked
 
 SITE = "token-layers"  # what is counted
 TRIAL = "trial"  # in a call's storage: the turn of rows that are computed alone to compare them
@@ -60,6 +61,7 @@ class Turn:
         products: Multiply-adds of those tokens' layers.
         most: Multiply-adds of the same layers, had they computed all tokens.
         differs: Whether rows that were computed alone had other keys than among all.
+        slots: `index`, checked once for all layers.
     """
 
     held: Held[KVLayer]
@@ -71,6 +73,7 @@ class Turn:
     products: float = 0.0
     most: float = 0.0
     differs: bool = False
+    slots: SlotIndex | range | None = None
 
 
 class Rows(Extension):
@@ -259,7 +262,8 @@ class Rows(Extension):
         layer = turn.held.layers[number]
         k, v = call.k.transpose(1, 2), call.v.transpose(1, 2)
         if layer.seen:
-            layer.overwrite(turn.index, k, v)
+            turn.slots = checked(turn.index, turn.held.shape[1], turn.slots)
+            layer.overwrite(turn.slots, k, v)
         else:
             check_sees_all(self.model, site, call, None if self.is_direct else turn.mask)
             layer.write(k, v)

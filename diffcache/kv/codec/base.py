@@ -10,6 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from diffcache.kernels.move import gather_slots
+
 
 class Payload(ABC):
     """One coded tensor `[B, H, S, D]`: a frozen dataclass of tensors and plain values, immutable.
@@ -183,37 +185,6 @@ def nbytes(obj: object) -> int:
         for storage in [tensor.untyped_storage()]
     }
     return sum(storages.values())
-
-
-def gather_slots(x: Tensor, index: Tensor) -> Tensor:
-    """Return the slots at `index`.
-
-    Args:
-        x: `[B, H or 1, S, ...]`, any dtype.
-        index: `[B, H, n]` int64.
-
-    Returns:
-        `[B, H, n, ...]`, a copy.
-    """
-    batch, heads, count = index.shape
-    x = x.expand(batch, heads, *x.shape[2:])
-    if x.dim() == 3:
-        return x.gather(2, index)
-    size = x[0, 0, 0].numel() if x.numel() else 0
-    steps = [step // size for step in x.stride()[:3]] if size else []
-    whole = bool(size) and x[0, 0, 0].is_contiguous()
-    if not whole or any(step % size for step in x.stride()[:3]):
-        rows = torch.arange(batch, device=index.device)[:, None, None]
-        return x[rows, torch.arange(heads, device=index.device)[:, None], index]
-    # One list of vectors, each copied whole: indexing goes over single numbers, five times slower.
-    last = sum((n - 1) * step for n, step in zip(x.shape[:3], steps, strict=True))
-    vectors = x.as_strided((last + 1, size), (size, 1))
-    place = index * steps[2] if steps[2] != 1 else index
-    for axis, n in enumerate((batch, heads)):
-        if n > 1 and steps[axis]:
-            begin = torch.arange(0, n * steps[axis], steps[axis], device=index.device)
-            place = place + begin.view(-1, *[1] * (2 - axis))
-    return vectors.index_select(0, place.flatten()).view(batch, heads, count, *x.shape[3:])
 
 
 @dataclass(frozen=True, eq=False)

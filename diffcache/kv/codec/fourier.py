@@ -10,12 +10,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from diffcache.kernels.move import gather_slots
 from diffcache.kv.codec.base import (
     Payload,
     TensorCodec,
     all_of,
     checked,
-    gather_slots,
     work_dtype,
 )
 from diffcache.kv.codec.lowrank import steady_product

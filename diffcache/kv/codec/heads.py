@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from diffcache.kernels.move import gather_slots
 from diffcache.kv.codec.base import (
     Payload,
     TensorCodec,
     all_of,
     checked,
-    gather_slots,
     tensors,
 )
 from diffcache.kv.codec.table import compact, narrow

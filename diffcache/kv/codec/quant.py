@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from diffcache.kernels.move import gather_slots
 from diffcache.kv.codec.base import (
     Payload,
     TensorCodec,
     all_of,
     checked,
-    gather_slots,
     work_dtype,
 )
 from diffcache.kv.codec.pack import chunk_of, pack, unpack

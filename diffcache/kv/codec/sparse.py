@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.kv.codec.base import Exact, Payload, TensorCodec, all_of, checked, gather_slots
+from diffcache.kernels.move import gather_slots
+from diffcache.kv.codec.base import Exact, Payload, TensorCodec, all_of, checked
 from diffcache.kv.codec.pack import pack
 from diffcache.kv.codec.table import narrow
 

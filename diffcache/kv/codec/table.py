@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import gather_slots
+from diffcache.kernels.move import gather_slots
 
 
 @dataclass(frozen=True, eq=False)

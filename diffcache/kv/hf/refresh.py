@@ -14,7 +14,7 @@ from diffcache.errors import AttachError
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.hf.model import decoder_config
 from diffcache.kv.refresh import Stale
-from diffcache.kv.slots import Slots
+from diffcache.kv.slots import SlotIndex, Slots, checked
 from diffcache.kv.store import KVStore
 
 _NAME = "diffcache"  # what the attention function of caches is registered as
@@ -47,6 +47,7 @@ class Refreshing:
         self, store: KVStore, index: Tensor, *, last: int | None = None, watch: Watch | None = None
     ) -> None:
         self.index = index
+        self._slots: SlotIndex | range | None = None  # checked at the first layer, for all of them
         self.old: Tensor | None = None
         self.new: Tensor | None = None
         self._store = store
@@ -70,7 +71,8 @@ class Refreshing:
         if number == self._last:
             wide = place[..., None].expand(-1, v.shape[1], -1, v.shape[3])
             self.old, self.new = slots.v.gather(2, wide), v
-        layer.overwrite(self.index, k, v)
+        self._slots = checked(self.index, layer.held, self._slots)
+        layer.overwrite(self._slots, k, v)
         layer.summary = None
         if number == self._last:
             raise _Enough

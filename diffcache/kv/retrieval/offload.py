@@ -11,7 +11,8 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Payload, TensorCodec, all_of, checked, gather_slots
+from diffcache.kernels.move import gather_slots
+from diffcache.kv.codec.base import Payload, TensorCodec, all_of, checked
 from diffcache.kv.life.tiers import Tiers
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from diffcache.kernels.move import gather_slots
 from diffcache.kv.attend import Query
-from diffcache.kv.codec.base import Exact, Payload, TensorCodec, gather_slots
+from diffcache.kv.codec.base import Exact, Payload, TensorCodec
 from diffcache.kv.codec.held import KVCodec
 from diffcache.kv.codec.lowrank import LowRank
 from diffcache.kv.codec.tails import filled_up
