@@ -228,7 +228,7 @@ def top(worth: Tensor, valid: Tensor, share: float) -> Tensor:
     rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
     )
-    counts = [ceil(round(share * int(count), 6)) for count in valid.sum(1)]
+    counts = [ceil(round(share * count, 6)) for count in valid.sum(1).tolist()]  # one wait
     return (rank < torch.tensor(counts, device=rank.device)[:, None]) & valid
 
 

@@ -43,6 +43,7 @@ from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.errors import AttachError
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.layer import KVLayer
+from diffcache.kv.slots import SlotIndex
 
 HIDDEN, TABLES, CACHE = "hidden_states", "position_embeddings", "past_key_values"  # of attention
 
@@ -255,7 +256,10 @@ class Branches(Extension):
             check_sees_all(self.model, site, call, turn.held.mask)
             held.kv.write(k, v)
         else:
-            held.kv.overwrite(range(k.shape[2]) if rows.rows is None else rows.rows, k, v)
+            at = range(k.shape[2]) if rows.rows is None else rows.rows
+            if isinstance(at, Tensor):  # found among the rows of the answer, so that all are there
+                at = SlotIndex(at, 0, turn.held.shape[1])
+            held.kv.overwrite(at, k, v)
         if rows.rows is None:
             return None  # the model's own
         mask = turn.held.mask

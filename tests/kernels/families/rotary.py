@@ -21,7 +21,7 @@ CALLS = (
     ("middle", (1, 2, 33, 21), (33, 5), torch.float32, 1.1, False, 3, False),
     ("start", (1, 2, 33, 50), (2, 33, 22), torch.float64, 1.0, True, 6, True),
     ("end", (3, 1, 2, 96), (3, 1, 2, 16), torch.float32, 1.0, False, 0, True),
-    ("many-heads", (1, 40, 600, 4), (600, 2), torch.float32, 1.0, False, 0, False),
+    ("many-slots", (1, 3, 600, 4), (600, 2), torch.float32, 1.0, False, 0, False),
 )
 
 

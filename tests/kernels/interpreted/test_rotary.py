@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kernels import rotary
+from diffcache.kernels.gpu import rotary as gpu
 from diffcache.kernels.rotary import rotate
 from diffcache.kv.rotary import Rotary, Rotation
 from diffcache.kv.rotary_nd import RotaryND
@@ -70,6 +71,18 @@ def test_cosines_and_sines_are_exact_at_positions_up_to_a_million(dtype: torch.d
     found = rotate(ones, angles[:, None])[0, 0].double()
     exact = torch.stack([angles.double().cos(), angles.double().sin()], -1)
     assert float((found - exact).abs().max()) < 1e-7
+
+
+@LAYOUTS
+@pytest.mark.parametrize("shape", [(40, 4), (2, 1, 40, 4), (2, 5, 40, 4)])
+def test_heads_that_share_their_angles_share_programs(
+    interleaved: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, angles = drawn(2, 5, 40, 11), drawn(*shape, seed=1)
+    alone = rotate(x, angles, start=2, interleaved=interleaved)
+    for enough in (1, 3, 5):  # five heads, four or two of them in a program
+        monkeypatch.setattr(gpu, "ENOUGH", enough)
+        assert torch.equal(rotate(x, angles, start=2, interleaved=interleaved), alone)
 
 
 @pytest.mark.parametrize("name", KINDS)
