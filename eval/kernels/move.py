@@ -26,7 +26,7 @@ Size = tuple[int, int, int, int, int]
 def _inputs(size: Size, *, written: bool) -> Callable[[torch.device, bool], tuple[Tensor, ...]]:
     def make(device: torch.device, tiny: bool) -> tuple[Tensor, ...]:
         heads, slots, k_size, v_size, count = (2, 9, 16, 8, 4) if tiny else size
-        given = {"device": device, "dtype": torch.bfloat16}
+        given: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
         k, v = (torch.randn(1, heads, slots, n, **given) for n in (k_size, v_size))
         rows = 1 if written else heads
         index = torch.rand(rows, slots, device=device).argsort(-1)[:, :count].sort(-1).values

@@ -256,9 +256,11 @@ class Branches(Extension):
             check_sees_all(self.model, site, call, turn.held.mask)
             held.kv.write(k, v)
         else:
-            at = range(k.shape[2]) if rows.rows is None else rows.rows
-            if isinstance(at, Tensor):  # found among the rows of the answer, so that all are there
-                at = SlotIndex(at, 0, turn.held.shape[1])
+            at: SlotIndex | range = range(k.shape[2])
+            if isinstance(rows.rows, range):
+                at = rows.rows
+            elif rows.rows is not None:  # found among the answer's rows, so that all are there
+                at = SlotIndex(rows.rows, 0, turn.held.shape[1])
             held.kv.overwrite(at, k, v)
         if rows.rows is None:
             return None  # the model's own

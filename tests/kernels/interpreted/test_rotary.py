@@ -80,7 +80,7 @@ def test_heads_that_share_their_angles_share_programs(
 ) -> None:
     x, angles = drawn(2, 5, 40, 11), drawn(*shape, seed=1)
     alone = rotate(x, angles, start=2, interleaved=interleaved)
-    for enough in (1, 3, 5):  # five heads, four or two of them in a program
+    for enough in (1, 3, 5):  # five heads, three or two of them in a program
         monkeypatch.setattr(gpu, "ENOUGH", enough)
         assert torch.equal(rotate(x, angles, start=2, interleaved=interleaved), alone)
 
