@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from diffcache.kernels.move import gather_slots
+from diffcache.kernels.quantize import can_quantize, can_restore, dequant_groups, quant_groups
 from diffcache.kv.codec.base import (
     Payload,
     TensorCodec,
@@ -46,16 +47,21 @@ class Quantized(Payload):
     def decode(self) -> Tensor:
         """Return `code * scale + low`, computed in float32 (float64 for float64)."""
         shape, wide = (*self.codes.shape[:3], self.size), work_dtype(self.dtype)
-        out = torch.empty(shape, dtype=wide, device=self.codes.device)
+        dtype = self.dtype if self._in_one_pass(self.dtype) else wide
+        out = torch.empty(shape, dtype=dtype, device=self.codes.device)
         self.decode_into(out)
         return out.to(self.dtype)
 
     def decode_into(self, out: Tensor) -> None:
         """Write what `decode` returns; all in place, as new memory is what costs most."""
+        codec, grid = self.codec, self.grid
+        if self._in_one_pass(out.dtype) and out.stride(3) == 1:
+            dequant_groups(self.codes, grid.values, out, int(codec.bits), max(grid.each, 1),
+                           self._columns, -codec.intervals / 2, grid.of)  # fmt: skip
+            return
         if out.dtype != work_dtype(self.dtype):
             out.copy_(self.decode())
             return
-        codec, grid = self.codec, self.grid
         codes, width = unpack(self.codes, codec.bits, self.size), codec.width(self.size)
         if codec.along == "channels" and self.size % width:
             padded = functional.pad(codes, (0, -self.size % width)).to(out.dtype)
@@ -70,6 +76,18 @@ class Quantized(Payload):
             codec.restore_(out.unflatten(2, runs), grid.values.unsqueeze(4))
         else:
             codec.restore_(out, grid.lookup())
+
+    @property
+    def _columns(self) -> int:
+        """Channels that share a column of the grid."""
+        return self.codec.width(self.size) if self.codec.along == "channels" else 1
+
+    def _in_one_pass(self, dtype: torch.dtype) -> bool:
+        """Whether a kernel decodes to a dtype."""
+        known = dtype in (self.dtype, work_dtype(self.dtype))
+        return known and can_restore(
+            self.codes, self.grid.values, self.codec.bits, self._columns, self.size, dtype
+        )
 
     def decode_at(self, index: Tensor) -> Tensor:
         """Decode some slots, each with its grid."""
@@ -213,15 +231,20 @@ class GroupQuant(TensorCodec):
 
     def encode(self, x: Tensor) -> Quantized:
         """Code a tensor `[B, H, S, D]`."""
-        wide = checked(x, self.multiple).to(work_dtype(x.dtype))
-        size, slots = x.shape[3], x.shape[2]
-        if self.along == "channels":
-            width = self.width(size)
+        size, slots = checked(x, self.multiple).shape[3], x.shape[2]
+        by_slot = self.along == "channels"
+        each, width = (1, self.width(size)) if by_slot else (self.group or max(slots, 1), 1)
+        plain = not self.whole_zero and not self.relax
+        if plain and can_quantize(x, self.bits, each, width):
+            codes, grid = quant_groups(x, int(self.bits), each, width, self.intervals,
+                                       self.symmetric, self.scale_dtype)  # fmt: skip
+            return Quantized(codes, SlotTable(grid, each), self, size, x.dtype)
+        wide = x.to(work_dtype(x.dtype))
+        if by_slot:
             groups = pad_edge(wide, -size % width).unflatten(3, (-1, width))
             grid = self.fit(groups, 4)
             codes = self.codes_of(groups, grid.unsqueeze(-1)).flatten(3)[..., :size]
             return Quantized(pack(codes, self.bits), SlotTable(grid, 1), self, size, x.dtype)
-        each = self.group or max(slots, 1)
         groups = wide.reshape(*x.shape[:2], slots // each, each, size)
         grid = self.fit(groups, 3)
         codes = self.codes_of(groups, grid.unsqueeze(4)).flatten(2, 3)

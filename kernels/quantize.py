@@ -1,0 +1,202 @@
+"""Code numbers in few bits on uniform grids, take them back, and attend to them as they are.
+
+Codes lie as `diffcache.kv.codec.pack` packs them: a byte holds those of adjacent channels, the
+first in its lowest bits. A grid is a scale and, unless it is symmetric about 0, the value of code
+0, of a group of numbers. Groups run along tokens (`each` consecutive slots of one channel, as KIVI
+codes keys) or along channels (`width` consecutive channels of one slot, as it codes values).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from diffcache.kernels.dispatch import DTYPES, define, no_products
+
+BITS = (2, 4, 8)
+MOST_SLOTS, MOST_CHANNELS = 256, 2048  # of a group that the kernels take
+
+
+def can_quantize(x: Tensor, bits: float, each: int, width: int) -> bool:
+    """Return whether the kernel of `quant_groups` should code a tensor.
+
+    Args:
+        x: [B, H, S, D].
+        bits: Of a code.
+        each: Slots of a group; 1 where groups run along channels.
+        width: Channels of a group; 1 where groups run along tokens.
+    """
+    fits = bits in BITS and each <= MOST_SLOTS and width <= MOST_CHANNELS
+    return fits and _whole_bytes(bits, width, x.shape[-1]) and QUANT.takes(x)
+
+
+def can_restore(
+    codes: Tensor, grid: Tensor, bits: float, width: int, size: int, dtype: torch.dtype
+) -> bool:
+    """Return whether the kernel of `dequant_groups` should take numbers back.
+
+    Args:
+        codes: uint8 [B, H, S, bytes].
+        grid: [B, H, T, 1 or 2, W].
+        bits: Of a code.
+        width: Channels of a group; 1 where groups run along tokens.
+        size: Channels, D.
+        dtype: Of the numbers.
+    """
+    fits = bits in BITS and dtype in DTYPES and bool(codes.numel())
+    return fits and _whole_bytes(bits, width, size) and DEQUANT.takes(grid, codes)
+
+
+def _whole_bytes(bits: float, width: int, size: int) -> bool:
+    """Return whether no byte holds channels of two groups of channels."""
+    return width == 1 or width >= size or not width % int(8 // bits)
+
+
+def quant_groups(
+    x: Tensor, bits: int, each: int, width: int, intervals: int, symmetric: bool,
+    dtype: torch.dtype = torch.float16,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Code a tensor in groups, on a grid between the smallest and the largest number of each.
+
+    Args:
+        x: [B, H, S, D], a float dtype.
+        bits: Of a code: 2, 4 or 8.
+        each: Consecutive slots of a group, which divide S; 1 where groups run along channels.
+        width: Consecutive channels of a group; 1 where groups run along tokens.
+        intervals: Widths of a code between the two ends of a group.
+        symmetric: Centre the grid on 0 and store no value of code 0.
+        dtype: What the grid is stored in. Groups beyond its range saturate.
+
+    Returns:
+        Codes, uint8 [B, H, S, bytes], and the grid, [B, H, S / each, 1 or 2, W], where W is D for
+        groups along tokens and the number of groups of a slot otherwise.
+
+    Raises:
+        ValueError: If groups run both ways, or are of no such bits.
+    """
+    if bits not in BITS or min(each, width) != 1:
+        raise ValueError(
+            f"bits={bits}, each={each}, width={width}: must be one of {', '.join(map(str, BITS))} "
+            "bits, and `each` or `width` must be 1"
+        )
+    run = QUANT if can_quantize(x, bits, each, width) else quant_twin
+    found: tuple[Tensor, Tensor] = run(x, bits, each, width, float(intervals), symmetric, dtype)
+    return found
+
+
+def quant_twin(
+    x: Tensor, bits: int, each: int, width: int, intervals: float, symmetric: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return what `quant_groups` returns, in plain PyTorch."""
+    size = x.shape[3]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if width == 1:
+        wide, axis = wide.reshape(*x.shape[:2], x.shape[2] // each, each, size), 3
+    else:
+        last = wide[..., -1:].expand(*x.shape[:3], -size % width)
+        wide, axis = torch.cat([wide, last], -1).unflatten(3, (-1, width)), 4
+    high, low = wide.amax(axis), wide.amin(axis)
+    if symmetric:
+        high = torch.maximum(high.abs(), low.abs())
+        low = -high
+    found = [(high - low) / intervals] if symmetric else [(high - low) / intervals, low]
+    limit = torch.finfo(dtype).max
+    grid = torch.stack(found, 3).clamp_(-limit, limit).to(dtype)
+    scale, low = (part.unsqueeze(axis) for part in _parts(grid, -intervals / 2, wide.dtype))
+    step = scale.masked_fill(scale <= 0, math.inf)
+    codes = ((wide - low) / step).round_().clamp_(0, min(intervals, 2**bits - 1)).to(torch.uint8)
+    return _packed(codes.reshape(*x.shape[:3], -1)[..., :size], bits), grid
+
+
+def _parts(grid: Tensor, shift: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return scales and the values of code 0."""
+    scale, *low = grid.to(dtype).unbind(3)
+    return scale, low[0] if low else scale * shift
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Return bytes of codes [..., D], the first channel in the lowest bits."""
+    count = 8 // bits
+    numbers = functional.pad(codes, (0, -codes.shape[-1] % count)).unflatten(-1, (-1, count))
+    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    return (numbers << places).sum(-1, dtype=torch.uint8)
+
+
+def _unpacked(codes: Tensor, bits: int, size: int) -> Tensor:
+    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    return (codes[..., None] >> places & 2**bits - 1).flatten(-2)[..., :size]
+
+
+def dequant_groups(
+    codes: Tensor, grid: Tensor, out: Tensor, bits: int, each: int, width: int, shift: float = 0.0,
+    of: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write the numbers that codes stand for, `code * scale + low`, computed in float32.
+
+    Args:
+        codes: uint8 [B, H, S, bytes].
+        grid: [B, H, T, 1 or 2, W]: scale and, unless the grid is symmetric, value of code 0.
+        out: [B, H, S, D], a float dtype; channels lie side by side.
+        bits: Of a code: 2, 4 or 8.
+        each: Consecutive slots that share a row of the grid.
+        width: Consecutive channels that share a column of it; 1 where W is D.
+        shift: Value of code 0 of a symmetric grid, in scales.
+        of: Row of the grid of each slot, an integer dtype [B, H, S], in the place of `each`.
+    """
+    fits = out.stride(-1) == 1 and can_restore(codes, grid, bits, width, out.shape[-1], out.dtype)
+    run = DEQUANT if fits else dequant_twin
+    run(codes, grid, out, bits, each, width, float(shift), of)
+
+
+def dequant_twin(
+    codes: Tensor, grid: Tensor, out: Tensor, bits: int, each: int, width: int, shift: float,
+    of: Tensor | None,
+) -> None:  # fmt: skip
+    """Write what `dequant_groups` writes, in plain PyTorch."""
+    out.copy_(_restored(codes, grid, out, bits, each, width, shift, of))
+
+
+def _restored(
+    codes: Tensor, grid: Tensor, like: Tensor, bits: int, each: int, width: int, shift: float,
+    of: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    dtype, size = torch.promote_types(like.dtype, torch.float32), like.shape[-1]
+    rows = torch.arange(codes.shape[2], device=codes.device).div(each, rounding_mode="floor")
+    rows = rows.expand(*codes.shape[:3]) if of is None else of.long()
+    columns = torch.arange(size, device=codes.device).div(width, rounding_mode="floor")
+    scale, low = (
+        part.gather(2, rows[..., None].expand(-1, -1, -1, part.shape[3]))[..., columns]
+        for part in _parts(grid, shift, dtype)
+    )
+    return _unpacked(codes, bits, size).to(dtype) * scale + low
+
+
+def _like_codes(
+    x: Tensor, bits: int, each: int, width: int, intervals: float, symmetric: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    batch, heads, slots, size = x.shape
+    codes = x.new_empty(batch, heads, slots, -(-size * bits // 8), dtype=torch.uint8)
+    wide = size if width == 1 else -(-size // width)
+    return codes, x.new_empty(batch, heads, slots // each, 2 - symmetric, wide, dtype=dtype)
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+QUANT = define(
+    "quant_groups(Tensor x, int bits, int each, int width, float intervals, bool symmetric, "
+    "ScalarType dtype) -> (Tensor, Tensor)",
+    quant_twin, _like_codes, "quantize:quant_groups", no_products,
+)  # fmt: skip
+DEQUANT = define(
+    "dequant_groups(Tensor codes, Tensor grid, Tensor(a!) out, int bits, int each, int width, "
+    "float shift, Tensor? of) -> ()",
+    dequant_twin, _nothing, "quantize:dequant_groups", no_products,
+)  # fmt: skip
