@@ -124,12 +124,14 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     count = 8 // bits
     numbers = functional.pad(codes, (0, -codes.shape[-1] % count)).unflatten(-1, (-1, count))
     places = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
-    return (numbers << places).sum(-1, dtype=torch.uint8)
+    found: Tensor = (numbers << places).sum(-1, dtype=torch.uint8)
+    return found
 
 
 def _unpacked(codes: Tensor, bits: int, size: int) -> Tensor:
     places = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
-    return (codes[..., None] >> places & 2**bits - 1).flatten(-2)[..., :size]
+    numbers: Tensor = codes[..., None] >> places & 2**bits - 1
+    return numbers.flatten(-2)[..., :size]
 
 
 def dequant_groups(

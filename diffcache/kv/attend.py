@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.kv.segment import PLAIN, Traits
+from diffcache.kv.coded import attend_coded
+from diffcache.kv.segment import PLAIN, Traits, Unread
 from diffcache.kv.slots import Slots, join
 
 _CAUSAL = "causal"
@@ -17,20 +19,30 @@ _CAUSAL = "causal"
 
 @dataclass(frozen=True)
 class View:
-    """Slots as queries meet them: decoded, keys rotated.
+    """Slots as queries meet them, keys rotated.
 
     Attributes:
-        slots: What is attended to.
+        source: What is attended to; codes are decoded when `slots` is first asked for.
         start: The first position where no slot is empty, every slot stands for one token and
             positions follow one another in every row; None otherwise.
         traits: How the logits count.
         below: What all positions are below, where no slot is empty; None where that is not known.
     """
 
-    slots: Slots
+    source: Slots | Unread
     start: int | None = None
     traits: Traits = PLAIN
     below: int | None = None
+
+    @cached_property
+    def slots(self) -> Slots:
+        """What is attended to, decoded."""
+        return self.source.read() if isinstance(self.source, Unread) else self.source
+
+    @property
+    def width(self) -> int:
+        """Slots a row, empty ones included."""
+        return self.source.width
 
 
 @dataclass(frozen=True)
@@ -104,7 +116,9 @@ def attend(query: Query, views: Sequence[View]) -> Tensor:
         raise ValueError("views=[]: there is nothing to attend to; write keys and values first")
     whole = query.softcap is None and query.sinks is None
     if whole and all(view.traits == PLAIN for view in views):
-        return _fused(query, views[0] if len(views) == 1 else _joined(views))
+        view = views[0] if len(views) == 1 else _joined(views)
+        found = _over_codes(query, view)
+        return _fused(query, view) if found is None else found
     out, lse = attend_parts(query, views)
     if query.sinks is not None:
         sinks = query.sinks.to(lse.dtype).view(1, -1, 1)
@@ -207,7 +221,7 @@ def _joined(views: Sequence[View]) -> View:
     for view in views:
         if view.start is None or reached != view.start:
             start = None
-        reached = None if reached is None else reached + view.slots.width
+        reached = None if reached is None else reached + view.width
     below = [view.below for view in views if view.below is not None]
     known = max(below) if len(below) == len(views) else None
     return View(join([view.slots for view in views]), start, below=known)
@@ -223,6 +237,22 @@ def _part(query: Query, view: View) -> tuple[Tensor, Tensor]:
     out = torch.einsum("bhgns,hsd->bhgnd" if shared else "bhgns,bhsd->bhgnd",
                        weights, v[0] if shared else v)  # fmt: skip
     return out.flatten(1, 2), lse.flatten(1, 2) * view.traits.lse_scale
+
+
+def _over_codes(query: Query, view: View) -> Tensor | None:
+    """Return attention over codes as they are; None where they have to be decoded."""
+    if query.count > 1 or query.mask is not None or not isinstance(view.source, Unread):
+        return None
+    if not _sees_all(query, view):
+        return None
+    found = attend_coded(query.q[:, :, 0], query.scale, view.source)
+    if found is None:
+        return None
+    outs, lses, rest = found
+    if rest is not None:
+        out, lse = _part(query, View(rest))
+        outs, lses = [*outs, out[:, :, 0]], [*lses, lse[:, :, 0]]
+    return lse_merge(outs, lses)[0][:, :, None].to(query.q.dtype)
 
 
 def _fused(query: Query, view: View) -> Tensor:
@@ -267,7 +297,7 @@ def _seen(query: Query, view: View) -> Tensor | str | None:
     Nothing is read from the device: all that a fused kernel without a mask takes is known of a
     view beforehand.
     """
-    width, start, mask = view.slots.width, view.start, query.mask
+    width, start, mask = view.width, view.start, query.mask
     simple = start is not None and query.window is None and query.pos is None
     if mask is not None:
         if simple and start == 0 and mask.shape[-1] == width:
@@ -282,7 +312,7 @@ def _seen(query: Query, view: View) -> Tensor | str | None:
 
 def _sees_all(query: Query, view: View) -> bool:
     """Whether every query is known to see every slot."""
-    below = view.below if view.start is None else view.start + view.slots.width
+    below = view.below if view.start is None else view.start + view.width
     if below is None:
         return False
     if query.pos is not None:

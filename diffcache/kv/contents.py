@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.attend import View
-from diffcache.kv.segment import Segment, leveled, read_all
+from diffcache.kv.segment import Segment, Unread, leveled
 from diffcache.kv.slots import EMPTY, Slots, chosen, join_meta
 from diffcache.kv.tail import Tail
 
@@ -20,11 +20,20 @@ Turn = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]
 def stored(segments: Sequence[Segment], tail: Tail) -> Slots | None:
     """Return all slots, segments first, keys as they are stored; None if nothing was written."""
     last = tail.read()
-    if last is None and not segments:
-        return None
-    if segments and last is not None and not last.width:
-        last = None
-    return read_all(segments, last)
+    if not segments:
+        return last
+    return unread(segments, tail).read()
+
+
+def unread(segments: Sequence[Segment], tail: Tail) -> Unread:
+    """Return what `stored` returns, to be decoded when it is asked for.
+
+    Args:
+        segments: Settled slots, at least one.
+        tail: Exact slots after them.
+    """
+    last = tail.read()
+    return Unread(tuple(segments), last if last is not None and last.width else None)
 
 
 def metadata(segments: Sequence[Segment], tail: Tail) -> dict[str, Tensor] | None:
@@ -77,7 +86,7 @@ def placed_parts(
         k, v = slots.k, slots.v
         if len(k) < len(at):  # shared by rows that need not hold the same
             k, v = (x.expand(len(at), -1, -1, -1) for x in (k, v))
-        found.append(replace(view, slots=Slots(turn(k, at, slots.meta), v, slots.meta)))
+        found.append(replace(view, source=Slots(turn(k, at, slots.meta), v, slots.meta)))
     return found
 
 

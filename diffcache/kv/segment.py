@@ -332,6 +332,29 @@ def read_all(segments: Sequence[Segment], tail: Slots | None) -> Slots:
     return Slots(k, v, join_meta([*metas, tail.meta]))
 
 
+@dataclass(frozen=True)
+class Unread:
+    """Slots that are decoded when they are asked for: segments, and exact slots after them.
+
+    Attributes:
+        segments: What comes first; at least one.
+        tail: What comes last, None for nothing.
+    """
+
+    segments: tuple[Segment, ...]
+    tail: Slots | None
+
+    @property
+    def width(self) -> int:
+        """Slots of the longest row."""
+        own = 0 if self.tail is None else self.tail.width
+        return sum(segment.width for segment in self.segments) + own
+
+    def read(self) -> Slots:
+        """Return the slots, decoded."""
+        return read_all(self.segments, self.tail)
+
+
 def leveled(segment: Segment) -> Segment:
     """Return a segment whose coded slots have one row of metadata, where all heads have the same.
 
