@@ -88,7 +88,7 @@ def _like(rows: Tensor, codes: Tensor, *rest: Any) -> Tensor:
 
 
 def _flops(rows: Any, codes: Any, *_: Any, **__: Any) -> int:
-    return 2 * rows[0] * rows[1] * codes[0]
+    return int(2 * rows[0] * rows[1] * codes[0])
 
 
 LINEAR = define(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ def _ratio(values: Tensor, reference: Tensor) -> Tensor:
     return (values - reference).abs().mean() / reference.abs().mean()
 
 
-def _launch(values: Tensor, reference: Tensor) -> Tensor:
+def _launch(values: Tensor, reference: Tensor) -> Any:
     change, scale = distance.SUMS(values, reference).unbind()
     return change / scale
 

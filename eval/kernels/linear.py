@@ -17,12 +17,16 @@ USED = {"linear_of_codes": "quantized linear layers of CacheQuant"}
 ZERO = 3
 
 
-def _launch(dense: Any, *args: Any) -> Tensor:
-    return linear.linear_of_codes(*args, torch.bfloat16)
+def _launch(
+    dense: Any, rows: Tensor, codes: Tensor, terms: Tensor, zero: int, factor: Tensor, shift: Tensor
+) -> Tensor:
+    return linear.linear_of_codes(rows, codes, terms, zero, factor, shift, torch.bfloat16)
 
 
-def _plain(dense: Any, *args: Any) -> Tensor:
-    return linear.linear_twin(*args, torch.bfloat16)
+def _plain(
+    dense: Any, rows: Tensor, codes: Tensor, terms: Tensor, zero: int, factor: Tensor, shift: Tensor
+) -> Tensor:
+    return linear.linear_twin(rows, codes, terms, zero, factor, shift, torch.bfloat16)
 
 
 def _in_steps(
