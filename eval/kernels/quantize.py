@@ -38,11 +38,14 @@ def _restored(
 
 def _coding(bits: int, each: int, width: int) -> KernelCase:
     settings = bits, each, width, 2.0**bits - 1, False, torch.float16
+
+    def plain(x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize.quant_twin(x, *settings)
+
     ways: dict[str, Callable[..., Any]] = {
-        "kernel": lambda x: quantize.QUANT(x, *settings),
-        "plain": lambda x: quantize.quant_twin(x, *settings),
-        "torch.compile": torch.compile(lambda x: quantize.quant_twin(x, *settings)),
-    }
+        "kernel": lambda x: quantize.QUANT(x, *settings), "plain": plain,
+        "torch.compile": torch.compile(plain),
+    }  # fmt: skip
     count = HEADS * SLOTS * SIZE
     moved = 2 * count + count * bits // 8 + 4 * count // GROUP
     axis = "tokens" if width == 1 else "channels"
@@ -57,13 +60,13 @@ def _restoring(bits: int, each: int, width: int) -> KernelCase:
     def make(device: torch.device, tiny: bool) -> tuple[Tensor, Tensor]:
         return _coded(_tensor(device, tiny), bits, each, width)
 
+    def plain(codes: Tensor, grid: Tensor) -> Tensor:
+        return _restored(codes, grid, bits, each, width, kernel=False)
+
     ways: dict[str, Callable[..., Any]] = {
-        "kernel": lambda codes, grid: _restored(codes, grid, bits, each, width, True),
-        "plain": lambda codes, grid: _restored(codes, grid, bits, each, width, False),
-        "torch.compile": torch.compile(
-            lambda codes, grid: _restored(codes, grid, bits, each, width, False)
-        ),
-    }
+        "kernel": lambda codes, grid: _restored(codes, grid, bits, each, width, kernel=True),
+        "plain": plain, "torch.compile": torch.compile(plain),
+    }  # fmt: skip
     count = HEADS * SLOTS * SIZE
     moved = 2 * count + count * bits // 8 + 4 * count // GROUP
     axis = "tokens" if width == 1 else "channels"
