@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.attend import View
-from diffcache.kv.segment import Segment, Unread, leveled
+from diffcache.kv.segment import Segment, Unread, leveled, read_all
 from diffcache.kv.slots import EMPTY, Slots, chosen, join_meta
 from diffcache.kv.tail import Tail
 
@@ -20,18 +20,20 @@ Turn = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]
 def stored(segments: Sequence[Segment], tail: Tail) -> Slots | None:
     """Return all slots, segments first, keys as they are stored; None if nothing was written."""
     last = tail.read()
-    if not segments:
-        return last
-    return unread(segments, tail).read()
+    if segments and last is not None and not last.width:
+        last = None
+    return read_all(segments, last) if segments else last
 
 
-def unread(segments: Sequence[Segment], tail: Tail) -> Unread:
-    """Return what `stored` returns, to be decoded when it is asked for.
+def unread(segments: Sequence[Segment], tail: Tail) -> Unread | None:
+    """Return what `stored` returns, to be decoded when it is asked for; None if nothing is coded.
 
     Args:
-        segments: Settled slots, at least one.
+        segments: Settled slots.
         tail: Exact slots after them.
     """
+    if not any(segment.coded for segment in segments):
+        return None
     last = tail.read()
     return Unread(tuple(segments), last if last is not None and last.width else None)
 

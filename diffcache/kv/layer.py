@@ -12,22 +12,14 @@ from torch import Tensor
 
 from diffcache.kv.attend import View
 from diffcache.kv.codec.base import tensors
-from diffcache.kv.contents import (
-    first_of,
-    kept,
-    metadata,
-    parts_of,
-    placed_parts,
-    stored,
-    unread,
-)
+from diffcache.kv.contents import first_of, kept, metadata, parts_of, placed_parts, stored, unread
 from diffcache.kv.form import Form
 from diffcache.kv.mover import Mover
 from diffcache.kv.positions import PositionMap, Slot, key_places, own_places, placed
 from diffcache.kv.reading import Reading
 from diffcache.kv.refill import Refill
 from diffcache.kv.rotary import Rotation
-from diffcache.kv.segment import PLAIN, Dense, Flat, Segment, Unread
+from diffcache.kv.segment import PLAIN, Dense, Flat, Segment
 from diffcache.kv.slots import EMPTY, SlotIndex, Slots, named, one_row, span
 from diffcache.kv.summary import LayerSummary
 from diffcache.kv.tail import Tail
@@ -178,7 +170,9 @@ class KVLayer:
     def views(self) -> list[View]:
         """Return what queries attend to: keys rotated, segments of their own kind apart."""
         if self._plain():
-            return [View(self._meet(), first_of(self.segments, self.tail), below=self._below())]
+            turned = self.rotary or self.mover or self.latent or self.read_once
+            source = (None if turned else unread(self.segments, self.tail)) or self.met()
+            return [View(source, first_of(self.segments, self.tail), below=self._below())]
         found = parts_of(self.segments, self.tail, self.seen)
         if self.positions is None:
             return [replace(view, source=self.rotated(view.slots)) for view in found]
@@ -187,13 +181,6 @@ class KVLayer:
     def _plain(self) -> bool:
         """Whether all slots are attended to alike."""
         return all(segment.traits == PLAIN for segment in self.segments)
-
-    def _meet(self) -> Slots | Unread:
-        """Return all slots as queries meet them; codes as they are, where keys come rotated."""
-        turns = self.rotary is not None or self.mover is not None or self.latent
-        if turns or self.read_once or not any(segment.coded for segment in self.segments):
-            return self.met()
-        return unread(self.segments, self.tail)
 
     def _below(self) -> int | None:
         """Return what all positions are below, where no slot is known to be empty."""
