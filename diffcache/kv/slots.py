@@ -128,10 +128,6 @@ class SlotIndex:
             raise ValueError(outside(least, most, start, stop))
         return cls(index, least, most + 1)
 
-    def __len__(self) -> int:
-        """Return the slots of a row."""
-        return self.index.shape[-1]
-
 
 def checked(
     index: Tensor | range, stop: int, before: SlotIndex | range | None = None

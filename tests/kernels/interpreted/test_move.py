@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import diffcache
+from diffcache.dllm import DKVCache, Schedule
 from diffcache.kernels import move
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.slots import SlotIndex, Slots
+from diffcache.pipelines.diffusion_lm import DiffusionLM
+from tests.dllm.toys import LAYERS, bidirectional, prompts
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -114,3 +118,16 @@ def test_slots_are_gathered_in_one_launch(
     assert launches == {"kv_gather": 1}
     assert torch.equal(found.k, wanted.k) and torch.equal(found.v, wanted.v)
     assert torch.equal(found.pos, wanted.pos)
+
+
+def test_a_decoding_that_writes_rows_is_that_of_plain_pytorch(
+    launches: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for backend in ("triton", "torch"):
+        monkeypatch.setenv("DIFFCACHE_KERNELS", backend)
+        model = bidirectional(torch.float32)
+        with diffcache.wrapped(model, DKVCache(every=4)):
+            found.append(DiffusionLM(model).generate(prompts(6, 4), Schedule(6, 3)).ids)
+    assert torch.equal(*found)
+    assert launches["kv_scatter"] >= LAYERS
