@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from diffcache.kernels import decode
+from diffcache.kernels.merge import lse_merge
 from diffcache.kv.coded import attend_coded
 from diffcache.kv.segment import PLAIN, Traits, Unread
 from diffcache.kv.slots import Slots, join
@@ -138,26 +140,6 @@ def attend_parts(query: Query, views: Sequence[View]) -> tuple[Tensor, Tensor]:
     return lse_merge(outs, lses)
 
 
-def lse_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge attention over disjoint sets of slots into attention over all of them.
-
-    Args:
-        outs: each [..., D].
-        lses: log-sum-exp of the logits of each, [...]; -inf where nothing is seen.
-
-    Returns:
-        The attention [..., D] and its log-sum-exp [...].
-
-    Reference: FlashAttention, arXiv 2205.14135, section 3.1; LeanAttention, arXiv 2405.10480.
-    """
-    if len(outs) == 1:
-        return outs[0], lses[0]
-    each = torch.stack(list(lses))
-    total = each.logsumexp(0)
-    weights = (each - total.where(total.isfinite(), 0)).exp()
-    return (torch.stack(list(outs)) * weights[..., None]).sum(0), total
-
-
 def visible(query: Query, slots: Slots) -> Tensor:
     """Return which slots each query sees, bool [B, 1 or H, n or 1, S], 1 for all of them alike."""
     pos = slots.pos.long()
@@ -262,6 +244,8 @@ def _fused(query: Query, view: View) -> Tensor:
     groups = q.shape[1] // heads
     seen = _seen(query, view)
     bias = None if isinstance(seen, str) else seen
+    if seen is None and "logn" not in slots.meta and decode.takes(q, slots.k, slots.v):
+        return decode.attn_decode(q, slots.k, slots.v, query.scale)[0]
     if "logn" in slots.meta:
         many = slots.meta["logn"][:, :, None].to(q.dtype)
         if seen is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from diffcache.kernels import mass
 from diffcache.kv.attend import Query, probabilities, visible
 from diffcache.kv.slots import Slots
 
@@ -69,6 +70,8 @@ class Attended:
             float32 [B, H, S], the mean over the query heads of a key-value head.
         """
         query, slots = self.query, self.slots
+        if change is None and self._is_plain and mass.takes(query.q, slots.k):
+            return self._streamed()
         batch, heads, width = query.q.shape[0], *slots.k.shape[1:3]
         dtype = torch.promote_types(query.q.dtype, torch.float32)
         q = query.grouped(heads)
@@ -90,6 +93,15 @@ class Attended:
                 got = self._block(here, k[:, :, :upto], some, part, change)
                 total[:, some.start : some.stop, :upto] += got
         return total.to(torch.float32) / groups
+
+    def _streamed(self) -> Tensor:
+        """Return what `sums` returns, of kernels that hold no logits in memory."""
+        q, k, scale = self.query.q, self.slots.k, self.query.scale
+        offset = None if self.sees_all else self.query.start - (self.start or 0)
+        lse = mass.attn_lse(q, k, scale, offset)
+        if self.valid is not None:
+            lse = lse.masked_fill(~self.valid[:, None], torch.inf)
+        return mass.attn_mass(q, k, lse, scale, offset) * (k.shape[1] / q.shape[1])
 
     def _block(
         self, q: Tensor, k: Tensor, heads: range, part: range, change: Change | None
@@ -149,6 +161,13 @@ class Attended:
         query = self.query
         plain = query.mask is None and query.window is None and query.pos is None
         return plain and query.causal and self.start is not None
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether logits are products, and queries see all slots or those up to their own."""
+        if self.query.softcap is not None or "logn" in self.slots.meta:
+            return False
+        return self.sees_all or (self._is_causal and self.query.start >= (self.start or 0))
 
     @property
     def _device(self) -> torch.device:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query, View, attend, attend_parts, lse_merge
+from diffcache.kernels.merge import lse_merge
+from diffcache.kv.attend import Query, View, attend, attend_parts
 from diffcache.kv.codec.base import nbytes
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.positions import Slot

@@ -35,7 +35,7 @@ class Nowhere:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return self.target.arch  # Triton keeps what it compiled by device, not by architecture
 
     def set_current_device(self, device: int) -> None:
         pass

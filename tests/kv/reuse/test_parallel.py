@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query, View, attend, attend_parts, lse_merge
+from diffcache.kernels.merge import lse_merge
+from diffcache.kv.attend import Query, View, attend, attend_parts
 from diffcache.kv.hf.cache import KVCache, cache_for
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.reuse.ape import ape
