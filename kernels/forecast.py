@@ -44,7 +44,7 @@ def weighted_sum(
             f"terms: must be 1 to {MOST} tensors with a weight each, got {len(terms)} and "
             f"{len(weights)} weights"
         )
-    run = SUM if SUM.takes(*terms, base, gate) else sum_twin
+    run = SUM if _alike(terms, base, gate) and SUM.takes(*terms, base, gate) else sum_twin
     found: Tensor = run(list(terms), [float(weight) for weight in weights], base, gate)
     return found
 
@@ -92,7 +92,7 @@ def finite_differences(
     if not count:
         return [feature]
     old, steps = list(factors[:count]), [float(distance) for distance in distances]
-    if not DIFFERENCES.takes(feature, *factors):
+    if not (_alike([feature, *factors]) and DIFFERENCES.takes(feature, *factors)):
         return [feature, *differences_twin(feature, old, steps)]
     room = [place for place in factors[1 : count + 1] if _writable(place, feature)]
     room += [torch.empty_like(feature) for _ in range(count - len(room))]
@@ -114,6 +114,20 @@ def write_twin(
     """Write the differences of a feature over `room`, whose tensors may be the next of `old`."""
     for place, found in zip(room, differences_twin(feature, old, distances), strict=True):
         place.copy_(found)
+
+
+def _alike(
+    tensors: Sequence[Tensor], base: Tensor | None = None, gate: Tensor | None = None
+) -> bool:
+    """Return whether a result has the shape and the dtype of the first tensor."""
+    first, rest = tensors[0], [*tensors[1:], *([] if base is None else [base])]
+    if any(each.shape != first.shape or each.dtype != first.dtype for each in rest):
+        return False
+    if gate is None:
+        return True
+    over = gate.dim() > first.dim()
+    pairs = zip(reversed(gate.shape), reversed(first.shape), strict=False)
+    return gate.dtype == first.dtype and not over and all(a in (1, b) for a, b in pairs)
 
 
 def _writable(old: Tensor, feature: Tensor) -> bool:

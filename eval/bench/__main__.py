@@ -124,7 +124,9 @@ def _measure(
 ) -> None:
     """Run one benchmark, print its tables and write its record."""
     with progress(name) as show:
-        told = {} if name == "compile" else {"progress": show}
+        told: dict[str, Any] = {} if name == "compile" else {"progress": show}
+        if BENCHMARKS[name] in (causal, dllm):  # hours
+            told["unfinished"] = folder / f"{name}.unfinished"
         body = BENCHMARKS[name].measure(setting, **sizes, **told)
     record = envelope(name, setting, command, body)
     console = Console(width=None if sys.stdout.isatty() else 160)

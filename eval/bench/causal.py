@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from diffcache.eval.cost.interleave import Call, Progress, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.cost.thirds import thirds
+from diffcache.eval.parts import Parts, digest_of
 from diffcache.eval.record import Setting
 from diffcache.eval.video.rollouts import BEFORE, GIVEN, SLICE, Rollouts
 from diffcache.eval.video.rows import CHANGES, ROWS, Row
@@ -41,6 +43,7 @@ def measure(
     samples: int = SAMPLES,
     frames: int = LENGTH,
     rows: Sequence[Row] = ROWS,
+    unfinished: Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure films, changes of the prompt and chunks.
@@ -51,6 +54,7 @@ def measure(
         samples: Films that are judged, at least 2.
         frames: Frames of each.
         rows: Policies, the stock one first.
+        unfinished: File that keeps rows of films as they come, until all is done.
         progress: Told (turns done, turns in all, name of the next).
 
     Raises:
@@ -61,7 +65,9 @@ def measure(
     started = time.monotonic()
     model = load(dtype=setting.dtype).to(setting.device)
     rollouts = Rollouts(model, samples)
-    found = rollouts.table(rows, frames, progress)
+    kept = Parts(unfinished, {"samples": samples, "frames": frames, "dtype": str(setting.dtype),
+                              "model": digest_of(model.transformer)})  # fmt: skip
+    found = rollouts.table(rows, frames, kept, progress)
     chunks = chunk_times(model, rows, rounds, setting, progress)
     return {
         "shapes": {"model": "shapes-causal", "samples": samples, "frames": frames, "given": GIVEN,
@@ -72,7 +78,7 @@ def measure(
         "changes": rollouts.changes(CHANGES, progress),
         "anew": anew(model, [depth for depth in DEPTHS if depth < rounds], setting),
         "stream_batch": stream_batch(model, min(rounds, 40), setting),
-        "seconds": round(time.monotonic() - started, 1),
+        "parts": kept.end(), "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
 
 

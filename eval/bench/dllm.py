@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -18,8 +19,9 @@ from diffcache.eval.dllm import at_size
 from diffcache.eval.dllm.measure import BATCH, measure_model
 from diffcache.eval.dllm.replay import replay
 from diffcache.eval.dllm.rows import Row, rows
+from diffcache.eval.parts import Parts, digest_of
 from diffcache.eval.record import Setting
-from diffcache.pipelines.small.chain_llada import BLOCKS
+from diffcache.pipelines.small.chain_llada import BLOCKS, load
 
 MODELS = tuple(BLOCKS)
 SAMPLES, REPLAYED = 400, 4
@@ -32,6 +34,7 @@ def measure(
     rounds: int = 16,
     samples: int = SAMPLES,
     named: Sequence[str] | None = None,
+    unfinished: Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure all rows on a shipped model, their errors on one trajectory, and the formulas.
@@ -42,6 +45,7 @@ def measure(
         rounds: Timed prompts of every row.
         samples: Prompts whose answers are judged.
         named: Names of rows, besides those that they are compared with; None for all.
+        unfinished: File that keeps judged rows as they come, until all is done.
         progress: Told (turns done, turns in all, name of the next).
 
     Raises:
@@ -51,13 +55,16 @@ def measure(
         raise ValueError(f"no model {model!r}; there are {', '.join(MODELS)}")
     started = time.monotonic()
     chosen = _chosen(model, named)
-    found = measure_model(model, chosen, setting, samples=samples, rounds=rounds,
+    kept = Parts(unfinished, {"samples": samples, "dtype": str(setting.dtype),
+                              "model": digest_of(load(model, setting.dtype))})  # fmt: skip
+    found = measure_model(model, chosen, setting, samples=samples, rounds=rounds, kept=kept,
                           progress=progress)  # fmt: skip
     return {
         "shapes": {"model": model, "samples": samples, "batch": BATCH, "block": BLOCKS[model]},
         "rounds": rounds, "rows": found,
-        "replay": replay(model, chosen, setting, min(samples, REPLAYED)),
-        "at_size": at_size.measure(), "seconds": round(time.monotonic() - started, 1),
+        "replay": replay(model, chosen, setting, min(samples, REPLAYED), kept),
+        "at_size": at_size.measure(), "parts": kept.end(),
+        "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from diffcache.eval.cost.interleave import Call, Progress, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.dllm.rows import Row
 from diffcache.eval.metrics.intervals import share_change, share_interval
+from diffcache.eval.parts import Parts
 from diffcache.eval.record import Setting
 from diffcache.pipelines.diffusion_lm import Answer, DiffusionLM
-from diffcache.pipelines.small.chain import HELD_OUT, MASK, WORLDS, draw, is_exact
+from diffcache.pipelines.small.chain import HELD_OUT, MASK, WORLDS, ChainBatch, draw, is_exact
 from diffcache.pipelines.small.chain_llada import BLOCKS, load
 
 BATCH = 8  # of those that are timed, beside one
@@ -83,8 +85,9 @@ def runners(model: str, chosen: Sequence[Row], setting: Setting) -> dict[str, Ru
 
 
 def quality(
-    found: Mapping[str, Runner], model: str, samples: int, seed: int, progress: Progress | None
-) -> dict[str, Tensor]:
+    found: Mapping[str, Runner], model: str, samples: int, seed: int, kept: Parts,
+    progress: Progress | None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Return which answers are right from the first token to the last, bool `[samples]` by row.
 
     Args:
@@ -92,6 +95,7 @@ def quality(
         model: Name of the model.
         samples: Prompts, the same for every row.
         seed: Seed of the draw, which no training reached.
+        kept: Rows that were judged before.
         progress: Told (rows done, rows in all, name of the next).
     """
     generator = torch.Generator().manual_seed(HELD_OUT + seed)
@@ -100,10 +104,15 @@ def quality(
     for number, (name, runner) in enumerate(found.items()):
         if progress is not None:
             progress(number, len(found), name)
-        device = runner.lm.model.device
-        made = [runner.answer(part.to(device)).ids.cpu() for part in batch.prompts.split(JUDGED)]
-        hits[name] = is_exact(torch.cat(made), batch)
+        hits[name] = torch.tensor(kept.take(f"answers: {name}", partial(_hits, runner, batch)))
     return hits
+
+
+def _hits(runner: Runner, batch: ChainBatch) -> list[bool]:
+    device = runner.lm.model.device
+    made = [runner.answer(part.to(device)).ids.cpu() for part in batch.prompts.split(JUDGED)]
+    right: list[bool] = is_exact(torch.cat(made), batch).tolist()
+    return right
 
 
 def timing(
@@ -155,6 +164,7 @@ def measure_model(
     samples: int,
     rounds: int,
     seed: int = 0,
+    kept: Parts,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Return what every row measured on one model.
@@ -166,10 +176,11 @@ def measure_model(
         samples: Prompts whose answers are judged.
         rounds: Timed batches of one prompt; a quarter as many of `BATCH` prompts.
         seed: Seed of the prompts.
+        kept: Rows that were judged before.
         progress: Told (turns done, turns in all, name of the next).
     """
     found = runners(model, chosen, setting)
-    hits = quality(found, model, samples, seed, progress)
+    hits = quality(found, model, samples, seed, kept, progress)
     times = {
         size: timing(found, model, size, count, setting, progress)
         for size, count in ((1, rounds), (BATCH, max(1, rounds // 4)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from diffcache.attach.handle import Handle
 from diffcache.dllm import ALL, Decoding, FedRows, Policy, RowPlan, Uncached
 from diffcache.eval.dllm.measure import runners
 from diffcache.eval.dllm.rows import Row
+from diffcache.eval.parts import Parts
 from diffcache.eval.record import Setting
 from diffcache.pipelines.guide import ModelGuide
 from diffcache.pipelines.small.chain import HELD_OUT, MASK, WORLDS, draw
@@ -59,7 +61,7 @@ class Errors:
 
 @torch.no_grad()
 def replay(
-    model: str, chosen: Sequence[Row], setting: Setting, samples: int, seed: int = 0
+    model: str, chosen: Sequence[Row], setting: Setting, samples: int, kept: Parts, seed: int = 0
 ) -> dict[str, dict[str, Any]]:
     """Return the errors of every row that has a policy, by name.
 
@@ -68,27 +70,32 @@ def replay(
         chosen: Rows; those that decode in the same order share a trajectory.
         setting: Device and dtype.
         samples: Prompts.
+        kept: Rows that were replayed before.
         seed: Seed of the prompts, which no training reached.
     """
     generator = torch.Generator().manual_seed(HELD_OUT + seed)
     prompts = draw(samples, WORLDS[model], generator).prompts.to(setting.device)
-    told = {}
-    for row in chosen:
-        policy = row.made()
-        if policy is None:
-            continue
-        pair = runners(model, [Row("fresh", "", "fresh"), row], setting)
-        fresh, cached = pair["fresh"].lm.model, pair[row.name].lm.model
-        diffcache.wrap(fresh, Uncached())
-        schedule = row.schedule(WORLDS[model].length, BLOCKS[model])
-        errors = Errors()
-        for prompt in prompts.split(1):
-            model_of_guide = pair[row.name].lm.guide
-            guide = None if model_of_guide is None else ModelGuide(model_of_guide)
-            decoding = Decoding(prompt, schedule, row.sampler(), MASK, guide=guide)
-            _follow(decoding, policy, fresh, cached, errors)
-        told[row.name] = errors.to_dict()
-    return told
+    with_policy = [row for row in chosen if row.made() is not None]
+    return {
+        row.name: kept.take(f"replay: {row.name}", partial(_replayed, model, row, setting, prompts))
+        for row in with_policy
+    }
+
+
+def _replayed(model: str, row: Row, setting: Setting, prompts: Tensor) -> dict[str, Any]:
+    policy = row.made()
+    assert policy is not None
+    pair = runners(model, [Row("fresh", "", "fresh"), row], setting)
+    fresh, cached = pair["fresh"].lm.model, pair[row.name].lm.model
+    diffcache.wrap(fresh, Uncached())
+    schedule = row.schedule(WORLDS[model].length, BLOCKS[model])
+    errors = Errors()
+    for prompt in prompts.split(1):
+        model_of_guide = pair[row.name].lm.guide
+        guide = None if model_of_guide is None else ModelGuide(model_of_guide)
+        decoding = Decoding(prompt, schedule, row.sampler(), MASK, guide=guide)
+        _follow(decoding, policy, fresh, cached, errors)
+    return errors.to_dict()
 
 
 def _follow(decoding: Decoding, policy: Policy, fresh: Any, cached: Any, errors: Errors) -> None:

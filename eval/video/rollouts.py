@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from diffcache.eval.cost.interleave import Progress
 from diffcache.eval.metrics.bootstrap import mean_interval
 from diffcache.eval.metrics.intervals import share_interval
+from diffcache.eval.parts import Parts
 from diffcache.eval.video.rows import Change, Row
 from diffcache.eval.video.shapes import by_slice, judge, switch_latency
 from diffcache.pipelines.causal_video import CausalVideo, Session
@@ -67,12 +69,15 @@ class Rollouts:
         first = self.groups[group].film()
         return torch.cat([first, *made], 2)[:, :, :frames].clamp(-1, 1)
 
-    def table(self, rows: Sequence[Row], frames: int, progress: Progress | None) -> dict[str, Any]:
+    def table(
+        self, rows: Sequence[Row], frames: int, kept: Parts, progress: Progress | None
+    ) -> dict[str, Any]:
         """Return what every row's films kept, by slices: `slices` and `late` by name.
 
         Args:
             rows: Policies.
             frames: Frames of a film.
+            kept: Rows that were made before.
             progress: Told (rows done, rows in all, name of the next).
         """
         found: dict[str, Any] = {}
@@ -80,12 +85,16 @@ class Rollouts:
             for number, row in enumerate(rows):
                 if progress is not None:
                     progress(number, len(rows), row.name)
-                parts = []
-                for group, truth in enumerate(self.groups):
-                    films = self.film(video, row.policy, group, frames)
-                    parts.append(by_slice(judge(films, truth.lasting(frames)), SLICE))
-                found[row.name] = summary(parts)
+                make = partial(self._row, video, row.policy, frames)
+                found[row.name] = kept.take(f"films: {row.name}", make)
         return found
+
+    def _row(self, video: CausalVideo, policy: VideoPolicy, frames: int) -> dict[str, Any]:
+        parts = []
+        for group, truth in enumerate(self.groups):
+            films = self.film(video, policy, group, frames)
+            parts.append(by_slice(judge(films, truth.lasting(frames)), SLICE))
+        return summary(parts)
 
     def change(self, video: CausalVideo, row: Change, group: int) -> tuple[Tensor, Clips]:
         """Return films whose prompt changes, and what they are to show.

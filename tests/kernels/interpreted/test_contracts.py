@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.kernels import dispatch
+from diffcache.kernels import dispatch, forecast
 from diffcache.pipelines.zoo.catalog import cases
 
 STEPS = 7
@@ -88,3 +88,22 @@ def test_frames_that_were_handed_out_do_not_change(flux) -> None:
             copies.append(out.clone())
     for out, copy in zip(outs, copies, strict=True):
         assert torch.equal(out, copy)
+
+
+@pytest.mark.parametrize(
+    ("base", "gate"),
+    [
+        (torch.ones(3, 4), None),  # another dtype
+        (torch.ones(2, 3, 4).half(), None),  # another shape
+        (None, torch.ones(2, 3, 4).half()),
+        (None, torch.ones(4)),
+    ],
+)
+def test_what_broadcasts_or_promotes_goes_to_plain_pytorch(launched, base, gate) -> None:
+    terms = [torch.randn(3, 4).half(), torch.randn(3, 4).half()]
+    found = forecast.weighted_sum(terms, [1.0, 2.0], base, gate)
+    expected = forecast.sum_twin(terms, [1.0, 2.0], base, gate)
+    assert torch.equal(found, expected) and found.dtype == expected.dtype
+    assert not launched
+    forecast.weighted_sum(terms, [1.0, 2.0], terms[0], torch.ones(1, 4).half())
+    assert launched == ["weighted_sum"]

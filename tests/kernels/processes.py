@@ -1,5 +1,7 @@
 """Triton's interpreter and its compiler run in processes of their own: they exclude one another."""
 
+from __future__ import annotations
+
 import importlib.util
 import os
 import subprocess
@@ -10,23 +12,17 @@ import pytest
 
 HERE = Path(__file__).parent
 NEEDED = [name for name in ("triton", "ml_dtypes") if importlib.util.find_spec(name) is None]
-pytestmark = [
+MARKS = [
     pytest.mark.skipif(bool(NEEDED), reason=f"needs {', '.join(NEEDED)}: pip install '.[gpu,dev]'"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 
 
-@pytest.mark.parametrize(
-    ("folder", "settings"),
-    [
-        ("interpreted", {"TRITON_INTERPRET": "1", "DIFFCACHE_KERNELS": "triton"}),
-        ("compiled", {"DIFFCACHE_COMPILED": "1", "TRITON_DEFAULT_FP_FUSION": "1"}),
-    ],
-)
-def test_in_a_process_of_its_own(folder: str, settings: dict[str, str], tmp_path: Path) -> None:
+def run(folder: str, cache: Path, **settings: str) -> None:
+    """Run the tests of a folder; what they print is shown if one fails."""
     env = os.environ | settings | {
         "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]),
-        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_CACHE_DIR": str(cache),
     }  # fmt: skip
     env.pop("PYTEST_XDIST_WORKER", None)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", HERE / folder]
