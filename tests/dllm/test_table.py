@@ -10,6 +10,7 @@ from diffcache.eval.dllm import page
 from diffcache.eval.dllm.at_size import A100, Size, schedule_cost
 from diffcache.eval.dllm.replay import replay
 from diffcache.eval.dllm.rows import Row, rows
+from diffcache.eval.parts import Parts
 from diffcache.eval.record import Setting
 
 SETTING = Setting(torch.device("cpu"), torch.float32)
@@ -72,13 +73,14 @@ def test_a_measured_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cache_that_computes_everything_has_no_error_on_the_trajectory() -> None:
     chosen = [Row("all", "dkv-cache:every=1"), Row("frozen", "dkv-cache:every=8,delay=False")]
-    found = replay(PROBE, chosen, SETTING, 1)
+    found = replay(PROBE, chosen, SETTING, 1, Parts(None, {}))
     assert found["all"]["same_argmax"] == found["all"]["same_commit"] == 1
     assert found["all"]["kv_error_by_age"] == {0: 0.0}
     frozen = found["frozen"]
     assert frozen["same_commit"] < 1 and frozen["kv_error_by_age"][0] == 0.0
     assert frozen["kv_error_by_age"][1] < frozen["kv_error_by_age"][6]
-    guided = replay("chain-llada", [Row("guided", "dkv-cache:every=1", guided=True)], SETTING, 1)
+    row = Row("guided", "dkv-cache:every=1", guided=True)
+    guided = replay("chain-llada", [row], SETTING, 1, Parts(None, {}))
     assert guided["guided"]["same_argmax"] == guided["guided"]["same_commit"] == 1
 
 
