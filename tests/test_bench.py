@@ -140,7 +140,8 @@ def test_command_line_says_what_is_wrong(capsys):
     assert "no benchmark 'speeed'; there are overhead" in error and "'--rounds'" in error
 
 
-def test_every_way_to_a_kernels_result_is_right(tmp_path: Path):
+def test_every_way_to_a_kernels_result_is_right(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda run: run)  # compiling takes a minute
     found = written("kernels", kernels.measure(SETTING, rounds=1), tmp_path)
     for row in found["rows"]:
         assert (

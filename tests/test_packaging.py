@@ -91,8 +91,8 @@ ASSETS = set().union(*(files("assets", f"{name}/**/*") for name in ("models", "p
 def test_wheel_holds_the_tree(wheel: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     code = {name for top in ("diffcache", *CODE_TOPS) for name in files(top, "**/*.py")}
-    data = files("eval", "**/*.jinja") | files("pipelines", "**/*.js") | {"diffcache/py.typed"}
-    assert held == code | ASSETS | data
+    data = files("eval", "**/*.jinja") | files("pipelines", "**/*.js") | files("kernels", "*.json")
+    assert held == code | ASSETS | data | {"diffcache/py.typed"}
 
 
 def test_wheel_imports_and_finds_its_assets(fresh_python: Path) -> None:

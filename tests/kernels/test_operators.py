@@ -30,6 +30,7 @@ def test_torch_accepts_the_registration(case: Case) -> None:
 
 @EACH
 def test_a_compiled_call_is_the_call(case: Case) -> None:
+    torch.compiler.reset()  # what operators before took of the limit of recompilations
     run = torch.compile(case.operator.op, fullgraph=True, backend="aot_eager", dynamic=True)
     one, other = copied(case.args), copied(case.args)
     results = case.results(one, run(*one)), case.results(other, case.operator(*other))
