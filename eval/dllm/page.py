@@ -32,7 +32,9 @@ from the first token to the last (Wilson's 95 % interval); *change* is the paire
 uncached row that decodes in the same order (95 %, Bonett and Price 2012). *Token-layers* are the
 rows that all layers computed for one answer, at batch 1, *fewer* how many times fewer than
 uncached. *Faster* is the time of uncached decoding, one token a step, by the row's: medians of
-answers taken in turn in one process. Rows in *italics* are controls, which are built to lose.
+answers taken in turn in one process. Below 1, the cache's own work in every layer takes longer than
+the rows that it saves on a model this small. Rows in *italics* are controls, which are built to
+lose.
 """
 REPLAYED = """\
 ## Errors on one trajectory
