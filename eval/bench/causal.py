@@ -75,7 +75,7 @@ def measure(
         "rounds": rounds,
         "rows": [{"name": row.name, "role": row.role, **found[row.name], "chunk": chunks[row.name]}
                  for row in rows],
-        "changes": rollouts.changes(CHANGES, progress),
+        "changes": rollouts.changes(CHANGES, kept, progress),
         "anew": anew(model, [depth for depth in DEPTHS if depth < rounds], setting),
         "stream_batch": stream_batch(model, min(rounds, 40), setting),
         "parts": kept.end(), "seconds": round(time.monotonic() - started, 1),

@@ -114,11 +114,14 @@ class Rollouts:
         films = torch.cat([self.groups[group].film(), *(x.cpu() for x in made)], 2)
         return films.clamp(-1, 1), replace(truth, shapes=shapes, colors=colors)
 
-    def changes(self, rows: Sequence[Change], progress: Progress | None) -> list[dict[str, Any]]:
+    def changes(
+        self, rows: Sequence[Change], kept: Parts, progress: Progress | None
+    ) -> list[dict[str, Any]]:
         """Return how soon each way to change the prompt shows, and what it carries over.
 
         Args:
             rows: Ways.
+            kept: Ways that were filmed before.
             progress: Told (rows done, rows in all, name of the next).
         """
         found = []
@@ -126,24 +129,28 @@ class Rollouts:
             for number, row in enumerate(rows):
                 if progress is not None:
                     progress(number, len(rows), row.name)
-                late, parts = [], []
-                for group in range(len(self.groups)):
-                    films, truth = self.change(video, row, group)
-                    late.append(switch_latency(
-                        films[:, :, BEFORE:], truth.shapes[:, -1], truth.colors[:, -1]
-                    ))  # fmt: skip
-                    parts.append({key: value[:, BEFORE:].nanmean(1)
-                                  for key, value in judge(films, truth).items()})  # fmt: skip
-                chunks = torch.cat(late)
-                after = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-                found.append({
-                    "name": row.name, "shown": share_interval(chunks.isfinite()).to_dict(),
-                    "chunks": _median(chunks[chunks.isfinite()]),
-                    "identity": share_interval(after["identity"]).to_dict(),
-                    "mark": share_interval(after["mark"]).to_dict(),
-                    "wall_db": mean_interval(after["wall_db"]).to_dict(),
-                })  # fmt: skip
+                told = kept.take(f"change: {row.name}", partial(self._changed, video, row))
+                found.append({"name": row.name, **told})
         return found
+
+    def _changed(self, video: CausalVideo, row: Change) -> dict[str, Any]:
+        late, parts = [], []
+        for group in range(len(self.groups)):
+            films, truth = self.change(video, row, group)
+            late.append(
+                switch_latency(films[:, :, BEFORE:], truth.shapes[:, -1], truth.colors[:, -1])
+            )
+            judged = judge(films, truth)
+            parts.append({key: value[:, BEFORE:].nanmean(1) for key, value in judged.items()})
+        chunks = torch.cat(late)
+        after = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        return {
+            "shown": share_interval(chunks.isfinite()).to_dict(),
+            "chunks": _median(chunks[chunks.isfinite()]),
+            "identity": share_interval(after["identity"]).to_dict(),
+            "mark": share_interval(after["mark"]).to_dict(),
+            "wall_db": mean_interval(after["wall_db"]).to_dict(),
+        }
 
 
 def summary(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:

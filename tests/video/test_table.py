@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from diffcache.eval.bench import causal as bench
+from diffcache.eval.parts import Parts
 from diffcache.eval.record import Setting
 from diffcache.eval.video import page, rollouts
 from diffcache.eval.video.rollouts import Rollouts, summary
@@ -49,7 +50,7 @@ def test_a_film_that_shows_the_new_prompt_late_is_told_so(
         return shown.film(), stated
 
     monkeypatch.setattr(found, "change", change)
-    told = found.changes([Change("late", Window(), Keep())], None)[0]
+    told = found.changes([Change("late", Window(), Keep())], Parts(None, {}), None)[0]
     assert told["chunks"] == 3 and told["shown"]["value"] == 1
     assert told["identity"]["value"] == pytest.approx(39 / 48)  # 9 of 48 frames show the old one
 
