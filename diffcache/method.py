@@ -33,7 +33,7 @@ class Method(ABC):
         bibtex: How to cite it.
         counts_calls: Whether every call of the network is a step of its run. Networks without a
             timestep, such as language models, have no other clock.
-        note: What its reports say besides.
+        note: Further remark of its reports.
     """
 
     name: ClassVar[str] = "unnamed"

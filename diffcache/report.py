@@ -52,7 +52,7 @@ class Report:
         held_bytes: Bytes that features hold now; 0 between runs of a pipeline.
         peak_bytes: Most bytes held at the end of any call.
         finished: Whether the run ended without an exception, so far as the pipeline shows it.
-        remarks: What was said of the run, a sentence each, such as whether a cache is exact.
+        remarks: Remarks on the run, a sentence each, such as whether a cache is exact.
     """
 
     def __init__(self, handle: Handle) -> None:

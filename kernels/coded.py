@@ -21,8 +21,8 @@ def can_attend(
         q: [B, Hq, D].
         keys: Codes of the keys, uint8 [B, H, S, bytes].
         values: Codes of the values, uint8 [B, H, U, bytes].
-        key_bits: Of a code of the keys.
-        value_bits: Of a code of the values.
+        key_bits: Bits of a code of the keys.
+        value_bits: Bits of a code of the values.
         each: Consecutive slots of a group of keys.
         width: Consecutive channels of a group of values.
         sizes: Channels of a key and of a value.
@@ -52,8 +52,8 @@ def attn_decode_kivi(
         values: Codes, uint8 [B, H, U, bytes].
         value_grid: [B, H, U, 1 or 2, W], W groups of a slot of size Dv.
         scale: Factor of the logits.
-        key_bits: Of a code of the keys, 2 or 4.
-        value_bits: Of a code of the values, 2 or 4.
+        key_bits: Bits of a code of the keys, 2 or 4.
+        value_bits: Bits of a code of the values, 2 or 4.
         each: Consecutive slots of a group of keys.
         width: Consecutive channels of a group of values; a multiple of it is Dv.
         key_shift: Value of code 0 of symmetric grids of keys, in scales.

@@ -46,7 +46,7 @@ def attn_decode(
             `kv_len` counts for nothing.
         causal: Whether a query sees no places after its own.
         sinks: First places that are seen whatever the window.
-        window: How many places up to its own a query sees, besides the sinks; 0: all.
+        window: Places up to its own that a query sees besides the sinks; 0 for all.
 
     Returns:
         The attention [B, Hq, n, Dv] in the dtype of `q`, 0 where nothing is seen, and float32

@@ -17,7 +17,7 @@ def takes_codes(*tensors: Tensor, dtype: torch.dtype) -> bool:
 
     Args:
         tensors: Those of `linear_of_codes`, in any order, one in float32 first.
-        dtype: Of the result.
+        dtype: Dtype of the result.
     """
     fits = dtype in DTYPES and all(tensor.numel() for tensor in tensors)
     return fits and LINEAR.takes(*tensors)
@@ -38,12 +38,12 @@ def linear_of_codes(
 
     Args:
         rows: `[M, K]` int8.
-        codes: Of the weight, `[O, K]` int8.
+        codes: Codes of the weight, `[O, K]` int8.
         terms: Sums of the weight's codes and its zeros `zw`, `[2, O]` int32.
         zero: The code of 0 in the rows.
         factor: `[O]` float32.
         shift: `[O]` float32.
-        dtype: Of the result.
+        dtype: Dtype of the result.
 
     Returns:
         `[M, O]`.

@@ -45,7 +45,7 @@ def attn_mass(q: Tensor, k: Tensor, lse: Tensor, scale: float, offset: int | Non
     Args:
         q: Queries [B, Hq, n, D]. Heads h * G to h * G + G - 1 read key head h.
         k: Keys [B or 1, H, N, D], of the same dtype.
-        lse: What `attn_lse` returns, float32 [B, Hq, n]; inf where a query does not count.
+        lse: Result of `attn_lse`, float32 [B, Hq, n]; inf where a query does not count.
         scale: Factor of the logits.
         offset: Query i sees keys 0 to `offset + i`; None: all of them.
 

@@ -39,7 +39,7 @@ def write_slots(index: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
 
     Args:
         index: int64 `[n]` or `[B, n]`.
-        pairs: What is written to, `[B, H, S, ...]`, with what is written, `[B, H, n, ...]` in the
+        pairs: Buffers, `[B, H, S, ...]`, with what is written, `[B, H, n, ...]` in the
             same dtype.
 
     Raises:

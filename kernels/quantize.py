@@ -26,7 +26,7 @@ def can_quantize(x: Tensor, bits: float, each: int, width: int) -> bool:
 
     Args:
         x: [B, H, S, D].
-        bits: Of a code.
+        bits: Bits of a code.
         each: Slots of a group; 1 where groups run along channels.
         width: Channels of a group; 1 where groups run along tokens.
     """
@@ -42,10 +42,10 @@ def can_restore(
     Args:
         codes: uint8 [B, H, S, bytes].
         grid: [B, H, T, 1 or 2, W].
-        bits: Of a code.
+        bits: Bits of a code.
         width: Channels of a group; 1 where groups run along tokens.
         size: Channels, D.
-        dtype: Of the numbers.
+        dtype: Dtype of the numbers.
     """
     fits = bits in BITS and dtype in DTYPES and bool(codes.numel())
     return fits and _whole_bytes(bits, width, size) and DEQUANT.takes(grid, codes)
@@ -64,12 +64,12 @@ def quant_groups(
 
     Args:
         x: [B, H, S, D], a float dtype.
-        bits: Of a code: 2, 4 or 8.
+        bits: Bits of a code: 2, 4 or 8.
         each: Consecutive slots of a group, which divide S; 1 where groups run along channels.
         width: Consecutive channels of a group; 1 where groups run along tokens.
         intervals: Widths of a code between the two ends of a group.
         symmetric: Centre the grid on 0 and store no value of code 0.
-        dtype: What the grid is stored in. Groups beyond its range saturate.
+        dtype: Dtype in which the grid is stored. Groups beyond its range saturate.
 
     Returns:
         Codes, uint8 [B, H, S, bytes], and the grid, [B, H, S / each, 1 or 2, W], where W is D for
@@ -144,7 +144,7 @@ def dequant_groups(
         codes: uint8 [B, H, S, bytes].
         grid: [B, H, T, 1 or 2, W]: scale and, unless the grid is symmetric, value of code 0.
         out: [B, H, S, D], a float dtype; channels lie side by side.
-        bits: Of a code: 2, 4 or 8.
+        bits: Bits of a code: 2, 4 or 8.
         each: Consecutive slots that share a row of the grid.
         width: Consecutive channels that share a column of it; 1 where W is D.
         shift: Value of code 0 of a symmetric grid, in scales.

@@ -53,7 +53,7 @@ def unpack_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     Args:
         codes: int8, any shape.
         scale: bfloat16; broadcasts. The kernel takes `[..., 1]`, one a row.
-        dtype: Of the result.
+        dtype: Dtype of the result.
 
     Returns:
         A fresh tensor of the shape of the codes.
@@ -86,7 +86,7 @@ def weighted_sum_int8(
         scales: Their scales, bfloat16; the kernel takes `[..., 1]`, one a row.
         weights: One number for each term.
         base: Same shape; is added, as a residual connection does.
-        dtype: Of the terms and, where the base has it as well, of the result.
+        dtype: Dtype of the terms and, where the base has it as well, of the result.
 
     Returns:
         A fresh tensor of the shape of the codes.

@@ -27,7 +27,7 @@ def load_language_model(
 
     Args:
         source: Directory or Hugging Face model ID.
-        dtype: Of the weights; "auto" is the one that they were saved in.
+        dtype: Dtype of the weights; "auto" is the one that they were saved in.
         trust_remote_code: Whether code that comes with the checkpoint may run.
 
     Raises:

@@ -46,7 +46,7 @@ class RunRecord:
         calls: The denoiser calls in order.
         peak_bytes: Most bytes held at the end of any call.
         finished: Whether the run ended without an exception.
-        remarks: What was said of the run.
+        remarks: Remarks on the run.
     """
 
     calls: list[CallRecord] = field(default_factory=list)

@@ -126,7 +126,7 @@ class Instead(ABC):
         """Return `estimate` of many states; a method may do them in fewer kernel launches.
 
         Args:
-            states: Of features of one call.
+            states: States of the features of one call.
             step: The skipped step.
             bases: What is added to each estimate; nothing by default.
         """

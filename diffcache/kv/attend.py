@@ -24,7 +24,7 @@ class View:
     """Slots as queries meet them, keys rotated.
 
     Attributes:
-        source: What is attended to; codes are decoded when `slots` is first asked for.
+        source: Slots that are attended to; codes are decoded when `slots` is first asked for.
         start: The first position where no slot is empty, every slot stands for one token and
             positions follow one another in every row; None otherwise.
         traits: How the logits count.
@@ -38,7 +38,7 @@ class View:
 
     @cached_property
     def slots(self) -> Slots:
-        """What is attended to, decoded."""
+        """Slots that are attended to, decoded."""
         return self.source.read() if isinstance(self.source, Unread) else self.source
 
     @property

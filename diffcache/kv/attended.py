@@ -164,7 +164,7 @@ class Attended:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether logits are products, and queries see all slots or those up to their own."""
+        """Return whether logits are products and queries see all slots or those up to their own."""
         if self.query.softcap is not None or "logn" in self.slots.meta:
             return False
         return self.sees_all or (self._is_causal and self.query.start >= (self.start or 0))

@@ -337,8 +337,8 @@ class Unread:
     """Slots that are decoded when they are asked for: segments, and exact slots after them.
 
     Attributes:
-        segments: What comes first; at least one.
-        tail: What comes last, None for nothing.
+        segments: First slots; at least one segment.
+        tail: Last slots, None for none.
     """
 
     segments: tuple[Segment, ...]

@@ -137,7 +137,7 @@ def checked(
     Args:
         index: int64 [n] or [B, n]; or a run of slots, which needs no check.
         stop: All are to be before this one.
-        before: What this returned last.
+        before: Last result of this function.
 
     Raises:
         ValueError: If a slot is not there; on CUDA, its own error, later.

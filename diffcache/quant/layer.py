@@ -182,7 +182,7 @@ class QuantizedLayer(nn.Module, ABC):
         Args:
             rows: `[M, K]` int8.
             zero: `zx`, lowered by half the range as the codes are.
-            codes: Of the weight, `[O, K]` int8.
+            codes: Codes of the weight, `[O, K]` int8.
             terms: Sums of the weight's codes and `zw`, `[2, O]` int32.
 
         Returns:

@@ -92,7 +92,7 @@ class Reported:
 
     Attributes:
         row: The way of decoding.
-        device: What it was measured on.
+        device: Device of the measurement.
         prompt: Tokens of the prompts, about.
         speedup: Tokens a second by those without a cache.
         source: Where it stands.
@@ -135,7 +135,7 @@ def schedule_cost(
         row: Way to decode, one token a step.
         prompt: Tokens of the prompt.
         size: Model.
-        device: What the seconds are of.
+        device: Device of the seconds.
         length: Tokens of the answer.
         block: Tokens of a block.
     """

@@ -1,4 +1,4 @@
-"""How many answers a diffusion language model gets right with each cache, and how long it takes."""
+"""Right answers of a diffusion language model with each cache, and the time they take."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Runner:
         lm: Model, wrapped where the row says so.
         length: Tokens of an answer.
         block: Tokens of a block of the world.
-        told: What each call took: forwards, and rows of all layers.
+        told: Cost of each call: forwards, and rows of all layers.
     """
 
     row: Row

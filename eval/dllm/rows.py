@@ -35,7 +35,7 @@ class Row:
         share: Forwards, as a share of the tokens.
         block: Tokens of a block; None for the world's, 0 for one block.
         window: Masks of a sliding window; None for whole blocks.
-        by: What the next token is told by.
+        by: Sign by which the next token is told.
         guided: Whether a small autoregressive model judges what is decided.
     """
 

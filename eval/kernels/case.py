@@ -1,4 +1,4 @@
-"""What one row of the kernels' benchmark is: shapes, bytes and the ways to the same result."""
+"""One row of the kernels' benchmark: shapes, bytes and the ways to the same result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KernelCase:
         moved: Least bytes that are read and written, at the sizes of the model.
         flops: Operations of products of matrices, at the sizes of the model.
         tolerance: Largest error of a way, as a norm relative to `plain`.
-        target: What the kernel is to reach: name of another way -> times as fast, `limit` -> share
+        target: Aims of the kernel: name of another way -> times as fast, `limit` -> share
             of the bandwidth of a copy.
     """
 

@@ -1,4 +1,4 @@
-"""How many traces of automata the small language models get right, decoded without a cache."""
+"""Share of automata traces that the small language models get right without a cache."""
 
 from __future__ import annotations
 

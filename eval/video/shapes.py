@@ -56,7 +56,7 @@ def see(films: Tensor) -> Sight:
     """Find the shape in every frame.
 
     Args:
-        films: In -1..1, `[B, 3, F, 24, 24]`.
+        films: Films in -1..1, `[B, 3, F, 24, 24]`.
 
     Raises:
         ValueError: If films have another shape.
@@ -103,7 +103,7 @@ def shows(films: Tensor, shapes: Tensor, colors: Tensor) -> Tensor:
     is that of the nearest color word.
 
     Args:
-        films: In -1..1, `[B, 3, F, 24, 24]`.
+        films: Films in -1..1, `[B, 3, F, 24, 24]`.
         shapes: Number of the stated shape in `SHAPES`, int64 `[B, F]`.
         colors: Number of the stated color word in `COLORS`, int64 `[B, F]`.
     """
@@ -117,7 +117,7 @@ def judge(films: Tensor, truth: Clips) -> dict[str, Tensor]:
     """Return what every frame kept of what it should show, and how the shape moved.
 
     Args:
-        films: In -1..1, `[B, 3, F, 24, 24]`; their first frames may be given ones.
+        films: Films in -1..1, `[B, 3, F, 24, 24]`; their first frames may be given ones.
         truth: Clips that the films were to show, of as many frames.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What launches share: layouts in memory and numbers of programs."""
+"""Layouts in memory and numbers of programs, for all launches."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _log = logging.getLogger("diffcache.serve")
 
 
 class Handlers:
-    """What the page's buttons do; every message is for the viewer.
+    """Actions of the page's buttons; every message is for the viewer.
 
     Args:
         program: Films that can be shown.

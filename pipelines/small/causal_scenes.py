@@ -223,7 +223,7 @@ def chroma(films: Tensor) -> Tensor:
     """Return how far pixels are from gray, along the two axes of `color_of`, in RGB of 0..1.
 
     Args:
-        films: In -1..1, `[B, 3, ...]`.
+        films: Films in -1..1, `[B, 3, ...]`.
 
     Returns:
         `[B, 2, ...]`.
@@ -235,7 +235,7 @@ def mark_of(films: Tensor) -> Tensor:
     """Return the grays of a mark's cells, 0..1, `[B, F, 2, 2]`.
 
     Args:
-        films: In -1..1, `[B, 3, F, 24, 24]`.
+        films: Films in -1..1, `[B, 3, F, 24, 24]`.
     """
     column, row = _MARK
     cells = films.float().mean(1)[..., row : row + 4, column : column + 4] / 2 + 0.5

@@ -110,7 +110,7 @@ def fit(name: str, out: Path, plan: Plan, course: Course | None = None) -> Llama
     Args:
         name: Name of a model, as in `SIZES`.
         out: Folder; gets `accuracy.jsonl` and the files of `course.train`.
-        plan: How to train.
+        plan: Plan of the training.
         course: At which rate, and how often to save; None for that of the model.
     """
     torch.manual_seed(plan.seed)

@@ -145,7 +145,7 @@ def train(out: Path, plan: Plan) -> DiffusionPolicyPipeline:
 
     Args:
         out: Folder; gets `reach.state` (checkpoint) and `reach.jsonl` (log).
-        plan: How to train.
+        plan: Plan of the training.
 
     Returns:
         The pipeline with averaged weights.

@@ -181,9 +181,9 @@ def estimates(frame: Frame, held: BlockFeatures, base: Sequence[Tensor] = ()) ->
     """Return what stands for a call's tensors; those that a model may write to are fresh.
 
     Args:
-        frame: Of the call.
+        frame: Frame of the call.
         held: Features of the call.
-        base: What residuals are added to, by their place.
+        base: Streams that residuals are added to, by their place.
     """
     instead, states = frame.instead, held.states
     kinds = [kind for kind in held.kinds if kind[0] != "pass"]

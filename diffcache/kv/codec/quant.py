@@ -83,7 +83,7 @@ class Quantized(Payload):
         return self.codec.width(self.size) if self.codec.along == "channels" else 1
 
     def _in_one_pass(self, dtype: torch.dtype) -> bool:
-        """Whether a kernel decodes to a dtype."""
+        """Return whether a kernel decodes to a dtype."""
         known = dtype in (self.dtype, work_dtype(self.dtype))
         return known and can_restore(
             self.codes, self.grid.values, self.codec.bits, self._columns, self.size, dtype

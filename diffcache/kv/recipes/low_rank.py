@@ -118,7 +118,7 @@ def rematerialised(
 
     Args:
         projections: Of each layer.
-        bits: Of a code; None holds the inputs exact.
+        bits: Bits of a code; None holds the inputs exact.
         group: Channels of a group.
         residual: Tokens that are coded at once.
         layers: Neighbours of which all but the first are held as differences; 1 for none.
@@ -145,7 +145,7 @@ def xquant_latent(
 
     Args:
         bases: Of each layer, from `diffcache.kv.learn.latents.latents`.
-        bits: Of a code.
+        bits: Bits of a code.
         group: Tokens of a group of keys, channels of one of values.
         residual: Tokens, a multiple of `group`, that are coded at once.
 

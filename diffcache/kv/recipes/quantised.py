@@ -47,7 +47,7 @@ def kivi(bits: float = 2, *, group: Count = 32, residual: Count = 128) -> Recipe
     coded one by one as they leave the last `residual` tokens.
 
     Args:
-        bits: Of a code: 1, 2, 3, 4 or 8.
+        bits: Bits of a code: 1, 2, 3, 4 or 8.
         group: Tokens of a group of keys, channels of a group of values.
         residual: Tokens, a multiple of `group`.
 
@@ -65,7 +65,7 @@ def gear(
     """Quantize, keep outliers apart, and add a low rank of what is still missing.
 
     Args:
-        bits: Of a code.
+        bits: Bits of a code.
         group: Tokens of a group of keys, channels of a group of values.
         rank: Vectors of the low rank of each head.
         outliers: Share of a vector that is kept exactly.
@@ -151,7 +151,7 @@ def rotatekv(
     """Reorder and rotate the channels of unrotated keys over several heads, then quantize tokens.
 
     Args:
-        bits: Of a code.
+        bits: Bits of a code.
         group: Channels of a group.
         heads: Key-value heads that are rotated together, a divisor of H.
         sinks: First tokens that stay exact.
@@ -205,7 +205,7 @@ def xquant(
     """Quantize as KIVI does; neighboring layers share their codes and keep their own scales.
 
     Args:
-        bits: Of a code; with 1 bit draw the grid in with `relax`.
+        bits: Bits of a code; with 1 bit draw the grid in with `relax`.
         group: Tokens of a group of keys, channels of a group of values.
         residual: Tokens, a multiple of `group`, that are coded at once.
         relax: Share of a group's range that the grid is drawn in at either end, below 0.5.
