@@ -7,27 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from diffcache.eval.samples import folders
 from diffcache.eval.samples.clips import read_clip, write_clip
-
-
-def noise(height: int = 12, width: int = 16, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=generator)
-
-
-def save(file: Path, picture: Tensor, **options: object) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(picture.permute(1, 2, 0).numpy()).save(file, **options)
-    return file
-
-
-def filled(folder: Path, names: list[str]) -> Path:
-    for seed, name in enumerate(names):
-        save(folder / name, noise(seed=seed))
-    return folder
+from tests.picture_files import filled, noise, save
 
 
 def test_pictures_come_in_natural_order(tmp_path: Path) -> None:

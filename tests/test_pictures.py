@@ -10,20 +10,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from diffcache.eval.samples import pictures
-
-
-def noise(height: int = 12, width: int = 16, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=generator)
-
-
-def save(file: Path, picture: Tensor, **options: object) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(picture.permute(1, 2, 0).numpy()).save(file, **options)
-    return file
+from tests.picture_files import noise, save
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.PNG", "a.bmp", "a.tiff", "a.tif"])

@@ -10,18 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import diffcache
 from diffcache import CacheWarning, Interval
 from diffcache.api import handle_of
 from diffcache.attach.anchor import owner_of
 from diffcache.pipelines.zoo.catalog import cases
-from diffcache.pipelines.zoo.pipes import pipes
-
-PIPES = pipes()
-EVERY = Interval(every=3)
-STEPS = 6
+from tests.zoo_runs import EVERY, PIPES, STEPS, flux, marks, run
 
 
 @pytest.fixture(autouse=True)
@@ -29,18 +24,6 @@ def quiet():
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", CacheWarning)
         yield
-
-
-def run(pipe: Any, name: str = "FluxPipeline", seed: int = 0, **more: Any) -> Tensor:
-    return pipe(**{**PIPES[name].call(pipe, seed, STEPS), **more})[0]
-
-
-def marks(target: Any) -> str:
-    return "".join("sC"[call.computed] for call in handle_of(target).last.calls)
-
-
-def flux(seed: int = 0) -> Any:
-    return PIPES["FluxPipeline"].build(seed)
 
 
 def test_a_copied_scheduler_does_not_drive_the_clock():
@@ -142,7 +125,7 @@ def test_diffusion_forcing_steps_where_any_frame_moves():
 
 def test_pipelines_that_share_a_scheduler_take_turns():
     """Each call claims the scheduler; unwrapping one pipeline spares the other."""
-    case = pipes()["WanPipeline"]
+    case = PIPES["WanPipeline"]
     one, other = case.build(0), case.build(1)
     other.scheduler = one.scheduler
     expected = []

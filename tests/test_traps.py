@@ -9,22 +9,19 @@ import os
 import pickle
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import diffcache
 from diffcache import AttachError, CacheWarning, Interval
 from diffcache.api import handle_of
 from diffcache.attach.anchor import owner_of
 from diffcache.pipelines.zoo.catalog import cases
-from diffcache.pipelines.zoo.pipes import pipes
+from tests.zoo_runs import EVERY, PIPES, flux, marks, run
 
-CASES, PIPES = cases(), pipes()
-EVERY = Interval(every=3)
-STEPS = 6
+CASES = cases()
 
 
 @pytest.fixture(autouse=True)
@@ -32,18 +29,6 @@ def quiet():
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", CacheWarning)
         yield
-
-
-def run(pipe: Any, name: str = "FluxPipeline", seed: int = 0, **more: Any) -> Tensor:
-    return pipe(**{**PIPES[name].call(pipe, seed, STEPS), **more})[0]
-
-
-def marks(target: Any) -> str:
-    return "".join("sC"[call.computed] for call in handle_of(target).last.calls)
-
-
-def flux() -> Any:
-    return PIPES["FluxPipeline"].build(0)
 
 
 # 1, 5: copies and pickles --------------------------------------------------------------------------

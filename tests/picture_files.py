@@ -1,0 +1,29 @@
+"""Pictures of noise, and files of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+
+def noise(height: int = 12, width: int = 16, seed: int = 0) -> Tensor:
+    """Return a picture, uint8 [3, height, width]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=generator)
+
+
+def save(file: Path, picture: Tensor, **options: object) -> Path:
+    """Write a picture; the options are Pillow's."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(picture.permute(1, 2, 0).numpy()).save(file, **options)
+    return file
+
+
+def filled(folder: Path, names: list[str]) -> Path:
+    """Write pictures of these names, seeds in their order."""
+    for seed, name in enumerate(names):
+        save(folder / name, noise(seed=seed))
+    return folder
