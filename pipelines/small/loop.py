@@ -21,16 +21,18 @@ from diffcache.pipelines.small.scenes import Scene, render, sample_scene
 
 
 def training_parser(
-    script: str, description: str, *, out: str, updates: int, stages: Sequence[str] = ()
-) -> argparse.ArgumentParser:
+    script: str, description: str, *, out: str, updates: int, stages: Sequence[str] = (),
+    compiles: bool = False,
+) -> argparse.ArgumentParser:  # fmt: skip
     """Return a parser of the arguments that every training script has.
 
     Args:
-        script: the name of its module.
-        description: what it does, one sentence.
-        out: the training folder where none is given.
-        updates: of training where no number is given.
-        stages: what can be run alone; without any there is no such argument.
+        script: Name of its module.
+        description: Purpose, one sentence.
+        out: Default of the training folder.
+        updates: Default of the number of optimizer steps.
+        stages: Stages that can be run alone; without any there is no such argument.
+        compiles: Whether the denoiser is compiled unless `--eager` is given.
     """
     made = argparse.ArgumentParser(
         prog=f"python -m diffcache.pipelines.small.{script}", description=description
@@ -47,6 +49,8 @@ def training_parser(
         made.add_argument("--stages", nargs="+", choices=stages, default=stages, help="what to run")
     made.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     made.add_argument("--threads", type=int, default=1, help="of torch")
+    if compiles:
+        made.add_argument("--eager", action="store_true", help="do not compile (no C++ compiler)")
     return made
 
 

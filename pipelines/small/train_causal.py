@@ -143,15 +143,14 @@ def export(out: Path, directory: Path = DIRECTORY) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the stages asked for, in order."""
-    made = training_parser(
+    chosen = training_parser(
         "train_causal",
         "Train and export the causal video model of shapes, on a CPU.",
         out="out/shapes-causal",
         updates=COURSE.steps,
         stages=STAGES,
-    )
-    made.add_argument("--eager", action="store_true", help="do not compile (no C++ compiler)")
-    chosen = made.parse_args(arguments)
+        compiles=True,
+    ).parse_args(arguments)
     torch.set_num_threads(chosen.threads)
     settings = (chosen.seed, chosen.updates, chosen.resume, not chosen.eager)
     if "train" in chosen.stages:

@@ -184,9 +184,9 @@ def parser() -> argparse.ArgumentParser:
         out="out",
         updates=0,
         stages=STAGES,
+        compiles=True,
     )
     made.add_argument("--models", nargs="+", choices=SIZES, default=SIZES, help="which models")
-    made.add_argument("--eager", action="store_true", help="do not compile (no C++ compiler)")
     return made
 
 

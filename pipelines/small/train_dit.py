@@ -94,15 +94,14 @@ def assemble(out: Path) -> DiTPipeline:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's arguments."""
-    made = training_parser(
+    return training_parser(
         "train_dit",
         "Train and export the class-conditional shapes pipeline on a CPU.",
         out="out/shapes-dit",
         updates=COURSE.steps,
         stages=STAGES,
+        compiles=True,
     )
-    made.add_argument("--eager", action="store_true", help="do not compile (no C++ compiler)")
-    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

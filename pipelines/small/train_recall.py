@@ -179,15 +179,14 @@ def keep(out: Path, seed: int, updates: int) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's arguments."""
-    made = training_parser(
+    return training_parser(
         "train_recall",
         "Train and export the language model that recalls, on a CPU.",
         out="out/recall-llama",
         updates=COURSE.steps,
         stages=STAGES,
+        compiles=True,
     )
-    made.add_argument("--eager", action="store_true", help="do not compile (no C++ compiler)")
-    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -139,15 +139,14 @@ def draw_text_tokens(rng: np.random.Generator) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's arguments."""
-    made = training_parser(
+    return training_parser(
         "train_wan",
         "Train the shapes WanPipeline on a CPU; updates are the denoiser's, others in proportion.",
         out="out/shapes-wan",
         updates=COURSE.steps,
         stages=STAGES,
+        compiles=True,
     )
-    made.add_argument("--eager", action="store_true", help="do not compile (no C++ compiler)")
-    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
