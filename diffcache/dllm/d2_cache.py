@@ -28,9 +28,9 @@ class NotedPlan(RowPlan):
     """A row plan that the forward's notes are left on.
 
     Attributes:
-        notes: By name, `[B, T]` each: `confidence`, the probability of the most probable token when
-            a position was last computed; `influence`, the attention that flows from a position to
-            all others through all layers of the forward. Empty before it.
+        notes: Tensors by name, `[B, T]`: `confidence`, the probability of the most probable token
+            when a position was last computed; `influence`, the attention that flows from a position
+            to all others through all layers of the forward. Empty before it.
     """
 
     narrows: ClassVar[bool] = True
@@ -139,7 +139,7 @@ class D2Cache(Policy):
 def density(decided: Tensor, sigma: float) -> Tensor:
     """Return how much of the answer around each position is decided, `[B, n]`, 0 to 1.
 
-    What lies before the answer counts as decided, and what lies after it if its last token is.
+    Tokens before the answer count as decided, and those after it if its last token is.
 
     Args:
         decided: Positions of the answer that are decided, bool `[B, n]`.

@@ -84,7 +84,7 @@ class Decoding:
         valid: Positions that are no padding, bool `[B, T]`; None where there is no padding.
         prompt: Columns before the answer.
         step: Forwards so far.
-        rows: Where each sequence is.
+        rows: Place of each sequence: its active block and step.
         guide: Scores drafts; None where the rule asks for none.
 
     Args:

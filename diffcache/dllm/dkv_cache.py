@@ -48,7 +48,7 @@ class DKVCache(Policy):
         delay: Whether a token is computed once after its commit. False is a negative control, which
             freezes tokens with the keys and values of their masks.
         window: Masks that are computed along with each token, for `greedy`; None for 4.
-        center: What the window of `greedy` is around: the tokens of the coming commit, nearest
+        center: Tokens that the window of `greedy` lies around: those of the coming commit, nearest
             masks first (`next`, the published code), or those of the last one, contiguous
             (`previous`, the paper).
 

@@ -27,7 +27,7 @@ class Guide(Protocol):
         Args:
             ids: Tokens with the draft in them, int64 `[B, T]`.
             at: Positions of the active blocks, int64 `[B, n]`.
-            wanted: Which of these positions are asked for, bool `[B, n]`; at least one.
+            wanted: Mask of the positions whose logits are asked for, bool `[B, n]`; at least one.
             valid: Positions that are no padding, bool `[B, T]`; None for all.
         """
 

@@ -23,10 +23,10 @@ class Sampler:
     that the confidence of others is that of the published samplers.
 
     Args:
-        by: What the best candidates are told by: the probability of the token (`confidence`), an
+        by: Measure that ranks candidates: the probability of the token (`confidence`), an
             order drawn beforehand (`random`), the probability of the token less that of the second
             best (`margin`), or the negative entropy (`entropy`).
-        rule: How many are committed.
+        rule: Rule for the number of candidates that a step commits.
         temperature: Factor of the Gumbel noise that tokens are chosen with, in float64; 0 for the
             most probable token. Confidence is that without noise.
         softmax: Precision of the softmax. LLaDA's first code and all caches use float64; in lower

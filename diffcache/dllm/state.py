@@ -44,7 +44,7 @@ class State:
         since: Step whose commit changed each position last, int64 `[B, T]`; -1 for none.
         prompt: Number of columns before the answer, padding among them.
         step: Forwards of the decoding so far.
-        rows: Where each sequence is.
+        rows: Place of each sequence: its active block and step.
         valid: Positions that are no padding, bool `[B, T]`; None where there is no padding.
         upcoming: Positions that this step commits, bool `[B, T]`, where the order is drawn
             beforehand; None elsewhere.
