@@ -85,7 +85,7 @@ class Average(Merger):
         sinks: First frames, one of which each frame moves.
         alpha: Share that a sink keeps of itself.
         latest: Whether as many of the latest frames are taken instead of those that go.
-        space: Where keys are averaged: before rotation.
+        space: Side of the rotation that keys are averaged on: before it, `"pre"`.
 
     Reference: Reward Forcing, arXiv 2512.04678 (EMA-Sink).
     """

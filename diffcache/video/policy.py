@@ -22,7 +22,7 @@ class VideoPolicy(ABC):
 
     Attributes:
         name: Name in the catalogue.
-        source: Where it comes from.
+        source: Paper that the policy is from.
         bibtex: Entry to cite it by.
         sinks: First frames, held for ever, and through a flush of the cache.
         by_query: Whether `first_step` drops anything, which cannot be taken back.
