@@ -27,8 +27,8 @@ class View:
         source: Slots that are attended to; codes are decoded when `slots` is first asked for.
         start: The first position where no slot is empty, every slot stands for one token and
             positions follow one another in every row; None otherwise.
-        traits: How the logits count.
-        below: What all positions are below, where no slot is empty; None where that is not known.
+        traits: Temperature and merging of the logits of these slots.
+        below: Bound above all positions, where no slot is empty; None where it is not known.
     """
 
     source: Slots | Unread
@@ -53,17 +53,17 @@ class Query:
 
     Attributes:
         q: [B, Hq, n, D], rotated. Query heads h * G to h * G + G - 1 read key-value head h.
-        start: position of the first query; the others follow it.
-        scale: factor of the logits.
-        pos: positions int [n] or [B, n], instead of `start`.
-        mask: bool [B or 1, 1, n, T], which of the positions 0 to T - 1 each query may see; what
-            lies beyond is not seen. None: those up to its own.
+        start: Position of the first query; the others follow it.
+        scale: Factor of the logits.
+        pos: Positions int [n] or [B, n], instead of `start`.
+        mask: bool [B or 1, 1, n, T], True at the positions 0 to T - 1 that each query may see;
+            positions beyond are not seen. None: those up to its own.
         causal: False lets every query see every slot, whatever its position.
-        window: only the last so many positions are seen, the query's own among them.
-        softcap: logits x become `softcap * tanh(x / softcap)`.
-        sinks: [Hq], a logit more for each head, whose value is zero.
-        together: where a retriever chooses what is read, these queries are one chunk and choose
-            once, by their mean, instead of each for itself or reading everything as a prompt does.
+        window: Number of last positions that are seen, the query's own among them; None for all.
+        softcap: Bound of the logits: x becomes `softcap * tanh(x / softcap)`; None for no bound.
+        sinks: [Hq], one more logit for each head, whose value is zero.
+        together: True makes these queries one chunk: a retriever chooses slots for it once, by the
+            mean query, instead of for each query, or reading everything as for a prompt.
     """
 
     q: Tensor
@@ -109,7 +109,7 @@ def attend(query: Query, views: Sequence[View]) -> Tensor:
 
     Args:
         query: The queries.
-        views: What they attend to; plain ones are read as one.
+        views: Slots that the queries attend to; plain views are read as one.
 
     Raises:
         ValueError: If there are no views.

@@ -29,7 +29,7 @@ class Attended:
         valid: bool [B, n]; False are queries of padding, which count for nothing.
         start: The first position, where no slot is empty and positions follow one another in every
             row; None otherwise.
-        below: What all positions are below, where no slot is empty; None where it is not known.
+        below: Bound above all positions, where no slot is empty; None where it is not known.
         padding: Tokens of each row that are none, int64 [B]; None where there are none.
     """
 
@@ -64,7 +64,8 @@ class Attended:
         held at once than stay in a cache.
 
         Args:
-            change: What becomes of logits before the softmax; as they are by default.
+            change: Function of the logits before the softmax, called with logits [B, h, G, n, S'],
+                key-value heads and queries, both as ranges; None leaves the logits as they are.
 
         Returns:
             float32 [B, H, S], the mean over the query heads of a key-value head.
@@ -113,7 +114,7 @@ class Attended:
             k: [B, h, S', D], in the dtype of the result.
             heads: Key-value heads.
             part: Queries.
-            change: As of `sums`.
+            change: Function of the logits before the softmax, see `sums`.
 
         Returns:
             [B, h, S'].

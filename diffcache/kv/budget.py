@@ -53,7 +53,7 @@ def count_for(size: Size, tokens: int) -> int:
 
 
 class Budget(ABC):
-    """How many slots each row may hold; a frozen dataclass of settings.
+    """Slots that each row may hold; a frozen dataclass of settings.
 
     A budget never looks at single tokens, only at scores as a whole.
     """
@@ -84,8 +84,8 @@ class Budget(ABC):
         """Return the slots of every layer, int64 [B, H], at most as many as are held.
 
         Args:
-            scores: Of each layer, [B, H, S]; -inf in empty slots.
-            seen: Each layer.
+            scores: Scores of each layer, [B, H, S]; -inf in empty slots.
+            seen: Slots of each layer, with what was observed of them.
         """
 
 

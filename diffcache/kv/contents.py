@@ -55,7 +55,7 @@ def parts_of(segments: Sequence[Segment], tail: Tail, seen: int) -> list[View]:
     Args:
         segments: Settled slots.
         tail: Exact slots after them.
-        seen: What all positions are below.
+        seen: Position after the newest; all positions are below it.
     """
     found = []
     for segment in segments:
@@ -107,13 +107,13 @@ def first_of(segments: Sequence[Segment], tail: Tail) -> int | None:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of segments and a tail.
+    """Slots that are kept of segments and a tail.
 
     Attributes:
-        segments: Of each segment that something is kept of, its codes as they were.
-        exact: Slots of the tail, and `last` those that stay at its end; None of an empty one.
-        last: The newest slots.
-        origin: Where `stored` has each slot, int64 [B, H, n], -1 where it is empty.
+        segments: Kept slots of each segment that has any, their codes as they were.
+        exact: Kept slots of the tail without `last`; None where there is no tail.
+        last: Newest slots, which stay at the end of the tail; None where there is no tail.
+        origin: Place of each slot in the order of `stored`, int64 [B, H, n], -1 where it is empty.
     """
 
     segments: list[Segment]
@@ -123,12 +123,12 @@ class Kept:
 
 
 def kept(segments: Sequence[Segment], tail: Tail, mask: Tensor, last: int) -> Kept:
-    """Return what is kept of segments and a tail.
+    """Return the slots that are kept of segments and a tail.
 
     Args:
         segments: Settled slots.
         tail: Exact slots after them.
-        mask: What is kept, bool [B, H, S], in the order of `stored`.
+        mask: True for slots that are kept, bool [B, H, S], in the order of `stored`.
         last: Newest slots that are kept in any case.
     """
     found, origins, first = [], [], 0

@@ -1,4 +1,4 @@
-"""What all keys and values of a layer have in common."""
+"""Shapes, dtype and device that all keys and values of a layer have in common."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Form(NamedTuple):
-    """What all keys and values of a layer have in common."""
+    """Shapes, dtype and device that all keys and values of a layer have in common."""
 
     batch: int
     heads: int

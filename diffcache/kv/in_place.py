@@ -22,18 +22,18 @@ def slots_to_drop(
 ) -> list[Tensor | None] | None:
     """Choose what is over budget, without ordering slots or reading anything from the device.
 
-    What is kept is what `diffcache.kv.settle.carry_out` would keep. It is left to that where rows
-    hold different numbers of slots, where slots are coded or merged, or where a part of the recipe
-    has to see slots in order.
+    The slots that stay are those that `diffcache.kv.settle.carry_out` would keep. It is left to
+    that where rows hold different numbers of slots, where slots are coded or merged, or where a
+    part of the recipe has to see slots in order.
 
     Args:
-        recipe: Whose score, budget and plan are used.
-        layers: Those that follow it.
+        recipe: Recipe whose score, budget and plan are used.
+        layers: Layers that follow the recipe.
         total: Layers of the model.
         queries: Last queries of each layer, where the recipe keeps any.
 
     Returns:
-        What `KVLayer.refill` of each layer is given, None where nothing goes; None instead of all
+        Argument of `KVLayer.refill` for each layer, None where nothing goes; None instead of all
         where it is left to `carry_out`.
     """
     found = _due(recipe, layers)
@@ -103,7 +103,7 @@ def _least(score: Tensor, pos: Tensor, count: int, between: tuple[int, int]) -> 
     Args:
         score: [B, 1 or H, S].
         pos: Positions, int32 [B, 1 or H, S].
-        count: How many.
+        count: Number of slots to return, n.
         between: First position that may go, and the first after it that may not.
     """
     stays = pos >= between[1]

@@ -32,21 +32,21 @@ class KVLayer:
     still there. Positions are data, so nothing depends on where in memory a slot is.
 
     Attributes:
-        index: of the layer in its model.
-        rotary: rotates keys when they are read. Keys are then stored before rotation; without it
+        index: Number of the layer in its model.
+        rotary: Rotation of keys when they are read. Keys are then stored unrotated; without it
             they are stored and read as given.
-        positions: the numbers that keys are rotated under when they are read; None: their own.
-        mover: moves keys that are stored rotated to the numbers of `positions`; None elsewhere.
-        seen: logical length in tokens.
-        form: of what was written last; None while nothing was.
-        segments: settled slots, oldest first.
-        tail: exact slots that grow.
-        stats: of scorers, by name, float32 [B, H, S], in the order of `read`.
-        summary: of a retriever; None where it has to be built anew.
-        latent: what is held are latents and, as values, rotary parts of keys. Queries meet both
+        positions: Numbers that keys are rotated under when they are read; None: their own.
+        mover: Mover of keys that are stored rotated to the numbers of `positions`; None elsewhere.
+        seen: Logical length in tokens.
+        form: Shape, dtype and device of the last write; None while nothing was written.
+        segments: Settled slots, oldest first.
+        tail: Exact slots that grow.
+        stats: Statistics of scorers, by name, float32 [B, H, S], in the order of `read`.
+        summary: State of a retriever; None where it has to be built anew.
+        latent: True for slots of latents and, as values, rotary parts of keys. Queries meet both
             together as keys, and the latents as values (multi-head latent attention).
-        read_once: keep rotated keys, and decoded values of segments, until what they were read
-            from changes. For what is read many times as it is, such as the chunks before one that
+        read_once: True keeps rotated keys, and decoded values of segments, until their source
+            changes. For slots that are read often as they are, such as the chunks before one that
             is denoised: it takes the memory of exact keys, and where there are segments of exact
             values too, however few bytes these are coded in. `tensors` has them.
     """
@@ -98,7 +98,7 @@ class KVLayer:
             k: [B, H, n, D], before rotation if the layer has a `rotary`.
             v: [B, H, n, Dv].
             valid: bool [B, n]; False is padding, which takes a position and is never seen.
-            meta: more of each token, [B, 1, n]: `rpos`, `tag`, `logn`, `ver`.
+            meta: More numbers of each token, [B, 1, n]: `rpos`, `tag`, `logn`, `ver`.
 
         Raises:
             ValueError: If shapes do not fit each other or what is there.
@@ -125,7 +125,7 @@ class KVLayer:
                 a `SlotIndex` was checked before, for all layers at once.
             k: [B, H, n, D], before rotation if the layer has a `rotary`.
             v: [B, H, n, Dv].
-            ver: of what is written, where versions are kept.
+            ver: Version of the keys and values, where versions are kept.
 
         Raises:
             ValueError: If a slot is settled or not there; on CUDA, its own error, later. If a range
@@ -258,7 +258,7 @@ class KVLayer:
     def keep(self, which: Tensor, *, last: int = 0, flat: bool = False) -> None:
         """Hold the slots that are named and no others, in the order they are in.
 
-        Coded slots stay in their codes. What is held then is settled, but for the `last`.
+        Coded slots stay in their codes. The slots are then settled, but for the `last`.
 
         Args:
             which: Slots as `read` shows them, by mask or number: bool [S] or [B, 1 or H, S], or

@@ -12,7 +12,7 @@ from diffcache.kv.slots import Slots
 
 
 class Merger(ABC):
-    """What kept slots take over from those that go; a frozen dataclass of settings.
+    """Merge the slots that go into those that are kept; a frozen dataclass of settings.
 
     Attributes:
         space: Keys are merged as they are read, rotated to their positions (`"post"`), or as they

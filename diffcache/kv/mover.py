@@ -24,7 +24,7 @@ class Mover:
     each time, so that no rounding adds up.
 
     Args:
-        rotation: What turned the keys; its frequencies never change.
+        rotation: Rotation that turned the keys; its frequencies never change.
     """
 
     def __init__(self, rotation: Rotation) -> None:
@@ -52,7 +52,7 @@ class Mover:
         The device is read when the tail is another than before, and not at every token.
 
         Args:
-            tail: All that a layer holds.
+            tail: Tail that holds all slots of the layer.
             seen: Position after the newest.
         """
         slots = tail.read()
@@ -78,9 +78,9 @@ class Mover:
         """Give what queries attend to, the keys before the gap moved where they are meanwhile.
 
         Args:
-            tail: All that a layer holds.
+            tail: Tail that holds all slots of the layer.
             seen: Position after the newest.
-            views: Makes copies of all keys instead, where there is no such lead.
+            views: Function that makes copies of all keys instead, where there is no such lead.
         """
         count = self.lead(tail, seen)
         if count is None:

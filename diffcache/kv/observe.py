@@ -26,9 +26,9 @@ class Observation:
 
     Attributes:
         layer: The layer's number, from 0.
-        layers: How many there are.
+        layers: Number of layers.
         slots: All slots, decoded, keys rotated to their own positions.
-        stats: Of scorers, by name, float32 [B, H, S].
+        stats: Statistics of scorers, by name, float32 [B, H, S].
         tokens: Tokens that each row has seen, int64 [B, H], without padding.
         queries: The last queries [B, Hq, w, D] with their positions [B, w], -1 for those of
             padding; None where the recipe keeps none.
@@ -37,8 +37,8 @@ class Observation:
             the same order.
         levels: int8 [B, 1 or H, S], the rung of the ladder that holds each slot, 0 for none; None
             where all are 0.
-        rotary: What rotates the keys, where they are held before rotation; None elsewhere.
-        below: What all positions are below, where no slot is empty; None where it is not known.
+        rotary: Rotation of the keys, where they are held before it; None elsewhere.
+        below: Bound above all positions, where no slot is empty; None where it is not known.
     """
 
     layer: int
@@ -55,7 +55,7 @@ class Observation:
 
     @property
     def valid(self) -> Tensor:
-        """Which slots hold a token, bool [B, 1 or H, S]."""
+        """Slots that hold a token, bool [B, 1 or H, S]."""
         return self.slots.valid
 
     @cached_property
@@ -84,7 +84,7 @@ class Observation:
 
     @cached_property
     def query_valid(self) -> Tensor:
-        """Which of the last queries are of tokens, bool [B, w]."""
+        """Mask of the last queries that are of tokens, bool [B, w]."""
         return self.asked.positions() >= 0
 
     def last(self, count: int) -> Query:
@@ -166,9 +166,9 @@ class Ring:
         """Add queries at the end and forget the oldest.
 
         Args:
-            query: What attention was asked.
+            query: Queries that were attended with.
             valid: bool [B, n]; False is padding.
-            spare: How many more than `size` are kept, as they may be taken back.
+            spare: Number of queries that are kept beyond `size`, as they may be taken back.
         """
         new = query.narrow(max(query.count - self.size - spare, 0), query.count)
         pos = new.positions().expand(len(new.q), -1)

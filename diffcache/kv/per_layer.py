@@ -32,7 +32,7 @@ def per_layer(recipes: Sequence[Recipe]) -> Recipe:
     the first layers that a recipe skips are those of the model.
 
     Args:
-        recipes: Of layer 0, 1, ..., the layers of the store.
+        recipes: Recipe of layer 0, 1, ..., the layers of the store.
 
     Raises:
         ValueError: If a recipe looks across layers, or two want to be done at other times, in
@@ -95,7 +95,7 @@ class LayerScores(Score):
     """The score of each layer; None for layers that drop nothing.
 
     Args:
-        scores: Of layer 0, 1, ...
+        scores: Score of layer 0, 1, ...
 
     Raises:
         ValueError: If two keep statistics, and not the same.
@@ -168,7 +168,7 @@ class LayerBudgets(Budget):
     """The budget of each layer; None for layers that hold everything.
 
     Args:
-        budgets: Of layer 0, 1, ...
+        budgets: Budget of layer 0, 1, ...
     """
 
     budgets: tuple[Budget | None, ...]
@@ -188,7 +188,7 @@ class LayerPlans(Planner):
     """The plan of each layer; None for layers that hold everything.
 
     Args:
-        plans: Of layer 0, 1, ...
+        plans: Plan of layer 0, 1, ...
     """
 
     plans: tuple[Planner | None, ...]
@@ -213,7 +213,7 @@ class LayerMergers(Merger):
     """The merger of each layer; None for layers that merge nothing.
 
     Args:
-        mergers: Of layer 0, 1, ...
+        mergers: Merger of layer 0, 1, ...
 
     Raises:
         ValueError: If some merge before rotation and others after.
@@ -239,7 +239,7 @@ class LayerRetrievers(Retriever):
     """The retriever of each layer; None for layers that read everything.
 
     Args:
-        retrievers: Of layer 0, 1, ...
+        retrievers: Retriever of layer 0, 1, ...
     """
 
     retrievers: tuple[Retriever | None, ...]

@@ -14,7 +14,7 @@ KEEP, DROP = 0, -1
 
 
 class Planner(ABC):
-    """What happens to every slot; a frozen dataclass of settings."""
+    """Plan for every slot; a frozen dataclass of settings."""
 
     @property
     def wants_out(self) -> bool:

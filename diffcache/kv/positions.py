@@ -209,7 +209,7 @@ def key_places(
     Args:
         positions: The map, None for positions as they are.
         meta: Metadata of the slots.
-        rotary: What rotates them.
+        rotary: Rotation that turns them.
 
     Returns:
         [B, 1 or H, S], and [B, 1 or H, S, A] where gaps between positions of several axes are

@@ -47,8 +47,8 @@ class Reading:
         Args:
             segments: Settled slots.
             tail: Exact slots after them; at least one slot is held.
-            rotary: What rotates the keys, None where they come rotated.
-            positions: The numbers that they are rotated under; None: their own.
+            rotary: Rotation of the keys as they are read; None where they come rotated.
+            positions: Numbers that they are rotated under; None: their own.
         """
         settled = sum(segment.width for segment in segments)
         held = settled + tail.length

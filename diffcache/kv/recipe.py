@@ -20,25 +20,25 @@ Space = Literal["post", "pre"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done to a cache: `score` and `budget` say what `plan` keeps, `codec` how it is held.
+    """Steps that a cache goes through: `plan` decides by `score` and `budget`, `codec` holds slots.
 
     Two recipes that say different things compose: `snapkv(budget=256) | kivi(bits=2)`.
 
     Attributes:
-        name: Of the method.
-        score: What each slot is worth.
-        budget: How many slots each row may hold.
-        plan: What becomes of each slot, from score and budget.
-        merge: What the kept slots take over from those that go.
-        codec: How settled slots are held.
-        ladder: How slots are held that a plan sends to level 1, 2, ...
-        retrieve: Which slots a query reads.
-        trigger: When slots are scored.
+        name: Name of the method.
+        score: Score of the worth of each slot.
+        budget: Budget of slots that each row may hold.
+        plan: Planner that keeps, moves down the ladder or drops each slot, from score and budget.
+        merge: Merger of the slots that go into those that are kept.
+        codec: Codec of the settled slots.
+        ladder: Codecs of the slots that a plan sends to level 1, 2, ...
+        retrieve: Retriever, which chooses the slots that a query reads.
+        trigger: Trigger, which decides when slots are scored.
         space: Whether keys are held after or before rotary position embedding.
-        positions: The numbers that keys are rotated under when they are read; None: their own.
+        positions: Numbers that keys are rotated under when they are read; None: their own.
             Under `Slot` keys may be held after rotation as well and are then turned on by the
             difference, which at a generated token is that of the first slots alone.
-        layout: How rows of different lengths are held: without padding, or padded.
+        layout: Layout of rows of different lengths: without padding, or padded.
         skip: First layers that are left as they are.
     """
 

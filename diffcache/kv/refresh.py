@@ -15,16 +15,16 @@ from torch.nn import functional
 
 @dataclass(frozen=True, eq=False)
 class Stale:
-    """What is known of tokens that are held, when it is decided which are computed anew.
+    """State of tokens that are held, from which those that are computed anew are chosen.
 
     Attributes:
         pos: int [B, T], position of each token, -1 where there is none.
         step: Forwards since all were computed, from 0, dimensionless.
-        old: What is held of one layer, values say, or another feature, [B, H, T, D].
+        old: Tensor that is held of one layer, such as its values, [B, H, T, D].
         new: The same, computed now.
-        tag: int [B, T], what the user says of each token.
+        tag: int [B, T], tag that the user gives each token.
         ids: int64 [B, T], the tokens.
-        before: int64 [B, T'], the tokens that what is held was made for.
+        before: int64 [B, T'], tokens that the held keys and values were made for.
     """
 
     pos: Tensor
@@ -37,7 +37,7 @@ class Stale:
 
     @property
     def valid(self) -> Tensor:
-        """Where there is a token, bool [B, T]."""
+        """Mask of the tokens, bool [B, T]; False is padding."""
         return self.pos >= 0
 
     def both(self) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ class Stale:
 
 
 class Refresh(ABC):
-    """Which tokens are computed anew; a frozen dataclass of settings.
+    """Choice of the tokens that are computed anew; a frozen dataclass of settings.
 
     `a | b` computes what either of them chooses.
     """
@@ -108,7 +108,7 @@ class TopDeviation(Refresh):
     Reference: CacheBlend, arXiv 2405.16444, section 4.3.
 
     Args:
-        share: Of the tokens of each row, 0 to 1, rounded up.
+        share: Share of the tokens of each row, 0 to 1, rounded up to whole tokens.
 
     Raises:
         ValueError: If `share` is out of its range.
@@ -132,7 +132,7 @@ class CosineChange(Refresh):
     Reference: dLLM-Cache, arXiv 2506.06295.
 
     Args:
-        share: Of the tokens of each row, 0 to 1, rounded up.
+        share: Share of the tokens of each row, 0 to 1, rounded up to whole tokens.
 
     Raises:
         ValueError: If `share` is out of its range.
@@ -216,9 +216,9 @@ def top(worth: Tensor, valid: Tensor, share: float) -> Tensor:
     """Return the most worthy tokens of each row; of equal ones the first.
 
     Args:
-        worth: [B, T].
+        worth: Worth of each token, [B, T].
         valid: bool [B, T]; the others are never chosen.
-        share: Of those that are valid, rounded up.
+        share: Share of the valid tokens that is returned, rounded up to whole tokens.
 
     Returns:
         bool [B, T].

@@ -9,7 +9,7 @@ from diffcache.kv.layer import KVLayer
 
 
 class Retriever(ABC):
-    """Which slots a query reads; a frozen dataclass of settings."""
+    """Choice of the slots that a query reads; a frozen dataclass of settings."""
 
     @property
     def looks_across(self) -> bool:
@@ -23,6 +23,6 @@ class Retriever(ABC):
         Args:
             query: The queries; several at once (a prompt) read everything, unless they are
                 `together`.
-            layer: Where they read; what is known of its slots is kept in `layer.summary`.
-            others: All layers, some of which share what they found.
+            layer: Layer that they read; the summary of its slots is kept in `layer.summary`.
+            others: All layers, some of which share their choices.
         """

@@ -102,7 +102,7 @@ class Rotation(ABC):
 
         Args:
             x: `[B, H, S, D]` floats.
-            pos: As for `rotate`.
+            pos: Positions, in a shape that `rotate` takes.
 
         Raises:
             ValueError: If shapes do not fit.

@@ -18,12 +18,12 @@ from diffcache.kv.slots import EMPTY, Slots, join, join_meta, one_row, pick, spa
 
 @dataclass(frozen=True)
 class Traits:
-    """How queries attend to a segment.
+    """Settings of the attention to a segment.
 
     Attributes:
-        temperature: its logits are divided by it.
-        lse_scale: its log-sum-exp is multiplied by it before it is merged with the rest.
-        apart: attended to on its own and merged by log-sum-exp.
+        temperature: Divisor of the segment's logits.
+        lse_scale: Factor of its log-sum-exp before it is merged with the rest.
+        apart: True attends to it on its own and merges by log-sum-exp.
     """
 
     temperature: float = 1.0
@@ -141,9 +141,9 @@ class Flat(Segment):
     Attributes:
         k: [N, D].
         v: [N, Dv].
-        meta: by name, [N].
+        meta: Metadata by name, [N].
         lengths: int64 [B, H], slots of each row.
-        longest: slots of the longest row.
+        longest: Slots of the longest row.
     """
 
     k: Tensor
@@ -211,12 +211,12 @@ class Coded(Segment):
     """Slots whose keys and values a codec holds.
 
     Attributes:
-        k: keys, [B, H, S, D] when decoded.
-        v: values, of the first U slots.
-        meta: by name, [B, 1 or H, S]; without `pos` where the positions follow one another.
+        k: Keys, [B, H, S, D] when decoded.
+        v: Values of the first U slots.
+        meta: Metadata by name, [B, 1 or H, S]; without `pos` where positions follow one another.
         size: S.
-        start: the first position, if positions are not in `meta`.
-        exact: values that are not coded yet, [B, H, S - U, Dv].
+        start: First position, if positions are not in `meta`.
+        exact: Values that are not coded yet, [B, H, S - U, Dv].
     """
 
     coded: ClassVar[bool] = True
@@ -315,8 +315,8 @@ def read_all(segments: Sequence[Segment], tail: Slots | None) -> Slots:
     """Return slots one after the other; codes are decoded to where they end up.
 
     Args:
-        segments: What comes first; at least one if there is no tail.
-        tail: What comes last.
+        segments: Segments that come first; at least one if there is no tail.
+        tail: Slots that come last; None for none.
     """
     if tail is None or not any(segment.coded for segment in segments):
         parts = [segment.read() for segment in segments]

@@ -52,10 +52,10 @@ def carry_out(
 
     Args:
         layer: The layer.
-        seen: What scorers saw of it.
-        score: [B, H, S].
+        seen: Observation of the layer, as scorers saw it.
+        score: Score of each slot, [B, H, S].
         plan: int8 [B, H, S], as `diffcache.kv.plan.Planner` returns it.
-        recipe: Whose merger, ladder and layout are used.
+        recipe: Recipe whose merger, ladder and layout are used.
     """
     if bool(((plan == KEEP) | ~seen.valid).all()):
         return  # nothing changes, not even the order that sums are taken in

@@ -27,7 +27,7 @@ class Slots:
     Attributes:
         k: [B, H, S, D].
         v: [B, H, S, Dv].
-        meta: by name, [B, 1 or H, S]: `pos` int32, the logical position, -1 where a slot is empty;
+        meta: Metadata by name, [B, 1 or H, S]: `pos` int32, the logical position, -1 where empty;
             and where wanted `rpos` int32, the rotary position; `logn` float32, the logarithm of how
             many tokens a slot stands for, added to its logit; `tag` int32, whatever the user says
             of a token (frame, sentence, modality); `ver` int32, when it was written last.
@@ -49,7 +49,7 @@ class Slots:
 
     @property
     def valid(self) -> Tensor:
-        """Which slots hold a token, bool [B, 1 or H, S]."""
+        """Slots that hold a token, bool [B, 1 or H, S]."""
         return self.meta["pos"] >= 0
 
     @property
@@ -98,8 +98,8 @@ class SlotIndex:
 
     Attributes:
         index: int64 [n] or [B, n].
-        start: No slot is before this one.
-        stop: All slots are before this one.
+        start: Number that no slot is before.
+        stop: Number that all slots are before.
     """
 
     index: Tensor
@@ -112,8 +112,8 @@ class SlotIndex:
 
         Args:
             index: int64 [n] or [B, n].
-            stop: All are to be before this one.
-            start: None is to be before this one.
+            stop: Number that all slots must be before.
+            start: Number that no slot may be before.
 
         Raises:
             ValueError: If a slot is not there; on CUDA, its own error, later.
@@ -136,7 +136,7 @@ def checked(
 
     Args:
         index: int64 [n] or [B, n]; or a run of slots, which needs no check.
-        stop: All are to be before this one.
+        stop: Number that all slots must be before.
         before: Last result of this function.
 
     Raises:
@@ -201,7 +201,7 @@ def named(which: Tensor, pos: Tensor) -> Tensor:
 
     Args:
         which: bool [S] or [B, 1 or H, S]; or int64 [n] or [B, 1 or H, n], from 0 to S - 1.
-        pos: positions of all slots, int32 [B, 1 or H, S].
+        pos: Positions of all slots, int32 [B, 1 or H, S].
 
     Returns:
         bool [B, 1 or H, S].

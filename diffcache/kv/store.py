@@ -28,16 +28,16 @@ CUT_OFF = "an earlier forward was cut off and left the cache half changed: reset
 class KVStore:
     """The cache of a model, or of those of its layers that are compressed.
 
-    What a recipe does is done at the start of the next forward (`begin`), when the tokens of the
+    A recipe does its work at the start of the next forward (`begin`), when the tokens of the
     last one can no longer be taken back and all layers have been seen.
 
     Attributes:
         recipe: Recipe of the cache.
-        layers: In the order of the model.
-        read_once: Layers keep what was read of them, as `KVLayer` has it.
-        speculative: Tokens may be taken back by `rollback`, as in assisted decoding.
-        origin: Tells what is known of the model, by which a saved cache is matched to it.
-        taken_over: Tokens were written whose queries were never seen, and not compressed since.
+        layers: Layers in the order of the model.
+        read_once: True if layers keep the slots that were read of them, as `KVLayer` has it.
+        speculative: True if `rollback` may take tokens back, as in assisted decoding.
+        origin: Function that returns facts of the model, by which a saved cache is matched to it.
+        taken_over: True if tokens were written whose queries were not seen, and not compressed yet.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class KVStore:
     def nbytes(self) -> int:
         """Bytes that are held: keys, values, metadata, statistics, queries, room at the end.
 
-        What the recipe brings (bases, codebooks, trained heads) is like weights and does not count.
+        Tensors of the recipe (bases, codebooks, trained heads) are like weights and do not count.
         """
         brought = {_storage(tensor) for tensor in tensors(self.recipe)}
         storages = {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class LayerSummary(ABC):
-    """What a retriever knows of the slots of a layer; never written to, so that forks share it."""
+    """Summary of the slots of a layer; never written to, so that forks share it."""
 
     @abstractmethod
     def rows(self, index: Tensor) -> LayerSummary:

@@ -22,11 +22,11 @@ class Tail:
     Positions are kept only where they do not follow one another.
 
     Attributes:
-        length: slots a row.
-        start: the position of the first slot, while positions follow one another.
-        whole: no slot is empty; False where that is not known.
-        clean: leading slots that were not overwritten since this was set.
-        moves: how often slots came or went.
+        length: Slots a row.
+        start: Position of the first slot, while positions follow one another.
+        whole: True if no slot is empty; False where that is not known.
+        clean: Leading slots that were not overwritten since this was set.
+        moves: Number of times that slots came or went.
     """
 
     def __init__(self, start: int = 0) -> None:
@@ -57,8 +57,8 @@ class Tail:
         """Add slots at the end.
 
         Args:
-            slots: What is added.
-            first: The first position, if positions follow one another in every row.
+            slots: Slots that are added.
+            first: First position, if positions follow one another in every row.
             whole: Whether none is known to be empty.
         """
         if slots.width:
@@ -110,8 +110,8 @@ class Tail:
 
         Args:
             index: int64 [n] or [B, n], slots of every row; or a run of slots, which is a copy.
-            columns: by name, `k` and `v` [B, H, n, D] and metadata [B, 1, n].
-            before: what slots are counted from, being the number of the first slot.
+            columns: Tensors by name, `k` and `v` [B, H, n, D] and metadata [B, 1, n].
+            before: Number of the first slot, which slots are counted from.
 
         Raises:
             ValueError: If a slot is not there, or a run is not of as many as are written.

@@ -30,7 +30,7 @@ class Event:
 
 
 class Trigger(ABC):
-    """When a cache is compressed; a frozen dataclass of settings."""
+    """Times at which a cache is compressed; a frozen dataclass of settings."""
 
     decoding: bool = True  # compresses while tokens are generated, so these are observed too
     by_itself: bool = True  # compresses without being asked to

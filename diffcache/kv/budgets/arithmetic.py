@@ -24,7 +24,7 @@ class Arithmetic(Budget):
     Args:
         size: Slots of a row in the average layer, or a share of the tokens it has seen.
         group: Layers of a group; what is left over is a smaller last group.
-        beta: How many times the average is larger than the smallest budget, at least 1.
+        beta: Ratio of the average budget to the smallest one, at least 1.
 
     Raises:
         ValueError: If a number is out of range.

@@ -99,7 +99,7 @@ class HeadTable(Budget):
     heads in its own way.
 
     Args:
-        whole: By layer and key-value head, whether it holds everything.
+        whole: True for heads that hold everything, by layer and key-value head.
         size: Slots of another head, or a share of the tokens it has seen.
         least: Slots of another head at least.
         more: Slots of another head on top of that, as for its first tokens.

@@ -65,9 +65,9 @@ def prefix_counts(scores: Tensor, held: Tensor, total: Tensor) -> Tensor:
     """Return how many of the best slots of each layer reach the level that all layers share.
 
     Args:
-        scores: At least 0, [L, B, S]; 0 in empty slots.
+        scores: Score of each slot, at least 0, [L, B, S]; 0 in empty slots.
         held: Slots of each layer that are not empty, int64 [L, B].
-        total: What the counts add up to, give or take L, int64 [B].
+        total: Slots that the counts add up to, give or take L, int64 [B].
 
     Returns:
         int64 [L, B].

@@ -24,7 +24,7 @@ class Pyramid(Budget):
 
     Args:
         size: Mean slots of a row, or a share of the tokens it has seen.
-        beta: How steep it is, at least 1; 1 is even.
+        beta: Steepness of the pyramid, at least 1; 1 gives all layers the same.
         window: Slots that every layer gets beforehand.
         mode: `"paper"` keeps an exact total. `"official"` rounds the least budget and the step from
             layer to layer down, so that more is held, and gives all layers the same where a prompt

@@ -25,7 +25,7 @@ class Scheduled(Budget):
     Args:
         size: Slots where the table is empty, or a share of the tokens.
         scales: Tokens of each scale, first to last.
-        table: Of each layer, the slots after each scale; empty is `size` everywhere.
+        table: Slots of each layer after each scale; empty is `size` everywhere.
         prompt: Tokens that come before the first scale.
 
     Raises:

@@ -17,7 +17,7 @@ from diffcache.kv.observe import Observation
 class LayerTable(Budget):
     """Share out the slots of all layers in given proportions.
 
-    All heads of a layer get the same. What a layer cannot use, as it holds less, goes to the
+    All heads of a layer get the same. Slots that a layer cannot use, as it holds less, go to the
     others, so that the total is that of `Uniform(size)`.
 
     Reference: PrefixKV, arXiv 2412.03409; CompressKV, arXiv 2508.02401; EpiCache, arXiv
@@ -26,7 +26,7 @@ class LayerTable(Budget):
 
     Args:
         size: Slots of a row in the average layer, or a share of the tokens it has seen.
-        weights: Of each layer, in any unit; empty has all layers get the same.
+        weights: Weight of each layer, in any unit; empty has all layers get the same.
         least: Slots that every layer gets, at most `size`.
 
     Raises:

@@ -60,7 +60,7 @@ class Payload(ABC):
 
 
 class TensorCodec(ABC):
-    """How one tensor `[B, H, S, D]` is coded; a frozen dataclass of settings, final.
+    """Code for one tensor `[B, H, S, D]`; a frozen dataclass of settings, final.
 
     A codec knows nothing of positions; slots are counted along the third axis.
     """
@@ -102,7 +102,7 @@ def checked(x: Tensor, multiple: int = 1) -> Tensor:
 
     Args:
         x: `[B, H, S, D]`, a float dtype.
-        multiple: What `S` must be a multiple of, in slots.
+        multiple: Divisor of `S` that is required, in slots.
 
     Raises:
         ValueError: If the shape or the dtype is another, naming it.
@@ -212,7 +212,7 @@ class Exact(TensorCodec):
     """Keep a tensor as it is, or rounded to another float dtype.
 
     Args:
-        dtype: What is stored; None for the dtype that is given, which loses nothing.
+        dtype: Dtype that is stored; None for the dtype that is given, which loses nothing.
 
     Raises:
         ValueError: If `dtype` is no float dtype.

@@ -43,10 +43,11 @@ class Symbols:
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """How often each symbol comes, by which it is coded.
+    """Frequencies of the symbols, by which they are coded.
 
     Attributes:
-        weights: of each level, float64 [2, L, C, N], above 0; N the most symbols of any layer.
+        weights: Frequencies at each level, float64 [2, L, C, N], above 0; N is the most symbols of
+            any layer.
     """
 
     weights: tuple[Tensor, ...]
@@ -77,8 +78,8 @@ class CacheGen:
         value_bins: Bins of values likewise.
         group: Tokens of a group, the anchor among them.
         chunk: Tokens of a chunk.
-        levels: What bins are multiplied by at each level, falling, dimensionless.
-        mode: As said.
+        levels: Factor of the number of bins at each level, falling, above 0 and at most 1.
+        mode: `"paper"`, or `"official"` without anchors and differences.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -122,7 +123,7 @@ class CacheGen:
         Args:
             k: [L, H, S, D], a float dtype.
             v: [L, H, S, D].
-            level: Which of `levels`.
+            level: Index into `levels`.
         """
         x = torch.stack([k, v]).transpose(2, 3).flatten(3).to(work_dtype(k.dtype))  # [2, L, S, C]
         steps = self.steps(len(k), level).to(x.device)[..., None, None]
@@ -192,8 +193,8 @@ class CacheGen:
         Args:
             k: [L, H, S, D], a float dtype: those of all layers of one row, one after the other.
             v: [L, H, S, D].
-            tables: As measured.
-            level: Which of `levels`; one for all chunks here, any for each as they are sent.
+            tables: Frequencies of the symbols, as `measure` returns them.
+            level: Index into `levels`, the same for all chunks here; a sender may mix levels.
 
         Raises:
             ValueError: If shapes or the level are not as said.
@@ -219,8 +220,8 @@ class CacheGen:
         """Return keys and values, [L, H, S, D], exactly as they were after quantizing.
 
         Args:
-            chunks: At least one, in order; each of any level.
-            tables: Those they were encoded with.
+            chunks: Chunks in order, at least one, each of any level.
+            tables: Tables that they were encoded with.
 
         Raises:
             BitstreamError: If a chunk is truncated or altered, or there is none.

@@ -51,7 +51,7 @@ class BlockError(DiffcacheError, ValueError):
 
 @dataclass(frozen=True)
 class Head:
-    """What stands at the beginning of a block.
+    """Header at the beginning of a block.
 
     Attributes:
         kind: Number of the codec.
@@ -91,7 +91,7 @@ class Blocks(ABC):
         """Return keys and values, [2, L, S, C], in the dtype that they were encoded from.
 
         Args:
-            block: What `encode` returned; what stands behind its end is not looked at.
+            block: Bytes that `encode` returned; bytes behind its end are not looked at.
 
         Raises:
             BlockError: If it is truncated, altered, forged, or of other settings.
@@ -196,7 +196,7 @@ class CacheGenBlocks(Blocks):
     Reference: CacheGen, arXiv 2310.07240; see `diffcache.kv.codec.bitstream`.
 
     Args:
-        tables: As `CacheGen.measure` found them with one head of C channels; both sides have them.
+        tables: Result of `CacheGen.measure` with one head of C channels; both sides have the same.
         codec: Bins, anchors and levels.
         level: The level that is encoded; any is decoded.
 

@@ -47,8 +47,8 @@ def decode(coded: bytes, weights: Tensor, count: int) -> Tensor:
 
     Args:
         coded: The bits.
-        weights: As encoded.
-        count: S.
+        weights: Weights that were given to `encode`, float64 [M, C, N] on the CPU.
+        count: Number of symbols of each channel, S.
     """
     stream = library().stream
     words = torch.frombuffer(bytearray(coded), dtype=torch.int32) if coded else torch.zeros(0).int()

@@ -52,7 +52,7 @@ class Spectrum(Payload):
         at: `[B, H, S]` place of each slot in the T groups, a narrow integer; None while all slots
             of all groups stand in order.
         size: Channels, D.
-        dtype: What was encoded, and is decoded to.
+        dtype: Dtype that was encoded, and is decoded to.
     """
 
     signs: Tensor
@@ -117,7 +117,7 @@ class FourierSigns(TensorCodec):
 
     Args:
         group: Tokens of a group, at least 2, coded together in every channel.
-        scale_dtype: What mean and magnitude are stored in.
+        scale_dtype: Dtype that mean and magnitude are stored in.
 
     Raises:
         ValueError: If a value is out of its range.
@@ -204,8 +204,8 @@ class RangeSplit(TensorCodec):
 
     Args:
         share: Share of the channels of a head that `wide` codes, 0 to 1, rounded.
-        wide: Codes the channels of the widest range.
-        rest: Codes the others.
+        wide: Codec of the channels of the widest range.
+        rest: Codec of the other channels.
 
     Raises:
         ValueError: If `share` is out of its range.

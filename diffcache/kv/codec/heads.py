@@ -75,11 +75,11 @@ class JoinedHeads(Payload):
 class JoinHeads(TensorCodec):
     """Give a codec `heads` consecutive heads of a slot as one vector of `heads * D` channels.
 
-    What works across heads (a basis shared by all, a rotation over a group of heads) is a codec of
+    Structure across heads (a basis shared by all, a rotation over a group of heads) is a codec of
     one vector inside this one.
 
     Args:
-        inner: Codes the long vectors.
+        inner: Codec of the long vectors.
         heads: Heads of a group, which must divide H; None for all heads.
 
     Raises:
@@ -95,7 +95,7 @@ class JoinHeads(TensorCodec):
 
     @property
     def multiple(self) -> int:
-        """What the inner codec asks for."""
+        """Slots that the inner codec codes at once."""
         return self.inner.multiple
 
     def encode(self, x: Tensor) -> JoinedHeads:

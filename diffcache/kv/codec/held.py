@@ -30,7 +30,7 @@ from diffcache.kv.slots import Slots
 
 
 class KVCodec(ABC):
-    """How settled slots are held; a frozen dataclass of settings."""
+    """Form in which settled slots are held; a frozen dataclass of settings."""
 
     scope: int = 1  # neighbouring layers that are held together
 
@@ -51,10 +51,10 @@ class KVCodec(ABC):
         """Return slots held by this codec, for a ladder that holds others at this level already.
 
         Args:
-            slots: What comes to this level.
+            slots: Slots that come to this level.
             level: The level.
-            seen: The layer they are of.
-            old: What is held at this level.
+            seen: Observation of the layer that the slots are of.
+            old: Slots that are held at this level already; None for none.
         """
         return self.hold(slots, level)
 
@@ -68,7 +68,7 @@ class KVCodec(ABC):
         """Return slots of a segment of another level without decoding them; None if it cannot.
 
         Args:
-            segment: Of another codec of the ladder.
+            segment: Slots that another codec of the ladder holds.
             index: int64 [B, H, n], slots of each row.
             keep: bool [B, H, n]; the others come out empty.
             level: The level they come to.
@@ -81,8 +81,8 @@ class Pair(KVCodec):
     """A codec for keys and one for values, of one layer.
 
     Args:
-        keys: Of the keys.
-        values: Of the values.
+        keys: Codec of the keys.
+        values: Codec of the values.
         block: Tokens that are coded at once.
         recent: Tokens that always stay exact.
         slide: Values are coded one by one as they leave the last `block` tokens, rather than
@@ -194,7 +194,7 @@ class ByLayer(KVCodec):
     """A codec of its own for each layer, in the order of the model.
 
     Args:
-        codecs: Of layer 0, 1, ...; None leaves a layer exact.
+        codecs: Codec of layer 0, 1, ...; None leaves a layer exact.
 
     Raises:
         ValueError: If one of them holds several layers together.

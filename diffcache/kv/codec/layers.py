@@ -27,7 +27,7 @@ from diffcache.kv.slots import Slots
 
 
 class LayersCodec(ABC):
-    """How the keys, or the values, of neighbouring layers are coded; a frozen dataclass.
+    """Code for the keys, or the values, of neighbouring layers; a frozen dataclass.
 
     Payloads of several layers share tensors, which count once. They are what `take` and `rows`
     part: layers that keep different slots share nothing, and decode to the same numbers.
@@ -43,7 +43,7 @@ class LayersCodec(ABC):
         """Code the same slots of several layers.
 
         Args:
-            xs: Of each layer, [B, H, S, D]; one layer alone is coded without others.
+            xs: Tensor of each layer, [B, H, S, D]; one layer alone is coded without others.
         """
 
     @abstractmethod
@@ -51,7 +51,7 @@ class LayersCodec(ABC):
         """Append along the slots, without coding anything again.
 
         Args:
-            layers: Of each layer, payloads of this codec.
+            layers: Payloads of each layer, made by this codec.
         """
 
 
@@ -60,14 +60,14 @@ class Single(LayersCodec):
     """A tensor codec for each layer alone.
 
     Args:
-        codec: Of every layer.
+        codec: Codec of every layer.
     """
 
     codec: TensorCodec
 
     @property
     def multiple(self) -> int:
-        """What the codec asks for."""
+        """Slots that the codec codes at once."""
         return self.codec.multiple
 
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:
@@ -87,9 +87,9 @@ class Together(KVCodec):
     are coded alone.
 
     Args:
-        keys: Of the keys.
-        values: Of the values.
-        scope: Layers.
+        keys: Codec of the keys.
+        values: Codec of the values.
+        scope: Number of neighbouring layers that are coded together.
         block: Tokens that are coded at once.
         recent: Tokens that always stay exact.
         whole: Code all that is due at once as soon as it is `block` tokens or more.

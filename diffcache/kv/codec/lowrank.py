@@ -33,7 +33,7 @@ class Factors(Payload):
     Args:
         left: Codes `[B, H, S, r]`.
         basis: Rows `[B, H, T, r, D]`, one for every block.
-        dtype: What was encoded, and is decoded to.
+        dtype: Dtype that was encoded, and is decoded to.
     """
 
     left: Payload
@@ -96,7 +96,7 @@ class LowRank(TensorCodec):
 
     Args:
         rank: Basis vectors, at least 1; as many as there are channels loses nothing.
-        inner: Codes the coordinates; None keeps them in the dtype that was given.
+        inner: Codec of the coordinates; None keeps them in the dtype that was given.
         joint: One basis for all heads of a slot side by side, or one for each head.
 
     Raises:
@@ -113,7 +113,7 @@ class LowRank(TensorCodec):
 
     @property
     def multiple(self) -> int:
-        """What the inner codec asks for."""
+        """Slots that the inner codec codes at once."""
         return 1 if self.inner is None else self.inner.multiple
 
     def encode(self, x: Tensor) -> Payload:
@@ -173,7 +173,7 @@ class StaticLowRank(TensorCodec):
     Args:
         down: `[heads * D, r]`; all H heads of a slot side by side, a divisor of H of them, or one.
         up: `[r, heads * D]`.
-        inner: Codes the coordinates; None keeps them in the dtype that was given.
+        inner: Codec of the coordinates; None keeps them in the dtype that was given.
 
     Raises:
         ValueError: If the shapes of the two do not match.
@@ -192,7 +192,7 @@ class StaticLowRank(TensorCodec):
 
     @property
     def multiple(self) -> int:
-        """What the inner codec asks for."""
+        """Slots that the inner codec codes at once."""
         return 1 if self.inner is None else self.inner.multiple
 
     def encode(self, x: Tensor) -> Payload:

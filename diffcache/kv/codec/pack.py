@@ -75,7 +75,7 @@ def unpack(packed: Tensor, bits: float, size: int) -> Tensor:
 
     Args:
         packed: `[..., packed_size(size, bits)]` uint8.
-        bits: As packed.
+        bits: Bits of a number, as given to `pack`.
         size: Numbers in the last axis, `D`.
 
     Returns:

@@ -35,7 +35,7 @@ class Quantized(Payload):
             channels a row belongs to one slot and W is the number of groups.
         codec: The settings that made it.
         size: Channels, D.
-        dtype: What was encoded, and is decoded to.
+        dtype: Dtype that was encoded, and is decoded to.
     """
 
     codes: Tensor
@@ -116,7 +116,7 @@ class GroupQuant(TensorCodec):
 
     Args:
         bits: 1, 1.58 (three values, five to a byte), 2, 3, 4 or 8.
-        along: What a group runs over. `tokens`: `group` consecutive slots of one channel, coded
+        along: Axis of a group. `tokens`: `group` consecutive slots of one channel, coded
             together. `channels`: `group` consecutive channels of one slot, so that every slot is
             coded alone; where `group` does not divide D the last group is shorter.
         group: Elements of a group; None for all channels of a slot, or all slots of one `encode`.
@@ -127,7 +127,7 @@ class GroupQuant(TensorCodec):
         whole_zero: Move the grid, by at most half a scale, so that 0 is a whole number of scales
             from the smallest value, as in RotateKV's code; not for symmetric grids.
         relax: Share of the range that the grid is drawn in at either end, 0 to below 0.5.
-        scale_dtype: What scales and minima are stored in. Groups beyond its range saturate.
+        scale_dtype: Dtype that scales and minima are stored in. Groups beyond its range saturate.
 
     Raises:
         ValueError: If a value is out of its range.
@@ -204,8 +204,8 @@ class GroupQuant(TensorCodec):
         """Return the nearest codes, uint8, the shape of `groups`.
 
         Args:
-            groups: As in `fit`.
-            grid: From `fit`, with an axis of 1 where the group ran (see `restore_`).
+            groups: Groups of numbers, as given to `fit`.
+            grid: Result of `fit`, with an axis of 1 where the group ran (see `restore_`).
         """
         scale, low = self.parts_of(grid, groups.dtype)
         # A scale of 0 gives code 0, which stands for the group's one value; 0 / 0 would be NaN.

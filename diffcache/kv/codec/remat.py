@@ -20,7 +20,7 @@ from diffcache.kv.slots import Slots
 
 @dataclass(frozen=True, eq=False)
 class Projections:
-    """How a layer makes keys and values of its inputs; the weights are the model's own.
+    """Weights that make keys and values of a layer from its inputs; they are the model's own.
 
     Args:
         k: [H * D, hidden].
@@ -54,7 +54,7 @@ class Rematerialise(Retriever):
     Reference: XQuant, arXiv 2508.10395.
 
     Args:
-        projections: Of each layer that is held.
+        projections: Key and value projections of each layer that is held.
     """
 
     projections: tuple[Projections, ...]
@@ -150,8 +150,8 @@ class Deltas(LayersCodec):
     Reference: XQuant-CL, arXiv 2508.10395.
 
     Args:
-        first: Codes the first layer.
-        delta: Codes the differences.
+        first: Codec of the first layer.
+        delta: Codec of the differences.
     """
 
     first: TensorCodec
@@ -159,7 +159,7 @@ class Deltas(LayersCodec):
 
     @property
     def multiple(self) -> int:
-        """What both codecs take."""
+        """Slots that both codecs code at once."""
         return max(self.first.multiple, self.delta.multiple)
 
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:

@@ -69,13 +69,13 @@ class Gear(TensorCodec):
     the official code takes as many outliers of a channel as of a token.
 
     Args:
-        bits: As in `GroupQuant`.
-        along: What a group and a vector of outliers run over: `tokens` or `channels`.
-        group: As in `GroupQuant`.
+        bits: Bits of a code, see `GroupQuant`.
+        along: Axis that a group and a vector of outliers run over: `tokens` or `channels`.
+        group: Elements of a group, see `GroupQuant`.
         outliers: Share of a vector that is kept apart; 0 for none. See `Outliers`.
         rank: Vectors of the low rank; 0 for none.
         iterations: Rounds of the power iteration, at least 1.
-        seed: Of the numbers it starts from.
+        seed: Seed of the numbers that the power iteration starts from.
 
     Raises:
         ValueError: If a value is out of its range.
@@ -105,12 +105,12 @@ class Gear(TensorCodec):
 
     @property
     def quant(self) -> GroupQuant:
-        """What quantizes."""
+        """Codec that quantizes."""
         return GroupQuant(self.bits, self.along, self.group)
 
     @property
     def sparse(self) -> Outliers:
-        """What keeps the outliers."""
+        """Codec that keeps the outliers."""
         return Outliers(self.outliers, self.along)
 
     def encode(self, x: Tensor) -> Geared:

@@ -69,7 +69,7 @@ class Hadamard(TensorCodec):
     factor that is one are rotated.
 
     Args:
-        inner: Codes the rotated tensor, in float32.
+        inner: Codec of the rotated tensor, in float32.
         heads: Consecutive heads that are rotated together, which must divide H.
         block: Channels of a rotated block, a power of two that divides `heads * D`; None for the
             largest.
@@ -90,7 +90,7 @@ class Hadamard(TensorCodec):
 
     @property
     def multiple(self) -> int:
-        """What the inner codec asks for."""
+        """Slots that the inner codec codes at once."""
         return self.inner.multiple
 
     def encode(self, x: Tensor) -> Payload:
@@ -159,7 +159,7 @@ class ChannelPermute(TensorCodec):
     to every tensor that is encoded, and stored with it.
 
     Args:
-        inner: Codes the reordered tensor.
+        inner: Codec of the reordered tensor.
         order: `[D]` or `[H, D]`, channels in their new order, as `energy_order` returns them for
             a batch of one; None to fit.
 
@@ -179,7 +179,7 @@ class ChannelPermute(TensorCodec):
 
     @property
     def multiple(self) -> int:
-        """What the inner codec asks for."""
+        """Slots that the inner codec codes at once."""
         return self.inner.multiple
 
     def encode(self, x: Tensor) -> Permuted:
@@ -233,11 +233,11 @@ def rotatekv(
     Reference: RotateKV, arXiv 2501.16383. It is meant for keys before their rotary embedding.
 
     Args:
-        bits: As in `GroupQuant`.
+        bits: Bits of a code, see `GroupQuant`.
         group: Channels of a quantization group.
         heads: Consecutive heads that are reordered and rotated together, which must divide H.
         order: Calibrated order of the `heads * D` channels, or None to fit it to what is encoded.
-        mode: See `rotatekv_grid`.
+        mode: `"paper"` or `"official"`, see `rotatekv_grid`.
 
     Raises:
         ValueError: If a value is out of its range.
@@ -252,7 +252,7 @@ def rotatekv_grid(
     """Return what quantizes the tokens of RotateKV, keys once they are rotated and values.
 
     Args:
-        bits: As in `GroupQuant`.
+        bits: Bits of a code, see `GroupQuant`.
         group: Channels of a quantization group.
         mode: `paper` divides the range by `2 ** bits - 1`; `official` by the bits' square less
             one, as the authors' code does, which at 3 bits is 8 and leaves the top code short, and

@@ -57,8 +57,8 @@ class ChannelSeparable(TensorCodec):
     the slots that are encoded together and are rounded to `scale_dtype` before they divide.
 
     Args:
-        inner: Codes the scaled tensor.
-        scale_dtype: What the factors are stored in.
+        inner: Codec of the scaled tensor.
+        scale_dtype: Dtype that the factors are stored in.
 
     Raises:
         ValueError: If `scale_dtype` is no float dtype.
@@ -73,7 +73,7 @@ class ChannelSeparable(TensorCodec):
 
     @property
     def multiple(self) -> int:
-        """What the inner codec asks for."""
+        """Slots that the inner codec codes at once."""
         return self.inner.multiple
 
     def encode(self, x: Tensor) -> Scaled:
@@ -100,7 +100,7 @@ class Balanced(TensorCodec):
     queries alone and gives the same logits.
 
     Args:
-        inner: Codes the scaled tensor.
+        inner: Codec of the scaled tensor.
         factor: `[D]`, `[H, D]` or `[B, H, D]`, above 0; broadcasts with `[B, H, D]`.
 
     Raises:
@@ -118,7 +118,7 @@ class Balanced(TensorCodec):
 
     @property
     def multiple(self) -> int:
-        """What the inner codec asks for."""
+        """Slots that the inner codec codes at once."""
         return self.inner.multiple
 
     def encode(self, x: Tensor) -> Scaled:

@@ -18,10 +18,10 @@ def choose_level(
     Reference: CacheGen, arXiv 2310.07240.
 
     Args:
-        sizes: Of each level, bytes of every chunk that is still to be sent.
-        bytes_per_second: The bandwidth.
-        seconds: That are left.
-        compute_seconds: To compute the rest from its text instead, if that is possible.
+        sizes: Bytes of every chunk that is still to be sent, for each level.
+        bytes_per_second: Bandwidth.
+        seconds: Time that is left.
+        compute_seconds: Time to compute the rest from its text instead; None where it cannot be.
 
     Returns:
         The level; None for computing, where that is in time and finer than sending; where nothing

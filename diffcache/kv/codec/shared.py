@@ -47,7 +47,7 @@ class SharedCodes(LayersCodec):
 
     @property
     def multiple(self) -> int:
-        """What the codec asks for."""
+        """Slots that the codec codes at once."""
         return self.codec.multiple
 
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:
@@ -71,8 +71,8 @@ class SharedBasis(LayersCodec):
 
     Reference: xKV, arXiv 2503.18893, section 4: one truncated SVD of the keys (before rotation)
     or values of a group of layers, over the tokens of a prompt. Numbers are stored in the dtype
-    that was given. What is encoded together should hold several times as many slots as `rank`: it
-    has a basis of its own, and fewer slots are stored as if there were as many.
+    that was given. A block should hold several times as many slots as `rank`: it has a basis
+    of its own, and fewer slots are stored as if there were as many.
 
     Args:
         rank: Coordinates of a slot, or a share of the channels of all layers and heads together.
@@ -141,7 +141,7 @@ class Directed(Payload):
         direction: [B, H, S, D] unit vectors when decoded.
         norm: [B, H, S].
         kept: Rows [B, H, T, D] that are added, zero for slots that are merged.
-        dtype: What was encoded, and is decoded to.
+        dtype: Dtype that was encoded, and is decoded to.
     """
 
     direction: Payload
@@ -180,9 +180,9 @@ class SharedDirection(LayersCodec):
     and the tokens whose directions differ most are kept as they are in both layers.
 
     Args:
-        t: Where between the layers the direction is, from 0 (the first's) to 1 (the second's).
+        t: Place of the direction between the layers, from 0 (the first's) to 1 (the second's).
         keep: Share of the slots that are not merged, 0 to 1.
-        inner: Codes the directions; None keeps them in the dtype that was given.
+        inner: Codec of the directions; None keeps them in the dtype that was given.
         mode: `paper` keeps the `keep` slots of the largest angle in each head; `official` keeps
             those whose angle is below `min + keep * (max - min)`, the most alike, as the condition
             reads in code that goes with later papers.
@@ -205,7 +205,7 @@ class SharedDirection(LayersCodec):
 
     @property
     def multiple(self) -> int:
-        """What the inner codec asks for."""
+        """Slots that the inner codec codes at once."""
         return 1 if self.inner is None else self.inner.multiple
 
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:

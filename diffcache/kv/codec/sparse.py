@@ -25,7 +25,7 @@ class Bitmap(Payload):
         bits: `[B, H, S, ceil(D / 8)]` uint8.
         values: Codes `[B, H, S, k]`, the kept channels of a slot in order.
         size: Channels, D.
-        dtype: What was encoded, and is decoded to.
+        dtype: Dtype that was encoded, and is decoded to.
     """
 
     bits: Tensor
@@ -73,7 +73,7 @@ class BitmapSparse(TensorCodec):
     Args:
         sparsity: Share of a token's channels that is pruned, 0 to below 1; rounded down to whole
             channels.
-        inner: Codes the kept values `[B, H, S, k]`; None keeps them in the dtype that was given.
+        inner: Codec of the kept values `[B, H, S, k]`; None keeps them in the dtype that was given.
         mode: `paper` prunes `floor(D * sparsity)` channels; `official` keeps every magnitude that
             is at least the largest of those, as the authors' code does, which prunes one fewer.
 
@@ -93,7 +93,7 @@ class BitmapSparse(TensorCodec):
 
     @property
     def multiple(self) -> int:
-        """What the inner codec asks for."""
+        """Slots that the inner codec codes at once."""
         return 1 if self.inner is None else self.inner.multiple
 
     def kept(self, size: int) -> int:
@@ -192,7 +192,7 @@ class Outliers(TensorCodec):
     Args:
         share: Share of a vector that is kept, 0 to 1, half of it the largest elements and half the
             smallest; each half is rounded to whole elements, and is at least one above 0.
-        along: What a vector runs over: the `channels` of one slot, or the slots (`tokens`) that
+        along: Axis of a vector: the `channels` of one slot, or the slots (`tokens`) that
             are encoded together of one channel.
 
     Raises:

@@ -29,8 +29,8 @@ def shifted(payload: Quantized, bits: int) -> Quantized:
     shift after another gives the codes that one shift over both gives.
 
     Args:
-        payload: Of an asymmetric code without `levels`.
-        bits: At most as many as it has: 1, 2, 4 or 8.
+        payload: Codes of an asymmetric `GroupQuant` without `levels`.
+        bits: Bits of a code afterwards, at most as many as `payload` has: 1, 2, 4 or 8.
 
     Reference: the equivalent right shift of PM-KVQ, arXiv 2505.18610, which rounds where this takes
     the middle.
@@ -53,13 +53,13 @@ def shifted(payload: Quantized, bits: int) -> Quantized:
 class Stair(KVCodec):
     """A rung that slots come to from the rung above by a shift of their codes.
 
-    What comes to it exact is coded in `first` bits and shifted, so that it ends in the same codes
-    as if it had come down rung by rung.
+    Slots that come to it exact are coded in `first` bits and shifted, so that they end in the same
+    codes as if they had come down rung by rung.
 
     Reference: the equivalent right shift of PM-KVQ, arXiv 2505.18610.
 
     Args:
-        bits: Of its codes.
+        bits: Bits of a code of this rung.
         group: Tokens of a group of keys, channels of a group of values.
         first: Bits of the first rung.
 
@@ -121,7 +121,7 @@ class BalancedRung(KVCodec):
     The factors are found when the first slots come and stay, so that they are stored once.
 
     Args:
-        pair: Codes the scaled keys, and the values.
+        pair: Codecs of the scaled keys, and of the values.
 
     Reference: MiKV, arXiv 2402.18096. Departure: the largest query of a channel is
     that of the queries that the recipe's score keeps, not of the whole prompt.

@@ -103,7 +103,7 @@ def compact(of: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
     Args:
         of: `[B, H, n]` int64, numbers below `size`.
-        size: How many things there are.
+        size: Number of things.
 
     Returns:
         `[B, H, m]` int64, the used things in order, filled up with others to the most that any

@@ -38,7 +38,7 @@ class NotedPositions:
         """Return a table of positions, int32 [B or 1, T, A], with those of new tokens.
 
         Args:
-            table: That of the tokens before.
+            table: Table of the tokens before; None before the first.
             start: Tokens before.
             count: New tokens.
 

@@ -67,7 +67,7 @@ def cache_for(
 
     Args:
         model: Any model whose attention goes through transformers' attention interface.
-        recipe: What is done to the cache, or its name. Or recipes of single layers that do not
+        recipe: Recipe for the cache, or its name. Or recipes of single layers that do not
             look across layers: a list with one for each layer that follows a recipe, or a mapping
             from numbers of layers of the model, the others being left as they are.
         mode: `"native"` attends over slots by their positions and can do everything; the model is
@@ -80,7 +80,7 @@ def cache_for(
             with a copy of. Recipes that note how every query attends are refused then; those that
             look at the last queries need as many tokens after it.
         past_mask: bool or int [B, T], 0 for padding in `past`.
-        settings: Of a recipe that is given by name, such as `budget=256`.
+        settings: Settings of a recipe that is given by name, such as `budget=256`.
 
     Raises:
         UnknownMethodError: If there is no recipe of that name.
@@ -151,9 +151,9 @@ def one_recipe(recipe: Recipes, owned: Sequence[int], settings: Mapping[str, Any
     """Return what a cache does to all its layers.
 
     Args:
-        recipe: As `cache_for` takes it.
+        recipe: Recipe, name, or recipes of layers, as `cache_for` takes them.
         owned: Numbers of the layers that follow a recipe.
-        settings: Of a recipe that is given by name.
+        settings: Settings of a recipe that is given by name.
 
     Raises:
         UnknownMethodError: If there is no recipe of a name.
@@ -208,8 +208,8 @@ class KVCache(Cache):  # type: ignore[misc]
 
     Attributes:
         store: Keys and values, and what is done to them.
-        setup: How it goes with its model.
-        writer: What writes into the store.
+        setup: Mode, layers and decoder of the model that the cache was made for.
+        writer: Writer of the model's keys and values into the store.
     """
 
     def __init__(

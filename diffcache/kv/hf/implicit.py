@@ -51,9 +51,9 @@ def caching(
 
     Args:
         model: The model whose `generate` or forward is called, as for `cache_for`.
-        recipe: What is done to the caches, as for `cache_for`.
-        mode: As for `cache_for`.
-        settings: Of a recipe that is given by name, such as `budget=256`.
+        recipe: Recipe for the caches, or its name, as for `cache_for`.
+        mode: `"native"`, `"stock"` or `"auto"`, as for `cache_for`.
+        settings: Settings of a recipe that is given by name, such as `budget=256`.
 
     Yields:
         The cache that was made last, and how many there were.

@@ -23,8 +23,8 @@ class Owner(Protocol):
 
     Attributes:
         store: Keys and values.
-        setup: How it goes with its model.
-        writer: What writes into the store.
+        setup: Mode, layers and decoder of the model that the cache was made for.
+        writer: Writer of the model's keys and values into the store.
     """
 
     store: KVStore
@@ -129,7 +129,7 @@ class FusedLayer(SlotLayer, FUSED):  # type: ignore[misc]
 
     Args:
         cache: The cache it belongs to.
-        number: Of the layer, among those of the store.
+        number: Number of the layer in the store, from 0.
         states: A layer of transformers, or one of these, whose states it begins with.
     """
 

@@ -22,14 +22,14 @@ _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 
 @dataclass(frozen=True)
 class Setup:
-    """How a cache goes with its model.
+    """Settings that tie a cache to its model.
 
     Attributes:
         mode: `"native"` or `"stock"`.
-        why: Why this mode.
+        why: Reason for this mode.
         owned: The layers of full attention, whose places in the store are 0, 1, ...
-        config: Of the decoder, which names the attention function it uses.
-        windows: Of each of them, the tokens that it sees at most; None where it sees all.
+        config: Configuration of the decoder, which names the attention function it uses.
+        windows: Most tokens that each of the `owned` layers sees; None for one that sees all.
         modules: The decoder's attention modules, as far as they were found.
         eager: Whether the model used eager attention, which is always given a mask.
     """

@@ -28,8 +28,8 @@ class Taking(Protocol):
 
     Attributes:
         store: Keys and values of the layers that follow a recipe.
-        setup: How it goes with its model.
-        writer: What writes into the store.
+        setup: Mode, layers and decoder of the model that the cache was made for.
+        writer: Writer of the model's keys and values into the store.
         layers: All layers, as transformers sees them.
     """
 
@@ -43,7 +43,7 @@ def check_past(past: Any, stock: Sequence[Any], owned: Sequence[int]) -> int:
     """Return the tokens that a cache of transformers has seen.
 
     Args:
-        past: What is to be taken over.
+        past: Cache that is to be taken over.
         stock: Layers of a new cache of transformers for the model.
         owned: Numbers of the layers that follow a recipe.
 
@@ -104,7 +104,7 @@ def take_over(cache: Taking, past: DynamicCache, mask: Tensor | None, seen: int)
 
     Args:
         cache: A new cache.
-        past: What is taken over; it stays as it is.
+        past: Cache that is taken over; it stays as it is.
         mask: bool or int [B, seen], 0 for padding; None where there is none.
         seen: Tokens that `past` has seen.
 

@@ -55,7 +55,7 @@ class LayerProbe:
     Args:
         attention: Self-attention module.
         embedding: Rotary embedding module; called, so give a copy if calling it changes it.
-        scale: What the embedding says it multiplies cos and sin by.
+        scale: Factor of cos and sin, as the embedding states it.
         extra: Arguments of the embedding after the positions.
 
     Raises:

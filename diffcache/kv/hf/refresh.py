@@ -58,7 +58,7 @@ class Refreshing:
         """Write keys and values into their slots and return the attention, [B, Hq, n, Dv].
 
         Args:
-            number: Of the layer, among those of the store.
+            number: Number of the layer in the store, from 0.
             k: [B, H, n, D], rotated as the model gives them.
             v: [B, H, n, Dv].
             asked: The queries; positions and mask are replaced by those of the slots.
@@ -114,7 +114,7 @@ def probe(model: Any, cache: Host, ids: Tensor, check: int) -> Stale:
 
     Args:
         model: A model of transformers that `cache` was made for.
-        cache: As for `recompute`.
+        cache: Cache that holds `ids`, as for `recompute`.
         ids: int64 [B, T], all tokens that are held.
         check: Number of the layer, from 1: in the first one a token's values are its own.
 

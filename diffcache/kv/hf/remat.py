@@ -25,7 +25,7 @@ def projections_of(model: nn.Module, owned: list[int]) -> tuple[Projections, ...
     """Return how layers make keys and values.
 
     Args:
-        model: Whose attention modules have `k_proj` and `v_proj`, linear layers of one input.
+        model: Model whose attention modules have `k_proj` and `v_proj`, linear layers of one input.
         owned: Numbers of the layers.
 
     Raises:
@@ -48,7 +48,7 @@ def _projections(model: nn.Module, found: dict[int, nn.Module], index: int) -> P
 
 
 def remat_cache_for(model: nn.Module, bits: float | None = 4, **settings: Any) -> KVCache:
-    """Return a cache that holds what keys and values are made of.
+    """Return a cache that holds the inputs that keys and values are made of.
 
     The inputs are noted by hooks on the key projections, which go with the cache. At the first
     tokens of each layer it is checked that the projections give the keys the model used: models
@@ -56,8 +56,8 @@ def remat_cache_for(model: nn.Module, bits: float | None = 4, **settings: Any) -
 
     Args:
         model: A model of transformers.
-        bits: Of the inputs; None holds them exact.
-        settings: Of `diffcache.kv.recipes.low_rank.rematerialised`: `group`, `residual`, `layers`.
+        bits: Bits of a code of the inputs; None holds them exact.
+        settings: `group`, `residual`, `layers` of `diffcache.kv.recipes.low_rank.rematerialised`.
 
     Raises:
         AttachError: If keys and values of the model cannot be made again.

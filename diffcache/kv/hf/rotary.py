@@ -44,8 +44,8 @@ class RotaryReader:
 
     Args:
         embedding: The module that makes cos and sin, with `inv_freq` and `attention_scaling`.
-        layout: What was found on the layer.
-        prefix: What comes before the names of its tables, such as `"full_attention_"`.
+        layout: Pairs of channels that turn, and their axes, as found on the layer.
+        prefix: Beginning of the names of its tables, such as `"full_attention_"`.
         varies: Frequencies change with the length (dynamic NTK, LongRoPE): read them again in every
             forward, after the model has made its cos and sin.
     """

@@ -17,7 +17,7 @@ def static_cache_for(model: nn.Module, capacity: int, *, sinks: int = 4) -> Cach
     """Return a cache of fixed memory for compiled decoding: first tokens and the latest.
 
     Args:
-        model: Of transformers; its attention stays as it is. Prompts must not be padded.
+        model: Model of transformers; its attention stays as it is. Prompts must not be padded.
         capacity: Slots of each layer of full attention.
         sinks: First tokens that always stay.
 

@@ -25,7 +25,7 @@ def tokens_to_crop(given: int, store: KVStore) -> int:
     number of tokens that are left; most of those do not announce that tokens may be taken back.
 
     Args:
-        given: What `crop` was called with.
+        given: Number of tokens that `crop` was called with.
         store: The cache's store.
 
     Raises:

@@ -24,17 +24,18 @@ class Writer:
     """Writes keys and values of a model into a store.
 
     Attributes:
-        store: Where they go.
-        readers: How each layer rotates its keys, where keys are stored before rotation.
-        tags: int [B, T], of the first T tokens.
-        refreshing: Set while a forward writes over tokens that are there.
-        exchange: What is written in place of keys before rotation and values of a layer, if any.
+        store: Store that keys and values go into.
+        readers: Rotary embedding of each layer, where keys are stored before rotation; else None.
+        tags: int [B, T], tags of the first T tokens.
+        refreshing: State of the forward that writes over tokens that are there; None elsewhere.
+        exchange: Function from a layer's number, unrotated keys and values to the pair that is
+            written in their place; None to write these.
         noted: Positions of several axes, where keys are stored before such rotation.
         table: Positions of all tokens, int [B or 1, T, A], where there are several axes.
-        past: Which tokens that were taken over are no padding, bool [B or 1, T], until a mask is
+        past: False for padding among tokens that were taken over, bool [B or 1, T], until a mask is
             seen.
-        checked: Layers of latents of which it was seen what their module makes of them.
-        setup: How the cache goes with its model.
+        checked: Numbers of the layers of latents whose attention module was tried out.
+        setup: Mode, layers and decoder of the model that the cache was made for.
         handed: The keys that `update` returned in this forward.
     """
 
@@ -118,7 +119,7 @@ class Writer:
         """Write new tokens of a layer, keys rotated as the model gives them.
 
         Args:
-            number: Of the layer, among those of the store.
+            number: Number of the layer in the store, from 0.
             k: [B, H, n, D].
             v: [B, H, n, Dv].
             about: `valid` bool [B, n]; `position_ids` int [B, n].

@@ -38,7 +38,7 @@ def top_heads(scores: Tensor, count: int = 4) -> tuple[tuple[int, ...], ...]:
     """Return the heads of highest score of each layer, as `HeadVote` takes them.
 
     Args:
-        scores: Of each layer and query head, summed or averaged over samples, [L, Hq].
+        scores: Score of each layer and query head, summed or averaged over samples, [L, Hq].
         count: Heads of a layer.
 
     Raises:
@@ -77,7 +77,7 @@ def layer_weights(errors: Iterable[Sequence[float]]) -> tuple[float, ...]:
     """Return the weights of layers for `LayerTable`: their errors, mean over samples, sum 1.
 
     Args:
-        errors: Of each sample, the error of every layer.
+        errors: Error of every layer, for each sample.
 
     Raises:
         ValueError: If there are none, or they do not fit each other.

@@ -30,16 +30,16 @@ class Bases:
 
 @dataclass(frozen=True)
 class Fit:
-    """How bases are fitted.
+    """Settings of the fit of bases.
 
     Args:
         rank: Coordinates of the keys of a slot, all heads together.
-        value_rank: Of its values; None for as many.
+        value_rank: Coordinates of the values of a slot; None for as many as of its keys.
         alpha: Power of the mean magnitude that scales each input of a projection before its SVD.
-        steps: Of training.
+        steps: Training steps.
         rate: Learning rate.
         batch: Tokens of a step.
-        seed: Of the tokens that steps draw.
+        seed: Seed of the tokens that steps draw.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -71,7 +71,7 @@ def inputs_of(modules: Sequence[nn.Module]) -> Iterator[list[list[Tensor]]]:
     """Collect what modules are given: of each, a list of [N, in] float32 on the CPU.
 
     Args:
-        modules: Such as the key projections of all layers.
+        modules: Modules to watch, such as the key projections of all layers.
     """
     found: list[list[Tensor]] = [[] for _ in modules]
 
@@ -120,8 +120,8 @@ def train(
     Returns:
         down, up, and the error over all outputs before the first step and after the last.
 
-    Reference: CSKV, arXiv 2409.10593, section 2.2. What the paper multiplies inputs with is the
-    projection's weight times `down` here, which loses nothing: no more of an output can be known
+    Reference: CSKV, arXiv 2409.10593, section 2.2. The paper's matrix on the inputs is here the
+    projection's weight times `down`, which loses nothing: no more of an output can be known
     than the output itself.
     """
     drawn = torch.Generator().manual_seed(how.seed)
@@ -154,11 +154,11 @@ def fit(
 
     Args:
         projections: Key and value projection of each layer.
-        inputs: Of each layer, what they were given, as `inputs_of` collects it.
+        inputs: Inputs of the projections of each layer, [N, in], as `inputs_of` collects them.
         how: Ranks and training.
         done: Layers that were fitted before, which are left as they are.
-        report: Called after each layer with its number, bases and the errors of keys and values
-            before and after; a place to save.
+        report: Function called after each layer with its number, bases and the errors of keys and
+            values before and after; a place to save.
 
     Raises:
         ValueError: If there are inputs of other layers, or none.

@@ -18,12 +18,12 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class GateTraining:
-    """How gates are trained.
+    """Settings of the training of gates.
 
     Args:
         penalty: Weight of the mean gate in the loss; dimensionless.
         rate: Learning rate of Adam.
-        epochs: How often the batches are gone through.
+        epochs: Number of passes over the batches, at least 1.
 
     Raises:
         ValueError: If a setting is out of its range.
@@ -47,7 +47,7 @@ class Gates:
 
     Attributes:
         values: float32 [L, H], from 0, streaming, to 1, everything.
-        losses: Of each step so far.
+        losses: Loss of each step so far.
         moments: The optimizer's state.
     """
 
@@ -66,7 +66,7 @@ def mixed_attention(query: Query, slots: Slots, gate: Tensor, sinks: int, recent
 
     Args:
         query: The queries.
-        slots: What they attend to.
+        slots: Slots that they attend to.
         gate: [H], differentiable.
         sinks: First tokens of a row that every query sees.
         recent: Latest tokens that every query sees, its own among them.
@@ -109,13 +109,13 @@ def fit_gates(
     penalty times the mean gate.
 
     Args:
-        gates: `Gates.open(layers, heads)`, or what an earlier call returned, to go on.
-        batches: What the two callables take; gone through `training.epochs` times.
-        student: Runs the model with `mixed_attention`, given gates [L, H] and a batch.
-        teacher: Runs the model as it is. Both return the same shape: last hidden states, best of
-            the tokens that need the whole context.
+        gates: `Gates.open(layers, heads)`, or the gates of an earlier call, to go on.
+        batches: Inputs of the two callables; gone through `training.epochs` times.
+        student: Function of gates [L, H] and a batch that runs the model with `mixed_attention`.
+        teacher: Function of a batch that runs the model as it is. Both return the same shape: last
+            hidden states, best of the tokens that need the whole context.
         training: Settings.
-        report: Called with the number of steps so far and the loss.
+        report: Function called with the number of steps so far and the loss.
 
     Raises:
         ValueError: If the two outputs differ in shape.
@@ -154,7 +154,7 @@ def retrieval_heads(gates: Tensor, share: float = 0.5) -> Heads:
 
     Args:
         gates: [L, H].
-        share: Of all heads that are to hold everything, from 0 to 1.
+        share: Share of all heads that are to hold everything, from 0 to 1.
 
     Returns:
         By layer and head, whether it holds everything.

@@ -14,8 +14,8 @@ def group_bases(outputs: Tensor, heads: int, groups: int) -> tuple[Tensor, Tenso
     """Return the bases of fewer heads, each made of the outputs of neighbouring heads.
 
     Args:
-        outputs: Of a key or value projection, [N, H * D].
-        heads: H.
+        outputs: Outputs of a key or value projection, [N, H * D].
+        heads: Number of key-value heads, H.
         groups: Heads that are left, a divisor of H.
 
     Returns:
@@ -48,8 +48,8 @@ def fit(
 
     Args:
         projections: Key and value projection of each layer.
-        inputs: Of each layer, what they were given, as `diffcache.kv.learn.cskv.inputs_of` collects
-            it.
+        inputs: Inputs of the projections of each layer, as `diffcache.kv.learn.cskv.inputs_of`
+            collects them.
         heads: Key-value heads of the model.
         groups: Heads that are left.
 
@@ -74,8 +74,8 @@ def turned_scale(keys: Tensor, heads: int, groups: int) -> Tensor:
     A scale and a turn of a pair commute with rotary position embedding, other matrices do not.
 
     Args:
-        keys: Before rotation, [N, H * D], with pairs `(i, i + D / 2)`.
-        heads: H.
+        keys: Keys before rotation, [N, H * D], with pairs `(i, i + D / 2)`.
+        heads: Number of key-value heads, H.
         groups: Heads that are left.
 
     Returns:
@@ -104,9 +104,9 @@ def fuse(
     Args:
         weights: `q`, `k`, `v` and `o`, [out, in], of a layer without biases, its rotary pairs
             `(i, i + D / 2)`.
-        keys: What the key projection gives on calibration prompts, [N, H * D].
-        values: What the value projection gives, [N, H * D].
-        heads: H.
+        keys: Outputs of the key projection on calibration prompts, [N, H * D].
+        values: Outputs of the value projection, [N, H * D].
+        heads: Number of key-value heads, H.
         groups: Heads that are left.
 
     Returns:

@@ -40,8 +40,8 @@ class LabelCalibration(Retriever):
 
         Args:
             layer: The layer's number.
-            query: n queries, and
-            slots: their own n keys, rotated.
+            query: Queries of n tokens.
+            slots: Keys of the same n tokens, rotated.
         """
         heads = slots.k.shape[1]
         there = slots.valid.expand(-1, heads, -1)[..., None].double()
@@ -75,7 +75,7 @@ class LabelCalibration(Retriever):
 
         Args:
             count: Channels a head.
-            by: What importance is measured from.
+            by: Tensors whose magnitudes give the importance: `"qk"` for both, `"q"` or `"k"`.
 
         Raises:
             ValueError: If there are fewer channels, or nothing was seen.

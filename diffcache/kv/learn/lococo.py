@@ -54,7 +54,7 @@ def loss(merge: ConvolutionMerge, sample: Sample) -> Tensor:
     """Return the mean squared difference of what queries get, from all slots and from the memory.
 
     Args:
-        merge: With the weights that are trained.
+        merge: Merger with the weights that are trained.
         sample: A layer.
     """
     slots, plan = merge(sample.seen, sample.plan.float(), sample.plan)
@@ -81,12 +81,12 @@ def train(
     model; this takes the output of each attention layer as its target, which needs no model.
 
     Args:
-        weights: Where to start; left as they are.
+        weights: Weights to start from; left as they are.
         samples: Layers, of any number.
-        recent: As of the merger.
-        steps: How many.
+        recent: Last tokens that stay as they are, as in `ConvolutionMerge`.
+        steps: Number of training steps.
         rate: Learning rate.
-        watch: Called with the step and its loss.
+        watch: Function that is called with each step and its loss.
 
     Raises:
         ValueError: If there are no samples or no steps.

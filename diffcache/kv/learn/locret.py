@@ -17,7 +17,7 @@ class Sample:
     """Tokens of one layer, those of a prompt first.
 
     Attributes:
-        layer: From 0.
+        layer: Number of the layer, from 0.
         q: [B, Hq, T, D], rotated.
         k: [B, H, T, D], rotated.
         v: [B, H, T, Dv].
@@ -41,7 +41,7 @@ def targets(sample: Sample) -> Tensor:
     Reference: Locret, arXiv 2410.01805, section 3.3.
 
     Args:
-        sample: With at least one token in prompt and answer.
+        sample: Tokens of a layer, with at least one in prompt and answer.
 
     Raises:
         ValueError: If prompt or answer are empty.
@@ -63,11 +63,11 @@ def fresh(
     """Return networks to start from.
 
     Args:
-        layers: L.
-        channels: Hq * D + H * D + H * Dv.
-        heads: H.
-        width: Of the hidden layer.
-        seed: Of what is drawn.
+        layers: Number of layers, L.
+        channels: Channels of query, key and value of a token, Hq * D + H * D + H * Dv.
+        heads: Number of key-value heads, H.
+        width: Width of the hidden layer.
+        seed: Seed of the weights that are drawn.
     """
     drawn = torch.Generator().manual_seed(seed)
     first = torch.randn(layers, channels, width, generator=drawn) * channels**-0.5
@@ -105,12 +105,12 @@ def train(
     Reference: Locret, arXiv 2410.01805, section 3.3.
 
     Args:
-        heads: Where to start; left as they are.
+        heads: Networks to start from; left as they are.
         samples: Tokens of layers, of any number.
-        steps: How many.
+        steps: Number of training steps.
         rate: Learning rate.
         smooth: Weight of how much the scores of neighbours differ.
-        watch: Called with the step and its loss.
+        watch: Function that is called with each step and its loss.
 
     Raises:
         ValueError: If there are no samples or no steps.

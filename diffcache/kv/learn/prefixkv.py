@@ -17,8 +17,8 @@ def layer_shares(samples: Iterable[Sequence[Tensor]], share: float) -> tuple[flo
     `diffcache.kv.budgets.table.LayerTable`.
 
     Args:
-        samples: Of each sample, the scores of every layer, [B, H, S], none negative.
-        share: What all layers keep together, above 0 and at most 1.
+        samples: Scores of every layer, [B, H, S], none negative, for each sample.
+        share: Share of the slots that all layers keep together, above 0 and at most 1.
 
     Raises:
         ValueError: If `share` is out of range, there are no samples, or their layers differ.

@@ -114,7 +114,7 @@ def head_scores(store: KVStore) -> tuple[Tensor, Tensor]:
     """Return how much every query head attends to copies, and to what followed them.
 
     Args:
-        store: Of a cache with the recipe `probe`, after one forward over all tokens.
+        store: Store of a cache with the recipe `probe`, after one forward over all tokens.
 
     Returns:
         Two of float32 [L, Hq]: the attention paid to all earlier copies of a token, and to the

@@ -12,7 +12,7 @@ def selectivity(probs: Tensor, current: int, best: int = 16) -> Tensor:
     Args:
         probs: Attention of queries of the current map, [..., S].
         current: Last slots, which are those of the map.
-        best: How many slots before the map count as few.
+        best: Number of slots before the map that count as few.
 
     Returns:
         Scalar, 0..1: the attention that the current map and the best slots before it get together.
@@ -48,7 +48,7 @@ def capacities(
         index: Selectivity of each layer and scale, [L, K].
         size: Slots of the average layer.
         drafters: Layers that draft at each scale, 0 to L.
-        reduction: What refiners save at the last scale, 0 to below 1.
+        reduction: Share of the average that refiners save at the last scale, 0 to below 1.
         least: Slots of every layer at least.
 
     Raises:

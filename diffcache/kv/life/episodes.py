@@ -69,7 +69,7 @@ class Episodes:
     """Groups of the segments of a conversation.
 
     Attributes:
-        labels: Which episode each segment belongs to, int64 [K].
+        labels: Number of the episode that each segment belongs to, int64 [K].
         centroids: Mean embedding of each episode, [E, d].
         medoids: The segment that is most like the mean of its episode, int64 [E].
     """
@@ -85,9 +85,9 @@ def find_episodes(
     """Group segments by their embeddings: k-means, started by k-means++.
 
     Args:
-        embeddings: Of each segment of a few utterances, in order, [K, d].
-        count: Episodes, at most K.
-        seed: Of the start.
+        embeddings: Embedding of each segment of a few utterances, in order, [K, d].
+        count: Number of episodes, at most K.
+        seed: Seed of the first centroids.
         iterations: Rounds of k-means at most.
 
     Raises:
@@ -143,7 +143,7 @@ class Library(Generic[T]):
     """A cache for each episode, found by the embedding of a question.
 
     Args:
-        centroids: Of the episodes, [E, d].
+        centroids: Mean embedding of each episode, [E, d].
 
     Reference: EpiCache, arXiv 2509.17396.
     """
@@ -198,8 +198,8 @@ def compress_by_probe(cache: C, *asks: Callable[[C], object]) -> None:
     most attention that any query of any probe gave it.
 
     Args:
-        cache: Used with a recipe that scores by `diffcache.kv.score.probe.Asked`.
-        asks: Each runs the model on its text with the fork it is given.
+        cache: Cache with a recipe that scores by `diffcache.kv.score.probe.Asked`.
+        asks: Functions, each of which runs the model on its text with the fork it is given.
 
     Raises:
         ValueError: If the recipe scores by something else, or no probe was run.
@@ -249,8 +249,8 @@ def prefill_by_blocks(
     The cache so never holds more than its budget and a block.
 
     Args:
-        cache: Used with a recipe that scores by probes.
-        forward: Runs the model on ids [B, n] with the cache it is given.
+        cache: Cache with a recipe that scores by probes.
+        forward: Function that runs the model on ids [B, n] with the cache it is given.
         ids: The conversation, int64 [B, T].
         probe: The text typical of an episode, int64 [B, n].
         block: Tokens of a block.

@@ -30,7 +30,7 @@ def save_tables(path: str | os.PathLike[str], tables: Tables) -> None:
 
     Args:
         path: File to write.
-        tables: As `CacheGen.measure` found them on keys and values [L, 1, S, C].
+        tables: Result of `CacheGen.measure` on keys and values [L, 1, S, C].
     """
     write(path, list(tables.weights))
 

@@ -21,7 +21,7 @@ class Packing:
         ids: int64 [R, W], the prompts of each row one after the other, then padding.
         position_ids: int64 [R, W], from 0 in every prompt; 0 in padding.
         tags: int32 [R, W], number of the prompt, -1 in padding.
-        places: of each prompt, its row, its first slot and its length.
+        places: Row, first slot and length of each prompt.
     """
 
     ids: Tensor
@@ -45,7 +45,7 @@ class Packing:
         """Return each prompt's slots, positions from 0: by prompt and layer, [1, H, n, D].
 
         Args:
-            store: What a model wrote when it was given `ids`, `position_ids` and `mask`.
+            store: Store that a model filled when it was given `ids`, `position_ids` and `mask`.
 
         Raises:
             ValueError: If the store does not hold these rows.
@@ -111,8 +111,8 @@ def fill(store: KVStore, prompts: Sequence[Sequence[Slots]]) -> None:
     """Fill an empty store with one prompt a row, padded on the left as for generation.
 
     Args:
-        store: Where they go; it holds keys as the slots do.
-        prompts: By prompt and layer, as `Packing.unpack` returns them.
+        store: Store that the prompts go into; it holds keys as the slots do.
+        prompts: Slots by prompt and layer, as `Packing.unpack` returns them.
 
     Raises:
         ValueError: If the store is not empty.

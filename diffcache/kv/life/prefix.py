@@ -19,7 +19,7 @@ def chain(ids: Sequence[int], model: str, chunk: int = 256) -> list[bytes]:
 
     Args:
         ids: Tokens, each 0 to 2 ** 63 - 1.
-        model: Says which model computes, and with which weights.
+        model: Name of the model that computes, and of its weights.
         chunk: Tokens of a chunk.
 
     Raises:
@@ -55,10 +55,10 @@ class PrefixTree(Generic[T]):
     Reference: pins with a time to live are those of Continuum, arXiv 2511.02230.
 
     Args:
-        model: Says which model computes, and with which weights.
-        budget_bytes: What may be held.
+        model: Name of the model that computes, and of its weights.
+        budget_bytes: Most bytes that are held.
         chunk: Tokens of a chunk.
-        clock: Tells the time in seconds.
+        clock: Function that returns the time in seconds.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -94,15 +94,15 @@ class PrefixTree(Generic[T]):
         return found
 
     def insert(self, ids: Sequence[int], values: Sequence[T], nbytes: Sequence[int]) -> int:
-        """Hold what was computed for the full chunks of a text; those that are held stay.
+        """Hold the values of the full chunks of a text; those that are held already stay.
 
         Args:
             ids: The text from its start.
-            values: Of each full chunk.
-            nbytes: Bytes of each.
+            values: Value of each full chunk.
+            nbytes: Bytes of each value.
 
         Returns:
-            How many chunks of the text are held afterwards.
+            Number of chunks of the text that are held afterwards.
 
         Raises:
             ValueError: If there is not one value and size a full chunk.
@@ -133,7 +133,7 @@ class PrefixTree(Generic[T]):
 
         Args:
             ids: The text.
-            seconds: From now; 0 takes a pin away.
+            seconds: Time to pin it, from now; 0 takes a pin away.
 
         Raises:
             ValueError: If `seconds` is negative.
@@ -183,9 +183,9 @@ def time_to_live(durations: Sequence[float], reload_seconds: float, holding: flo
     brings is for the caller to add to `reload_seconds`.
 
     Args:
-        durations: Of past calls of the tool, in seconds.
-        reload_seconds: To compute or load again what would have been dropped.
-        holding: What a second of holding costs, in seconds of delay of others.
+        durations: Durations of past calls of the tool, in seconds.
+        reload_seconds: Time to compute or load again the chunks that would have been dropped.
+        holding: Cost of a second of holding, in seconds of delay of others.
 
     Raises:
         ValueError: If a number is negative.

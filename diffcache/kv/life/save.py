@@ -44,9 +44,9 @@ def save(
     it would have. Layers of a cache that are not in its store, such as sliding ones, are not.
 
     Args:
-        path: Of the file, which is replaced at once or not at all.
-        store: What is written, in the layouts and codes it is held in.
-        about: What `load` gives back, such as the name of the model.
+        path: Path of the file, which is replaced at once or not at all.
+        store: Store that is written, in the layouts and codes it is held in.
+        about: Texts that `load` gives back, such as the name of the model.
 
     Raises:
         ValueError: If something in the store has no place in such a file.
@@ -79,9 +79,9 @@ def load(
     """Fill a store with what `save` wrote, and return what was said about it.
 
     Args:
-        path: Of the file.
-        store: Of the same model and recipe; what it holds is forgotten.
-        device: Where the tensors go.
+        path: Path of the file.
+        store: Store of the same model and recipe; what it holds is forgotten.
+        device: Device that the tensors go to.
 
     Raises:
         SavedCacheError: If the file is truncated, altered, or of another recipe or model; the store
@@ -119,7 +119,7 @@ def _filled(state: Mapping[str, Any], like: KVStore) -> KVStore:
     """Return a new store that holds what was saved, all of it read and checked once.
 
     Args:
-        state: What was saved.
+        state: State that was saved.
         like: A store of the same model and recipe, which is left alone.
 
     Raises:
@@ -160,7 +160,7 @@ def _rehearse(loaded: KVStore, queries: list[Query | None]) -> None:
     slots, statistics that a score does not know), which shows when a token is read.
 
     Args:
-        loaded: What was loaded, which is left alone.
+        loaded: Store that was loaded, which is left alone.
         queries: The last queries of each layer, which tell how many heads ask.
 
     Raises:
@@ -256,8 +256,8 @@ def write(
     """Write anything made of tensors, plain values and the classes of a cache into one file.
 
     Args:
-        path: Of the file, which is replaced at once or not at all.
-        item: What is written.
+        path: Path of the file, which is replaced at once or not at all.
+        item: Object that is written.
         about: Plain values that are written beside it.
 
     Raises:
@@ -287,8 +287,8 @@ def read(
     """Return what `write` wrote, and what was written beside it.
 
     Args:
-        path: Of the file.
-        device: Where the tensors go.
+        path: Path of the file.
+        device: Device that the tensors go to.
 
     Raises:
         FileNotFoundError: If there is no such file.

@@ -22,19 +22,19 @@ class Tiers:
     """Blocks by name, the most recently used on the device, the others below it.
 
     A block is anything made of tensors: a segment, the slots of a layer, a piece of text. It is
-    never written to. What the device has no room for goes to host memory, what that has no room
-    for to files, and what has no folder to go to is forgotten. The methods are to be called from
+    never written to. Blocks that the device has no room for go to host memory, those that it has no
+    room for to files, and those without a folder are forgotten. The methods are to be called from
     one thread; a second one fetches.
 
     Reference: block-granular tiers and reuse of host copies as in FastSwitch, arXiv 2411.18424;
     pins with a time to live as in Continuum, arXiv 2511.02230.
 
     Args:
-        device_bytes: What the device may hold; pinned blocks may exceed it.
-        host_bytes: What host memory may hold; None for no bound.
-        device: Where blocks are read.
-        folder: Where files go; None for no files.
-        clock: Tells the time in seconds.
+        device_bytes: Most bytes on the device; pinned blocks may exceed it.
+        host_bytes: Most bytes in host memory; None for no bound.
+        device: Device that blocks are read on.
+        folder: Folder of the files; None for no files.
+        clock: Function that returns the time in seconds.
 
     Attributes:
         hits: Reads that found the block on the device.
@@ -137,7 +137,7 @@ class Tiers:
 
         Args:
             key: Its name.
-            seconds: From now; 0 takes a pin away.
+            seconds: Time to pin it, from now; 0 takes a pin away.
 
         Raises:
             KeyError: If it is not held.
@@ -225,8 +225,8 @@ def moved(block: Any, device: str | torch.device, *, pinned: bool = False) -> An
 
     Args:
         block: Tensors, dataclasses, mappings and sequences of them, and plain values.
-        device: Where to; tensors that are there stay the same objects.
-        pinned: Into memory that a CUDA device can copy from without waiting.
+        device: Device to move to; tensors that are there stay the same objects.
+        pinned: True copies into memory that a CUDA device can copy from without waiting.
     """
     if isinstance(block, Tensor):
         if pinned:

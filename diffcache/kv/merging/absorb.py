@@ -23,7 +23,7 @@ class Match:
         source: Slots that go, int64 [B, H, n].
         target: Slots that stay, int64 [B, H, n].
         found: Bool [B, H, n]; False where a row is filled up or keeps nothing.
-        likeness: How alike they are, [B, H, n] float.
+        likeness: Likeness of the two, [B, H, n] float.
     """
 
     source: Tensor
@@ -104,9 +104,9 @@ def total(match: Match, weight: Tensor, width: int) -> Tensor:
     """Return the sum of weights that arrive at each slot, [B, H, S].
 
     Args:
-        match: Who meets whom.
-        weight: Of each pair, [B, H, n].
-        width: S.
+        match: Pairs of a slot that goes and the kept slot that it meets.
+        weight: Weight of each pair, [B, H, n].
+        width: Number of slots, S.
     """
     found = weight * match.found
     return found.new_zeros(*found.shape[:2], width).scatter_add_(2, match.target, found)
@@ -121,8 +121,8 @@ def absorb(
 
     Args:
         slots: All slots.
-        match: Who meets whom.
-        weight: Of each pair, [B, H, n].
+        match: Pairs of a slot that goes and the kept slot that it meets.
+        weight: Weight of each pair, [B, H, n].
         own: Weight of the slots themselves, [B, H, S] or a scalar tensor.
         divisor: [B, H, S]; the sum of all weights where it is left out.
     """

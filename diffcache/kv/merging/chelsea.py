@@ -22,12 +22,12 @@ class _Clusters:
     """Slots that may be merged, those that are left, in order of position.
 
     Attributes:
-        slot: Where each is in the layer, int64 [B, H, M].
+        slot: Number of each slot in the layer, int64 [B, H, M].
         there: Bool [B, H, M]; False where a row is filled up.
         k: [B, H, M, D].
         v: [B, H, M, Dv].
-        count: Tokens of each, [B, H, M].
-        grown: Which took over others, bool [B, H, M].
+        count: Tokens of each slot, [B, H, M].
+        grown: True for slots that took over others, bool [B, H, M].
     """
 
     slot: Tensor

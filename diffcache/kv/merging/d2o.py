@@ -123,7 +123,7 @@ class Density(Score):
 
     @property
     def window(self) -> int:
-        """How many of the last queries are kept for it."""
+        """Number of last queries that are kept for it."""
         return self.score.window
 
     @property

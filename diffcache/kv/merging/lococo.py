@@ -18,7 +18,7 @@ from diffcache.kv.slots import Slots, chosen
 
 @dataclass(frozen=True, eq=False)
 class MixWeights:
-    """What was trained: a convolution over slots and a gate for each layer.
+    """Trained weights: a convolution over slots and a gate for each layer.
 
     Attributes:
         weight: [L, M, D + Dv, w], for M memory slots, w odd.
@@ -61,7 +61,7 @@ class ConvolutionMerge(Merger):
     Reference: LoCoCo, arXiv 2406.05317. One convolution serves all heads of a layer.
 
     Args:
-        weights: As `diffcache.kv.learn.lococo.train` returns them.
+        weights: Convolution and gates that `diffcache.kv.learn.lococo.train` returned.
         recent: Last tokens that stay as they are.
         space: Whether keys are mixed rotated, as cached, or unrotated.
 

@@ -29,7 +29,7 @@ class NearestMerge(Merger):
     Reference: LOOK-M, arXiv 2406.18139, section 3.3.
 
     Args:
-        way: Which of the three.
+        way: `"averaged"`, `"pivot"` or `"weighted"`.
         space: Whether keys are merged rotated, as the official code does, or unrotated.
 
     Raises:

@@ -21,7 +21,7 @@ class TwoStage(Planner):
 
     Args:
         first: Share of the budget that goes by the score alone, from 0 to 1.
-        epsilon: Added to the score before it is multiplied; dimensionless.
+        epsilon: Number added to the score before it is multiplied; dimensionless.
 
     Raises:
         ValueError: If a setting is out of its range.

@@ -15,7 +15,7 @@ from diffcache.kv.plan import KEEP, Planner, ranks
 class Demote(Planner):
     """Hold the best slots at one level of the ladder and the others at another.
 
-    What a codec of the ladder holds already stays where it is: coded again it would only lose.
+    Slots that a codec of the ladder holds already stay there: coded again they would only lose.
 
     Args:
         top: Level of the best slots; 0 leaves them exact.

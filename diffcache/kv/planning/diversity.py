@@ -25,8 +25,8 @@ class Diversity(Planner):
     Reference: KVCrush, arXiv 2503.00022.
 
     Args:
-        share: Of the budget without first and last tokens that goes to representatives, 0 to 1.
-        anchor: What distances are taken to: a `"random"` vector, `"zeros"`, `"ones"`, the `"mean"`
+        share: Share of the budget beside first and last tokens that representatives get, 0 to 1.
+        anchor: Vector that distances are taken to: `"random"`, `"zeros"`, `"ones"`, the `"mean"`
             of the units, or `"alternating"` bits.
         mode: `"paper"`: a unit is a token, and a bit says for each head whether the token is among
             its best; all heads keep the same tokens. `"official"`, as OpenVINO GenAI does it: a
@@ -35,7 +35,7 @@ class Diversity(Planner):
         block: Tokens of a block in official mode.
         sinks: First tokens that are always kept.
         recent: Last tokens that are always kept.
-        seed: Of the random anchor.
+        seed: Seed of the random anchor.
 
     Raises:
         ValueError: If a setting is out of its range.
@@ -147,8 +147,8 @@ def evenly(rank: Tensor, count: Tensor, want: Tensor) -> Tensor:
 
     Args:
         rank: int64, from 0.
-        count: How many ranks there are.
-        want: How many are taken; all, where there are no more.
+        count: Number of ranks there are.
+        want: Number of ranks that are taken; all, where there are no more.
     """
     count = count.clamp_min(1)
     step = (rank * want + count - 1) // count  # the step that would be the first to reach a rank

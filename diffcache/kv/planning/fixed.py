@@ -19,7 +19,7 @@ class FixedSlot(Planner):
     pushes out the slot that is `distance` slots before the end, whatever it is worth.
 
     Args:
-        distance: From the end, in slots: 1 is the newest.
+        distance: Distance of the slot that goes from the end, in slots: 1 is the newest.
         sinks: First tokens of a prompt that are always kept.
         recent: Last tokens of a prompt that are always kept.
 

@@ -25,7 +25,7 @@ class Windows(Planner):
     Args:
         size: Tokens of a window.
         recent: Last tokens, always kept (the window whose queries score).
-        best: How many tokens of a window count, the best ones; None for all of them.
+        best: Number of best tokens of a window that count; None for all of them.
 
     Raises:
         ValueError: If a number is out of range.

@@ -121,7 +121,7 @@ def expected_attention(
         queries: Last queries of the prompt that are looked at.
         future: Positions to come.
         sinks: First tokens, which are always kept.
-        epsilon: Added to the expected attention before it is multiplied by the value's norm.
+        epsilon: Number added to the expected attention before the value's norm multiplies it.
 
     Reference: Expected Attention, arXiv 2510.00636. Departure: the last queries stand
     for all; keys are held before rotation and rotated when they are read.
@@ -186,7 +186,7 @@ def snapkv(
         window: Last queries of the prompt, whose slots always stay.
         kernel: Neighbouring slots that are pooled, odd.
         pooling: `"avg"` as in the official code, or `"max"`.
-        groups: How the query heads of a key-value head are reduced: `"mean"`, `"max"` or `"sum"`.
+        groups: Reduction over the query heads of a key-value head: `"mean"`, `"max"` or `"sum"`.
 
     Reference: SnapKV, arXiv 2404.14469, section 4, listing 1. Departure: one set of slots for each
     key-value head, where the official code holds one for each query head.
@@ -209,7 +209,7 @@ def pyramidkv(
 
     Args:
         budget: Mean slots of a row, the window among them, or a share of the tokens it has seen.
-        beta: How steep the pyramid is, at least 1.
+        beta: Steepness of the pyramid, at least 1.
         window: Last queries of the prompt, whose slots always stay.
         kernel: Neighbouring slots whose average is taken, odd.
         mode: `"official"` rounds budgets down by its own steps, and gives all layers of a short
@@ -291,7 +291,7 @@ def criticalkv(
     Args:
         budget: Slots of a row, or a share of the tokens it has seen; not used with `base`.
         first: Share of it that goes by the score alone.
-        epsilon: Added to the score before it is multiplied; dimensionless.
+        epsilon: Number added to the score before it is multiplied; dimensionless.
         base: Another recipe with a score that is not negative; by default SnapKV. With Ada-KV it
             is CriticalAdaKV.
 

@@ -75,9 +75,9 @@ def keyformer(
     Args:
         budget: Slots of a row, or a share of the tokens it has seen.
         recent: Share of the budget that goes to the latest tokens.
-        temperature: Of the attention of the prompt, dimensionless.
-        increment: Added to it at each generated token, dimensionless.
-        seed: Of the noise.
+        temperature: Temperature of the attention of the prompt, dimensionless.
+        increment: Rise of the temperature at each generated token, dimensionless.
+        seed: Seed of the noise.
         every: Tokens from one eviction to the next.
 
     Reference: Keyformer, arXiv 2403.09054, section 3.4, algorithm 1. Departures: a budget that is a
@@ -132,11 +132,11 @@ def windowkv(
         budget: Slots of a row in the average layer, or a share of the tokens it has seen.
         window: Last queries of the prompt, whose slots always stay.
         size: Tokens of a window that is kept or dropped as a whole.
-        task: What a window is worth: `"localization"` the mean of its tokens, `"aggregation"` the
+        task: Worth of a window: `"localization"` takes the mean of its tokens, `"aggregation"` the
             mean of its best ones.
-        best: How many those are.
+        best: Number of best tokens of a window, for `"aggregation"`.
         group: Layers of a group.
-        beta: How many times the average is larger than the smallest budget.
+        beta: Ratio of the average budget to the smallest one, at least 1.
 
     Reference: WindowKV, arXiv 2503.17922, section 2.2. Departures: the task is said here, and not
     found by a classifier; the budget counts the last queries' slots, which the official code adds
@@ -165,8 +165,8 @@ def epicache(
 
     Args:
         budget: Slots of a row in the average layer, or a share of the tokens it has seen.
-        weights: Of each layer, from `diffcache.kv.learn.epicache.layer_weights`; empty has all
-            layers get the same.
+        weights: Weight of each layer, from `diffcache.kv.learn.epicache.layer_weights`; empty has
+            all layers get the same.
         sinks: First tokens that are always kept.
 
     Reference: EpiCache, arXiv 2509.17396. Departure: all heads of a layer hold as many slots, where

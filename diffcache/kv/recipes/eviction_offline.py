@@ -35,10 +35,10 @@ def prefixkv(
 
     Args:
         budget: Slots of a row in the average layer, or a share of the tokens it has seen.
-        shares: What each layer keeps, from `diffcache.kv.learn.prefixkv.layer_shares`; empty finds
-            it for every row as it comes.
+        shares: Share that each layer keeps, from `diffcache.kv.learn.prefixkv.layer_shares`; empty
+            finds it for every row as it comes.
         sinks: First tokens that are always kept, as is the last.
-        distance: Of the slot from the end that each new token pushes out, in `"official"` mode.
+        distance: Distance from the end of the slot that each new token pushes out, if `"official"`.
         mode: `"paper"` drops once, after the prompt; `"official"` then drops, at each token, the
             slot at `distance`.
 
@@ -69,10 +69,10 @@ def compresskv(
 
     Args:
         budget: Slots of a row in the average layer, or a share of the tokens it has seen.
-        heads: Of each layer, the query heads that vote, four in the paper, from
+        heads: Numbers of the query heads of each layer that vote, four in the paper, from
             `diffcache.kv.learn.compresskv.top_heads`; empty has all vote.
-        weights: Of each layer, from `diffcache.kv.learn.compresskv.layer_weights`; empty has all
-            layers get the same.
+        weights: Weight of each layer, from `diffcache.kv.learn.compresskv.layer_weights`; empty
+            has all layers get the same.
         window: Last queries of the prompt, whose slots always stay.
         kernel: Neighbouring slots whose average is taken, odd.
         least: Slots that every layer gets, if `budget` allows.
@@ -101,7 +101,7 @@ def scalekv(
     Args:
         budget: Slots of a row, or a share of the tokens it has seen, where the table is empty.
         scales: Height and width of each token map, first to last.
-        table: Of each layer, the slots after each scale, from
+        table: Slots of each layer after each scale, from
             `diffcache.kv.learn.scalekv.capacities`.
         prompt: Tokens that come before the first map.
         grid: Patches along each side of a map, of which the middles ask and are kept.

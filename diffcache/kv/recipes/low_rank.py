@@ -57,12 +57,12 @@ def minicache(
     """Have pairs of layers share the directions of keys and values, and keep their magnitudes.
 
     Args:
-        t: Where the direction is, from 0 (the first layer's) to 1 (the second's).
+        t: Place of the direction between the layers, from 0 (the first's) to 1 (the second's).
         keep: Share of the tokens that are not merged.
-        bits: Of the directions; None leaves them exact.
+        bits: Bits of a code of the directions; None leaves them exact.
         block: Least tokens that are merged together.
         skip: First layers that are left as they are; the paper leaves half of them.
-        mode: Which tokens are not merged, see `diffcache.kv.codec.shared.SharedDirection`.
+        mode: Choice of tokens that are not merged, see `diffcache.kv.codec.shared.SharedDirection`.
 
     Reference: MiniCache, arXiv 2405.14366.
     """
@@ -76,9 +76,9 @@ def cskv(bases: Sequence[Bases], *, recent: int = 32, bits: float | None = None)
     """Hold unrotated keys, and values, as coordinates in fitted bases, but for the last tokens.
 
     Args:
-        bases: Of each layer, from `diffcache.kv.learn.cskv.fit`.
+        bases: Bases of each layer, from `diffcache.kv.learn.cskv.fit`.
         recent: Last tokens that stay exact.
-        bits: Of the coordinates; None leaves them exact.
+        bits: Bits of a code of the coordinates; None leaves them exact.
 
     Reference: CSKV, arXiv 2409.10593, section 2. Departure: with `bits` the bases are those that
     were fitted to exact coordinates, where the paper trains through the quantizer.
@@ -91,8 +91,8 @@ def kv_heads(bases: Sequence[Bases], *, bits: float | None = None) -> Recipe:
     """Hold fewer key and value heads, and make the others of them when they are read.
 
     Args:
-        bases: Of each layer, from `diffcache.kv.learn.kv_heads.fit`.
-        bits: Of what is held; None leaves it exact.
+        bases: Bases of each layer, from `diffcache.kv.learn.kv_heads.fit`.
+        bits: Bits of a code of the heads that are held; None leaves them exact.
 
     Reference: Effectively Compress KV Heads for LLM, arXiv 2406.07056: keys are made
     before they are rotated, in every forward. Departure: the bases are not fused into the weights,
@@ -117,7 +117,7 @@ def rematerialised(
     keys and values together gains little.
 
     Args:
-        projections: Of each layer.
+        projections: Key and value projections of each layer.
         bits: Bits of a code; None holds the inputs exact.
         group: Channels of a group.
         residual: Tokens that are coded at once.
@@ -144,7 +144,7 @@ def xquant_latent(
     """Hold, of models with grouped queries, the inputs of layers as their projections see them.
 
     Args:
-        bases: Of each layer, from `diffcache.kv.learn.latents.latents`.
+        bases: Bases of each layer, from `diffcache.kv.learn.latents.latents`.
         bits: Bits of a code.
         group: Tokens of a group of keys, channels of one of values.
         residual: Tokens, a multiple of `group`, that are coded at once.

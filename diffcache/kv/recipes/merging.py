@@ -108,7 +108,7 @@ def elastic_cache(
         budget: Slots of a row, or a share of the tokens it has seen.
         sinks: First tokens of a prompt that are always kept.
         recent: Last tokens of a prompt that are always kept.
-        distance: From the end of a row, in slots, where one goes for every new token.
+        distance: Distance from the end of a row, in slots, where one goes for every new token.
         mode: `"official"` takes slots for ranks, so that scores say nothing of what is kept, keeps
             a slot fewer, and merges slots that are `sinks` before those that go.
         space: `"pre"` holds and merges unrotated keys, which the paper does not.
@@ -228,7 +228,7 @@ def lococo(
     """Mix a memory of fixed size from heavy hitters and all else, by a trained convolution.
 
     Args:
-        weights: As `diffcache.kv.learn.lococo.train` returns them; they need `budget - recent`
+        weights: Weights from `diffcache.kv.learn.lococo.train`; they need `budget - recent`
             memory slots.
         budget: Slots of a row, or a share of the tokens it has seen.
         recent: Last tokens that stay as they are.
@@ -256,8 +256,8 @@ def kvcrush(
 
     Args:
         budget: Slots of a row, or a share of the tokens it has seen.
-        share: Of the budget that goes to slots that differ.
-        anchor: What distances are taken to.
+        share: Share of the budget that goes to slots that differ, 0 to 1.
+        anchor: Vector that distances are taken to, see `diffcache.kv.planning.diversity.Diversity`.
         sinks: First tokens that are always kept.
         recent: Last tokens that are always kept.
         mode: `"official"` works on blocks of 16 tokens, each head by itself, as OpenVINO GenAI.
@@ -277,7 +277,7 @@ def locret(
     """Score tokens once, as they are written, by trained heads; evict after each chunk.
 
     Args:
-        heads: As `diffcache.kv.learn.locret.train` returns them.
+        heads: Networks that `diffcache.kv.learn.locret.train` returned.
         budget: Slots of a row, or a share of the tokens it has seen.
         stabilizers: Last tokens that are always kept.
         chunk: Tokens from one eviction to the next; feed the prompt in chunks of as many

@@ -122,7 +122,7 @@ def mikv(
 
     Args:
         budget: Slots of a row that stay exact, half of them the latest, or a share of the tokens.
-        bits: Of the others.
+        bits: Bits of a code of the other slots.
         group: Channels of a group.
         queries: Last queries that channels are balanced against.
         every: Tokens from one time to the next.
@@ -255,8 +255,8 @@ def mustafar(
     Args:
         sparsity: Share of the channels of a token that is pruned.
         recent: Last tokens that stay as they are.
-        bits: Of the elements that are kept; None leaves them exact.
-        mode: How ties are counted, see `diffcache.kv.codec.sparse.BitmapSparse`.
+        bits: Bits of a code of the elements that are kept; None leaves them exact.
+        mode: Treatment of ties, see `diffcache.kv.codec.sparse.BitmapSparse`.
 
     Reference: Mustafar, arXiv 2505.22913.
     """

@@ -32,7 +32,7 @@ def quest(budget: Size = 1024, page: Count = 16, skip: int = 2, group: Group = "
         budget: Slots a query reads, or a share of the tokens.
         page: Slots of a page.
         skip: First layers that read everything.
-        group: How query heads of a key-value head are brought together.
+        group: Reduction over the query heads of a key-value head: `"mean"`, `"max"` or `"sum"`.
 
     Reference: Quest, arXiv 2406.10774, section 3.4, algorithm 1. Departure: budgets count slots,
     not pages, and the last `page` tokens are always read.
@@ -152,7 +152,7 @@ def rekv(
         recent: Last tokens that are always read.
         sinks: First tokens that are always read.
         block: Tokens of a block that belongs to no frame, and of one in `tiers`.
-        tiers: Where all but the last tokens are held, the blocks used last on the device; None
+        tiers: Tiers that hold all but the last tokens, the blocks used last on the device; None
             leaves them where they are.
 
     Reference: ReKV, arXiv 2503.00540. Frames are the `tags` of the cache, from 1 on.
@@ -224,7 +224,7 @@ def shadowkv(
         rank: Basis vectors of the keys of all heads of a token.
         outliers: Chunks that are always read and exact, as the last four are.
         block: A prompt with fewer tokens stays exact.
-        tiers: Where the values are held, in blocks of 64 slots; None leaves them where they are.
+        tiers: Tiers that hold the values, in blocks of 64 slots; None leaves them where they are.
 
     Reference: ShadowKV, arXiv 2410.21465, section 4.1. Departures: chunks of tokens that are
     generated are chosen as well, where the paper always reads these tokens; the budget counts the

@@ -144,7 +144,7 @@ def check_room(budget: Size, always: Mapping[str, int]) -> None:
 
     Args:
         budget: Slots a query reads, or a share of the tokens.
-        always: How many of them are always read, by what says so.
+        always: Numbers of slots that are always read, by the name of the setting behind each.
 
     Raises:
         ValueError: If it leaves none.

@@ -40,7 +40,7 @@ def duo_attention(heads: Heads, budget: Size = 320, *, sinks: int = 64, every: i
     """Keep everything in retrieval heads, and first and latest tokens in the others.
 
     Args:
-        heads: By layer and key-value head, whether it is a retrieval head, as
+        heads: True for retrieval heads, by layer and key-value head, as
             `diffcache.kv.learn.duo.retrieval_heads` learns it.
         budget: Slots of another head, its first tokens among them, or a share of the tokens.
         sinks: First tokens.
@@ -62,7 +62,7 @@ def razor_attention(
     """Keep everything in retrieval heads; in the others one slot stands for what is dropped.
 
     Args:
-        heads: By layer and key-value head, whether it is a retrieval head, as
+        heads: True for retrieval heads, by layer and key-value head, as
             `diffcache.kv.learn.razor.retrieval_heads` finds it.
         budget: Latest slots of another head, or a share of the tokens it has seen.
         least: Latest slots of another head at least.

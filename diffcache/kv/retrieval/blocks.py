@@ -21,11 +21,11 @@ _EMPTY = {"lo": float("inf"), "hi": float("-inf"), "sum": 0.0}
 class Blocks:
     """Blocks of slots that follow one another; counted from the first token of each row.
 
-    Where the user says something of tokens (`tag` above 0), a block holds tokens of one tag.
+    Where tokens have tags from the user (`tag` above 0), a block holds tokens of one tag.
 
     Args:
         size: Slots of a block of tokens without a tag.
-        kind: What is kept of the keys of a block: their bounds or their mean.
+        kind: Summary of the keys of a block: their bounds or their mean.
         tagged: Slots of a block of tokens with a tag at most; None looks at no tags.
 
     Raises:
@@ -44,7 +44,7 @@ class Blocks:
         """Return a summary whose blocks have new slots too.
 
         Args:
-            old: What is known; its blocks were made with the same settings.
+            old: Summary so far; its blocks were made with the same settings.
             fresh: The new slots.
         """
         block, state = self._number(old.state, fresh)
@@ -71,7 +71,7 @@ class Blocks:
         """Return a summary with more whole blocks, where rows have no gaps and tags do not count.
 
         Args:
-            old: What is known of earlier blocks.
+            old: Summary of the blocks so far.
             fresh: Slots of whole blocks.
         """
         keys = fresh.k.float().unflatten(2, (-1, self.size))
@@ -166,7 +166,7 @@ def slots_of(chosen: Tensor, summary: Summary) -> Tensor:
 
     Args:
         chosen: bool [B, 1 or H, N].
-        summary: Whose blocks they are.
+        summary: Summary that has these blocks.
 
     Returns:
         bool [B, 1 or H, S].

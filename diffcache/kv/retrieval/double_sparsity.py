@@ -29,7 +29,7 @@ class LabelChannels(Selecting):
 
     Args:
         channels: Label channels of each head of each layer; all heads have as many.
-        labels: How the label cache is held, and queries are read; None keeps both exact.
+        labels: Codec of the label cache and of queries; None keeps both exact.
     """
 
     channels: Channels = ()

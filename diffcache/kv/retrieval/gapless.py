@@ -17,16 +17,16 @@ from diffcache.kv.slots import EMPTY, Slots
 
 @dataclass(frozen=True)
 class Run:
-    """What one query chooses from: slots 0 to `held` of every row, each at its own position.
+    """Slots that one query chooses from: 0 to `held` of every row, each at its own position.
 
     Attributes:
         query: The query.
-        layer: Where it reads.
+        layer: Layer that the query reads.
         others: All layers.
-        summary: What is known of the layer.
-        first: The first slot that may be chosen; those before are read anyway.
-        last: The end of those; what follows is read anyway.
-        room: How many of them, at least 1 and fewer than there are.
+        summary: Summary of the layer's slots.
+        first: First slot that may be chosen; those before are read anyway.
+        last: Slot after the last that may be chosen; it and those behind it are read anyway.
+        room: Number of slots to choose, at least 1 and fewer than there are.
     """
 
     query: Query
@@ -127,7 +127,7 @@ def best_blocks(score: Tensor, size: int, run: Run) -> Pick:
     Args:
         score: [B, H, 1, N] of whole blocks.
         size: Slots of a block.
-        run: What is chosen from.
+        run: Slots to choose from, and how many.
     """
     # Blocks that no slot may be chosen of are left out: one at either end may be of fewer slots.
     begin, end = run.first // size, -(-run.last // size)

@@ -16,7 +16,7 @@ def packed(mask: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
 
     Args:
         mask: bool [B, 1 or H, S].
-        longest: How many a row names at most, where that is known: it is then not looked up, for
+        longest: Most slots that a row names, where that is known: it is then not looked up, for
             which the host would wait.
 
     Returns:
@@ -78,7 +78,7 @@ def at_positions(wanted: Tensor, pos: Tensor) -> Tensor:
 
     Args:
         wanted: int32 [B, 1 or H, n], -1 for none.
-        pos: Of slots, int32 [B, 1 or H, S].
+        pos: Positions of the slots, int32 [B, 1 or H, S].
 
     Returns:
         bool [B, 1 or H, S].

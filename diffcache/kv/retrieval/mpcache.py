@@ -24,7 +24,7 @@ class MinMaxTree(Selecting):
 
     Reference: MPCache, arXiv 2501.06807, the part that looks at queries: clusters are
     of neighbouring tokens, similarity is linear in the bounds, neighbouring layers share indices.
-    How many slots pass the first level is not given as a number; here `widen` times those read.
+    The number of slots that pass the first level is not given; here it is `widen` times those read.
 
     Args:
         large: Slots of a cluster of the first level, a multiple of `small`.

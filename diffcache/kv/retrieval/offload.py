@@ -38,12 +38,12 @@ class Lent(Payload):
     Taking slots or rows fetches nothing; decoding fetches the blocks that are asked for.
 
     Args:
-        tiers: Where the blocks are.
-        leases: What keeps them there.
+        tiers: Tiers that hold the blocks.
+        leases: Leases that keep the blocks there.
         block: Slots of a block.
         like: An empty tensor [0, H, 0, D] of the dtype and device that was given.
-        row: int64 [T, B], which batch row of each of the T blocks a row is.
-        place: int64 [B, H, S], which slot each one is; None for all in order.
+        row: int64 [T, B], batch row within each of the T blocks that each row is read from.
+        place: int64 [B, H, S], number of each slot in the blocks; None for all in order.
     """
 
     tiers: Tiers
@@ -100,10 +100,10 @@ class InTiers(TensorCodec):
 
     The blocks used last stay on the device, as many as the tiers have room for: the hot blocks of
     ReKV, arXiv 2503.00540, and the values of ShadowKV, arXiv 2410.21465, section 4.1.
-    What is below the device is not among the bytes of a store; the tiers count it.
+    Bytes below the device are not among those of a store; the tiers count them.
 
     Args:
-        tiers: Where blocks are held; they go when nothing refers to them.
+        tiers: Tiers that hold the blocks; blocks go when nothing refers to them.
         block: Slots of a block.
 
     Raises:

@@ -24,7 +24,7 @@ from diffcache.kv.slots import Slots
 class Frames(Selecting):
     """Let frames see the last tokens, and a question the frames that its mean query agrees with.
 
-    What a question chose is read until the next one, by all heads alike, with the last tokens
+    The choice of a question is read until the next one, by all heads alike, with the last tokens
     before the question and all that follows. A chunk of at most `few` tokens is no question.
 
     Reference: ReKV, arXiv 2503.00540. Tokens of a frame have its number, above 0, as
@@ -36,7 +36,7 @@ class Frames(Selecting):
     Args:
         block: Tokens of a block without a tag.
         longest: Tokens of a frame at most; a longer one counts as several.
-        similarity: How query and key are compared.
+        similarity: Measure of query and key: `"cosine"` or `"dot"`.
     """
 
     stored: ClassVar[bool] = True

@@ -28,15 +28,15 @@ _OLDEST = torch.iinfo(torch.int32).max
 
 @dataclass(frozen=True)
 class Ask:
-    """What is chosen from, and how much of it.
+    """Slots that queries choose from, and how many of them.
 
     Attributes:
         query: The queries.
-        layer: Where they read.
+        layer: Layer that the queries read.
         others: All layers.
-        summary: What is known of the layer, its newest slots included.
+        summary: Summary of the layer's slots, the newest included.
         free: Slots that may be chosen, bool [B, 1 or H, S]; the others are empty, or read anyway.
-        room: How many of them, int64 [B, 1 or H].
+        room: Number of slots to choose, int64 [B, 1 or H].
     """
 
     query: Query
@@ -61,7 +61,7 @@ class Selecting(Retriever):
         sinks: First tokens that are always read.
         recent: Last tokens that are always read.
         few: Up to so many queries at once choose; more are a prompt.
-        group: How the query heads of a key-value head are brought together.
+        group: Reduction over the query heads of a key-value head: `"mean"`, `"max"` or `"sum"`.
         skip: First layers that read everything.
 
     Raises:
@@ -143,7 +143,7 @@ class Selecting(Retriever):
         """Return what one query chooses in rows without gaps; None for all.
 
         Args:
-            run: What it chooses from.
+            run: Slots to choose from, and how many.
         """
         raise NotImplementedError
 
@@ -187,7 +187,7 @@ class Selecting(Retriever):
         """Return a summary that knows new slots too.
 
         Args:
-            old: Whose `pos` has them already.
+            old: Summary whose `pos` has them already.
             fresh: The new slots, keys as they are stored or as queries meet them.
             query: The queries that came with them.
             layer: The layer.
@@ -259,7 +259,7 @@ def top(score: Tensor, free: Tensor, room: Tensor) -> Tensor:
         room: int64 [B, 1 or H], how many.
 
     Returns:
-        What any of the queries chooses, bool [B, H, S].
+        Slots that any of the queries chooses, bool [B, H, S].
     """
     score = score.masked_fill(~free[:, :, None], float("-inf"))
     count = room[..., None, None].clamp_max(score.shape[3]).expand(*score.shape[:3], 1)
@@ -275,9 +275,9 @@ def latest(score: Tensor, least: Tensor, count: Tensor | int) -> Tensor:
     """Return the slots of the highest scores; of equals the later one first.
 
     Args:
-        score: [..., S].
-        least: The lowest of those scores, [..., 1].
-        count: How many.
+        score: Score of each slot, [..., S].
+        least: Lowest of the scores to return, [..., 1].
+        count: Number of slots to return.
 
     Returns:
         bool like `score`.
@@ -297,7 +297,7 @@ def fill(score: Tensor, size: Tensor, room: Tensor) -> Tensor:
         room: int64 [B, 1 or H], slots.
 
     Returns:
-        What any of the queries chooses, bool [B, H, N].
+        Blocks that any of the queries chooses, bool [B, H, N].
     """
     score = score.masked_fill((size <= 0)[:, :, None], float("-inf"))
     order = score.argsort(dim=-1, descending=True, stable=True)

@@ -70,7 +70,7 @@ def landmarks(old: Summary, fresh: Slots, chunk: int) -> Summary:
     """Return a summary with the mean key of each chunk and its least cosine with one of them.
 
     Args:
-        old: What is known.
+        old: Summary so far.
         fresh: The new slots, keys as queries meet them.
         chunk: Slots of a chunk.
     """
@@ -137,7 +137,7 @@ class ShadowKeys(KVCodec):
         recent: Last tokens that stay exact.
         block: Tokens that are coded at once at least, with a basis of their own; what is generated
             stays exact until it is as many.
-        values: How values are held; `diffcache.kv.retrieval.offload.InTiers` for host memory.
+        values: Codec of the values; `diffcache.kv.retrieval.offload.InTiers` for host memory.
 
     Raises:
         ValueError: If a number is out of range.

@@ -17,14 +17,14 @@ _REACHED = ("top", "run", "tag")  # where the blocks of each row have come to
 
 @dataclass(frozen=True)
 class Summary(LayerSummary):
-    """What is known of the slots of a layer; never written to, so that forks may share it.
+    """Summary of the slots of a layer; never written to, so that forks may share it.
 
     Attributes:
-        slots: By name, [B, 1 or H, S, ...] in the order of `KVLayer.read`; `pos` int32 always.
-        blocks: By name, [B, 1 or H, N, ...], of N blocks of slots.
-        state: By name, [B, ...], of whole rows.
-        coded: Of slots [B, H, S, r], as a codec holds it.
-        at: The position of the queries that `state["chosen"]` was chosen for.
+        slots: Tensors by name, [B, 1 or H, S, ...] ordered as `KVLayer.read`, with `pos` int32.
+        blocks: Tensors by name, [B, 1 or H, N, ...], of N blocks of slots.
+        state: Tensors by name, [B, ...], of whole rows.
+        coded: Codes of the slots, [B, H, S, r] when decoded; None where there are none.
+        at: Position of the queries that `state["chosen"]` was chosen for.
         read: Slots that the last queries read, int64 [B, 1 or H]; None before any did.
         run: Slots that blocks are known of where rows have no gaps and nothing is kept by slot; 0
             where rows may have gaps.

@@ -33,9 +33,10 @@ def cacheblend(
         model: A model of transformers.
         cache: An empty cache of `cache_for(model, ..., mode="native")`, of one row.
         pieces: The chunks, in order; see `diffcache.kv.reuse.piece.cut`.
-        share: Of the tokens, 0 to 1, by the squared difference of their values; 1 is a prefill.
+        share: Share of the tokens to compute anew, those whose values differ most, 0 to 1;
+            1 is a prefill.
         check: Layer whose values are compared, from 1.
-        rotary: Of each layer, where keys are held rotated (space="post").
+        rotary: Rotation of each layer, where keys are held rotated (space="post").
 
     Returns:
         int64 [n], the tokens that were computed anew.

@@ -24,7 +24,7 @@ class Chunk:
     """A chunk, and what it owed to the chunks before it when it was computed.
 
     Attributes:
-        name: Says that two chunks are the same, such as a hash of the text.
+        name: Name that two chunks share if they are the same, such as a hash of the text.
         piece: Its tokens, keys and values.
         before: Names of the chunks it was computed after, in order.
         sizes: Tokens of each of these.
@@ -73,15 +73,15 @@ class Chunk:
 def chunks_of(
     model: Any, cache: Host, texts: Sequence[Tensor], names: Sequence[Hashable]
 ) -> list[Chunk]:
-    """Compute chunks one after the other and note what each owes to those before it.
+    """Compute chunks one after the other and note the attention each pays to those before it.
 
     The tokens are run a second time for that.
 
     Args:
         model: A model of transformers.
         cache: An empty cache of `cache_for(model, ..., mode="native")`.
-        texts: int64 [n], each.
-        names: Of each.
+        texts: Tokens of each chunk, int64 [n].
+        names: Name of each text.
 
     Raises:
         ValueError: If the cache is not empty, or there are not as many names as texts.
@@ -134,9 +134,9 @@ def cachecraft(
     Args:
         model: A model of transformers.
         cache: An empty cache of `cache_for(model, ..., mode="native")`, of one row.
-        chunks: In their new order, each computed by `chunks_of`.
-        alpha: How much is repaired, dimensionless; 0 for nothing.
-        rotary: Of each layer, where keys are held rotated (space="post").
+        chunks: Chunks in their new order, each computed by `chunks_of`.
+        alpha: Strength of the repair, dimensionless; 0 for nothing.
+        rotary: Rotation of each layer, where keys are held rotated (space="post").
 
     Returns:
         int64 [n], the tokens that were computed anew.
@@ -165,7 +165,7 @@ def to_fix(chunk: Chunk, before: Sequence[Hashable], alpha: float) -> Tensor:
     Args:
         chunk: The chunk.
         before: Names of the chunks before it now.
-        alpha: As for `cachecraft`.
+        alpha: Strength of the repair, dimensionless; 0 for nothing.
     """
     share = min(alpha * chunk.impact * (1 - chunk.overlap(before)), 1.0)
     count = ceil(round(share * len(chunk.piece.ids), 6))

@@ -13,13 +13,13 @@ def hydragen(store: KVStore) -> None:
     """Make what a store of one row holds the prefix of as many rows as come.
 
     The queries of all rows meet the prefix in one product; the attention to it and to what each
-    row adds are merged by log-sum-exp. What follows may have any number of rows. Layers that are
+    row adds are merged by log-sum-exp. Later tokens may have any number of rows. Layers that are
     not in the store, such as sliding ones, are left as they are.
 
     Reference: Hydragen, arXiv 2402.05099.
 
     Args:
-        store: Of one row, all of which is exact; changed in place.
+        store: Store of one row, all of which is exact; changed in place.
 
     Raises:
         ValueError: If it has more rows than one, is empty, or holds coded slots.

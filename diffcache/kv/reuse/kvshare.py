@@ -37,9 +37,9 @@ def kvshare(
         cache: An empty cache of `cache_for(model, ..., mode="native")`, of one row.
         piece: The other prompt; see `diffcache.kv.reuse.piece.cut`.
         ids: int64 [T], this prompt; without its last token if `generate` is to go on from it.
-        share: Of the tokens that both have, 0 to 1.
+        share: Share of the tokens in both prompts to compute anew, 0 to 1.
         check: Layer whose values are compared, from 1.
-        rotary: Of each layer, where keys are held rotated (space="post").
+        rotary: Rotation of each layer, where keys are held rotated (space="post").
 
     Returns:
         int64 [n], the tokens that were computed.

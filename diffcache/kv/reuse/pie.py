@@ -32,7 +32,7 @@ def pie(
         before: int64 [T'], the text it holds.
         after: int64 [T], the text it is to hold; without its last token if `generate` is to go on
             from it.
-        rotary: Of each layer, where keys are held rotated (space="post").
+        rotary: Rotation of each layer, where keys are held rotated (space="post").
 
     Returns:
         int64 [n], the tokens that were encoded.

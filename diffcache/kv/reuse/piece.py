@@ -20,8 +20,8 @@ class Piece:
 
     Attributes:
         ids: int64 [n].
-        layers: of each layer, [1, H, n, D], with the positions they were made at.
-        rotated: The keys are rotated to these positions.
+        layers: Slots of each layer, [1, H, n, D], with the positions they were made at.
+        rotated: True if the keys are rotated to these positions.
     """
 
     ids: Tensor
@@ -38,7 +38,7 @@ def cut(store: KVStore, ids: Tensor, start: int = 0) -> Piece:
     """Return a copy of tokens that a store holds.
 
     Args:
-        store: Of one row, nothing of which is dropped.
+        store: Store of one row, nothing of which is dropped.
         ids: int64 [n], the tokens at `start` and after it.
         start: Position of the first.
 
@@ -83,12 +83,12 @@ def lay_out(
     rotated keys they are turned by the difference of the positions.
 
     Args:
-        store: Where they go.
-        piece: Where they come from.
-        source: int64 [T], which token of the piece each new one is; -1 where it is none of them,
+        store: Empty store that the tokens go into.
+        piece: Piece that the tokens come from.
+        source: int64 [T], number in the piece of each new token; -1 where the piece has none,
             which leaves zeros that are to be computed.
-        rotary: Of each layer, where the store or the piece holds rotated keys and they move: what
-            the layers of a cache with `space="pre"` have as their `rotary`.
+        rotary: Rotation of each layer, where the store or the piece holds rotated keys that move:
+            the `rotary` of the layers of a cache with `space="pre"`.
 
     Raises:
         ValueError: If the store is not empty, or keys move and `rotary` is missing.
@@ -113,10 +113,10 @@ def turns_of(
     """Return how the keys of each layer are turned, None where they need not be.
 
     Args:
-        store: As for `lay_out`.
-        piece: As for `lay_out`.
-        source: As for `lay_out`.
-        rotary: As for `lay_out`.
+        store: Store that the tokens go into.
+        piece: Piece that the tokens come from.
+        source: int64 [T], number in the piece of each new token; -1 where the piece has none.
+        rotary: Rotation of each layer, where keys are held rotated and move.
 
     Raises:
         ValueError: If keys move and `rotary` is missing, or the piece is of another model.

@@ -64,13 +64,13 @@ class Window(Score):
     """Score by the attention of the last queries, pooled over neighbours; their slots stay.
 
     Query heads are reduced first and slots pooled then, which matters where either takes the
-    largest. Queries of padding count for nothing. What keeps the window is an infinite score.
+    largest. Queries of padding count for nothing. An infinite score keeps the window.
 
     Args:
         size: Queries, whose own slots always stay.
         kernel: Neighbouring slots that are pooled, odd; 1 pools nothing.
         pooling: `"avg"` or `"max"`.
-        groups: How the query heads of a key-value head are reduced: `"mean"`, `"max"` or `"sum"`.
+        groups: Reduction over the query heads of a key-value head: `"mean"`, `"max"` or `"sum"`.
 
     Raises:
         ValueError: If a setting is out of its range.
@@ -90,7 +90,7 @@ class Window(Score):
 
     @property
     def window(self) -> int:
-        """How many of the last queries are kept for it."""
+        """Number of last queries that are kept for it."""
         return self.size
 
     def __call__(self, seen: Observation) -> Tensor:
@@ -129,7 +129,7 @@ class WindowVariance(Score):
 
     @property
     def window(self) -> int:
-        """How many of the last queries are kept for it."""
+        """Number of last queries that are kept for it."""
         return self.size
 
     def __call__(self, seen: Observation) -> Tensor:
@@ -172,7 +172,7 @@ class LastQuery(Score):
 
     @property
     def window(self) -> int:
-        """How many of the last queries are kept for it."""
+        """Number of last queries that are kept for it."""
         return 1
 
     def __call__(self, seen: Observation) -> Tensor:

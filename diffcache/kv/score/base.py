@@ -15,7 +15,7 @@ from diffcache.kv.slots import Slots
 
 
 class Score(ABC):
-    """How much each slot of a layer is worth; a frozen dataclass of settings.
+    """Worth of each slot of a layer; a frozen dataclass of settings.
 
     A scorer never deletes, and it need not care for padding: whatever it says of empty slots
     counts for nothing.
@@ -27,7 +27,7 @@ class Score(ABC):
 
     @property
     def window(self) -> int:
-        """How many of the last queries are kept for it."""
+        """Number of last queries that are kept for it."""
         return 0
 
     @property
@@ -58,8 +58,8 @@ class Score(ABC):
         """Return the scores [B, H, S] of all layers, given those of each; by default as they are.
 
         Args:
-            scores: Of each layer; -inf in empty slots.
-            seen: Each layer.
+            scores: Scores of each layer, [B, H, S]; -inf in empty slots.
+            seen: Observation of each layer.
         """
         return scores
 

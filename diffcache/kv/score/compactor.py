@@ -36,7 +36,7 @@ class Compactor(Score):
         sketch: Size of the random projection of keys; 0 takes the keys themselves.
         first: First tokens of a row, which always stay.
         last: Last tokens of a row, which always stay.
-        seed: Of the projection.
+        seed: Seed of the projection.
         mode: `"paper"` or `"official"`.
 
     Raises:
@@ -65,7 +65,7 @@ class Compactor(Score):
 
     @property
     def window(self) -> int:
-        """How many of the last queries are kept for it."""
+        """Number of last queries that are kept for it."""
         return self.queries if self.attention else 0
 
     def __call__(self, seen: Observation) -> Tensor:
@@ -133,9 +133,9 @@ def leverage(keys: Tensor, counts: Tensor, sketch: Tensor | None = None) -> Tens
     """Return how far each key is from being a mix of the others, 0..1, [B, H, S].
 
     Args:
-        keys: Before rotation, [B, H, S, D].
-        counts: Which of them there are, bool [B, H, S]; the others get 0.
-        sketch: [H, D, d], what the keys are projected by.
+        keys: Keys before rotation, [B, H, S, D].
+        counts: True for slots that hold a key, bool [B, H, S]; the others get 0.
+        sketch: Projection of the keys, [H, D, d]; None takes the keys themselves.
     """
     there = counts[..., None].to(keys.dtype)
     mean = (keys * there).sum(2, keepdim=True) / there.sum(2, keepdim=True).clamp_min(1)

@@ -26,7 +26,7 @@ class Expected(Score):
         sinks: First tokens, which always stay, and whose queries are left out.
         covariance: Look at the covariance too.
         values: Multiply by the norm of the value.
-        epsilon: Added before that; dimensionless.
+        epsilon: Number added before that; dimensionless.
 
     Raises:
         ValueError: If a setting is out of its range.
@@ -53,7 +53,7 @@ class Expected(Score):
 
     @property
     def window(self) -> int:
-        """How many of the last queries are kept for it."""
+        """Number of last queries that are kept for it."""
         return self.size
 
     def __call__(self, seen: Observation) -> Tensor:

@@ -45,7 +45,7 @@ class GlobalLocal(Score):
 
     @property
     def window(self) -> int:
-        """How many of the last queries are kept for it."""
+        """Number of last queries that are kept for it."""
         return self.size
 
     @property

@@ -21,7 +21,7 @@ class HeadVote(Score):
     Reference: CompressKV, arXiv 2508.02401 (window 8, pooling 5, four heads a layer).
 
     Args:
-        heads: Of each layer, the numbers of the query heads that vote
+        heads: Numbers of the query heads of each layer that vote
             (`diffcache.kv.learn.compresskv.top_heads`); empty has all heads vote.
         size: Queries, whose own slots always stay.
         kernel: Neighbouring slots whose average is taken, odd.
@@ -44,7 +44,7 @@ class HeadVote(Score):
 
     @property
     def window(self) -> int:
-        """How many of the last queries are kept."""
+        """Number of last queries that are kept."""
         return self.size
 
     def __call__(self, seen: Observation) -> Tensor:

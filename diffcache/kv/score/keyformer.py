@@ -35,10 +35,10 @@ class NoisyMass(Score):
     layers. Several drafted tokens that are checked at once share a temperature.
 
     Args:
-        temperature: Of the prompt, dimensionless.
-        increment: Added at each generated token, dimensionless.
+        temperature: Temperature of the prompt, dimensionless.
+        increment: Rise of the temperature at each generated token, dimensionless.
         noise: Factor of the noise; 0 is none.
-        seed: Of the noise.
+        seed: Seed of the noise.
 
     Raises:
         ValueError: If a number is out of range.

@@ -18,7 +18,7 @@ _NAME = "locret"
 
 @dataclass(frozen=True, eq=False)
 class RetainingHeads:
-    """What was trained, a network of two layers for each layer of the model.
+    """Trained weights, a network of two layers for each layer of the model.
 
     Attributes:
         first: [L, Hq * D + H * D + H * Dv, W], W the width of the network.
@@ -42,7 +42,7 @@ class RetainingHeads:
             q: [B, Hq, n, D].
             k: [B, H, n, D].
             v: [B, H, n, Dv].
-            layer: From 0.
+            layer: Number of the layer, from 0.
 
         Raises:
             ValueError: If the networks are for another model.
@@ -72,7 +72,7 @@ class Retained(Score):
     cache meets them, and the nonlinearity is SiLU.
 
     Args:
-        heads: As `diffcache.kv.learn.locret.train` returns them.
+        heads: Networks that `diffcache.kv.learn.locret.train` returned.
     """
 
     heads: RetainingHeads

@@ -24,7 +24,7 @@ class Revised(Score):
 
     @property
     def window(self) -> int:
-        """How many of the last queries are kept for the other."""
+        """Number of last queries that are kept for the other."""
         return self.score.window
 
     @property

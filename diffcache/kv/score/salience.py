@@ -24,7 +24,7 @@ class Salience(Score):
     no probe could see yet are worth more than any other.
 
     Args:
-        share: Of the queries that are probes, above 0 and at most 1.
+        share: Share of the queries that are probes, above 0 and at most 1.
 
     Raises:
         ValueError: If `share` is out of its range.
@@ -76,8 +76,8 @@ class WithQueries(Revised):
     """A score, and the last queries kept for a codec that looks at them.
 
     Args:
-        size: Queries.
-        score: What scores.
+        size: Number of last queries that are kept.
+        score: Score of the slots.
 
     Raises:
         ValueError: If `size` is less than 1.
@@ -92,7 +92,7 @@ class WithQueries(Revised):
 
     @property
     def window(self) -> int:
-        """How many of the last queries are kept for it."""
+        """Number of last queries that are kept for it."""
         return max(self.size, self.score.window)
 
     def __call__(self, seen: Observation) -> Tensor:

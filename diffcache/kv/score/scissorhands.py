@@ -35,7 +35,7 @@ class LowCount(Score):
 
     @property
     def window(self) -> int:
-        """How many of the last queries are kept."""
+        """Number of last queries that are kept."""
         return self.history
 
     def __call__(self, seen: Observation) -> Tensor:

@@ -20,7 +20,7 @@ class ValueNorm(Score):
     Reference: none; half of what CriticalKV, arXiv 2502.03805, looks at.
 
     Args:
-        power: Of the norm, 1 or 2.
+        power: Power of the norm, 1 or 2.
 
     Raises:
         ValueError: If `power` is another number.
