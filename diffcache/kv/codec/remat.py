@@ -159,7 +159,7 @@ class Deltas(LayersCodec):
 
     @property
     def multiple(self) -> int:
-        """Slots that both codecs code at once."""
+        """Slots that are coded at once: the larger number of the two codecs."""
         return max(self.first.multiple, self.delta.multiple)
 
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:
