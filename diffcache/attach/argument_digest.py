@@ -1,4 +1,4 @@
-"""What a call was given, by content: what a table of conditions is keyed by."""
+"""Content of the arguments of a call, by which a table of conditions is keyed."""
 
 from __future__ import annotations
 

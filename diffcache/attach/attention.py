@@ -126,7 +126,7 @@ class Door:
         self._undo = install(model, strategy, self.sites)
 
     def remove(self) -> None:
-        """Give every attention what it had; what was replaced since is left alone."""
+        """Give every attention what it had; later replacements are left alone."""
         self._undo()
 
     def __enter__(self) -> Door:

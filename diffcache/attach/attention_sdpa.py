@@ -182,7 +182,7 @@ def place_rows(
         placed: Returns the rows of the call at hand; None where these are all rows.
 
     Returns:
-        What undoes it.
+        Function that undoes it.
 
     Raises:
         AttachError: If an attention has no such rotary embedding.

@@ -92,7 +92,7 @@ def attention(
         key: Keys, `[B, H or fewer, N, D]`, rotated.
         value: Values, `[B, H or fewer, N, D]`.
         attention_mask: Mask, bool `[B or 1, 1, T, N]`, or None.
-        kwargs: What else the model hands its attention function.
+        kwargs: Further arguments of the model's attention function, such as `scaling`.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -111,7 +111,7 @@ def tell(
     """Return the branch that a call belongs to, a new one when it is none of those so far.
 
     Args:
-        timeline: Where the denoiser is; its doubt is set where nothing tells the branch.
+        timeline: Place of the denoiser in its run; its doubt is set where nothing tells the branch.
         name: Name that was said for the branch, None when none was.
         signature: Look of the call.
         conditions: Arguments by path that stay the same from step to step.

@@ -61,7 +61,7 @@ class Extension:
     def close(self, call: Call, out: Any) -> Any:
         """Return what the denoiser returns instead of `out`, None if that stays.
 
-        What was computed goes through the extensions from the last to the first, so that the first
+        Outputs go through the extensions from the last to the first, so that the first
         keeps what is final; what was estimated goes from the first to the last.
         """
         return None

@@ -1,4 +1,4 @@
-"""What is known of a model and its scheduler, by which tables are matched to them."""
+"""Facts about a model and its scheduler, by which tables are matched to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def facts_of(model: nn.Module, scheduler: Any) -> dict[str, Any]:
 
     Args:
         model: A denoiser; without a diffusers configuration its parameters' shapes stand for it.
-        scheduler: Of its pipeline, or None.
+        scheduler: Scheduler of its pipeline, or None.
     """
     config = getattr(model, "config", None)
     folder = ""

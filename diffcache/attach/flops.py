@@ -68,12 +68,12 @@ def counted(
 
     Args:
         module: The module.
-        args: What it is called with.
-        kwargs: What it is called with.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
         call: Calls a part of the module instead.
 
     Returns:
-        What the call returned and the count; None for compiled modules and for those whose kernels
+        Result of the call, and the count; None for compiled modules and for those whose kernels
         run under no dispatch mode (flex attention).
     """
     call = module if call is None else call

@@ -14,12 +14,12 @@ _CLIP_TOKENS = 257  # a picture in CLIP ViT-H: 16 x 16 patches and the class tok
 
 @dataclass(frozen=True)
 class Size:
-    """What one denoiser call makes.
+    """Size of one denoiser call.
 
     Attributes:
         height: Pixels.
         width: Pixels.
-        frames: Of a film, 1 for a picture.
+        frames: Frames of a film, 1 for a picture.
         text_tokens: Length of the prompt as the denoiser sees it, padding included.
         batch: Samples in the call; guidance in one batch doubles it.
     """
@@ -42,12 +42,12 @@ class Latents:
 
     Attributes:
         config: Configuration of the denoiser.
-        frames: Of the latents.
-        rows: Of the latents.
-        columns: Of the latents.
+        frames: Frames of the latents.
+        rows: Rows of the latents.
+        columns: Columns of the latents.
         text: Tokens of the prompt.
         batch: Samples.
-        device: Where tensors are made; `meta` has shapes only.
+        device: Device of the tensors; `meta` has shapes only.
     """
 
     config: Mapping[str, Any]
@@ -87,7 +87,7 @@ Make = Callable[[Latents], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Inputs:
-    """How a class is called.
+    """Arguments of the forward of a denoiser class.
 
     Attributes:
         make: Forward arguments from latents.
@@ -262,10 +262,10 @@ def inputs_of(
     Args:
         cls: Class name in diffusers.
         config: Its configuration, complete.
-        size: What the call makes.
+        size: Size of the call: pixels, frames, text tokens and batch.
         compression: Pixels of a latent row and frames of a latent frame; None is what the class's
             usual autoencoder has.
-        device: Where they are made.
+        device: Device of the tensors.
 
     Raises:
         ValueError: If the class is not known here, or the size does not fit the model.

@@ -31,7 +31,7 @@ def effective(
     """Return the arguments of a call by name, defaults included; none of a call that will fail.
 
     Args:
-        signature: Of what is called.
+        signature: Signature of the called function.
         args: Positional arguments, `self` included where the signature has it.
         kwargs: Named arguments.
     """
@@ -47,7 +47,7 @@ def other_guidance(tables: Sequence[Tables], call: Mapping[str, Any]) -> Iterato
     """Yield what to say of guidance that differs from that of the calibration.
 
     Args:
-        tables: Whose headers may have `guidance`, argument of the pipeline -> number.
+        tables: Tables whose headers may have `guidance`, argument of the pipeline -> number.
         call: Arguments of this call by name, defaults included.
     """
     for entry in tables:
@@ -65,8 +65,8 @@ def other_shape(tables: Sequence[Tables], shape: Sequence[int]) -> Iterator[str]
     """Yield what to say of samples of another shape than those of the calibration.
 
     Args:
-        tables: Whose headers may have `shape`, of a sample without the batch.
-        shape: Of this run's sample, without the batch.
+        tables: Tables whose headers may have `shape`, that of a sample without the batch.
+        shape: Shape of this run's sample, without the batch.
     """
     for entry in tables:
         made = entry.header.get("shape")

@@ -1,4 +1,4 @@
-"""What happened in a run: plain numbers, no tensors."""
+"""Records of a run: plain numbers, no tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class CallRecord:
         timestep: Timestep in model units, None where reading it would make an accelerator wait.
         branch: Guidance branch, from 0, or the name its pipeline gave it.
         computed: Whether the sites were computed; None until it is decided.
-        reason: Why: `method`, `first call`, `inputs changed`, `missed a step`, ...
+        reason: Reason for it: `method`, `first call`, `inputs changed`, `missed a step`, ...
         seconds: Wall time of the call on the host.
         counts: Per site, evaluations that ran and that were skipped.
         flops: Floating-point operations of the sites that ran, a gate's look at them included, and
@@ -40,7 +40,7 @@ class CallRecord:
 
 @dataclass
 class RunRecord:
-    """What one sampling run computed and skipped.
+    """Record of one sampling run: computed and skipped work.
 
     Attributes:
         calls: The denoiser calls in order.

@@ -33,7 +33,7 @@ class Branch:
         signature: Look of its last call.
         seen_at: Index of the step of its last call.
         glance: A glance at the sample of its last call, where only samples tell runs apart.
-        storage: What extensions keep of it, until the run ends.
+        storage: Data that extensions keep of the branch, until the run ends.
     """
 
     number: int
@@ -62,14 +62,14 @@ class Context:
 
 @dataclass(eq=False)
 class Stream:
-    """What outlasts runs: chunks of a video, turns of a conversation.
+    """Runs that share what they keep: chunks of a video, turns of a conversation.
 
     One that the user did not open ends with the pipeline's call, or with the run.
 
     Attributes:
         is_told: Whether the user opened it with `diffcache.stream`.
         chunk: Number of the last run in it, from 0; -1 before the first.
-        storage: What extensions keep of it, until it ends.
+        storage: Data that extensions keep of the stream, until it ends.
     """
 
     is_told: bool = False
@@ -87,10 +87,10 @@ class Run:
 
     Attributes:
         stream: The stream that it is a part of.
-        storage: What extensions keep of it, until it ends, `set_timesteps` starts it anew or its
-            timestep turns back.
+        storage: Data that extensions keep of the run, until it ends, `set_timesteps` starts it anew
+            or its timestep turns back.
         left_out: Steps that an extension plans not to compute.
-        starts: How often its denoisers began a first step, since it was said to begin.
+        starts: Most first steps that one of its denoisers began, since the run was said to begin.
         is_counted: Whether the stream counts it as a chunk.
     """
 
@@ -184,14 +184,14 @@ class Run:
 
 
 class Timeline:
-    """Where one denoiser is in a run, and its guidance branches.
+    """Place of one denoiser in a run, and its guidance branches.
 
     A denoiser counts its own steps: of two that share a run, the second starts at 0.
 
     Attributes:
         ranks: Process group that shares the sample, None where one process has all of it.
-        starts: How often it began a first step.
-        storage: What extensions keep of the denoiser, until the run ends.
+        starts: Number of first steps that the denoiser began.
+        storage: Data that extensions keep of the denoiser, until the run ends.
     """
 
     __slots__ = ("at", "branches", "calls", "direction", "doubt", "index", "mark", "paused",

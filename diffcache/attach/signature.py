@@ -1,4 +1,4 @@
-"""What a denoiser call looks like: shapes and kinds of its arguments, without their values."""
+"""Look of a denoiser call: shapes and kinds of its arguments, without their values."""
 
 from __future__ import annotations
 

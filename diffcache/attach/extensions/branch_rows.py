@@ -53,7 +53,7 @@ class BranchTurn:
     """Plan of the layers in one call.
 
     Attributes:
-        plan: Which parts are computed.
+        plan: Plan of the call: the parts of each layer that are computed.
         held: Keys, values and outputs of the run.
         rows: Layer -> its rows; None where it computes none.
         attended: Whether the door was met by the attention that ran last.

@@ -41,7 +41,7 @@ class Spots:
 
     Attributes:
         places: Positions, int64 `[B, n]`.
-        real: Which of them do not fill up, bool `[B, n]`.
+        real: Mask of the positions that do not just fill up a sequence, bool `[B, n]`.
     """
 
     places: Tensor

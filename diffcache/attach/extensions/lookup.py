@@ -57,14 +57,14 @@ class RunState:
     """State of one run.
 
     Attributes:
-        number: Of the run, counted over all threads.
+        number: Number of the run, counted over all threads.
         fresh: Whether the weights are still to be looked at.
-        writes: What it wrote into the table.
-        contents: What it was given before.
+        writes: Entries that the run wrote into the table.
+        contents: Contents of the tensors that its calls are given.
         conditions: Site -> the entries of its condition in this call.
         record: Record of the call.
         called: Calls of sites in this call.
-        counts: How many of them ran and were skipped.
+        counts: Number of sites that ran in this call, and of those that were looked up.
     """
 
     def __init__(self, number: int) -> None:

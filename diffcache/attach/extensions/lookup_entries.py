@@ -27,9 +27,9 @@ class Entry:
     """Output of a module for one condition.
 
     Attributes:
-        template: How its tensors go together.
+        template: Structure of the output, without its tensors.
         rows: Its tensors; rows of a batch that are alike are kept once.
-        places: For each of them the row at every place of the batch, None where all are kept.
+        places: Row of each tensor at every place of the batch, int64; None where all rows are kept.
         layer: Whether the rounded layer stands for it instead.
         harm: Disturbance by the rounded layer and by the rounded table, where measured.
     """
@@ -100,7 +100,7 @@ class LookupTable:
     """All entries of a denoiser, by condition.
 
     Args:
-        ability: How many, and how they are rounded.
+        ability: Settings of the tables: conditions that are kept, and rounding.
     """
 
     def __init__(self, ability: TimeTables) -> None:

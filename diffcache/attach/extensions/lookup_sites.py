@@ -34,7 +34,7 @@ class TimeSite:
     """A module whose output depends on conditions and weights alone.
 
     Attributes:
-        path: Where it is in the model.
+        path: Path of the module in the model.
         arguments: Paths of the arguments that its output depends on.
         weights: The parameters and buffers that its output depends on, its own and others.
     """
@@ -207,7 +207,7 @@ def _watched(
     Args:
         model: The denoiser.
         origins: Follows its forward.
-        seen: Where it is noted.
+        seen: Notes on each module, which are filled in here.
         rows: The arguments that are one row for each sample.
     """
 

@@ -61,7 +61,7 @@ class QuantizedLayers(Extension):
 
     Args:
         model: The denoiser.
-        plan: Which layers, and their scales.
+        plan: Layers to quantize, with their scales.
 
     Raises:
         AttachError: If the model lacks a layer of the plan or it is of another kind or size.
@@ -98,7 +98,7 @@ class WatchedLayers(Extension):
     Args:
         model: The denoiser.
         inside: Paths of the lists of blocks, and of blocks of their own.
-        watcher: Who watches.
+        watcher: Watcher of the layers.
     """
 
     def __init__(self, model: nn.Module, inside: tuple[str, ...], watcher: LayerWatcher) -> None:

@@ -51,8 +51,8 @@ class Progress:
         mask: Edited tokens, bool `[B, T]`.
         rows: Their indices, `[B, M]`.
         stores: Kept keys and values, by number of the guidance branch.
-        turn: What attention does in the current call.
-        tokens: How many tokens of text and picture the current call computes and leaves out.
+        turn: Plan of the attention modules in the current call; None where they attend as usual.
+        tokens: Number of tokens, text and picture, that this call computes, and of those left out.
     """
 
     skips: dict[int, float]
@@ -69,8 +69,8 @@ class Regions(Extension):
 
     Args:
         denoiser: The attachment to the network.
-        plan: What every step computes.
-        kind: How this class of denoisers is served.
+        plan: Plan of the computation of every step.
+        kind: Support of this class of denoisers.
     """
 
     def __init__(self, denoiser: Denoiser, plan: RegionPlan, kind: Kind) -> None:

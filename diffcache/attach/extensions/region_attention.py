@@ -21,7 +21,7 @@ class Held(NamedTuple):
     Rows are written in place, so that the views stay true.
 
     Attributes:
-        layer: Where they are kept.
+        layer: Layer of a store that keeps them.
         k: Its keys, `[B, text + T, H, D]`.
         v: Its values, alike.
     """
@@ -74,7 +74,7 @@ class Turn:
     Attributes:
         store: Store of the call's branch.
         rows: Indices of the present picture rows, `[B, M]`; None when all are there, to be kept.
-        visits: How many attention modules took part.
+        visits: Number of attention modules that took part.
     """
 
     store: Store
@@ -110,7 +110,7 @@ class KeptRows:
     A step writes its rows in place: the same rows are present until the store is made anew.
 
     Args:
-        owner: Who knows what the current call does.
+        owner: Owner of the plan of the current call, which its `turn` returns.
     """
 
     def __init__(self, owner: Owner) -> None:

@@ -32,7 +32,7 @@ class Kind:
 
     Attributes:
         grid: Reads height and width of the token grid off a call's arguments.
-        reshape: What else to change in the arguments when only M rows are given.
+        reshape: Returns the other arguments to change when only M rows are given; None for none.
     """
 
     grid: Callable[[dict[str, Any]], tuple[int, int]]

@@ -50,7 +50,7 @@ def check_held(model: str, held: Held[Any] | None, ids: Tensor, valid: Tensor | 
         model: Name of the model.
         held: Keys and values of the run; None for nothing.
         ids: Tokens, int64 `[B, T]`.
-        valid: Which of them are no padding, `[B, T]`; None for all.
+        valid: Mask of the tokens that are no padding, `[B, T]`; None for all.
 
     Raises:
         AttachError: If they are not, so that rows that are left out cannot be served.
@@ -97,7 +97,7 @@ def places_of(ids: Tensor, valid: Tensor | None, first: int = 0) -> tuple[Tensor
 
     Args:
         ids: Tokens, int64 `[B, T]`.
-        valid: Which of them are no padding, bool `[B, T]`; None for all.
+        valid: Mask of the tokens that are no padding, bool `[B, T]`; None for all.
         first: Position of the first token.
     """
     if valid is None:

@@ -22,7 +22,7 @@ def again(
 
     Args:
         frame: The frame of the call.
-        items: What to hand out for the lists of blocks.
+        items: Items to hand out for the lists of blocks.
         given: Positional and keyword arguments.
         look: Runs the forward that it is given with these arguments, in a way of its own.
     """

@@ -50,7 +50,7 @@ def leave_loose(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
 
     Args:
         frame: The frame of the traced call.
-        trace: What it recorded.
+        trace: Record of that call.
         call: Its positional and keyword arguments.
 
     Raises:

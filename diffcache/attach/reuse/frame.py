@@ -23,17 +23,17 @@ class Frame:
     """One call of a denoiser, private to feature reuse.
 
     Attributes:
-        setup: What reuse knows of the denoiser.
+        setup: Setup of reuse on the denoiser.
         call: The call.
         step: Its step, as methods see it.
-        state: What is kept of its guidance branch.
+        state: State of its guidance branch.
         features: Features of the branch by place.
-        instead: What keeps features and stands in for them.
-        decision: Who holds the decision of the step: the run, or the branch by itself.
+        instead: Stand-in that keeps features and estimates those of skipped steps.
+        decision: Decision of the step, that of the run or of the branch by itself.
         decides: Whether this call takes the decision of the step.
         per_site: Whether sites decide for themselves in this call.
         computes: Whether the sites are computed; None until the probe was seen.
-        layout: What to hand out; None in the traced call.
+        layout: Layout to hand out; None in the traced call.
         trace: The recorder of the traced call, else None.
         bases: Span -> the streams at its start.
         given: Arguments of the traced call; lists are copied, since some models pop from them.
@@ -44,7 +44,7 @@ class Frame:
         closed: Number of skipped spans that ended.
         times: Path of a module that embeds the timestep -> what it returned.
         random: Random generators at the start of a traced call.
-        mixed: What runs and what is skipped where blocks decide apart, None elsewhere.
+        mixed: Items to hand out where blocks decide apart, and their work; None elsewhere.
         looked: Whether the gate looked into the first block.
     """
 

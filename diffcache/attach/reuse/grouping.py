@@ -1,4 +1,4 @@
-"""Which blocks of a model are skipped together, in spans."""
+"""Spans: blocks of a model that are skipped together."""
 
 from __future__ import annotations
 

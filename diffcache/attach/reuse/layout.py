@@ -45,15 +45,15 @@ class Layout:
     Attributes:
         compute: List -> its modules, with taps where features are taken.
         skip: List -> stand-ins for the skipped blocks.
-        follow: As `skip`, for branches that need no probe and whose lead blocks may be skipped.
-        whole: What a computed step does.
-        less: What a skipped step does.
-        follow_less: What it does in branches that `follow`.
+        follow: Form of `skip` for branches that need no probe and whose lead blocks may be skipped.
+        whole: Work of a computed step.
+        less: Work of a skipped step.
+        follow_less: Work of a skipped step in branches that `follow`.
         closes: Number of spans of several blocks that a skipped step must close.
-        wirings: What was learned of each list.
+        wirings: Wiring of each list.
         foreseen: Blocks whose estimates are made at the start of a skipped step.
         lead_calls: The lead blocks.
-        gated: What to hand out while a decision waits for its probe, once it was needed.
+        gated: Items to hand out while a decision waits for its probe, once they were needed.
         costs: The blocks in the order of their calls, with the operations of each.
         look: Operations of the gate's look into the first block, None until it was counted.
         streams: List -> where its first block may take the stream of the sample, likeliest first.

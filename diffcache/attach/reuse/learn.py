@@ -36,7 +36,7 @@ def learn(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
 
     Args:
         frame: The frame of the traced call.
-        trace: What it recorded.
+        trace: Record of that call.
         call: Its positional and keyword arguments.
 
     Raises:

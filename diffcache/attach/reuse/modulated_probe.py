@@ -34,8 +34,8 @@ class Peek:
     offloading sit in the modules' `forward` and work as in a full call.
 
     Attributes:
-        other: What the first attention was given in a call with another sample; the next look
-            learns from it which of its inputs changes with the sample.
+        other: Inputs of the first attention in a call with another sample; the next look learns
+            from them which one changes with the sample.
 
     Args:
         model: The denoiser.
@@ -89,8 +89,8 @@ class Peek:
 
         Args:
             run: A block's forward, or the forward of the model with `plain` blocks.
-            args: What it is called with.
-            kwargs: What it is called with.
+            args: Positional arguments of `run`.
+            kwargs: Keyword arguments of `run`.
 
         Raises:
             AttachError: As `inputs`, or if none differs from `other`.
@@ -116,8 +116,8 @@ class Peek:
 
         Args:
             run: A block's forward, or the forward of the model with `plain` blocks.
-            args: What it is called with.
-            kwargs: What it is called with.
+            args: Positional arguments of `run`.
+            kwargs: Keyword arguments of `run`.
 
         Returns:
             The tensors by place or name; one called `hidden_states` comes first.

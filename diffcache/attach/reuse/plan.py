@@ -39,11 +39,11 @@ def plan(
 
     Args:
         parts: The method.
-        trace: What one forward showed.
+        trace: Record of one forward.
         blocks: The blocks of each list.
         is_unet: Whether blocks change shapes and hand tensors to later blocks on the side.
-        live: Which spans leave what the loop adds between their blocks out of their features:
-            `all`, `none`, or those whose loop was seen to change a stream, `mixed`.
+        live: Spans whose features leave out what the loop adds between their blocks: `all`, `none`,
+            or those whose loop was seen to change a stream, `mixed`.
 
     Raises:
         AttachError: If nothing would be skipped.

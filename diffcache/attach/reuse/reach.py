@@ -25,7 +25,7 @@ def reach_of(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> Reach | None:
 
     Args:
         frame: The frame of the traced call.
-        trace: What it recorded.
+        trace: Record of that call.
         call: Its positional and keyword arguments.
 
     Returns:
@@ -75,8 +75,8 @@ class Follow:
         firsts: List -> its first call in the traced call.
 
     Args:
-        setup: What reuse knows of the denoiser.
-        trace: What the traced call recorded.
+        setup: Setup of reuse on the denoiser.
+        trace: Record of the traced call.
     """
 
     def __init__(self, setup: Setup, trace: Trace) -> None:

@@ -51,8 +51,8 @@ class BranchState:
     """State of feature reuse in one guidance branch.
 
     Attributes:
-        decision: Who decides: the run, or the branch by itself.
-        layout: What is handed out for such calls, None until it is learned.
+        decision: Decision of the run, or of the branch by itself.
+        layout: Layout that is handed out for such calls, None until it is learned.
         anchor: Last step that was computed, None before the first.
         features: Features by place.
     """
@@ -74,9 +74,9 @@ class Setup:
         site: The site as the user said it.
         observer: Observer of features and outputs in calibration, None elsewhere.
         method: The method as the user wrote it, for advice in errors.
-        peek: What shows the probe of the schedule, None where lead blocks do or there is none.
+        peek: Reader of the schedule's probe, None where lead blocks show it or there is none.
         blocks: List of blocks, or single block, by key -> its modules.
-        module_items: For lists that hold attention modules, what stands for their members.
+        module_items: List that holds attention modules -> stand-ins for its members.
         layouts: Look of a call -> what is handed out for it.
         costs: Look of a call -> operations of module sites.
     """

@@ -22,10 +22,10 @@ OWN: Kind = ("own", 0)  # an estimate of the output itself
 
 @dataclass(eq=False)
 class TapSpec:
-    """What one block call has to do for the cache.
+    """Task of one block call for the cache.
 
     Attributes:
-        key: Where the features of this call are held in a branch.
+        key: Key of this call's features in a branch.
         carry: Output index -> argument, for the streams that this block passes on.
         span: Number of the span, None outside.
         opens: Whether the span's base is this block's input.

@@ -1,4 +1,4 @@
-"""What stands for the blocks of a span, on a computed and on a skipped step."""
+"""Stand-ins for the blocks of a span, on a computed and on a skipped step."""
 
 from __future__ import annotations
 

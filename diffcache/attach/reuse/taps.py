@@ -33,7 +33,7 @@ class Taps:
 
     Attributes:
         blocks: List of blocks, or single block, by key -> its modules.
-        module_items: For lists that hold attention modules: what stands for their members.
+        module_items: List that holds attention modules -> stand-ins for its members.
     """
 
     def __init__(self, owner: Any, model: nn.Module, anatomy: Anatomy, site: Site) -> None:

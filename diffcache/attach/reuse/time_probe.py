@@ -31,7 +31,7 @@ class Watch:
     """Forward hook of a module that embeds the timestep: notes what it returns.
 
     Args:
-        path: Where the module is in the model.
+        path: Path of the module in the model.
     """
 
     def __init__(self, path: str) -> None:
@@ -50,7 +50,7 @@ class TimePeek:
 
     Args:
         model: The denoiser.
-        probe: Which of `PATHS`.
+        probe: Probe to show, a key of `PATHS`.
 
     Raises:
         AttachError: If the model has no module at any of its paths.

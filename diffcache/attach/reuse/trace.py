@@ -38,7 +38,7 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class Wiring:
-    """How the blocks of one list are chained.
+    """Chain of the blocks of one list.
 
     Attributes:
         carry: Index of an output -> where the next block takes it.
@@ -59,7 +59,7 @@ class Trace:
     """Watches one forward and answers with the wiring of every list that was called.
 
     Attributes:
-        reach: What of the blocks' inputs changes with the sample, None if that was not learned.
+        reach: List -> arguments of its first block that change with the sample; None if unknown.
 
     Args:
         keep_all: Whether the inputs and outputs of every block are kept to the end (BLOCK, RUN).
