@@ -47,8 +47,8 @@ class BAC(Calibrated):
     Args:
         count: Computed steps of each site before the union, 1 to the steps of the run; as many as
             the run has turns the cache off. 10 of 100 in the paper.
-        metric: How alike two steps are: `cosine`, `mse`, `l1`, `l2` or `wasserstein` (of the sorted
-            activations). Measured by the calibration, which must have been made with it.
+        metric: Measure of two steps' likeness: `cosine`, `mse`, `l1`, `l2` or `wasserstein` (of the
+            sorted activations). Measured by the calibration, which must have been made with it.
         objective: `anchor` sums how alike a segment's steps are to its first, as the official code
             does; `adjacent` sums how alike they are to the step before, as in the paper.
         union: Sites that take part in the bubbling union; 0 for none. 3 or 5 in the paper.

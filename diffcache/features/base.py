@@ -1,4 +1,4 @@
-"""What feature reuse is made of: when to compute, and what instead."""
+"""Parts of feature reuse: a schedule of computed steps, and a stand-in for the others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class When(ABC):
 
     @property
     def probe(self) -> Probe | None:
-        """What `should_compute` looks at.
+        """Probe that `should_compute` looks at.
 
         The `residual` or the `output` of the lead blocks' main stream, `[B, T, D]`, the
         `modulated` input of the first block's attention (the block need not run for it), the
@@ -101,7 +101,7 @@ class Instead(ABC):
 
         Args:
             site: Path of the module, or of the block that closes the skipped span.
-            index: Which of the tensors that are kept there.
+            index: Index of the tensor among those that are kept there, from 0.
         """
         return self.init()
 
@@ -128,7 +128,7 @@ class Instead(ABC):
         Args:
             states: States of the features of one call.
             step: The skipped step.
-            bases: What is added to each estimate; nothing by default.
+            bases: Tensors that are added to the estimates, one each; nothing by default.
         """
         guesses = [self.estimate(state, step) for state in states]
         return guesses if bases is None else list(map(add, bases, guesses))
@@ -137,7 +137,7 @@ class Instead(ABC):
         """Return a better stand-in for the denoiser's output; asked at `feature="change"` only.
 
         Args:
-            state: Of the output.
+            state: State of the output.
             step: The skipped step.
             value: `estimate` plus the sample, in the output's shape.
         """

@@ -46,7 +46,7 @@ class Corrected(Instead):
     instance because the inputs changed, is reused as it is: the maps are not for it.
 
     Args:
-        tables: With `starts`, `[K]` int64, and for every feature `cache/<name>/a` and `/b`,
+        tables: Tables with `starts`, `[K]` int64, and for every feature `cache/<name>/a` and `/b`,
             `[T, C]`.
     """
 
@@ -164,7 +164,7 @@ class CacheQuant(Calibrated):
     Args:
         every: Mean length of a segment in steps, N in the paper; 1 computes every step.
         bits: `w8a8`, `w4a8`, or None for the cache alone.
-        site: Where features are taken: `deep`, `stack`, `run` or `block`. `deep` splits a UNet
+        site: Site of the features: `deep`, `stack`, `run` or `block`. `deep` splits a UNet
             between the layers of its blocks, as the paper does, and is `stack` elsewhere.
         lead: Blocks at the start that always run; at `deep` on a UNet, layers from `conv_in` on.
         tail: Blocks at the end that always run; at `deep` on a UNet, layers. The paper has 1 and 1
@@ -177,7 +177,7 @@ class CacheQuant(Calibrated):
         exempt: Layers that stay in float, as patterns, besides those outside the blocks.
         official: Fit as the released code does: the covariance over `n` and the variance over
             `n - 1`, and layers with their bias, which leaves `(1 - a) * bias` too much.
-        tables: What `diffcache.calibrate` measured, or its file; not needed with `every=1` and no
+        tables: Tables of `diffcache.calibrate`, or their file; not needed with `every=1` and no
             `bits`.
 
     Raises:

@@ -20,10 +20,10 @@ from diffcache.step import Step
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known of a traced run when it starts.
+    """Facts about a traced run when it starts.
 
     Attributes:
-        number: Of the pass over the prompts, from 0.
+        number: Number of the pass over the prompts, from 0.
         prompt: Position of the run's prompts in the list of batches, from 0.
         timesteps: float [T], as the scheduler has them.
         sigmas: float [T + 1], or None where the scheduler has none.
@@ -49,7 +49,7 @@ class Observer:
         Args:
             step: The step, with its guidance branch.
             site: Path of the module or of the block that closes the skipped span.
-            index: Which of the tensors that are kept there.
+            index: Index of the tensor among those that are kept there, from 0.
             value: The feature.
 
         Returns:
@@ -67,7 +67,7 @@ class Observer:
             value: Its output.
 
         Returns:
-            What the denoiser returns instead, None if its output stays.
+            Output that the denoiser returns instead, None if its own stays.
         """
         return None
 
@@ -82,7 +82,7 @@ class Collector(Observer, ABC):
     """Gathers what a method's tables are made from, over runs in which everything is computed.
 
     Attributes:
-        passes: How often every prompt is run.
+        passes: Number of passes over the prompts.
         wants_attention: Whether `attention` is to be called, which costs a little.
     """
 
@@ -129,7 +129,7 @@ class Calibrated(FeatureMethod):
     A subclass is a frozen dataclass with a field `tables: Tables | str | None = None`.
 
     Attributes:
-        schema: What its tables must hold; others are refused when they are given to it.
+        schema: Requirements on its tables; others are refused when they are given to it.
         collected_by: `module:function` that makes a new collector, called as `function(method)`;
             empty if tables are trained.
         trainer: `module:function` that makes the tables by training instead of collecting,

@@ -35,9 +35,9 @@ class Combine(FeatureMethod, Ability):
     """Reuse features: an ability, and a method put together in a line.
 
     Args:
-        when: Which steps are computed, such as `Every(4)`, `Listed([0, 5, 9])` or `Gate(0.1)`.
-        instead: What replaces a skipped feature, such as `Reuse()`, `Taylor(1)` or `Newton(2)`.
-        site: Where features are taken, a `Site` or its name.
+        when: Schedule of computed steps, such as `Every(4)`, `Listed([0, 5, 9])` or `Gate(0.1)`.
+        instead: Stand-in for a skipped feature, such as `Reuse()`, `Taylor(1)` or `Newton(2)`.
+        site: Site of the features, a `Site` or its name.
         lead: Blocks at the start of the stack that always run; a gate needs at least 1. At `deep`
             on a UNet they are layers, of which `conv_in` is the first and runs in any case.
         tail: Blocks at the end of the stack that always run; at `deep` on a UNet, layers, of which

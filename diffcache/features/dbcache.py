@@ -47,7 +47,7 @@ class Limited(When):
 
     @property
     def probe(self) -> Probe:
-        """What the gate looks at."""
+        """Probe that the gate looks at."""
         return self.gate.probe
 
     def init(self) -> Budget:
@@ -91,7 +91,7 @@ class DBCache(FeatureMethod):
         warmup: First steps that are always computed (`max_warmup_steps`), at least 1.
         longest: Steps that are skipped in a row at most (`max_continuous_cached_steps`).
         skips: Steps that are skipped in a run at most (`max_cached_steps`).
-        order: Of the forecast of the skipped residuals, 0 (reuse) to 4 (`taylorseer_order`).
+        order: Order of the forecast of the skipped residuals, 0 (reuse) to 4 (`taylorseer_order`).
 
     Raises:
         ValueError: If a value is out of its range.

@@ -65,7 +65,7 @@ def check_scheduler(model: str, name: str | None, config: Mapping[str, Any], adv
         model: Class name of the denoiser.
         name: Class name of the scheduler, None where there is none.
         config: Its settings.
-        advice: How a user gets by without it.
+        advice: Advice for the error: how a user gets by without such a scheduler.
     """
     if name == EULER and not config.get("stochastic_sampling"):
         return
@@ -81,8 +81,8 @@ class SigmaRule(Ability):
     """Give the steps of an Euler scheduler other lengths, and evaluate the model at their times.
 
     Args:
-        factors: For every step, what part of its share of the remaining time it takes, 0 to 1.
-        advice: How a user gets by without it.
+        factors: Fraction of its share of the remaining time that each step takes, 0 to 1.
+        advice: Advice for the error: how a user gets by without such a scheduler.
     """
 
     factors: tuple[float, ...]
@@ -106,7 +106,7 @@ class Rectified(Instead):
     """Use the last residual again, and map the output it makes by `scale * output + shift`.
 
     Args:
-        tables: With `scale` and `shift`, each `[T, C]`; None leaves the output as it is.
+        tables: Tables with `scale` and `shift`, each `[T, C]`; None leaves the output as it is.
     """
 
     tables: Tables | None = None
@@ -152,7 +152,7 @@ class Rectified(Instead):
 class ERTACache(Calibrated):
     """Reuse the residual of the whole denoiser at a fixed list of steps found by profiling.
 
-    What is kept is `r = v(x, t) - x`; at a listed step `x + r` stands for the output. Three parts:
+    It keeps `r = v(x, t) - x`; at a listed step `x + r` stands for the output. Three parts:
     the list (steps whose residual differs from the kept one by less than `threshold`, relative
     L1, when the reuse before them is in force), shorter steps where reuse is poor (`time`), and an
     affine map of the reused output fitted to the true one (`rectify`). Reference: ERTACache, arXiv
@@ -176,13 +176,13 @@ class ERTACache(Calibrated):
             0.6 (FLUX) in the paper.
         time: Whether steps are shortened; only for `FlowMatchEulerDiscreteScheduler`.
         rectify: Whether reused outputs are mapped.
-        reading: What the error of a reused output is divided by in the factor of its step,
+        reading: Divisor of the error of a reused output in the factor of its step,
             `1 - error / scale` kept within 0 and 1: `A` the change of the true output since the
             step before, `B` its norm. Accounts of the paper differ. `A` is 0, and leaves the step
             out, wherever reuse is no better than the true output of the step before.
         schedule: `list` is the method; `uniform` computes as many steps at even distances, without
             either correction, to see what the list is worth.
-        tables: From `diffcache.calibrate`, or a file it wrote.
+        tables: Tables of `diffcache.calibrate`, or a file it wrote.
 
     Raises:
         ValueError: If a value is out of its range, or `uniform` is asked for with a correction.

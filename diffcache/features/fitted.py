@@ -98,8 +98,8 @@ class FittedForecast(Calibrated):
         history: Features a forecast is made of, 1 to 4; that many are held.
         ridge: Added to the diagonal of the normal equations, as a share of its mean; larger
             values keep weights small where runs under the cache leave the calibrated path.
-        site: Where features are taken.
-        tables: What calibration measured; every `computed`, `history` and `ridge` can be had
+        site: Site of the features, a `Site` or its name.
+        tables: Measured tables, or their file; every `computed`, `history` and `ridge` can be had
             from the same.
 
     Raises:

@@ -22,7 +22,7 @@ class Interval(FeatureMethod):
     Args:
         every: Interval in steps; 1 turns the cache off.
         warmup: First steps that are always computed, at least 1.
-        site: Where features are taken, a `Site` or its name.
+        site: Site of the features, a `Site` or its name.
 
     Raises:
         ValueError: If `every` or `warmup` is below 1 or the site is unknown or `run`.

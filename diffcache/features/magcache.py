@@ -126,7 +126,7 @@ class MagCache(Calibrated):
             list of them for every guidance branch in the order of the calls, each of which then
             decides for itself. Runs of another length take those of the nearest steps. None takes
             those of the tables.
-        tables: From `diffcache.calibrate`, or a file it wrote; for runs of any length too.
+        tables: Tables of `diffcache.calibrate`, or a file it wrote; for runs of any length too.
         always: Positions in the list of ratios, from 0, whose steps are always computed; at
             another number of steps those that take these ratios.
         models: Class names of the models that the ratios are for; others are refused. None are
@@ -181,7 +181,8 @@ class MagCache(Calibrated):
         """Return the ratios and settings of the official script for a model.
 
         Args:
-            model: Such as `flux.1-dev`, `qwen-image`, `hunyuanvideo-720p` or `wan2.1-t2v-14b`.
+            model: Name of a model: `flux.1-dev`, `qwen-image`, `hunyuanvideo-720p`,
+                `wan2.1-t2v-14b`, ...
 
         Raises:
             ValueError: If there are none for that model.

@@ -35,7 +35,7 @@ class ProfilingDiT(Calibrated):
     official code. Adjacent background blocks are one run, whose outputs less its inputs are kept
     at a computed step and added at the others; for joint attention, in both streams. Unlike the
     official code a run may start at the first block, and nothing is kept from one sampling run to
-    the next. Which blocks are background is given, published, or profiled on the model by
+    the next. The background blocks are given, published, or profiled on the model by
     `diffcache.calibrate`: see `ProfileCollector`, which needs no segmentation model.
 
     Args:
@@ -54,9 +54,10 @@ class ProfilingDiT(Calibrated):
         share: Part of the profiled blocks that is background, from 0 to 1, those that overlap
             least with the foreground first; None takes those below the median.
         sampled: Profiling looks at every `sampled`-th step.
-        text: Where the text tokens are in joint attention, `first` or `last`; None finds out.
-        foreground: For profiling: bool [N] or [B, N] over the image tokens, or a function of the
-            step and the denoiser's output that returns it; None finds it in the output.
+        text: Place of the text tokens in joint attention, `first` or `last`; None finds out.
+        foreground: Foreground for profiling: bool [N] or [B, N] over the image tokens, or a
+            function of the step and the denoiser's output that returns it; None finds it in the
+            output.
         tables: Measured tables, or their file.
 
     Raises:
@@ -191,7 +192,7 @@ def background_of(tables: Tables, share: float | None) -> tuple[str, ...]:
     """Return the background blocks: those whose attention overlaps least with the foreground.
 
     Args:
-        tables: With `overlap.<list>`, float [L], 0 to 1, NaN where nothing was measured.
+        tables: Tables with `overlap.<list>`, float [L], 0 to 1, NaN where nothing was measured.
         share: Part of the measured blocks, rounded to whole blocks; None takes those below the
             median. Of equal blocks the first come first, lists by their names.
     """

@@ -52,7 +52,7 @@ class Published:
     """The published settings for one model: ratios of the velocity's norm, and two thresholds.
 
     Attributes:
-        ratios: As printed, one for every step but the first.
+        ratios: Ratios as printed, separated by spaces, one for every step but the first.
         threshold: Cosine similarity up to which a token is edited.
         decay: Most decay through which steps are skipped.
         denoiser: Class of the model's denoiser; empty where diffusers has none.
@@ -108,7 +108,7 @@ class RegionE(Calibrated):
       are then scaled with the number of steps.
 
     Args:
-        model: Whose published settings to use: `flux-kontext`, `step1x-edit`,
+        model: Model whose published settings are used: `flux-kontext`, `step1x-edit`,
             `step1x-edit-v1p2`, `qwen-image-edit` or `qwen-image-edit-2509`.
         threshold: Cosine similarity with the reference up to which a token counts as edited
             (the paper's eta); above 1 all do, below -1 none. None takes the published one.

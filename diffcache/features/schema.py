@@ -39,7 +39,7 @@ class Entry:
         high: Greatest number, or its name as in `shape`.
         positive: Whether all numbers are above 0.
         ascending: Whether every number is above the one before.
-        first: What the first number must be, None for any.
+        first: Required first number, None for any.
         inner: Whether it is a matrix of inner products: symmetric, and no eigenvalue below 0 by
             more than rounding, without which a least-squares fit has no bound.
         gaps: Whether some numbers, though not all, may be NaN: nothing was measured there.
@@ -63,10 +63,10 @@ class Schema:
     """The tensors and header entries of a method's tables; others are refused.
 
     Attributes:
-        tensors: By name. `{sites}` in a name stands for each name of that list in the header, `*`
-            for whatever the file has there, at least one.
+        tensors: Tensors by name. `{sites}` in a name stands for each name of that list in the
+            header, `*` for whatever the file has there, at least one.
         header: Entries that the header needs besides `method` and `steps`.
-        may_lack: What comes before the `*` of tensors of which there may be none.
+        may_lack: Starts of names, up to the `*`, of tensors of which there may be none.
     """
 
     tensors: Mapping[str, Entry]
@@ -78,7 +78,7 @@ def header_fault(header: Any, schema: Schema | None = None) -> str:
     """Return what is wrong with a header, empty if nothing is.
 
     Args:
-        header: As it was read.
+        header: Header as it was read.
         schema: The method's schema, None where it is not known yet.
     """
     if not isinstance(header, Mapping):
@@ -107,7 +107,7 @@ def tensors_fault(header: Mapping[str, Any], tensors: Mapping[str, Tensor], sche
 
     Args:
         header: A header without fault by `header_fault`.
-        tensors: By name.
+        tensors: Tensors by name.
         schema: The method's schema.
     """
     wanted = {name: (entry, owner) for name, entry, owner in _wanted(header, tensors, schema)}

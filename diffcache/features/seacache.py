@@ -141,8 +141,8 @@ class SeaCache(FeatureMethod):
             on FLUX, 0.1 to 0.2 for videos.
         power: Exponent of the signal's power spectrum; None is that of the official scripts, 3
             where the token grid has several frames and 2 for images.
-        order: Of the forecast of the residual, 0 (reuse, as in the paper) to 4; through the last
-            `order + 1` computed steps.
+        order: Order of the forecast of the residual, 0 (reuse, as in the paper) to 4; through the
+            last `order + 1` computed steps.
         warmup: First steps that are always computed, at least 1.
         last: Whether the last step of the run is always computed.
         longest: Steps that are skipped in a row at most, None for any number.

@@ -27,7 +27,7 @@ class Tables:
     Args:
         header: Plain data: `method`, `diffcache`, `model`, `config`, `scheduler`,
             `scheduler_config`, `steps`, `shape`, `date`, and the method's own settings.
-        tensors: By name, on the CPU.
+        tensors: Tensors by name, on the CPU.
         path: The file they were read from or written to.
     """
 
@@ -49,7 +49,7 @@ class Tables:
 
     @property
     def header(self) -> Mapping[str, Any]:
-        """What they were measured on."""
+        """Model, scheduler and settings of the calibration."""
         return self._header
 
     @property
@@ -111,7 +111,7 @@ class Tables:
     def load(cls, path: str | Path) -> Tables:
         """Read a file that `save` wrote.
 
-        What the method in its header wants of them is checked where they are given to it.
+        They are checked against the method of their header where they are given to it.
 
         Raises:
             TablesError: If there is none, or it is another kind of file.
@@ -174,7 +174,7 @@ class Tables:
         """Raise TablesError unless they were measured on this model and scheduler.
 
         Args:
-            facts: As `FeatureMethod.check_model` is given them. A bare model has no scheduler,
+            facts: Facts that `FeatureMethod.check_model` is given. A bare model has no scheduler,
                 which is then not compared.
         """
         for key in ("model", "config", "scheduler", "scheduler_config"):

@@ -28,7 +28,7 @@ class TaylorSeer(FeatureMethod):
         every: Interval in steps; 1 turns the cache off. 4 to 6 at 50 steps in the paper.
         order: Highest order of differences, 0 (reuse) to 4; `order + 1` tensors a feature.
         warmup: First steps that are always computed, at least 1.
-        site: Where features are taken, a `Site` or its name; `module` is the paper's.
+        site: Site of the features, a `Site` or its name; `module` is the paper's.
         form: `taylor` is the paper's formula; `newton` interpolates through the computed steps,
             exact on polynomials of degree `order` at any spacing.
 

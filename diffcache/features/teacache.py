@@ -55,9 +55,9 @@ class TeaCache(Calibrated):
         threshold: Smallest sum that is computed; dimensionless; 0 turns the cache off. 0.1 to 0.6.
         coefficients: A published polynomial, highest power first, for a model of the same family
             and the same `input`; (1, 0) is the change itself; None takes that of the tables.
-        degree: Of the polynomial that a calibration fits, 1 to 8; 4 in the paper.
-        tables: From `diffcache.calibrate`, or a file it wrote.
-        input: What is compared: the `modulated` input of the first attention, the `time`
+        degree: Degree of the polynomial that a calibration fits, 1 to 8; 4 in the paper.
+        tables: Tables of `diffcache.calibrate`, or a file it wrote.
+        input: Compared tensor: the `modulated` input of the first attention, the `time`
             embedding, or the `time-projection` that modulates the blocks of Wan. None takes that
             of the tables or `modulated`, and is refused with `coefficients` on the families whose
             published ones are for the time embedding.
@@ -128,8 +128,8 @@ class TeaCache(Calibrated):
         """Return the settings of the official script for a model.
 
         Args:
-            model: Such as `flux.1-dev`, `hunyuanvideo`, `cogvideox-5b` or `wan2.1-t2v-14b`; with
-                `-ret` after it those of Wan2.1 are the ones of `use_ret_steps`.
+            model: Name of a model: `flux.1-dev`, `hunyuanvideo`, `cogvideox-5b`, `wan2.1-t2v-14b`,
+                ...; with `-ret` after it those of Wan2.1 are the ones of `use_ret_steps`.
             threshold: Smallest sum that is computed; None takes that of the script or its page.
 
         Raises:

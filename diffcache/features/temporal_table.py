@@ -20,9 +20,9 @@ class TimeTables(Ability):
 
     Attributes:
         entries: Most condition vectors that are kept.
-        bits: Of a table's numbers, None for the model's own.
-        scale: What shares a scale: each `entry`, or a `site` over the steps of a run.
-        keep: What is kept of a site with `bits`: its `table`, its `layer` with rounded weights,
+        bits: Bits of a table's numbers, None for the model's own.
+        scale: Extent of one scale: an `entry`, or a `site` over the steps of a run.
+        keep: Form of a site with `bits`: its `table`, its `layer` with rounded weights,
             or whichever is `closer`.
         by: Whether the closer one is chosen for each `step` or for a `site` as a whole.
     """

@@ -23,7 +23,7 @@ class Tuned(FeatureMethod):
     """Run the method that `diffcache.tune` chose for this model.
 
     Args:
-        tables: What `tune` returned or wrote.
+        tables: Tables of the choice that `tune` made, or their file.
 
     Raises:
         UncalibratedError: If there are none.
@@ -67,7 +67,7 @@ class Tuned(FeatureMethod):
 
     @property
     def front(self) -> list[dict[str, Any]]:
-        """What was seen: of no two trials is one better and cheaper; the cheapest first.
+        """Best trials: of no two is one better and cheaper; the cheapest first.
 
         Each has `method` (its repr), `cost` (floating-point operations of the denoiser as a share
         of the uncached run's), `psnr_db` on the prompts that were searched on, and where it was
@@ -79,7 +79,7 @@ class Tuned(FeatureMethod):
 
     @property
     def validation(self) -> dict[str, Any]:
-        """What the chosen method did on the prompts that were not searched on.
+        """Outcome of the chosen method on the prompts that were not searched on.
 
         `cost`, `psnr_db`, `low_db`, `high_db` and `seconds` as in a trial of the search, and the
         number of `samples`.

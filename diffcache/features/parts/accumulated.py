@@ -50,13 +50,13 @@ class Rescaled(Indicator):
 
 @dataclass
 class Sum:
-    """What an accumulating gate knows of a run.
+    """State of an accumulating gate in a run.
 
     Attributes:
         anchor: The last computed step, -1 before the first.
         index: The last step that was seen.
-        total: What the changes of the steps behind the anchor count for.
-        value: What was seen at that step.
+        total: Sum of the errors that the changes since the anchor count for.
+        value: Tensor that was compared at that step, None before the first.
     """
 
     anchor: int = -1
@@ -75,12 +75,12 @@ class Accumulated(When):
 
     Args:
         threshold: Sums below it skip the step; 0 turns the cache off.
-        indicator: What is compared, and what its change counts for.
+        indicator: Tensor that is compared, and error that its change counts for.
         warmup: First steps that are always computed, at least 1.
         longest: Steps that are skipped in a row at most, None for any number.
         last: Whether the last step of the run is always computed.
-        of: Which probe: the `modulated` input of the first attention, the `time` embedding, or its
-            `time-projection`.
+        of: Name of the probe: the `modulated` input of the first attention, the `time` embedding,
+            or its `time-projection`.
         by_branch: Whether every guidance branch adds up its own changes and decides for itself.
 
     Raises:

@@ -10,7 +10,7 @@ FLAT = 2.0**-40  # a standard deviation below this part of the mean is rounding,
 
 
 class AffineSums:
-    """What has to be known of pairs (x, y) to fit `y = a * x + b` in every channel.
+    """Sums over pairs (x, y) that suffice to fit `y = a * x + b` in every channel.
 
     Moments are kept about the running mean in float64 and merged with the pairwise update of
     Chan, Golub and LeVeque (1979), so that the order of the parts does not matter beyond rounding
@@ -44,9 +44,9 @@ class AffineSums:
         """Add pairs.
 
         Args:
-            x: What the map is applied to, `[..., C]`, any real dtype; all but the last axis are
-                pooled. `x.reshape(-1, 1)` fits one map for the whole tensor.
-            y: What it should give, same shape.
+            x: Values that the map is applied to, `[..., C]`, any real dtype; all but the last axis
+                are pooled. `x.reshape(-1, 1)` fits one map for the whole tensor.
+            y: Values that the map should give, same shape.
 
         Raises:
             ValueError: If the shapes differ, or the number of channels is not that of before.

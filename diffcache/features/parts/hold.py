@@ -31,8 +31,8 @@ class Packed:
     Attributes:
         values: bfloat16, int8, or as it was but on the host.
         scale: bfloat16, one a token, of int8 values; else None.
-        dtype: Of the tensor.
-        device: Of the tensor.
+        dtype: Dtype of the tensor.
+        device: Device of the tensor.
         ready: A copy on the device that is on its way, with the event that ends it.
     """
 
@@ -111,8 +111,8 @@ class Hold(Instead):
     """Stand in as `inner` does, with all that it keeps packed.
 
     Args:
-        inner: What keeps features and stands in for them.
-        form: How tensors are held: `bf16`, `int8` or `host`.
+        inner: Stand-in that keeps features and estimates those of skipped steps.
+        form: Form of the held tensors: `bf16`, `int8` or `host`.
 
     Raises:
         ValueError: If there is no such form.

@@ -1,4 +1,4 @@
-"""What stands in for a skipped feature: reuse, Taylor's forecast, Newton's forecast."""
+"""Stand-ins for a skipped feature: reuse, Taylor's forecast, Newton's forecast."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def check_models(field: str, models: tuple[str, ...], facts: Mapping[str, Any]) 
     Args:
         field: The setting that holds them.
         models: Class names of the models that they are for, none for any.
-        facts: What is known of the model.
+        facts: Facts about the model; `model` is its class name.
     """
     if models and facts["model"] not in models:
         raise AttachError(

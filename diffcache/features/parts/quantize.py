@@ -16,7 +16,7 @@ class Quantize(Ability):
     """Run the layers of a plan in whole numbers.
 
     Args:
-        plan: Which layers, and their scales.
+        plan: Layers to quantize, with their scales.
     """
 
     plan: QuantPlan
@@ -81,7 +81,7 @@ class WatchLayers(Ability):
     """Show layers to a watcher, and quantize them as it says.
 
     Args:
-        watcher: Who watches.
+        watcher: Watcher of the layers.
     """
 
     watcher: LayerWatcher = field(repr=False)

@@ -1,4 +1,4 @@
-"""Which tokens an edit changes, and working on those alone: masks, rows, and the plan of a run."""
+"""Tokens that an edit changes, and work on those alone: masks, rows, and the plan of a run."""
 
 from __future__ import annotations
 

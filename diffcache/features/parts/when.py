@@ -170,10 +170,10 @@ class Gate(When):
     Args:
         threshold: Errors below it skip the step; dimensionless; 0 turns the cache off.
         warmup: First steps that are always computed, at least 1.
-        of: Which probe: the lead blocks' `residual` or `output`, or the `modulated` input of the
-            first attention.
-        forecast: What foretells the probe; plain reuse compares with the last computed step.
-        relative_to: What the error is divided by.
+        of: Name of the probe: the lead blocks' `residual` or `output`, or the `modulated` input of
+            the first attention.
+        forecast: Forecast of the probe; plain reuse compares with the last computed step.
+        relative_to: Divisor of the error: the `probe` or the `forecast`.
         last: Whether the last step of the run is always computed.
 
     Raises:
@@ -197,7 +197,7 @@ class Gate(When):
 
     @property
     def probe(self) -> Probe:
-        """What is compared."""
+        """Probe that is compared."""
         return self.of
 
     def init(self) -> GateState:
