@@ -1,4 +1,4 @@
-"""How alike the steps of a run are at every module, measured over traced runs."""
+"""Likeness of the steps of a run at every module, measured over traced runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PairCollector(Collector):
     averaged.
 
     Args:
-        metric: As `BAC` has it.
+        metric: Measure of two steps' likeness, the `metric` of `BAC`.
     """
 
     def __init__(self, metric: Metric) -> None:

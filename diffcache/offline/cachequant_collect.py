@@ -1,4 +1,4 @@
-"""What CacheQuant measures of features: distances and regressions between steps."""
+"""Measurements of features for CacheQuant: distances and regressions between steps."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class StepPairs:
 
         Args:
             key: Name of the feature, `<site>/<index>`.
-            held: What is kept of it at every step, T tensors of one shape.
-            wanted: What a stand-in should be at every step; the same in a float model.
+            held: Kept feature at every step, T tensors of one shape.
+            wanted: Feature that a stand-in should give at every step; the same in a float model.
         """
         wide = torch.promote_types(held[0].dtype, torch.float32)
         targets = [channels_last(value) for value in wanted]
@@ -113,8 +113,8 @@ class CacheQuantCollector(Collector):
     """Measures features; with `bits` after the layers, in quantized runs, beside dense features.
 
     Args:
-        where: Where features are taken.
-        settings: Of the method, as plain data.
+        where: Site of the features, with its schedule.
+        settings: Settings of the method, as plain data.
     """
 
     def __init__(self, where: Combine, settings: Mapping[str, Any]) -> None:

@@ -35,13 +35,13 @@ GUIDANCE = ("guidance_scale", "true_cfg_scale")
 
 @dataclass(frozen=True)
 class Plan:
-    """How a calibration runs.
+    """Settings of a calibration.
 
     Attributes:
         prompts: Texts, class numbers, or keyword arguments of the pipeline's call, one a sample.
         steps: Sampling steps; None leaves the pipeline's default.
         batch_size: Samples a run.
-        seed: Of the noise; batch i is drawn with `seed + i`.
+        seed: Seed of the noise; batch i is drawn with `seed + i`.
         call: Further arguments of the pipeline's call.
         out: File of the tables, None to keep them in memory only.
         resume: Whether to go on from `<out>.part`, which an interrupted calibration leaves.

@@ -12,7 +12,7 @@ def token_grid(shape: tuple[int, ...], count: int) -> tuple[int, int, int, int] 
     """Return frames, tokens a frame, and patch sizes in time and space of an output's tokens.
 
     Args:
-        shape: Of the output: `[B, N, C]`, `[B, C, Y, X]` or `[B, C, F, Y, X]`.
+        shape: Shape of the output: `[B, N, C]`, `[B, C, Y, X]` or `[B, C, F, Y, X]`.
         count: Tokens in the attention, those of text included.
 
     Returns:

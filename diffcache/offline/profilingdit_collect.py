@@ -41,14 +41,14 @@ class ProfileCollector(Collector):
     axis of the attention is averaged nor its threshold: both are choices of ours. Masks of padded
     text are not known here, so that padding counts as keys.
 
-    The text tokens of joint attention are left out. How many there are follows from the output,
+    The text tokens of joint attention are left out. Their number follows from the output,
     whose tokens are the image's. At which end they are follows from the sample: in the first block
     of each list, image tokens that are alike in the sample have keys that are alike. So it follows,
     too, whether frames or channels are the second axis of a film.
 
     Args:
         sampled: Look at every `sampled`-th step.
-        text: Where text tokens are, `first` or `last`; None finds out.
+        text: Place of the text tokens, `first` or `last`; None finds out.
         foreground: bool [N] or [B, N] over the image tokens, or a function of the step and the
             output that returns it; None finds it in the output.
     """
@@ -259,9 +259,9 @@ def alike_at_ends(sample: Tensor, keys: Tensor, grid: tuple[int, ...]) -> list[f
     """Return how alike a sample's tokens and the last, and the first, keys of as many are.
 
     Args:
-        sample: As the denoiser is given it; its first row counts, of more tokens the first.
+        sample: Sample as the denoiser is given it; its first row counts, of more tokens the first.
         keys: `[N, C]`, of text and image.
-        grid: Of the output's tokens.
+        grid: Grid of the output's tokens.
 
     Returns:
         Correlations; 0 where the sample has other tokens than the output.

@@ -31,7 +31,7 @@ class LayerCalibration(LayerWatcher):
         official: Fit maps as the released code of CacheQuant does.
 
     Attributes:
-        stage: Where it is.
+        stage: Stage of the calibration: `ranges`, `errors` or `done`.
         dense: Whether a quantized call is being made again with dense layers.
     """
 

@@ -1,4 +1,4 @@
-"""How fast the velocity's norm falls on edited tokens: the ratios of RegionE, fitted."""
+"""Ratios of RegionE, fitted: the fall of the velocity's norm on edited tokens."""
 
 from __future__ import annotations
 

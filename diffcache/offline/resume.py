@@ -1,4 +1,4 @@
-"""What interrupted work goes on from: a file of sums."""
+"""State from which interrupted work goes on: a file of sums."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def write_state(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, s
     """Write a state, atomically.
 
     Args:
-        path: Of the file; its folder is made.
-        tensors: By name, any shape, dtype and device.
+        path: Path of the file; its folder is made.
+        tensors: Tensors by name, any shape, dtype and device.
         metadata: Text by name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,8 +35,8 @@ def read_state(path: Path, *wanted: str) -> tuple[dict[str, Tensor], dict[str, s
     """Return the tensors and the metadata of a state.
 
     Args:
-        path: Of the file.
-        *wanted: What its metadata must have.
+        path: Path of the file.
+        *wanted: Names that its metadata must have.
 
     Raises:
         TablesError: If the file is damaged, or no state.

@@ -32,7 +32,7 @@ class Changes(Collector):
 
     Args:
         degree: Degree of the polynomial.
-        of: What is compared.
+        of: Name of the compared probe, the `input` of `TeaCache`.
     """
 
     def __init__(self, degree: int, of: Probe = "modulated") -> None:

@@ -37,7 +37,7 @@ class Always(When):
 
     @property
     def probe(self) -> Probe | None:
-        """What is shown."""
+        """Probe that is shown."""
         return self.of
 
     def init(self) -> None:
@@ -54,7 +54,7 @@ class Traced(Method):
 
     Args:
         everything: The site that is watched, with a schedule that computes all.
-        needs: What the collectors need beyond features.
+        needs: Abilities that the collectors need beyond features.
     """
 
     name: ClassVar[str] = "traced"
@@ -73,7 +73,7 @@ class Watch(Observer):
     Attributes:
         steps: Length of the last run, in steps that were taken: of a run that starts in the middle
             of its schedule (`strength=0.6`) those from there on.
-        shape: Of its sample, without the batch.
+        shape: Shape of its sample, without the batch.
     """
 
     def __init__(self) -> None:
@@ -283,7 +283,7 @@ def call_pipeline(pipe: Any, prompts: list[Any], seed: int, given: Mapping[str, 
     Args:
         pipe: A diffusers pipeline.
         prompts: Texts (`prompt=`), numbers (`class_labels=`), or one mapping of arguments.
-        seed: Of the noise, drawn on the CPU.
+        seed: Seed of the noise, drawn on the CPU.
         given: Further arguments of the call.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a router is trained on: mixed features, the loss of a step, and the image errors."""
+"""Training of a router: mixed features, the loss of a step, and the image errors."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ def step_loss(
 
     Args:
         track: The batch, at the step.
-        mixer: Of the track's denoiser, with what the steps before kept.
-        logits: Of this step, `[sites]`.
-        weight: Of the squared error, from `image_errors`.
+        mixer: Mixer of the track's denoiser, with what the steps before kept.
+        logits: Logits of this step, `[sites]`.
+        weight: Weight of the squared error, from `image_errors`.
         beta: Weight of the sum of the scores.
     """
     with torch.no_grad():
@@ -139,7 +139,7 @@ def image_errors(track: Track, mixer: Mixer, logits: Tensor, proxy: str) -> tupl
 
     Args:
         track: A batch; it is started anew for every run.
-        mixer: Of its denoiser.
+        mixer: Mixer of its denoiser.
         logits: `[T, sites]`.
         proxy: `paper`, `official` or `typical`.
 

@@ -35,7 +35,7 @@ class Moment:
         time: The timestep the solver was given.
         guided: The output the solver was given.
         sample: The sample the solver was given.
-        after: What the solver returned; empty where the run ended before.
+        after: Sample that the solver returned; empty where the run ended before.
         options: Further arguments of the solver's step.
     """
 

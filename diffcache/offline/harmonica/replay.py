@@ -37,7 +37,7 @@ class Replay:
 
     Attributes:
         total: Number of steps T, counted in calls of the solver.
-        shape: Of a sample, without the batch.
+        shape: Shape of a sample, without the batch.
         scale: Measured guidance scale, None without guidance; with the branches in the order
             (condition, empty) it is 1 minus the pipeline's own.
 
@@ -120,7 +120,7 @@ class Track:
     """One batch on its way through the loop.
 
     Attributes:
-        sample: What the solver holds, detached.
+        sample: Sample that the solver holds, detached.
         index: The next step, from 0.
     """
 

@@ -40,12 +40,12 @@ def train(pipe: Any, method: HarmoniCa, plan: Plan) -> HarmoniCa:
     scores (`Mixer`); the loss is `error_t * mean((teacher - student)**2) + beta * sum(scores)` on
     the guided outputs, variance included; one AdamW step is taken on the step's logits, which
     stay within -5 and 5; the solver goes on with the student's output. The first step is always
-    computed. What is kept is dropped between epochs; the official code drops it only when it
+    computed. Kept outputs are dropped between epochs; the official code drops them only when it
     measures the image errors, so that its first steps mix in 0.7 % of another batch.
 
     Args:
         pipe: An uncached pipeline whose loop `Replay` can learn.
-        method: With the settings of the training.
+        method: Method with the settings of the training.
         plan: Prompts to draw from, with replacement; steps; samples a batch; seed (no global
             generator is touched); with `out`, the state is kept in `<out>.part` every 10 epochs,
             and an interrupted training goes on from it and ends with the same logits.

@@ -29,7 +29,7 @@ Tried = dict[str, tuple[Method, Trial]]
 
 @dataclass(frozen=True)
 class Goal:
-    """What is wanted; one of the three.
+    """Goal of a search; one of the three.
 
     Attributes:
         speedup: Least ratio of the uncached run's floating-point operations of the denoiser to
@@ -79,9 +79,9 @@ class Search:
 
     Attributes:
         bench: Runs the methods.
-        goal: What is wanted.
+        goal: Goal of the search.
         batches: Batches to search on; the others validate.
-        trials: How many methods may be tried.
+        trials: Number of methods that may be tried.
         progress: Called with what is done, what there is in all, and the best so far.
         seen: Every method that was tried on all search batches, and what it did.
         first: The same of first looks, on one batch.

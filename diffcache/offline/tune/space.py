@@ -1,4 +1,4 @@
-"""What a search tries: ladders of settings, and schedules one step apart from another.
+"""Space of a search: ladders of settings, and schedules one step apart from another.
 
 A ladder holds the settings of one kind of method, from the cheapest to the dearest:
 
@@ -77,7 +77,7 @@ def ladders(total: int, places: Sequence[Site], calibrated: Sequence[Calibrated]
     Args:
         total: Steps of a run.
         places: Sites of forecasts.
-        calibrated: What `to_calibrate` returned, with tables, as far as it fits the model.
+        calibrated: Methods that `to_calibrate` returned, with tables, as far as they fit the model.
     """
     even = [
         [Combine(Listed(_even(total, count), total), instead, site) for count in range(1, total)]

@@ -31,7 +31,7 @@ RESAMPLES = 1000  # of the samples, for the interval of a mean
 
 @dataclass(frozen=True)
 class Trial:
-    """What one method did on some prompts.
+    """Outcome of one method on some prompts.
 
     Attributes:
         method: Its repr.
@@ -59,7 +59,7 @@ class Bench:
     Args:
         pipe: Not wrapped.
         batches: Prompts in batches.
-        seed: Of the noise; batch i is drawn with `seed + i`.
+        seed: Seed of the noise; batch i is drawn with `seed + i`.
         call: Further arguments of the call.
         log: File of finished trials, from which an interrupted search goes on; or None.
     """
@@ -86,7 +86,7 @@ class Bench:
         A file that was cut off keeps its whole lines; without its first it is started anew.
 
         Args:
-            about: What two searches must have alike to be one, for `content`.
+            about: Facts that two searches must have alike to be one, for `content`.
 
         Raises:
             TablesError: If the file is of another search.
@@ -230,7 +230,7 @@ def outputs(result: Any, are_pictures: bool) -> Tensor:
     """Return what a pipeline drew, [B, ...] on the CPU: uint8 for pictures in [0, 1], else floats.
 
     Args:
-        result: What the pipeline's call returned.
+        result: Result of the pipeline's call.
         are_pictures: Whether it was asked for pictures or films, not for latents.
     """
     first = result[0]

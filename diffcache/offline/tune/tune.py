@@ -53,7 +53,7 @@ def tune(
         speedup: The closest method that needs at most `1 / speedup` of the operations.
         psnr: The cheapest method that stays this close, in dB.
         seconds: The closest method that takes at most so long a batch.
-        methods: What to try, with changes of their steps, instead of the built-in space; those
+        methods: Methods to try, with changes of their steps, instead of the built-in space; those
             that need tables are calibrated.
         trials: Most methods that are tried.
         **settings: `steps`, `batch_size`, `seed`, `out`, `resume` and `progress` as in
