@@ -55,9 +55,9 @@ def wrap(
             `diffcache.run`. Calls that gradients go through are computed.
         method: A method, or its catalogue name.
         components: Name or names of the pipeline's denoisers to wrap; all of them by default.
-        hold: How features are held: `bf16`; `int8`, with a scale a token, in about half the memory
-            of bf16; `host`, in the host's memory, fetched back ahead of use. None leaves them as
-            they are.
+        hold: Form of the held features: `bf16`; `int8`, with a scale a token, in about half the
+            memory of bf16; `host`, in the host's memory, fetched back ahead of use. None leaves
+            them as they are.
         **settings: Settings of a method given by name, such as `every=4`.
 
     Returns:
@@ -202,7 +202,7 @@ def stream(target: Any) -> AbstractContextManager[Stream]:
 
     A run ends where the next one starts (`set_timesteps` of a wrapped pipeline's scheduler, a call
     of the pipeline, `diffcache.run`, or a timestep that turns back), and what was kept of it is
-    freed. What a method keeps for the stream stays until the end, such as keys and values of the
+    freed. Features kept for the stream stay until its end, such as keys and values of the
     chunks before; `Step.chunk` tells which run of the stream it is, from 0. A stream belongs to
     this thread and task, and to tasks and `asyncio.to_thread` calls that are started inside.
     Without it, every call of a pipeline and every run is a stream of its own.
@@ -312,7 +312,7 @@ def check_free(target: Any, denoisers: dict[str, nn.Module], site: Site | str) -
     Args:
         target: The pipeline or denoiser that is about to be wrapped.
         denoisers: Its denoisers by name.
-        site: Where features are about to be taken.
+        site: Site of the features that are about to be taken.
 
     Raises:
         AttachError: If it is wrapped already, runs under another cache, or is compiled as a whole

@@ -1,4 +1,4 @@
-"""How to cite the paper behind a method."""
+"""Citation of the paper behind a method."""
 
 from __future__ import annotations
 

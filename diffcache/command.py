@@ -87,7 +87,7 @@ def script(command: Command) -> Callable[..., int]:
 
         Args:
             arguments: Command line; None for that of the process.
-            name: What the help calls the program; None for what the process was started as.
+            name: Name of the program in the help; None for the one that the process was started as.
         """
         try:
             app(arguments, prog_name=name)
@@ -135,7 +135,7 @@ def print_or_write(target: str, report: dict[str, Any], print_text: Callable[[],
     """Print a report: as text, or as nothing but JSON where `--json` is `-`.
 
     Args:
-        target: What `--json` names; a file gets the JSON as well.
+        target: Target that `--json` names; a file gets the JSON as well.
         report: Plain data.
         print_text: Prints it for people.
     """

@@ -51,7 +51,7 @@ def digest(value: Any) -> str:
     """Return 16 hexadecimal digits that differ where `content` does.
 
     Args:
-        value: As `content` takes it.
+        value: Value of a kind that `content` accepts.
     """
     text = json.dumps(content(value), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -47,7 +47,7 @@ def bytes_of(
     Args:
         model: The denoiser; it may be on the `meta` device itself.
         method: The method.
-        size: What a call makes.
+        size: Size of a call.
         compression: Pixels of a latent row and frames of a latent frame; None is what the usual
             autoencoder of the denoiser's class has.
 

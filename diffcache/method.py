@@ -1,4 +1,4 @@
-"""What every method is: settings, and the abilities that it asks of the attachment."""
+"""Base class of all methods: settings, and the abilities that it asks of the attachment."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Method(ABC):
 
     Attributes:
         name: Name in the catalogue.
-        source: Where the method comes from.
-        bibtex: How to cite it.
+        source: Paper or project that the method comes from.
+        bibtex: BibTeX entry of the source, to cite it.
         counts_calls: Whether every call of the network is a step of its run. Networks without a
             timestep, such as language models, have no other clock.
         note: Further remark of its reports.
@@ -59,7 +59,7 @@ class Method(ABC):
         """Raise unless the method fits the model and scheduler it is about to be attached to.
 
         Args:
-            facts: What is known of them: `model` (class name), `config` (hash of the model's
+            facts: Facts about them: `model` (class name), `config` (hash of the model's
                 configuration), `scheduler` (class name, None for a bare model) and
                 `scheduler_config` (its settings).
 

@@ -88,8 +88,8 @@ def unknown(name: str, kind: Literal["method", "recipe"]) -> UnknownMethodError:
     """Return the error for a name that is not in the catalogue, with what may have been meant.
 
     Args:
-        name: What was asked for.
-        kind: What was expected; a name of the other kind is told where it belongs.
+        name: Name that was asked for.
+        kind: Kind that was expected; a name of the other kind gets a hint where it belongs.
     """
     methods = {recipe_key(method): method for method in METHODS | POLICIES}
     names = methods | {recipe: recipe for recipe in recipe_names()}

@@ -1,4 +1,4 @@
-"""What a cache did in the last run: counts, operations, seconds, bytes and a timeline."""
+"""Report on a cache in the last run: counts, operations, seconds, bytes and a timeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEMA = 2
 
 
 class Report:
-    """What the last run of a wrapped pipeline or denoiser computed and skipped.
+    """Computed and skipped work of the last run of a wrapped pipeline or denoiser.
 
     A snapshot: it holds no tensors and stays as it is when the pipeline runs again.
 

@@ -1,4 +1,4 @@
-"""Where a sampling run is (`Step`) and where in a model a feature is taken (`Site`)."""
+"""Place of a call in a sampling run (`Step`) and of a feature in a model (`Site`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Step:
 
     Attributes:
         index: Position in the sampling loop of this denoiser, from 0.
-        timestep: What the scheduler hands the model, in model units; None where reading it would
+        timestep: Timestep that the model is given, in model units; None where reading it would
             make an accelerator wait.
         total: Number of steps of the run, None when nobody said it.
         branch: Guidance branch, from 0 in the order of the first calls.
@@ -73,7 +73,7 @@ def writes_to_stream() -> bool:
 
 
 class Site(str, Enum):
-    """Where a feature is taken.
+    """Place in a model where a feature is taken.
 
     `MODEL` is the denoiser's output, `STACK` the residual over each list of blocks, `RUN` the
     residual over runs of named blocks, `BLOCK` the residual of every block. `DEEP` is what enters

@@ -1,4 +1,4 @@
-"""Which step of which guidance branch was computed: as a line of text and as a picture."""
+"""Timeline of the computed steps of each guidance branch, as text and as a picture."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Lane:
     """One guidance branch of one denoiser over the steps of a run.
 
     Attributes:
-        label: What it is called in print.
-        marks: For every step of the run: True where it was computed, False where it was skipped,
-            None where this branch did not run.
+        label: Name of the lane in print.
+        marks: Mark of every step of the run: True where it was computed, False where it was
+            skipped, None where this branch did not run.
     """
 
     label: str

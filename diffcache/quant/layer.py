@@ -1,4 +1,4 @@
-"""What quantized linear and convolution layers share: codes of the weight, settings by step."""
+"""Base of quantized linear and convolution layers: codes of the weight, settings by step."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class QuantizedLayer(nn.Module, ABC):
         """Return the exact whole-number product, `[..., O]` int32, channels last.
 
         Args:
-            given: What the layer is given, any float dtype.
+            given: Input of the layer, any float dtype.
             step: Index of the step.
         """
 
@@ -134,7 +134,7 @@ class QuantizedLayer(nn.Module, ABC):
         """Return `product * factor + shift`, `[..., O]` in the dtype of the input, channels last.
 
         Args:
-            given: What the layer is given, any float dtype.
+            given: Input of the layer, any float dtype.
             step: Index of the step.
             factor: `[O]` float32.
             shift: `[O]` float32.
@@ -147,8 +147,8 @@ class QuantizedLayer(nn.Module, ABC):
         """Return the output without bias, gain and shift, `[..., O]` float32, channels last.
 
         Args:
-            given: What the layer is given.
-            scale: Of the weight, `[O]` float32.
+            given: Input of the layer, any float dtype.
+            scale: Scales of the weight, `[O]` float32.
         """
         step = self.step()
         return self.product(given, step).float() * (scale * self.input_scale[step])

@@ -1,4 +1,4 @@
-"""Which layers are quantized and how: plain data, by module name."""
+"""Plan of the layers to quantize: plain data, by module name."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ WEIGHT_BITS: dict[Bits, int] = {"w8a8": 8, "w4a8": 4}
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """How one layer is quantized.
+    """Plan of one quantized layer.
 
     Attributes:
         weight_scale: Width of a code for every output channel, `[O]` float32.
         weight_zero: Code of 0 for every output channel, `[O]` int32.
         input_scale: Width of a code at every step, `[T]` float32.
         input_zero: Code of 0 at every step, `[T]` int32.
-        gain: What a step's bias-free output is multiplied by, `[T, O]` float32; None for 1.
-        shift: What is added then, besides the bias, `[T, O]` float32; None for 0.
+        gain: Factor of a step's bias-free output, `[T, O]` float32; None for 1.
+        shift: Number that is added after it, besides the bias, `[T, O]` float32; None for 0.
 
     Raises:
         ValueError: If the shapes do not go together or a scale is not above 0.
@@ -101,7 +101,7 @@ class QuantPlan:
 
         Args:
             bits: `w8a8` or `w4a8`.
-            tensors: By `<module path>/<attribute>`, with shapes as in `LayerPlan`.
+            tensors: Tensors by `<module path>/<attribute>`, with shapes as in `LayerPlan`.
 
         Raises:
             ValueError: If a name is not one of a plan, or a layer lacks a tensor.
