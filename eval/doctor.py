@@ -64,14 +64,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What would compute a metric here.
+    """Means by which a metric would be computed here.
 
     Attributes:
-        key: Of the metric; `title` and `group` likewise.
+        key: Key of the metric; `title` and `group` likewise.
         backend: `exact` without weights, `real` with the published weights, `lite` with the
             shipped stand-in, `none` not at all.
         computed: Key that a record would hold, empty for `none`.
-        parts: What it needs.
+        parts: Parts that it needs.
     """
 
     key: str
@@ -101,7 +101,7 @@ def probe(name: str, kind: Kind) -> Part:
 
     Args:
         name: Package, key of `WEIGHTS`, shipped model or environment variable.
-        kind: Which of these.
+        kind: Kind of the thing, which decides where to look.
     """
     look: dict[str, Callable[[str], Any]]
     look = {"weights": weights.find, "interpreter": _interpreter, "shipped": _shipped}

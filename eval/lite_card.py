@@ -57,7 +57,7 @@ def picture_rows(scenes: Sequence[Scene], pictures: Tensor) -> Iterator[Row]:
     """Yield FID-lite of clean pictures and of pictures with known artefacts.
 
     Args:
-        scenes: of the pictures.
+        scenes: Scenes of the pictures.
         pictures: uint8 [4000, 3, 64, 64], clean; all but one row use the first half of them.
     """
     yield f"clean, {len(pictures):,} pictures", fid_lite(pictures)
@@ -131,7 +131,7 @@ def fvd_lite(films: Sequence[Tensor]) -> float:
     """Return FVD-lite of films against the shipped reference.
 
     Args:
-        films: each uint8 [F, 3, H, W].
+        films: Each uint8 [F, 3, H, W].
     """
     return frechet(moments(lite.clip_features(films)), lite.reference().films)
 
@@ -160,7 +160,7 @@ def card(tables: dict[str, dict[str, float]]) -> str:
     """Write the model card.
 
     Args:
-        tables: as returned by `measure`.
+        tables: Tables that `measure` returned.
     """
     shipped = features.load()
     weights = (one.numel() for model in (shipped.extractor, shipped.matcher)

@@ -42,13 +42,13 @@ def parse_row(text: str) -> Method | Peer:
     """Return what a row of an evaluation stands for: a method, or a cache of another library.
 
     Args:
-        text: As `parse_method` takes it, or `diffusers/name:key=value,key=value`, or
+        text: Method as `parse_method` takes it, or `diffusers/name:key=value,key=value`, or
             `cache-dit/dbcache:key=value`, or `even:computed=13,steps=20`.
 
     Raises:
         UnknownMethodError: If there is no such name.
         MissingError: If the library of the cache is not installed.
-        ValueError: As `parse_method`.
+        ValueError: If a setting is wrong, as in `parse_method`.
     """
     return _read(text, make_row)
 
@@ -61,8 +61,8 @@ def even(computed: int, steps: int, site: str = "stack") -> Combine:
 
     Args:
         computed: Steps to compute, the first among them.
-        steps: Of the run.
-        site: Where features are taken.
+        steps: Number of steps of the run.
+        site: Site of the features.
 
     Raises:
         ValueError: If a number is no whole one, or there are not so many steps.
@@ -97,7 +97,7 @@ def naming(what: str) -> Iterator[None]:
     """Have errors say first what they are about; values of a wrong type are wrong values.
 
     Args:
-        what: What the user wrote, such as `method 'taylorseer:every=0'`.
+        what: Words of the user, such as `method 'taylorseer:every=0'`.
     """
     try:
         yield
@@ -147,7 +147,7 @@ def split(text: str, rest: str, at: str = ",") -> list[str]:
 
     Args:
         text: The whole word, for the error.
-        rest: What is split.
+        rest: Text to split.
         at: Another sign to split at.
 
     Raises:

@@ -34,13 +34,13 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Do not go on from an inter
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the offline stage runs.
+    """Inputs of the offline stage.
 
     Attributes:
         pipe: The pipeline.
-        prompts: As `diffcache.calibrate` takes them.
+        prompts: Prompts as `diffcache.calibrate` takes them.
         call: Further arguments of the pipeline's call.
-        seed: Of the noise, none that an evaluation draws from.
+        seed: Seed of the noise, none that an evaluation draws from.
     """
 
     pipe: Any

@@ -89,7 +89,7 @@ def observe(pipe: Any, method: str | Method, call: Callable[[], object]) -> Site
 
 
 class _Observer:
-    """What the wrapped parts of one method tell of a run."""
+    """Notes of the wrapped parts of one method on a run."""
 
     def __init__(self, method: Method) -> None:
         parts = reuse_of(method)
@@ -203,7 +203,7 @@ class _Observed(FeatureMethod):
 
 @dataclass
 class Verdicts:
-    """What a schedule said of the steps so far.
+    """Decisions of a schedule on the steps so far.
 
     Attributes:
         inner: The schedule's own state.
@@ -228,7 +228,7 @@ class _Verdicts(When):
 
     @property
     def probe(self) -> Probe | None:
-        """What the schedule looks at."""
+        """Probe that the schedule looks at."""
         return self.inner.probe
 
     def init(self) -> Verdicts:

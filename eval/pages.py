@@ -53,7 +53,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = 
     """Return the lines of a Markdown table, with signs | in its cells escaped.
 
     Args:
-        titles: Of the columns.
+        titles: Titles of the columns.
         rows: Cells of each row, on one line each.
         numbers: Set all columns but the first to the right.
     """

@@ -22,7 +22,7 @@ class Parts:
     Only what does not depend on time belongs here: what is timed takes turns in one process.
 
     Args:
-        file: Where they are kept, None to keep nothing.
+        file: File that keeps them, None to keep nothing.
         key: Settings that decide the results, as JSON has them; a file of others is not read.
     """
 

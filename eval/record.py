@@ -31,11 +31,11 @@ _FIELDS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and in what precision to measure.
+    """Device and precision of a measurement.
 
     Attributes:
         device: Torch device.
-        dtype: Of the models.
+        dtype: Dtype of the models.
     """
 
     device: torch.device
@@ -70,7 +70,7 @@ def envelope(
         benchmark: Name of the benchmark.
         setting: Device and dtype.
         command: Command that measures it again.
-        body: What was measured; `seed` is 0, that of every bench, where it names no other.
+        body: Measured values; `seed` is 0, that of every bench, where it names no other.
     """
     return {
         "schema": SCHEMA,

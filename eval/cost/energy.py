@@ -26,7 +26,7 @@ class Joules:
 
     Attributes:
         joules: Energy in joules once the block has ended; None where it cannot be measured.
-        reason: Why not; empty where it can.
+        reason: Reason why it cannot be measured; empty where it can.
 
     Raises:
         ValueError: If `interval` is not above 0.

@@ -23,7 +23,7 @@ from diffcache.attach.flops import counted
 
 @dataclass
 class Tally:
-    """What the modules under `counting` did.
+    """Calls and operations of the modules under `counting`.
 
     Attributes:
         calls: Name and operations of every call in order; None where they could not be counted.
@@ -44,7 +44,7 @@ class Counted:
     Attributes:
         calls: Denoiser and operations of every call in order; None where they could not be counted.
         steps: Sampling steps, each with as many calls as there are guidance branches.
-        reason: Why there is no count; empty where there is one.
+        reason: Reason why there is no count; empty where there is one.
     """
 
     calls: tuple[tuple[str, float | None], ...]
@@ -88,7 +88,7 @@ def counting(modules: Mapping[str, nn.Module]) -> Iterator[Tally]:
     """Count the operations of every call of some modules; one may lie inside another.
 
     Args:
-        modules: By the name that the tally gives them.
+        modules: Modules by the name that the tally gives them.
     """
     tally = Tally()
     before = {name: module.__dict__.get("forward") for name, module in modules.items()}

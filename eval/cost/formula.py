@@ -31,10 +31,10 @@ class Flops:
     """Operations of one denoiser call; a multiply-add is two.
 
     Attributes:
-        total: Of the whole call.
-        blocks: Of the lists of blocks that a cache can skip.
-        attention: Of the two products of softmax attention, wherever it is.
-        rest: Of what stands outside the blocks: embedders, refiners, head.
+        total: Operations of the whole call.
+        blocks: Operations of the lists of blocks that a cache can skip.
+        attention: Operations of the two products of softmax attention, wherever it is.
+        rest: Operations outside the blocks: embedders, refiners, head.
     """
 
     total: float
@@ -111,7 +111,7 @@ def formula_flops(
             diffusers, or its name, which stands for its default configuration.
         height: Pixels.
         width: Pixels.
-        frames: Of a film, 1 for a picture.
+        frames: Frames of a film, 1 for a picture.
         text_tokens: Length of the prompt as the denoiser sees it, padding included.
         batch: Samples in the call; guidance in one batch doubles it.
 

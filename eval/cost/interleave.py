@@ -21,7 +21,7 @@ class Turn:
     """A contender that needs something untimed around its turn.
 
     Attributes:
-        call: What is timed.
+        call: Function that is timed.
         within: Makes the context of a turn, such as a cache put in and taken out again.
         prepare: Called untimed in that context before the timed calls.
         readings: Called untimed at the end of a turn; further numbers about it, by name.
@@ -39,7 +39,7 @@ class Turn:
 
 @dataclass
 class Timings:
-    """What was timed, one number for every timed call; the first contender is the yardstick.
+    """Times, one number for every timed call; the first contender is the yardstick.
 
     Attributes:
         seconds: Contender -> wall time of its call, the wait for an accelerator included.
@@ -84,7 +84,7 @@ class Timings:
 
     @property
     def warning(self) -> str | None:
-        """What to mind when reading the times; None where there is nothing."""
+        """Warning to mind when reading the times; None where there is nothing."""
         if self.load is None or self.load <= self.cores:
             return None
         return (
@@ -131,7 +131,7 @@ def too_fast(
     """Return a sentence for every row that is faster than its operations allow.
 
     Args:
-        rows: As `Timings.rows` returns them.
+        rows: Rows of `Timings.rows`.
         allowed: Contender -> its FLOPs ratio, None where it is not known.
     """
     titles = {"ratio": "speed", "cpu_ratio": "CPU ratio", "denoiser_ratio": "denoiser's speed"}
@@ -171,7 +171,7 @@ def measure(
         rounds: Timed calls of each; five or more give quartiles a meaning.
         warmup: Untimed rounds before.
         setting: The device that is waited for.
-        progress: Told (calls done, calls in all, name of the next).
+        progress: Callback for the progress, given (calls done, calls in all, name of the next).
 
     Raises:
         ValueError: If there are no contenders, or `rounds` or `warmup` is out of range.

@@ -26,8 +26,8 @@ def measure(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Time what a plan names; every row is drawn once, which tells what it computes.
 
     Args:
-        plan: What to time; its samples are one batch, its folder is new.
-        progress: What is shown meanwhile.
+        plan: Plan of the rows to time; its samples are one batch, its folder is new.
+        progress: Display of the progress.
 
     Returns:
         The record: see `diffcache.eval.record`; `warnings` is a list of sentences.

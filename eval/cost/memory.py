@@ -36,13 +36,13 @@ class MeasureError(DiffcacheError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a measured process runs.
+    """Place where a measured process runs.
 
     Attributes:
-        device: As torch names it.
-        dtype: Of the models: `float32`, `float16` or `bfloat16`.
+        device: Name of the device, as torch has it.
+        dtype: Dtype of the models: `float32`, `float16` or `bfloat16`.
         threads: CPU threads of torch.
-        loading: How the pipeline is loaded.
+        loading: Options for loading the pipeline.
     """
 
     device: str = "cpu"
@@ -63,7 +63,7 @@ def peak_bytes(
 
     Args:
         model: Directory of a saved pipeline, or the name of a shipped one.
-        method: Such as `taylorseer:every=4` (`diffcache.eval.methods`); None is uncached.
+        method: Method such as `taylorseer:every=4` (`diffcache.eval.methods`); None is uncached.
         call: Arguments of the call, plain data; `seed` sets the noise.
         place: Device, dtype and threads.
 
@@ -99,7 +99,7 @@ def peak(call: Callable[[], object], device: torch.device | str) -> int:
     """Return the most memory that torch allocates on an accelerator during a call, in bytes.
 
     Args:
-        call: What to measure.
+        call: Function to measure.
         device: A CUDA device.
 
     Raises:

@@ -95,8 +95,8 @@ class Reported:
         device: Device of the measurement.
         prompt: Tokens of the prompts, about.
         speedup: Tokens a second by those without a cache.
-        source: Where it stands.
-        why: Why it is not what the formula says.
+        source: Paper and table that state it.
+        why: Reason why it is not what the formula says.
     """
 
     row: Row

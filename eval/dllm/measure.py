@@ -96,7 +96,7 @@ def quality(
         samples: Prompts, the same for every row.
         seed: Seed of the draw, which no training reached.
         kept: Rows that were judged before.
-        progress: Told (rows done, rows in all, name of the next).
+        progress: Callback for the progress, given (rows done, rows in all, name of the next).
     """
     generator = torch.Generator().manual_seed(HELD_OUT + seed)
     batch = draw(samples, WORLDS[model], generator)
@@ -127,7 +127,7 @@ def timing(
         size: Prompts of a batch.
         rounds: Batches that are timed.
         setting: Device and dtype.
-        progress: Told (turns done, turns in all, name of the next).
+        progress: Callback for the progress, given (turns done, turns in all, name of the next).
     """
     generator = torch.Generator().manual_seed(HELD_OUT + _TIMED)
     prompts = draw(size * (rounds + 1), WORLDS[model], generator).prompts.to(setting.device)
@@ -177,7 +177,7 @@ def measure_model(
         rounds: Timed batches of one prompt; a quarter as many of `BATCH` prompts.
         seed: Seed of the prompts.
         kept: Rows that were judged before.
-        progress: Told (turns done, turns in all, name of the next).
+        progress: Callback for the progress, given (turns done, turns in all, name of the next).
     """
     found = runners(model, chosen, setting)
     hits = quality(found, model, samples, seed, kept, progress)

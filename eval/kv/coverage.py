@@ -1,4 +1,4 @@
-"""What caches do in every class of transformers that generates text: `docs/kv_coverage.md`."""
+"""Coverage of caches in every class of transformers that generates text: `docs/kv_coverage.md`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a cache did in one model.
+    """Verdict on a cache in one model.
 
     Attributes:
         word: `"exact"`, `"refused"`, `"wrong"` or `"crash"`.
-        why: What was said, or by how much it is off.
+        why: Message of the error, or number by which the cache is off.
     """
 
     word: str
@@ -47,12 +47,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one class.
+    """Verdicts on one class.
 
     Attributes:
-        name: Of the class.
-        verdicts: One for each of `COLUMNS`; empty where nothing could be tried.
-        why: Why nothing could be tried.
+        name: Name of the class.
+        verdicts: Verdict for each of `COLUMNS`; empty where nothing could be tried.
+        why: Reason why nothing could be tried.
     """
 
     name: str

@@ -39,7 +39,7 @@ Request = tuple[Any, list[int], list[int]]  # words, tokens of the context and o
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked of a language model.
+    """Questions to a language model.
 
     Attributes:
         model: Directory or Hugging Face model ID of a causal model of transformers with its
@@ -106,7 +106,7 @@ class RecipeLM(HFLM):  # type: ignore[misc] # lm_eval has no types
     token where the recipe acts while tokens are generated, at once where it does not.
 
     Attributes:
-        recipe: What is done to each cache; that of the class does nothing.
+        recipe: Recipe of each cache; that of the class does nothing.
     """
 
     recipe = Recipe()
@@ -162,8 +162,8 @@ def check_recipe(recipe: Recipe, kinds: Mapping[str, str]) -> None:
     """Check that tasks can measure a recipe.
 
     Args:
-        recipe: What is measured.
-        kinds: What each task asks for, by its name.
+        recipe: Recipe to measure.
+        kinds: Kind of request that each task makes, by its name.
 
     Raises:
         ValueError: If it cannot act, or would act on nothing that is scored.
@@ -196,10 +196,10 @@ def ask(
     """Ask all questions with an exact cache and with each recipe, and return rows of a record.
 
     Args:
-        questions: What is asked.
+        questions: Questions to ask.
         recipes: Recipes by name.
         out: JSON file of the record.
-        each: Told the name of what comes next.
+        each: Callback that is given the name of the next one.
 
     Returns:
         For each recipe, task and metric: `value` and its `change` from the exact cache of the same

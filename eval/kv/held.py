@@ -40,7 +40,7 @@ def held_rows(tokens: int = TOKENS) -> list[dict[str, Any]]:
     """Return the bytes of each case for random keys, heads of 128; nothing is said of errors.
 
     Args:
-        tokens: Of the prompt.
+        tokens: Number of tokens of the prompt.
     """
     drawn = torch.Generator().manual_seed(0)
     k, v, q = (
@@ -68,7 +68,7 @@ def trained_rows(tokens: int = TOKENS + 1) -> list[dict[str, Any]]:
     over the compressed and over the exact context: the norm of the difference by the norm.
 
     Args:
-        tokens: Of the context, 1 + 4 n.
+        tokens: Number of tokens of the context, 1 + 4 n.
     """
     if not (DIRECTORY / "config.json").is_file():
         return []

@@ -1,4 +1,4 @@
-"""What offline stages of recipes work on: contexts with questions, and what a model sees."""
+"""Data of the offline stages of recipes: contexts with questions, and what a model sees."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class TextSamples:
 
     Attributes:
         contexts: Contexts of equal length, each int64 [1, context].
-        source: What the texts are, plain values.
+        source: Facts about the texts, plain values.
         seed: Seed of the spans.
         questions: Spans behind each context.
         cue: Tokens of a span that ask.
@@ -181,10 +181,10 @@ class Prepared:
     """Tables.
 
     Attributes:
-        kind: What the tensors are: `"table"`, or the class they make together.
+        kind: Kind of the tensors: `"table"`, or the class that they make together.
         tensors: Tensors by name.
         gives: Setting of the recipe -> the entries that it can be read from, one or several.
-        about: How they were found, plain values.
+        about: Facts about how they were found, plain values.
     """
 
     kind: str
@@ -195,7 +195,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one layer of full attention was asked and held: B rows of T tokens.
+    """Queries, keys and values of one layer of full attention: B rows of T tokens.
 
     Attributes:
         query: Queries [B, Hq, T, D], rotated.

@@ -40,7 +40,7 @@ def cskv(
     Args:
         model: Model of transformers with linear key and value projections.
         samples: Contexts with questions.
-        report: Told how far it is.
+        report: Callback for the progress.
         ranks: Coordinates of a token's keys and of its values; shares of 0.75, 0.5, 0.375 and 0.25
             of their channels by default.
         steps: Training steps of each basis.
@@ -62,7 +62,7 @@ def kv_heads(model: Any, samples: Samples, report: Report, *, groups: int = 1) -
     Args:
         model: Model of transformers with linear key and value projections.
         samples: Contexts with questions.
-        report: Told how far it is.
+        report: Callback for the progress.
         groups: Heads that are left.
     """
     pairs, given = _projections(model, samples, report)
@@ -78,7 +78,7 @@ def xquant_latent(model: Any, samples: Samples, report: Report) -> Prepared:
     Args:
         model: Model of transformers with linear key and value projections.
         samples: Contexts, of which one is read to see that the projections make what is held.
-        report: Told how far it is.
+        report: Callback for the progress.
     """
     report(0, 1, "weights")
     pairs = _pairs(model)
@@ -175,7 +175,7 @@ def a2ats(
     Args:
         model: Model of transformers with rotary positions.
         samples: Contexts.
-        report: Told how far it is.
+        report: Callback for the progress.
         codes: Vectors of a codebook.
         far: Distance at which far keys are met, in positions.
         steps: Rounds of k-means.

@@ -54,11 +54,11 @@ def duo_attention(
     Args:
         model: Model of transformers.
         samples: Contexts with questions.
-        report: Told how far it is.
+        report: Callback for the progress.
         share: Share of the heads that hold everything.
         sinks: First tokens that the other heads see.
         recent: Latest tokens that the other heads see.
-        epochs: How often the contexts are gone through.
+        epochs: Number of passes over the contexts.
     """
     gates, total = Gates.open(*_shape(model, samples)), samples.count * epochs
     places = _places(model)
@@ -151,7 +151,7 @@ def lococo(
     Args:
         model: Model of transformers.
         samples: Contexts with questions.
-        report: Told how far it is.
+        report: Callback for the progress.
         steps: Training steps.
         memory: Most slots of a memory; half of a context by default.
         recent: Last tokens that are always kept; a 32nd of a context by default.
@@ -193,7 +193,7 @@ def locret(
     Args:
         model: Model of transformers.
         samples: Contexts with questions.
-        report: Told how far it is.
+        report: Callback for the progress.
         steps: Training steps.
         width: Hidden channels of a layer's network.
     """

@@ -40,7 +40,7 @@ def razor_attention(model: Any, samples: Samples, report: Report, *, period: int
     Args:
         model: Model of transformers.
         samples: Contexts, of which the seed alone counts.
-        report: Told how far it is.
+        report: Callback for the progress.
         period: Tokens until they repeat.
     """
     config, groups = model.config.get_text_config(decoder=True), groups_of(model)
@@ -69,7 +69,7 @@ def compresskv(
     Args:
         model: Model of transformers.
         samples: Contexts with questions.
-        report: Told how far it is.
+        report: Callback for the progress.
         heads: Heads of a layer that are taken; the paper takes four of 32.
         budget: Share of the tokens that the eviction keeps.
     """
@@ -114,7 +114,7 @@ def prefixkv(
     Args:
         model: Model of transformers.
         samples: Contexts.
-        report: Told how far it is.
+        report: Callback for the progress.
         budgets: Shares of the tokens that all layers keep together.
     """
     recipe = prefixkv_recipe(0.5)
@@ -136,7 +136,7 @@ def double_sparsity(
     Args:
         model: Model of transformers.
         samples: Contexts.
-        report: Told how far it is.
+        report: Callback for the progress.
         channels: Label channels of a head; an eighth of them by default, where the paper takes a
             sixteenth of 128.
     """
@@ -158,7 +158,7 @@ def epicache(
     Args:
         model: Model of transformers.
         samples: Contexts with questions.
-        report: Told how far it is.
+        report: Callback for the progress.
         budget: Share of the tokens that is kept after each block.
         block: Tokens of a block.
     """

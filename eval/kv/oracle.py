@@ -31,7 +31,7 @@ class Full(DynamicCache):  # type: ignore[misc]
     """A full cache that says which layer was written to last.
 
     Args:
-        config: Of the model.
+        config: Configuration of the model.
         owned: Layers that hold all tokens, whatever their window.
     """
 

@@ -1,4 +1,4 @@
-"""What a recipe is put together from, in a few words."""
+"""Parts that a recipe is put together from, in a few words."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class Peer:
     Args:
         press: A key of `PRESSES`.
         budget: Share of the tokens that stays, above 0 and at most 1.0.
-        settings: Of the press, instead of those in `PRESSES`.
+        settings: Settings of the press, instead of those in `PRESSES`.
     """
 
     press: str
@@ -108,7 +108,7 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """What the row is called."""
+        """Name of the row."""
         return PREFIX + self.press
 
     @torch.no_grad()
@@ -116,7 +116,7 @@ class Peer:
         """Return a recipe that keeps what kvpress keeps of a context.
 
         Args:
-            model: Of the Llama architecture.
+            model: Model of the Llama architecture.
             ids: int64 [B, T], without padding.
         """
         spec = PRESSES[self.press]
@@ -134,7 +134,7 @@ def peer(name: str, budget: float = 0.5, **settings: Any) -> Peer:
     Args:
         name: `kvpress/` and a key of `PRESSES`.
         budget: Share of the tokens that stays.
-        settings: Of the press.
+        settings: Settings of the press.
 
     Raises:
         UnknownMethodError: If there is no such press.
@@ -158,7 +158,7 @@ class Given(Score):
     """One for the slots that were said to stay, zero for the others.
 
     Attributes:
-        masks: Of each layer, bool [B, H, S], in order of position.
+        masks: Mask of the slots that stay for each layer, bool [B, H, S], in order of position.
     """
 
     masks: Sequence[Tensor]
@@ -231,9 +231,9 @@ def build(spec: Spec, ratio: float, settings: Mapping[str, Any] | None = None) -
     """Build a press.
 
     Args:
-        spec: Which.
+        spec: Specification of the press.
         ratio: The fraction removed.
-        settings: Instead of those of the spec; those that a wrapper lacks go to what it wraps.
+        settings: Settings instead of those of the spec; what a wrapper lacks goes to its base.
 
     Raises:
         ValueError: If there is no such setting.
@@ -274,7 +274,7 @@ def compress(
 
     Args:
         row: One row of what a layer saw.
-        press: From `build`.
+        press: Press that `build` returned.
         attentions: Whether it reads the attention weights.
         by_values: Find the kept slots by their values, where the press changes keys.
     """

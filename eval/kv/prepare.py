@@ -80,7 +80,7 @@ def make(
         samples: Contexts with questions.
         file: File to write.
         weights: Digest of the model's weights, which is checked where the tables are read.
-        report: Told how far it is.
+        report: Callback for the progress.
         settings: Settings of what finds them.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a recipe costs a model that recalls facts: answers, perplexity, bytes, seconds."""
+"""Cost of a recipe to a model that recalls facts: answers, perplexity, bytes, seconds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class KVTask:
-    """What is asked of a model whose cache follows a recipe.
+    """Task of recall for a model whose cache follows a recipe.
 
     A context with facts is read, the cache is compressed while nobody knows what will be asked,
     and then each question is asked on a copy of the cache, token by token.
@@ -42,12 +42,12 @@ class KVTask:
     Attributes:
         model: Directory of a model trained on the task, or `recall-llama`.
         context: Tokens.
-        facts: In the context.
-        queries: Asked of every context, each alone.
+        facts: Number of facts in the context.
+        queries: Number of questions about every context, each asked alone.
         samples: Contexts.
         batch: Contexts at once.
-        seed: Of what is drawn.
-        dtype: Of the model and so of an exact cache.
+        seed: Seed of the contexts and questions.
+        dtype: Dtype of the model, and so of an exact cache.
     """
 
     model: str = SHIPPED
@@ -104,10 +104,10 @@ def measure(
     """Return what a recipe costs and saves.
 
     Args:
-        model: Of transformers, on the CPU or an accelerator.
-        row: What is done to its cache, or who says what stays in it.
-        task: What is asked.
-        progress: Told how far it is.
+        model: Model of transformers, on the CPU or an accelerator.
+        row: Recipe of its cache, or press that chooses which slots stay in it.
+        task: Task with the questions that the model is asked.
+        progress: Callback for the progress.
 
     Returns:
         Shares of the answers with 95 % intervals: `whole`, with both tokens right; `lookup`, with
@@ -184,7 +184,7 @@ def _filled(slots: Slots) -> int:
 
 
 class _Found:
-    """What was measured of the contexts so far."""
+    """Measurements of the contexts so far."""
 
     def __init__(self) -> None:
         self.hits: list[Tensor] = []

@@ -31,7 +31,7 @@ def score(
         cache: Cache that holds the context but for its last token; goes on with what is fed.
         last: Last token of the context.
         following: Tokens that are scored.
-        recipe: What is done to the cache.
+        recipe: Recipe of the cache.
 
     Returns:
         Log-likelihoods in nats, float32 [n], and whether each token is the likeliest after those

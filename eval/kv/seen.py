@@ -1,4 +1,4 @@
-"""What the attention layers of a Llama see, for the presses of kvpress and for tables."""
+"""Tensors that the attention layers of a Llama see, for the presses of kvpress and for tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 @dataclass
 class Seen:
-    """What one attention layer saw and made: tensors with B rows.
+    """Inputs and outputs of one attention layer: tensors with B rows.
 
     `hidden` is the input of the layer; `q` [B, Hq, S, D] and `k` are rotated; `attentions` are the
     eager weights [B, Hq, S, S]; `cos` and `sin` are [B, S, D].
@@ -62,7 +62,7 @@ def capture(model: Any, ids: Tensor) -> list[Seen]:
     """Run a model that shows its attention once, and return what every layer saw.
 
     Args:
-        model: Of the Llama architecture.
+        model: Model of the Llama architecture.
         ids: int64 [B, S], without padding.
     """
     layers: list[Seen] = []

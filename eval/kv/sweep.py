@@ -43,10 +43,10 @@ _TASK = {field.name for field in dataclasses.fields(KVTask)}
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """What is measured.
+    """Recipes to measure on one task.
 
     Attributes:
-        task: What is asked.
+        task: Task that every recipe is measured on.
         families: Words of recipes, by what they have in common.
     """
 
@@ -93,10 +93,10 @@ def run(
     """Measure every recipe of a sweep, those that `out` holds already excepted.
 
     Args:
-        sweep: What is measured.
+        sweep: Sweep to measure.
         out: JSON file of the record; written after every row, so that a run that was cut off goes
             on. Rows are kept while neither the task nor the code of caches has changed.
-        progress: Told how far a recipe is.
+        progress: Callback for the progress of a recipe.
     """
     key, rows = fingerprint(sweep.task), {}
     if out is not None and out.exists():
@@ -165,7 +165,7 @@ def draw(record: Mapping[str, Any], picture: Path) -> None:
     """Draw whole answers against the bytes held, one panel for each family.
 
     Args:
-        record: Of `run`.
+        record: Record that `run` writes.
         picture: PNG file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -63,7 +63,7 @@ def write_table(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, A
     Args:
         file: File to write.
         tensors: Tensors by name.
-        about: What they are, plain values: `kind`, `"table"` or the name of a class; `recipe`,
+        about: Facts about them, plain values: `kind`, `"table"` or the name of a class; `recipe`,
             `gives` (setting -> entries) and `weights`, see `weights_digest`; how they were found.
     """
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ ROUNDS, WARMUP, CALLS = 5, 1, 8  # turns of each cache, untimed ones before, tok
 
 @dataclass
 class Measured:
-    """What came out.
+    """Results of a run.
 
     Attributes:
         rows: Rows by word; the uncompressed cache first.
@@ -56,10 +56,10 @@ def run(
     """Measure recipes on texts.
 
     Args:
-        task: What is asked.
+        task: Task that the recipes are measured on.
         words: Recipes, see `parse_recipe`.
         out: JSON file of the record.
-        progress: Told how far it is.
+        progress: Callback for the progress.
 
     Raises:
         AttachError: If no cache of ours serves the model.

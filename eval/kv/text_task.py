@@ -1,4 +1,4 @@
-"""What a recipe costs any causal model, on texts of the user's own."""
+"""Cost of a recipe to any causal model, on texts of the user's own."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Needles:
 
     Attributes:
         text: Text with the sentences in it.
-        questions: What asks for each.
+        questions: Question for each of the sentences.
         numbers: The right answers.
     """
 
@@ -116,7 +116,7 @@ def spells(tokenizer: Any) -> bool:
 
 @dataclass
 class _Found:
-    """What was measured of the windows so far."""
+    """Measurements of the windows so far."""
 
     nats: list[Tensor] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
@@ -138,10 +138,10 @@ def measure(
 
     Args:
         model: Model of transformers.
-        recipe: What is done to its cache.
-        task: What is asked.
+        recipe: Recipe of its cache.
+        task: Task that the recipe is measured on.
         drawn: Windows of the task.
-        step: Told how many windows are done.
+        step: Callback that is given the number of windows done.
 
     Returns:
         With 95 % intervals over windows: `perplexity` of the second half after the compressed first

@@ -96,7 +96,7 @@ class TextModel:
 
     @property
     def place(self) -> str:
-        """What transformers loads."""
+        """Name or path that transformers loads."""
         return str(DIRECTORY) if self.name == SHIPPED else self.name
 
     @cached_property
@@ -161,7 +161,7 @@ class Windows:
 
     Attributes:
         ids: Windows of equal length that do not overlap, each int64 [1, length].
-        source: What the texts are, plain values for a record.
+        source: Facts about the texts, plain values for a record.
     """
 
     ids: tuple[Tensor, ...]

@@ -20,13 +20,13 @@ def parse_row(text: str, weights: str | None = None) -> Recipe | Peer:
     """Return what a row of a sweep stands for: a recipe, or a press of kvpress.
 
     Args:
-        text: As `parse_recipe` takes it, or `kvpress/name:budget=0.25,...`.
-        weights: As of `parse_recipe`.
+        text: Recipe as in `parse_recipe`, or a press, `kvpress/name:budget=0.25,...`.
+        weights: Digest of the weights of the model, as in `parse_recipe`.
 
     Raises:
         UnknownMethodError: If there is no such name.
         MissingPackageError: If kvpress is asked for and is not installed.
-        ValueError: As `parse_recipe`.
+        ValueError: If a setting is wrong, as in `parse_recipe`, or a press stands beside `|`.
     """
     if not text.strip().startswith(PREFIX):
         return parse_recipe(text, weights)

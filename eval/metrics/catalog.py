@@ -30,11 +30,11 @@ class Metric:
     """One metric.
 
     Attributes:
-        key: In records.
-        title: In tables and plots.
+        key: Name in records.
+        title: Name in tables and plots.
         definition: One sentence, with the formula.
         source: Paper or standard.
-        call: What computes it.
+        call: Function of this package that computes it.
         weights: Names in `diffcache.eval.metrics.weights.WEIGHTS`.
         packages: Modules beyond the base install that it imports, or the shipped model it uses.
         stand_in: Key of the metric that is computed in its place without the weights, or empty.

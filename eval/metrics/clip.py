@@ -27,9 +27,9 @@ class ClipScore:
     """A CLIP model that scores pictures.
 
     Args:
-        folder: In the format of transformers: model, tokenizer and image processor; None to look
-            for openai/clip-vit-large-patch14 in the usual places. Nothing is downloaded.
-        device: Where to run.
+        folder: Folder in the format of transformers: model, tokenizer and image processor; None to
+            look for openai/clip-vit-large-patch14 in the usual places. Nothing is downloaded.
+        device: Device of the model.
 
     Raises:
         MissingWeightsError: If there is no such folder.

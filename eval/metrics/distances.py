@@ -34,7 +34,7 @@ def kid(
         fake: [M, D].
         subsets: Random subsets, drawn without replacement from each set.
         subset_size: Samples in each; the smaller of 1,000 and half the smaller set by default.
-        seed: Of the subsets.
+        seed: Seed of the subsets.
 
     Raises:
         ValueError: If shapes do not fit or subset_size is not in 2..min(N, M).
@@ -94,7 +94,7 @@ def inception_score(probabilities: Tensor, splits: int = 10, seed: int = 0) -> t
     Args:
         probabilities: p(y|x), [N, C], rows summing to 1.
         splits: Parts that are scored on their own, 1..N.
-        seed: Of the shuffling.
+        seed: Seed of the shuffling.
 
     Returns:
         Mean and sample standard deviation, dimensionless; the latter is 0 for one split.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Questions:
-    """What is asked of one prompt.
+    """Questions about one prompt.
 
     Attributes:
         texts: Questions by number.
@@ -59,7 +59,7 @@ def scorer(weights: Sequence[str], device: str) -> Callable[[str, str], float]:
 
     Args:
         weights: The table of questions, and the folder of mPLUG's model of visual questions.
-        device: Where the model runs.
+        device: Device of the model.
     """
     from modelscope.pipelines import pipeline
     from modelscope.utils.constant import Tasks

@@ -91,12 +91,12 @@ def at_infinity(fake_features: Tensor, reference: Moments, seed: int = 0) -> flo
     evenly spaced in 1 / N, is read off at 0: Chong and Forsyth 2020, arXiv 1911.07023, section 4.
     Departures: random subsets of the features instead of quasi-random samples of the generator, and
     five sizes with eight draws each. Noise can make it slightly negative for equal distributions.
-    What the count of the reference adds stays in.
+    The bias by the count of the reference stays in.
 
     Args:
         fake_features: [N, D] with N / 2 > D: below that the distance is no line in 1 / N.
         reference: Moments of the real features.
-        seed: Of the draws.
+        seed: Seed of the draws.
 
     Raises:
         ValueError: If there are too few features or sizes differ.

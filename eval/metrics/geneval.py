@@ -76,9 +76,9 @@ def kept(
     """Return the objects that a detector is sure of, by class, the most certain first.
 
     Args:
-        boxes: Of each class, [N, 5] with the confidence last.
-        masks: Of each class and box, bool [H, W]; None where there are none.
-        names: Of the classes.
+        boxes: Boxes of each class, [N, 5] with the confidence last.
+        masks: Masks of each class and box, bool [H, W]; None where there are none.
+        names: Names of the classes.
         least: Confidence that an object must exceed.
     """
     found = {}
@@ -98,7 +98,7 @@ def scorer(weights: Sequence[str], device: str) -> Callable[[str, str], float]:
     Args:
         weights: Files: metadata of the prompts, names of the classes, weights of the detector and
             of CLIP ViT-L/14.
-        device: Where the networks run.
+        device: Device of the networks.
     """
     import mmdet
     from mmdet.apis import inference_detector, init_detector

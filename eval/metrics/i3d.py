@@ -25,7 +25,7 @@ class I3D:
 
     Args:
         path: The torchscript file, None to look in the usual places; nothing is downloaded.
-        device: Where to run.
+        device: Device of the network.
 
     Raises:
         MissingWeightsError: If it is not found.

@@ -44,7 +44,7 @@ class MissingPackageError(MissingError, ImportError):
 
 @dataclass(frozen=True)
 class Features:
-    """What the network says of pictures.
+    """Features of pictures by the network.
 
     Attributes:
         pool: float32 [N, 2048], for distances.
@@ -74,10 +74,10 @@ class Inception:
     """An Inception network that can be called with pictures.
 
     Attributes:
-        convention: How pictures are resized, and which copy of the network is used.
-        sha256: Of the weight file.
+        convention: Way of resizing and copy of the network: `torch-fidelity` or `clean`.
+        sha256: SHA-256 of the weight file, hexadecimal.
         network: uint8 [N, 3, H, W] on the device -> features.
-        device: Where it runs.
+        device: Device of the network.
         batch_size: Pictures at once.
     """
 
@@ -125,7 +125,7 @@ def load(
     Args:
         path: Weight file, None to look in the usual places (`diffcache.eval.metrics.weights.find`).
         convention: `torch-fidelity` or `clean`.
-        device: Where to run.
+        device: Device of the network.
 
     Raises:
         ValueError: If there is no such convention, or the clean weights have another file name.

@@ -33,7 +33,7 @@ class LPIPS(nn.Module):
     Args:
         alexnet: State of torchvision's AlexNet; its `classifier` is not used.
         heads: State of the five heads, `lin<i>.model.1.weight` [1, C, 1, 1].
-        sha256: Of the file with the AlexNet, for records.
+        sha256: SHA-256 of the file with the AlexNet, for records.
 
     Raises:
         ValueError: If a weight is missing or of another shape.
@@ -109,7 +109,7 @@ def load(path: str | Path | None = None, device: str | torch.device = "cpu") -> 
 
     Args:
         path: torchvision's AlexNet, None to look in the usual places.
-        device: Where to run.
+        device: Device of the network.
 
     Raises:
         MissingWeightsError: If the AlexNet is not found.

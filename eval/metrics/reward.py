@@ -110,7 +110,7 @@ class Package:
 
     Attributes:
         name: Name of the package's module.
-        install: What pip installs.
+        install: Requirement that pip installs.
         variable: Environment variable that names the interpreter.
         weights: Keys of `diffcache.eval.metrics.weights.WEIGHTS`.
         load: Code that makes `score(prompt, picture)` of `setup`.
@@ -171,8 +171,8 @@ class Elsewhere:
     """A package's reward in another interpreter, which is started at the first call.
 
     Args:
-        package: Which.
-        device: Where it runs, as torch names it.
+        package: Package that computes the reward.
+        device: Device of its model, as torch names it.
 
     Raises:
         MissingInterpreterError: If no interpreter has the package.
@@ -258,7 +258,7 @@ class PickScore:
     """`exp(logit scale) cos(image features, text features)` of PickScore's CLIP model.
 
     Args:
-        device: Where it runs.
+        device: Device of the model, as torch names it.
         folder: Folder of the model; None to look for it.
 
     Raises:
@@ -337,7 +337,7 @@ def load(names: str, device: str = "cpu") -> dict[str, Elsewhere | PickScore | O
 
     Args:
         names: Keys of `NAMES` and `module:function`, with commas between them; "" for none.
-        device: Where published rewards run, as torch names it.
+        device: Device of published rewards, as torch names it.
 
     Raises:
         ValueError: If a name is none, or is given twice.
@@ -362,7 +362,7 @@ def score(reward: Reward, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
     """Return the reward of each picture, float64 [N], after checking what came back.
 
     Args:
-        reward: What scores.
+        reward: Reward that scores the pictures.
         pictures: uint8 [N, 3, H, W].
         prompts: N texts.
 

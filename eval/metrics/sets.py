@@ -28,7 +28,7 @@ class FeatureSet:
         moments: Mean and covariance; from `features` where those are known.
         count: Samples, None where nobody says.
         features: float64 [N, D], None where only the moments are known.
-        probabilities: Of classes, [N, C], for the Inception score.
+        probabilities: Probabilities of classes, [N, C], for the Inception score.
     """
 
     moments: Moments
@@ -39,14 +39,14 @@ class FeatureSet:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is computed beside the Fréchet distance, and how.
+    """Choice of metrics beside the Fréchet distance, and their settings.
 
     Attributes:
         kid: Kernel distance.
         prdc: Precision, recall, density, coverage.
-        inception_score: Of the second set.
-        resamples: For intervals, 0 for none.
-        seed: Of every draw.
+        inception_score: Whether the Inception score of the second set is computed.
+        resamples: Number of resamples for intervals, 0 for none.
+        seed: Seed of every draw.
     """
 
     kid: bool = False
@@ -62,7 +62,7 @@ def compare(real: FeatureSet, fake: FeatureSet, wanted: Wanted) -> dict[str, dic
     Args:
         real: The reference.
         fake: The set; its features must be known.
-        wanted: What to compute.
+        wanted: Metrics to compute.
 
     Returns:
         `fid`, and as wanted `kid`, `is`, `precision`, `recall`, `density`, `coverage`. Each has
@@ -153,7 +153,7 @@ def neighbors(
     Args:
         real: Features, float64 [N, D].
         fake: Features, float64 [M, D].
-        resamples: For intervals, 0 for none.
+        resamples: Number of resamples for intervals, 0 for none.
         seed: Seed of the draws.
     """
     one, other = some(real, seed), some(fake, seed)

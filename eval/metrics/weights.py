@@ -1,4 +1,4 @@
-"""Which weight files the real metrics need, where they are looked for, and whether they are right.
+"""Weight files of the real metrics: their names, places and hashes, and a search for them.
 
 Nothing here downloads: a file is found on this machine and its hash is right, or the error says
 which file, where it comes from, its hash and every place that was searched. Hashes are those in the
@@ -35,14 +35,14 @@ class WeightFile:
     """A file of weights, or a folder in the format of transformers.
 
     Attributes:
-        name: That `find` takes.
+        name: Name that `find` takes.
         file: File name (of a folder: its name).
-        url: Where to get it by hand.
+        url: Address where people get it by hand.
         sha256: Full hash, or the first digits of it as torch-hub file names carry them; None where
             no hash is published.
         used_by: Keys of the metrics in `diffcache.eval.metrics.catalog.METRICS`.
         folder: Place inside a tool's own cache, relative to it.
-        cache: Which cache besides `$DIFFCACHE_WEIGHTS` is searched: `torch`, `vbench`, `reward`, or
+        cache: Cache that is searched besides `$DIFFCACHE_WEIGHTS`: `torch`, `vbench`, `reward`, or
             `hub:<owner>/<name>` for the one of Hugging Face.
         is_folder: Whether it is a folder of a model, with the configuration that transformers or
             modelscope writes.

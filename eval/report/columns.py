@@ -42,12 +42,12 @@ class Column:
     Attributes:
         key: Its name in the CSV file.
         title: Its name in print.
-        group: What it tells about.
+        group: Part of the table: `cost`, `fidelity` or `quality`.
         direction: "up" where more is better, "down" where less is, None where neither is.
-        brackets: What stands behind the number: "interval", "quartiles" or nothing.
-        form: How a number is printed: as a number, signed, or as bytes.
+        brackets: Range in brackets behind the number: "interval", "quartiles" or none.
+        form: Form of a printed number: a plain number, a signed change, or bytes.
         read: Returns the number of a row, or None.
-        unit: Behind the title, or empty.
+        unit: Unit behind the title, or empty.
         lite: Whether an offline stand-in measured it.
     """
 
@@ -70,7 +70,7 @@ class Column:
 
     @property
     def spread(self) -> str:
-        """What the brackets behind its numbers hold; empty for none."""
+        """Contents of the brackets behind its numbers; empty for none."""
         return {"interval": "[95 %]", "quartiles": "(quartiles)", "": ""}[self.brackets]
 
     @property
@@ -84,7 +84,7 @@ def describe(record: Record, key: str) -> dict[str, Any]:
 
     Args:
         record: The record that holds it.
-        key: As in the rows: a metric, its `_change`, or its distance `_to_uncached`.
+        key: Key in the rows: a metric, its `_change`, or its distance `_to_uncached`.
     """
     known = record["metrics"].get(key)
     if known:
@@ -194,7 +194,7 @@ def shown(found: Value, column: Column, places: int) -> str:
 
     Args:
         found: The number.
-        column: Where it stands.
+        column: Column of the number.
         places: Decimals.
     """
     if column.form == "bytes":

@@ -64,12 +64,12 @@ def filled(text: str, records: Mapping[str, Record], name: str = "document") -> 
     """Return a document with its marked places filled.
 
     Args:
-        text: Of the document.
-        records: By their names in it.
-        name: Of the document, in errors.
+        text: Text of the document.
+        records: Records by their names in the document.
+        name: Name of the document, in errors.
 
     Raises:
-        ValueError: As in `update`.
+        ValueError: If a place is wrong, as in `update`.
     """
     kept: list[str] = []
     used = set()

@@ -18,9 +18,9 @@ class Lane:
     """A row of the timeline.
 
     Attributes:
-        name: Of the row.
-        shares: For every step the share of runs that computed it, 0 to 1.
-        timesteps: What the scheduler gave the model, or None.
+        name: Name of the row.
+        shares: Share of runs that computed each step, 0 to 1.
+        timesteps: Timesteps that the scheduler gave the model, or None.
     """
 
     name: str
@@ -39,7 +39,7 @@ def plot_errors(
             the step was computed.
         sites: Names of the rows.
         steps: Indices of the columns.
-        name: Of the method.
+        name: Name of the method.
 
     Returns:
         A matplotlib figure, or None where no step was skipped.

@@ -1,4 +1,4 @@
-"""How far the latents drift from step to step, and what each row costs."""
+"""Plots of the drift of the latents from step to step, and of the cost of each row."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Line:
     """One curve over the steps.
 
     Attributes:
-        name: Of the row.
-        values: One for each step; 0 and None are left out of a logarithmic scale.
+        name: Name of the row.
+        values: Value at each step; 0 and None are left out of a logarithmic scale.
         style: Colour and dash.
     """
 
@@ -32,8 +32,8 @@ class Bars:
     """One group of bars.
 
     Attributes:
-        title: Of the horizontal axis, with the unit.
-        values: One for each row; None leaves the bar out.
+        title: Title of the horizontal axis, with the unit.
+        values: Value of each row; None leaves the bar out.
     """
 
     title: str
@@ -75,9 +75,9 @@ def plot_cost(names: Sequence[str], styles: Sequence[Style], groups: Sequence[Ba
     """Draw what every row costs: one group of bars for each kind of cost.
 
     Args:
-        names: Of the rows.
-        styles: Of the rows.
-        groups: Beside each other; one without a number is left out.
+        names: Names of the rows.
+        styles: Styles of the rows.
+        groups: Groups side by side; one without a number is left out.
 
     Returns:
         A matplotlib figure, or None where no group has a number.

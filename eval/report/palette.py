@@ -1,4 +1,4 @@
-"""How every plot looks: one colour, marker and dash for a row everywhere, and how it is saved."""
+"""Look of every plot: one color, marker and dash for a row everywhere, and its files."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class PlotError(DiffcacheError):
 
 @dataclass(frozen=True)
 class Style:
-    """How a row is drawn.
+    """Style in which a row is drawn.
 
     Attributes:
-        colour: The same for all settings of a method.
-        marker: As the colour.
+        colour: Color, the same for all settings of a method.
+        marker: Marker, the same for all settings of a method.
         dash: Tells the settings of a method apart in lines.
     """
 
@@ -95,7 +95,7 @@ def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Sequ
     Args:
         width: Inches.
         height: Inches.
-        columns: How many axes.
+        columns: Number of axes.
     """
     _matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -32,13 +32,13 @@ class Point:
     """A row in the plot.
 
     Attributes:
-        name: Of the row.
+        name: Name of the row.
         kind: "uncached", "method" or "fewer steps".
-        x: What was saved, as a ratio; more is better.
+        x: Saved cost as a ratio; more is better.
         y: The metric.
         style: Colour and marker.
         group: Points of one group (settings of a method) are joined by a thin line.
-        label: Written beside the point; empty for none.
+        label: Text beside the point; empty for none.
     """
 
     name: str
@@ -55,8 +55,8 @@ class Panel:
     """One pair of axes.
 
     Attributes:
-        title: Of the horizontal axis.
-        points: What to draw.
+        title: Title of the horizontal axis.
+        points: Points to draw.
     """
 
     title: str
@@ -92,8 +92,8 @@ def plot(panels: Sequence[Panel], title: str, direction: str | None) -> Any:
     that one sees whether a cache lies beyond them.
 
     Args:
-        panels: Beside each other, with the same metric upwards.
-        title: Of the metric, with its unit.
+        panels: Panels side by side, with the same metric upwards.
+        title: Title of the metric, with its unit.
         direction: "up", "down" (the axis is turned over) or None.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Which plots a record has: its numbers brought into the form that the plot functions take."""
+"""Plots of a record: its numbers brought into the form that the plot functions take."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Plot:
     """A plot of a report.
 
     Attributes:
-        stem: Of its files.
-        title: Above it.
-        caption: What it shows, for readers who cannot see it too.
+        stem: Name of its files, without the ending.
+        title: Title above it.
+        caption: Caption that tells what it shows, for readers who cannot see it too.
         figure: A matplotlib figure.
     """
 
@@ -123,7 +123,7 @@ def settings(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Return what tells the settings of a method apart; nothing for a method with one.
 
     Args:
-        rows: Of methods.
+        rows: Rows of methods.
 
     Returns:
         The words of a row's name that not all rows of its method have.

@@ -59,8 +59,8 @@ def checked(record: Any, name: str = "record") -> Record:
     """Return a record that has what a report reads.
 
     Args:
-        record: What `record.json` holds.
-        name: What to call it in an error.
+        record: Contents of `record.json`.
+        name: Name of the record in an error.
 
     Raises:
         ValueError: If it has another schema, lacks a field, or its rows cannot be told apart.

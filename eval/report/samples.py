@@ -18,7 +18,7 @@ class Samples:
     A run's folder may be somebody else's: links that lead out of it are not followed.
 
     Args:
-        folders: Of the runs.
+        folders: Folders of the runs.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:

@@ -1,4 +1,4 @@
-"""What a report says about one record: its table, plots, sheets and films."""
+"""Section of a report about one record: its table, plots, sheets and films."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Picture:
     """A plot or a sheet, ready to be written.
 
     Attributes:
-        stem: Of its files.
-        title: Above it.
-        caption: What it shows.
+        stem: Name of its files, without the ending.
+        title: Title above it.
+        caption: Caption that tells what it shows.
         png: The file.
         svg: The file, or None for a sheet.
         lines: More text under it, one line each.
@@ -43,7 +43,7 @@ class Section:
     """All that a report says about one record.
 
     Attributes:
-        title: Above it.
+        title: Title above it.
         record: The record.
         table: Its table.
         plots: Its plots.
@@ -66,8 +66,8 @@ def section_of(record: Record, folders: Sequence[Path], prefix: str = "") -> Sec
 
     Args:
         record: A checked record.
-        folders: Of the runs whose samples it is about.
-        prefix: Of the files' names.
+        folders: Folders of the runs whose samples it is about.
+        prefix: Prefix of the files' names.
     """
     drawn, left_out = plots.draw(record)
     sheets, missing = strips.draw(record, folders)

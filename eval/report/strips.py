@@ -29,10 +29,10 @@ class Sheet:
     """One picture of samples.
 
     Attributes:
-        stem: Of its file.
-        title: Above it.
+        stem: Name of its file, without the ending.
+        title: Title above it.
         image: RGB.
-        lines: What it shows, as text.
+        lines: Lines of text that tell what it shows.
         films: Whether it shows frames of films.
     """
 
@@ -48,7 +48,7 @@ def draw(record: Record, folders: Sequence[Path]) -> tuple[list[Sheet], list[str
 
     Args:
         record: A checked record.
-        folders: Of the runs whose samples it is about.
+        folders: Folders of the runs whose samples it is about.
 
     Returns:
         The sheets, and one sentence for everything that was left out.
@@ -87,7 +87,7 @@ def picks(methods: Sequence[dict[str, Any]], group: str, most: int) -> list[tupl
     Args:
         methods: Rows.
         group: A field of `samples`.
-        most: How many.
+        most: Most samples to choose.
 
     Returns:
         Numbers of samples that differ, each with the method it was chosen for.

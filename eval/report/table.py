@@ -36,10 +36,10 @@ class Cell:
     """One cell.
 
     Attributes:
-        text: As printed, without signs of emphasis.
+        text: Text as printed, without signs of emphasis.
         bold: Whether it is the best of its column but for the uncached row.
         dagger: Whether the interval of a change holds 0.
-        number: To sort by, or None.
+        number: Number to sort by, or None.
     """
 
     text: str
@@ -53,10 +53,10 @@ class Row:
     """One row.
 
     Attributes:
-        name: Of the case.
+        name: Name of the case.
         kind: "uncached", "method" or "fewer steps".
         label: The name as printed.
-        cells: One for each column.
+        cells: Cells, one for each column.
     """
 
     name: str
@@ -70,9 +70,9 @@ class Table:
     """A record's table.
 
     Attributes:
-        columns: All but the first, which names the row.
-        rows: In the order of the table.
-        notes: What the signs mean, which back ends measured, and the record's warnings.
+        columns: Columns but the first, which names the row.
+        rows: Rows in the order of the table.
+        notes: Notes on the signs and on the back ends that measured, and the record's warnings.
     """
 
     columns: tuple[Column, ...]
@@ -241,7 +241,7 @@ class TerminalTable:
     """The table for a terminal: cost, fidelity and quality, each cut where the width ends.
 
     Args:
-        table: To print; the record's warnings are left out.
+        table: Table to print; the record's warnings are left out.
     """
 
     def __init__(self, table: Table) -> None:

@@ -1,4 +1,4 @@
-"""What a report says in sentences: the outcome, and how it was measured."""
+"""Sentences of a report: the outcome, and how it was measured."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def write_reports(
 
     Args:
         runs: Records, as in `record.json`, with the folders where their samples are.
-        out: Where to write.
-        formats: Of `md`, `html` and `csv`; plots and sheets come with the first two.
+        out: Folder to write to.
+        formats: Formats, some of `md`, `html` and `csv`; plots and sheets come with the first two.
         in_one: Put the rows of all runs, which are of the same task, in one table.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What a pipeline's call takes, checked before anything is drawn."""
+"""Arguments of a pipeline's call, checked before anything is drawn."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def check_call(pipeline: str, parameters: Parameters, task: Task, call: Mapping[
 
     Args:
         pipeline: Name of the class, for messages.
-        parameters: Of its call.
-        task: What to draw; each argument of its call must be taken.
+        parameters: Parameters of its call.
+        task: Task to draw; each argument of its call must be taken.
         call: All further arguments, defaults of the model included.
 
     Raises:
@@ -77,7 +77,7 @@ def frame_rate(
     Args:
         pipeline: Name of the class.
         parameters: Parameters of its call.
-        task: What to draw.
+        task: Task to draw.
         call: Arguments of the call, defaults of the model included.
 
     Returns:
@@ -113,9 +113,9 @@ def prompts_of(task: Task, pipeline: str, parameters: Parameters, model: Any) ->
     """Return the prompts of a task, or what suits the pipeline.
 
     Args:
-        task: What to draw.
+        task: Task to draw.
         pipeline: Name of the class, for messages.
-        parameters: Of its call.
+        parameters: Parameters of its call.
         model: Directory of the model, or a loaded pipeline.
 
     Returns:

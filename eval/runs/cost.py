@@ -1,4 +1,4 @@
-"""What the cases of a run take: seconds in turn, joules, and peak memory of a fresh process."""
+"""Cost of the cases of a run: seconds in turn, joules, and peak memory of a fresh process."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class _Turns:
 
     Args:
         run: The run; its first batch is drawn.
-        case: What is drawn.
+        case: Case that is drawn.
         setting: Device that is waited for.
     """
 

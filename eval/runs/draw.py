@@ -39,9 +39,9 @@ class Drawn:
 
     Attributes:
         samples: Pictures uint8 [3, H, W] or films uint8 [F, 3, H, W].
-        about: For the manifest: seconds and what the cache did.
-        latents: Behind every step, float32 [S, B, ...]; None where the pipeline does not show
-            them or nobody asked.
+        about: Entries for the manifest: seconds and what the cache did.
+        latents: Latents behind every step, float32 [S, B, ...]; None where the pipeline does not
+            show them or nobody asked.
     """
 
     samples: list[Tensor]
@@ -53,7 +53,7 @@ class Drawer:
     """A pipeline that draws batches, uncached or under a method.
 
     Args:
-        task: What to draw.
+        task: Task to draw.
         ranks: This process among those of the run.
         live: A pipeline that is loaded already; the task's `model` is its name in tables then, and
             its dtype and device are those of the pipeline.
@@ -144,7 +144,7 @@ class Drawer:
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """What all cases share and what changes their samples; goes into their hashes."""
+        """Facts that all cases share and that change their samples; part of their hashes."""
         task = self.task
         # The held-out list grows with the number of samples, and its start stays as it is.
         grows = self.prompts.source == HELD_OUT
@@ -198,8 +198,8 @@ class Drawer:
         """Draw a batch; within `wrapped(case)`.
 
         Args:
-            case: What to draw.
-            batch: Which samples.
+            case: Case to draw.
+            batch: Batch of samples to draw.
             keep_latents: Keep the latents of every step, where the pipeline shows them.
             timed: The call is timed: a cache of another library, which counts nothing itself,
                 is not watched.
@@ -278,8 +278,8 @@ def relative_errors(latents: Tensor, others: Tensor) -> list[list[float]]:
     """Return the relative L2 error of every sample's latents behind every step.
 
     Args:
-        latents: Of the uncached run, [S, B, ...].
-        others: Same shape.
+        latents: Latents of the uncached run, [S, B, ...].
+        others: Latents of another run, same shape.
     """
     apart = (others - latents).flatten(2).double().norm(dim=2)
     errors = apart / latents.flatten(2).double().norm(dim=2).clamp_min(1e-12)

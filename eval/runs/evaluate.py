@@ -48,23 +48,23 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Plan:
-    """What to evaluate.
+    """Plan of an evaluation.
 
     Attributes:
-        task: What is drawn.
+        task: Task that is drawn.
         methods: Name in the table -> method.
         out: Folder of the run; None is `runs/<model>-<hash of the task>`.
         reference: Real pictures or films: a folder, an npz of pictures, or one of statistics; None
             is the shapes generator where prompts are in its words.
         resize: Real pictures are scaled and cut to squares of so many pixels; None leaves them.
-        convention: How Inception gets its pictures, `torch-fidelity` or `clean`.
-        stages: What is done, of `STAGES`; what an earlier job did is there already.
+        convention: Way of preparing pictures for Inception, `torch-fidelity` or `clean`.
+        stages: Stages to run, of `STAGES`; the work of an earlier job is there already.
         rounds: Timed rounds of every case, 0 for none.
         memory: Measure peak memory, of each case in a process of its own (always on CUDA, in this
             process).
         site_errors: Measure the error of every stand-in on the first batch.
         reward: Rewards of pictures for prompts, as `metrics.reward.load` takes them.
-        command: That repeats the run, for the record.
+        command: Command that repeats the run, for the record.
         pipe: A loaded pipeline to evaluate; the task's `model` is its name in tables then.
     """
 
@@ -110,11 +110,11 @@ class Run:
     """A run under way: what is shared by its parts.
 
     Attributes:
-        plan: What to evaluate.
-        drawer: Of the samples.
+        plan: Plan of the run.
+        drawer: Drawer of the samples.
         ranks: This process among those of the run.
-        progress: What is shown meanwhile.
-        real: What `plan.reference` names, checked.
+        progress: Display of the progress.
+        real: Real samples that `plan.reference` names, checked; None without a reference.
         parts_seconds: Wall time of every part.
     """
 

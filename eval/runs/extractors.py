@@ -1,4 +1,4 @@
-"""What reads samples: the shipped extractor always, real networks where their weights are.
+"""Networks that read samples: the shipped extractor always, real networks where their weights are.
 
 An extractor turns samples into columns, one number or vector a sample. A key that ends in `_lite`
 comes from the shipped one; the same key without the ending from a real one.
@@ -36,8 +36,8 @@ class Extractors:
         i3d: Features of films, for FVD.
         rewards: Scores of pictures for prompts, by the key of their metric.
         reward_name: Names of those.
-        device: Where pictures are seen; `cpu` or an accelerator with float64.
-        entries: What a record says of the real networks, by metric.
+        device: Device of the pictures; `cpu` or an accelerator with float64.
+        entries: Entries of a record on the real networks, by metric.
         lacking: Real metrics that are left out, and why.
     """
 
@@ -64,7 +64,7 @@ class Extractors:
 
     @property
     def identity(self) -> list[Any]:
-        """What the values of samples depend on."""
+        """Facts that the values of samples depend on."""
         kind = self.device.partition(":")[0]
         return [lite.EXTRACTOR.entry(), self.entries, self.reward_name, kind]
 
@@ -143,10 +143,10 @@ def at_hand(
     """Return the networks whose weights are found here; a wrong weight file is an error.
 
     Args:
-        device: Where they run, as torch names it.
+        device: Device of the networks, as torch names it.
         films: Whether the samples are films.
-        reward_name: As `reward.load` takes it.
-        convention: How Inception gets its pictures.
+        reward_name: Names of rewards, for `reward.load`.
+        convention: Way of preparing pictures for Inception, `torch-fidelity` or `clean`.
 
     Raises:
         WrongWeightsError: If a weight file is another one than it should be.

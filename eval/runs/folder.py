@@ -1,8 +1,8 @@
 """A case's folder: samples that are complete, and the manifest that says so.
 
 A batch is drawn, its files are written, then one line is appended to the manifest and flushed to
-the disk. What has no line was not drawn, so a run can be killed at any time and goes on where it
-was; what is half written is never read.
+the disk. A batch without a line was not drawn, so a run can be killed at any time and goes on
+where it was; what is half written is never read.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Batch:
     """Samples that are drawn in one call.
 
     Attributes:
-        number: From 0.
-        ids: Of the samples.
-        prompts: One for each.
-        seeds: One for each.
+        number: Number of the batch, from 0.
+        ids: Numbers of the samples.
+        prompts: Prompt of each sample.
+        seeds: Seed of each sample.
     """
 
     number: int
@@ -66,9 +66,9 @@ def batches(texts: Sequence[str], samples: int, size: int, seed: int) -> list[Ba
 
     Args:
         texts: Prompts; sample `i` has prompt `i`, from the start again where they end.
-        samples: How many.
+        samples: Number of samples.
         size: Samples a batch; the last may be smaller.
-        seed: Of sample 0; sample `i` has `seed + i`.
+        seed: Seed of sample 0; sample `i` has `seed + i`.
     """
     made = []
     for number, start in enumerate(range(0, samples, size)):
@@ -154,7 +154,7 @@ class CaseFolder:
         """Write the samples of a batch, then its line.
 
         Args:
-            batch: What was drawn.
+            batch: Batch that was drawn.
             samples: Pictures uint8 [3, H, W], or films uint8 [F, 3, H, W].
             about: More of the line: what the cache did and how long it took.
         """
@@ -202,7 +202,7 @@ class CaseFolder:
         """Read samples back: pictures uint8 [3, H, W] or films uint8 [F, 3, H, W].
 
         Args:
-            ids: Which samples.
+            ids: Numbers of the samples.
             sums: SHA-256 of their files; without it damage that can still be read goes unseen.
 
         Raises:
@@ -247,7 +247,7 @@ def check_claim(folder: Path, mine: Mapping[str, Any]) -> bool:
     """Return whether the folder of a run is new, after checking that it holds no other run.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
         mine: Its settings, with their digest under `identity`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the lines of a manifest say of a case: which steps were computed, and what they cost."""
+"""Facts in the lines of a manifest: the computed steps of a case, and their cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def evaluations(lines: Sequence[Mapping[str, Any]], steps: int, full: float | No
     Counted in FLOPs of the whole denoiser; where they are unknown, computed steps are counted.
 
     Args:
-        lines: Of the case's manifest.
+        lines: Lines of the case's manifest.
         steps: Sampling steps.
         full: FLOPs of one uncached step and sample.
     """
@@ -35,7 +35,7 @@ def shares(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
     """Return for every step the share of samples that computed it, None without a cache.
 
     Args:
-        lines: Of a case's manifest.
+        lines: Lines of a case's manifest.
     """
     runs = [(line["cache"]["steps"], len(line["ids"])) for line in lines if "cache" in line]
     if not runs:

@@ -36,8 +36,8 @@ def evaluate(plan: Plan, progress: Progress) -> dict[str, Any] | None:
     Every process draws its share of the batches and scores it; the first one joins the values.
 
     Args:
-        plan: What to evaluate.
-        progress: What is shown meanwhile.
+        plan: Plan of the evaluation.
+        progress: Display of the progress.
 
     Returns:
         The record, with the run's folder under `folder`; None in all processes but the first, and
@@ -72,11 +72,11 @@ def evaluate(plan: Plan, progress: Progress) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a run has drawn, and what reads it.
+    """Samples of a run, and the networks that read them.
 
     Attributes:
-        samples: Of every case, by its name.
-        networks: What reads them.
+        samples: Samples of every case, by its name.
+        networks: Networks that read them.
         place: Folder of the features of real samples.
     """
 

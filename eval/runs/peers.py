@@ -47,7 +47,7 @@ class Peer(ABC):
     """A cache of another library.
 
     Args:
-        name: As a row names it, with its prefix.
+        name: Name in a row, with its prefix.
         settings: Arguments of its configuration.
 
     Raises:
@@ -293,7 +293,7 @@ def mag_ratios_of(pipe: Any, call: Mapping[str, Any]) -> list[float]:
 
 @dataclasses.dataclass
 class Count:
-    """What a run under a cache of another library did.
+    """Count of a run under a cache of another library.
 
     Attributes:
         tally: Operations of every denoiser call.

@@ -1,4 +1,4 @@
-"""How good the samples of a case are: means over samples, and distances of sets, with intervals."""
+"""Quality of the samples of a case: means over samples, and distances of sets, with intervals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Reference:
     """Real samples that generated ones are compared with.
 
     Attributes:
-        name: Where they are from.
+        name: Name of the place they are from.
         sets: Ending of the keys (`_lite`, or "" for real networks) -> moments of all features,
             and some features [M, D] (None: only moments are known).
     """

@@ -16,10 +16,10 @@ class Ranks:
     """This process among those of the run.
 
     Attributes:
-        index: From 0; the first one reports.
-        count: How many.
+        index: Number of this process, from 0; the first one reports.
+        count: Number of processes.
         local: Place on its machine.
-        beside: How many are on its machine.
+        beside: Number of processes on its machine.
     """
 
     index: int = 0
@@ -59,7 +59,7 @@ def join(device: str) -> Ranks:
     samples; the run's folder must be one that all hosts see.
 
     Args:
-        device: Of the task; on `cpu` the processes meet over gloo.
+        device: Device of the task; on `cpu` the processes meet over gloo.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks()

@@ -85,15 +85,15 @@ def assemble(
 ) -> dict[str, Any]:
     """Return the record.
 
-    What depends on the time or the machine stands under keys of its own, so that the rest can be
+    Values that depend on time or machine stand under keys of their own, so that the rest can be
     compared between runs.
 
     Args:
         run: The run.
-        rows: Of `row`, the uncached one first.
+        rows: Rows that `row` returned, the uncached one first.
         timing: `rows` (row name -> seconds, ratio, throughput) and `warning`; empty if untimed.
-        extractors: What read the samples.
-        first: One of them, a picture [3, H, W] or a film [F, 3, H, W].
+        extractors: Networks that read the samples.
+        first: One of the samples, a picture [3, H, W] or a film [F, 3, H, W].
     """
     size = (first.shape[-2], first.shape[-1])
     task, drawer = run.plan.task, run.drawer
@@ -152,8 +152,8 @@ def describe(
     """Return title, unit, direction and back end of every metric that the rows hold.
 
     Args:
-        rows: Of `row`.
-        extractors: What read the samples.
+        rows: Rows that `row` returned.
+        extractors: Networks that read the samples.
         size: Height and width of a picture or frame, which decide on the variant of MS-SSIM.
     """
     keys = dict.fromkeys(k for r in rows for part in ("fidelity", "quality") for k in r[part])
@@ -181,7 +181,7 @@ def warnings(
 
     Args:
         run: The run.
-        rows: Of `row`.
+        rows: Rows that `row` returned.
         timed: Row name -> seconds and ratios; empty if untimed.
     """
     found = []

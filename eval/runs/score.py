@@ -41,7 +41,7 @@ class Samples:
     """The samples of a case, complete.
 
     Attributes:
-        folder: Where they are.
+        folder: Folder of the samples.
         batches: All of them, in order.
         sums: SHA-256 of the file of each, by number.
     """
@@ -97,12 +97,12 @@ def values(samples: Samples, uncached: Samples | None, extractors: Extractors) -
     """Return per-sample values of a case; what is not kept yet is computed.
 
     Args:
-        samples: Of the case.
-        uncached: Their counterparts, None for the uncached case itself.
-        extractors: What reads the samples.
+        samples: Samples of the case.
+        uncached: Counterparts of the samples, None for the uncached case itself.
+        extractors: Networks that read the samples.
 
     Returns:
-        What the extractors say of every sample by itself; and beside counterparts, float64 [N]
+        Values of the extractors for every sample by itself; and beside counterparts, float64 [N]
         each, films as means over their frames: `psnr_db`, `mse` (full range is 1), `ssim`,
         `ms_ssim` where the pictures are large enough, `lpips_lite`, `lpips` where its weights are,
         and of films `temporal_error`.
@@ -152,9 +152,9 @@ def closeness(
 
     Args:
         theirs: uint8 [N, 3, H, W].
-        mine: The same.
-        extractors: What reads them.
-        wanted: Of `CLOSENESS`; `lpips` is both of its kinds, `psnr_db` comes with `mse`.
+        mine: Pictures to compare with them, same shape.
+        extractors: Networks that read the pictures.
+        wanted: Keys of `CLOSENESS`; `lpips` is both of its kinds, `psnr_db` comes with `mse`.
 
     Raises:
         ValueError: If the pictures are too small for one of them.

@@ -1,4 +1,4 @@
-"""What scoring takes: seconds a picture of every value that a run computes, by device."""
+"""Time of scoring: seconds a picture of every value that a run computes, by device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def seconds_a_picture(side: int) -> dict[str, dict[str, float]]:
     On the CPU with one thread, as runs score; they use as many at once as there are cores.
 
     Args:
-        side: Of the square pictures, pixels.
+        side: Side of the square pictures, pixels.
 
     Returns:
         Device -> value -> seconds. Files are written and read by the CPU.

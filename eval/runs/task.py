@@ -1,4 +1,4 @@
-"""What a run draws: one task, several cases, and the hashes that keep them apart."""
+"""Task of a run, its cases, and the hashes that keep them apart."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _SOME_VALUES = 64
 
 @dataclass(frozen=True)
 class Task:
-    """What every case of a run draws.
+    """Samples that every case of a run draws.
 
     Attributes:
         model: Directory of a saved pipeline, name of a shipped model, or a Hugging Face model ID.
         prompts: Built-in list or file (`diffcache.eval.samples.prompts`); "" is the model's own.
-        samples: How many; sample `i` is drawn from prompt `i` (the list is repeated) and from
-            noise with seed `seed + i`.
-        seed: Of the first sample.
+        samples: Number of samples; sample `i` is drawn from prompt `i` (the list is repeated) and
+            from noise with seed `seed + i`.
+        seed: Seed of the first sample.
         batch_size: Prompts a call. Part of what is drawn: a batch is one computation, and a method
             may decide by its mean.
         steps: Sampling steps; None is the pipeline's default.
         call: More arguments of the pipeline's call.
-        dtype: Of the model, or `auto` (`diffcache.pipelines.demo.saved.dtype_of`).
-        device: `auto`, or as torch names it.
+        dtype: Dtype of the model, or `auto` (`diffcache.pipelines.demo.saved.dtype_of`).
+        device: Device of the run: `auto`, or as torch names it.
         threads: CPU threads of torch; they change the order of sums.
         fps: Frames per second of films on disk; None is the pipeline's own.
-        loading: How the model is loaded; a mapping of its fields will do.
+        loading: Options for loading the model; a mapping of its fields will do.
     """
 
     model: str
@@ -85,8 +85,8 @@ class Case:
     """One row of the table: the task under a method, uncached, or uncached with fewer steps.
 
     Attributes:
-        name: In tables; unique in a run.
-        kind: Which of the three.
+        name: Name in tables; unique in a run.
+        kind: Kind of row, one of the three.
         steps: Sampling steps.
         method: The cache, ours or one of another library, None for the other two.
         matches: Names of the methods whose evaluations a case of fewer steps has.
@@ -102,7 +102,7 @@ class Case:
         """Return 16 hexadecimal digits that change with anything that changes the samples.
 
         Args:
-            about: What all cases of the run share (`Drawer.about`).
+            about: Facts that all cases of the run share (`Drawer.about`).
         """
         mine = {**about, "steps": self.steps, "method": None}
         if self.method is not None:

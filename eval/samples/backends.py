@@ -1,4 +1,4 @@
-"""Which network a command on folders uses: the published one, or the shipped stand-in."""
+"""Choice of a command's network on folders: the published one, or the shipped stand-in."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Recursive = Annotated[bool, typer.Option("--recursive", help="Look into folders 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the user asked for.
+    """Choice of the user.
 
     Attributes:
         kind: `auto` (the real one where its weights and packages are), `real` or `lite`.
         weights: Path of the weights, which means `real`; empty to look in the usual places.
-        device: Where networks run: `auto`, or as torch names it.
+        device: Device of the networks: `auto`, or as torch names it.
     """
 
     kind: str = "auto"

@@ -35,7 +35,7 @@ class Folder:
         names: Path inside the folder without the ending, in natural order (2 before 10); in an
             `.npz` file the index.
         files: File of each, empty for an `.npz` file.
-        notes: What was left out.
+        notes: Notes on what was left out.
         stored: The pictures of an `.npz` file.
     """
 
@@ -74,7 +74,7 @@ class Folder:
         """Yield pictures, uint8 [3, H, W] (errors: `read_picture`).
 
         Args:
-            indices: Which, all by default.
+            indices: Indices of the pictures, all by default.
         """
         yield from map(self.picture, range(len(self)) if indices is None else indices)
 
@@ -116,7 +116,7 @@ def open_films(path: str | Path) -> Folder:
     """Find the films of a folder: film files, and folders inside with one picture a frame.
 
     Args:
-        path: That folder, one film, or one folder of frames.
+        path: Folder of films, one film, or one folder of frames.
 
     Raises:
         FileNotFoundError: If nothing is there.

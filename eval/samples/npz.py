@@ -36,7 +36,7 @@ class StoredPictures:
 
     Attributes:
         path: The file.
-        count: How many.
+        count: Number of pictures.
         size: Height and width, pixels.
     """
 
@@ -68,7 +68,7 @@ class Statistics:
         mean: float64 [D].
         cov: float64 [D, D].
         count: Samples they are of, None where the file does not say.
-        features: Of some of the samples, float64 [M, D]; None where the file has none.
+        features: Features of some of the samples, float64 [M, D]; None where the file has none.
         about: Network and resize that they are of; empty where the file does not say.
     """
 
@@ -170,9 +170,9 @@ def write_npz(path: str | Path, pictures: Iterable[Tensor], count: int) -> Path:
     """Write pictures for the ADM evaluator; nothing is left behind if that fails.
 
     Args:
-        path: Ends in `.npz`.
+        path: File to write, ending in `.npz`.
         pictures: `count` pictures, uint8 [3, H, W], all of one size.
-        count: How many there are.
+        count: Number of pictures.
 
     Returns:
         The path written.

@@ -23,7 +23,7 @@ def target_of(out: Path | None, is_video: bool) -> Path:
     """Return the file that a run is written to, checked before the run.
 
     Args:
-        out: What `--out` names; None is `out/run.png`, or `out/run.gif` for a video.
+        out: File that `--out` names; None is `out/run.png`, or `out/run.gif` for a video.
         is_video: Whether the pipeline makes videos.
 
     Raises:

@@ -26,14 +26,14 @@ Columns = dict[str, list[float]]
 
 @dataclass
 class Pairs:
-    """What is compared.
+    """Samples to compare, pair by pair.
 
     Attributes:
         a: The reference.
         b: The other.
         places: Index in `a` and in `b` of each pair.
         is_film: Whether they are films.
-        warnings: So far.
+        warnings: Warnings so far.
     """
 
     a: Folder
@@ -102,9 +102,9 @@ def measure(pairs: Pairs, metrics: Sequence[str], network: Extractors, size: int
     """Return the values of every pair; the value of a film is the mean over its frames.
 
     Args:
-        pairs: What to compare; takes warnings.
+        pairs: Pairs to compare; takes warnings.
         metrics: Keys of `KEYS`.
-        network: What sees pairs, for LPIPS.
+        network: Network that sees pairs, for LPIPS.
         size: Pairs of pictures at once.
 
     Returns:

@@ -65,7 +65,7 @@ def resized(picture: Tensor, side: int) -> Tensor:
 
     Args:
         picture: uint8 [3, H, W].
-        side: Of the result, and of the shorter side before the longer one is cut.
+        side: Pixels of the result's side, and of the shorter side before the longer one is cut.
 
     Returns:
         uint8 [3, side, side].

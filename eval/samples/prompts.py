@@ -48,9 +48,9 @@ class Prompts:
     Attributes:
         source: Name of a built-in list, or the path of the file.
         texts: The prompts, none empty.
-        sha256: Of the whole list as UTF-8, one prompt a line, before any limit; the same for the
-            same prompts in another kind of file.
-        rule: How they were chosen from a file that holds more; empty where all are taken.
+        sha256: SHA-256 of the whole list as UTF-8, one prompt a line, before any limit; the same
+            for the same prompts in another kind of file.
+        rule: Rule by which they were chosen from a file that holds more; empty where all are taken.
     """
 
     source: str
@@ -105,7 +105,7 @@ def calibration_prompts(source: str) -> Prompts:
     the half that a hash of each prompt tells, wherever the prompt stands.
 
     Args:
-        source: As `load_prompts` takes it.
+        source: Name of a list or path of a file, for `load_prompts`.
 
     Raises:
         FileNotFoundError: If there is neither such a list nor such a file.

@@ -33,7 +33,7 @@ _EXACT = 2**62  # count of statistics that do not say; they are taken as exact
 
 @dataclass(frozen=True)
 class Wish:
-    """How the samples of a folder are taken.
+    """Way of taking the samples of a folder.
 
     Attributes:
         is_film: Films are wanted.
@@ -57,9 +57,9 @@ class Source:
     """Samples, checked and not read yet.
 
     Attributes:
-        path: As given.
+        path: Path as given.
         folder: Pictures or films; None where only statistics are known.
-        indices: Which of them are used, increasing.
+        indices: Indices of the samples that are used, increasing.
         is_film: Whether they are films.
         side: Pictures are resized to it, pixels; None leaves them.
         size: Height and width of the pictures as they are used; None without.
@@ -105,7 +105,7 @@ class Source:
 
         Args:
             part: One of `parts`.
-            extractors: What reads the samples.
+            extractors: Networks that read the samples.
             place: Folder where they are kept.
 
         Raises:
@@ -119,7 +119,7 @@ class Source:
         """Return moments, and the features of some samples drawn at random.
 
         Args:
-            extractors: What reads the samples.
+            extractors: Networks that read the samples.
             place: Folder where features are kept.
         """
         sets: dict[str, tuple[Moments, Tensor | None]] = {}
@@ -216,7 +216,7 @@ def open_source(path: str | Path, wish: Wish | None = None) -> Source:
 
     Args:
         path: Folder of pictures or films, an .npz of pictures, or one of statistics.
-        wish: How they are taken; all pictures as they are by default.
+        wish: Way of taking them; all pictures as they are by default.
 
     Raises:
         FileNotFoundError: If nothing is there.

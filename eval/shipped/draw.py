@@ -53,7 +53,7 @@ def draw_films(
 
     Args:
         pipe: The pipeline.
-        prompts: What to film.
+        prompts: Prompts to film.
         steps: Sampling steps.
         seed: Seed of the first film.
         **call: Arguments that replace those of `wan.CALL`.
@@ -79,7 +79,7 @@ def edit_pictures(
         steps: Sampling steps.
         seed: Seed of the first picture.
         batch: Pictures edited at once.
-        each: Told the number of pictures of every run, after it.
+        each: Callback that is given the number of pictures of every run, after it.
 
     Returns:
         The results, uint8 [B, 3, 64, 64].
@@ -103,7 +103,7 @@ def draw_grid(
 
     Args:
         cells: Pictures of each sample, which stand side by side.
-        texts: One for each sample.
+        texts: Prompts, one for each sample.
         scale: Pixels of the grid for one of a picture.
         columns: Samples in a row.
     """

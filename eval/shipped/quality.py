@@ -95,8 +95,8 @@ def of_prompts(pictures: Any, prompts: Sequence[str]) -> Outcomes:
     """Return which pictures show everything their prompt states, and the share of each attribute.
 
     Args:
-        pictures: As the classifier takes them.
-        prompts: One for each, in the words of the shapes generator.
+        pictures: Pictures as the classifier takes them.
+        prompts: Prompt of each picture, in the words of the shapes generator.
     """
     rows = [
         compare(scene, parse(text)) for scene, text in zip(read(pictures), prompts, strict=True)

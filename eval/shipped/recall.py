@@ -1,4 +1,4 @@
-"""How much of its contexts the small language model recalls, with nothing dropped."""
+"""Recall of the small language model over its contexts, with nothing dropped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def measure(model: LlamaForCausalLM, task: Task, samples: int, seed: int) -> dic
 
     Args:
         model: The model, in evaluation mode.
-        task: What to draw.
+        task: Task to draw.
         samples: Contexts, drawn in groups of about 8192 tokens.
         seed: Seed of the draw, which no training reached.
 

@@ -42,11 +42,11 @@ SETTING = Setting(torch.device("cpu"))
 
 @dataclass(frozen=True)
 class Drawn:
-    """What the runs of one row made.
+    """Results of the runs of one row.
 
     Attributes:
         outcomes: Metric -> outcome of every sample, bool [N].
-        values: What uncached samples are compared with, [N, ...].
+        values: Values to compare with those of uncached samples, [N, ...].
         reports: Report of every run with its number of samples; none uncached.
     """
 
@@ -60,10 +60,10 @@ class Subject(ABC):
 
     Attributes:
         name: Name of the model.
-        directory: Where it was saved.
+        directory: Directory of the saved model.
         methods: Catalogue names with settings, in the order of the rows.
         metrics: Metric -> title, unit and direction.
-        about: What the samples depend on, `samples`, `seed` and `steps` among them.
+        about: Facts that the samples depend on, `samples`, `seed` and `steps` among them.
         pipe: The pipeline that methods are put on.
         plain: The pipeline that stays uncached, for seconds in turn.
     """

@@ -53,7 +53,7 @@ class VBenchError(DiffcacheError, RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """What to run the package on.
+    """Films and settings to run the package on.
 
     Attributes:
         films: Folder of `.mp4` films.
@@ -109,7 +109,7 @@ def run(job: Job, dimensions: Sequence[str] | None = None) -> dict[str, float]:
     """Measure the dimensions that are not measured yet, and return the scores of all.
 
     Args:
-        job: What to run on.
+        job: Job to run.
         dimensions: Names; None for all that the mode allows.
 
     Returns:
@@ -199,7 +199,7 @@ def _films(job: Job, dimension: str) -> list[Path]:
 
 
 def _stamp_file(job: Job, dimension: str) -> Path:
-    """Where the hash is kept; hidden and no JSON, since VBench reads every JSON of the folder."""
+    """Return the file of the hash, hidden and no JSON, since VBench reads every JSON there."""
     return job.out / ".films" / f"{dimension}.sha256"
 
 

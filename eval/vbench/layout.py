@@ -86,9 +86,9 @@ def film_name(prompt: str, index: int, ending: str = ".mp4") -> str:
     """Return the name VBench looks for.
 
     Args:
-        prompt: Taken as it is; a final full stop stays.
-        index: Of the sample, from 0.
-        ending: Of the file.
+        prompt: Prompt, taken as it is; a final full stop stays.
+        index: Number of the sample, from 0.
+        ending: Ending of the file.
 
     Raises:
         ValueError: No file can safely carry the prompt as its name.

@@ -57,11 +57,11 @@ def draw_suite(job: Suite, progress: Progress) -> tuple[int, float] | None:
     """Draw every film that is not there yet; processes of a launcher share them out.
 
     Args:
-        job: What to draw. Film `i` of the whole suite has seed `seed + i`, so no two share one.
-        progress: What is shown meanwhile.
+        job: Suite to draw. Film `i` of the whole suite has seed `seed + i`, so no two share one.
+        progress: Display of the progress.
 
     Returns:
-        How many films there are, and their frames per second; None in all processes but the first.
+        Number of films, and their frames per second; None in all processes but the first.
 
     Raises:
         FileNotFoundError: There is no such model or list of prompts.

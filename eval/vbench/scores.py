@@ -26,8 +26,8 @@ class Scores:
     """Scores of one model; all are shares from 0 to 1 (a normalised one can leave that range).
 
     Attributes:
-        raw: Of every dimension that was measured.
-        normalised: The same, with VBench's ranges.
+        raw: Raw score of every dimension that was measured.
+        normalised: Raw scores brought to VBench's ranges.
         quality: Weighted mean of seven dimensions; None unless all are there.
         semantic: Mean of nine dimensions; None unless all are there.
         total: `(4 quality + semantic) / 5`; None unless all 16 are there.

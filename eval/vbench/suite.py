@@ -24,7 +24,7 @@ class Dimension:
     """One dimension of VBench.
 
     Attributes:
-        name: As in VBench's files.
+        name: Name in VBench's files.
         group: Score that it belongs to.
         low: Raw score that counts as 0.
         high: Raw score that counts as 1.

@@ -78,7 +78,7 @@ class Rollouts:
             rows: Policies.
             frames: Frames of a film.
             kept: Rows that were made before.
-            progress: Told (rows done, rows in all, name of the next).
+            progress: Callback for the progress, given (rows done, rows in all, name of the next).
         """
         found: dict[str, Any] = {}
         with self.model.video() as video:
@@ -122,7 +122,7 @@ class Rollouts:
         Args:
             rows: Ways.
             kept: Ways that were filmed before.
-            progress: Told (rows done, rows in all, name of the next).
+            progress: Callback for the progress, given (rows done, rows in all, name of the next).
         """
         found = []
         with self.model.video() as video:
