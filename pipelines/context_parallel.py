@@ -68,7 +68,7 @@ class Ranks:
 
         Args:
             value: Plain data and tensors.
-            device: Where the group's tensors are.
+            device: Device of the group's tensors.
 
         Raises:
             ValueError: If one differs.

@@ -213,9 +213,9 @@ class DiffusionLM:
         at its end or when its iterator is closed.
 
         Args:
-            prompts: As for `generate`.
-            schedule: As for `generate`.
-            sampler: As for `generate`.
+            prompts: Prompts, as for `generate`.
+            schedule: Schedule, as for `generate`.
+            sampler: Sampler, as for `generate`.
         """
         for decoding, _ in self._forwards(prompts, schedule, sampler):
             yield decoding

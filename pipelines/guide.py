@@ -32,10 +32,10 @@ class ModelGuide:
         """Return the logits of the tokens that are asked for; the host waits.
 
         Args:
-            ids: As in `Guide`.
-            at: As in `Guide`.
-            wanted: As in `Guide`.
-            valid: As in `Guide`.
+            ids: Tokens with the draft in them, int64 `[B, T]`.
+            at: Positions of the active blocks, int64 `[B, n]`.
+            wanted: Mask of the positions that are asked for, bool `[B, n]`; at least one.
+            valid: Positions that are no padding, bool `[B, T]`; None for all.
         """
         asked = at[wanted]
         stop = int(asked.max())  # a token is predicted by the one before

@@ -32,7 +32,7 @@ QUANTIZED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @dataclass(frozen=True)
 class Loading:
-    """How a pipeline is loaded, beside its dtype and device.
+    """Options for loading a pipeline, beside its dtype and device.
 
     Attributes:
         variant: Files of weights that are read, such as `fp16`; "" are those without one.
@@ -61,7 +61,7 @@ class Loading:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What is not the default, as plain data."""
+        """Options that are not the default, as plain data."""
         return {
             item.name: value
             for item in fields(self)
@@ -72,8 +72,8 @@ class Loading:
         """Check what can be checked before anything is read.
 
         Args:
-            model: What the command line names.
-            device: Where the pipeline will run.
+            model: Model that the command line names.
+            device: Device that the pipeline will run on.
 
         Raises:
             FileNotFoundError: If an adapter is not there.
@@ -112,9 +112,9 @@ def load(
     Defaults stand in `diffcache.json` beside the pipeline, as `{"call": {"height": 64}}`.
 
     Args:
-        model: As `locate` takes it.
-        dtype: As `dtype_of` takes it.
-        device: As `diffcache.command.device_of` takes it.
+        model: Path, shipped name or Hugging Face model ID, for `locate`.
+        dtype: Name of the dtype, for `dtype_of`.
+        device: Name of the device, for `diffcache.command.device_of`.
         loading: Anything else than the weights as they are, on the device.
 
     Raises:

@@ -21,7 +21,7 @@ from diffcache.pipelines.policy_transformer import TransformerForDiffusion
 
 @dataclass
 class PolicyOutput(BaseOutput):  # type: ignore[misc]
-    """What a policy returns.
+    """Return value of a policy.
 
     Attributes:
         actions: The actions to execute, `[B, n_action_steps, A]`.
@@ -81,7 +81,7 @@ class DiffusionPolicyPipeline(DiffusionPipeline):  # type: ignore[misc]
             observation: The last observations, oldest first, `[B, n_obs_steps, D]` or
                 `[n_obs_steps, D]`, float.
             num_inference_steps: Denoising steps, 1 to the scheduler's training steps.
-            generator: Of the noise: one, or one a sample.
+            generator: Generator of the noise: one, or one a sample.
             return_dict: Whether to return a `PolicyOutput` or its two tensors.
 
         Returns:
@@ -121,7 +121,7 @@ class Environment(Protocol):
 
     @property
     def running(self) -> Tensor:
-        """Which episodes are not over, bool `[E]`."""
+        """Mask of the episodes that are not over, bool `[E]`."""
 
     def observe(self) -> Tensor:
         """Return the last observations of every episode, `[E, n_obs_steps, D]`."""
@@ -146,7 +146,7 @@ def rollout(
         pipe: The policy.
         environment: Fresh episodes; holds the outcome afterwards.
         num_inference_steps: Denoising steps.
-        seed: Of the noise.
+        seed: Seed of the noise.
 
     Returns:
         Number of chunks drawn one after the other.
@@ -217,7 +217,7 @@ def scheduler(prediction_type: str = "epsilon") -> DDPMScheduler:
     """Return the scheduler of the published policies: DDPM, 100 steps.
 
     Args:
-        prediction_type: What the denoiser predicts: `epsilon` (the noise, as published), `sample`
+        prediction_type: Prediction of the denoiser: `epsilon` (the noise, as published), `sample`
             (the actions) or `v_prediction`.
     """
     return DDPMScheduler(

@@ -92,7 +92,7 @@ def read_stream(
     Args:
         folder: Folder of the files.
         known: Result of `facts` here.
-        device: Where the tensors go.
+        device: Device of the tensors.
 
     Raises:
         FileNotFoundError: If there is no such stream.

@@ -34,15 +34,15 @@ WARMUP_STEPS = 4
 
 @dataclass(frozen=True)
 class Task:
-    """What to draw.
+    """Pictures to draw.
 
     Attributes:
-        prompt: In the words of `diffcache.pipelines.small.scenes`.
+        prompt: Prompt in the words of `diffcache.pipelines.small.scenes`.
         steps: Sampling steps.
-        seed: Of the first picture's noise; picture i starts from `seed + i`.
+        seed: Seed of the first picture's noise; picture i starts from `seed + i`.
         samples: Number of pictures.
-        dtype: As `diffcache.pipelines.demo.saved.dtype_of` takes it.
-        device: As `diffcache.command.device_of` takes it.
+        dtype: Name of the dtype, for `diffcache.pipelines.demo.saved.dtype_of`.
+        device: Name of the device, for `diffcache.command.device_of`.
     """
 
     prompt: str = PROMPT
@@ -92,7 +92,7 @@ class Comparison:
     """The outcome: both sides, the report of the last cached run, and how close they are.
 
     Attributes:
-        task: What was drawn.
+        task: Task that was drawn.
         method: The cache.
         baseline: The uncached side.
         cached: The cached side.
@@ -177,8 +177,8 @@ def load(model: Path | None = None, dtype: str = "auto", device: str = "auto") -
 
     Args:
         model: Directory; the shipped one by default.
-        dtype: As `diffcache.pipelines.demo.saved.dtype_of` takes it.
-        device: As `diffcache.command.device_of` takes it.
+        dtype: Name of the dtype, for `diffcache.pipelines.demo.saved.dtype_of`.
+        device: Name of the device, for `diffcache.command.device_of`.
 
     Raises:
         FileNotFoundError: If there is none.
@@ -206,7 +206,7 @@ def compare(
     Each side runs at least three times, so that its median says something.
 
     Args:
-        task: What to draw.
+        task: Task to draw.
         method: The cache.
         model: Directory of a pipeline built like shapes-flux; the shipped one by default.
         progress: Called after every run with (runs done, runs in all).

@@ -1,4 +1,4 @@
-"""What the command line prints with: tables, one progress bar, and silence for libraries."""
+"""Console of the command line: tables, one progress bar, and silence for libraries."""
 
 from __future__ import annotations
 

@@ -24,12 +24,12 @@ from diffcache.report import Report
 
 @dataclass(frozen=True)
 class Order:
-    """What to ask of a pipeline; None leaves it to the pipeline.
+    """Settings to ask of a pipeline; None leaves it to the pipeline.
 
     Attributes:
-        prompt: What to draw; a class number for class-conditional pipelines.
+        prompt: Prompt to draw; a class number for class-conditional pipelines.
         steps: Sampling steps.
-        seed: Of the noise.
+        seed: Seed of the noise.
         height: Pixels.
         width: Pixels.
         images: Input images by argument (`diffcache.pipelines.demo.inputs`).
@@ -45,14 +45,14 @@ class Order:
 
 @dataclass
 class Done:
-    """What a run made, and what it took.
+    """Pictures of a run, and its cost.
 
     Attributes:
         made: The pictures of the cached run.
-        report: What the cache did.
-        seconds: Of the cached run, the whole pipeline.
+        report: Report on the cache.
+        seconds: Seconds of the cached run, the whole pipeline.
         plain: The pictures of the uncached run, empty without one.
-        plain_seconds: Of the uncached run.
+        plain_seconds: Seconds of the uncached run; None without one.
         place: Device and dtype of the denoiser.
     """
 
@@ -135,7 +135,7 @@ def generate(pipe: Any, order: Order, defaults: dict[str, Any]) -> list[Image.Im
 
     Args:
         pipe: A diffusers pipeline.
-        order: What to ask for.
+        order: Settings to ask for.
         defaults: Arguments of the call that `order` does not set.
 
     Raises:

@@ -46,7 +46,7 @@ class Replica:
         Args:
             name: Name of the film.
             verb: `begin`, `next`, `apply` or `end`.
-            given: What goes with it.
+            given: Arguments that go with the verb.
 
         Returns:
             `done` and the result, `refused` and why, or `lost` where there is no such film.

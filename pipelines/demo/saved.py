@@ -25,7 +25,7 @@ def locate(
     A model ID is looked up in the local hub cache, and downloaded unless `HF_HUB_OFFLINE` is set.
 
     Args:
-        model: What a command line names.
+        model: Model that a command line names.
         configs_only: Download configurations only, no weights.
         variant: Files of weights to download, "" for those without one.
         revision: Branch, tag or commit of a Hugging Face model; "" is the newest.
@@ -83,7 +83,7 @@ def dtype_of(name: str, directory: Path, device: torch.device) -> str:
     Args:
         name: `auto` or one of `DTYPES`.
         directory: Directory of the pipeline.
-        device: Where it will run.
+        device: Device that the pipeline will run on.
 
     Raises:
         ValueError: If the name is unknown.

@@ -134,7 +134,7 @@ def gpus_of(device: torch.device, count: int) -> float:
     """Return the GPUs of each replica: one, or a part of one where replicas are more than GPUs.
 
     Args:
-        device: Where the replicas run.
+        device: Device of the replicas.
         count: Number of replicas.
 
     Raises:

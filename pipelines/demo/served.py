@@ -43,7 +43,7 @@ def open_model(model: str | None, wan: Path | None, dtype: str, device: torch.de
             causal; or file of weights as Self-Forcing releases them. None for the shipped model.
         wan: Folder of a `WanPipeline`, whose text encoder and autoencoder go with a file.
         dtype: `auto` for float32 on the CPU and bfloat16 elsewhere, or a name in `DTYPES`.
-        device: Where it runs.
+        device: Device of the model.
 
     Raises:
         MissingError: If the shipped model is not there.
@@ -74,7 +74,7 @@ def of_shapes(model: causal.ShapesCausal, name: str, device: torch.device) -> Se
     Args:
         model: Model.
         name: Name of it.
-        device: Where the transformer runs.
+        device: Device of the transformer.
     """
     torch.nn.Module.to(model.transformer, device)
     prompts = [prompt(n % len(SHAPES), n) for n in range(len(COLORS))]

@@ -50,7 +50,7 @@ class Chunk:
         number: Number of the chunk, from 0.
         frames: uint8 `[F, H, W, 3]`.
         applied: Orders that took effect with it.
-        refused: Why an order was not carried out; empty where all were.
+        refused: Reason why an order was not carried out; empty where all were.
         readings: Read-outs after it, and `seconds` it took, `p50`, `p95` of the latest.
     """
 

@@ -182,9 +182,9 @@ def load(
     """Load a model with its tokenizer, and the defaults of its decoding.
 
     Args:
-        source: As `find` returns it.
+        source: Source that `find` returned.
         dtype: `auto` for that of the weights, on the CPU float32; or a name in `DTYPES`.
-        device: Where it runs.
+        device: Device of the model.
         guide: Autoregressive model with the same tokens: shipped, a folder or a name on the Hub.
         trust_remote_code: Whether Python code that comes with the weights may run.
 

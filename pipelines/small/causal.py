@@ -81,7 +81,7 @@ def load(directory: str | Path = DIRECTORY, dtype: torch.dtype = torch.float32) 
     """Load the model with plain `from_pretrained`.
 
     Args:
-        directory: Where it was saved.
+        directory: Directory of the saved model.
         dtype: Data type of all weights; the files hold bfloat16.
     """
     path = Path(directory)

@@ -19,9 +19,9 @@ def write_tensors(
     """Write a safetensors file whole or not at all.
 
     Args:
-        path: of the file; its folder is made.
-        tensors: of any shapes and dtypes, none sharing memory.
-        metadata: for the file's header.
+        path: Path of the file; its folder is made.
+        tensors: Tensors of any shapes and dtypes, none sharing memory.
+        metadata: Text by name, for the file's header.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
@@ -52,11 +52,11 @@ def save(
 
     Args:
         path: `NAME.state`.
-        steps: the next one to take, and how many the run has.
-        weights: the modules that are trained.
-        optimiser: of them.
-        average: of them.
-        weights_file: also write the averaged weights to `NAME.safetensors`.
+        steps: The next one to take, and how many the run has.
+        weights: The modules that are trained.
+        optimiser: Optimizer of these modules.
+        average: Averaged weights of these modules.
+        weights_file: Also write the averaged weights to `NAME.safetensors`.
     """
     step, total = steps
     state = {"step": step, "weights": weights.state_dict(), "optimiser": optimiser.state_dict()}
@@ -76,10 +76,10 @@ def restore(
 
     Args:
         path: `NAME.state`.
-        weights: the modules that are trained.
-        optimiser: of them.
-        average: of them.
-        total: steps of the run that goes on.
+        weights: The modules that are trained.
+        optimiser: Optimizer of these modules.
+        average: Averaged weights of these modules.
+        total: Steps of the run that goes on.
 
     Raises:
         ValueError: If the checkpoint is of a run of another length, whose learning rate was

@@ -86,11 +86,11 @@ def to_tensor(images: Tensor | Sequence[Any]) -> Tensor:
     """Bring pictures to float32 [B, 3, 64, 64] in [-1, 1].
 
     Args:
-        images: a sequence of PIL pictures or uint8 arrays [64, 64, 3], or a tensor
+        images: A sequence of PIL pictures or uint8 arrays [64, 64, 3], or a tensor
             [B, 3, 64, 64]: uint8, or floating point in [-1, 1].
 
     Raises:
-        ValueError: if a picture is not 64x64 with three channels.
+        ValueError: If a picture is not 64x64 with three channels.
     """
     if isinstance(images, Tensor):
         pictures = images.float() / 127.5 - 1 if images.dtype == torch.uint8 else images.float()
@@ -148,15 +148,15 @@ def prompt_accuracy(
     shape, colour and size. The last three count as wrong when nothing is found at the position.
 
     Args:
-        images: as in `to_tensor`.
-        prompts: one for each picture, in the words of `scenes.prompt`.
+        images: Pictures as `to_tensor` takes them.
+        prompts: Prompt of each picture, in the words of `scenes.prompt`.
 
     Returns:
         The share of stated attributes read back correctly, over all prompts; and the same for
         each attribute, with `exact` the share of pictures that show everything stated.
 
     Raises:
-        ValueError: if there are not as many prompts as pictures.
+        ValueError: If there are not as many prompts as pictures.
     """
     found = read(images)
     if len(found) != len(prompts):

@@ -41,16 +41,16 @@ def corrupt(pictures: Tensor, kind: str, strength: float | Tensor, seed: int = 0
 
     Args:
         pictures: uint8 [N, 3, H, W].
-        kind: one of `RANGES`.
-        strength: dimensionless, where offsets and amplitudes are shares of the full range of 255;
+        kind: One of `RANGES`.
+        strength: Dimensionless, where offsets and amplitudes are shares of the full range of 255;
             one number, or float [N].
-        seed: of the random parts.
+        seed: Seed of the random parts.
 
     Returns:
         Pictures, uint8 [N, 3, H, W].
 
     Raises:
-        ValueError: if the kind is unknown, or a ghost is asked for in a single picture.
+        ValueError: If the kind is unknown, or a ghost is asked for in a single picture.
     """
     if kind not in _MAKERS:
         raise ValueError(f"unknown kind {kind!r}; use one of {', '.join(_MAKERS)}")

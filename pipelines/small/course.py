@@ -25,10 +25,10 @@ class Plan:
 
     Attributes:
         seed: Seed of weights, examples, order and noise.
-        steps: length of the schedule in steps; None is the course's.
-        resume: go on from the last checkpoint.
-        compiled: compile the denoiser, which is faster after some minutes.
-        minutes: after which to break off, at a checkpoint.
+        steps: Length of the schedule in steps; None is the course's.
+        resume: Go on from the last checkpoint.
+        compiled: Compile the denoiser, which is faster after some minutes.
+        minutes: Minutes after which to break off, at a checkpoint.
     """
 
     seed: int = 0
@@ -96,11 +96,11 @@ def train(out: Path, weights: nn.ModuleDict, loss: Loss, course: Course, plan: P
     """Train modules, save checkpoints on the way, and load the averaged weights in the end.
 
     Args:
-        out: folder; gets `NAME.safetensors` (averaged weights), `NAME.state` and `NAME.jsonl`.
-        weights: the modules to train.
+        out: Folder; gets `NAME.safetensors` (averaged weights), `NAME.state` and `NAME.jsonl`.
+        weights: The modules to train.
         loss: Loss of the examples with these numbers [B], at a step, at a share of the run.
-        course: what is trained.
-        plan: how.
+        course: Settings of what is trained: name, rate, steps, batch and examples.
+        plan: Settings of this run: seed, steps, minutes, whether it resumes and compiles.
 
     Returns:
         The log.
@@ -175,11 +175,11 @@ def update(
     """Take one optimiser step on a loss of what is given, and return the loss.
 
     Args:
-        weights: the modules that are trained.
-        optimiser: whose groups hold factors.
-        loss: to lower, in bfloat16 where autocast allows it.
-        given: to the loss.
-        lr: the learning rate where the factor is 1.
+        weights: The modules that are trained.
+        optimiser: Optimizer whose groups hold factors.
+        loss: Loss to lower, in bfloat16 where autocast allows it.
+        given: Arguments of the loss.
+        lr: The learning rate where the factor is 1.
     """
     for group in optimiser.param_groups:
         group["lr"] = lr * group["factor"]

@@ -90,9 +90,9 @@ def noise_error(predicted: Tensor, noise: Tensor, signal: Tensor) -> Tensor:
     That quotient is the error of the velocity; below a share of 0.02 the weight stays the same.
 
     Args:
-        predicted: noise, [B, C, H, W].
-        noise: that was added, [B, C, H, W].
-        signal: share of variance, [B].
+        predicted: Noise, [B, C, H, W].
+        noise: Noise that was added, [B, C, H, W].
+        signal: Share of variance, [B].
     """
     error = (predicted.float() - noise).square().mean(dim=(1, 2, 3))
     return (error / signal.clamp_min(LEAST_SIGNAL)).mean()
@@ -109,11 +109,11 @@ def record(out: Path, name: str, path: Path, *, seed: int, command: str) -> dict
     """Write what a training took, with its loss curve of at most 120 points.
 
     Args:
-        out: the training folder.
-        name: of the course.
-        path: of the JSON file.
-        seed: that was used.
-        command: that trains the model again.
+        out: The training folder.
+        name: Name of the course.
+        path: Path of the JSON file.
+        seed: Seed that was used.
+        command: Command that trains the model again.
     """
     rows = Log(out / f"{name}.jsonl", resume=True).rows()
     every = -(-len(rows) // 120)

@@ -33,8 +33,8 @@ def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) 
     """Load the shipped pipeline, with its progress bar off.
 
     Args:
-        dtype: of every model in it; the files hold bfloat16.
-        directory: where it was saved.
+        dtype: Dtype of every model in it; the files hold bfloat16.
+        directory: Directory of the saved pipeline.
     """
     return load_pipeline(DiTPipeline, directory, dtype)
 
@@ -49,8 +49,8 @@ def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
     """Draw pictures of one large object anywhere on a background of another colour.
 
     Args:
-        count: how many.
-        seed: of the draw.
+        count: Number of pictures.
+        seed: Seed of the draw.
 
     Returns:
         Classes, int64 [B], and pictures, uint8 [B, 3, 64, 64].

@@ -42,8 +42,8 @@ class Edit:
         kind: One of `KINDS`.
         before: The scene of the reference picture.
         after: The scene that is asked for, its figures in the same order.
-        index: Of the changed figure in `before`; -1 when the background changes. A figure that
-            is removed is the last one.
+        index: Index of the changed figure in `before`; -1 when the background changes. A figure
+            that is removed is the last one.
     """
 
     kind: str
@@ -62,7 +62,7 @@ def sample_edit(rng: np.random.Generator, *, held: bool = False) -> Edit:
     """Draw an edit.
 
     Args:
-        rng: source of randomness.
+        rng: Source of randomness.
         held: False for training: neither scene is held out; True for a held-out result.
 
     Returns:
@@ -125,8 +125,8 @@ def instruction(edit: Edit, rng: np.random.Generator | None = None) -> str:
     """Write an edit as a sentence.
 
     Args:
-        edit: what to change.
-        rng: chooses among the phrasings; None takes the first and shortest.
+        edit: Edit to write down.
+        rng: Chooses among the phrasings; None takes the first and shortest.
     """
 
     def pick(options: Sequence[str]) -> str:
@@ -149,8 +149,8 @@ def render_pair(edit: Edit, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.ui
     """Draw the pictures before and after an edit, uint8 [64, 64, 3] each.
 
     Args:
-        edit: what to draw.
-        seed: of the small differences in place, size and shade, the same in both pictures.
+        edit: Edit to draw.
+        seed: Seed of the small differences in place, size and shade, the same in both pictures.
     """
     before = render(edit.before, np.random.default_rng(seed))
     return before, render(edit.after, np.random.default_rng(seed))
@@ -160,9 +160,9 @@ def draw_edits(count: int, seed: int, *, held: bool = False) -> tuple[list[Edit]
     """Draw edits and their pictures.
 
     Args:
-        count: how many.
-        seed: of the draw.
-        held: as in `sample_edit`.
+        count: Number of edits.
+        seed: Seed of the draw.
+        held: Whether the combinations of attributes are held-out ones.
 
     Returns:
         The edits and the pictures before and after, uint8 [B, 3, 64, 64] each.
@@ -193,9 +193,9 @@ def untouched_psnr(pictures: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """Return the PSNR in dB [B] to the reference over what the edit does not touch, at most 100.
 
     Args:
-        pictures: what was drawn, uint8 [B, 3, H, W].
-        before: the reference pictures, the same shape and dtype.
-        after: the pictures of the wanted scenes; a pixel that is equal in both is untouched.
+        pictures: Drawn pictures, uint8 [B, 3, H, W].
+        before: The reference pictures, the same shape and dtype.
+        after: The pictures of the wanted scenes; a pixel that is equal in both is untouched.
     """
     untouched = (before == after).all(dim=1, keepdim=True)
     return psnr(pictures, before, mask=untouched)
@@ -207,10 +207,10 @@ def judge(
     """Say how well each picture follows its instruction.
 
     Args:
-        pictures: what was drawn, uint8 [B, 3, 64, 64].
-        edits: what was asked for.
-        before: the reference pictures, uint8 [B, 3, 64, 64].
-        after: the wanted pictures, uint8 [B, 3, 64, 64].
+        pictures: Drawn pictures, uint8 [B, 3, 64, 64].
+        edits: Edits that were asked for.
+        before: The reference pictures, uint8 [B, 3, 64, 64].
+        after: The wanted pictures, uint8 [B, 3, 64, 64].
 
     Returns:
         [B] each: `whole_right`, whether the classifier reads the whole scene right, bool;

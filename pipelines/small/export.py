@@ -44,9 +44,9 @@ def save_pipeline(
     """Save a pipeline in bfloat16; files are replaced one by one, each whole.
 
     Args:
-        pipe: with trained weights, which are converted in place.
-        directory: where `from_pretrained` will look; what else it holds stays.
-        call: arguments that every call needs; the command line reads them from `diffcache.json`.
+        pipe: Pipeline with trained weights, which are converted in place.
+        directory: Directory for `from_pretrained`; its other files stay.
+        call: Arguments that every call needs; the command line reads them from `diffcache.json`.
 
     Returns:
         The size of the directory in bytes.
@@ -99,9 +99,9 @@ def export(out: Path, directory: Path = DIRECTORY, *, shift: float = 1.0) -> int
     """Save the pipeline with averaged weights, as `save_pipeline` does.
 
     Args:
-        out: the training folder.
-        directory: where `FluxPipeline.from_pretrained` will look.
-        shift: of the sampling sigmas.
+        out: The training folder.
+        directory: Directory for `FluxPipeline.from_pretrained`.
+        shift: Shift of the sampling sigmas.
 
     Returns:
         The size of the directory in bytes.
@@ -113,13 +113,13 @@ def record(out: Path, *, seed: int, command: str, path: Path = RECORD) -> dict[s
     """Write the training record (JSON) and the loss curve (PNG) beside it.
 
     Args:
-        out: the training folder.
-        seed: that was used.
-        command: that trains the model again.
-        path: of the JSON file.
+        out: The training folder.
+        seed: Seed that was used.
+        command: Command that trains the model again.
+        path: Path of the JSON file.
 
     Returns:
-        What was written.
+        Record that was written.
     """
     logs = {
         name: Log(out / f"{name}.jsonl", resume=True).rows()

@@ -21,8 +21,8 @@ def export(out: Path, directory: Path = DIRECTORY) -> int:
     """Save the pipeline with averaged weights, as `save_pipeline` does.
 
     Args:
-        out: the training folder.
-        directory: where `FluxKontextPipeline.from_pretrained` will look.
+        out: The training folder.
+        directory: Directory for `FluxKontextPipeline.from_pretrained`.
 
     Returns:
         The size of the directory in bytes.

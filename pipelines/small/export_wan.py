@@ -32,9 +32,9 @@ def export(out: Path, directory: Path = DIRECTORY, *, shift: float = SHIFT) -> i
     """Save the pipeline with averaged weights, as `save_pipeline` does.
 
     Args:
-        out: the training folder.
-        directory: where `WanPipeline.from_pretrained` will look.
-        shift: of the sampling sigmas.
+        out: The training folder.
+        directory: Directory for `WanPipeline.from_pretrained`.
+        shift: Shift of the sampling sigmas.
 
     Returns:
         The size of the directory in bytes.
@@ -46,13 +46,13 @@ def record(out: Path, *, seed: int, updates: int, path: Path = RECORD) -> dict[s
     """Write the training record: seed, versions, steps, seconds and thinned curves.
 
     Args:
-        out: the training folder.
-        seed: that was used.
-        updates: the command's `--updates`.
-        path: of the JSON file.
+        out: The training folder.
+        seed: Seed that was used.
+        updates: The command's `--updates`.
+        path: Path of the JSON file.
 
     Returns:
-        What was written.
+        Record that was written.
     """
     stages: dict[str, Any] = {}
     for name in ("autoencoder", "text", "denoiser", "decoder"):

@@ -171,8 +171,8 @@ def reference_pictures(count: int, seed: int = 41) -> Tensor:
     """Draw the first of the pictures that the shipped reference was measured on.
 
     Args:
-        count: how many; the reference is of 10,000, each drawn from its own random numbers.
-        seed: of the draw; 41 is that of the shipped reference.
+        count: Number of pictures, of the 10,000 of the reference, each drawn from its own numbers.
+        seed: Seed of the draw; 41 is that of the shipped reference.
 
     Returns:
         Pictures of held-out combinations, uint8 [count, 3, 64, 64].
@@ -197,11 +197,11 @@ def load(folder: Path = DIRECTORY, device: str = "cpu") -> Shipped:
     """Load the networks; loaded once.
 
     Args:
-        folder: with `model.safetensors` and `config.json`.
+        folder: Folder with `model.safetensors` and `config.json`.
         device: Place of the networks, as torch names it.
 
     Raises:
-        ValueError: if the weights are not those that the record names.
+        ValueError: If the weights are not those that the record names.
     """
     config = read_config(folder)
     stored = _checked(folder / "model.safetensors", config["sha256"])
@@ -218,7 +218,7 @@ def load_reference(folder: Path = DIRECTORY) -> dict[str, Tensor]:
     """Load the statistics of real pictures and films; loaded once.
 
     Args:
-        folder: with `reference.safetensors` and `config.json`.
+        folder: Folder with `reference.safetensors` and `config.json`.
 
     Returns:
         Of pictures, `mean` [64], `cov` [64, 64] and `count` [], float64, and the first `features`
@@ -227,7 +227,7 @@ def load_reference(folder: Path = DIRECTORY) -> dict[str, Tensor]:
         `film_cov` and `film_count` of what these make of it, float64.
 
     Raises:
-        ValueError: if the file is not the one that the record names.
+        ValueError: If the file is not the one that the record names.
     """
     return _checked(folder / "reference.safetensors", read_config(folder)["reference_sha256"])
 
@@ -254,7 +254,7 @@ def check(pictures: Tensor, name: str = "pictures") -> Tensor:
     """Return the pictures if they are uint8 [N, 3, H, W] with N >= 1.
 
     Raises:
-        ValueError: if they are not.
+        ValueError: If they are not.
     """
     if pictures.dtype != torch.uint8 or pictures.ndim != 4 or pictures.shape[1] != 3:
         raise ValueError(
@@ -283,8 +283,8 @@ def in_batches(work: Callable[..., Tensor], *pictures: Tensor) -> Tensor:
     """Apply a function to batches of 32, so that memory does not grow with their number.
 
     Args:
-        work: takes as many tensors [B, 3, 64, 64] in [-1, 1] as there are sets.
-        pictures: sets of equal length, each uint8 [N, 3, H, W].
+        work: Takes as many tensors [B, 3, 64, 64] in [-1, 1] as there are sets.
+        pictures: Sets of equal length, each uint8 [N, 3, H, W].
 
     Returns:
         The results, joined, on the CPU.

@@ -49,8 +49,8 @@ def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) 
     """Load the shipped pipeline, with its progress bar off and 64x64 as its default size.
 
     Args:
-        dtype: of every model in it; the files hold bfloat16.
-        directory: where it was saved.
+        dtype: Dtype of every model in it; the files hold bfloat16.
+        directory: Directory of the saved pipeline.
     """
     pipe = load_pipeline(FluxPipeline, directory, dtype)
     pipe.default_sample_size = CALL["height"] // pipe.vae_scale_factor
@@ -90,7 +90,7 @@ def learn_merges(split: list[list[str]]) -> list[tuple[str, str]]:
     process, which would part the weights from their words.
 
     Args:
-        split: words as symbols.
+        split: Words as symbols.
     """
     merges = []
     while pairs := Counter(pair for word in split for pair in pairwise(word)):
@@ -201,8 +201,8 @@ def build_pipeline(autoencoder: AutoencoderKL, shift: float = 1.0) -> FluxPipeli
     """Put an untrained pipeline round a trained autoencoder.
 
     Args:
-        autoencoder: with its shift and scaling factors set.
-        shift: of the sampling sigmas; 1 leaves them evenly spaced.
+        autoencoder: Autoencoder with its shift and scaling factors set.
+        shift: Shift of the sampling sigmas; 1 leaves them evenly spaced.
     """
     clip, t5 = build_tokenizers()
     text_encoder, text_encoder_2 = build_text_encoders(clip, t5)

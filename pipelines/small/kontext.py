@@ -43,8 +43,8 @@ def load(
     """Load the shipped pipeline, with its progress bar off and 64x64 as its default size.
 
     Args:
-        dtype: of every model in it; the files hold bfloat16.
-        directory: where it was saved.
+        dtype: Dtype of every model in it; the files hold bfloat16.
+        directory: Directory of the saved pipeline.
     """
     pipe = load_pipeline(FluxKontextPipeline, directory, dtype)
     pipe.default_sample_size = CALL["height"] // pipe.vae_scale_factor
@@ -57,9 +57,9 @@ def extend_tokenizers(
     """Return tokenizers that know more words, each as one token; old tokens keep their numbers.
 
     Args:
-        clip: of the first text encoder; it sees every word in lower case.
-        t5: of the second; each word is added with a small and with a capital first letter.
-        words: lower-case words to add.
+        clip: Tokenizer of the first text encoder; it sees every word in lower case.
+        t5: Tokenizer of the second; each word is added with a small and a capital first letter.
+        words: Lower-case words to add.
     """
     known = json.loads(clip.backend_tokenizer.to_str())["model"]
     vocabulary: dict[str, int] = dict(known["vocab"])
@@ -96,7 +96,7 @@ def build_pipeline(base: FluxPipeline | None = None) -> FluxKontextPipeline:
     The rows of new tokens start at the mean of the old rows, which no prompt has used yet.
 
     Args:
-        base: the pipeline to start from, changed in place; the shipped one when None.
+        base: The pipeline to start from, changed in place; the shipped one when None.
     """
     base = load_flux() if base is None else base
     clip, t5 = extend_tokenizers(base.tokenizer, base.tokenizer_2)

@@ -1,4 +1,4 @@
-"""What the training scripts of the small models share.
+"""Code that the training scripts of the small models share.
 
 Arguments, batches, learning rate, average and log.
 """
@@ -58,9 +58,9 @@ def draw(count: int, seed: int, *, held: bool | None = False) -> tuple[list[Scen
     """Draw scenes and their pictures.
 
     Args:
-        count: how many.
-        seed: of the draw.
-        held: as in `sample_scene`.
+        count: Number of scenes.
+        seed: Seed of the draw.
+        held: Split of the combinations: False for training, True for held-out, None for either.
 
     Returns:
         The scenes and their pictures, uint8 [B, 3, 64, 64].
@@ -97,10 +97,10 @@ def paced(
     The clock decides on nothing but whether the run is broken off.
 
     Args:
-        batches: from step `start` on.
-        total: steps of the whole run.
-        start: the first step.
-        minutes: after which no more steps are begun.
+        batches: Batches from step `start` on.
+        total: Steps of the whole run.
+        start: The first step.
+        minutes: Minutes after which no more steps are begun.
     """
     end = None if minutes == math.inf else time.monotonic() + 60 * minutes
     for step, batch in zip(range(start, total), batches, strict=False):

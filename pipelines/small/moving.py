@@ -30,10 +30,10 @@ def film(scene: Scene, rng: np.random.Generator, frames: int = FRAMES) -> NDArra
     """Draw a scene whose objects move straight and evenly through their stated positions.
 
     Args:
-        scene: what to draw; every object passes its position in the middle of the film.
-        rng: source of the motion, up to 10 pixels to each side and on each axis over the film,
+        scene: Scene to draw; every object passes its position in the middle of the film.
+        rng: Source of the motion, up to 10 pixels to each side and on each axis over the film,
             and of small differences in place and shade.
-        frames: their number.
+        frames: Number of frames.
 
     Returns:
         A film, uint8 [frames, 64, 64, 3].
@@ -64,10 +64,10 @@ def draw_films(
     """Draw films of random scenes.
 
     Args:
-        count: how many.
-        seed: of the draw.
-        held: as in `sample_scene`.
-        frames: of each film.
+        count: Number of films.
+        seed: Seed of the draw.
+        held: Split of the combinations: False for training, True for held-out, None for either.
+        frames: Number of frames of each film.
 
     Returns:
         Films, each uint8 [frames, 3, 64, 64].
@@ -84,7 +84,7 @@ def film_statistics(frames: Tensor) -> Tensor:
     absolute difference of the last and the first, each [64].
 
     Args:
-        frames: features [F, 64] of consecutive frames, F >= 3.
+        frames: Features [F, 64] of consecutive frames, F >= 3.
     """
     first, second = frames.diff(dim=0), frames.diff(n=2, dim=0)
     steps = [change.square().mean(0).sqrt() for change in (first, second)]

@@ -36,7 +36,7 @@ HELD_OUT = 1_000_000  # seeds from here on are never trained on
 
 @dataclass(frozen=True)
 class Scenes:
-    """Where everything is, for E episodes.
+    """Places of start, goal and obstacles, for E episodes.
 
     Attributes:
         start: `[E, 2]`.
@@ -64,7 +64,7 @@ def draw_scenes(count: int, seed: int) -> Scenes:
 
     Args:
         count: Episodes.
-        seed: Of the draw; from `HELD_OUT` on for tests.
+        seed: Seed of the draw; from `HELD_OUT` on for tests.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -113,7 +113,7 @@ class Reach:
     before it touches an obstacle; moves longer than `REACH` are shortened to it.
 
     Args:
-        scenes: Where everything is.
+        scenes: Scenes of the episodes: places of start, goal and obstacles.
     """
 
     def __init__(self, scenes: Scenes) -> None:
@@ -127,7 +127,7 @@ class Reach:
 
     @property
     def running(self) -> Tensor:
-        """Which episodes are not over, bool `[E]`."""
+        """Mask of the episodes that are not over, bool `[E]`."""
         return ~(self.touched | self.succeeded) & (self.time < TIME)
 
     def observe(self) -> Tensor:

@@ -34,13 +34,13 @@ HELD_OUT = 1 << 40  # seeds from here on are never trained on
 
 @dataclass(frozen=True)
 class Task:
-    """What is drawn.
+    """Sizes of the samples to draw.
 
     Attributes:
         context: Tokens of the context, `[BOS]` included, `1 + 4 n`.
-        facts: In the context, at most `n` and at most `NK`.
-        queries: After it; of distinct facts, so at most as many, unless `repeat`.
-        odds: How much likelier than another a marked fact is asked for, dimensionless; 1 is
+        facts: Number of facts in the context, at most `n` and at most `NK`.
+        queries: Number of queries after it, of distinct facts, so at most as many, unless `repeat`.
+        odds: Factor by which a marked fact is likelier asked for than another, dimensionless; 1 is
             blind to marks, and a large number asks for marked facts as long as there are any.
         repeat: Draw queries with replacement from half of the facts. It lets look-ups emerge early
             in training, as the unused value is then no clue.
@@ -82,12 +82,13 @@ class RecallBatch:
     """Contexts and their queries, for B samples with F facts and N queries.
 
     Attributes:
-        task: What was drawn.
+        task: Task that was drawn.
         ids: Context and queries, int64 `[B, context + 4 N]`.
-        weights: Of each token in a training loss, float32 `[B, context + 4 N]`: 1 for answers.
-        answers: Where v1 and v2 of the queries stand in `ids`, int64 `[N, 2]`.
-        facts: Where the first of a fact's four tokens stands, int64 `[B, F]`.
-        marks: Which facts are marked, bool `[B, F]`.
+        weights: Weight of each token in a training loss, float32 `[B, context + 4 N]`: 1 for
+            answers.
+        answers: Places of v1 and v2 of the queries in `ids`, int64 `[N, 2]`.
+        facts: Place of the first of a fact's four tokens, int64 `[B, F]`.
+        marks: Mask of the marked facts, bool `[B, F]`.
         asked: The fact (0..F-1) that a query asks for, int64 `[B, N]`.
     """
 
@@ -105,7 +106,7 @@ class RecallBatch:
 
     @property
     def context(self) -> Tensor:
-        """What is read, and compressed, before any query is known, int64 `[B, context]`."""
+        """Tokens that are read, and compressed, before any query is known, int64 `[B, context]`."""
         return self.ids[:, : self.task.context]
 
     @property
@@ -115,7 +116,7 @@ class RecallBatch:
 
     @property
     def questions(self) -> Tensor:
-        """What is fed to ask, `[Q] k`, int64 `[B, N, 2]`."""
+        """Tokens that are fed to ask, `[Q] k`, int64 `[B, N, 2]`."""
         return self.queries[..., :2]
 
     @property
@@ -143,7 +144,7 @@ class RecallBatch:
         """Return where the context holds facts, what a perfect eviction keeps.
 
         Args:
-            chosen: Of these facts alone, bool `[B, F]`; of all where none is given.
+            chosen: Mask of the facts to keep, bool `[B, F]`; all facts where none is given.
 
         Returns:
             bool `[B, context]`.
@@ -158,7 +159,7 @@ class RecallBatch:
         """Return the logits that predict answers.
 
         Args:
-            logits: Of all tokens of `ids`, float `[B, context + 4 N, V]`.
+            logits: Logits of all tokens of `ids`, float `[B, context + 4 N, V]`.
 
         Returns:
             `[B, N, 2, V]`.
@@ -171,7 +172,7 @@ def score(given: Tensor, batch: RecallBatch) -> Tensor:
 
     Args:
         given: Answers, int64 `[B, N, 2]`, or their logits, float `[B, N, 2, V]`.
-        batch: Who asked.
+        batch: Samples that the answers belong to.
 
     Returns:
         bool `[B, N, 2]`, of v1 and v2.
@@ -190,8 +191,8 @@ def draw(count: int, task: Task, generator: torch.Generator) -> RecallBatch:
 
     Args:
         count: Samples.
-        task: What to draw.
-        generator: On the CPU.
+        task: Task to draw.
+        generator: Generator on the CPU.
     """
     number = task.facts
     body = filler(count, task.blocks, generator)
@@ -217,8 +218,8 @@ def filler(count: int, blocks: int, generator: torch.Generator) -> Tensor:
 
     Args:
         count: Chains.
-        blocks: Of each chain.
-        generator: On the CPU.
+        blocks: Number of blocks of each chain.
+        generator: Generator on the CPU.
 
     Returns:
         int64 `[count, blocks, 4]`.
@@ -243,8 +244,8 @@ def filler_nats(logits: Tensor, batch: RecallBatch) -> Tensor:
     """Return the surprise of filler that follows filler; its exponential is at best 4.
 
     Args:
-        logits: Of all tokens of `ids`, float `[B, context + 4 N, V]`.
-        batch: Whose they are.
+        logits: Logits of all tokens of `ids`, float `[B, context + 4 N, V]`.
+        batch: Samples that the logits belong to.
 
     Returns:
         Nats a token, float32 `[tokens]`.

@@ -83,8 +83,8 @@ def load(
     """Load the trained model, in evaluation mode.
 
     Args:
-        dtype: of the weights; the file holds bfloat16.
-        directory: where it was saved.
+        dtype: Dtype of the weights; the file holds bfloat16.
+        directory: Directory of the saved model.
         attention: transformers' name of the attention.
     """
     model = LlamaForCausalLM.from_pretrained(
@@ -97,6 +97,6 @@ def load_tokenizer(directory: str | Path = DIRECTORY) -> PreTrainedTokenizerFast
     """Load the tokenizer saved beside the model.
 
     Args:
-        directory: where it was saved.
+        directory: Directory of the saved model.
     """
     return PreTrainedTokenizerFast.from_pretrained(str(directory))

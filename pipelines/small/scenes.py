@@ -93,9 +93,9 @@ def sample_scene(
     """Draw a scene.
 
     Args:
-        rng: source of randomness.
+        rng: Source of randomness.
         held: False for training combinations, True for held-out ones, None for either.
-        figures: number of objects, 1 or 2; drawn at random (one in four is single) when None.
+        figures: Number of objects, 1 or 2; drawn at random (one in four is single) when None.
 
     Returns:
         A scene whose objects do not overlap and differ in colour from the background.
@@ -139,7 +139,7 @@ def prompt(scene: Scene, phrasing: int = 0) -> str:
     """Write a scene as a sentence.
 
     Args:
-        scene: what to describe.
+        scene: Scene to describe.
         phrasing: 0 names the background last, 1 names it first.
     """
     objects = " and ".join(str(figure) for figure in scene.figures)
@@ -161,7 +161,7 @@ def parse(text: str) -> Scene:
     """Read a sentence back into the scene it describes.
 
     Raises:
-        ValueError: if the text names no background or no object in the words of `prompt`.
+        ValueError: If the text names no background or no object in the words of `prompt`.
     """
     ground = _BACKGROUND.search(text.lower())
     found = [
@@ -205,8 +205,8 @@ def render(scene: Scene, rng: np.random.Generator | None = None) -> NDArray[np.u
     """Draw a scene with anti-aliased edges (exact distance, one pixel wide).
 
     Args:
-        scene: what to draw.
-        rng: source of the small differences in place, size and shade that a prompt does not
+        scene: Scene to draw.
+        rng: Source of the small differences in place, size and shade that a prompt does not
             mention; None draws the plain picture.
 
     Returns:
@@ -234,8 +234,8 @@ def held_out_prompts(count: int, seed: int = 0) -> list[str]:
     """Return prompts whose combinations of attributes no model was trained on.
 
     Args:
-        count: how many; all different.
-        seed: of the draw.
+        count: Number of prompts; all different.
+        seed: Seed of the draw.
     """
     rng = np.random.default_rng([seed, 20_240])
     scenes: dict[str, str] = {}
@@ -249,7 +249,7 @@ def held_out_singles(seed: int = 0) -> list[str]:
     """Return a prompt for every scene of one object that no model was trained on, 236 in all.
 
     Args:
-        seed: of their order and wording.
+        seed: Seed of their order and wording.
     """
     rng = np.random.default_rng([seed, 20_261])
     figures = itertools.product(SHAPES, COLOURS, SIZES, POSITIONS)

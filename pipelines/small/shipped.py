@@ -16,9 +16,9 @@ def load_pipeline(kind: type[P], directory: str | Path, dtype: torch.dtype) -> P
     """Load a pipeline with plain `from_pretrained`, all its models in one dtype, no progress bar.
 
     Args:
-        kind: the class of the pipeline.
-        directory: where it was saved.
-        dtype: of every model in it; the files hold bfloat16.
+        kind: The class of the pipeline.
+        directory: Directory of the saved pipeline.
+        dtype: Dtype of every model in it; the files hold bfloat16.
     """
     pipe: P = kind.from_pretrained(str(directory))
     for part in pipe.components.values():

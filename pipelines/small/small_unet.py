@@ -30,8 +30,8 @@ def load(
     """Load the shipped pipeline, with its progress bar off.
 
     Args:
-        dtype: of every model in it; the files hold bfloat16.
-        directory: where it was saved.
+        dtype: Dtype of every model in it; the files hold bfloat16.
+        directory: Directory of the saved pipeline.
     """
     return load_pipeline(StableDiffusionPipeline, directory, dtype)
 
@@ -40,7 +40,7 @@ def build_unet(text_width: int = 64) -> UNet2DConditionModel:
     """Build the denoiser: 16x16, 8x8 and 4x4, text attention on the lower two, zero at the start.
 
     Args:
-        text_width: channels of the text states.
+        text_width: Channels of the text states.
     """
     unet = UNet2DConditionModel(
         sample_size=16,

@@ -28,9 +28,9 @@ def train(out: Path, *, seed: int, steps: int) -> AutoencoderKL:
     """Train, measure and save the autoencoder.
 
     Args:
-        out: folder for `autoencoder/` and `autoencoder.jsonl`.
-        seed: of the weights, the pictures and the order.
-        steps: how many to train.
+        out: Folder for `autoencoder/` and `autoencoder.jsonl`.
+        seed: Seed of the weights, the pictures and the order.
+        steps: Number of training steps.
 
     Returns:
         The averaged autoencoder in float32, with shift and scaling factors from the data.
@@ -73,9 +73,9 @@ def refine(out: Path, *, seed: int, steps: int) -> AutoencoderKL:
     """Train the decoder on, against fixed latents, for sharper edges; the latents stay as they are.
 
     Args:
-        out: folder with `autoencoder/`; `autoencoder-refined/` and `decoder.jsonl` are added.
-        seed: of the pictures, the order and the noise.
-        steps: how many to train.
+        out: Folder with `autoencoder/`; `autoencoder-refined/` and `decoder.jsonl` are added.
+        seed: Seed of the pictures, the order and the noise.
+        steps: Number of training steps.
 
     Returns:
         The autoencoder in float32.

@@ -126,7 +126,7 @@ def export(out: Path, directory: Path = DIRECTORY) -> int:
 
     Args:
         out: Training folder.
-        directory: Where `causal.load` will look.
+        directory: Directory for `causal.load`.
 
     Returns:
         The size of the directory in bytes.

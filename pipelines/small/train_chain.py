@@ -111,7 +111,7 @@ def fit(name: str, out: Path, plan: Plan, course: Course | None = None) -> Llama
         name: Name of a model, as in `SIZES`.
         out: Folder; gets `accuracy.jsonl` and the files of `course.train`.
         plan: Plan of the training.
-        course: At which rate, and how often to save; None for that of the model.
+        course: Settings of the training, its rate among them; None for those of the model.
     """
     torch.manual_seed(plan.seed)
     model = build_model(name)
@@ -135,8 +135,8 @@ def export(name: str, out: Path, directory: Path | None = None) -> int:
     Args:
         name: Name of a model, as in `SIZES`.
         out: Training folder.
-        directory: Where `from_pretrained` will look, and what else it holds stays; None for that of
-            the shipped models.
+        directory: Directory for `from_pretrained`, whose other files stay; None for that of the
+            shipped models.
 
     Returns:
         The size of the directory in bytes.

@@ -70,9 +70,9 @@ def train(out: Path, *, seed: int, steps: int) -> dict[str, float]:
     """Train, measure on held-out scenes and save the network.
 
     Args:
-        out: folder for `model.safetensors`, `config.json` and `classifier.jsonl`.
-        seed: of the weights, the pictures, the order and the disturbance.
-        steps: how many to train.
+        out: Folder for `model.safetensors`, `config.json` and `classifier.jsonl`.
+        seed: Seed of the weights, the pictures, the order and the disturbance.
+        steps: Number of training steps.
 
     Returns:
         The share of attributes read correctly on 2,000 held-out pictures, and per attribute.

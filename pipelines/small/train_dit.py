@@ -65,9 +65,9 @@ def fit(out: Path, plan: Plan, course: Course = COURSE) -> DiTPipeline:
     """Train the denoiser and return the pipeline with averaged weights, in float32.
 
     Args:
-        out: folder; gets `latents.safetensors` and the files of `course.train`.
-        plan: how to train.
-        course: on how many pictures, in batches of how many.
+        out: Folder; gets `latents.safetensors` and the files of `course.train`.
+        plan: Settings of the run, as in `course.train`.
+        course: Settings of the training: number of pictures, batch and rate.
     """
     torch.manual_seed(plan.seed)
     pipe = build_pipeline(load_autoencoder())

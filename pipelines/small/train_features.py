@@ -48,7 +48,7 @@ _NUMBERS = len(COLOURS) + len(POSITIONS) + sum(_PARTS[1:])
 
 
 class Heads(nn.Module):
-    """What the features are trained to answer: the scene, the kind of artefact and its severity."""
+    """Answers that the features are trained to give: scene, kind of artefact and its severity."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def disturb(pictures: Tensor, generator: torch.Generator) -> tuple[Tensor, Tenso
 
     Args:
         pictures: uint8 [B, 3, 64, 64].
-        generator: of kinds, strengths (even on a logarithmic scale) and artefacts.
+        generator: Generator of kinds, strengths (even on a logarithmic scale) and artefacts.
 
     Returns:
         Pictures, uint8 [B, 3, 64, 64]; kinds [B], 0 for clean; severities [B], the root of the
@@ -163,9 +163,9 @@ def standardise(model: Extractor, pictures: Tensor, seed: int) -> None:
     (half-way to whitening), evens that out; it is folded into the last layers.
 
     Args:
-        model: changed in place.
+        model: Extractor, changed in place.
         pictures: uint8 [N, 3, 64, 64], clean.
-        seed: of the artefacts.
+        seed: Seed of the artefacts.
     """
     generator = torch.Generator().manual_seed(seed)
     mixture = torch.cat([disturb(part, generator)[0] for part in pictures.split(BATCH)])
@@ -183,7 +183,7 @@ def reference(extractor: Extractor, seed: int) -> dict[str, Tensor]:
     """Measure real pictures and films of combinations that were never trained on.
 
     Returns:
-        What `features.load_reference` describes.
+        Tensors that `features.load_reference` describes.
     """
     pictures = features.reference_pictures(REFERENCE, seed + 41)
     found = features.in_batches(extractor, pictures).double()
@@ -220,9 +220,9 @@ def train(out: Path, *, seed: int) -> None:
     """Train, measure the reference and save all of it.
 
     Args:
-        out: folder for `model.safetensors`, `reference.safetensors`, `config.json` and
+        out: Folder for `model.safetensors`, `reference.safetensors`, `config.json` and
             `training.jsonl`.
-        seed: of the weights, the pictures, the order and the artefacts.
+        seed: Seed of the weights, the pictures, the order and the artefacts.
     """
     log = Log(out / "training.jsonl")
     scenes, pictures = draw(PICTURES, seed + 40)

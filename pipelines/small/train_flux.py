@@ -74,9 +74,9 @@ class Prompted(nn.Module):
     """A denoiser with its text encoders, under the pipeline's names, for a training step.
 
     Args:
-        pipe: whose attention is replaced by `PlainFluxAttention`.
-        text_tokens: that prompts are padded to.
-        compiled: compile the denoiser.
+        pipe: Pipeline whose attention is replaced by `PlainFluxAttention`.
+        text_tokens: Number of tokens that prompts are padded to.
+        compiled: Compile the denoiser.
     """
 
     def __init__(
@@ -147,10 +147,10 @@ def train(out: Path, autoencoder: AutoencoderKL, plan: Plan) -> FluxPipeline:
     """Train the denoiser and the text encoders; save a checkpoint every 500 steps.
 
     Args:
-        out: folder with `text.safetensors`; gets `flux.safetensors` (averaged weights),
+        out: Folder with `text.safetensors`; gets `flux.safetensors` (averaged weights),
             `flux.state`, `flux.jsonl` and `latents.safetensors`.
-        autoencoder: trained, with its factors set.
-        plan: how to train.
+        autoencoder: Trained autoencoder, with its factors set.
+        plan: Settings of the run, as in `course.train`.
 
     Returns:
         The pipeline with averaged weights, in float32.

@@ -46,11 +46,11 @@ CHANGED_LATENT = 0.3
 
 @dataclass(frozen=True)
 class Plan(course.Plan):
-    """How to train, the text encoders first.
+    """Settings of the run, the text encoders first.
 
     Attributes:
-        text_steps: how many to train the text encoders before.
-        edits: how many pairs of pictures to draw.
+        text_steps: Training steps of the text encoders before the denoiser.
+        edits: Number of pairs of pictures to draw.
     """
 
     compiled: bool = False
@@ -88,9 +88,9 @@ def train(out: Path, plan: Plan) -> FluxKontextPipeline:
     """Train the denoiser and the text encoders; save a checkpoint every 250 steps.
 
     Args:
-        out: folder; gets `latents.safetensors`, `kontext.safetensors` (averaged weights),
+        out: Folder; gets `latents.safetensors`, `kontext.safetensors` (averaged weights),
             `kontext.state`, `text.jsonl` and `kontext.jsonl`.
-        plan: how to train.
+        plan: Settings of the run.
 
     Returns:
         The pipeline with averaged weights, in float32.

@@ -92,8 +92,8 @@ def train_text(encoders: Encoders, edits: Sequence[Edit], log: Log, course: Text
 
     Args:
         encoders: The text encoders and how to call them.
-        edits: To write instructions for.
-        log: Of this stage.
+        edits: Edits to write instructions for.
+        log: Log of this stage.
         course: Seed, and steps over which the learning rate falls.
 
     Returns:

@@ -27,11 +27,11 @@ def alter(scene: Scene, wrong: str, rng: np.random.Generator) -> Scene:
     """Return a scene that differs in one respect.
 
     Args:
-        scene: what to alter.
+        scene: Scene to alter.
         wrong: `shape`, `colour`, `size` or `place` of one object, the `background`, or `swap`: the
             two objects exchange their colours. Where that changes nothing, because there is one
             object or both are alike, one colour is altered instead.
-        rng: source of randomness.
+        rng: Source of randomness.
     """
     figures = list(scene.figures)
     which = int(rng.integers(len(figures)))
@@ -75,9 +75,9 @@ def contrast(
     prompt with all pictures (InfoNCE, van den Oord et al., arXiv 1807.03748, both ways).
 
     Args:
-        pictures: unit vectors [B, 32].
-        prompts: unit vectors [B, 32].
-        altered: unit vectors [B, K, 32] of wrong prompts of each picture.
+        pictures: Unit vectors [B, 32].
+        prompts: Unit vectors [B, 32].
+        altered: Unit vectors [B, K, 32] of wrong prompts of each picture.
         same: bool [B, B], pairs of equal prompts, which are no negatives of each other.
     """
     score = pictures @ prompts.T
@@ -96,11 +96,11 @@ def train_matcher(
     """Train the matcher on pictures, their scenes and scenes altered in one respect.
 
     Args:
-        extractor: frozen.
-        scenes: as many as pictures.
+        extractor: Frozen extractor.
+        scenes: Scenes of the pictures, as many as there are pictures.
         pictures: uint8 [N, 3, 64, 64].
-        log: of the training.
-        seed: of the weights, the order and the altered scenes.
+        log: Log of the training.
+        seed: Seed of the weights, the order and the altered scenes.
     """
     torch.manual_seed(seed + 1)
     rng = np.random.default_rng(seed + 1)

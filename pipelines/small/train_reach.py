@@ -50,7 +50,7 @@ class Demonstrator:
     The odds are even where both openings are as near, and better for the nearer one.
 
     Args:
-        generator: Of the sides.
+        generator: Generator of the sides.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -80,7 +80,7 @@ def demonstrate(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
     Args:
         count: Demonstrations to attempt.
-        seed: Of scenes, sides and pushes.
+        seed: Seed of scenes, sides and pushes.
 
     Returns:
         Observations `[N, OBSERVED, OBSERVATION]` and actions `[N, HORIZON, 2]` in units of `REACH`;
@@ -123,14 +123,14 @@ def _windows(seen: Tensor, moves: Tensor, angles: Tensor) -> tuple[Tensor, Tenso
 
 @dataclass(frozen=True)
 class Plan:
-    """How to train: a seed and a number of steps give the same weights, broken off or not.
+    """Settings of the run: a seed and a number of steps give the same weights, broken off or not.
 
     Attributes:
-        seed: Of the weights, the demonstrations, the order and the noise.
+        seed: Seed of the weights, the demonstrations, the order and the noise.
         steps: Length of the schedule in steps.
         resume: Go on from the last checkpoint.
-        demonstrations: How many to attempt.
-        minutes: After which to break off, at a checkpoint.
+        demonstrations: Number of demonstrations to attempt.
+        minutes: Minutes after which to break off, at a checkpoint.
     """
 
     seed: int = 0
@@ -201,7 +201,7 @@ def policy_loss(
         pipe: The policy.
         seen: Observations, `[B, OBSERVED, OBSERVATION]`.
         moves: Chunks of actions in units of `REACH`, `[B, HORIZON, 2]`.
-        generator: Of noise and timesteps.
+        generator: Generator of noise and timesteps.
     """
     noise = torch.randn(moves.shape, generator=generator)
     steps = pipe.scheduler.config.num_train_timesteps

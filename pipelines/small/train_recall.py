@@ -64,9 +64,9 @@ def choose(index: int, progress: float, rng: np.random.Generator) -> Task:
     """Return what a training step draws.
 
     Args:
-        index: of the step.
-        progress: share of the run, 0 to 1.
-        rng: that chooses.
+        index: Index of the step.
+        progress: Share of the run, 0 to 1.
+        rng: Generator that chooses.
     """
     if index < REPEATED:
         context = max(length for begin, length in FIRST if index >= begin)
@@ -111,9 +111,9 @@ def fit(out: Path, plan: Plan, course: Course = COURSE) -> LlamaForCausalLM:
     """Train the model and return it with averaged weights, in float32.
 
     Args:
-        out: folder; gets `accuracy.jsonl` and the files of `course.train`.
-        plan: how to train.
-        course: at which rate, and how often to save.
+        out: Folder; gets `accuracy.jsonl` and the files of `course.train`.
+        plan: Settings of the run, as in `course.train`.
+        course: Settings of the training: rate, and how often to save.
     """
     torch.manual_seed(plan.seed)
     model = build_model()
@@ -134,8 +134,8 @@ def export(out: Path, directory: Path = DIRECTORY) -> int:
     """Save model and tokenizer; files are replaced one by one, each whole.
 
     Args:
-        out: the training folder.
-        directory: where `from_pretrained` will look; what else it holds stays.
+        out: The training folder.
+        directory: Directory for `from_pretrained`; its other files stay.
 
     Returns:
         The size of the directory in bytes.
@@ -168,9 +168,9 @@ def keep(out: Path, seed: int, updates: int) -> dict[str, Any]:
     """Write the training record, with the accuracies that were seen on the way.
 
     Args:
-        out: the training folder.
-        seed: that was used.
-        updates: of the whole run.
+        out: The training folder.
+        seed: Seed that was used.
+        updates: Number of training steps of the whole run.
     """
     path = BENCH / "recall-llama-training.json"
     command = f"{RUN} --seed {seed} --updates {updates}"

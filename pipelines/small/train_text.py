@@ -73,9 +73,9 @@ def train(out: Path, *, seed: int, steps: int) -> tuple[CLIPTextModel, T5Encoder
     """Train both text encoders and save them in `text.safetensors`.
 
     Args:
-        out: folder for `text.safetensors` and `text.jsonl`.
-        seed: of the weights, the prompts and the order.
-        steps: how many to train.
+        out: Folder for `text.safetensors` and `text.jsonl`.
+        seed: Seed of the weights, the prompts and the order.
+        steps: Number of training steps.
     """
     torch.manual_seed(seed)
     clip, t5 = build_tokenizers()

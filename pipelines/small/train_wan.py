@@ -51,10 +51,10 @@ UPDATES = {"autoencoder": 3750, "text": 490, "denoiser": COURSE.steps, "decoder"
 
 @dataclass(frozen=True)
 class Plan(course.Plan):
-    """How to train, and on how much.
+    """Settings of the run, and the number of films.
 
     Attributes:
-        films: how many are encoded and trained on.
+        films: Number of films that are encoded and trained on.
     """
 
     films: int = COURSE.examples
@@ -99,10 +99,10 @@ def train(out: Path, autoencoder: AutoencoderKLWan, plan: Plan) -> WanPipeline:
     """Train the denoiser and the text encoder; save a checkpoint every 200 steps.
 
     Args:
-        out: folder with `text.safetensors`; gets `denoiser.safetensors` (averaged weights),
+        out: Folder with `text.safetensors`; gets `denoiser.safetensors` (averaged weights),
             `denoiser.state`, `denoiser.jsonl` and `latents/`.
-        autoencoder: trained, with its means and deviations set.
-        plan: how to train.
+        autoencoder: Trained autoencoder, with its means and deviations set.
+        plan: Settings of the run.
 
     Returns:
         The pipeline with averaged weights, in float32.

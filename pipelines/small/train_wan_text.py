@@ -42,9 +42,9 @@ def train(out: Path, *, seed: int, steps: int) -> UMT5EncoderModel:
     """Train the text encoder and save it in `text.safetensors`.
 
     Args:
-        out: folder for `text.safetensors` and `text.jsonl`.
-        seed: of the weights and the prompts.
-        steps: how many to train.
+        out: Folder for `text.safetensors` and `text.jsonl`.
+        seed: Seed of the weights and the prompts.
+        steps: Number of training steps.
     """
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()

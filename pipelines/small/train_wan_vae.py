@@ -41,9 +41,9 @@ def draw_scenes(count: int, seed: int, *, held: bool = False) -> list[Scene]:
     """Draw scenes of one object.
 
     Args:
-        count: how many.
-        seed: of the draw.
-        held: as in `sample_scene`.
+        count: Number of scenes.
+        seed: Seed of the draw.
+        held: Whether the combinations of attributes are held-out ones.
     """
     rng = np.random.default_rng([seed, 13])
     return [sample_scene(rng, held=held, figures=1) for _ in range(count)]
@@ -55,10 +55,10 @@ def draw_scenes_and_films(
     """Draw scenes of one moving object, those of `draw_scenes`, and their films.
 
     Args:
-        count: how many.
-        seed: of the draw.
-        held: as in `sample_scene`.
-        frames: of each film.
+        count: Number of scenes.
+        seed: Seed of the draw.
+        held: Whether the combinations of attributes are held-out ones.
+        frames: Number of frames of each film.
 
     Returns:
         The scenes and their films, uint8 [B, 3, F, 64, 64].
@@ -77,11 +77,11 @@ def train(
     """Train, measure and save the autoencoder.
 
     Args:
-        out: folder for `autoencoder/`, `autoencoder.jsonl` and `autoencoder.state`.
-        seed: of the weights, the films and the order.
-        steps: how many to train.
-        resume: go on from the last checkpoint.
-        minutes: after which to break off, at a checkpoint.
+        out: Folder for `autoencoder/`, `autoencoder.jsonl` and `autoencoder.state`.
+        seed: Seed of the weights, the films and the order.
+        steps: Number of training steps.
+        resume: Go on from the last checkpoint.
+        minutes: Minutes after which to break off, at a checkpoint.
 
     Returns:
         The averaged autoencoder in float32, with the means and deviations of its latents set.
@@ -126,9 +126,9 @@ def refine(out: Path, *, seed: int, steps: int) -> AutoencoderKLWan:
     """Train the decoder on, against fixed latents, for sharper edges; the latents stay as they are.
 
     Args:
-        out: folder with `autoencoder/`; `autoencoder-refined/` and `decoder.jsonl` are added.
-        seed: of the films, the order and the noise.
-        steps: how many to train.
+        out: Folder with `autoencoder/`; `autoencoder-refined/` and `decoder.jsonl` are added.
+        seed: Seed of the films, the order and the noise.
+        steps: Number of training steps.
 
     Returns:
         The autoencoder in float32.
@@ -232,8 +232,8 @@ def narrow(model: AutoencoderKLWan, films: Tensor) -> AutoencoderKLWan:
     The decoder has to be refined afterwards: a constant that it saw is lost at the edges.
 
     Args:
-        model: with any number of latent channels.
-        films: in [-1, 1], [B, 3, F, H, W], to find the directions with.
+        model: Autoencoder with any number of latent channels.
+        films: Films in [-1, 1], [B, 3, F, H, W], to find the directions with.
 
     Returns:
         A model with `LATENT_CHANNELS` channels, whose means and deviations are set.

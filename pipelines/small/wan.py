@@ -49,8 +49,8 @@ def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) 
     """Load the shipped pipeline with its progress bar off.
 
     Args:
-        dtype: of every model in it; the files hold bfloat16.
-        directory: where it was saved.
+        dtype: Dtype of every model in it; the files hold bfloat16.
+        directory: Directory of the saved pipeline.
     """
     return load_pipeline(WanPipeline, directory, dtype)
 
@@ -115,7 +115,7 @@ def build_autoencoder(channels: int = LATENT_CHANNELS) -> AutoencoderKLWan:
     by 16 and four frames in a latent knew the backgrounds and not one object after 1,100 steps.
 
     Args:
-        channels: of the latents; training starts with more.
+        channels: Number of latent channels; training starts with more.
     """
     model = AutoencoderKLWan(
         base_dim=16,
@@ -143,8 +143,8 @@ def build_pipeline(autoencoder: AutoencoderKLWan, shift: float = SHIFT) -> WanPi
     """Put an untrained pipeline round a trained autoencoder.
 
     Args:
-        autoencoder: with the means and deviations of its latents set.
-        shift: of the sampling sigmas; Wan uses 3 for small films and 5 for large ones.
+        autoencoder: Autoencoder with the means and deviations of its latents set.
+        shift: Shift of the sampling sigmas; Wan uses 3 for small films and 5 for large ones.
     """
     tokenizer = build_tokenizer()
     return WanPipeline(

@@ -29,9 +29,9 @@ def draw_sigmas(count: int, generator: torch.Generator, progress: float = 1.0) -
     sampler's over the first half of the training.
 
     Args:
-        count: how many.
-        generator: source of randomness.
-        progress: share of the training that is done.
+        count: Number of noise levels.
+        generator: Source of randomness.
+        progress: Share of the training that is done.
     """
     even = torch.rand(count, generator=generator).clamp(1e-3, 1 - 1e-3)
     shift = SHIFT + (_EARLY_SHIFT - SHIFT) * max(0.0, 1 - 2 * progress)
@@ -44,7 +44,7 @@ class PlainWanAttention:
     Its backward pass is faster on a CPU than the fused kernel's; the weights are the model's.
 
     Attributes:
-        raised: added to the scores of the text tokens, float32 [19].
+        raised: Number that is added to the scores of the text tokens, float32 [19].
     """
 
     def __init__(self) -> None:
@@ -91,8 +91,8 @@ class Step(nn.Module):
     """One training step's loss; holds the two trained modules under the pipeline's names.
 
     Args:
-        pipe: whose attention is replaced by `PlainWanAttention`.
-        compiled: compile the denoiser's block, once for all of them.
+        pipe: Pipeline whose attention is replaced by `PlainWanAttention`.
+        compiled: Compile the denoiser's block, once for all of them.
     """
 
     def __init__(self, pipe: WanPipeline, *, compiled: bool = False) -> None:
@@ -118,10 +118,10 @@ class Step(nn.Module):
         """Return what the denoiser answers when the pipeline pads to that many text tokens.
 
         Args:
-            noised: latents [B, Z, F, H, W].
-            sigmas: noise levels in (0, 1), [B].
-            texts: one for each.
-            text_tokens: the pipeline's `max_sequence_length`, more than 18.
+            noised: Latents [B, Z, F, H, W].
+            sigmas: Noise levels in (0, 1), [B].
+            texts: Prompt of each sample.
+            text_tokens: The pipeline's `max_sequence_length`, more than 18.
         """
         self.attention.raised[-1] = math.log(text_tokens - REAL_TOKENS)
         made: Tensor = self.transformer(

@@ -27,7 +27,7 @@ class Case:
             says otherwise.
         timestep: Name of the forward argument that carries the timestep or sigma; empty where
             the class has none.
-        note: What is unusual about the class.
+        note: Remark on what is unusual about the class.
         span: Largest timestep in model units.
         rising: Whether the timestep grows towards the clean end, as it does for some classes.
         latents: Names of the forward arguments that change along a sampling trajectory.
@@ -135,7 +135,7 @@ def output_tensors(out: Any) -> list[torch.Tensor]:
     """List the sample tensors of a forward's return value, main sample first.
 
     Args:
-        out: What a denoiser's forward returned: a tensor, a tuple, or a diffusers output.
+        out: Return value of a denoiser's forward: a tensor, a tuple, or a diffusers output.
 
     Returns:
         Every tensor in it, in order; lists of tensors are flattened.
@@ -155,7 +155,7 @@ def output_tensor(out: Any) -> torch.Tensor:
     """Return the main sample of a forward's return value as one tensor.
 
     Args:
-        out: What a denoiser's forward returned.
+        out: Return value of a denoiser's forward.
 
     Returns:
         The sample; where the class returns a list of samples, their concatenation, flattened.

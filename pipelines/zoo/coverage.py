@@ -1,4 +1,4 @@
-"""What a cache finds and skips in every case of the zoo: the table of docs/coverage.md."""
+"""Blocks that a cache finds and skips in every case of the zoo: the table of docs/coverage.md."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Outcome:
     Attributes:
         computed: Block or module evaluations that ran.
         skipped: Those that were skipped.
-        refusal: Why the site cannot be cached, empty where it can.
+        refusal: Reason why the site cannot be cached, empty where it can.
     """
 
     computed: int = 0
@@ -55,7 +55,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one case."""
+    """Findings on one case."""
 
     case: Case
     anatomy: Anatomy

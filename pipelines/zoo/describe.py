@@ -98,8 +98,8 @@ def describe(
     """Yield what to print of one denoiser, for `rich`.
 
     Args:
-        name: What it was found as.
-        anatomy: What is known of it.
+        name: Name that the denoiser was found under.
+        anatomy: Anatomy of the denoiser.
         wirings: List -> how its blocks are chained; may be empty.
     """
     from rich import box

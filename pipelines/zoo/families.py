@@ -1,4 +1,4 @@
-"""Which methods run on which kinds of pipelines; `docs/methods.md` shows it, a test runs it."""
+"""Methods and the kinds of pipelines they run on; `docs/methods.md` shows it, a test runs it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ ATTENDING = ("FluxPipeline", "HunyuanVideoPipeline", "WanPipeline", "DiTPipeline
 
 @dataclass(frozen=True)
 class Family:
-    """How a method is tried on tiny pipelines.
+    """Trial of a method on tiny pipelines.
 
     Attributes:
         pipelines: Names in the zoo.
-        settings: That make it skip something in a run of 8 steps.
-        off: With which it changes nothing; None where it cannot be told so.
+        settings: Settings that make it skip something in a run of 8 steps.
+        off: Settings with which it changes nothing; None where it cannot be told so.
         own: Pipeline -> settings that differ there.
     """
 

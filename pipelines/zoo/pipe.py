@@ -30,7 +30,7 @@ class PipeCase:
         denoisers: Names of the components that run in the sampling loop, in their order.
         branches: Calls of the denoiser in most steps.
         batched: Guidance branches in the batch of one call, 0 where the model has no batch.
-        note: What is unusual about the pipeline.
+        note: Remark on what is unusual about the pipeline.
     """
 
     name: str
@@ -59,7 +59,7 @@ def result(output: Any) -> torch.Tensor:
     """Return the images or frames of a pipeline's output as one tensor.
 
     Args:
-        output: What the pipeline returned.
+        output: Output of the pipeline.
 
     Returns:
         The main result; lists are stacked.
