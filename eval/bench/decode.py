@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -88,13 +89,14 @@ def cases(layers: int = LAYERS, prompt: int = PROMPT) -> dict[str, Case]:
 
 
 @dataclass
-class _Contender:
+class Contender:
     """A model and its cache, which takes tokens one after the other.
 
     Attributes:
         model: Shares its weights with those of the other contenders.
         make: Makes an empty cache.
         tokens: int64 [1, T], the prompt and what follows it.
+        within: Makes the context in which tokens are read.
         cache: Cache that holds the tokens so far.
         taken: Tokens so far.
     """
@@ -102,22 +104,31 @@ class _Contender:
     model: LlamaForCausalLM
     make: Callable[[LlamaForCausalLM], Any]
     tokens: Tensor
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
     cache: Any = field(default=None, repr=False)
     taken: int = 0
 
     def prefill(self, count: int) -> None:
         """Read the first tokens into a new cache."""
         self.cache, self.taken = self.make(self.model), 0
-        self._read(count)
+        self.read(count)
 
     def step(self) -> None:
         """Read one more token."""
-        self._read(1)
+        self.read(1)
 
-    def _read(self, count: int) -> None:
+    def read(self, count: int, **more: Any) -> None:
+        """Read some tokens.
+
+        Args:
+            count: Number of tokens.
+            more: Further arguments of the model.
+        """
         given = self.tokens[:, self.taken : self.taken + count]
         # As `generate` does, logits of the last token alone.
-        self.model(input_ids=given, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.model(
+            input_ids=given, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **more
+        )
         self.taken += count
 
     @property
@@ -125,8 +136,21 @@ class _Contender:
         """Bytes of keys, values and whatever else is held."""
         if isinstance(self.cache, KVCache):
             return self.cache.nbytes
-        held = [tensor for layer in self.cache.layers for tensor in (layer.keys, layer.values)]
-        return sum(tensor.untyped_storage().nbytes() for tensor in held)
+        names = ("keys", "values", "_quantized_keys", "_quantized_values")
+        return sum(_held(getattr(layer, name, 0)) for layer in self.cache.layers for name in names)
+
+
+def _held(thing: Any) -> int:
+    """Return the bytes of a tensor, or of all tensors that something of other libraries holds."""
+    if isinstance(thing, Mapping):
+        return sum(map(_held, thing.values()))
+    if isinstance(thing, tuple):
+        return sum(map(_held, thing))
+    if not isinstance(thing, Tensor):
+        return 0
+    if hasattr(thing, "__tensor_flatten__"):  # a quantized one, made of several
+        return sum(_held(getattr(thing, name)) for name in thing.__tensor_flatten__()[0])
+    return thing.untyped_storage().nbytes()
 
 
 def build(layers: int, tokens: int, setting: Setting) -> LlamaForCausalLM:
@@ -152,7 +176,7 @@ def build(layers: int, tokens: int, setting: Setting) -> LlamaForCausalLM:
 
 def contenders(
     chosen: Mapping[str, Case], layers: int, tokens: int, setting: Setting
-) -> dict[str, _Contender]:
+) -> dict[str, Contender]:
     """Return what is timed, by name; the stock cache first.
 
     Args:
@@ -162,19 +186,31 @@ def contenders(
         setting: Device and dtype.
     """
     model = build(layers, tokens, setting)
-    drawn = torch.Generator().manual_seed(1)
-    given = torch.randint(3, model.config.vocab_size, (1, tokens), generator=drawn)
-    given = given.to(setting.device)
+    given = drawn(model, tokens)
+    makes = {STOCK: stock} | {name: made(case) for name, case in chosen.items()}
+    return {name: Contender(beside(model), make, given) for name, make in makes.items()}
 
-    def beside(make: Callable[[LlamaForCausalLM], Any]) -> _Contender:
-        shared = {id(weight): weight for weight in model.parameters()}
-        return _Contender(copy.deepcopy(model, shared), make, given)
 
-    def ours(case: Case) -> Callable[[LlamaForCausalLM], KVCache]:
-        return lambda other: cache_for(other, case.recipe, mode=case.mode)
+def drawn(model: LlamaForCausalLM, tokens: int) -> Tensor:
+    """Return random tokens, int64 [1, tokens], on the device of a model."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, model.config.vocab_size, (1, tokens), generator=generator)
+    return ids.to(model.device)
 
-    stock = beside(lambda other: DynamicCache(config=other.config))
-    return {STOCK: stock} | {name: beside(ours(case)) for name, case in chosen.items()}
+
+def beside(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Return a model object of its own that shares the weights of a model."""
+    return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+
+
+def stock(model: LlamaForCausalLM) -> DynamicCache:
+    """Return transformers' own cache."""
+    return DynamicCache(config=model.config)
+
+
+def made(case: Case) -> Callable[[LlamaForCausalLM], KVCache]:
+    """Return what makes the cache of a case for a model."""
+    return lambda model: cache_for(model, case.recipe, mode=case.mode)
 
 
 @torch.no_grad()
@@ -229,7 +265,7 @@ def measure(
 
 
 def rows(
-    run: Mapping[str, _Contender],
+    run: Mapping[str, Contender],
     chosen: Mapping[str, Case],
     taken: Sequence[Mapping[str, list[float]]],
 ) -> list[dict[str, Any]]:

@@ -6,10 +6,12 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 import diffcache
 from diffcache.eval.cost.interleave import Call, Progress, Turn, summary
@@ -19,7 +21,7 @@ from diffcache.eval.metrics.intervals import share_change, share_interval
 from diffcache.eval.parts import Parts
 from diffcache.eval.record import Setting
 from diffcache.pipelines.diffusion_lm import Answer, DiffusionLM
-from diffcache.pipelines.small.chain import HELD_OUT, MASK, WORLDS, ChainBatch, draw, is_exact
+from diffcache.pipelines.small.chain import HELD_OUT, WORLDS, ChainBatch, draw, is_exact
 from diffcache.pipelines.small.chain_llada import BLOCKS, load
 
 BATCH = 8  # of those that are timed, beside one
@@ -36,14 +38,14 @@ class Runner:
         lm: Model, wrapped where the row says so.
         length: Tokens of an answer.
         block: Tokens of a block of the world.
-        told: Cost of each call: forwards, and rows of all layers.
+        told: Cost of each call: forwards, rows of all layers, and the most bytes held.
     """
 
     row: Row
     lm: DiffusionLM
     length: int
     block: int
-    told: list[tuple[int, int]] = field(default_factory=list)
+    told: list[tuple[int, int, int]] = field(default_factory=list)
 
     def answer(self, prompts: Tensor) -> Answer:
         """Return the answers to prompts, int64 `[B, P]`."""
@@ -56,12 +58,13 @@ class Runner:
         answer = self.answer(prompts)
         config: Any = self.lm.model.config
         whole = answer.rows * int(config.num_hidden_layers)
-        computed = whole if answer.report is None else answer.report.computed
-        self.told.append((answer.forwards, computed))
+        report = answer.report
+        computed, held = (whole, 0) if report is None else (report.computed, report.peak_bytes)
+        self.told.append((answer.forwards, computed, held))
 
 
 def runners(model: str, chosen: Sequence[Row], setting: Setting) -> dict[str, Runner]:
-    """Return a runner for each row, whose models share their weights.
+    """Return a runner for each row of a shipped model.
 
     Args:
         model: Name of a shipped model, in `BLOCKS`.
@@ -69,18 +72,37 @@ def runners(model: str, chosen: Sequence[Row], setting: Setting) -> dict[str, Ru
         setting: Device and dtype.
     """
     base = load(model, setting.dtype).to(setting.device)
-    shared = {id(weight): weight for weight in base.parameters()}
     guide = None
     if any(row.guided for row in chosen):
         guide = load("chain-guide", setting.dtype).to(setting.device)
+    return runners_of(base, chosen, WORLDS[model].length, BLOCKS[model], guide)
+
+
+def runners_of(
+    base: LlamaForCausalLM,
+    chosen: Sequence[Row],
+    length: int,
+    block: int,
+    guide: LlamaForCausalLM | None = None,
+) -> dict[str, Runner]:
+    """Return a runner for each row, whose models share their weights.
+
+    Args:
+        base: Model, whose configuration names the mask.
+        chosen: Rows.
+        length: Tokens of an answer.
+        block: Tokens of a block.
+        guide: Autoregressive model of the rows that are guided.
+    """
+    shared = {id(weight): weight for weight in base.parameters()}
     found = {}
     for row in chosen:
         own = copy.deepcopy(base, dict(shared))
         policy = row.made()
         if policy is not None:
             diffcache.wrap(own, policy)
-        lm = DiffusionLM(own, mask_id=MASK, guide=guide if row.guided else None)
-        found[row.name] = Runner(row, lm, WORLDS[model].length, BLOCKS[model])
+        lm = DiffusionLM(own, guide=guide if row.guided else None)
+        found[row.name] = Runner(row, lm, length, block)
     return found
 
 
@@ -116,41 +138,37 @@ def _hits(runner: Runner, batch: ChainBatch) -> list[bool]:
 
 
 def timing(
-    found: Mapping[str, Runner], model: str, size: int, rounds: int, setting: Setting,
+    found: Mapping[str, Runner], prompts: Tensor, size: int, setting: Setting,
     progress: Progress | None,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """Return seconds, forwards and token-layers of a batch by row; rows take turns.
+    """Return seconds, forwards, token-layers and bytes of a batch by row; rows take turns.
 
     Args:
         found: Runners by row.
-        model: Name of the model.
+        prompts: Tokens, int64 `[(rounds + 1) * size, P]`, the first batch untimed.
         size: Prompts of a batch.
-        rounds: Batches that are timed.
         setting: Device and dtype.
         progress: Callback for the progress, given (turns done, turns in all, name of the next).
     """
-    generator = torch.Generator().manual_seed(HELD_OUT + _TIMED)
-    prompts = draw(size * (rounds + 1), WORLDS[model], generator).prompts.to(setting.device)
-    batches = prompts.split(size)
+    batches = prompts.to(setting.device).split(size)
 
     def turn(runner: Runner) -> Callable[[], None]:
         runner.told = []
         return lambda: runner.note(batches[len(runner.told)])
 
     calls: dict[str, Call | Turn] = {name: turn(runner) for name, runner in found.items()}
-    taken = take_turns(calls, rounds, 1, setting, progress)
+    taken = take_turns(calls, len(batches) - 1, 1, setting, progress)
     is_alone = setting.device.type == "cpu" and torch.get_num_threads() == 1
     seconds = taken.cpu_seconds if is_alone else taken.seconds
     stock = next(iter(found))
     told = {}
     for name, runner in found.items():
         ratios = [base / own for base, own in zip(seconds[stock], seconds[name], strict=True)]
-        forwards, computed = (
-            sum(column) / (size * len(column)) for column in zip(*runner.told[1:], strict=True)
-        )
+        forwards, computed, held = zip(*runner.told[1:], strict=True)
         told[name] = {
             "seconds": summary([value / size for value in seconds[name]]),
-            "faster": summary(ratios), "forwards": forwards * size, "token_layers": computed,
+            "faster": summary(ratios), "forwards": fmean(forwards),
+            "token_layers": fmean(computed) / size, "held_bytes": max(held),
         }  # fmt: skip
     return told
 
@@ -181,10 +199,11 @@ def measure_model(
     """
     found = runners(model, chosen, setting)
     hits = quality(found, model, samples, seed, kept, progress)
-    times = {
-        size: timing(found, model, size, count, setting, progress)
-        for size, count in ((1, rounds), (BATCH, max(1, rounds // 4)))
-    }
+    times = {}
+    for size, count in ((1, rounds), (BATCH, max(1, rounds // 4))):
+        generator = torch.Generator().manual_seed(HELD_OUT + _TIMED)
+        prompts = draw(size * (count + 1), WORLDS[model], generator).prompts
+        times[size] = timing(found, prompts, size, setting, progress)
     made = []
     for row in chosen:
         lost = share_change(hits[row.against], hits[row.name])
