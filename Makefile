@@ -88,8 +88,9 @@ docs: $(READY) ## Print what diffcache knows of every supported model
 gpu-test: $(READY) $(TRITON) ## Run the tests that need a CUDA device
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m gpu $(ARGS)
 
-gpu-bench: $(PEERS) $(TRITON) ## Measure kernels and full-sized denoisers on a CUDA device, beside other libraries
-	$(BIN)/python -m diffcache.eval.bench kernels full-size --device cuda --dtype bfloat16 $(ARGS)
+gpu-bench: $(PEERS) $(TRITON) ## Measure kernels and full-sized models on a CUDA device, beside other libraries
+	$(BIN)/python -m diffcache.eval.bench kernels full-size full-size-decode full-size-dllm \
+	  --device cuda --dtype bfloat16 $(ARGS)
 	$(BIN)/python -m diffcache.eval.kernels.page --write
 
 clean: ## Remove build products and caches; .venv stays

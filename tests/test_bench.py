@@ -8,7 +8,17 @@ import torch
 
 from diffcache.eval import record
 from diffcache.eval.bench import __main__ as bench
-from diffcache.eval.bench import ca2_vdm, capacity, compiled, decode, full_size, kernels, overhead
+from diffcache.eval.bench import (
+    ca2_vdm,
+    capacity,
+    compiled,
+    decode,
+    full_size,
+    full_size_decode,
+    full_size_dllm,
+    kernels,
+    overhead,
+)
 from diffcache.eval.bench.models import Shape
 from diffcache.eval.cost.thirds import thirds
 
@@ -163,3 +173,30 @@ def test_full_size_counts_what_is_computed(tmp_path: Path, monkeypatch):
         ):
             assert rows[f"{model}, {name}"]["computed"] == 2
     assert full_size.tables(found)[0].row_count == len(rows)
+
+
+def test_full_size_language_models_name_every_row(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(full_size_decode, "TOKENS", 1)
+    monkeypatch.setattr(full_size_decode, "installed", lambda: None)  # kvpress
+    found = written("full-size-decode", full_size_decode.measure(SETTING, rounds=1), tmp_path)
+    rows = {row["name"]: row for row in found["rows"]}
+    ours = full_size_decode.cases(full_size_decode.TINY_PROMPT)
+    assert set(rows) == {"DynamicCache", *ours, *full_size_decode.PEERS}
+    assert all(rows[name]["token_ms"]["n"] == 1 for name in ("DynamicCache", *ours))
+    # 256 tokens, the first after them, two of warm-up, and one; keys and values of three layers.
+    assert rows["DynamicCache"]["bytes"] == 2 * 3 * 2 * 64 * 4 * (256 + 1 + 2 + 1)
+    # a quarter, and a scale of keys and one of values of each layer
+    fp8, stock = rows["QuantizedCache fp8"], rows["DynamicCache"]
+    assert fp8["bytes"] == stock["bytes"] // 4 + 3 * 2 * 4 and rows["kivi 4"]["share"] < 0.5
+    assert "kvpress is not installed: pip" in rows["kvpress snapkv 25 %"]["failed"]
+    assert full_size_decode.tables(found)[0].row_count == len(rows)
+
+    found = written("full-size-dllm", full_size_dllm.measure(SETTING, rounds=1), tmp_path)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert tuple(rows) == full_size_dllm.NAMES
+    assert {row["forwards"] for row in rows.values()} == {8}
+    # 24 tokens of the prompt and 16 of the answer, 3 layers; 2 blocks of 8, each 4 steps
+    assert rows["uncached"]["token_layers"] == 40 * 8 * 3 and not rows["uncached"]["held_bytes"]
+    assert rows["Fast-dLLM dual"]["token_layers"] == 2 * (40 + 3 * 8) * 3
+    assert rows["Fast-dLLM dual"]["held_bytes"] == 2 * 3 * 40 * 32 * 4
+    assert full_size_dllm.tables(found)[0].row_count == len(rows)

@@ -9,6 +9,7 @@ in turn with ours. Whole runs of pipelines are timed by `diffcache eval`.
 
 from __future__ import annotations
 
+import gc
 import shlex
 import sys
 from pathlib import Path
@@ -28,6 +29,8 @@ from diffcache.eval.bench import (
     decode,
     dllm,
     full_size,
+    full_size_decode,
+    full_size_dllm,
     kernels,
     kv,
     overhead,
@@ -39,13 +42,15 @@ from diffcache.pipelines.demo.saved import DTYPES
 
 BENCHMARKS: dict[str, ModuleType] = {
     "overhead": overhead, "compile": compiled, "kv": kv, "decode": decode, "capacity": capacity,
-    "kernels": kernels, "full-size": full_size, "ca2-vdm": ca2_vdm, "causal": causal,
+    "kernels": kernels, "full-size": full_size, "full-size-decode": full_size_decode,
+    "full-size-dllm": full_size_dllm, "ca2-vdm": ca2_vdm, "causal": causal,
     **{f"dllm-{model}": dllm for model in dllm.MODELS},
 }  # fmt: skip
 SMALL: dict[str, dict[str, Any]] = {
     "overhead": {"rounds": 5, "shape": Shape(4, 8)}, "kv": {"rounds": 2, "slots": 256},
     "decode": {"rounds": 2, "layers": 2, "prompt": 256}, "capacity": {"tokens": 30},
-    "kernels": {"rounds": 2}, "full-size": {"rounds": 1},
+    "kernels": {"rounds": 2}, "full-size": {"rounds": 1}, "full-size-decode": {"rounds": 1},
+    "full-size-dllm": {"rounds": 1},
     "ca2-vdm": {"rounds": 2, "prefixes": (1, 2)},
     "causal": {"rounds": 12, "samples": 2, "frames": 30},
     **{f"dllm-{model}": {"rounds": 1, "samples": 2, "named": ["Fast-dLLM dual"]}
@@ -63,7 +68,8 @@ def bench(
     dtype: Annotated[Literal["float32", "float16", "bfloat16"], typer.Option()] = "float32",
     threads: Threads = 1,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Timed rounds (50, dllm: 16, ca2-vdm: 7).")
+        int | None,
+        typer.Option(min=1, help="Timed rounds (50, dllm: 16, ca2-vdm: 7, full-size: 3)."),
     ] = None,
     layers: Annotated[
         int | None, typer.Option(help=f"decode: layers of the model ({decode.LAYERS}).")
@@ -84,6 +90,8 @@ def bench(
     a share of the stock cache's. capacity: whether time and bytes stay flat for 10,000 tokens.
     kernels: every kernel beside plain PyTorch and rivals; on a CPU only whether they are right.
     full-size: runs of FLUX.1-dev and Wan2.1-1.3B with random weights; tiny ones on a CPU.
+    full-size-decode: tokens of LLaMA-3.1-8B with random weights, beside caches of other libraries.
+    full-size-dllm: answers of LLaDA-8B with random weights, with each cache.
     ca2-vdm: cost of a chunk of video after 8 to 48 others, cached and computed anew.
     causal: what films of causal video keep with each cache, time and bytes of a chunk; an hour.
     dllm-...: right answers, token-layers and time of caches of diffusion language models, on a
@@ -111,7 +119,8 @@ def bench(
         if "rounds" in sizes:
             words.append(f"--rounds {sizes['rounds']}")
         words += ["--quick"] * quick
-        little = quick or (name in ("kernels", "full-size") and setting.device.type == "cpu")
+        needs_gpu = name == "kernels" or name.startswith("full-size")
+        little = quick or (needs_gpu and setting.device.type == "cpu")
         _measure(name, setting, sizes, " ".join(words), out or (QUICK if little else FOLDER))
 
 
@@ -128,6 +137,8 @@ def _measure(
         if BENCHMARKS[name] in (causal, dllm):  # hours
             told["unfinished"] = folder / f"{name}.unfinished"
         body = BENCHMARKS[name].measure(setting, **sizes, **told)
+    gc.collect()  # wrapped models are in cycles, and the next ones may need all the device's memory
+    torch.cuda.empty_cache()
     record = envelope(name, setting, command, body)
     console = Console(width=None if sys.stdout.isatty() else 160)
     for table in BENCHMARKS[name].tables(record):
