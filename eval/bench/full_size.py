@@ -164,8 +164,8 @@ def measure(
         if not tiny:
             torch.cuda.empty_cache()
     return {
-        "shapes": {"steps": STEPS, "every": EVERY}, "rounds": rounds, "tiny": tiny, "rows": found,
-        "seconds": round(time.monotonic() - started, 1),
+        "shapes": {"device": setting.device.type, "steps": STEPS, "every": EVERY}, "rounds": rounds,
+        "tiny": tiny, "rows": found, "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
 
 
