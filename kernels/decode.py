@@ -23,17 +23,13 @@ def attn_decode(
     k: Tensor,
     v: Tensor,
     scale: float,
-    kv_len: Tensor | None = None,
     slots: Tensor | None = None,
-    *,
-    causal: bool = False,
-    sinks: int = 0,
+    offset: int | None = None,
     window: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return attention of 1 to 16 queries and its log-sum-exp.
 
-    Keys have places 0 to N - 1, or those in the list `slots`. The last query is at place
-    `kv_len - 1`, the ones before it at those before. Lengths and lists are read on the device. Keys
+    Keys have places 0 to N - 1, or those in the list `slots`, which is read on the device. Keys
     that no query sees may hold anything, NaN too.
 
     Args:
@@ -41,20 +37,18 @@ def attn_decode(
         k: Keys [B or 1, H, N, D], of the same dtype.
         v: Values [B or 1, H, N, Dv], of the same dtype.
         scale: Factor of the logits.
-        kv_len: int32 [B], how many places of a row there are; all of them by default.
-        slots: int32 [B or 1, H or 1, P], the slot that is read for each place; what lies beyond
-            `kv_len` counts for nothing.
-        causal: Whether a query sees no places after its own.
-        sinks: First places that are seen whatever the window.
-        window: Places up to its own that a query sees besides the sinks; 0 for all.
+        slots: Integers [B or 1, H or 1, P], the slot that is read for each place; none for a
+            negative one.
+        offset: Query i sees places 0 to `offset + i`; None: all of them.
+        window: Last places up to its own that a query sees; 0 for all of those.
 
     Returns:
         The attention [B, Hq, n, Dv] in the dtype of `q`, 0 where nothing is seen, and float32
         [B, Hq, n], natural logarithms, -inf there.
 
     Raises:
-        ValueError: If there are more than 16 queries, or their heads are no multiple of those of
-            the keys.
+        ValueError: If there are more than 16 queries, their heads are no multiple of those of the
+            keys, or there is a window and no offset.
     """
     if not 1 <= q.shape[2] <= MOST:
         raise ValueError(f"q: has {q.shape[2]} queries a head, must have 1 to {MOST}")
@@ -62,27 +56,30 @@ def attn_decode(
         raise ValueError(
             f"q: has {q.shape[1]} heads, must have a multiple of the {k.shape[1]} heads of k"
         )
+    if window and offset is None:
+        raise ValueError(f"window={window}: takes an offset, which says where the queries are")
     run = DECODE if takes(q, k, v) else decode_twin
-    found: tuple[Tensor, Tensor] = run(q, k, v, scale, kv_len, slots, causal, sinks, window)
+    found: tuple[Tensor, Tensor] = run(q, k, v, scale, slots, offset, window)
     return found
 
 
 def decode_twin(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, kv_len: Tensor | None, slots: Tensor | None,
-    causal: bool, sinks: int, window: int,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, slots: Tensor | None, offset: int | None,
+    window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return what `attn_decode` returns, in plain PyTorch and float32."""
-    if slots is not None:
-        k, v = (_listed(x, slots, len(q)) for x in (k, v))
-    heads, width = k.shape[1:3]
     batch, _, count, size = q.shape
-    seen = _seen(q, width, kv_len, causal, sinks, window)
-    rows = q.float().reshape(batch, heads, -1, size)
+    width = k.shape[2] if slots is None else slots.shape[2]
+    seen = _seen(count, width, offset, window, q.device)[None, None]
+    if slots is not None:
+        seen = seen & (slots >= 0)[:, :, None]
+        k, v = (_listed(x, slots, batch) for x in (k, v))
+    rows = q.float().reshape(batch, k.shape[1], -1, size)
     logits = (rows @ k.float().mT).unflatten(2, (-1, count)) * scale
-    logits = logits.masked_fill(~seen[:, None, None], -torch.inf)
+    logits = logits.masked_fill(~seen[:, :, None], -torch.inf)
     lse = logits.logsumexp(-1)
     weights = (logits - lse.where(lse.isfinite(), 0)[..., None]).exp()
-    values = v.float().masked_fill(~seen.any(1)[:, None, :, None], 0)
+    values = v.float().masked_fill(~seen.any(2)[..., None], 0)
     out = (weights.flatten(2, 3) @ values).to(q.dtype)
     return out.view(batch, -1, count, v.shape[3]), lse.flatten(1, 2)
 
@@ -94,19 +91,14 @@ def _listed(x: Tensor, slots: Tensor, batch: int) -> Tensor:
     return x.expand(batch, -1, -1, -1).gather(2, wide)
 
 
-def _seen(
-    q: Tensor, width: int, kv_len: Tensor | None, causal: bool, sinks: int, window: int
-) -> Tensor:
-    """Return which places each query sees, bool [B or 1, n, P]."""
-    length = torch.full((1,), width, device=q.device) if kv_len is None else kv_len
-    place = torch.arange(width, device=q.device)
-    own = length[:, None, None] + torch.arange(-q.shape[2], 0, device=q.device)[:, None]
-    seen = (place < length[:, None, None]).expand(-1, q.shape[2], -1)
-    if causal:
-        seen = seen & (place <= own)
-    if window:
-        seen = seen & ((place > own - window) | (place < sinks))
-    return seen
+def _seen(count: int, width: int, offset: int | None, window: int, device: torch.device) -> Tensor:
+    """Return which places each query sees, bool [n, P]."""
+    if offset is None:
+        return torch.ones(count, width, dtype=torch.bool, device=device)
+    place = torch.arange(width, device=device)
+    own = torch.arange(offset, offset + count, device=device)[:, None]
+    seen = place <= own
+    return seen & (place > own - window) if window else seen
 
 
 def _empty(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -115,15 +107,15 @@ def _empty(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]
 
 
 def _flops(
-    q: list[int], k: list[int], v: list[int], scale: float, kv_len: object,
-    slots: list[int] | None, *_: object, **__: object,
+    q: list[int], k: list[int], v: list[int], scale: float, slots: list[int] | None,
+    *_: object, **__: object,
 ) -> int:  # fmt: skip
     width = k[2] if slots is None else slots[2]
     return 2 * q[0] * q[1] * q[2] * width * (q[3] + v[3])
 
 
 DECODE = define(
-    "attn_decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? kv_len, Tensor? slots, "
-    "bool causal, SymInt sinks, SymInt window) -> (Tensor, Tensor)",
+    "attn_decode(Tensor q, Tensor k, Tensor v, float scale, Tensor? slots, SymInt? offset, "
+    "SymInt window) -> (Tensor, Tensor)",
     decode_twin, _empty, "decode:attn_decode", _flops,
 )  # fmt: skip

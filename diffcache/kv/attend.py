@@ -13,7 +13,7 @@ from torch.nn import functional
 from diffcache.kernels import decode
 from diffcache.kernels.merge import lse_merge
 from diffcache.kv.coded import attend_coded
-from diffcache.kv.segment import PLAIN, Traits, Unread
+from diffcache.kv.segment import PLAIN, Listed, Traits, Unread
 from diffcache.kv.slots import Slots, join
 
 _CAUSAL = "causal"
@@ -24,22 +24,23 @@ class View:
     """Slots as queries meet them, keys rotated.
 
     Attributes:
-        source: Slots that are attended to; codes are decoded when `slots` is first asked for.
+        source: Slots that are attended to; codes are decoded, and chosen slots gathered, when
+            `slots` is first asked for.
         start: The first position where no slot is empty, every slot stands for one token and
             positions follow one another in every row; None otherwise.
         traits: Temperature and merging of the logits of these slots.
         below: Bound above all positions, where no slot is empty; None where it is not known.
     """
 
-    source: Slots | Unread
+    source: Slots | Unread | Listed
     start: int | None = None
     traits: Traits = PLAIN
     below: int | None = None
 
     @cached_property
     def slots(self) -> Slots:
-        """Slots that are attended to, decoded."""
-        return self.source.read() if isinstance(self.source, Unread) else self.source
+        """Slots that are attended to, decoded or gathered."""
+        return self.source if isinstance(self.source, Slots) else self.source.read()
 
     @property
     def width(self) -> int:
@@ -119,8 +120,11 @@ def attend(query: Query, views: Sequence[View]) -> Tensor:
     whole = query.softcap is None and query.sinks is None
     if whole and all(view.traits == PLAIN for view in views):
         view = views[0] if len(views) == 1 else _joined(views)
-        found = _over_codes(query, view)
-        return _fused(query, view) if found is None else found
+        for way in (_over_codes, _over_list, _by_kernel):
+            found = way(query, view)
+            if found is not None:
+                return found
+        return _fused(query, view)
     out, lse = attend_parts(query, views)
     if query.sinks is not None:
         sinks = query.sinks.to(lse.dtype).view(1, -1, 1)
@@ -237,6 +241,40 @@ def _over_codes(query: Query, view: View) -> Tensor | None:
     return lse_merge(outs, lses)[0][:, :, None].to(query.q.dtype)
 
 
+def _over_list(query: Query, view: View) -> Tensor | None:
+    """Return attention over chosen slots where they are; None where they have to be gathered."""
+    held, q = view.source, query.q
+    if not isinstance(held, Listed) or "logn" in held.slots.meta:
+        return None
+    if query.mask is not None or query.window is not None:
+        return None
+    if query.causal and (query.pos is not None or query.start < held.below - 1):
+        return None
+    if not decode.takes(q, held.slots.k, held.slots.v):
+        return None
+    return decode.attn_decode(q, held.slots.k, held.slots.v, query.scale, held.places())[0]
+
+
+def _by_kernel(query: Query, view: View) -> Tensor | None:
+    """Return attention of a few queries to all slots, those up to their own or a window of them.
+
+    None where the kernel does not run, or which slots are seen takes a mask to say.
+    """
+    slots, offset, window = view.slots, None, 0
+    if query.mask is not None or "logn" in slots.meta:
+        return None
+    if not decode.takes(query.q, slots.k, slots.v):
+        return None
+    if not _sees_all(query, view):
+        if view.start is None or query.pos is not None or not query.causal:
+            return None
+        offset, window = query.start - view.start, query.window or 0
+        is_blind = offset < 0 or (window and offset + query.count - window >= view.width)
+        if is_blind:  # plain attention gives a mean there, the kernel zeros
+            return None
+    return decode.attn_decode(query.q, slots.k, slots.v, query.scale, None, offset, window)[0]
+
+
 def _fused(query: Query, view: View) -> Tensor:
     """Return attention through the fused kernel, called as transformers calls it."""
     slots, q = view.slots, query.q
@@ -244,8 +282,6 @@ def _fused(query: Query, view: View) -> Tensor:
     groups = q.shape[1] // heads
     seen = _seen(query, view)
     bias = None if isinstance(seen, str) else seen
-    if seen is None and "logn" not in slots.meta and decode.takes(q, slots.k, slots.v):
-        return decode.attn_decode(q, slots.k, slots.v, query.scale)[0]
     if "logn" in slots.meta:
         many = slots.meta["logn"][:, :, None].to(q.dtype)
         if seen is None:

@@ -22,7 +22,7 @@ USED = {
     "lse_merge": "attention to parts: shared prefixes, contexts encoded side by side",
     "attn_lse": "scores by attention, before their masses are added up",
     "attn_mass": "scores by attention: H2O, Scissorhands and others",
-    "attn_decode": "one query, or a few, over slots that it sees all of",
+    "attn_decode": "generated and drafted tokens, sliding windows, slots that a retriever chose",
 }
 
 
@@ -94,12 +94,8 @@ def _masses(model: str, sizes: Sizes) -> KernelCase:
 def _decoding() -> KernelCase:
     asking, heads, count, width, size = LLAMA
     ways: dict[str, Callable[..., Any]] = {
-        "kernel": lambda q, k, v: decode.DECODE(
-            q, k, v, _scale(q), None, None, False, 0, 0
-        )[0],
-        "plain": lambda q, k, v: decode.decode_twin(
-            q, k, v, _scale(q), None, None, False, 0, 0
-        )[0],
+        "kernel": lambda q, k, v: decode.DECODE(q, k, v, _scale(q), None, None, 0)[0],
+        "plain": lambda q, k, v: decode.decode_twin(q, k, v, _scale(q), None, None, 0)[0],
         "fused": lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         "repeated heads": _repeated,
     }  # fmt: skip

@@ -19,9 +19,9 @@ SHARES = 64  # at most
 
 @triton.jit
 def decode_kernel(
-    out, lse, q, k, v, kv_len, slots, scale, q0, q1, q2, k0, k1, k2, v0, v1, v2, s0, s1,
-    heads, count, width, sinks, window,
-    LENGTHS: tl.constexpr, SLOTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    out, lse, q, k, v, slots, scale, q0, q1, q2, k0, k1, k2, v0, v1, v2, s0, s1,
+    heads, count, width, offset, window,
+    SLOTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, VSIZE: tl.constexpr,
     VWIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -38,29 +38,28 @@ def decode_kernel(
     where = member.to(tl.int64) * q1 + query.to(tl.int64) * q2
     here = live[:, None] & (cols < SIZE)[None, :]
     asked = tl.load(q + where[:, None] + cols[None, :], mask=here, other=0.0)
-    length = width
-    if LENGTHS:
-        length = tl.minimum(tl.load(kv_len + batch), width)
-    own = length - count + query
-    blocks = tl.cdiv(length, KEYS)
-    sunk, skipped, least = 0, 0, 0
-    if WINDOW:  # blocks of sinks, then those of the window: no branch stands around the loads
-        least = tl.maximum(length - count + tl.program_id(1) * ROWS // GROUPS - window + 1, 0)
-        sunk = tl.minimum(tl.cdiv(sinks, KEYS), blocks)
-        skipped = tl.maximum(tl.minimum(least // KEYS, blocks) - sunk, 0)
-    turns = blocks - skipped
+    own = offset + query
+    stop, least = width, 0
+    if CAUSAL:
+        stop = tl.minimum(width, offset + count)
+    if WINDOW:
+        least = tl.maximum(offset + tl.program_id(1) * ROWS // GROUPS - window + 1, 0)
+    first = least // KEYS  # where the loop begins: no branch stands around the loads
+    turns = tl.maximum(tl.cdiv(stop, KEYS) - first, 0)
     many = tl.cdiv(turns, tl.num_programs(0))
     top = tl.full([ROWS], -float("inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, VWIDTH], tl.float32)
     for turn in range(share * many, tl.minimum((share + 1) * many, turns)):
-        place = (turn + tl.where(turn < sunk, 0, skipped)) * KEYS + tl.arange(0, KEYS)
-        there = place < length
+        place = (first + turn) * KEYS + tl.arange(0, KEYS)
+        there = place < stop
         if WINDOW:
-            there = there & ((place >= least) | (place < sinks))
+            there = there & (place >= least)
         slot = place.to(tl.int64)
         if SLOTS:
-            slot = tl.load(slots + batch * s0 + head * s1 + place, mask=there, other=0).to(tl.int64)
+            slot = tl.load(slots + batch * s0 + head * s1 + place, mask=there, other=-1)
+            slot = slot.to(tl.int64)
+            there = slot >= 0
         held = tl.load(
             k + slot[None, :] * k2 + cols[:, None],
             mask=there[None, :] & (cols < SIZE)[:, None], other=0.0,
@@ -74,8 +73,7 @@ def decode_kernel(
         if CAUSAL:
             seen = seen & (place[None, :] <= own[:, None])
         if WINDOW:
-            near = place[None, :] > (own - window)[:, None]
-            seen = seen & (near | (place < sinks)[None, :])
+            seen = seen & (place[None, :] > (own - window)[:, None])
         logit = tl.where(seen, logit, -float("inf"))
         new = tl.maximum(top, tl.max(logit, 1))
         safe = tl.where(new == -float("inf"), 0.0, new)
@@ -85,8 +83,8 @@ def decode_kernel(
         total += tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         top = new
     some = tl.where(mass > 0, mass, 1.0)
-    first = (share.to(tl.int64) * tl.num_programs(2) + both) * GROUPS * count
-    at = first + member * count + query
+    before = (share.to(tl.int64) * tl.num_programs(2) + both) * GROUPS * count
+    at = before + member * count + query
     there = live[:, None] & (vcols < VSIZE)[None, :]
     found = (total / some[:, None]).to(out.dtype.element_ty)
     tl.store(out + at[:, None] * VSIZE + vcols[None, :], found, mask=there)
@@ -118,8 +116,8 @@ def combine_kernel(
 
 
 def attn_decode(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, kv_len: Tensor | None, slots: Tensor | None,
-    causal: bool, sinks: int, window: int,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, slots: Tensor | None, offset: int | None,
+    window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch `attn_decode`; shares are merged by a second kernel where there are several."""
     batch, asking, count, size = q.shape
@@ -133,7 +131,7 @@ def attn_decode(
         listed = [*slots.stride()[:2]]
     options = tiles(q.dtype, max(size, last), asking // heads * count)
     tiled = triton.cdiv(asking // heads * count, options["ROWS"])
-    read = min(width, sinks + window + count + 2 * options["KEYS"]) if window else width
+    read = min(width, window + count + 2 * options["KEYS"]) if window else width
     most = min(triton.cdiv(read, 2 * options["KEYS"]), SHARES)
     shares = max(min(PROGRAMS // (tiled * batch * heads), most), 1)
     out, lse = q.new_empty((*q.shape[:3], last)), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -143,9 +141,9 @@ def attn_decode(
     strides = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *listed]
     widths = [max(triton.next_power_of_2(x), 16) for x in (size, last)]
     decode_kernel[(shares, tiled, batch * heads)](
-        parts, logs, q, k, v, logs if kv_len is None else kv_len.contiguous(),
-        logs if slots is None else slots, scale, *strides, heads, count, width, sinks, window,
-        LENGTHS=kv_len is not None, SLOTS=slots is not None, CAUSAL=causal, WINDOW=window > 0,
+        parts, logs, q, k, v, logs if slots is None else slots, scale, *strides,
+        heads, count, width, offset or 0, window,
+        SLOTS=slots is not None, CAUSAL=offset is not None, WINDOW=window > 0,
         GROUPS=asking // heads, SIZE=size, WIDTH=widths[0], VSIZE=last, VWIDTH=widths[1], **options,
     )  # fmt: skip
     if shares > 1:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.errors import AttachError
+from diffcache.kernels import decode
 from diffcache.kv.attend import Query, View, attend
 from diffcache.kv.hf.latent import absorbed, check_made, values_of
 from diffcache.kv.hf.trial import changes, leave_trial
@@ -128,9 +129,13 @@ def attention(
         window=kwargs.get("sliding_window") if window is None else window,
         softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"),
     )  # fmt: skip
-    if window is not None and not refreshing:
-        asked = replace(asked, mask=_reached(asked, window), window=None)
     latent = writer.store.layers[handle.number].latent
+    few = not refreshing and not latent and decode.takes(query, key, value)
+    in_order = few and writer.is_in_order(attention_mask, start, asked.window)
+    if in_order:
+        asked = replace(asked, mask=None, causal=True)
+    elif window is not None and not refreshing:
+        asked = replace(asked, mask=_reached(asked, window), window=None)
     if writer.refreshing is not None:
         if latent:
             raise AttachError(
@@ -143,7 +148,7 @@ def attention(
         return out.transpose(1, 2).contiguous(), None
     if window is None or start + count <= window:
         writer.check_past(attention_mask)
-    valid = writer.valid(attention_mask, start, count, len(key))
+    valid = None if in_order else writer.valid(attention_mask, start, count, len(key))
     if latent:
         out = _over_latents(handle, module, asked, (key, value), valid)
         return out.transpose(1, 2).contiguous(), None

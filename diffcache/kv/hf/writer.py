@@ -54,6 +54,7 @@ class Writer:
             raise ValueError(f"tags={list(tags.shape)}: must be [B, T], a number for each token")
         self.tags = tags
         self._mask: tuple[weakref.ref[Tensor], Tensor | None] | None = None
+        self._in_order: tuple[weakref.ref[Tensor], bool] | None = None
         self._given: tuple[weakref.ref[Tensor], int, Tensor | None] | None = None
         self.refreshing: Refreshing | None = None
         self.exchange: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
@@ -99,6 +100,28 @@ class Writer:
             found = None if bool(own.all()) else own.expand(batch, -1)
             self._mask = weakref.ref(mask), found
         return self._mask[1]
+
+    def is_in_order(self, mask: Tensor | None, start: int, window: int | None) -> bool:
+        """Return whether a mask hides later tokens and those before the window, and no others.
+
+        Layers share a mask, which is looked at once.
+
+        Args:
+            mask: bool [B or 1, 1, n, T].
+            start: Position of the first token.
+            window: Last tokens that are seen; None for all.
+        """
+        if mask is None:
+            return False
+        if self._in_order is None or self._in_order[0]() is not mask:
+            count, width = mask.shape[2:]
+            own = torch.arange(start, start + count, device=mask.device)[:, None]
+            place = torch.arange(width, device=mask.device)
+            seen = place <= own
+            if window is not None:
+                seen &= place > own - window
+            self._in_order = weakref.ref(mask), bool((mask == seen).all())
+        return self._in_order[1]
 
     def _placed(self, given: Tensor | None, start: int, count: int) -> Tensor | None:
         """Return the rotary positions that a model gives its tokens, int32 [B, 1, n].

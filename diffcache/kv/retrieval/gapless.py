@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from diffcache.kv.attend import Query, View
 from diffcache.kv.layer import KVLayer
+from diffcache.kv.retrieval.gather import met_slots
 from diffcache.kv.retrieval.summary import Summary
-from diffcache.kv.segment import PLAIN, Coded, Segment
+from diffcache.kv.segment import PLAIN, Coded, Listed, Segment
 from diffcache.kv.slots import EMPTY, Slots
 
 
@@ -95,9 +96,12 @@ def views_at(layer: KVLayer, pick: Pick, first: int, last: int) -> list[View]:
     keep = pick.keep
     if keep is not None:
         keep = functional.pad(keep, (first, layer.held - last), value=True)
+    below, whole = layer.seen if keep is None else None, met_slots(layer)
+    if whole is not None:
+        return [View(Listed(whole, index, keep, layer.seen), below=below)]
     k, v = _read_at(layer, index)
     slots = Slots(k, v, {"pos": Pick(index, keep).positions()})
-    return [View(layer.rotated(slots), below=layer.seen if keep is None else None)]
+    return [View(layer.rotated(slots), below=below)]
 
 
 def _read_at(layer: KVLayer, index: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from diffcache.kv.attend import View
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.segment import PLAIN
+from diffcache.kv.segment import PLAIN, Listed
 from diffcache.kv.slots import EMPTY, Slots, join
 
 
@@ -32,6 +32,17 @@ def packed(mask: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
     return index[..., :longest].where(keep, 0), keep
 
 
+def met_slots(layer: KVLayer) -> Slots | None:
+    """Return all slots of a layer; None where some are settled, or not held as queries meet them.
+
+    Chosen ones of these are gathered when they are asked for, if a kernel does not attend to them
+    where they are.
+    """
+    if layer.segments or layer.rotary or layer.mover or layer.latent:
+        return None
+    return layer.tail.read()
+
+
 def views_of(layer: KVLayer, mask: Tensor) -> list[View]:
     """Return the slots that a mask names as queries meet them.
 
@@ -41,6 +52,9 @@ def views_of(layer: KVLayer, mask: Tensor) -> list[View]:
         layer: The layer.
         mask: bool [B, 1 or H, S], as `KVLayer.read` orders its slots; at least one a row.
     """
+    whole = met_slots(layer)
+    if whole is not None:
+        return [View(Listed(whole, *packed(mask), layer.seen))]
     plain: list[Slots] = []
     apart: list[View] = []
     tail = layer.tail.read()

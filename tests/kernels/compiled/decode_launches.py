@@ -22,15 +22,15 @@ def launches() -> list[Launch]:
     ):  # fmt: skip
         data = MockTensor(dtype)
         row = 32768 * size
-        numbers = 0.5, *[8 * row, row, size] * 3, 8 * 4096, 4096, 8, count, 32768, 4, 1024
-        options = dict.fromkeys(("LENGTHS", "SLOTS", "CAUSAL", "WINDOW"), extra) | {
+        numbers = 0.5, *[8 * row, row, size] * 3, 8 * 4096, 4096, 8, count, 32768, 4096, 1024
+        options = dict.fromkeys(("SLOTS", "CAUSAL", "WINDOW"), extra) | {
             "GROUPS": groups, "SIZE": size, "WIDTH": size, "VSIZE": size, "VWIDTH": size,
             **decode.tiles(dtype, size, groups * count),
         }  # fmt: skip
         found.append(
             Launch(
                 f"attn_decode-{dtype}-{size}-{count}-{extra}", decode.decode_kernel,
-                (log, log, data, data, data, number, number, *numbers), options,
+                (log, log, data, data, data, number, *numbers), options,
                 {} if dtype == torch.float32 else FEW if groups * count <= 16 else MANY,
             )
         )  # fmt: skip

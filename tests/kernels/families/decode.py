@@ -19,17 +19,13 @@ SHAPES = (
     (1, 3, 1, 16, 133, 16, 16), (1, 8, 1, 5, 70, 32, 48), (1, 3, 1, 2, 300, 24, 24),
     (1, 2, 1, 1, 330, 128, 128),
 )  # fmt: skip
-# Lengths or None, whether causal, sinks, window.
-LIMITS = (
-    ([200, 0], False, 0, 0), ([150, 67], True, 0, 0), ([129, 200], True, 1, 48),
-    (None, False, 16, 20), ([64, 5], True, 70, 300), ([190, 180], False, 3, 1),
-)  # fmt: skip
+# Place of the first of three queries among 200, and the window.
+LIMITS = ((197, 0), (120, 0), (197, 48), (64, 20), (5, 300), (190, 1), (230, 70), (0, 0))
 
 
 def exact(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, kv_len: Any, slots: Any, causal: bool,
-    sinks: int, window: int,
-) -> list[Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, scale: float, slots: Any, offset: int | None, window: int
+) -> list[Tensor]:
     """Return attention row by row and query by query, over the keys that it sees."""
     batch, asking, count, _ = q.shape
     k, v = (x.expand(batch, -1, -1, -1) for x in (k, v))
@@ -39,16 +35,15 @@ def exact(
     for row in range(batch):
         for head in range(asking):
             own = head * heads // asking
-            places = torch.arange(k.shape[2])
+            places = list(range(k.shape[2]))
             if slots is not None:
-                places = slots.expand(batch, heads, -1)[row, own].long()
-            length = len(places) if kv_len is None else int(kv_len[row])
+                places = slots.expand(batch, heads, -1)[row, own].tolist()
             for query in range(count):
-                at = length - count + query
+                at = len(places) if offset is None else offset + query
                 seen = [
-                    int(places[j])
-                    for j in range(length)
-                    if (not causal or j <= at) and (not window or j > at - window or j < sinks)
+                    slot
+                    for place, slot in enumerate(places)
+                    if place <= at and (not window or place > at - window) and slot >= 0
                 ]
                 if not seen:
                     continue
@@ -59,7 +54,7 @@ def exact(
 
 
 def decodes(dtype: torch.dtype) -> Iterator[Case]:
-    """Yield calls with lengths, windows and lists of slots."""
+    """Yield calls with limits and lists of slots."""
 
     def case(name: str, *args: Any) -> Case:
         # The kernel rounds the weights of values to their dtype, as fused attention does.
@@ -76,19 +71,19 @@ def decodes(dtype: torch.dtype) -> Iterator[Case]:
         tensors = (drawn(rows, asking, count, size, 1), drawn(rows, heads, width, size, 2),
                    drawn(rows, heads, width, last, 3))  # fmt: skip
         name = f"{rows}-{asking}-{heads}-{count}-{width}-{size}-{last}"
-        yield case(name, *tensors, 1.5 * size**-0.5, None, None, False, 0, 0)
+        yield case(name, *tensors, 1.5 * size**-0.5, None, None, 0)
     q, k, v = (drawn(2, heads, n, 32, n) for heads, n in ((4, 3), (2, 200), (2, 200)))
     many = torch.stack([torch.randperm(200)[:160] for _ in range(4)]).view(2, 2, 160).int()
-    for number, (lengths, *limits) in enumerate(LIMITS):
-        kv_len = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
-        yield case(f"limits{number}", q, k, v, 0.2, kv_len, None, *limits)
-        short = None if kv_len is None else kv_len.clamp(max=160)
-        yield case(f"slots{number}", q, k, v, 0.2, short, many, *limits)
-    shared = many[:1, :1]
+    many[:, 0, 40:77] = -1
+    many[1, 1] = -1
+    for number, limits in enumerate(LIMITS):
+        yield case(f"limits{number}", q, k, v, 0.2, None, *limits)
+    for number, limits in enumerate(((None, 0), (120, 0), (150, 90))):
+        yield case(f"slots{number}", q, k, v, 0.2, many, *limits)
     turned = guarded((2, 3, 4, 32), dtype, 7).transpose(1, 2)
     held = guarded((1, 200, 2, 32), dtype, 8).transpose(1, 2)
-    yield case("strides", turned, held, v[:1], 0.2, None, shared, False, 0, 0)
-    yield case("columns", q, drawn(2, 2, 32, 200, 9).mT, v, 0.2, None, None, False, 0, 0)
+    yield case("strides", turned, held, v[:1], 0.2, many[:1, :1].long(), None, 0)
+    yield case("columns", q, drawn(2, 2, 32, 200, 9).mT, v, 0.2, None, None, 0)
 
 
 FAMILIES = (decodes,)

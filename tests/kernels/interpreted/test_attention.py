@@ -10,12 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kernels import decode, mass, merge
+from diffcache.kernels import decode, mass, merge, move
 from diffcache.kernels.decode import attn_decode
 from diffcache.kernels.mass import attn_lse, attn_mass
 from diffcache.kernels.merge import lse_merge
 from diffcache.kv.attend import Query, View, attend
 from diffcache.kv.attended import Attended
+from diffcache.kv.layer import KVLayer
+from diffcache.kv.retrieval.quest import Quest
+from diffcache.kv.retrieval.select import Selecting
+from diffcache.kv.retrieval.tidal import LayerReuse
 from diffcache.kv.segment import Traits
 from diffcache.kv.slots import Slots, span
 
@@ -62,35 +66,39 @@ def test_a_part_that_sees_nothing_changes_nothing_and_two_of_them_are_nothing() 
     assert all(map(torch.equal, lse_merge([none[0]] * 2, [none[1]] * 2), none))
 
 
-def test_a_wide_window_is_none_and_enough_sinks_are_all() -> None:
+def test_a_wide_window_is_none_and_queries_behind_the_keys_see_all() -> None:
     q, k, v = drawn(3)
-    whole = attn_decode(q, k, v, SCALE, causal=True)
-    for limits in ({"window": N}, {"window": 5, "sinks": N}):
-        found = attn_decode(q, k, v, SCALE, causal=True, **limits)
-        torch.testing.assert_close(found, whole, **CLOSE)
+    whole = attn_decode(q, k, v, SCALE, offset=N - 3)
+    found = attn_decode(q, k, v, SCALE, offset=N - 3, window=N)
+    torch.testing.assert_close(found, whole, **CLOSE)
+    behind = attn_decode(q, k, v, SCALE, offset=N)
+    torch.testing.assert_close(behind, attn_decode(q, k, v, SCALE), **CLOSE)
+    with pytest.raises(ValueError, match="window=5: takes an offset"):
+        attn_decode(q, k, v, SCALE, window=5)
 
 
-def test_a_list_of_slots_is_what_is_gathered() -> None:
+def test_a_list_of_slots_is_what_is_gathered_and_negative_ones_are_not() -> None:
     q, k, v = drawn(1)
     order = torch.stack([torch.randperm(N)[:90] for _ in range(B * H)]).view(B, H, 90)
     wide = order[..., None].expand(-1, -1, -1, D)
     expected = attn_decode(q, k.gather(2, wide), v.gather(2, wide), SCALE)
-    torch.testing.assert_close(attn_decode(q, k, v, SCALE, slots=order.int()), expected, **CLOSE)
+    found = attn_decode(q, k, v, SCALE, order.int())
+    torch.testing.assert_close(found, expected, **CLOSE)
+    filled = torch.cat([order[..., :40], torch.full((B, H, 33), -1), order[..., 40:]], -1)
+    torch.testing.assert_close(attn_decode(q, k, v, SCALE, filled), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("listed", [False, True])
 def test_what_is_not_seen_may_be_nan(listed: bool) -> None:
     q, k, v = drawn(1)
-    length = torch.tensor([100, 70], dtype=torch.int32)
     slots = torch.arange(N, dtype=torch.int32).expand(B, 1, N).clone() if listed else None
-    limits: dict[str, Any] = {"causal": True, "sinks": 3, "window": 20}
-    expected = attn_decode(q, k, v, SCALE, length, slots, **limits)
-    for row, stop in enumerate(length.tolist()):
-        for x in (k, v):
-            x[row, :, stop:], x[row, :, 3 : stop - 20] = math.nan, math.nan
-        if slots is not None:
-            slots[row, :, stop:] = -7
-    found = attn_decode(q, k, v, SCALE, length, slots, **limits)
+    limits: dict[str, Any] = {"offset": 100, "window": 20}
+    expected = attn_decode(q, k, v, SCALE, slots, **limits)
+    for x in (k, v):
+        x[:, :, 101:], x[:, :, :81] = math.nan, math.nan
+    if slots is not None:
+        slots[:, :, 101:] = N + 7
+    found = attn_decode(q, k, v, SCALE, slots, **limits)
     assert all(map(torch.equal, found, expected))
 
 
@@ -117,8 +125,8 @@ def test_a_constant_in_all_logits_moves_only_the_log_sum_exp() -> None:
 def test_groups_are_heads_that_are_repeated() -> None:
     q, k, v = drawn(4)
     wide_k, wide_v = (x.repeat_interleave(HQ // H, 1) for x in (k, v))
-    many = attn_decode(q, wide_k, wide_v, SCALE, causal=True)
-    torch.testing.assert_close(attn_decode(q, k, v, SCALE, causal=True), many, **CLOSE)
+    many = attn_decode(q, wide_k, wide_v, SCALE, offset=N - 4)
+    torch.testing.assert_close(attn_decode(q, k, v, SCALE, offset=N - 4), many, **CLOSE)
     lse = attn_lse(q, wide_k, SCALE, N - 4)
     torch.testing.assert_close(attn_lse(q, k, SCALE, N - 4), lse, **CLOSE)
     heads = attn_mass(q, wide_k, lse, SCALE, N - 4).unflatten(1, (H, -1)).sum(2)
@@ -143,18 +151,55 @@ def test_sums_of_a_layer_are_those_of_plain_pytorch(
     torch.testing.assert_close(found, softly, **CLOSE)
 
 
-def test_queries_that_see_all_are_given_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = drawn(1)
-    slots = Slots(k, v, {"pos": span(0, N, B, k.device)})
-    names = launched(monkeypatch, decode.DECODE, merge.MERGE)
-    found = attend(Query(q, N - 1, SCALE), [View(slots, 0)])
+def test_few_queries_are_given_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = drawn(3)
+    slots = Slots(k, v, {"pos": span(7, N + 7, B, k.device)})
+    last, whole = N + 4, View(slots, 7)  # position of the first query, and all slots
     parts = [View(slots.narrow(0, 50), None, Traits(apart=True)), View(slots.narrow(50, N))]
-    apart = attend(Query(q, N - 1, SCALE), parts)
-    assert names == ["attn_decode", "lse_merge"]
-    attend(Query(q, N - 20, SCALE), [View(slots, 0)])  # a query that sees some of them
-    assert len(names) == 2
+    calls = [
+        (Query(q, last, SCALE, causal=False), [whole]),
+        (Query(q, last, SCALE), [whole]),
+        (Query(q, 60, SCALE), [whole]),  # as where rows in the middle are computed anew
+        (Query(q, last, SCALE, window=20), [whole]),
+        (Query(q, N + 30, SCALE, window=30), [whole]),  # beyond what is held
+        (Query(q[:, :, :1], N + 6, SCALE), parts),
+    ]
+    names = launched(monkeypatch, decode.DECODE, merge.MERGE)
+    found = [attend(query, views) for query, views in calls]
+    assert names == ["attn_decode"] * 5 + ["lse_merge"]
+    mask = torch.rand(B, 1, 3, N + 7) > 0.3
+    others = [
+        (Query(q, last, SCALE, mask=mask), whole), (Query(q, last, SCALE), View(slots)),
+        (Query(q, last, SCALE, window=20, causal=False), whole), (Query(q, 5, SCALE), whole),
+        (Query(q, N + 30, SCALE, window=20), whole),  # the last query sees nothing
+    ]  # fmt: skip
+    for query, view in others:
+        attend(query, [view])
+    assert len(names) == 6
     monkeypatch.setenv("DIFFCACHE_KERNELS", "torch")
-    expected = attend(Query(q, N - 1, SCALE), [View(slots, 0)])
-    assert len(names) == 2
-    torch.testing.assert_close(found, expected, **CLOSE)
-    torch.testing.assert_close(apart, expected, **CLOSE)
+    for one, (query, views) in zip(found, calls, strict=True):
+        torch.testing.assert_close(one, attend(query, views), **CLOSE)
+    assert len(names) == 6
+
+
+@pytest.mark.parametrize("kind", ["runs", "rows", "tidal"])
+def test_chosen_slots_are_attended_to_where_they_are(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = drawn(1)
+    layers = [KVLayer(number) for number in range(2)]
+    valid = torch.ones(B, N, dtype=torch.bool)
+    valid[1, :9] = kind != "rows"  # rows with gaps choose by mask
+    for layer in layers:
+        layer.write(k, v, valid=valid if kind == "rows" else None)
+    chooser: Selecting = Quest(50, sinks=2, recent=20)
+    query = Query(q, N - 1, SCALE)
+    if kind == "tidal":
+        chooser = LayerReuse(50, sinks=2, recent=20, select=(0,))
+        chooser.views(query, layers[0], layers)
+    names = launched(monkeypatch, decode.DECODE, move.GATHER)
+    (view,) = chooser.views(query, layers[1], layers)
+    found = attend(query, [view])
+    assert view.width < N and names == ["attn_decode"]
+    monkeypatch.setenv("DIFFCACHE_KERNELS", "torch")
+    torch.testing.assert_close(found, attend(query, [view]), **CLOSE)

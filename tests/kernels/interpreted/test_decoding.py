@@ -1,0 +1,68 @@
+"""Language models of transformers with kernels on: which of their tokens are given to the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from diffcache.kernels import decode
+from diffcache.kv import cache_for, quest, snapkv
+from diffcache.pipelines.zoo.language import build
+from tests.kv.tiny import IDS, llama
+
+
+@pytest.fixture(name="calls")
+def _calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """List the lists, offsets and windows that the kernel was called with."""
+    made: list[Any] = []
+    launch = decode.DECODE.launch
+    monkeypatch.setattr(decode.DECODE, "launch", lambda *a: made.append(a[4:]) or launch(*a))
+    return made
+
+
+def logits(model: Any, recipe: Any, inputs: Any) -> torch.Tensor:
+    """Return the logits of the last three tokens, which are read at once, and of one more."""
+    cache, found = cache_for(model, recipe), []
+    for stop, width in ((21, 21), (24, 3), (25, 1)):
+        ids = torch.cat([inputs, inputs[:, :1]], 1)[:, stop - width : stop]
+        mask = torch.ones(len(ids), stop, dtype=torch.long)
+        with torch.no_grad():
+            found.append(model(ids, attention_mask=mask, past_key_values=cache).logits)
+    return torch.cat(found[1:], 1)
+
+
+@pytest.mark.parametrize("kind", ["drafted", "window", "chosen"])
+def test_generated_and_drafted_tokens_take_the_kernel(
+    kind: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llama(num_hidden_layers=1)
+    recipe: Any = snapkv(1.0, window=4)
+    expected: list[Any] = [(None, 21, 0), (None, None, 0)]
+    if kind == "window":
+        model = build("MistralForCausalLM", "mistral", sliding_window=16)
+        layers = model.config.num_hidden_layers
+        expected = [(None, 21, 16)] * layers + [(None, 24, 16)] * layers
+    elif kind == "chosen":
+        recipe = quest(12, page=4, skip=0)
+    found = logits(model, recipe, IDS)
+    if kind == "chosen":
+        ((listed, offset, window),) = calls
+        assert listed.shape[2] < 25 and (offset, window) == (None, 0)
+    else:
+        assert calls == expected
+    monkeypatch.setenv("DIFFCACHE_KERNELS", "torch")
+    torch.testing.assert_close(found, logits(model, recipe, IDS), atol=2e-5, rtol=2e-5)
+
+
+def test_padding_takes_a_mask(calls: list[Any]) -> None:
+    model = llama(num_hidden_layers=1)
+    cache = cache_for(model, snapkv(1.0, window=4))
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[1, :5] = 0
+    ids = IDS.expand(2, -1)
+    with torch.no_grad():
+        model(ids[:, :21], attention_mask=mask[:, :21], past_key_values=cache)
+        model(ids[:, 21:], attention_mask=mask, past_key_values=cache)
+    assert not calls
