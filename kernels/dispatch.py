@@ -195,6 +195,11 @@ def ratio(name: str, device: torch.device) -> float:
     return float(measured().get(device_name(device.index or 0), {}).get(name, 0))
 
 
+def is_faster(name: str, device: torch.device) -> bool:
+    """Return whether something that is no kernel of ours was measured to be faster, and is on."""
+    return chosen() != "torch" and name not in _off() and ratio(name, device) > 1
+
+
 @cache
 def has_triton() -> bool:
     """Return whether triton is installed."""

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from diffcache.kernels import decode
+from diffcache.kernels.dense import scaled_dot_product_attention
 from diffcache.kernels.merge import lse_merge
 from diffcache.kv.coded import attend_coded
 from diffcache.kv.segment import PLAIN, Listed, Traits, Unread
@@ -304,8 +304,8 @@ def _fused(query: Query, view: View) -> Tensor:
                 bias = bias.repeat_interleave(groups, 1)
     if batch < len(q):
         k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
-    out = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, is_causal=bias is None and seen == _CAUSAL, scale=query.scale,
+    out = scaled_dot_product_attention(
+        q, k, v, bias, is_causal=bias is None and seen == _CAUSAL, scale=query.scale,
         enable_gqa=grouped,
     )  # fmt: skip
     return out.reshape(len(q), heads * groups, query.count, v.shape[3])

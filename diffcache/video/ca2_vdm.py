@@ -7,8 +7,8 @@ from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from diffcache.kernels.dense import scaled_dot_product_attention
 from diffcache.kv.budget import Uniform
 from diffcache.kv.per_layer import per_layer
 from diffcache.kv.plan import TopK
@@ -218,7 +218,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tenso
         causal: Whether a query sees the keys up to its own alone.
     """
     q4, k4, v4 = (x.flatten(0, -4) for x in (q, k, v))
-    out = functional.scaled_dot_product_attention(q4, k4, v4, is_causal=causal)
+    out = scaled_dot_product_attention(q4, k4, v4, is_causal=causal)
     return out.reshape(q.shape)
 
 

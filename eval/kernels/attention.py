@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffcache.eval.kernels.case import KernelCase
-from diffcache.kernels import decode, mass, merge
+from diffcache.kernels import decode, dense, mass, merge
 
 # Query heads, key heads, queries, keys, channels.
 Sizes = tuple[int, int, int, int, int]
 FLUX: Sizes = (24, 24, 4608, 4608, 128)
 WAN: Sizes = (12, 12, 1560, 32760, 128)  # one frame of queries
+CHUNK: Sizes = (12, 12, 4680, 32760, 128)  # three
 LLAMA: Sizes = (32, 8, 1, 32768, 128)
 TINY: Sizes = (4, 2, 8, 160, 32)
 USED = {
@@ -23,12 +25,15 @@ USED = {
     "attn_lse": "scores by attention, before their masses are added up",
     "attn_mass": "scores by attention: H2O, Scissorhands and others",
     "attn_decode": "generated and drafted tokens, sliding windows, slots that a retriever chose",
+    dense.NAME: "attention of many queries without a mask, where torch's own choice is plain",
 }
 
 
-def _attention(sizes: Sizes) -> Callable[[torch.device, bool], tuple[Tensor, Tensor, Tensor]]:
+def _attention(
+    sizes: Sizes, small: Sizes = TINY
+) -> Callable[[torch.device, bool], tuple[Tensor, Tensor, Tensor]]:
     def make(device: torch.device, tiny: bool) -> tuple[Tensor, Tensor, Tensor]:
-        asking, heads, count, width, size = TINY if tiny else sizes
+        asking, heads, count, width, size = small if tiny else sizes
         kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
         q = torch.randn(1, asking, count, size, **kind)
         k, v = torch.randn(2, 1, heads, width, size, **kind).unbind()
@@ -108,6 +113,30 @@ def _decoding() -> KernelCase:
     )  # fmt: skip
 
 
+def _only(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return dense attention by one backend of torch; of a CPU, which has none of them, by any."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel([backend] if q.is_cuda else dense.ORDER):
+            return functional.scaled_dot_product_attention(q, k, v)
+
+    return attend
+
+
+def _dense(model: str, sizes: Sizes) -> KernelCase:
+    asking, heads, count, width, size = sizes
+    ways: dict[str, Callable[..., Any]] = {
+        "kernel": _only(SDPBackend.CUDNN_ATTENTION),
+        "plain": functional.scaled_dot_product_attention,
+        "FlashAttention": _only(SDPBackend.FLASH_ATTENTION),
+    }
+    return KernelCase(
+        dense.NAME, model, f"q {[1, asking, count, size]}, k and v {[1, heads, width, size]} "
+        "bfloat16", _attention(sizes, (2, 2, 8, 160, 32)), ways,
+        2 * 2 * size * (asking * count + heads * width), 4 * asking * count * width * size,
+    )  # fmt: skip
+
+
 def cases() -> list[KernelCase]:
     """Return the rows of the benchmark."""
     asking, _, count, _, size = FLUX
@@ -121,4 +150,5 @@ def cases() -> list[KernelCase]:
         3 * 4 * asking * count * (size + 1), target={"plain": 3.0, "torch.compile": 1.0},
     )  # fmt: skip
     masses = [_masses("FLUX.1-dev", FLUX), _masses("Wan2.1-1.3B", WAN)]
-    return [parts, _logs("FLUX.1-dev", FLUX), *masses, _decoding()]
+    denses = [_dense("FLUX.1-dev", FLUX), _dense("Wan2.1-1.3B", CHUNK)]
+    return [parts, _logs("FLUX.1-dev", FLUX), *masses, _decoding(), *denses]

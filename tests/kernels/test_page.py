@@ -1,7 +1,7 @@
 """The page and the table of choices are those of the rows and of the record."""
 
 from diffcache.eval.kernels import page
-from diffcache.kernels import dispatch
+from diffcache.kernels import dense, dispatch
 
 
 def test_the_page_and_the_choices_are_up_to_date() -> None:
@@ -10,7 +10,7 @@ def test_the_page_and_the_choices_are_up_to_date() -> None:
 
 def test_every_operator_has_a_row_and_a_caller() -> None:
     listed = {case.operator for module in page.families() for case in module.cases()}
-    assert listed == set(dispatch.OPERATORS)
+    assert listed == {*dispatch.OPERATORS, dense.NAME}
 
 
 def test_measured_times_stand_in_the_row_and_misses_are_told(tmp_path) -> None:
