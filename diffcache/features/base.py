@@ -133,6 +133,10 @@ class Instead(ABC):
         guesses = [self.estimate(state, step) for state in states]
         return guesses if bases is None else list(map(add, bases, guesses))
 
+    def adds_at_once(self, state: Any) -> bool:
+        """Return whether a kernel adds a base to a state's estimate as it makes it."""
+        return False
+
     def correct(self, state: Any, step: Step, value: Tensor) -> Tensor:
         """Return a better stand-in for the denoiser's output; asked at `feature="change"` only.
 

@@ -38,7 +38,8 @@ class Frame:
         bases: Span -> the streams at its start.
         given: Arguments of the traced call; lists are copied, since some models pop from them.
         tally: Module site -> its operations, in the call where they are counted; None elsewhere.
-        foreseen: Estimates made at the start of the call, by block.
+        foreseen: Estimates made at the start of the call, by block; states where `adds_at_once`.
+        adds_at_once: Whether a kernel makes the estimate of a block as it is added to its streams.
         lasts: Span -> what its last computed block returned.
         visits: Module site -> how often it was called.
         closed: Number of skipped spans that ended.
@@ -50,6 +51,7 @@ class Frame:
 
     __slots__ = (
         "_probe_input",
+        "adds_at_once",
         "bases",
         "call",
         "closed",
@@ -90,7 +92,8 @@ class Frame:
         self.bases: dict[Any, tuple[Any, ...]] = {}
         self.lasts: dict[Any, list[Any]] = {}
         self.visits: dict[Any, int] = {}
-        self.foreseen: list[list[Tensor]] = []
+        self.foreseen: list[list[Any]] = []
+        self.adds_at_once = False
         self.closed = 0
         self.times: dict[str, list[Tensor]] = {}
         self.random: Random | None = None

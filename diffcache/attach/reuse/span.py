@@ -164,16 +164,20 @@ def estimate(frame: Frame, spec: TapSpec, given: tuple[Any, ...]) -> Any:
     return held.template.build(outputs)
 
 
-def foresee(frame: Frame) -> list[list[Tensor]]:
-    """Make the estimates of all single blocks of this call in one go."""
+def foresee(frame: Frame) -> list[list[Any]]:
+    """Make the estimates of all single blocks of this call in one go.
+
+    Where a kernel adds an estimate to its stream as it makes it, states are returned instead.
+    """
     assert frame.layout is not None
     features = frame.features
     states, ends = [], [0]
     for key in frame.layout.foreseen:
         states += features[key].states
         ends.append(len(states))
-    guesses = frame.instead.estimate_all(states, frame.step)
-    frame.foreseen = [guesses[start:end] for start, end in pairwise(ends)]
+    frame.adds_at_once = frame.instead.adds_at_once(states[0])
+    found = states if frame.adds_at_once else frame.instead.estimate_all(states, frame.step)
+    frame.foreseen = [found[start:end] for start, end in pairwise(ends)]
     return frame.foreseen
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diffcache.features.base import Instead, check_int
 from diffcache.foreign import add_all
-from diffcache.kernels.forecast import finite_differences, weighted_sum
+from diffcache.kernels.forecast import SUM, finite_differences, weighted_sum
 from diffcache.step import Step
 
 MAX_ORDER = 4
@@ -66,6 +66,10 @@ class Summed(Instead):
             return super().estimate_all(states, step)
         pairs = zip(states, bases, strict=True)
         return [weighted_sum(s.factors, self.weights(s, step), base) for s, base in pairs]
+
+    def adds_at_once(self, state: Any) -> bool:
+        """Return whether the kernel of weighted sums runs."""
+        return len(state.factors) > 1 and SUM.takes(*state.factors)
 
     def held(self, state: Any) -> list[Tensor]:
         """Return the factors."""

@@ -53,6 +53,7 @@ def test_an_interval_of_one_is_exact_and_unwrap_restores(flux, site) -> None:
     ("settings", "wanted"),
     [
         ({"order": 2}, {"weighted_sum", "finite_differences"}),
+        ({"order": 2, "site": "block"}, {"weighted_sum", "finite_differences"}),
         ({"order": 2, "site": "module"}, {"weighted_sum", "finite_differences"}),
         ({"order": 2, "form": "newton"}, {"weighted_sum", "finite_differences"}),
         ({"order": 1, "site": "model"}, {"weighted_sum", "finite_differences"}),
