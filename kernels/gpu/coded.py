@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from diffcache.kernels.configs import combinations, tuned
 from diffcache.kernels.gpu.quantize import restored, spread
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -14,6 +17,7 @@ ROWS = 16  # query heads of a program: the least that products of matrices are m
 PROGRAMS = 1024  # about as many as keep a large GPU busy
 LEAST, MOST_PARTS = 256, 64  # slots of a part; parts
 WARPS = 4
+CANDIDATES = {"attn_decode_kivi": combinations(BLOCK=(16, 32, 64, 128), num_warps=(4, 8))}
 
 
 @triton.jit
@@ -120,7 +124,10 @@ def attn_decode_kivi(
     )
     batch, heads, count = values.shape[:3]
     groups, size, wide = q.shape[1] // heads, q.shape[2], width * value_grid.shape[-1]
-    block = block_of(each, max(size, wide), q.dtype)
+    default = {"BLOCK": block_of(each, max(size, wide), q.dtype), "num_warps": WARPS}
+    key = q.dtype, max(size, wide), key_bits, value_bits, each, groups, count
+    form = tuned("attn_decode_kivi", key, default, q.device)
+    block = math.gcd(form["BLOCK"], each)  # slots of a block are of one group of keys
     parts, chunk = split(count, batch * heads, block)
     outs = q.new_empty(batch * heads, parts, groups, wide, dtype=torch.float32)
     lses = q.new_empty(batch * heads, parts, groups, dtype=torch.float32)
@@ -129,7 +136,7 @@ def attn_decode_kivi(
         chunk, key_shift, value_shift, GROUPS=groups, SIZE=size, WIDE=wide,
         COLUMNS=value_grid.shape[4], KEY_BITS=key_bits, VALUE_BITS=value_bits,
         KEY_PARTS=key_grid.shape[3], VALUE_PARTS=value_grid.shape[3], WORK=work(q.dtype),
-        ROWS=ROWS, BLOCK=block, num_warps=WARPS,
+        ROWS=ROWS, BLOCK=block, num_warps=form["num_warps"],
     )  # fmt: skip
     out = q.new_empty(batch, q.shape[1], wide, dtype=torch.float32)
     lse = q.new_empty(batch, q.shape[1], dtype=torch.float32)

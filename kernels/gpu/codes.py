@@ -7,9 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diffcache.kernels.configs import combinations, tuned
 from diffcache.kernels.gpu.launch import aligned
 
-TILE = 4096  # numbers of a program
+DEFAULT = {"TILE": 4096, "num_warps": 4}  # numbers of a program
+CANDIDATES = {"int8_codes": combinations(TILE=(2048, 4096, 8192), num_warps=(4, 8))}
 COLUMNS = 1024  # most numbers of a row that a program takes
 NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it is rounded to whole numbers
 FAR = tl.constexpr(2097152.0)  # beyond any code, and near enough to be rounded so
@@ -36,10 +38,11 @@ def codes_kernel(
     tl.store(codes + at, whole.to(tl.int8), mask=live)
 
 
-def tile(width: int) -> dict[str, int]:
+def tile(width: int, options: dict[str, int] = DEFAULT) -> dict[str, int]:
     """Return the settings of a launch over rows of a width."""
     columns = min(max(16, triton.next_power_of_2(width)), COLUMNS)
-    return {"ROWS": TILE // columns, "COLUMNS": columns, "num_warps": 4}
+    rows = max(options["TILE"] // columns, 1)
+    return {"ROWS": rows, "COLUMNS": columns, "num_warps": options["num_warps"]}
 
 
 def int8_codes(
@@ -51,7 +54,9 @@ def int8_codes(
     per_row = scales is not None and zeros is not None
     # one scale: memory is cut into rows of equal width
     width = values.shape[-1] if per_row else COLUMNS
-    rows, form = triton.cdiv(values.numel(), width), tile(width)
+    key = values.dtype, "rows" if per_row else "one", width, values.numel()
+    form = tile(width, tuned("int8_codes", key, DEFAULT, values.device))
+    rows = triton.cdiv(values.numel(), width)
     grid = (triton.cdiv(rows, form["ROWS"]), triton.cdiv(width, form["COLUMNS"]))
     extra = [here if each is None else each.contiguous() for each in (scales, zeros)]
     codes_kernel[grid](

@@ -6,15 +6,16 @@ are read once for all heads of a group.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from diffcache.kernels.configs import combinations, tuned
+
 PROGRAMS = 396  # three for each multiprocessor of a large device
 SHARES = 64  # at most
+CANDIDATES = {"attn_decode": combinations(KEYS=(32, 64, 128), num_warps=(4, 8), num_stages=(2, 3))}
 
 
 @triton.jit
@@ -129,7 +130,8 @@ def attn_decode(
     if slots is not None:
         slots = slots.contiguous().expand(batch, heads, -1)
         listed = [*slots.stride()[:2]]
-    options = tiles(q.dtype, max(size, last), asking // heads * count)
+    key = q.dtype, max(size, last), asking // heads * count, width
+    options = tuned("attn_decode", key, tiles(*key[:3]), q.device)
     tiled = triton.cdiv(asking // heads * count, options["ROWS"])
     read = min(width, window + count + 2 * options["KEYS"]) if window else width
     most = min(triton.cdiv(read, 2 * options["KEYS"]), SHARES)
@@ -154,7 +156,7 @@ def attn_decode(
     return out, lse
 
 
-def tiles(dtype: torch.dtype, size: int, rows: int) -> dict[str, Any]:
+def tiles(dtype: torch.dtype, size: int, rows: int) -> dict[str, int]:
     """Return the sizes of tiles, by dtype, channels of a head and rows of a key-value head."""
     wide = dtype == torch.float32
     small = wide or size > 128

@@ -7,8 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
-WARPS = 4
+from diffcache.kernels.configs import combinations, tuned
+
+DEFAULT = {"BLOCK": 2048, "num_warps": 4}
+CANDIDATES = {"l1_sums": combinations(BLOCK=(1024, 2048, 4096, 8192), num_warps=(4, 8))}
+WARPS = 4  # of the sum of the parts
 MOST = 1024  # parts
 
 
@@ -42,13 +45,12 @@ def total_kernel(out, sums, parts, MOST: tl.constexpr):
 def l1_sums(values: Tensor, reference: Tensor) -> Tensor:
     """Launch `l1_sums`."""
     values, reference = values.contiguous(), reference.contiguous()
-    count = triton.cdiv(values.numel(), BLOCK)
+    form = tuned("l1_sums", (values.dtype, values.numel()), DEFAULT, values.device)
+    count = triton.cdiv(values.numel(), form["BLOCK"])
     blocks = triton.cdiv(count, MOST)
     parts = triton.cdiv(count, blocks)
     sums = values.new_empty(2, parts, dtype=torch.float32)
     out = values.new_empty(2, dtype=torch.float32)
-    parts_kernel[(parts,)](
-        sums, values, reference, values.numel(), blocks, parts, BLOCK=BLOCK, num_warps=WARPS
-    )
+    parts_kernel[(parts,)](sums, values, reference, values.numel(), blocks, parts, **form)
     total_kernel[(2,)](out, sums, parts, MOST=MOST, num_warps=WARPS)
     return out

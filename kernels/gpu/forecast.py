@@ -7,11 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diffcache.kernels.configs import combinations, tuned
 from diffcache.kernels.forecast import MOST
 from diffcache.kernels.gpu.launch import aligned, programs
 
-BLOCK = 2048
-WARPS = 4
+DEFAULT = {"BLOCK": 2048, "num_warps": 4}
+CANDIDATES = dict.fromkeys(
+    ("weighted_sum", "finite_differences"),
+    combinations(BLOCK=(1024, 2048, 4096), num_warps=(4, 8)),
+)
 
 
 @triton.jit
@@ -70,10 +74,10 @@ def weighted_sum(
     spare = MOST - len(terms)
     here = [aligned(out, term) for term in terms]
     extra = [here[0] if each is None else aligned(out, each) for each in (base, gate)]
-    sum_kernel[programs(out.numel(), BLOCK)](
+    form = tuned("weighted_sum", (out.dtype, len(terms), out.numel()), DEFAULT, out.device)
+    sum_kernel[programs(out.numel(), form["BLOCK"])](
         out, *here, *here[:1] * spare, *extra, out.numel(), *weights, *[0.0] * spare,
-        COUNT=len(terms), BASE=base is not None, GATE=gate is not None, BLOCK=BLOCK,
-        num_warps=WARPS,
+        COUNT=len(terms), BASE=base is not None, GATE=gate is not None, **form,
     )  # fmt: skip
     return out
 
@@ -85,7 +89,9 @@ def finite_differences(
     fresh, *before = (aligned(room[0], tensor) for tensor in (feature, *old))
     spare = MOST - 1 - len(room)
     shares = [1 / distance for distance in distances]
-    differences_kernel[programs(feature.numel(), BLOCK)](
+    key = feature.dtype, len(room), feature.numel()
+    form = tuned("finite_differences", key, DEFAULT, feature.device)
+    differences_kernel[programs(feature.numel(), form["BLOCK"])](
         fresh, *before, *before[:1] * spare, *room, *room[:1] * spare, feature.numel(), *shares,
-        *[0.0] * spare, COUNT=len(room), BLOCK=BLOCK, num_warps=WARPS,
+        *[0.0] * spare, COUNT=len(room), **form,
     )  # fmt: skip

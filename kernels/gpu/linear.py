@@ -7,6 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diffcache.kernels.configs import combinations, tuned
+
+CANDIDATES = {
+    "linear_of_codes": combinations(COLUMNS=(64, 128, 256), DEPTH=(64, 128), num_warps=(4, 8))
+}
+
 
 @triton.jit
 def linear_kernel(
@@ -52,7 +58,8 @@ def linear_of_codes(
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Launch `linear_of_codes`."""
-    (height, depth), width, form = rows.shape, codes.shape[0], tile(rows.shape[0])
+    (height, depth), width = rows.shape, codes.shape[0]
+    form = tuned("linear_of_codes", (height, width, depth), tile(height), rows.device)
     out = rows.new_empty(height, width, dtype=dtype)
     sums = rows.sum(1, dtype=torch.int32)
     given = [tensor.contiguous() for tensor in (rows, codes, sums, terms, factor, shift)]

@@ -13,6 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diffcache.kernels.configs import combinations, tuned
+
+CANDIDATES = dict.fromkeys(
+    ("attn_lse", "attn_mass"),
+    combinations(ROWS=(64, 128), KEYS=(64, 128), num_warps=(4, 8))
+    + combinations(num_stages=(2, 4)),
+)
 PROGRAMS = 264  # two for each multiprocessor of a large device
 
 
@@ -99,7 +106,7 @@ def mass_kernel(
 
 def attn_lse(q: Tensor, k: Tensor, scale: float, offset: int | None) -> Tensor:
     """Launch `attn_lse`, with the keys in shares where there are few queries."""
-    settings = tiles(q.dtype, q.shape[3])
+    settings = _settings("attn_lse", q, k)
     rows = q.shape[1] // k.shape[1] * q.shape[2]
     grid = triton.cdiv(rows, settings["ROWS"]), len(q) * k.shape[1]
     most = triton.cdiv(k.shape[2], 4 * settings["KEYS"])
@@ -112,7 +119,7 @@ def attn_lse(q: Tensor, k: Tensor, scale: float, offset: int | None) -> Tensor:
 
 def attn_mass(q: Tensor, k: Tensor, lse: Tensor, scale: float, offset: int | None) -> Tensor:
     """Launch `attn_mass`."""
-    settings = tiles(q.dtype, q.shape[3])
+    settings = _settings("attn_mass", q, k)
     out = q.new_empty((len(q), *k.shape[1:3]), dtype=torch.float32)
     grid = triton.cdiv(k.shape[2], settings["KEYS"]), len(q) * k.shape[1]
     given, constants = _given(q, k, [lse.contiguous()], scale, offset)
@@ -120,18 +127,19 @@ def attn_mass(q: Tensor, k: Tensor, lse: Tensor, scale: float, offset: int | Non
     return out
 
 
-def tiles(dtype: torch.dtype, size: int) -> dict[str, Any]:
+def tiles(dtype: torch.dtype, size: int) -> dict[str, int]:
     """Return the sizes of the tiles of both kernels, by dtype and channels of a head."""
-    width = max(triton.next_power_of_2(size), 16)
     rows, keys, stages = 64, 128, 3
-    if width > 128:
+    if size > 128:
         keys, stages = 64, 2
     if dtype == torch.float32:  # larger ones do not fit registers
         rows, keys, stages = 32, 32, 2
-    return {
-        "ROWS": rows, "KEYS": keys, "SIZE": size, "WIDTH": width, "num_warps": 8,
-        "num_stages": stages,
-    }  # fmt: skip
+    return {"ROWS": rows, "KEYS": keys, "num_warps": 8, "num_stages": stages}
+
+
+def _settings(name: str, q: Tensor, k: Tensor) -> dict[str, int]:
+    key = q.dtype, q.shape[3], q.shape[2], k.shape[2]
+    return tuned(name, key, tiles(q.dtype, q.shape[3]), q.device)
 
 
 def _given(
@@ -141,5 +149,9 @@ def _given(
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     k = k.expand(len(q), -1, -1, -1)
     numbers = [*q.stride()[:3], *k.stride()[:3], k.shape[1], q.shape[2], k.shape[2]]
-    constants = {"CAUSAL": offset is not None, "GROUPS": q.shape[1] // k.shape[1]}
+    size = q.shape[3]
+    constants = {
+        "CAUSAL": offset is not None, "GROUPS": q.shape[1] // k.shape[1], "SIZE": size,
+        "WIDTH": max(triton.next_power_of_2(size), 16),
+    }  # fmt: skip
     return [q, k, *more, scale, offset or 0, *numbers], constants

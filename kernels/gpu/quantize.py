@@ -7,7 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diffcache.kernels.configs import combinations, tuned
+
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: adding it leaves whole numbers, ties to even
+
+DEFAULT = {"TILE": 4096, "num_warps": 4}  # numbers of a program
+CANDIDATES = {
+    "quant_groups": combinations(TILE=(1024, 2048, 4096), num_warps=(1, 2, 4)),
+    "dequant_groups": combinations(TILE=(2048, 4096, 8192), num_warps=(4, 8)),
+}
 
 
 @triton.jit
@@ -200,39 +208,48 @@ def quant_groups(
         *x.stride()[:3], intervals, -intervals / 2, torch.finfo(dtype).max,
         float(min(intervals, 2**bits - 1)),
     )  # fmt: skip
+    way = "tokens" if width == 1 else "channels"
+    key = x.dtype, way, bits, max(each, width), size, x.numel()
+    default = tokens_default(each, size) if width == 1 else DEFAULT
+    form = tuned("quant_groups", key, default, x.device)
     if width == 1:
-        block, warps = tokens_block(each, size)
+        block = tokens_block(each, size, form["TILE"])
         tokens_kernel[(batch * heads * slots // each, -(-size // block["CHANNELS"]))](
             x, codes, grid, heads, slots, size, each, room, *numbers, SYMMETRIC=symmetric,
-            BITS=bits, **block, num_warps=warps,
+            BITS=bits, **block, num_warps=form["num_warps"],
         )  # fmt: skip
         return codes, grid
-    block, warps = channels_block(min(width, size), bits)
+    block = channels_block(min(width, size), bits, form["TILE"])
     channels_kernel[(-(-slots * columns // block["ROWS"]), batch * heads)](
         x, codes, grid, heads, slots, size, min(width, size), columns, room, *numbers,
-        SYMMETRIC=symmetric, BITS=bits, **block, num_warps=warps,
+        SYMMETRIC=symmetric, BITS=bits, **block, num_warps=form["num_warps"],
     )  # fmt: skip
     return codes, grid
 
 
-def tokens_block(each: int, size: int) -> tuple[dict[str, int], int]:
-    """Return the block of a program that codes groups of `each` slots, and its warps."""
-    rows = triton.next_power_of_2(each)
-    channels = max(min(triton.next_power_of_2(size), 64), 4)
+def tokens_default(each: int, size: int) -> dict[str, int]:
+    """Return the options of a launch that codes groups of `each` slots."""
+    tile = triton.next_power_of_2(each) * min(triton.next_power_of_2(size), 64)
     # A maximum over slots is found within a thread where a warp has few threads for a channel.
-    return {"ROWS": rows, "CHANNELS": channels}, max(rows * channels // 4096, 1)
+    return {"TILE": tile, "num_warps": max(tile // 4096, 1)}
 
 
-def channels_block(width: int, bits: int) -> tuple[dict[str, int], int]:
-    """Return the block of a program that codes groups of `width` channels, and its warps."""
+def tokens_block(each: int, size: int, tile: int) -> dict[str, int]:
+    """Return the block of a program that codes groups of `each` slots, about `tile` numbers."""
+    rows = triton.next_power_of_2(each)
+    return {"ROWS": rows, "CHANNELS": max(min(triton.next_power_of_2(size), tile // rows), 4)}
+
+
+def channels_block(width: int, bits: int, tile: int) -> dict[str, int]:
+    """Return the block of a program that codes groups of `width` channels, about `tile` numbers."""
     channels = max(triton.next_power_of_2(width), 8 // bits)
-    return {"ROWS": max(4096 // channels, 1), "CHANNELS": channels}, 4
+    return {"ROWS": max(tile // channels, 1), "CHANNELS": channels}
 
 
-def restore_block(room: int, bits: int) -> dict[str, int]:
-    """Return the block of a program that takes numbers back from slots of `room` bytes."""
+def restore_block(room: int, bits: int, tile: int) -> dict[str, int]:
+    """Return the block of a program that takes `tile` numbers back from slots of `room` bytes."""
     places = min(triton.next_power_of_2(room), 128)
-    return {"ROWS": max(512 * bits // places, 1), "BYTES": places}
+    return {"ROWS": max(tile * bits // 8 // places, 1), "BYTES": places}
 
 
 def dequant_groups(
@@ -242,10 +259,13 @@ def dequant_groups(
     """Launch `dequant_groups`."""
     codes, grid = codes.contiguous(), grid.contiguous()
     batch, heads, slots, room = codes.shape
-    block = restore_block(room, bits)
+    way = "tokens" if width == 1 else "channels"
+    key = out.dtype, way, bits, room, codes.numel()
+    form = tuned("dequant_groups", key, DEFAULT, codes.device)
+    block = restore_block(room, bits, form["TILE"])
     restore_kernel[(-(-slots // block["ROWS"]), -(-room // block["BYTES"]), batch * heads)](
         codes, grid, codes if of is None else of.contiguous(), out, heads, slots, out.shape[3],
         grid.shape[2], each, width, grid.shape[4], room, *out.stride()[:3], shift,
         LISTED=of is not None, SYMMETRIC=grid.shape[3] == 1, TOKENS=width == 1, BITS=bits, **block,
-        num_warps=4,
+        num_warps=form["num_warps"],
     )  # fmt: skip

@@ -7,8 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PAIRS = 1024  # of a program and head; 16 slots of heads with 128 channels
-WARPS = 4
+from diffcache.kernels.configs import combinations, tuned
+
+# Pairs of a program and head: 16 slots of heads with 128 channels.
+DEFAULT = {"TILE": 1024, "num_warps": 4}
+CANDIDATES = {"rotate": combinations(TILE=(512, 1024, 2048), num_warps=(4, 8))}
 ENOUGH = 1056  # programs that keep a large GPU busy, 8 for each multiprocessor
 
 
@@ -88,7 +91,9 @@ def rotate(
     wide = angles if angles.stride(-1) == 1 else angles.contiguous()
     wide = wide.expand(batch, heads, slots, pairs)
     width = triton.next_power_of_2(pairs)
-    rows = max(PAIRS // width, 1)
+    key = x.dtype, angles.dtype, "pairs" if interleaved else "halves", pairs, x.numel()
+    form = tuned("rotate", key, DEFAULT, x.device)
+    rows = max(form["TILE"] // width, 1)
     blocks = triton.cdiv(slots, rows)
     each = 1  # heads that share their angles go to one program, if enough programs are left
     if wide.stride(1) == 0 or heads == 1:
@@ -99,6 +104,6 @@ def rotate(
         out, x, wide, heads, each, slots, channels, start, pairs,
         *x.stride()[:3], *wide.stride()[:3], by_cos, by_sin,
         ROWS=rows, PAIRS=width, REST=triton.next_power_of_2(rest) if rest else 0,
-        INTERLEAVED=interleaved, num_warps=WARPS,
+        INTERLEAVED=interleaved, num_warps=form["num_warps"],
     )  # fmt: skip
     return out

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diffcache.kernels import dispatch, forecast
+from diffcache.kernels import configs, dispatch, forecast
 from diffcache.kernels.dispatch import Operator
 
 
@@ -110,3 +110,34 @@ def test_a_difference_of_infinities_and_nan_is_none() -> None:
     assert "12.50%" in dispatch.difference(
         [codes], [codes.clone().index_fill(0, torch.tensor([3]), 1)]
     )
+
+
+def test_options_of_a_launch_come_from_the_files(monkeypatch, tmp_path) -> None:
+    shipped, own = tmp_path / "shipped.json", tmp_path / "own.json"
+    key, default = (torch.bfloat16, "rows", 96, 5000), {"BLOCK": 16, "num_warps": 4}
+    wide = {"bfloat16-rows-128-8192": {"BLOCK": 32, "ratio": 1.2}, "float32": {"BLOCK": 8}}
+    shipped.write_text(json.dumps({"a GPU": {"own": wide}, "another": {"own": {}}}))
+    monkeypatch.setattr(configs, "CONFIGS", shipped)
+    monkeypatch.setattr(configs, "device_name", lambda index: "a GPU")
+    cuda, cpu = torch.device("cuda", 0), torch.device("cpu")
+    configs._entries.cache_clear()
+    try:
+        assert configs.tuned("own", key, default, cuda) == {"BLOCK": 32, "num_warps": 4}
+        for name, sizes, place in (
+            ("own", (*key[:3], 3), cuda),
+            ("else", key, cuda),
+            ("own", key, cpu),
+        ):
+            assert configs.tuned(name, sizes, default, place) == default
+        own.write_text(json.dumps({"a GPU": {"own": {"bfloat16-rows-128-8192": {"num_warps": 8}}}}))
+        monkeypatch.setenv("DIFFCACHE_KERNELS_CONFIGS", str(own))
+        configs._entries.cache_clear()
+        assert configs.tuned("own", key, default, cuda) == {"BLOCK": 16, "num_warps": 8}
+        assert configs.tuned("own", ("float32",), default, cuda)["BLOCK"] == 8
+        for entry in ({"TILE": 4}, {"BLOCK": "4"}, {"BLOCK": True}, {"num_warps": 0}):
+            own.write_text(json.dumps({"a GPU": {"own": {"float32": entry}}}))
+            configs._entries.cache_clear()
+            with pytest.raises(ValueError, match=f"own.json: own, float32: {next(iter(entry))}="):
+                configs.tuned("own", key, default, cuda)
+    finally:
+        configs._entries.cache_clear()

@@ -22,7 +22,10 @@ def launches() -> list[Launch]:
         data = MockTensor(dtype)
         row = 4608 * size
         numbers = 0.5, 3, 8 * row, row, size, 8 * row, row, size, 8, 4608, 4608
-        options = {"CAUSAL": causal, "GROUPS": groups, **mass.tiles(dtype, size)}
+        options = {
+            "CAUSAL": causal, "GROUPS": groups, "SIZE": size, "WIDTH": size,
+            **mass.tiles(dtype, size),
+        }  # fmt: skip
         products = {} if dtype == torch.float32 else PRODUCTS
         name = f"{dtype}-{size}-{groups}-{causal}"
         found += [

@@ -19,15 +19,17 @@ def launches() -> list[Launch]:
     for bits, group in ((2, 32), (4, 128)):
         room, top = SIZE * bits // 8, 2.0**bits - 1
         numbers = *STRIDES, top, -top / 2, 65504.0, top
-        block, warps = quantize.tokens_block(group, SIZE)
+        form = quantize.tokens_default(group, SIZE)
+        block = quantize.tokens_block(group, SIZE, form["TILE"])
         found.append(
             Launch(
                 f"quant_groups-tokens-{bits}", quantize.tokens_kernel,
                 (HALF, BYTES, GRID, HEADS, SLOTS, SIZE, group, room, *numbers),
-                {"SYMMETRIC": False, "BITS": bits, **block, "num_warps": warps},
+                {"SYMMETRIC": False, "BITS": bits, **block, "num_warps": form["num_warps"]},
             )
         )  # fmt: skip
-        block, warps = quantize.channels_block(group, bits)
+        tile, warps = quantize.DEFAULT.values()
+        block = quantize.channels_block(group, bits, tile)
         found.append(
             Launch(
                 f"quant_groups-channels-{bits}", quantize.channels_kernel,
@@ -45,7 +47,7 @@ def launches() -> list[Launch]:
                     (BYTES, GRID, BYTES, HALF, HEADS, SLOTS, SIZE, rows, each,
                      width, columns, room, *STRIDES, 0.0),
                     {"LISTED": False, "SYMMETRIC": False, "TOKENS": width == 1, "BITS": bits,
-                     **quantize.restore_block(room, bits), "num_warps": 4},
+                     **quantize.restore_block(room, bits, tile), "num_warps": warps},
                     wide=width == 1,
                 )
             )  # fmt: skip

@@ -30,9 +30,9 @@ def launches() -> list[Launch]:
                 f"rotate-{name}", rotary.rotate_kernel,
                 (half, half, MockTensor(precise), heads, heads, slots, channels, start, pairs,
                  *steps, 1.0, 1.0),
-                {"ROWS": rotary.PAIRS // width, "PAIRS": width,
+                {"ROWS": rotary.DEFAULT["TILE"] // width, "PAIRS": width,
                  "REST": 1 << (rest - 1).bit_length() if rest else 0, "INTERLEAVED": interleaved,
-                 "num_warps": rotary.WARPS},
+                 "num_warps": rotary.DEFAULT["num_warps"]},
             )
         )  # fmt: skip
     return found

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.compiled.machine import ARCHS, SHARED, WIDE, Launch, machine
+from diffcache.kernels.gpu.machine import ARCHS, SHARED, machine
+from tests.kernels.compiled.machine import WIDE, Launch
 
 FILES = sorted(Path(__file__).parent.glob("*_launches.py"))
 LAUNCHES = [

@@ -1,0 +1,174 @@
+"""Compile kernels for GPUs that are not there, and read the machine code.
+
+Triton brings its own assembler and disassembler. The runtime's own path is taken, a launch or
+`warmup`, so that arguments are specialized as they are at a launch.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+ARCHS = (80, 90, 100)
+# KiB that a block may have, from NVIDIA's table of compute capabilities.
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+THREADS = 1024  # most of a block
+
+
+class Nowhere:
+    """A driver of a device that runs nothing and reads the machine code that it is given.
+
+    Attributes:
+        launched: Registers, spills and shared memory of the launches so far.
+    """
+
+    def __init__(self, arch: int) -> None:
+        self.target = GPUTarget("cuda", arch, 32)
+        self.utils = self
+        self.launched: list[Machine] = []
+        # Of a launch: three sizes of the grid, the stream, what `load_binary` returned, and more.
+        self.launcher_cls = lambda source, metadata: lambda *launch: self.launched.append(launch[4])
+
+    def get_current_target(self) -> GPUTarget:
+        """Return what is compiled for."""
+        return self.target
+
+    def get_current_device(self) -> int:
+        """Return a number of its own for each architecture: Triton keeps kernels by device."""
+        return self.target.arch
+
+    def set_current_device(self, device: int) -> None:
+        """Do nothing."""
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        """Return the default stream."""
+        return 0
+
+    def is_active(self) -> bool:
+        """Return True."""
+        return True
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        """Return the limits of a launch."""
+        return {
+            "max_shared_mem": SHARED[self.target.arch] * 1024, "multiprocessor_count": 132,
+            "max_num_regs": 65536, "warpSize": 32,
+        }  # fmt: skip
+
+    def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        """Return a module, a function, registers, spills and most threads; the function is read."""
+        found = read(code, shared, disassembled=False)
+        return None, found, found.registers, 0, THREADS
+
+
+@dataclass
+class Machine:
+    """What the machine code of a kernel shows.
+
+    Attributes:
+        registers: Of a thread.
+        stack: Bytes of a thread that did not fit registers; 0 unless they spill.
+        local: Bytes of local memory of a thread.
+        shared: KiB of shared memory of a block.
+        instructions: Names, one for each instruction.
+        loops: Instructions of each loop, longest first.
+    """
+
+    registers: int
+    stack: int
+    local: int
+    shared: float
+    instructions: list[str]
+    loops: list[int]
+
+    def count(self, name: str) -> int:
+        """Return how many instructions begin with a name."""
+        return sum(instruction.startswith(name) for instruction in self.instructions)
+
+
+def machine(kernel: Any, arch: int, *args: Any, **options: Any) -> Machine:
+    """Compile a kernel and read its machine code.
+
+    Args:
+        kernel: Function that Triton compiles.
+        arch: 80, 90 or 100.
+        args: As at a launch, `MockTensor(dtype)` in the place of tensors.
+        options: As at a launch.
+    """
+    driver.set_active(Nowhere(arch))
+    kernel.device_caches.clear()  # they know the device by its number, which stays the same
+    made = kernel.warmup(*args, grid=(1,), **options)
+    assert made.metadata.target.arch == arch
+    return read(made.asm["cubin"], made.metadata.shared)
+
+
+def launched(run: Callable[[], Any], arch: int) -> list[Machine]:
+    """Compile what a function launches, without running it, and read what it needs.
+
+    Args:
+        run: Launches kernels; its tensors may be without memory, on the device `meta`.
+        arch: One of `SHARED`.
+
+    Raises:
+        triton.runtime.errors.OutOfResources: If a kernel needs more shared memory than a block has.
+        Exception: Whatever the compiler raises.
+    """
+    device = _nowhere(arch)
+    device.launched.clear()
+    driver.set_active(device)
+    try:
+        run()
+    finally:
+        if torch.cuda.is_available():
+            driver.reset_active()
+    return list(device.launched)
+
+
+@cache
+def _nowhere(arch: int) -> Nowhere:
+    """Return the one driver of an architecture: kernels keep the driver of their first launch."""
+    return Nowhere(arch)
+
+
+def read(cubin: bytes, shared: int, disassembled: bool = True) -> Machine:
+    """Read the machine code of a kernel.
+
+    Args:
+        cubin: What the assembler wrote.
+        shared: Bytes of shared memory of a block.
+        disassembled: Read instructions and loops as well, which takes longer.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        used, code = (
+            subprocess.run([TOOLS / "cuobjdump", flag, file.name], capture_output=True, text=True,
+                           check=True).stdout if wanted else ""
+            for flag, wanted in (("--dump-resource-usage", True), ("-sass", disassembled))
+        )  # fmt: skip
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", used)
+    assert found is not None, used
+    lines = [
+        (int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", code)
+    ]
+    loops = []
+    for at, text in lines:
+        jump = re.search(r"\bBRA\S*\s+(?:\S+,\s*)?0x([0-9a-f]+)", text)
+        if jump and int(jump[1], 16) < at:
+            loops.append(sum(int(jump[1], 16) <= place <= at for place, _ in lines))
+    names = [re.sub(r"^@!?\S+\s+", "", text).split()[0] for _, text in lines]
+    registers, stack, local = map(int, found.groups())
+    return Machine(registers, stack, local, shared / 1024, names,
+                   sorted(loops, reverse=True))  # fmt: skip
