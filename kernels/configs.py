@@ -44,7 +44,7 @@ def tuned(
     """
     if name in TRIED:
         options, asked = TRIED[name]
-        return asked.setdefault(bucket_of(key), default | options)
+        return asked.setdefault(bucket_of(key), {**default, **options})
     where = device_name(device.index or 0) if device.type == "cuda" else device.type
     entries = _entries(name, where, tuple(default))
     return default | entries.get(bucket_of(key), {}) if entries else default

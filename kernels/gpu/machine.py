@@ -47,7 +47,7 @@ class Nowhere:
 
     def get_current_device(self) -> int:
         """Return a number of its own for each architecture: Triton keeps kernels by device."""
-        return self.target.arch
+        return int(self.target.arch)
 
     def set_current_device(self, device: int) -> None:
         """Do nothing."""
