@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -9,6 +12,7 @@ from diffcache.kernels.dispatch import DTYPES, define
 from diffcache.kernels.quantize import _restored
 
 SIZES = (64, 128, 256)  # channels of a head that the kernel takes
+MOST_SUMS = 16384  # sums of a program that fit its registers
 
 
 def can_attend(
@@ -27,11 +31,21 @@ def can_attend(
         width: Consecutive channels of a group of values.
         sizes: Channels of a key and of a value.
     """
-    fits = {key_bits, value_bits} <= {2, 4} and sizes[0] in SIZES and sizes[1] in SIZES
-    fits = fits and not each % 16 and not sizes[1] % width and not width % int(8 // value_bits)
+    fits = {key_bits, value_bits} <= {2, 4, 8} and sizes[0] in SIZES and sizes[1] in SIZES
     alike = len(q) == len(keys) == len(values) and q.dtype in DTYPES and values.shape[2] > 0
     groups = q.shape[1] // keys.shape[1]
-    return fits and alike and groups <= 16 and ATTEND.takes(q, keys, values)
+    if not fits or not alike or each % 16 or sizes[1] % width or groups > 16:
+        return False
+    queries = 1 << (groups - 1).bit_length()  # each has a sum for every group of channels
+    few = queries * sizes[1] * (sizes[1] // width) <= MOST_SUMS
+    return few and ATTEND.takes(q, keys, values) and _multiplies_few_columns()
+
+
+@cache
+def _multiplies_few_columns() -> bool:
+    """Return whether triton multiplies matrices of fewer than 16 columns, as it does from 3.5."""
+    found: str = importlib.import_module("triton").__version__
+    return tuple(map(int, found.split(".")[:2])) >= (3, 5)
 
 
 def attn_decode_kivi(
@@ -42,8 +56,9 @@ def attn_decode_kivi(
 
     Grids of keys run along tokens and those of values along channels, as in KIVI, arXiv 2402.02750.
     Attention is over the first U slots, whose values are coded. The kernel multiplies queries by
-    the scales of keys, once for a group, and codes by the product; what code 0 stands for is added
-    to the logits of a group.
+    the scales of keys, once for a group, and weights by those of values, and codes by the product;
+    what code 0 stands for is added once for a group. Codes are multiplied in float16 where queries
+    are of 16 bits.
 
     Args:
         q: [B, Hq, D], float32, float16 or bfloat16; Hq is a multiple of H.
@@ -52,8 +67,8 @@ def attn_decode_kivi(
         values: Codes, uint8 [B, H, U, bytes].
         value_grid: [B, H, U, 1 or 2, W], W groups of a slot of size Dv.
         scale: Factor of the logits.
-        key_bits: Bits of a code of the keys, 2 or 4.
-        value_bits: Bits of a code of the values, 2 or 4.
+        key_bits: Bits of a code of the keys, 2, 4 or 8.
+        value_bits: Bits of a code of the values, 2, 4 or 8.
         each: Consecutive slots of a group of keys.
         width: Consecutive channels of a group of values; a multiple of it is Dv.
         key_shift: Value of code 0 of symmetric grids of keys, in scales.

@@ -113,7 +113,7 @@ def _attending(bits: int) -> KernelCase:
 def cases() -> list[KernelCase]:
     """Return the rows of the benchmark."""
     found = []
-    for bits in (2, 4):
+    for bits in (2, 4, 8):
         for each, width in ((GROUP, 1), (1, GROUP)):
             found += [_coding(bits, each, width), _restoring(bits, each, width)]
         found.append(_attending(bits))

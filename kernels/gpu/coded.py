@@ -1,5 +1,8 @@
 """Triton kernels that attend to coded keys and values: parts of the slots, then all together."""
 
+# Triton fixes lengths of tuples when it compiles a kernel, and knows them where mypy does not.
+# mypy: disable-error-code="assignment, misc"
+
 from __future__ import annotations
 
 import math
@@ -10,90 +13,188 @@ import triton.language as tl
 from torch import Tensor
 
 from diffcache.kernels.configs import combinations, tuned
-from diffcache.kernels.gpu.quantize import restored, spread
+from diffcache.kernels.dispatch import INTERPRETED
 
 LOG2E = tl.constexpr(1.4426950408889634)
-ROWS = 16  # query heads of a program: the least that products of matrices are made of
+LITTLE = tl.constexpr(1e-30)  # smaller scales are taken for it, so that their inverses are finite
 PROGRAMS = 1024  # about as many as keep a large GPU busy
-LEAST, MOST_PARTS = 256, 64  # slots of a part; parts
-WARPS = 4
-CANDIDATES = {"attn_decode_kivi": combinations(BLOCK=(16, 32, 64, 128), num_warps=(4, 8))}
+LEAST, MOST_PARTS = 256, 128  # slots of a part; parts
+CANDIDATES = {"attn_decode_kivi": combinations(BLOCK=(16, 32, 64), num_warps=(1, 2, 4))}
+# Two units in, two float16 of each plane out: the codes of the low bytes, then of the high ones.
+EIGHT = tl.constexpr("""{ .reg .b32 high; shr.b32 high, $2, 8;
+    and.b32 $0, $2, 0x00ff00ff; and.b32 $1, high, 0x00ff00ff; }""")
+FOUR = tl.constexpr("""{ .reg .b32 high; shr.b32 high, $4, 8;
+    and.b32 $0, $4, 0x000f000f; and.b32 $1, $4, 0x00f000f0;
+    and.b32 $2, high, 0x000f000f; and.b32 $3, high, 0x00f000f0; }""")
+TWO = tl.constexpr("""{ .reg .b32 high; shr.b32 high, $8, 8;
+    and.b32 $0, $8, 0x00030003; and.b32 $1, $8, 0x000c000c;
+    and.b32 $2, $8, 0x00300030; and.b32 $3, $8, 0x00c000c0;
+    and.b32 $4, high, 0x00030003; and.b32 $5, high, 0x000c000c;
+    and.b32 $6, high, 0x00300030; and.b32 $7, high, 0x00c000c0; }""")
 
 
 @triton.jit
-def widened(x, WIDE: tl.constexpr):
-    """Repeat every column of [N, W], as [N, WIDE]."""
-    ROWS: tl.constexpr = x.shape[0]
-    TIMES: tl.constexpr = WIDE // x.shape[1]
-    return tl.reshape(tl.broadcast_to(x[:, :, None], (ROWS, x.shape[1], TIMES)), (ROWS, WIDE))
+def planes(units, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Return the codes of units of 16 or 8 bits as float16, the codes of the lowest bits first.
+
+    A code is left where it is in its byte, and the other bits are cleared. Read as a float16, such
+    a number is subnormal: the code at bit `p` of a byte is itself times 2 ** (p - 24), exactly.
+    Products of matrices take subnormal float16 exactly (Fasi et al., 2021, section 4), so that no
+    code is ever converted.
+    """
+    if not ASM or units.dtype.primitive_bitwidth == 8:
+        found = ()
+        for place in tl.static_range(units.dtype.primitive_bitwidth // BITS):
+            byte = units.to(tl.int16) >> (place * BITS // 8 * 8)
+            code = byte & (((1 << BITS) - 1) << (place * BITS % 8))
+            found += (code.to(tl.int16).to(tl.float16, bitcast=True),)
+    elif BITS == 8:
+        found = tl.inline_asm_elementwise(EIGHT, "=r,=r,r", [units], (tl.float16,) * 2, True, 2)
+    elif BITS == 4:
+        found = tl.inline_asm_elementwise(
+            FOUR, "=r,=r,=r,=r,r", [units], (tl.float16,) * 4, True, 2
+        )
+    else:
+        found = tl.inline_asm_elementwise(
+            TWO, "=r,=r,=r,=r,=r,=r,=r,=r,r", [units], (tl.float16,) * 8, True, 2
+        )
+    return found
+
+
+@triton.jit
+def copied(x, COUNT: tl.constexpr):
+    """Repeat all of [N], as [COUNT * N]."""
+    SIZE: tl.constexpr = x.shape[0]
+    return tl.reshape(tl.broadcast_to(x[None, :], (COUNT, SIZE)), (COUNT * SIZE,))
+
+
+@triton.jit
+def apart(x, COUNT: tl.constexpr):
+    """Return every `COUNT`-th of [N] numbers, from the first, from the second and so on."""
+    found = (x,)
+    if COUNT >= 2:
+        found = tl.split(tl.reshape(x, (x.shape[0] // 2, 2)))
+    if COUNT >= 4:
+        even, odd = found
+        HALF: tl.constexpr = x.shape[0] // 4
+        one, three = tl.split(tl.reshape(even, (HALF, 2)))
+        two, four = tl.split(tl.reshape(odd, (HALF, 2)))
+        found = (one, two, three, four)
+    if COUNT == 8:
+        one, two, three, four = found
+        QUARTER: tl.constexpr = x.shape[0] // 8
+        one, five = tl.split(tl.reshape(one, (QUARTER, 2)))
+        two, six = tl.split(tl.reshape(two, (QUARTER, 2)))
+        three, seven = tl.split(tl.reshape(three, (QUARTER, 2)))
+        four, eight = tl.split(tl.reshape(four, (QUARTER, 2)))
+        found = (one, two, three, four, five, six, seven, eight)
+    return found
 
 
 @triton.jit
 def part_kernel(
-    outs, lses, q, keys, key_grid, values, value_grid, scale, count, key_slots, each, chunk,
-    key_shift, value_shift, GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr,
-    COLUMNS: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
-    KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr, WORK: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    outs, lses, q, keys, key_grid, values, value_grid, scale, count, key_slots, chunk,
+    key_shift, value_shift, EACH: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr,
+    SIZE: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr,
+    WORK: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one part of the slots of a key-value head, for all of its query heads."""
-    KEY_ROOM: tl.constexpr = SIZE * KEY_BITS // 8
-    VALUE_ROOM: tl.constexpr = WIDE * VALUE_BITS // 8
+    """Attend to one part of the slots of a key-value head, for all of its query heads.
+
+    Codes are the left factor of both products, plane by plane: a plane holds every so many
+    channels, and those of queries and results are read and written to match.
+    """
+    KEY_PLANES: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth // KEY_BITS
+    VALUE_PLANES: tl.constexpr = values.dtype.element_ty.primitive_bitwidth // VALUE_BITS
+    KEY_ROOM: tl.constexpr = SIZE // KEY_PLANES
+    VALUE_ROOM: tl.constexpr = WIDE // VALUE_PLANES
     part = tl.program_id(0)
     pair = tl.program_id(1).to(tl.int64)
-    head, channel, out_channel = tl.arange(0, ROWS), tl.arange(0, SIZE), tl.arange(0, WIDE)
-    live = (head < GROUPS)[:, None]
-    asked = tl.load(q + (pair * GROUPS + head)[:, None] * SIZE + channel[None, :], mask=live,
-                    other=0.0).to(tl.float32) * (scale * LOG2E)  # fmt: skip
+    head, channel, column = tl.arange(0, QUERIES), tl.arange(0, SIZE), tl.arange(0, COLUMNS)
+    key_unit, value_unit = tl.arange(0, KEY_ROOM), tl.arange(0, VALUE_ROOM)
+    start = q + (pair * GROUPS + head)[None, :] * SIZE + (key_unit * KEY_PLANES)[:, None]
     # Queries and scales are brought to at most 1, so that their product fits float16.
-    most = tl.max(tl.abs(asked), 1)
+    most = tl.zeros([QUERIES], tl.float32)
+    for place in tl.static_range(KEY_PLANES):
+        asked = tl.load(start + place, mask=(head < GROUPS)[None, :], other=0.0).to(tl.float32)
+        most = tl.maximum(most, tl.max(tl.abs(asked), 0))
     most = tl.where(most > 0, most, 1.0)
-    unit = asked / most[:, None]
-    key_byte, value_byte = tl.arange(0, KEY_ROOM), tl.arange(0, VALUE_ROOM)
-    column = tl.arange(0, COLUMNS)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    summed = tl.zeros([ROWS, WIDE], tl.float32)
+    unit = ()
+    for place in tl.static_range(KEY_PLANES):
+        asked = tl.load(start + place, mask=(head < GROUPS)[None, :], other=0.0).to(tl.float32)
+        unit += ((asked / most[None, :]).to(WORK),)
+    most *= scale * LOG2E
+    reach = LITTLE + 0.0
+    peak = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    lows = tl.zeros([COLUMNS * QUERIES], tl.float32)
+    summed = ()
+    for _ in tl.static_range(VALUE_PLANES):
+        summed += (tl.zeros([VALUE_ROOM, COLUMNS * QUERIES], tl.float32),)
     stop = tl.minimum(part * chunk + chunk, count)
-    for first in range(part * chunk, stop, BLOCK):
+    for first in tl.range(part * chunk, stop, BLOCK, num_stages=3):
         slot = first + tl.arange(0, BLOCK)
         there = slot < count
-        line = key_grid + (pair * (key_slots // each) + first // each) * KEY_PARTS * SIZE + channel
+        line = key_grid + (pair * (key_slots // EACH) + first // EACH) * KEY_PARTS * SIZE + channel
         step = tl.load(line).to(tl.float32)
         low = tl.load(line + SIZE).to(tl.float32) if KEY_PARTS == 2 else step * key_shift
-        packed = tl.load(
-            keys + (pair * key_slots + slot)[:, None] * KEY_ROOM + key_byte[None, :],
-            mask=there[:, None], other=0,
-        )  # fmt: skip
-        widest = tl.max(step, 0)
-        widest = tl.where(widest > 0, widest, 1.0)
-        scaled = (unit * (step / widest)[None, :]).to(WORK)
-        found = tl.dot(scaled, tl.trans(spread(packed, KEY_BITS).to(WORK)), input_precision="ieee")
-        found = found * (most * widest)[:, None] + tl.sum(asked * low[None, :], 1)[:, None]
-        found = tl.where(there[None, :], found, float("-inf"))
-        high = tl.maximum(peak, tl.max(found, 1))
-        weights = tl.exp2(found - high[:, None])
+        units = tl.load(keys + (pair * key_slots + slot)[:, None] * KEY_ROOM + key_unit[None, :])
+        widest = tl.maximum(tl.max(step, 0), LITTLE)
+        inverse = 1 / widest
+        codes = planes(units, KEY_BITS, ASM)
+        step, low = apart(step * inverse, KEY_PLANES), apart(low, KEY_PLANES)
+        found = tl.zeros([BLOCK, QUERIES], tl.float32)
+        base = tl.zeros([KEY_ROOM, QUERIES], tl.float32)
+        for place in tl.static_range(KEY_PLANES):
+            # All planes are brought to the size of the one of the highest bits.
+            level = step[place] * 2.0 ** (8 - KEY_BITS - place * KEY_BITS % 8)
+            scaled = unit[place] * level.to(WORK)[:, None]
+            found = tl.dot(codes[place].to(WORK), scaled, found, input_precision="ieee")
+            base += unit[place].to(tl.float32) * low[place][:, None]
+        found = found * (most * (widest * 2.0 ** (16 + KEY_BITS)))[None, :]
+        found = tl.where(there[:, None], found + (most * tl.sum(base, 0))[None, :], float("-inf"))
+        high = tl.maximum(peak, tl.max(found, 0))
+        weights = tl.exp2(found - high[None, :])
         fade = tl.exp2(peak - high)
-        total = total * fade + tl.sum(weights, 1)
+        total = total * fade + tl.sum(weights, 0)
+        peak = high
         at = value_grid + (pair * count + slot)[:, None] * (VALUE_PARTS * COLUMNS) + column[None, :]
         gap = tl.load(at, mask=there[:, None], other=0.0).to(tl.float32)
         if VALUE_PARTS == 2:
-            base = tl.load(at + COLUMNS, mask=there[:, None], other=0.0).to(tl.float32)
+            low = tl.load(at + COLUMNS, mask=there[:, None], other=0.0).to(tl.float32)
         else:
-            base = gap * value_shift
-        packed = tl.load(
-            values + (pair * count + slot)[:, None] * VALUE_ROOM + value_byte[None, :],
-            mask=there[:, None], other=0,
+            low = gap * value_shift
+        units = tl.load(
+            values + (pair * count + slot)[None, :] * VALUE_ROOM + value_unit[:, None],
+            mask=there[None, :], other=0,
         )  # fmt: skip
-        gap, base = widened(gap, VALUE_ROOM), widened(base, VALUE_ROOM)
-        known = restored(packed, gap, base, VALUE_BITS, q.dtype.element_ty)
-        summed = summed * fade[:, None] + tl.dot(
-            weights.to(q.dtype.element_ty), known, input_precision="ieee"
-        )
-        peak = high
-    to = (pair * tl.num_programs(0) + part) * GROUPS + head
-    tl.store(lses + to, peak + tl.log2(total), mask=head < GROUPS)
-    tl.store(outs + to[:, None] * WIDE + out_channel[None, :], summed / total[:, None], mask=live)
+        # The scales of values go with the weights, brought to at most 1, too.
+        wider = tl.maximum(reach, tl.max(tl.max(gap, 1), 0))
+        inverse = 1 / wider
+        weighted = weights[:, None, :] * (gap * inverse)[:, :, None]
+        weighted = tl.reshape(weighted, (BLOCK, COLUMNS * QUERIES)).to(WORK)
+        fade = copied(fade, COLUMNS)
+        based = tl.reshape(weights[:, None, :] * low[:, :, None], (BLOCK, COLUMNS * QUERIES))
+        lows = lows * fade + tl.sum(based, 0)
+        fade *= reach * inverse
+        reach = wider
+        codes = planes(units, VALUE_BITS, ASM)
+        more = ()
+        for place in tl.static_range(VALUE_PLANES):
+            plane, faded = codes[place].to(WORK), summed[place] * fade[None, :]
+            more += (tl.dot(plane, weighted, faded, input_precision="ieee"),)
+        summed = more
+    to = (pair * tl.num_programs(0) + part) * GROUPS
+    tl.store(lses + to + head, peak + tl.log2(total), mask=head < GROUPS)
+    # A query has a column for each group of channels: of these, every channel has one.
+    copy = tl.arange(0, COLUMNS * QUERIES)
+    group, query = copy // QUERIES, copy % QUERIES
+    total = copied(total, COLUMNS)
+    for place in tl.static_range(VALUE_PLANES):
+        channel = (value_unit * VALUE_PLANES + place)[:, None]
+        out = summed[place] * (reach * 2.0 ** (24 - place * VALUE_BITS % 8)) + lows[None, :]
+        own = (channel // (WIDE // COLUMNS) == group[None, :]) & (query < GROUPS)[None, :]
+        tl.store(outs + (to + query)[None, :] * WIDE + channel, out / total[None, :], mask=own)
 
 
 @triton.jit
@@ -124,25 +225,31 @@ def attn_decode_kivi(
     )
     batch, heads, count = values.shape[:3]
     groups, size, wide = q.shape[1] // heads, q.shape[2], width * value_grid.shape[-1]
-    default = {"BLOCK": block_of(each, max(size, wide), q.dtype), "num_warps": WARPS}
+    queries = triton.next_power_of_2(groups)
+    columns = value_grid.shape[4]
+    default = {
+        "BLOCK": block_of(each, max(keys.shape[3], values.shape[3]), q.dtype),
+        "num_warps": warps_of(columns * queries * wide, q.dtype),
+    }  # fmt: skip
     key = q.dtype, max(size, wide), key_bits, value_bits, each, groups, count
     form = tuned("attn_decode_kivi", key, default, q.device)
-    block = math.gcd(form["BLOCK"], each)  # slots of a block are of one group of keys
+    block = form["BLOCK"] = math.gcd(form["BLOCK"], each)  # its slots are of one group of keys
+    read = words(keys) if keys.shape[3] >= 32 else keys  # a product takes 16 units at least
     parts, chunk = split(count, batch * heads, block)
     outs = q.new_empty(batch * heads, parts, groups, wide, dtype=torch.float32)
     lses = q.new_empty(batch * heads, parts, groups, dtype=torch.float32)
     part_kernel[(parts, batch * heads)](
-        outs, lses, q, keys, key_grid, values, value_grid, scale, count, keys.shape[2], each,
-        chunk, key_shift, value_shift, GROUPS=groups, SIZE=size, WIDE=wide,
-        COLUMNS=value_grid.shape[4], KEY_BITS=key_bits, VALUE_BITS=value_bits,
+        outs, lses, q, read, key_grid, words(values), value_grid, scale, count, keys.shape[2],
+        chunk, key_shift, value_shift, EACH=each, GROUPS=groups, QUERIES=queries, SIZE=size,
+        WIDE=wide, COLUMNS=columns, KEY_BITS=key_bits, VALUE_BITS=value_bits,
         KEY_PARTS=key_grid.shape[3], VALUE_PARTS=value_grid.shape[3], WORK=work(q.dtype),
-        ROWS=ROWS, BLOCK=block, num_warps=form["num_warps"],
+        ASM=not INTERPRETED, **form,
     )  # fmt: skip
     out = q.new_empty(batch, q.shape[1], wide, dtype=torch.float32)
     lse = q.new_empty(batch, q.shape[1], dtype=torch.float32)
     merge_kernel[(batch * q.shape[1],)](
         out, lse, outs, lses, parts, GROUPS=groups, WIDE=wide,
-        PARTS=triton.next_power_of_2(parts), num_warps=WARPS,
+        PARTS=triton.next_power_of_2(parts), num_warps=8,
     )  # fmt: skip
     return out, lse
 
@@ -152,10 +259,22 @@ def work(dtype: torch.dtype) -> tl.dtype:
     return tl.float32 if dtype == torch.float32 else tl.float16
 
 
-def block_of(each: int, size: int, dtype: torch.dtype) -> int:
-    """Return how many slots are read at once: they are of one group of keys."""
-    most = (16 if dtype == torch.float32 else 128) * 128 // max(size, 128)
-    return next(block for block in (128, 64, 32, 16) if block <= max(most, 16) and not each % block)
+def words(codes: Tensor) -> Tensor:
+    """Return bytes of codes as units of 16 bits, aligned so that 16 bytes are read at once."""
+    if codes.storage_offset() % 16:
+        codes = codes.clone()
+    return codes.view(torch.int16)
+
+
+def block_of(each: int, room: int, dtype: torch.dtype) -> int:
+    """Return how many slots of at most `room` bytes are read at once: they are of one group."""
+    most = 16 if dtype == torch.float32 else max(4096 // room, 16)
+    return next(block for block in (64, 32, 16) if block <= most and not each % block)
+
+
+def warps_of(sums: int, dtype: torch.dtype) -> int:
+    """Return the warps of a program that holds `sums` sums: 64 of them to a thread, if it can."""
+    return max(sums // 2048, 4 if dtype == torch.float32 else 1)
 
 
 def split(count: int, pairs: int, block: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,7 @@ class Machine:
         shared: KiB of shared memory of a block.
         instructions: Names, one for each instruction.
         loops: Instructions of each loop, longest first.
+        text: PTX, the assembler's source; empty where only the machine code was given.
     """
 
     registers: int
@@ -92,6 +93,7 @@ class Machine:
     shared: float
     instructions: list[str]
     loops: list[int]
+    text: str = ""
 
     def count(self, name: str) -> int:
         """Return how many instructions begin with a name."""
@@ -111,7 +113,7 @@ def machine(kernel: Any, arch: int, *args: Any, **options: Any) -> Machine:
     kernel.device_caches.clear()  # they know the device by its number, which stays the same
     made = kernel.warmup(*args, grid=(1,), **options)
     assert made.metadata.target.arch == arch
-    return read(made.asm["cubin"], made.metadata.shared)
+    return replace(read(made.asm["cubin"], made.metadata.shared), text=made.asm["ptx"])
 
 
 def launched(run: Callable[[], Any], arch: int) -> list[Machine]:

@@ -1,9 +1,12 @@
 """Every kernel on a CUDA device: the cases of the interpreter, and repeats for races."""
 
+import importlib
+
 import pytest
 import torch
 
 from tests.kernels.cases import DTYPES, Case, cases, check, copied
+from tests.kernels.families.coded import attention
 
 pytestmark = pytest.mark.gpu
 
@@ -28,3 +31,16 @@ def test_a_kernel_is_exact_but_for_rounding_and_repeats(case: Case, monkeypatch)
             check(exact, returned, here, case.args)
         for one, other in zip(found, first, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("case", attention(torch.float16), ids=lambda case: case.name)
+def test_codes_are_the_same_by_assembly_and_without(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    launched = importlib.import_module("diffcache.kernels.gpu.coded")
+    args = copied(case.args, lambda tensor: tensor.cuda())
+    found = launched.attn_decode_kivi(*args)
+    monkeypatch.setattr(launched, "INTERPRETED", True)
+    for one, other in zip(found, launched.attn_decode_kivi(*args), strict=True):
+        assert torch.equal(one, other)

@@ -20,6 +20,7 @@ class Launch:
         products: Which instruction multiplies matrices, by architecture; none by default.
         loop: Most instructions of the longest loop; None where there is none to guard.
         wide: Whether loads have to be of 16 bytes or asynchronous.
+        text: Pattern of what has to stand in the PTX.
     """
 
     name: str
@@ -29,3 +30,4 @@ class Launch:
     products: dict[int, str] = field(default_factory=dict)
     loop: int | None = None
     wide: bool = True
+    text: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -31,5 +32,6 @@ def test_machine_code(arch: int, launch: Launch) -> None:
         assert any(found.count(name) for name in WIDE), sorted(set(found.instructions))
     if arch in launch.products:
         assert found.count(launch.products[arch])
+    assert re.search(launch.text, found.text)
     if launch.loop is not None:
         assert found.loops[0] <= launch.loop

@@ -1,8 +1,10 @@
 """Attention over codes with kernels on: which calls take them, and that parts make up a whole."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from diffcache.kv.codec.held import Pair
 from tests.kernels.attended import layer, pair, query
 from tests.kernels.cases import copied
 from tests.kernels.families.coded import attention
+from tests.kernels.families.quantize import numbers
 
 LIMITS = {torch.float32: 5e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 
@@ -31,7 +34,7 @@ def _calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     [
         (pair(), torch.float32, 1), (pair(bits=4), torch.float16, 1),
         (pair(bits=4, slide=False), torch.bfloat16, 1), (pair(sinks=4), torch.float32, 1),
-        (pair(bits=8), torch.float32, 0), (pair(bits=3), torch.float32, 0),
+        (pair(bits=8), torch.float32, 1), (pair(bits=3), torch.float32, 0),
     ],
 )  # fmt: skip
 def test_a_layer_is_attended_to_in_its_codes(
@@ -65,7 +68,7 @@ def test_codes_are_decoded_where_a_query_does_not_see_all_of_them_alike(calls: l
 def test_parts_of_any_size_make_up_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(c for c in attention(torch.float32) if "320" in c.name)
     whole = launched.attn_decode_kivi(*copied(case.args))
-    for chunk in (32, 64, 512):
+    for chunk in (64, 512):
         parts: Any = -(-300 // chunk), chunk
         monkeypatch.setattr(launched, "split", lambda *_, parts=parts: parts)
         for one, other in zip(launched.attn_decode_kivi(*copied(case.args)), whole, strict=True):
@@ -80,3 +83,28 @@ def test_what_lies_behind_the_coded_values_does_not_leak() -> None:
     key_grid[:, :, 3:] = float("nan")
     for one, other in zip(coded.ATTEND(q, keys, key_grid, *rest), found, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_assembly_leaves_every_code_times_a_power_of_two(bits: int) -> None:
+    low, high = np.divmod(np.arange(65536, dtype=np.uint32), 256)  # all pairs of bytes
+    units = (low | high << 8).astype(np.uint32)
+    known = np.stack([numbers(each[:, None].astype(np.uint8), bits) for each in (low, high)], 1)
+    text = {2: launched.TWO, 4: launched.FOUR, 8: launched.EIGHT}[bits].value
+    count = 16 // bits
+    # Two units to a register, the second in the upper half.
+    register = {f"${count}": units | np.roll(units, 1) << 16}
+    for name, to, one, other in re.findall(r"(shr|and)\.b32 (\S+), (\S+), (\S+);", text):
+        value = np.uint32(int(other, 0))
+        register[to] = register[one] >> value if name == "shr" else register[one] & value
+    assert text.count(";") == len(register)  # a declaration, and no line is left out
+    for place, codes in enumerate(known.reshape(65536, count).T):
+        halves = register[f"${place}"].view(np.float16).astype(np.float64).reshape(-1, 2) * 2**24
+        lifted = codes * 2.0 ** (place * bits % 8)
+        assert (halves == np.stack([lifted, np.roll(lifted, 1)], 1)).all()
+
+
+def test_a_kernel_is_not_asked_for_more_sums_than_registers_hold() -> None:
+    q, codes = torch.zeros(1, 16, 128), torch.zeros(1, 1, 32, 64, dtype=torch.uint8)
+    assert coded.can_attend(q, codes, codes, 4, 4, 32, 32, (128, 128))
+    assert not coded.can_attend(q, codes, codes, 4, 4, 32, 8, (128, 128))
