@@ -137,7 +137,9 @@ def asked_for(names: str) -> list[KernelCase]:
 
 
 def choices_of(name: str) -> list[Options]:
-    """Return the candidates of an operator; none if it has no options."""
+    """Return the candidates of an operator; none if it has no options, or no kernel of ours."""
+    if name not in OPERATORS:
+        return []
     module = kernel_module(OPERATORS[name].kernel.partition(":")[0])
     found: list[Options] = getattr(module, "CANDIDATES", {}).get(name, [])
     return found
