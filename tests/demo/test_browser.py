@@ -39,6 +39,8 @@ def server(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder / "cwd",
         env={**os.environ, "TMPDIR": str(folder / "tmp")},
+        # A shell has what it runs in the background ignore Ctrl-C, which is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         assert process.stdout is not None
