@@ -24,7 +24,8 @@ demo: $(READY) ## Run the shipped model with and without a cache
 	$(BIN)/diffcache demo $(ARGS)
 
 test: $(READY) ## Run the tests on two cores (WORKERS=0: in one process), without a network
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile \
+	  --no-loadscope-reorder $(ARGS)
 
 # Transitive dependencies stay at their newest: what is tested is the bounds of pyproject.toml.
 test-lowest: ## Test the main job, FLUX, Wan and a KV recipe on the lowest versions that are claimed

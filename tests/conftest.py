@@ -10,6 +10,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 
+# One test of these takes minutes: they begin first, so that no worker waits for another at the end.
+LONGEST = ("test_compiler.py", "test_interpreter.py", "test_browser.py")
+
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
@@ -20,6 +23,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gpu_tests and not torch.cuda.is_available():
         config.hook.pytest_deselected(items=gpu_tests)
         items[:] = [item for item in items if item not in gpu_tests]
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.fixture

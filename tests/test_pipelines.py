@@ -203,7 +203,7 @@ def test_a_threshold_near_zero_computes_every_step(case: PipeCase):
     assert traces(pipe) == before
 
 
-def test_every_3_skips_by_the_formula_and_repeats(case: PipeCase):
+def test_every_3_skips_by_the_formula_repeats_and_leaves_no_trace(case: PipeCase):
     pipe, out = plain(case.name)
     before = traces(pipe)
     with diffcache.wrapped(pipe, diffcache.Interval(every=EVERY)) as handle:
@@ -225,16 +225,6 @@ def test_every_3_skips_by_the_formula_and_repeats(case: PipeCase):
         assert handle.held_bytes() == 0
         assert torch.equal(case.run(pipe, 0, STEPS), first)
         assert torch.isfinite(first).all() and not torch.equal(first, out)
-    assert traces(pipe) == before
-
-
-def test_unwrap_restores_the_output_and_leaves_no_trace(case: PipeCase):
-    pipe, out = plain(case.name)
-    before = traces(pipe)
-    diffcache.wrap(pipe, diffcache.Interval(every=EVERY, site="model"))
-    case.run(pipe, 0, 4)
-    assert traces(pipe) != before
-    diffcache.unwrap(pipe)
     assert traces(pipe) == before
     assert torch.equal(case.run(pipe, 0, STEPS), out)
     with pytest.raises(diffcache.AttachError, match="not wrapped"):
