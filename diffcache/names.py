@@ -58,7 +58,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
         "d2o", "ems", "elastic_cache", "look_m", "kvmerger", "chelsea", "lococo", "kvcrush",
         "locret",
     ),
-    "quantised": (
+    "quantized": (
         "kivi", "gear", "zipcache", "mikv", "rotatekv", "vidkv", "xquant", "staircase", "mustafar",
     ),
     "low_rank": ("xkv", "minicache", "cskv", "kv_heads", "rematerialised", "xquant_latent"),

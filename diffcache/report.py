@@ -107,7 +107,7 @@ class Report:
         return timeline_image(self.calls, width, height)
 
     def to_text(self, width: int | None = None, ascii_only: bool = False) -> str:
-        """Return the report as plain text without colours.
+        """Return the report as plain text without colors.
 
         Args:
             width: Columns; those of the terminal by default, 100 without one.

@@ -169,9 +169,9 @@ def _draw_axis(pen: Any, columns: int, place: tuple[float, float, float], size: 
 
 
 def _draw_legend(pen: Any, place: tuple[float, float], size: int) -> None:
-    """Draw a square and a word for each colour."""
+    """Draw a square and a word for each color."""
     x, y = place
-    for colour, word in ((_BLUE, "computed"), (_PALE, "skipped")):
-        pen.rectangle((x, y - size // 2, x + size, y + size // 2), fill=colour)
+    for color, word in ((_BLUE, "computed"), (_PALE, "skipped")):
+        pen.rectangle((x, y - size // 2, x + size, y + size // 2), fill=color)
         pen.text((x + size + 5, y), word, fill=_INK, font=_font(size), anchor="lm")
         x += size + 5 + pen.textlength(word, font=_font(size)) + 2 * size

@@ -44,7 +44,7 @@ SELFTEST_PICTURES = 2000
 CLEAN_AT_MOST = 2.0  # FID-lite of that many held-out pictures; it is 0.6
 GHOST_AT_LEAST = 4.0  # of the same with 10 % of another picture mixed in, half of what it is
 _SELFTEST_SEED = 77
-_COLOURS = {"exact": "green", "real": "green", "lite": "yellow", "none": "red"}
+_COLORS = {"exact": "green", "real": "green", "lite": "yellow", "none": "red"}
 _INTERPRETER_SECONDS = 60
 
 
@@ -129,7 +129,7 @@ def table(found: Sequence[Row]) -> Table:
     for (_, backend, parts), same in alike.items():
         needs = "\n".join(f"{'✓' if part.found else '✗'} {part.name}" for part in parts)
         titles = ", ".join(row.title for row in same)
-        shown.add_row(titles, f"[{_COLOURS[backend]}]{backend}", needs)
+        shown.add_row(titles, f"[{_COLORS[backend]}]{backend}", needs)
     return shown
 
 

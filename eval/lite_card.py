@@ -38,7 +38,7 @@ LADDER = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.0)
 CASES = (
     ("noise", 0.015), ("noise", 0.075), ("ghost", 0.1), ("ghost", 0.5), ("echo", 0.1),
     ("echo", 0.5), ("patch", 0.01), ("patch", 0.05), ("grid", 0.006), ("grid", 0.03),
-    ("colour", 0.1),
+    ("color", 0.1),
 )  # fmt: skip
 
 Row = tuple[str, float]
@@ -83,11 +83,11 @@ def prompt_rows(scenes: Sequence[Scene], pictures: Tensor) -> Iterator[Row]:
         return float(lite.clip_score_lite(shown, texts).mean())
 
     yield "matched", mean(pictures, right)
-    for name in ("size", "shape", "colour", "place", "background"):
+    for name in ("size", "shape", "color", "place", "background"):
         yield f"wrong {name}", mean(pictures, [prompt(alter(scene, name, rng)) for scene in scenes])
-    two = [len({one.colour for one in scene.figures}) == 2 for scene in scenes]
+    two = [len({one.color for one in scene.figures}) == 2 for scene in scenes]
     swapped = [prompt(alter(s, "swap", rng)) for s, both in zip(scenes, two, strict=True) if both]
-    yield "colours swapped", mean(pictures[torch.tensor(two)], swapped)
+    yield "colors swapped", mean(pictures[torch.tensor(two)], swapped)
     yield "prompt of another picture", mean(pictures, right[1:] + right[:1])
     for kind, strength in (("blur", 1.0), ("noise", 0.1), ("patch", 0.08)):
         yield f"matched, {kind} {strength:g}", mean(corrupt(pictures, kind, strength), right)

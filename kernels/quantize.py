@@ -68,7 +68,7 @@ def quant_groups(
         each: Consecutive slots of a group, which divide S; 1 where groups run along channels.
         width: Consecutive channels of a group; 1 where groups run along tokens.
         intervals: Widths of a code between the two ends of a group.
-        symmetric: Centre the grid on 0 and store no value of code 0.
+        symmetric: Center the grid on 0 and store no value of code 0.
         dtype: Dtype in which the grid is stored. Groups beyond its range saturate.
 
     Returns:

@@ -101,13 +101,13 @@ def test_frames_are_read_as_pictures_are(tmp_path: Path) -> None:
 
 
 def test_a_gif_is_read(tmp_path: Path) -> None:
-    colours = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
-    pictures = [Image.new("RGB", (9, 5), colour) for colour in colours]
+    colors = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
+    pictures = [Image.new("RGB", (9, 5), color) for color in colors]
     path = tmp_path / "a.gif"
     pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=100)
     film = read_clip(path)
     assert film.shape == (3, 3, 5, 9)
-    assert [tuple(frame[:, 2, 4].tolist()) for frame in film] == colours
+    assert [tuple(frame[:, 2, 4].tolist()) for frame in film] == colors
     assert read_fps(path) == 10
 
 

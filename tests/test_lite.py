@@ -99,7 +99,7 @@ class TestClipScore:
         swapped = mean([prompt(alter(scene, "swap", rng)) for scene in scenes])
         others = mean(right[1:] + right[:1])
         assert matched > 85
-        for wrong in ("shape", "colour", "size", "place", "background"):
+        for wrong in ("shape", "color", "size", "place", "background"):
             assert others < mean([prompt(alter(s, wrong, rng)) for s in scenes]) < matched - 10
         assert others + 20 < swapped < matched - 20
         assert abs(others) < 20

@@ -58,7 +58,7 @@ class TestTraining:
     def test_alter_changes_what_it_says(self, drawn):
         rng = np.random.default_rng(0)
         for scene in drawn[0][:60]:
-            for wrong in ("shape", "colour", "size", "place", "background", "swap"):
+            for wrong in ("shape", "color", "size", "place", "background", "swap"):
                 assert alter(scene, wrong, rng).key() != scene.key() or wrong == "swap"
 
     def test_tally(self):

@@ -43,7 +43,7 @@ def test_grey_palette_and_opaque_alpha_become_rgb(tmp_path: Path) -> None:
 
 
 def sixteen_bit_png(file: Path, values: np.ndarray) -> Path:
-    """Write a PNG of 16 bits by hand: Pillow cannot write coloured ones."""
+    """Write a PNG of 16 bits by hand: Pillow cannot write colored ones."""
     height, width = values.shape[:2]
     kind = 2 if values.ndim == 3 else 0
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)

@@ -15,10 +15,10 @@ from diffcache.pipelines.small.loop import Stopped
 # The task ------------------------------------------------------------------------------------
 
 
-def scene(start, goal, centre=(9.0, 9.0), radius=0.2):
-    centres = torch.tensor([[centre, (9.0, -9.0), (-9.0, 9.0)]])
+def scene(start, goal, center=(9.0, 9.0), radius=0.2):
+    centers = torch.tensor([[center, (9.0, -9.0), (-9.0, 9.0)]])
     radii = torch.tensor([[radius, 0.1, 0.1]])
-    return reach.Scenes(torch.tensor([start]), torch.tensor([goal]), centres, radii)
+    return reach.Scenes(torch.tensor([start]), torch.tensor([goal]), centers, radii)
 
 
 def test_an_episode_by_hand():
@@ -49,7 +49,7 @@ def test_what_is_seen_does_not_depend_on_where_north_is():
 
     other = reach.Scenes(
         moved(scenes.start[:, None])[:, 0], moved(scenes.goal[:, None])[:, 0],
-        moved(scenes.centres), scenes.radii,
+        moved(scenes.centers), scenes.radii,
     )  # fmt: skip
     torch.testing.assert_close(
         reach.Reach(other).observe(), reach.Reach(scenes).observe(), atol=1e-4, rtol=1e-4
@@ -66,8 +66,8 @@ def test_gaps_are_distances_to_segments():
     scenes = reach.draw_scenes(50, 0)
     share = torch.linspace(0, 1, 2001)[:, None, None]
     points = scenes.start * (1 - share) + scenes.goal * share
-    far = (points[:, :, None] - scenes.centres).norm(dim=3).amin(0) - scenes.radii
-    made = reach.gaps(scenes.start, scenes.goal, scenes.centres, scenes.radii)
+    far = (points[:, :, None] - scenes.centers).norm(dim=3).amin(0) - scenes.radii
+    made = reach.gaps(scenes.start, scenes.goal, scenes.centers, scenes.radii)
     torch.testing.assert_close(made, far, atol=1e-3, rtol=0)
     assert (made.amin(1) < -0.05).all()  # the straight way is blocked
 
@@ -78,14 +78,14 @@ def test_openings_are_the_nearest_free_directions():
     found = reach.openings(scenes, scenes.start)
     goal = (scenes.goal - scenes.start).norm(dim=1)
     ahead = reach.heading(scenes, scenes.start)
-    far = (scenes.centres - scenes.start[:, None]).norm(dim=2)
+    far = (scenes.centers - scenes.start[:, None]).norm(dim=2)
     counts = far - scenes.radii < goal[:, None]
     wide = scenes.radii + reach.MARGIN
     free = []
     for side, nudge in ((0, 2e-4), (1, 2e-4), (0, -2e-4), (1, -2e-4)):
         angle = ahead + (1 - 2 * side) * (found[:, side] + nudge)
         end = scenes.start + 3 * torch.stack((angle.cos(), angle.sin()), 1)
-        gaps = reach.gaps(scenes.start, end, scenes.centres, wide)
+        gaps = reach.gaps(scenes.start, end, scenes.centers, wide)
         free.append((torch.where(counts, gaps, 1.0) > 0).all(1))
     assert free[0].all() and free[1].all()
     assert not free[2].any() and not free[3].any()  # the straight way is blocked in every scene
@@ -106,7 +106,7 @@ def test_demonstrations_succeed_on_both_sides():
 
     middle = scene((0.0, -0.9), (0.0, 0.9), (0.0, 0.0), 0.25)
     many = reach.Scenes(*(getattr(middle, f).expand(400, *getattr(middle, f).shape[1:])
-                          for f in ("start", "goal", "centres", "radii")))  # fmt: skip
+                          for f in ("start", "goal", "centers", "radii")))  # fmt: skip
     demonstrator = train_reach.Demonstrator(torch.Generator().manual_seed(0))
     left = (demonstrator.steer(many, many.start)[:, 1] > 0).float().mean()
     assert 0.4 < left < 0.6
@@ -129,7 +129,7 @@ def test_windows_are_what_was_done():
     assert ((fallen - expected).abs() < 1e-3).float().mean() > 0.85  # the others were pushed
 
 
-def test_a_rollout_does_not_depend_on_its_neighbours():
+def test_a_rollout_does_not_depend_on_its_neighbors():
     """Half of the episodes alone end as they do among others."""
     pipe = reach.build()
     pipe.set_progress_bar_config(disable=True)

@@ -150,7 +150,7 @@ class TestText:
         assert human(report.peak_bytes, "B") in text
         assert "█··█··█··█··" in text
 
-    def test_has_no_colour_codes_and_fits(self, flux):
+    def test_has_no_color_codes_and_fits(self, flux):
         text = run(flux, Interval(every=3)).to_text(width=70)
         assert "\x1b" not in text
         assert max(map(len, text.splitlines())) <= 100

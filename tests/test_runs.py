@@ -322,8 +322,8 @@ class TestBadInput:
             locate("nobody/nothing-here")
 
     def test_call(self) -> None:
-        with pytest.raises(ValueError, match="call colour='red': FluxPipeline takes none"):
-            Drawer(replace(TASK, call={"colour": "red"}))
+        with pytest.raises(ValueError, match="call color='red': FluxPipeline takes none"):
+            Drawer(replace(TASK, call={"color": "red"}))
 
     def test_record(self, run: Path, tmp_path: Path) -> None:
         record = load(run)

@@ -69,11 +69,11 @@ class TestScenes:
             assert abs(columns.mean() + 0.5 - x) < 1
             assert abs(rows.mean() + 0.5 - y) < 2.5
 
-    def test_objects_are_apart_and_never_of_the_background_colour(self):
+    def test_objects_are_apart_and_never_of_the_background_color(self):
         rng = np.random.default_rng(2)
         for _ in range(300):
             scene = sample_scene(rng)
-            assert scene.background not in {figure.colour for figure in scene.figures}
+            assert scene.background not in {figure.color for figure in scene.figures}
             if len(scene.figures) == 2:
                 (x, y), (u, v) = (scenes.POSITIONS[f.position] for f in scene.figures)
                 assert max(abs(x - u), abs(y - v)) == 32
@@ -152,7 +152,7 @@ class TestTraining:
         found = token_targets([scene], [prompt(scene)], build_tokenizers()[1])[0]
         assert found.shape == (24, 5)
         assert found[:, 1].tolist() == [scenes.SHAPES.index("ring")] * 7 + [-1] * 17
-        assert set(found[:, 0].tolist()) == {list(scenes.COLOURS).index("white")}
+        assert set(found[:, 0].tolist()) == {list(scenes.COLORS).index("white")}
 
 
 class TestReader:

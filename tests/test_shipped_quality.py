@@ -28,11 +28,11 @@ def picture(scene: Scene) -> Image.Image:
 
 
 def test_a_picture_is_right_only_where_everything_is() -> None:
-    wrong = replace(SCENE, figures=(LEFT, replace(SCENE.figures[1], colour="green")))
+    wrong = replace(SCENE, figures=(LEFT, replace(SCENE.figures[1], color="green")))
     more = replace(SCENE, figures=(*SCENE.figures, Figure("cross", "black", "large", "top")))
     found = quality.of_prompts(list(map(picture, (SCENE, wrong, more))), [prompt(SCENE)] * 3)
     assert found["whole_right"].tolist() == [True, False, False]
-    assert found["colour"].tolist() == [1, 0.5, 1] and found["count"].tolist() == [1, 1, 0]
+    assert found["color"].tolist() == [1, 0.5, 1] and found["count"].tolist() == [1, 1, 0]
     assert found["prompt_accuracy"].tolist() == pytest.approx([1, 9 / 10, 9 / 10])
 
 
@@ -42,7 +42,7 @@ def test_a_picture_of_a_class_has_one_object_of_it() -> None:
     shown = [Scene("yellow", (LEFT,)), Scene("yellow", (replace(LEFT, shape="cross"),)), two]
     found = quality.of_classes(list(map(picture, shown)), [label] * 3)
     assert found["whole_right"].tolist() == [True, False, False]
-    assert found["colour"].tolist() == [True, True, False]
+    assert found["color"].tolist() == [True, True, False]
     assert found["count"].tolist() == [True, True, False]
 
 

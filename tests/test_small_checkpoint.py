@@ -68,24 +68,24 @@ class TestAverage:
 
 def trained(steps=0):
     model = Masked()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     average = Average(model)
     for _ in range(steps):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         model(torch.ones(2)).backward()
-        optimiser.step()
+        optimizer.step()
         average.update(model)
-    return model, optimiser, average
+    return model, optimizer, average
 
 
 class TestCheckpoint:
     def test_goes_on_as_if_never_stopped(self, tmp_path):
         path = tmp_path / "some.state"
         checkpoint.save(path, (7, 9), *trained(3), weights_file=True)
-        model, optimiser, average = trained()
-        assert checkpoint.restore(path, model, optimiser, average, 9) == 7
+        model, optimizer, average = trained()
+        assert checkpoint.restore(path, model, optimizer, average, 9) == 7
         assert average.steps == 3
-        for one, other in zip((model, optimiser), trained(3)[:2], strict=True):
+        for one, other in zip((model, optimizer), trained(3)[:2], strict=True):
             assert str(one.state_dict()) == str(other.state_dict())
         kept = load_file(tmp_path / "some.safetensors")
         assert set(kept) == set(average.weights)
@@ -102,7 +102,7 @@ class TestCheckpoint:
             "step",
             "total",
             "weights",
-            "optimiser",
+            "optimizer",
             "average",
             "average_steps",
             "random",
@@ -110,12 +110,12 @@ class TestCheckpoint:
         assert [file.name for file in tmp_path.iterdir()] == ["some.state"]
 
     def test_averages_that_were_nan_are_mended(self, tmp_path):
-        model, optimiser, average = trained(2)
+        model, optimizer, average = trained(2)
         average.weights["mask"][1:] = math.nan
         checkpoint.save(
-            tmp_path / "some.state", (2, 9), model, optimiser, average, weights_file=False
+            tmp_path / "some.state", (2, 9), model, optimizer, average, weights_file=False
         )
-        checkpoint.restore(tmp_path / "some.state", model, optimiser, average, 9)
+        checkpoint.restore(tmp_path / "some.state", model, optimizer, average, 9)
         assert torch.equal(average.weights["mask"], model.mask)
 
     def test_a_save_that_fails_leaves_the_last_one(self, tmp_path, monkeypatch):

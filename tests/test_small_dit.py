@@ -49,7 +49,7 @@ class TestShipped:
         assert pictures[0].size == (64, 64)
         found = of_classes(pictures, labels)
         assert found["whole_right"].float().mean() >= 0.25
-        assert found["colour"].float().mean() >= 0.4
+        assert found["color"].float().mean() >= 0.4
 
     def test_without_guidance_no_empty_class_is_asked_for(self, pipe):
         seen = []
@@ -83,15 +83,15 @@ class TestShipped:
 
 
 class TestPictures:
-    def test_one_large_object_of_the_class_in_another_colour_than_the_ground(self):
+    def test_one_large_object_of_the_class_in_another_color_than_the_ground(self):
         labels, pictures = draw(70, 3)
         assert labels.dtype == torch.int64 and pictures.shape == (70, 3, 64, 64)
         right = 0
         for label, scene in zip(labels.tolist(), read(pictures), strict=True):
             figure = scene.figures[0]
-            right += LABELS[label] == f"{figure.colour} {figure.shape}"
+            right += LABELS[label] == f"{figure.color} {figure.shape}"
             assert len(scene.figures) == 1 and figure.size == "large"
-            assert scene.background != figure.colour
+            assert scene.background != figure.color
         assert right >= 68
 
     def test_the_same_for_the_same_seed(self):
@@ -149,13 +149,13 @@ class TestTraining:
         pipe = build_pipeline(load_autoencoder())
         step = train_dit.Step(pipe, compiled=False)
         labels, latents = torch.arange(4), torch.randn(4, 4, 1, 1).expand(4, 4, 16, 16)
-        optimiser = torch.optim.AdamW(pipe.transformer.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(pipe.transformer.parameters(), lr=1e-3)
         losses = []
         for _ in range(8):
             loss = step(latents, labels, torch.Generator().manual_seed(0))
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss.backward()
-            optimiser.step()
+            optimizer.step()
             losses.append(float(loss.detach()))
         assert losses[-1] < 0.7 * losses[0]
 

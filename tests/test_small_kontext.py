@@ -51,14 +51,14 @@ def test_an_edit_changes_one_thing() -> None:
         seen.add(edit.kind)
         before, after = edit.before, edit.after
         assert (before.background != after.background) == (edit.kind == "background")
-        assert all(figure.colour != after.background for figure in after.figures)
+        assert all(figure.color != after.background for figure in after.figures)
         if edit.kind == "remove":
             assert before.figures == (*after.figures, before.figures[edit.index])
             continue
         changed = [
             (i, name)
             for i, (a, b) in enumerate(zip(before.figures, after.figures, strict=True))
-            for name in ("shape", "colour", "size", "position")
+            for name in ("shape", "color", "size", "position")
             if getattr(a, name) != getattr(b, name)
         ]
         assert changed == ([] if edit.kind == "background" else [(edit.index, edit.kind)])
@@ -86,7 +86,7 @@ def test_instructions_read_as_english() -> None:
         return instruction(Edit(kind, SCENE, Scene(background, figures), index))
 
     green = Figure("ring", "green", "small", "left")
-    assert ask("colour", green, OTHER) == "make the red ring green"
+    assert ask("color", green, OTHER) == "make the red ring green"
     assert ask("size", Figure("ring", "red", "large", "left"), OTHER) == "make the red ring large"
     square = Figure("square", "red", "small", "left")
     assert ask("shape", square, OTHER) == "turn the red ring into a square"
@@ -178,8 +178,8 @@ def test_the_text_stage_knows_what_instructions_state() -> None:
     gone = Edit("remove", SCENE, Scene("yellow", (RING,)), 1)
     texts = ["turn the ring on the left into a square", "Remove the blue ring."]
     rows = stated([edit, gone], texts)
-    kind, value, shape, place, colour = rows[0].tolist()
-    assert (KINDS[kind], SHAPES[shape], place, colour) == ("shape", "ring", 3, 7)
+    kind, value, shape, place, color = rows[0].tolist()
+    assert (KINDS[kind], SHAPES[shape], place, color) == ("shape", "ring", 3, 7)
     assert rows[1].tolist() == [4, 14, SHAPES.index("ring"), 9, 2]
     assert value == 7 + 2 + SHAPES.index("square")
 
@@ -187,7 +187,7 @@ def test_the_text_stage_knows_what_instructions_state() -> None:
 def test_a_training_step_learns(built: Any) -> None:
     from torch import nn
 
-    from diffcache.pipelines.small.course import build_optimiser, update
+    from diffcache.pipelines.small.course import build_optimizer, update
     from diffcache.pipelines.small.export import TRAINED
     from diffcache.pipelines.small.kontext import build_pipeline
     from diffcache.pipelines.small.train_kontext import COURSE, Step, _batch
@@ -197,8 +197,8 @@ def test_a_training_step_learns(built: Any) -> None:
     weights = nn.ModuleDict({name: getattr(pipe, name) for name in TRAINED})
     latents = torch.randn(2, 4, 64, 16, generator=torch.Generator().manual_seed(0))
     batch = _batch(edits_of(4), (latents[0], latents[1]), torch.arange(4), (0, 0), 0.5)
-    optimiser = build_optimiser(weights, COURSE)
-    losses = [update(weights, optimiser, step, batch, 3e-4) for _ in range(5)]
+    optimizer = build_optimizer(weights, COURSE)
+    losses = [update(weights, optimizer, step, batch, 3e-4) for _ in range(5)]
     assert losses[-1] < 0.9 * losses[0]
 
 

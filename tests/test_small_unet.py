@@ -87,13 +87,13 @@ class TestTraining:
         latents = torch.randn(4, 4, 1, 1).expand(4, 4, 16, 16)
         prompts = ["", *shipped_prompts()[:3]]
         parameters = [*pipe.unet.parameters(), *pipe.text_encoder.parameters()]
-        optimiser = torch.optim.AdamW(parameters, lr=1e-3)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3)
         losses = []
         for _ in range(8):
             loss = step(latents, prompts, torch.Generator().manual_seed(0))
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss.backward()
-            optimiser.step()
+            optimizer.step()
             losses.append(float(loss.detach()))
         assert losses[-1] < 0.7 * losses[0]
         used = [name for name, p in pipe.text_encoder.named_parameters() if p.grad is not None]

@@ -131,10 +131,10 @@ class TestStep:
         torch.manual_seed(0)
         pipe = wan.build_pipeline(wan.build_autoencoder())
         step = Step(pipe)
-        optimiser = torch.optim.AdamW([{"params": step.parameters(), "factor": 1.0}])
+        optimizer = torch.optim.AdamW([{"params": step.parameters(), "factor": 1.0}])
         latents, noise = (torch.randn(8, wan.LATENT_CHANNELS, 2, 4, 4) for _ in range(2))
         drawn = (latents, noise, torch.linspace(0.1, 0.9, 8), [RED] * 8, 24)
-        losses = [update(step, optimiser, step, drawn, 2e-3) for _ in range(25)]
+        losses = [update(step, optimizer, step, drawn, 2e-3) for _ in range(25)]
         assert losses[-1] < 0.8 * losses[0]
 
     def test_text_lengths_reach_from_the_usual_to_the_default(self):
@@ -194,7 +194,7 @@ class TestData:
     def test_classes_name_the_scene(self):
         (scene,) = draw_scenes(1, 9)
         (row,) = train_wan_text.classes([scene]).tolist()
-        assert list(train_wan_text.COLOURS)[row[0]] == scene.background
+        assert list(train_wan_text.COLORS)[row[0]] == scene.background
         assert list(train_wan_text.POSITIONS)[row[4]] == scene.figures[0].position
 
     def test_latents_on_disk_are_read_back(self, tmp_path):

@@ -252,4 +252,4 @@ def _check_refresh(refresh: tuple[int, ...], warmup: int, post: int, total: int)
         if not first <= index <= last:
             raise ValueError(f"refresh={refresh!r}: must be from {first} to {last} {allowed}")
     if any(b - a == 1 for a, b in pairwise(refresh)):
-        raise ValueError(f"refresh={refresh!r}: no two may be neighbours {allowed}")
+        raise ValueError(f"refresh={refresh!r}: no two may be neighbors {allowed}")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from diffcache.kv.recipes.eviction_offline import *  # noqa: F403
     from diffcache.kv.recipes.low_rank import *  # noqa: F403
     from diffcache.kv.recipes.merging import *  # noqa: F403
-    from diffcache.kv.recipes.quantised import *  # noqa: F403
+    from diffcache.kv.recipes.quantized import *  # noqa: F403
     from diffcache.kv.recipes.retrieval import *  # noqa: F403
     from diffcache.kv.recipes.streaming import *  # noqa: F403
 

@@ -54,9 +54,9 @@ def foreground_of(tokens: Tensor) -> Tensor:
     Returns:
         bool [B, N]; all False where all tokens are alike.
     """
-    centred = tokens.float() - tokens.float().mean(1, keepdim=True)
-    _, axes = torch.linalg.eigh(centred.transpose(1, 2) @ centred)
-    return above_otsu((centred @ axes[..., -3:]).square().sum(-1))
+    centered = tokens.float() - tokens.float().mean(1, keepdim=True)
+    _, axes = torch.linalg.eigh(centered.transpose(1, 2) @ centered)
+    return above_otsu((centered @ axes[..., -3:]).square().sum(-1))
 
 
 def above_otsu(values: Tensor) -> Tensor:

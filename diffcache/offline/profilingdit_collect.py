@@ -286,8 +286,8 @@ def likeness(one: Tensor, two: Tensor) -> float:
         return 0.0
     pairs = []
     for tokens in (one, two):
-        centred = tokens.double() - tokens.double().mean(0)
-        unit = torch.nn.functional.normalize(centred, dim=1)
+        centered = tokens.double() - tokens.double().mean(0)
+        unit = torch.nn.functional.normalize(centered, dim=1)
         places = torch.triu_indices(len(unit), len(unit), 1, device=unit.device)
         similar = (unit @ unit.T)[places[0], places[1]]
         pairs.append(torch.nn.functional.normalize(similar - similar.mean(), dim=0))

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from diffcache.kv.attend import Query
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.quantised import kivi
+from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.store import KVStore
 from diffcache.method import check_int
 from diffcache.video.policy import VideoPolicy

@@ -30,7 +30,7 @@ from diffcache.kv.hf.model import Mode
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import h2o, snapkv, tova
 from diffcache.kv.recipes.low_rank import xkv
-from diffcache.kv.recipes.quantised import gear, kivi, mustafar, rotatekv
+from diffcache.kv.recipes.quantized import gear, kivi, mustafar, rotatekv
 from diffcache.kv.recipes.retrieval import quest, shadowkv, tidal_decode
 from diffcache.kv.recipes.streaming import streaming_llm
 

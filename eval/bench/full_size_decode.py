@@ -36,7 +36,7 @@ from diffcache.eval.record import Setting
 from diffcache.kernels.dispatch import has_triton
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import snapkv, tova
-from diffcache.kv.recipes.quantised import kivi
+from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.recipes.retrieval import quest
 from diffcache.kv.recipes.streaming import streaming_llm
 

@@ -29,7 +29,7 @@ from diffcache.kv.hf.attention import attention
 from diffcache.kv.hf.cache import KVCache, cache_for
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import adakv, keydiff
-from diffcache.kv.recipes.quantised import kivi
+from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.slots import join
 from diffcache.kv.store import KVStore
 
@@ -175,8 +175,8 @@ def variants(setting: Setting, slots: int = SLOTS) -> list[Variant]:
     found.append(store_variant("keydiff, half dropped", "arithmetic", keydiff(0.5), twice)[0])
     ragged, store = store_variant("adakv, ragged heads", "reading, adakv", adakv(0.5), twice)
     found += [bare("reading, adakv", twice, _decoding(store)), ragged]
-    quantised, store = store_variant("kivi 2 bit", "reading, kivi", kivi(bits=2), coded)
-    found += [bare("reading, kivi", coded, _decoding(store)), quantised]
+    quantized, store = store_variant("kivi 2 bit", "reading, kivi", kivi(bits=2), coded)
+    found += [bare("reading, kivi", coded, _decoding(store)), quantized]
     config = LlamaConfig(
         vocab_size=8, hidden_size=HEADS * GROUPS * SIZE, intermediate_size=8,
         num_hidden_layers=LAYERS, num_attention_heads=HEADS * GROUPS, num_key_value_heads=HEADS,

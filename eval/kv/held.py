@@ -15,7 +15,7 @@ from diffcache.kv.attend import Query, attend
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import adakv
-from diffcache.kv.recipes.quantised import kivi
+from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.store import KVStore
 from diffcache.pipelines.small.recall import RecallBatch, Task, draw
 from diffcache.pipelines.small.recall_llama import DIRECTORY, load

@@ -32,7 +32,7 @@ TITLES: Mapping[str, str] = {
     "eviction_more": "Eviction by statistics, windows and probes",
     "eviction_offline": "Eviction by tables found beforehand",
     "merging": "Merging and diversity",
-    "quantised": "Quantization and sparsity",
+    "quantized": "Quantization and sparsity",
     "low_rank": "Low rank and layers in terms of one another",
     "retrieval": "Retrieval: nothing is dropped",
 }

@@ -1,14 +1,14 @@
 """Bootstrap intervals: how far a metric would move with other samples.
 
 Samples are drawn with replacement and the statistic is taken again (Efron 1979). Intervals are
-centred: the spread of the resampled values is laid around the point value, because a resampled
+centered: the spread of the resampled values is laid around the point value, because a resampled
 Fréchet distance is larger on average than the point value, and a plain percentile interval would
 miss it. The interval is for the expected value at this sample count; it says nothing about the bias
 that a small count has. Near the floor, with few samples a feature, it is wider than needed (about
 twice at N = 4 D). Changes are paired: both sides are resampled with the same sample ids.
 
 Density, coverage, precision and recall are not to be recomputed on a resampling, whose repeated
-samples are neighbours at distance 0; take `mean_interval` of their values per sample.
+samples are neighbors at distance 0; take `mean_interval` of their values per sample.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def mean_interval(
     _check_settings(len(table), resamples)
     blocks = _resampled_ids(len(table), resamples, seed)
     means = [mean for ids in blocks for mean in table[ids].mean(dim=1).tolist()]
-    return _centred(float(table.mean()), means, len(table), bounds)
+    return _centered(float(table.mean()), means, len(table), bounds)
 
 
 def frechet_interval(
@@ -102,7 +102,7 @@ def frechet_interval(
     weights = _weights(fake_features, resamples, seed)
     drawn = [distance(w) for w in weights]
     value = frechet(moments(fake_features), reference)
-    return _centred(value, drawn, len(fake_features), _DISTANCE)
+    return _centered(value, drawn, len(fake_features), _DISTANCE)
 
 
 def frechet_change(
@@ -131,7 +131,7 @@ def frechet_change(
     of_a, of_b = _Resampled(a_features, reference), _Resampled(b_features, reference)
     drawn = [of_b(w) - of_a(w) for w in _weights(a_features, resamples, seed)]
     point = frechet(moments(b_features), reference) - frechet(moments(a_features), reference)
-    return _centred(point, drawn, len(a_features), _UNBOUNDED)
+    return _centered(point, drawn, len(a_features), _UNBOUNDED)
 
 
 def frechet_between(
@@ -151,11 +151,11 @@ def frechet_between(
         ValueError: If shapes do not fit or a number is out of range.
     """
     _check_pairs(a_features, b_features)
-    centre = a_features.to(torch.float64).mean(dim=0)
-    a, b = (x.to(torch.float64) - centre for x in (a_features, b_features))
+    center = a_features.to(torch.float64).mean(dim=0)
+    a, b = (x.to(torch.float64) - center for x in (a_features, b_features))
     weights = _weights(a, resamples, seed)
     drawn = [frechet(_weighted_moments(a, w), _weighted_moments(b, w)) for w in weights]
-    return _centred(frechet(moments(a), moments(b)), drawn, len(a), _DISTANCE)
+    return _centered(frechet(moments(a), moments(b)), drawn, len(a), _DISTANCE)
 
 
 class _Resampled:
@@ -207,7 +207,7 @@ def _weights(features: Tensor, resamples: int, seed: int) -> Iterator[Tensor]:
             yield torch.bincount(ids, minlength=n).to(features.device, torch.float64)
 
 
-def _centred(value: float, drawn: list[float], n: int, bounds: tuple[float, float]) -> Interval:
+def _centered(value: float, drawn: list[float], n: int, bounds: tuple[float, float]) -> Interval:
     """Lay the spread of the resampled values around the point value, within the bounds."""
     found = torch.tensor(drawn, dtype=torch.float64)
     if not (math.isfinite(value) and bool(found.isfinite().all())):

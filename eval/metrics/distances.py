@@ -119,13 +119,13 @@ def precision_recall(real: Tensor, fake: Tensor, k: int = 3) -> tuple[Tensor, Te
     """Return what improved precision and recall are the means of, 0 or 1 a sample.
 
     Precision is the share of fake samples inside the manifold of the real ones (in the ball to the
-    k-th neighbour of any), recall the share of real samples inside that of the fake ones:
+    k-th neighbor of any), recall the share of real samples inside that of the fake ones:
     Kynkäänniemi et al. 2019, arXiv 1904.06991, section 2.
 
     Args:
         real: [N, D], any float dtype.
         fake: [M, D]. Values for different N or M are not comparable.
-        k: Neighbour that sets the radius, not counting the sample itself.
+        k: Neighbor that sets the radius, not counting the sample itself.
 
     Returns:
         Whether each fake sample is in the real manifold, float64 [M], and whether each real sample
@@ -141,7 +141,7 @@ def precision_recall(real: Tensor, fake: Tensor, k: int = 3) -> tuple[Tensor, Te
 def density_coverage(real: Tensor, fake: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
     """Return what density and coverage are the means of.
 
-    Density is how many real balls (to the k-th real neighbour) hold a fake sample on average,
+    Density is how many real balls (to the k-th real neighbor) hold a fake sample on average,
     divided by k; it can be above 1. Coverage is the share of real balls that hold a fake sample:
     Naeem et al. 2020, arXiv 2002.09797, section 3. Balls are open, as in the official code: with
     closed ones equal sets would have (k + 1) / k.
@@ -149,7 +149,7 @@ def density_coverage(real: Tensor, fake: Tensor, k: int = 5) -> tuple[Tensor, Te
     Args:
         real: [N, D], any float dtype.
         fake: [M, D]. Values for different N or M are not comparable.
-        k: Neighbour that sets the radius, not counting the sample itself.
+        k: Neighbor that sets the radius, not counting the sample itself.
 
     Returns:
         Real balls around each fake sample divided by k, float64 [M], and whether each real ball
@@ -169,15 +169,15 @@ def density_coverage(real: Tensor, fake: Tensor, k: int = 5) -> tuple[Tensor, Te
     return balls / k, torch.cat(held).to(torch.float64)
 
 
-def _covered(points: Tensor, centres: Tensor, k: int) -> Tensor:
-    """Say which points lie in the closed ball of any centre, 0 or 1, float64 [points]."""
-    radii = _radii(centres, k) * (1 + TIE)
-    parts = [(distances <= radii).any(dim=1) for _, distances in _distances(points, centres)]
+def _covered(points: Tensor, centers: Tensor, k: int) -> Tensor:
+    """Say which points lie in the closed ball of any center, 0 or 1, float64 [points]."""
+    radii = _radii(centers, k) * (1 + TIE)
+    parts = [(distances <= radii).any(dim=1) for _, distances in _distances(points, centers)]
     return torch.cat(parts).to(torch.float64)
 
 
 def _radii(features: Tensor, k: int) -> Tensor:
-    """Return every sample's squared distance to its k-th neighbour, float64 [N]."""
+    """Return every sample's squared distance to its k-th neighbor, float64 [N]."""
     if not 1 <= k < len(features):
         raise ValueError(
             f"k={k} must be in 1..{len(features) - 1}: there are {len(features)} samples"
@@ -189,8 +189,8 @@ def _radii(features: Tensor, k: int) -> Tensor:
 
 def _distances(rows: Tensor, columns: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield (first row, squared distances [some rows, columns]) in flat memory."""
-    centre = columns.to(torch.float64).mean(dim=0)
-    left, right = rows.to(torch.float64) - centre, columns.to(torch.float64) - centre
+    center = columns.to(torch.float64).mean(dim=0)
+    left, right = rows.to(torch.float64) - center, columns.to(torch.float64) - center
     lengths = right.square().sum(dim=1)
     step = max(1, DISTANCES_AT_ONCE // len(columns))
     for start in range(0, len(left), step):

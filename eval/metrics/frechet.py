@@ -58,8 +58,8 @@ def moments(features: Tensor) -> Moments:
     check_features(features, "features")
     features = features.to(torch.float64)
     mean = features.mean(dim=0)
-    centred = features - mean
-    return Moments(mean, centred.T @ centred / (len(features) - 1), len(features))
+    centered = features - mean
+    return Moments(mean, centered.T @ centered / (len(features) - 1), len(features))
 
 
 def frechet(a: Moments, b: Moments) -> float:

@@ -89,7 +89,7 @@ class LPIPS(nn.Module):
         return total
 
     def _maps(self, pictures: Tensor) -> list[Tensor]:
-        """Return the unit-normalised feature maps of the five levels."""
+        """Return the unit-normalized feature maps of the five levels."""
         x = 2 * (pictures.to(self.shift.device).float() / 255) - 1
         x = (x - self.shift) / self.scale
         found = []

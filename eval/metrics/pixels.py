@@ -62,7 +62,7 @@ def pooled_psnr(a: Tensor, b: Tensor) -> float:
 def ssim(a: Tensor, b: Tensor) -> Tensor:
     """Return the structural similarity of every picture (Wang et al. 2004), at most 1.
 
-    Gaussian window 11 x 11 with sigma 1.5, K1 = 0.01, K2 = 0.03, per colour channel, mean over
+    Gaussian window 11 x 11 with sigma 1.5, K1 = 0.01, K2 = 0.03, per color channel, mean over
     channels and pixels. Departure from the paper, as torchmetrics does it: borders are reflected
     and every pixel counts, where the paper keeps only whole windows.
 

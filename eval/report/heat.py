@@ -93,10 +93,10 @@ def plot_timeline(lanes: Sequence[Lane]) -> Any:
         grid[row, : len(lane.shares)] = lane.shares
         words = f"{sum(lane.shares):.4g} of {len(lane.shares)}"
         axis.text(columns - 0.3, row, words, va="center", fontsize=9, color=GREY)
-    colours = LinearSegmentedColormap.from_list("computed", [PALE, COMPUTED])
+    colors = LinearSegmentedColormap.from_list("computed", [PALE, COMPUTED])
     edges = [0.5 + np.arange(-1, count) for count in (columns, len(lanes))]
     mesh = axis.pcolormesh(
-        *edges, np.ma.masked_invalid(grid), cmap=colours, vmin=0, vmax=1, edgecolor="white",
+        *edges, np.ma.masked_invalid(grid), cmap=colors, vmin=0, vmax=1, edgecolor="white",
         linewidth=0.8,
     )  # fmt: skip
     _label_sites(axis, names)

@@ -19,7 +19,7 @@ class Line:
     Attributes:
         name: Name of the row.
         values: Value at each step; 0 and None are left out of a logarithmic scale.
-        style: Colour and dash.
+        style: Color and dash.
     """
 
     name: str
@@ -58,7 +58,7 @@ def plot_growth(lines: Sequence[Line]) -> Any:
     for line in drawn:
         ys = [v if v is not None and v > 0 else float("nan") for v in line.values]
         axis.plot(
-            range(len(ys)), ys, color=line.style.colour, linestyle=line.style.dash, linewidth=1.8,
+            range(len(ys)), ys, color=line.style.color, linestyle=line.style.dash, linewidth=1.8,
             marker=line.style.marker, markersize=4, markevery=max(1, len(ys) // 14),
             label=short(line.name),
         )  # fmt: skip
@@ -106,7 +106,7 @@ def _draw_bars(axis: Any, styles: Sequence[Style], group: Bars) -> None:
         arms = None
         if found.low is not None and found.high is not None:
             arms = [[max(found.middle - found.low, 0.0)], [max(found.high - found.middle, 0.0)]]
-        axis.barh(row, found.middle, xerr=arms, height=0.62, color=style.colour, capsize=2.5,
+        axis.barh(row, found.middle, xerr=arms, height=0.62, color=style.color, capsize=2.5,
                   ecolor="#8a929c")  # fmt: skip
         end = found.middle if found.high is None else max(found.high, found.middle)
         axis.annotate(f"{found.middle:.3g}", (end, row), (4, 0), textcoords="offset points",

@@ -13,7 +13,7 @@ from diffcache.eval.report.records import Record, ordered
 
 P = ParamSpec("P")
 
-# Okabe and Ito, Color Universal Design (2008): told apart with any colour vision. Yellow, which is
+# Okabe and Ito, Color Universal Design (2008): told apart with any color vision. Yellow, which is
 # pale on white, comes last; black and grey are kept for the uncached row and for fewer steps.
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
 INK, GREY, PALE, LINE = "#1c2028", "#697079", "#d6e0ec", "#d0d4da"
@@ -41,12 +41,12 @@ class Style:
     """Style in which a row is drawn.
 
     Attributes:
-        colour: Color, the same for all settings of a method.
+        color: Color, the same for all settings of a method.
         marker: Marker, the same for all settings of a method.
         dash: Tells the settings of a method apart in lines.
     """
 
-    colour: str
+    color: str
     marker: str
     dash: Any
 

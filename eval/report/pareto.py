@@ -36,7 +36,7 @@ class Point:
         kind: "uncached", "method" or "fewer steps".
         x: Saved cost as a ratio; more is better.
         y: The metric.
-        style: Colour and marker.
+        style: Color and marker.
         group: Points of one group (settings of a method) are joined by a thin line.
         label: Text beside the point; empty for none.
     """
@@ -130,13 +130,13 @@ def _draw(axis: Any, panel: Panel, direction: str | None, handles: dict[str, Any
         members = sorted(members, key=lambda point: point.x.middle)
         if len(members) > 1:
             xs, ys = [p.x.middle for p in members], [p.y.middle for p in members]
-            axis.plot(xs, ys, color=members[0].style.colour, linewidth=1, alpha=0.5)
+            axis.plot(xs, ys, color=members[0].style.color, linewidth=1, alpha=0.5)
     several = {group for group, members in groups.items() if len(members) > 1}
     for point in panel.points:
         cross = point.kind == "fewer steps"
         drawn = axis.errorbar(
             [point.x.middle], [point.y.middle], xerr=_reach(point.x), yerr=_reach(point.y),
-            color=point.style.colour, marker=point.style.marker, markersize=8 if cross else 7,
+            color=point.style.color, marker=point.style.marker, markersize=8 if cross else 7,
             markeredgewidth=2 if cross else 0.8, markeredgecolor=GREY if cross else "white",
             elinewidth=1, capsize=2.5, linestyle="none", zorder=2 if cross else 3,
         )  # fmt: skip
@@ -199,7 +199,7 @@ def _write_labels(axis: Any, points: Sequence[Point]) -> None:
         for right, up in _AROUND:
             text = axis.annotate(
                 point.label, (point.x.middle, point.y.middle), (right, up),
-                textcoords="offset points", fontsize=8, color=point.style.colour,
+                textcoords="offset points", fontsize=8, color=point.style.color,
                 ha="left" if right > 0 else "right" if right < 0 else "center",
             )  # fmt: skip
             box = text.get_window_extent(renderer).expanded(1.05, 1.1)

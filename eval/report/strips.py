@@ -210,14 +210,14 @@ def _place(
 
 
 def _write(pen: Any, at: tuple[int, int], text: str, how: tuple[int, int, Any]) -> None:
-    """Write one line in a width, size and colour; what does not fit is cut off with an ellipsis."""
-    width, size, colour = how
+    """Write one line in a width, size and color; what does not fit is cut off with an ellipsis."""
+    width, size, color = how
     font = _font(size)
     if font.getlength(text) > width:
         while text and font.getlength(text + "…") > width:
             text = text[:-1]
         text += "…"
-    pen.text(at, text, fill=colour, font=font)
+    pen.text(at, text, fill=color, font=font)
 
 
 def _wrapped(text: str, width: int, most: int) -> list[str]:

@@ -1,7 +1,7 @@
 """Films on disk: lossless files that other tools can read, small previews, and frames read back.
 
 A film is a `torch.uint8` tensor `[F, 3, H, W]`, RGB. Lossless means byte for byte: `.mp4` holds
-RGB H.264 at quantiser 0 (no colour conversion and no chroma subsampling, so odd sizes are kept),
+RGB H.264 at quantizer 0 (no color conversion and no chroma subsampling, so odd sizes are kept),
 `.mkv` holds FFV1 with a checksum per slice.
 """
 
@@ -43,7 +43,7 @@ def write_clip(path: str | Path, frames: torch.Tensor, fps: float) -> Path:
     """Write a film without loss.
 
     Args:
-        path: Ends in `.mp4` (H.264 RGB, quantiser 0) or `.mkv` (FFV1).
+        path: Ends in `.mp4` (H.264 RGB, quantizer 0) or `.mkv` (FFV1).
         frames: `[F, 3, H, W]` uint8, RGB; any height and width, odd ones too.
         fps: Frames per second.
 
@@ -181,9 +181,9 @@ def _encode(
             stream.pix_fmt = pixel_format
             stream.options = options
             if pixel_format == "yuv420p":
-                colours = stream.codec_context  # players guess what is not said
-                colours.colorspace = colours.color_primaries = colours.color_trc = _BT709
-                colours.color_range = _LIMITED
+                colors = stream.codec_context  # players guess what is not said
+                colors.colorspace = colors.color_primaries = colors.color_trc = _BT709
+                colors.color_range = _LIMITED
             for picture in pictures:
                 frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
                 if pixel_format == "yuv420p":

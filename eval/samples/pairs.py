@@ -80,11 +80,11 @@ def warn_of_rates(pairs: Pairs) -> None:
 
 
 def _loss(file: Path) -> str:
-    """Say how a film is stored if that loses colour, else nothing."""
+    """Say how a film is stored if that loses color, else nothing."""
     if file.is_dir():
         return ""
     if file.suffix.lower() == ".gif":
-        return "256 colours"
+        return "256 colors"
     try:
         import av
     except ImportError as error:

@@ -4,7 +4,7 @@
     python -m diffcache.eval.shipped.quality shapes-unet --samples 256
 
 A sample is right where the shipped classifier, the task or the answer's key finds nothing wrong in
-it. Records go to `assets/bench/<model>-quality.json`, samples of the models that draw to a labelled
+it. Records go to `assets/bench/<model>-quality.json`, samples of the models that draw to a labeled
 picture beside the weights; `diffcache.eval.shipped.cards` puts the numbers into the model cards.
 """
 
@@ -122,15 +122,15 @@ def _of_wan(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
 
 
 def of_classes(pictures: Sequence[Image.Image], labels: Sequence[int]) -> Outcomes:
-    """Return which pictures show one object of their class, its shape and its colour."""
+    """Return which pictures show one object of their class, its shape and its color."""
     marks = []
     for scene, label in zip(read(pictures), labels, strict=True):
-        colour, shape = dit.LABELS[label].split()
+        color, shape = dit.LABELS[label].split()
         one = len(scene.figures) == 1
         shaped = one and scene.figures[0].shape == shape
-        coloured = one and scene.figures[0].colour == colour
-        marks.append((shaped and coloured, one, shaped, coloured))
-    names = (WHOLE, "count", "shape", "colour")
+        colored = one and scene.figures[0].color == color
+        marks.append((shaped and colored, one, shaped, colored))
+    names = (WHOLE, "count", "shape", "color")
     return {
         name: torch.tensor(column)
         for name, column in zip(names, zip(*marks, strict=True), strict=True)

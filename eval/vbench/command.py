@@ -195,7 +195,7 @@ def score(
     """
     from diffcache.eval.vbench import scores
 
-    found = scores.summarise(scores.read_results(folder))
+    found = scores.summarize(scores.read_results(folder))
     print_or_write(
         machine, {"backend": "official", **found.to_dict()}, lambda: typer.echo(_text(found))
     )
@@ -215,7 +215,7 @@ def _own(folder: Path, machine: str) -> None:
 def _official(job: Any, dimensions: list[str], machine: str) -> None:
     from diffcache.eval.vbench import driver, scores
 
-    found = scores.summarise(driver.run(job, dimensions or None))
+    found = scores.summarize(driver.run(job, dimensions or None))
     report: dict[str, Any] = {"backend": "official", "mode": job.mode, **found.to_dict()}
     text = _text(found)
     if job.info is None:

@@ -1,8 +1,8 @@
-"""VBench's results: reading them, normalising them, and the three scores made from them.
+"""VBench's results: reading them, normalizing them, and the three scores made from them.
 
-`normalised = (raw - low) / (high - low)`; quality and semantic scores are means of these, weighted;
+`normalized = (raw - low) / (high - low)`; quality and semantic scores are means of these, weighted;
 `total = (4 quality + semantic) / 5`. Source: VBench's `scripts/cal_final_score.py`, with one
-departure: that script counts a missing dimension as 0 before normalising; here a score whose
+departure: that script counts a missing dimension as 0 before normalizing; here a score whose
 dimensions are not all there does not exist.
 """
 
@@ -23,18 +23,18 @@ ENDING = "_eval_results.json"
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of one model; all are shares from 0 to 1 (a normalised one can leave that range).
+    """Scores of one model; all are shares from 0 to 1 (a normalized one can leave that range).
 
     Attributes:
         raw: Raw score of every dimension that was measured.
-        normalised: Raw scores brought to VBench's ranges.
+        normalized: Raw scores brought to VBench's ranges.
         quality: Weighted mean of seven dimensions; None unless all are there.
         semantic: Mean of nine dimensions; None unless all are there.
         total: `(4 quality + semantic) / 5`; None unless all 16 are there.
     """
 
     raw: Mapping[str, float]
-    normalised: Mapping[str, float]
+    normalized: Mapping[str, float]
     quality: float | None
     semantic: float | None
     total: float | None
@@ -48,7 +48,7 @@ class Scores:
         """Return what is written as JSON."""
         return {
             "raw": dict(self.raw),
-            "normalised": dict(self.normalised),
+            "normalized": dict(self.normalized),
             "quality": self.quality,
             "semantic": self.semantic,
             "total": self.total,
@@ -57,14 +57,14 @@ class Scores:
 
     def markdown(self) -> str:
         """Return a table, in percent as VBench's leaderboard shows it."""
-        rows = [[n, f"{v:.2%}", f"{self.normalised[n]:.2%}"] for n, v in self.raw.items()]
+        rows = [[n, f"{v:.2%}", f"{self.normalized[n]:.2%}"] for n, v in self.raw.items()]
         for title in ("quality", "semantic", "total"):
             score = getattr(self, title)
             rows.append([f"**{title} score**", "", "n/a" if score is None else f"{score:.2%}"])
-        return "\n".join(table(["dimension", "raw", "normalised"], rows, numbers=True))
+        return "\n".join(table(["dimension", "raw", "normalized"], rows, numbers=True))
 
 
-def normalise(name: str, raw: float) -> float:
+def normalize(name: str, raw: float) -> float:
     """Map a raw score onto VBench's range, before its weight.
 
     Raises:
@@ -74,8 +74,8 @@ def normalise(name: str, raw: float) -> float:
     return (raw - dimension.low) / (dimension.high - dimension.low)
 
 
-def summarise(raw: Mapping[str, float]) -> Scores:
-    """Normalise raw scores and form those of the three scores that can be formed.
+def summarize(raw: Mapping[str, float]) -> Scores:
+    """Normalize raw scores and form those of the three scores that can be formed.
 
     Args:
         raw: Shares from 0 to 1 by name of dimension; `imaging_quality` too (VBench divides it by
@@ -92,14 +92,14 @@ def summarise(raw: Mapping[str, float]) -> Scores:
                 + (": divide percentages by 100" if 1 < value <= 100 else "")
             )
     ordered = {name: float(raw[name]) for name in suite.DIMENSIONS if name in raw}
-    normalised = {name: normalise(name, value) for name, value in ordered.items()}
-    quality = _mean(normalised, suite.QUALITY)
-    semantic = _mean(normalised, suite.SEMANTIC)
+    normalized = {name: normalize(name, value) for name, value in ordered.items()}
+    quality = _mean(normalized, suite.QUALITY)
+    semantic = _mean(normalized, suite.SEMANTIC)
     total = None
     if quality is not None and semantic is not None:
         shares = suite.QUALITY_SHARE + suite.SEMANTIC_SHARE
         total = (suite.QUALITY_SHARE * quality + suite.SEMANTIC_SHARE * semantic) / shares
-    return Scores(ordered, normalised, quality, semantic, total)
+    return Scores(ordered, normalized, quality, semantic, total)
 
 
 def read_results(path: str | Path) -> dict[str, float]:
@@ -131,12 +131,12 @@ def read_results(path: str | Path) -> dict[str, float]:
     return scores
 
 
-def _mean(normalised: Mapping[str, float], names: Sequence[str]) -> float | None:
+def _mean(normalized: Mapping[str, float], names: Sequence[str]) -> float | None:
     """Return the weighted mean of the named scores, or None if one is missing."""
-    if any(name not in normalised for name in names):
+    if any(name not in normalized for name in names):
         return None
     weights = [suite.DIMENSIONS[name].weight for name in names]
-    weighted = sum(w * normalised[name] for w, name in zip(weights, names, strict=True))
+    weighted = sum(w * normalized[name] for w, name in zip(weights, names, strict=True))
     return weighted / sum(weights)
 
 

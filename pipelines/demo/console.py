@@ -21,7 +21,7 @@ def console() -> Any:
 
 
 def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows as a table, without colours unless to a terminal."""
+    """Print rows as a table, without colors unless to a terminal."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table

@@ -194,7 +194,7 @@ def pictures(output: Any) -> list[Image.Image]:
 
 
 def picture(value: Any) -> Image.Image:
-    """Return a PIL picture of a picture, or of an array or tensor in [0, 1], last axis colour."""
+    """Return a PIL picture of a picture, or of an array or tensor in [0, 1], last axis color."""
     if isinstance(value, Image.Image):
         return value
     array = value.float().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)

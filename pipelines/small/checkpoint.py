@@ -30,7 +30,7 @@ def write_tensors(
 
 
 class Stateful(Protocol):
-    """Object whose state a checkpoint holds, such as an optimiser."""
+    """Object whose state a checkpoint holds, such as an optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
@@ -43,7 +43,7 @@ def save(
     path: Path,
     steps: tuple[int, int],
     weights: nn.Module,
-    optimiser: Stateful,
+    optimizer: Stateful,
     average: Average,
     *,
     weights_file: bool,
@@ -54,12 +54,12 @@ def save(
         path: `NAME.state`.
         steps: The next one to take, and how many the run has.
         weights: The modules that are trained.
-        optimiser: Optimizer of these modules.
+        optimizer: Optimizer of these modules.
         average: Averaged weights of these modules.
         weights_file: Also write the averaged weights to `NAME.safetensors`.
     """
     step, total = steps
-    state = {"step": step, "weights": weights.state_dict(), "optimiser": optimiser.state_dict()}
+    state = {"step": step, "weights": weights.state_dict(), "optimizer": optimizer.state_dict()}
     state |= {"average": average.weights, "average_steps": average.steps}
     state |= {"total": total, "random": torch.get_rng_state()}
     part = path.with_name(path.name + ".part")
@@ -70,14 +70,14 @@ def save(
 
 
 def restore(
-    path: Path, weights: nn.Module, optimiser: Stateful, average: Average, total: int
+    path: Path, weights: nn.Module, optimizer: Stateful, average: Average, total: int
 ) -> int:
     """Load what `save` wrote, torch's random numbers included, and return the next step.
 
     Args:
         path: `NAME.state`.
         weights: The modules that are trained.
-        optimiser: Optimizer of these modules.
+        optimizer: Optimizer of these modules.
         average: Averaged weights of these modules.
         total: Steps of the run that goes on.
 
@@ -91,7 +91,7 @@ def restore(
             f"updates={total}: {path} is of a run of {state['total']}; resume it with as many"
         )
     weights.load_state_dict(state["weights"])
-    optimiser.load_state_dict(state["optimiser"])
+    optimizer.load_state_dict(state["optimizer"])
     # Averages of masks with infinities were NaN in older files.
     average.weights = {
         name: torch.where(value.isnan(), state["weights"][name].to(value.dtype), value)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diffcache.pipelines.small.scenes import (
-    COLOURS,
+    COLORS,
     POSITIONS,
     SHAPES,
     SIZE,
@@ -31,7 +31,7 @@ from diffcache.pipelines.small.scenes import (
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "assets" / "models" / "shapes-classifier"
 WIDTH = 96
-ATTRIBUTES = ("background", "count", "position", "shape", "colour", "size")
+ATTRIBUTES = ("background", "count", "position", "shape", "color", "size")
 
 
 class Reading(NamedTuple):
@@ -40,7 +40,7 @@ class Reading(NamedTuple):
     background: Tensor
     presence: Tensor
     shape: Tensor
-    colour: Tensor
+    color: Tensor
     size: Tensor
 
 
@@ -55,8 +55,8 @@ class SceneReader(nn.Module):
             layers.append(nn.Conv2d(before, after, 3, stride, 1, bias=False))
             layers += [nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
         self.trunk = nn.Sequential(*layers)
-        self.background = nn.Linear(WIDTH, len(COLOURS))
-        self.parts = [1, len(SHAPES), len(COLOURS), len(SIZES)]
+        self.background = nn.Linear(WIDTH, len(COLORS))
+        self.parts = [1, len(SHAPES), len(COLORS), len(SIZES)]
         self.cell = nn.Linear(WIDTH, sum(self.parts))
 
     def features(self, pictures: Tensor) -> Tensor:
@@ -67,11 +67,11 @@ class SceneReader(nn.Module):
     def forward(self, pictures: Tensor) -> Reading:
         """Read pictures in [-1, 1], [B, 3, 64, 64]."""
         grid = self.trunk(pictures)
-        # The middle 6x6 of the 8x8 grid, by twos: squares centred on the nine positions.
+        # The middle 6x6 of the 8x8 grid, by twos: squares centered on the nine positions.
         cells = functional.avg_pool2d(grid[:, :, 1:7, 1:7], 2).flatten(2).transpose(1, 2)
-        presence, shape, colour, size = self.cell(cells).split(self.parts, dim=-1)
+        presence, shape, color, size = self.cell(cells).split(self.parts, dim=-1)
         background = self.background(grid.mean(dim=(2, 3)))
-        return Reading(background, presence[..., 0], shape, colour, size)
+        return Reading(background, presence[..., 0], shape, color, size)
 
 
 @lru_cache(maxsize=1)
@@ -119,23 +119,23 @@ def read(images: Tensor | Sequence[Any]) -> list[Scene]:
 
 def scenes_of(reading: Reading) -> list[Scene]:
     """Turn logits into the likeliest scenes."""
-    colours, sizes, places = list(COLOURS), list(SIZES), list(POSITIONS)
+    colors, sizes, places = list(COLORS), list(SIZES), list(POSITIONS)
     background = reading.background.argmax(-1).tolist()
     present = (reading.presence > 0).tolist()
-    shape, colour, size = (part.argmax(-1).tolist() for part in reading[2:])
+    shape, color, size = (part.argmax(-1).tolist() for part in reading[2:])
     found = []
     for row, ground in enumerate(background):
         figures = tuple(
             Figure(
                 shape=SHAPES[shape[row][cell]],
-                colour=colours[colour[row][cell]],
+                color=colors[color[row][cell]],
                 size=sizes[size[row][cell]],
                 position=place,
             )
             for cell, place in enumerate(places)
             if present[row][cell]
         )
-        found.append(Scene(colours[ground], figures))
+        found.append(Scene(colors[ground], figures))
     return found
 
 
@@ -145,7 +145,7 @@ def prompt_accuracy(
     """Say how much of what the prompts state the pictures show.
 
     A prompt states its background, the number of its objects, and of every object the position,
-    shape, colour and size. The last three count as wrong when nothing is found at the position.
+    shape, color and size. The last three count as wrong when nothing is found at the position.
 
     Args:
         images: Pictures as `to_tensor` takes them.
@@ -187,6 +187,6 @@ def compare(found: Scene, stated: Scene) -> dict[str, list[bool]]:
     for figure in stated.figures:
         seen = there.get(figure.position)
         marks["position"].append(seen is not None)
-        for name in ("shape", "colour", "size"):
+        for name in ("shape", "color", "size"):
             marks[name].append(seen is not None and getattr(seen, name) == getattr(figure, name))
     return marks

@@ -17,7 +17,7 @@ RANGES = {
     "ghost": (0.03, 0.5),
     "echo": (0.04, 0.5),
     "patch": (0.004, 0.08),
-    "colour": (0.02, 0.3),
+    "color": (0.02, 0.3),
     "grid": (0.003, 0.05),
 }
 """Least and greatest strength of each kind in training; `corrupt` says what a strength is."""
@@ -36,7 +36,7 @@ def corrupt(pictures: Tensor, kind: str, strength: float | Tensor, seed: int = 0
     | ghost  | mixture with the previous picture of the batch     | share of the other picture     |
     | echo   | mixture with a copy shifted by up to 6 pixels      | share of the copy              |
     | patch  | an offset for every patch of 4 or 8 pixels         | standard deviation             |
-    | colour | contrast and gain of each channel                  | greatest change of the factors |
+    | color | contrast and gain of each channel                  | greatest change of the factors |
     | grid   | checkerboard, or lines every 4 or 8 pixels         | amplitude                      |
 
     Args:
@@ -100,7 +100,7 @@ def _patch(pictures: Tensor, amount: Tensor, generator: torch.Generator) -> Tens
     return pictures + amount * offsets
 
 
-def _colour(pictures: Tensor, amount: Tensor, generator: torch.Generator) -> Tensor:
+def _color(pictures: Tensor, amount: Tensor, generator: torch.Generator) -> Tensor:
     factors = 1 + amount * (2 * torch.rand(len(pictures), 4, 1, 1, generator=generator) - 1)
     middle = pictures.mean(dim=(1, 2, 3), keepdim=True)
     return (middle + (pictures - middle) * factors[:, :1]) * factors[:, 1:]
@@ -122,6 +122,6 @@ _MAKERS: dict[str, Callable[[Tensor, Tensor, torch.Generator], Tensor]] = {
     "ghost": _ghost,
     "echo": _echo,
     "patch": _patch,
-    "colour": _colour,
+    "color": _color,
     "grid": _grid,
 }

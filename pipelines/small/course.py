@@ -1,4 +1,4 @@
-"""Train a denoiser: optimiser, learning rate, averaged weights, checkpoints, log."""
+"""Train a denoiser: optimizer, learning rate, averaged weights, checkpoints, log."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Course:
 
 
 class Pair:
-    """Two optimisers that take their steps together."""
+    """Two optimizers that take their steps together."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
@@ -110,21 +110,21 @@ def train(out: Path, weights: nn.ModuleDict, loss: Loss, course: Course, plan: P
         ValueError: If the checkpoint is of a run of another length.
     """
     total = course.steps if plan.steps is None else plan.steps
-    optimiser = build_optimiser(weights, course)
+    optimizer = build_optimizer(weights, course)
     average = Average(weights, course.decay)
     if plan.compiled:
         # Compiling takes minutes that do not count.
         _gradients(weights, loss, (torch.arange(course.batch), 0, 0.0))
     log = Log(out / f"{course.name}.jsonl", resume=plan.resume)
     state = out / f"{course.name}.state"
-    start = restore(state, weights, optimiser, average, total) if plan.resume else 0
+    start = restore(state, weights, optimizer, average, total) if plan.resume else 0
     done, lr = start, 0.0
     losses: list[float] = []
     order = shuffled(course.examples, course.batch, plan.seed, start)
     bar = tqdm(order, desc=course.name, mininterval=10)
     for index, progress, chosen in paced(bar, total, start, minutes=plan.minutes):
         lr = course.rate * rate(progress)
-        losses.append(update(weights, optimiser, loss, (chosen, index, progress), lr))
+        losses.append(update(weights, optimizer, loss, (chosen, index, progress), lr))
         average.update(weights)
         if index % 25 == 0:
             log.write(step=index, loss=float(np.mean(losses)), lr=lr)
@@ -132,16 +132,16 @@ def train(out: Path, weights: nn.ModuleDict, loss: Loss, course: Course, plan: P
             losses = []
         done = index + 1
         if done % course.save_every == 0:
-            save(state, (done, total), weights, optimiser, average, weights_file=True)
+            save(state, (done, total), weights, optimizer, average, weights_file=True)
     if losses:
         log.write(step=done, loss=float(np.mean(losses)), lr=lr)
-    save(state, (done, total), weights, optimiser, average, weights_file=True)
+    save(state, (done, total), weights, optimizer, average, weights_file=True)
     check_done(course.name, done, total)
     average.copy_to(weights)
     return log
 
 
-def build_optimiser(weights: nn.ModuleDict, course: Course) -> torch.optim.Optimizer | Pair:
+def build_optimizer(weights: nn.ModuleDict, course: Course) -> torch.optim.Optimizer | Pair:
     """Build AdamW with one group for each module, which holds its factor of the learning rate.
 
     With `course.muon`, the matrices of blocks go to Muon, which learns faster from few examples.
@@ -167,25 +167,25 @@ def build_optimiser(weights: nn.ModuleDict, course: Course) -> torch.optim.Optim
 
 def update(
     weights: nn.Module,
-    optimiser: torch.optim.Optimizer | Pair,
+    optimizer: torch.optim.Optimizer | Pair,
     loss: Callable[..., Tensor],
     given: tuple[Any, ...],
     lr: float,
 ) -> float:
-    """Take one optimiser step on a loss of what is given, and return the loss.
+    """Take one optimizer step on a loss of what is given, and return the loss.
 
     Args:
         weights: The modules that are trained.
-        optimiser: Optimizer whose groups hold factors.
+        optimizer: Optimizer whose groups hold factors.
         loss: Loss to lower, in bfloat16 where autocast allows it.
         given: Arguments of the loss.
         lr: The learning rate where the factor is 1.
     """
-    for group in optimiser.param_groups:
+    for group in optimizer.param_groups:
         group["lr"] = lr * group["factor"]
     error = _gradients(weights, loss, given)
     nn.utils.clip_grad_norm_(weights.parameters(), 1.0)
-    optimiser.step()
+    optimizer.step()
     return error
 
 

@@ -1,7 +1,7 @@
 """Train small denoisers by DDPM: what the class model and the text model share.
 
 Either loss is the mean square error of the velocity, so that high noise levels, where shape and
-colour are decided but the noise is easy to tell, count: as it is or, where the noise is predicted,
+color are decided but the noise is easy to tell, count: as it is or, where the noise is predicted,
 held at very high levels.
 """
 

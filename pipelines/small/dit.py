@@ -20,13 +20,13 @@ from diffusers import AutoencoderKL, DiTPipeline, DiTTransformer2DModel
 from torch import Tensor, nn
 
 from diffcache.pipelines.small.diffusion import build_scheduler
-from diffcache.pipelines.small.scenes import COLOURS, SHAPES, Figure, Scene, render, sample_scene
+from diffcache.pipelines.small.scenes import COLORS, SHAPES, Figure, Scene, render, sample_scene
 from diffcache.pipelines.small.shipped import load_pipeline
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "assets" / "models" / "shapes-dit"
 CALL: dict[str, Any] = {"guidance_scale": 3.0}
 EMPTY = 1000
-LABELS = tuple(f"{colour} {shape}" for shape in SHAPES for colour in COLOURS)
+LABELS = tuple(f"{color} {shape}" for shape in SHAPES for color in COLORS)
 
 
 def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) -> DiTPipeline:
@@ -42,11 +42,11 @@ def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) 
 def label_of(scene: Scene) -> int:
     """Return the class of a scene's first object."""
     figure = scene.figures[0]
-    return LABELS.index(f"{figure.colour} {figure.shape}")
+    return LABELS.index(f"{figure.color} {figure.shape}")
 
 
 def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw pictures of one large object anywhere on a background of another colour.
+    """Draw pictures of one large object anywhere on a background of another color.
 
     Args:
         count: Number of pictures.
@@ -60,7 +60,7 @@ def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
     for _ in range(count):
         drawn = sample_scene(rng, held=None, figures=1)
         one = drawn.figures[0]
-        scene = Scene(drawn.background, (Figure(one.shape, one.colour, "large", one.position),))
+        scene = Scene(drawn.background, (Figure(one.shape, one.color, "large", one.position),))
         labels.append(label_of(scene))
         pictures.append(render(scene, rng))
     stacked = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diffcache.pipelines.small.classifier import read, shows_all
 from diffcache.pipelines.small.scenes import (
-    COLOURS,
+    COLORS,
     PLACES,
     SHAPES,
     SIZES,
@@ -30,7 +30,7 @@ from diffcache.pipelines.small.scenes import (
 )
 from diffcache.psnr import psnr
 
-KINDS = ("colour", "background", "size", "shape", "remove")
+KINDS = ("color", "background", "size", "shape", "remove")
 NEW_WORDS = ("make", "turn", "into", "remove")
 
 
@@ -66,7 +66,7 @@ def sample_edit(rng: np.random.Generator, *, held: bool = False) -> Edit:
         held: False for training: neither scene is held out; True for a held-out result.
 
     Returns:
-        An edit after which every figure still differs in colour from the background.
+        An edit after which every figure still differs in color from the background.
     """
     while True:
         edit = _draw(rng, sample_scene(rng, held=None if held else False))
@@ -80,8 +80,8 @@ def _draw(rng: np.random.Generator, scene: Scene) -> Edit | None:
     index = int(rng.integers(len(figures)))
     chosen = figures[index]
     if kind == "background":
-        taken = {scene.background, *(figure.colour for figure in figures)}
-        after = Scene(_other(rng, COLOURS, taken), scene.figures)
+        taken = {scene.background, *(figure.color for figure in figures)}
+        after = Scene(_other(rng, COLORS, taken), scene.figures)
         return Edit(kind, scene, after, -1)
     if kind == "remove":
         if len(figures) < 2:
@@ -89,9 +89,9 @@ def _draw(rng: np.random.Generator, scene: Scene) -> Edit | None:
         left = (figures[1 - index],)
         before = Scene(scene.background, (*left, chosen))
         return Edit(kind, before, Scene(scene.background, left), 1)
-    if kind == "colour":
-        taken = {scene.background, chosen.colour}
-        figures[index] = replace(chosen, colour=_other(rng, COLOURS, taken))
+    if kind == "color":
+        taken = {scene.background, chosen.color}
+        figures[index] = replace(chosen, color=_other(rng, COLORS, taken))
     elif kind == "size":
         figures[index] = replace(chosen, size=_other(rng, SIZES, {chosen.size}))
     else:
@@ -114,8 +114,8 @@ def subjects(scene: Scene, figure: Figure) -> list[str]:
     phrases = []
     if alike("shape") == 1:
         phrases.append(f"the {figure.shape}")
-    if alike("colour", "shape") == 1:
-        phrases.append(f"the {figure.colour} {figure.shape}")
+    if alike("color", "shape") == 1:
+        phrases.append(f"the {figure.color} {figure.shape}")
     if alike("size", "shape") == 1:
         phrases.append(f"the {figure.size} {figure.shape}")
     return [*phrases, f"the {figure.shape} {PLACES[figure.position]}"]
@@ -138,8 +138,8 @@ def instruction(edit: Edit, rng: np.random.Generator | None = None) -> str:
     if edit.kind == "remove":
         return f"remove {what}"
     new = edit.after.figures[edit.index]
-    if edit.kind == "colour":
-        return f"{pick(('make', 'turn'))} {what} {new.colour}"
+    if edit.kind == "color":
+        return f"{pick(('make', 'turn'))} {what} {new.color}"
     if edit.kind == "size":
         return f"make {what} {new.size}"
     return pick((f"turn {what} into a {new.shape}", f"make {what} a {new.shape}"))

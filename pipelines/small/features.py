@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from diffcache.pipelines.small.classifier import Reading
 from diffcache.pipelines.small.scenes import (
-    COLOURS,
+    COLORS,
     POSITIONS,
     SHAPES,
     SIZE,
@@ -40,8 +40,8 @@ JOINT = 32
 # Larger ones take twice as long: their activations no longer fit what the allocator keeps.
 BATCH = 32
 
-_CELL = [1, len(SHAPES), len(COLOURS), len(SIZES)]
-_SLOTS = len(COLOURS) + len(POSITIONS) * sum(_CELL)
+_CELL = [1, len(SHAPES), len(COLORS), len(SIZES)]
+_SLOTS = len(COLORS) + len(POSITIONS) * sum(_CELL)
 _EDGE = 4
 
 
@@ -69,9 +69,9 @@ class Extractor(nn.Module):
         )
         self.pooled = nn.Linear(2 * sum(WIDTHS), FEATURES)
         self.placed = nn.Linear(_EDGE * _EDGE * WIDTHS[-1], FEATURES, bias=False)
-        self.background = nn.Linear(WIDTHS[-1], len(COLOURS))
+        self.background = nn.Linear(WIDTHS[-1], len(COLORS))
         self.cell = nn.Linear(WIDTHS[-1], sum(_CELL))
-        self.register_buffer("centre", torch.zeros(FEATURES))
+        self.register_buffer("centre", torch.zeros(FEATURES))  # as in the shipped file
         self.register_buffer("scale", torch.ones(()))
 
     def maps(self, pictures: Tensor) -> list[Tensor]:
@@ -98,9 +98,9 @@ class Extractor(nn.Module):
     def read(self, last: Tensor) -> Reading:
         """Read the scene from the last map, [B, 96, 8, 8]."""
         shown = self.cell(cells(last).flatten(2).transpose(1, 2))
-        presence, shape, colour, size = shown.split(_CELL, dim=-1)
+        presence, shape, color, size = shown.split(_CELL, dim=-1)
         background = self.background(last.mean(dim=(2, 3)))
-        return Reading(background, presence[..., 0], shape, colour, size)
+        return Reading(background, presence[..., 0], shape, color, size)
 
 
 class Matcher(nn.Module):
@@ -139,18 +139,18 @@ def picture_inputs(extractor: Extractor, maps: Sequence[Tensor]) -> Tensor:
 def slots(scenes: Sequence[Scene]) -> Tensor:
     """Write scenes as zeros and ones, float32 [B, 142]: background, then the nine positions.
 
-    A position has one number for presence and one for each shape, colour and size.
+    A position has one number for presence and one for each shape, color and size.
     """
-    colours, sizes, places = list(COLOURS), list(SIZES), list(POSITIONS)
-    ground = torch.zeros(len(scenes), len(colours))
+    colors, sizes, places = list(COLORS), list(SIZES), list(POSITIONS)
+    ground = torch.zeros(len(scenes), len(colors))
     grid = torch.zeros(len(scenes), len(places), sum(_CELL))
     for row, scene in enumerate(scenes):
-        ground[row, colours.index(scene.background)] = 1
+        ground[row, colors.index(scene.background)] = 1
         for figure in scene.figures:
             shape = 1 + SHAPES.index(figure.shape)
-            colour = 1 + len(SHAPES) + colours.index(figure.colour)
-            size = 1 + len(SHAPES) + len(colours) + sizes.index(figure.size)
-            grid[row, places.index(figure.position), [0, shape, colour, size]] = 1
+            color = 1 + len(SHAPES) + colors.index(figure.color)
+            size = 1 + len(SHAPES) + len(colors) + sizes.index(figure.size)
+            grid[row, places.index(figure.position), [0, shape, color, size]] = 1
     return torch.cat([ground, grid.flatten(1)], 1)
 
 

@@ -32,7 +32,7 @@ from transformers import (
     T5TokenizerFast,
 )
 
-from diffcache.pipelines.small.scenes import COLOURS, POSITIONS, SHAPES, SIZES
+from diffcache.pipelines.small.scenes import COLORS, POSITIONS, SHAPES, SIZES
 from diffcache.pipelines.small.shipped import load_pipeline
 
 TEXT_TOKENS = 24
@@ -60,7 +60,7 @@ def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) 
 def words() -> list[str]:
     """Return every word a prompt can hold, sorted."""
     places = {word for name in POSITIONS for word in name.split()}
-    return sorted({*SHAPES, *COLOURS, *SIZES, *places, *_WORDS})
+    return sorted({*SHAPES, *COLORS, *SIZES, *places, *_WORDS})
 
 
 def build_tokenizers() -> tuple[CLIPTokenizer, T5TokenizerFast]:
@@ -101,7 +101,7 @@ def learn_merges(split: list[list[str]]) -> list[tuple[str, str]]:
 
 
 def merge(word: list[str], pair: tuple[str, str]) -> list[str]:
-    """Return the symbols of a word with each such pair of neighbours made one."""
+    """Return the symbols of a word with each such pair of neighbors made one."""
     made: list[str] = []
     for symbol in word:
         if made and (made[-1], symbol) == pair:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from diffcache.pipelines.small.scenes import (
-    COLOURS,
+    COLORS,
     POSITIONS,
     SIZE,
     SIZES,
@@ -43,18 +43,18 @@ def film(scene: Scene, rng: np.random.Generator, frames: int = FRAMES) -> NDArra
     time = np.linspace(-0.5, 0.5, frames)[:, None, None]
 
     def shade(name: str) -> NDArray[Any]:
-        return np.array(COLOURS[name]) + rng.uniform(-_SHADE, _SHADE, 3)
+        return np.array(COLORS[name]) + rng.uniform(-_SHADE, _SHADE, 3)
 
     drawn = np.broadcast_to(shade(scene.background), (frames, SIZE, SIZE, 3)).astype(np.float64)
     for figure in scene.figures:
-        centre = np.array(POSITIONS[figure.position]) + rng.uniform(-_JITTER, _JITTER, 2)
+        center = np.array(POSITIONS[figure.position]) + rng.uniform(-_JITTER, _JITTER, 2)
         across, down = rng.uniform(-_TRAVEL, _TRAVEL, 2)
-        u, v = x - (centre[0] + across * time), y - (centre[1] + down * time)
+        u, v = x - (center[0] + across * time), y - (center[1] + down * time)
         u, v = np.broadcast_arrays(u, v)
         cover = np.clip(0.5 - edge_distance(figure.shape, u, v, SIZES[figure.size]), 0, 1)[
             ..., None
         ]
-        drawn = drawn * (1 - cover) + shade(figure.colour) * cover
+        drawn = drawn * (1 - cover) + shade(figure.color) * cover
     return np.clip(np.round(drawn), 0, 255).astype(np.uint8)
 
 

@@ -41,13 +41,13 @@ class Scenes:
     Attributes:
         start: `[E, 2]`.
         goal: `[E, 2]`.
-        centres: `[E, OBSTACLES, 2]`.
+        centers: `[E, OBSTACLES, 2]`.
         radii: `[E, OBSTACLES]`.
     """
 
     start: Tensor
     goal: Tensor
-    centres: Tensor
+    centers: Tensor
     radii: Tensor
 
     def __len__(self) -> int:
@@ -77,24 +77,24 @@ def draw_scenes(count: int, seed: int) -> Scenes:
         start = torch.stack((uniform(-0.8, 0.8, tries), uniform(-1.0, -0.8, tries)), 1)
         goal = torch.stack((uniform(-0.8, 0.8, tries), uniform(0.8, 1.0, tries)), 1)
         radii = uniform(0.15, 0.28, tries, OBSTACLES)
-        centres = torch.stack(
+        centers = torch.stack(
             (uniform(-0.8, 0.8, tries, OBSTACLES), uniform(-0.45, 0.45, tries, OBSTACLES)), 2
         )
-        between = torch.cdist(centres, centres) - radii[:, :, None] - radii[:, None, :]
+        between = torch.cdist(centers, centers) - radii[:, :, None] - radii[:, None, :]
         between += 9 * torch.eye(OBSTACLES)
-        blocked = gaps(start, goal, centres, radii).amin(1) < -0.05
-        scenes = Scenes(start, goal, centres, radii)
+        blocked = gaps(start, goal, centers, radii).amin(1) < -0.05
+        scenes = Scenes(start, goal, centers, radii)
         drawn.append(scenes.take(blocked & (between.amin((1, 2)) > 2.5 * MARGIN)))
-    parts = zip(*((s.start, s.goal, s.centres, s.radii) for s in drawn), strict=True)
+    parts = zip(*((s.start, s.goal, s.centers, s.radii) for s in drawn), strict=True)
     return Scenes(*(torch.cat(part)[:count] for part in parts))
 
 
-def gaps(begin: Tensor, end: Tensor, centres: Tensor, radii: Tensor) -> Tensor:
+def gaps(begin: Tensor, end: Tensor, centers: Tensor, radii: Tensor) -> Tensor:
     """Return how far the segments from `begin` to `end` stay from obstacles, `[E, OBSTACLES]`.
 
     Negative where a segment passes through one. Points are `[E, 2]`.
     """
-    way, to = (end - begin)[:, None], centres - begin[:, None]
+    way, to = (end - begin)[:, None], centers - begin[:, None]
     share = ((to * way).sum(2) / way.square().sum(2).clamp_min(1e-12)).clamp(0, 1)
     away: Tensor = (to - share[..., None] * way).norm(dim=2) - radii
     return away
@@ -146,7 +146,7 @@ class Reach:
             able = running[:, None] & move.isfinite().all(1, True)
             move = torch.where(able, shortened(move), 0.0)
             after = self.position + move
-            hit = gaps(self.position, after, scenes.centres, scenes.radii).amin(1) < 0
+            hit = gaps(self.position, after, scenes.centers, scenes.radii).amin(1) < 0
             self.touched |= running & hit
             self.succeeded |= running & ~hit & ((after - scenes.goal).norm(dim=1) < NEAR)
             self.past, self.position = self.position, after
@@ -177,7 +177,7 @@ def openings(scenes: Scenes, position: Tensor) -> Tensor:
         `[E, 3]`: how far to the left of the goal, how far to its right, both in radians and 0 where
         the way is free, and the distance to the nearest obstacle's edge.
     """
-    to = scenes.centres - position[:, None]
+    to = scenes.centers - position[:, None]
     far = to.norm(dim=2)
     bearing = torch.atan2(to[..., 1], to[..., 0]) - heading(scenes, position)[:, None]
     bearing = torch.remainder(bearing + torch.pi, 2 * torch.pi) - torch.pi

@@ -1,4 +1,4 @@
-"""Pictures of a few coloured shapes and the English sentences that describe them.
+"""Pictures of a few colored shapes and the English sentences that describe them.
 
 This is the whole data set of the shipped 64x64 models: a `Scene` is drawn at random, written as a
 sentence by `prompt`, drawn as a picture by `render` and read back from the sentence by `parse`, so
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 SIZE = 64
 SHAPES = ("circle", "square", "triangle", "ring", "cross")
-COLOURS = {
+COLORS = {
     "red": (222, 50, 45),
     "green": (50, 165, 70),
     "blue": (45, 85, 215),
@@ -59,13 +59,13 @@ class Figure:
     """One object of a scene, in the words a prompt uses for it."""
 
     shape: str
-    colour: str
+    color: str
     size: str
     position: str
 
     def __str__(self) -> str:
         """Return the object as a noun phrase."""
-        return f"a {self.size} {self.colour} {self.shape} {PLACES[self.position]}"
+        return f"a {self.size} {self.color} {self.shape} {PLACES[self.position]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Scene:
 
     def key(self) -> str:
         """Return a text that is the same for every order of the objects."""
-        parts = [f"{f.shape} {f.colour} {f.size} {f.position}" for f in sorted(self.figures)]
+        parts = [f"{f.shape} {f.color} {f.size} {f.position}" for f in sorted(self.figures)]
         return "|".join([self.background, *parts])
 
 
@@ -98,7 +98,7 @@ def sample_scene(
         figures: Number of objects, 1 or 2; drawn at random (one in four is single) when None.
 
     Returns:
-        A scene whose objects do not overlap and differ in colour from the background.
+        A scene whose objects do not overlap and differ in color from the background.
     """
     while True:
         scene = _draw(rng, figures)
@@ -108,8 +108,8 @@ def sample_scene(
 
 def _draw(rng: np.random.Generator, figures: int | None) -> Scene:
     count = figures or (1 if rng.random() < 0.25 else 2)
-    background = str(rng.choice(list(COLOURS)))
-    colours = [name for name in COLOURS if name != background]
+    background = str(rng.choice(list(COLORS)))
+    colors = [name for name in COLORS if name != background]
     places = list(POSITIONS)
     if count == 2:
         places = [name for name in places if name != "center"]
@@ -126,7 +126,7 @@ def _draw(rng: np.random.Generator, figures: int | None) -> Scene:
     made = tuple(
         Figure(
             shape=str(rng.choice(SHAPES)),
-            colour=str(rng.choice(colours)),
+            color=str(rng.choice(colors)),
             size=str(rng.choice(list(SIZES))),
             position=place,
         )
@@ -151,10 +151,10 @@ def prompt(scene: Scene, phrasing: int = 0) -> str:
 
 
 _FIGURE = re.compile(
-    rf"\b({'|'.join(SIZES)})\s+({'|'.join(COLOURS)})\s+({'|'.join(SHAPES)})\s+"
+    rf"\b({'|'.join(SIZES)})\s+({'|'.join(COLORS)})\s+({'|'.join(SHAPES)})\s+"
     rf"(?:on|at|in)\s+the\s+({'|'.join(sorted(POSITIONS, key=len, reverse=True))})\b"
 )
-_BACKGROUND = re.compile(rf"\b({'|'.join(COLOURS)})\s+background\b")
+_BACKGROUND = re.compile(rf"\b({'|'.join(COLORS)})\s+background\b")
 
 
 def parse(text: str) -> Scene:
@@ -165,8 +165,8 @@ def parse(text: str) -> Scene:
     """
     ground = _BACKGROUND.search(text.lower())
     found = [
-        Figure(shape=shape, colour=colour, size=size, position=position)
-        for size, colour, shape, position in _FIGURE.findall(text.lower())
+        Figure(shape=shape, color=color, size=size, position=position)
+        for size, color, shape, position in _FIGURE.findall(text.lower())
     ]
     if ground is None or not found:
         raise ValueError(
@@ -175,7 +175,7 @@ def parse(text: str) -> Scene:
     return Scene(ground.group(1), tuple(found))
 
 
-EXAMPLE = Figure(shape="ring", colour="red", size="small", position="left")
+EXAMPLE = Figure(shape="ring", color="red", size="small", position="left")
 
 
 def edge_distance(
@@ -218,14 +218,14 @@ def render(scene: Scene, rng: np.random.Generator | None = None) -> NDArray[np.u
 
     axis = np.arange(SIZE) + 0.5
     x, y = axis[None, :], axis[:, None]
-    shade = np.array(COLOURS[scene.background]) + jitter(_JITTER_SHADE, 3)
+    shade = np.array(COLORS[scene.background]) + jitter(_JITTER_SHADE, 3)
     picture = np.broadcast_to(shade, (SIZE, SIZE, 3)).astype(np.float64)
     for figure in scene.figures:
-        centre = np.array(POSITIONS[figure.position]) + jitter(_JITTER_PIXELS, 2)
+        center = np.array(POSITIONS[figure.position]) + jitter(_JITTER_PIXELS, 2)
         radius = SIZES[figure.size] * (1 + float(jitter(_JITTER_SIZE, 1)[0]))
-        distance = edge_distance(figure.shape, x - centre[0], y - centre[1], radius)
+        distance = edge_distance(figure.shape, x - center[0], y - center[1], radius)
         cover = np.clip(0.5 - distance, 0, 1)[..., None]
-        shade = np.array(COLOURS[figure.colour]) + jitter(_JITTER_SHADE, 3)
+        shade = np.array(COLORS[figure.color]) + jitter(_JITTER_SHADE, 3)
         picture = picture * (1 - cover) + shade * cover
     return np.clip(np.round(picture), 0, 255).astype(np.uint8)
 
@@ -252,10 +252,10 @@ def held_out_singles(seed: int = 0) -> list[str]:
         seed: Seed of their order and wording.
     """
     rng = np.random.default_rng([seed, 20_261])
-    figures = itertools.product(SHAPES, COLOURS, SIZES, POSITIONS)
+    figures = itertools.product(SHAPES, COLORS, SIZES, POSITIONS)
     scenes = [
         Scene(ground, (Figure(*figure),))
-        for figure, ground in itertools.product(figures, COLOURS)
+        for figure, ground in itertools.product(figures, COLORS)
         if figure[1] != ground
     ]
     held = [scene for scene in scenes if held_out(scene)]

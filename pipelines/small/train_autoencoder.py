@@ -40,22 +40,22 @@ def train(out: Path, *, seed: int, steps: int) -> AutoencoderKL:
     _, pictures = draw(PICTURES, seed + 1)
     _, held = draw(256, seed + 2, held=True)
     average = Average(model, 0.998)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=1e-3)
     log = Log(out / "autoencoder.jsonl")
     bar = tqdm(shuffled(PICTURES, BATCH, seed), desc="autoencoder", mininterval=5, leave=False)
     for step, progress, chosen in paced(bar, steps):
         lr = RATE * rate(progress)
-        optimiser.param_groups[0]["lr"] = lr
+        optimizer.param_groups[0]["lr"] = lr
         batch = to_unit(pictures[chosen])
         with torch.autocast("cpu", dtype=torch.bfloat16):
             posterior = model.encode(batch).latent_dist
             made = model.decode(posterior.sample()).sample
         divergence = posterior.kl().mean() / posterior.mean[0].numel()
         loss = _error(made.float(), batch) + KL_WEIGHT * divergence
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         average.update(model)
         if step % 50 == 0:
             log.write(step=step, loss=float(loss.detach()), kl=float(divergence.detach()), lr=lr)
@@ -88,22 +88,22 @@ def refine(out: Path, *, seed: int, steps: int) -> AutoencoderKL:
         parts = [model.encode(to_unit(p)).latent_dist.mode().float() for p in pictures.split(100)]
     latents = torch.cat(parts)
     weights = model.decoder.parameters()
-    optimiser = torch.optim.AdamW(weights, lr=0.5 * RATE, betas=(0.9, 0.98), weight_decay=1e-3)
+    optimizer = torch.optim.AdamW(weights, lr=0.5 * RATE, betas=(0.9, 0.98), weight_decay=1e-3)
     average = Average(model, 0.998)
     log = Log(out / "decoder.jsonl")
     spread = NOISE / model.config.scaling_factor
     bar = tqdm(shuffled(PICTURES, BATCH, seed), desc="decoder", mininterval=5, leave=False)
     for step, progress, chosen in paced(bar, steps):
-        optimiser.param_groups[0]["lr"] = 0.5 * RATE * rate(progress)
+        optimizer.param_groups[0]["lr"] = 0.5 * RATE * rate(progress)
         batch = to_unit(pictures[chosen])
         disturbed = latents[chosen] + spread * torch.randn_like(latents[chosen])
         with torch.autocast("cpu", dtype=torch.bfloat16):
             made = model.decode(disturbed).sample
         loss = _error(made.float(), batch)
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.decoder.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         average.update(model)
         if step % 50 == 0:
             log.write(step=step, loss=float(loss.detach()))

@@ -19,7 +19,7 @@ from diffcache.pipelines.small.classifier import (
     scenes_of,
 )
 from diffcache.pipelines.small.loop import Log, draw, paced, rate, shuffled, to_unit
-from diffcache.pipelines.small.scenes import COLOURS, POSITIONS, SHAPES, SIZES, Scene
+from diffcache.pipelines.small.scenes import COLORS, POSITIONS, SHAPES, SIZES, Scene
 
 PICTURES = 20_000
 BATCH = 64
@@ -27,19 +27,19 @@ RATE = 3e-3
 
 
 def targets(scenes: list[Scene]) -> tuple[Tensor, Tensor]:
-    """Return class numbers: background [B], and [B, 9, 3] of shape, colour, size (-1: nothing)."""
-    colours, sizes, places = list(COLOURS), list(SIZES), list(POSITIONS)
+    """Return class numbers: background [B], and [B, 9, 3] of shape, color, size (-1: nothing)."""
+    colors, sizes, places = list(COLORS), list(SIZES), list(POSITIONS)
     cells = torch.full((len(scenes), len(places), 3), -1)
     for row, scene in enumerate(scenes):
         for figure in scene.figures:
             cells[row, places.index(figure.position)] = torch.tensor(
                 [
                     SHAPES.index(figure.shape),
-                    colours.index(figure.colour),
+                    colors.index(figure.color),
                     sizes.index(figure.size),
                 ]
             )
-    return torch.tensor([colours.index(scene.background) for scene in scenes]), cells
+    return torch.tensor([colors.index(scene.background) for scene in scenes]), cells
 
 
 def blur_and_noise(pictures: Tensor, generator: torch.Generator) -> Tensor:
@@ -57,7 +57,7 @@ def blur_and_noise(pictures: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def loss_of(reading: Reading, background: Tensor, cells: Tensor) -> Tensor:
-    """Return the cross entropy; shape, colour and size count only where an object is."""
+    """Return the cross entropy; shape, color and size count only where an object is."""
     there = cells[..., 0] >= 0
     total = functional.cross_entropy(reading.background, background)
     total = total + 3 * functional.binary_cross_entropy_with_logits(reading.presence, there.float())
@@ -81,19 +81,19 @@ def train(out: Path, *, seed: int, steps: int) -> dict[str, float]:
     model = SceneReader()
     scenes, pictures = draw(PICTURES, seed + 20)
     background, cells = targets(scenes)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=1e-3)
     log = Log(out / "classifier.jsonl")
     generator = torch.Generator().manual_seed(seed)
     bar = tqdm(shuffled(PICTURES, BATCH, seed), desc="classifier", mininterval=5, leave=False)
     for step, progress, chosen in paced(bar, steps):
-        optimiser.param_groups[0]["lr"] = RATE * rate(progress)
+        optimizer.param_groups[0]["lr"] = RATE * rate(progress)
         batch = blur_and_noise(to_unit(pictures[chosen]), generator)
         loss = loss_of(model(batch), background[chosen], cells[chosen])
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         if step % 50 == 0:
-            log.write(step=step, loss=float(loss.detach()), lr=optimiser.param_groups[0]["lr"])
+            log.write(step=step, loss=float(loss.detach()), lr=optimizer.param_groups[0]["lr"])
             bar.set_postfix(loss=f"{float(loss.detach()):.4f}")
     scores = measure(model.eval(), seed)
     log.write(step=steps, **scores)

@@ -27,7 +27,7 @@ from diffcache.pipelines.small.corruptions import RANGES, corrupt
 from diffcache.pipelines.small.features import Extractor, slots
 from diffcache.pipelines.small.loop import Log, draw, rate, shuffled
 from diffcache.pipelines.small.moving import draw_films, film_statistics
-from diffcache.pipelines.small.scenes import COLOURS, POSITIONS, SHAPES, SIZES, Scene
+from diffcache.pipelines.small.scenes import COLORS, POSITIONS, SHAPES, SIZES, Scene
 from diffcache.pipelines.small.train_classifier import loss_of, targets
 from diffcache.pipelines.small.train_matcher import STEPS as MATCHER_STEPS
 from diffcache.pipelines.small.train_matcher import train_matcher
@@ -43,8 +43,8 @@ FILMS = 2_048
 COMPONENTS = 64
 
 _KINDS = ("clean", *RANGES)
-_PARTS = [1, len(SHAPES), len(COLOURS), len(SIZES)]
-_NUMBERS = len(COLOURS) + len(POSITIONS) + sum(_PARTS[1:])
+_PARTS = [1, len(SHAPES), len(COLORS), len(SIZES)]
+_NUMBERS = len(COLORS) + len(POSITIONS) + sum(_PARTS[1:])
 
 
 class Heads(nn.Module):
@@ -52,7 +52,7 @@ class Heads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        outputs = len(COLOURS) + len(POSITIONS) * sum(_PARTS)
+        outputs = len(COLORS) + len(POSITIONS) * sum(_PARTS)
         self.scene = nn.Sequential(
             nn.Linear(features.FEATURES, 160), nn.ReLU(), nn.Linear(160, outputs)
         )
@@ -67,7 +67,7 @@ class Heads(nn.Module):
             The scene; the numbers of `tally` [B, 30]; logits of the kind of artefact [B, 8]; and
             its severity [B].
         """
-        background, cells = self.scene(found).tensor_split([len(COLOURS)], dim=1)
+        background, cells = self.scene(found).tensor_split([len(COLORS)], dim=1)
         parts = cells.unflatten(1, (len(POSITIONS), -1)).split(_PARTS, dim=-1)
         artefact = self.artefact(found)
         reading = Reading(background, parts[0][..., 0], parts[1], parts[2], parts[3])
@@ -78,9 +78,9 @@ def tally(scenes: Sequence[Scene]) -> Tensor:
     """Count what scenes hold, float32 [B, 30].
 
     The background (7), the objects at each position (9), and the objects of each shape (5),
-    colour (7) and size (2).
+    color (7) and size (2).
     """
-    background, grid = slots(scenes).tensor_split([len(COLOURS)], dim=1)
+    background, grid = slots(scenes).tensor_split([len(COLORS)], dim=1)
     cells = grid.unflatten(1, (len(POSITIONS), -1))
     return torch.cat([background, cells[..., 0], cells[..., 1:].sum(1)], 1)
 
@@ -118,12 +118,12 @@ def train_extractor(scenes: list[Scene], pictures: Tensor, log: Log, seed: int) 
     background, grid = targets(scenes)
     numbers = tally(scenes)
     weights = [*model.parameters(), *heads.parameters()]
-    optimiser = torch.optim.AdamW(weights, lr=RATE, weight_decay=1e-2)
+    optimizer = torch.optim.AdamW(weights, lr=RATE, weight_decay=1e-2)
     generator = torch.Generator().manual_seed(seed)
     order = shuffled(len(pictures), BATCH, seed)
     for step in tqdm(range(STEPS), desc="extractor", mininterval=10):
         chosen = next(order)
-        optimiser.param_groups[0]["lr"] = RATE * rate(step / STEPS)
+        optimizer.param_groups[0]["lr"] = RATE * rate(step / STEPS)
         changed, kinds, severities = disturb(pictures[chosen], generator)
         with torch.autocast("cpu", torch.bfloat16):
             maps = model.maps(features.to_unit(changed))
@@ -135,9 +135,9 @@ def train_extractor(scenes: list[Scene], pictures: Tensor, log: Log, seed: int) 
         artefact = functional.cross_entropy(kind, kinds)
         strength = functional.mse_loss(severity, severities)
         loss = 0.5 * local + 0.5 * scene + number + artefact + 3 * strength
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         if step % 20 == 0 or step == STEPS - 1:
             log.write(
                 part="extractor",
@@ -148,7 +148,7 @@ def train_extractor(scenes: list[Scene], pictures: Tensor, log: Log, seed: int) 
                 artefact=float(artefact.detach()),
                 severity=float(strength.detach()),
                 artefact_right=float((kind.argmax(-1) == kinds).float().mean()),
-                lr=optimiser.param_groups[0]["lr"],
+                lr=optimizer.param_groups[0]["lr"],
             )
     model.eval().requires_grad_(False)
     return model
@@ -191,16 +191,16 @@ def reference(extractor: Extractor, seed: int) -> dict[str, Tensor]:
     clips = torch.stack(
         [film_statistics(features.in_batches(extractor, film)) for film in films]
     ).double()
-    centre, scale = clips.mean(0), clips.std(0).clamp_min(1e-6)
+    center, scale = clips.mean(0), clips.std(0).clamp_min(1e-6)
     # The eigenvectors of the correlations, greatest first.
     components = torch.linalg.eigh(torch.corrcoef(clips.T))[1].flip(1)[:, :COMPONENTS]
-    reduced = (clips - centre) / scale @ components
+    reduced = (clips - center) / scale @ components
     return {
         "mean": found.mean(0),
         "cov": torch.cov(found.T),
         "count": torch.tensor(len(found), dtype=torch.float64),
         "features": found[:KEPT].half(),
-        "film_centre": centre.float(),
+        "film_centre": center.float(),
         "film_scale": scale.float(),
         "film_components": components.float().contiguous(),
         "film_mean": reduced.mean(0),

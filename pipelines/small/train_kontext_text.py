@@ -18,14 +18,14 @@ from torch.nn import functional
 
 from diffcache.pipelines.small.edits import KINDS, Edit, instruction
 from diffcache.pipelines.small.loop import Log, paced, rate, shuffled
-from diffcache.pipelines.small.scenes import COLOURS, POSITIONS, SHAPES, SIZES
+from diffcache.pipelines.small.scenes import COLORS, POSITIONS, SHAPES, SIZES
 
 BATCH = 64
 RATE = 2e-3
 PROMPT_DROPOUT = 0.05
 
-_NEW = (*COLOURS, *SIZES, *SHAPES)
-_STATED = (len(KINDS), len(_NEW) + 1, len(SHAPES) + 1, len(POSITIONS) + 1, len(COLOURS) + 1)
+_NEW = (*COLORS, *SIZES, *SHAPES)
+_STATED = (len(KINDS), len(_NEW) + 1, len(SHAPES) + 1, len(POSITIONS) + 1, len(COLORS) + 1)
 
 
 class Encoders(Protocol):
@@ -64,7 +64,7 @@ def write_instructions(
 def stated(edits: Sequence[Edit], texts: Sequence[str]) -> Tensor:
     """Return what instructions state, as class numbers [B, 5]; the last class is "nothing".
 
-    The columns are the kind, the new value, and the shape, position and colour that name the
+    The columns are the kind, the new value, and the shape, position and color that name the
     figure.
     """
     rows = []
@@ -81,8 +81,8 @@ def stated(edits: Sequence[Edit], texts: Sequence[str]) -> Tensor:
         row.append(len(SHAPES) if figure is None else SHAPES.index(figure.shape))
         placed = figure is not None and f" the {figure.position}" in lower
         row.append(list(POSITIONS).index(figure.position) if figure and placed else len(POSITIONS))
-        named = figure is not None and f"the {figure.colour} " in lower
-        row.append(list(COLOURS).index(figure.colour) if figure and named else len(COLOURS))
+        named = figure is not None and f"the {figure.color} " in lower
+        row.append(list(COLORS).index(figure.color) if figure and named else len(COLORS))
         rows.append(row)
     return torch.tensor(rows)
 
@@ -102,7 +102,7 @@ def train_text(encoders: Encoders, edits: Sequence[Edit], log: Log, course: Text
     width = encoders.text_encoder_2.config.d_model
     heads = nn.ModuleList([nn.Linear(width, sum(_STATED)) for _ in range(2)])
     trained = [*encoders.text_encoder.parameters(), *encoders.text_encoder_2.parameters()]
-    optimiser = torch.optim.AdamW([*trained, *heads.parameters()], RATE, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW([*trained, *heads.parameters()], RATE, betas=(0.9, 0.98))
     last = float("nan")
     batches = shuffled(len(edits), min(BATCH, len(edits)), course.seed + 1)
     for index, progress, chosen in paced(batches, course.steps):
@@ -114,11 +114,11 @@ def train_text(encoders: Encoders, edits: Sequence[Edit], log: Log, course: Text
         tokens = heads[1](states)
         loss = _stated_loss(heads[0](pooled), wanted)
         loss = loss + _stated_loss(tokens.mean(dim=1), wanted)
-        optimiser.param_groups[0]["lr"] = RATE * rate(progress)
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.param_groups[0]["lr"] = RATE * rate(progress)
+        optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
-        optimiser.step()
+        optimizer.step()
         last = float(loss.detach())
         if index % 25 == 0:
             log.write(step=index, loss=last)

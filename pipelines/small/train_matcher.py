@@ -14,13 +14,13 @@ from tqdm import tqdm
 from diffcache.pipelines.small import features
 from diffcache.pipelines.small.features import Extractor, Matcher, slots
 from diffcache.pipelines.small.loop import Log, rate, shuffled
-from diffcache.pipelines.small.scenes import COLOURS, POSITIONS, SHAPES, SIZES, Scene
+from diffcache.pipelines.small.scenes import COLORS, POSITIONS, SHAPES, SIZES, Scene
 
 STEPS = 1_500
 BATCH = 256
 RATE = 3e-3
 TEMPERATURE = 0.07
-WRONG = ("shape", "colour", "swap", "place")
+WRONG = ("shape", "color", "swap", "place")
 
 
 def alter(scene: Scene, wrong: str, rng: np.random.Generator) -> Scene:
@@ -28,28 +28,28 @@ def alter(scene: Scene, wrong: str, rng: np.random.Generator) -> Scene:
 
     Args:
         scene: Scene to alter.
-        wrong: `shape`, `colour`, `size` or `place` of one object, the `background`, or `swap`: the
-            two objects exchange their colours. Where that changes nothing, because there is one
-            object or both are alike, one colour is altered instead.
+        wrong: `shape`, `color`, `size` or `place` of one object, the `background`, or `swap`: the
+            two objects exchange their colors. Where that changes nothing, because there is one
+            object or both are alike, one color is altered instead.
         rng: Source of randomness.
     """
     figures = list(scene.figures)
     which = int(rng.integers(len(figures)))
     figure = figures[which]
     if wrong == "swap":
-        if len({one.colour for one in figures}) == 2:
+        if len({one.color for one in figures}) == 2:
             first, second = figures
             figures = [
-                replace(first, colour=second.colour),
-                replace(second, colour=first.colour),
+                replace(first, color=second.color),
+                replace(second, color=first.color),
             ]
             return replace(scene, figures=tuple(figures))
-        wrong = "colour"
+        wrong = "color"
     if wrong == "background":
-        used = {scene.background, *(one.colour for one in figures)}
-        return replace(scene, background=_another(COLOURS, used, rng))
-    if wrong == "colour":
-        changed = replace(figure, colour=_another(COLOURS, {scene.background, figure.colour}, rng))
+        used = {scene.background, *(one.color for one in figures)}
+        return replace(scene, background=_another(COLORS, used, rng))
+    if wrong == "color":
+        changed = replace(figure, color=_another(COLORS, {scene.background, figure.color}, rng))
     elif wrong == "shape":
         changed = replace(figure, shape=_another(SHAPES, {figure.shape}, rng))
     elif wrong == "size":
@@ -113,25 +113,25 @@ def train_matcher(
     numbers: dict[str, int] = {}
     keys = torch.tensor([numbers.setdefault(scene.key(), len(numbers)) for scene in scenes])
     model = Matcher()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=1e-2)
     order = shuffled(len(scenes), BATCH, seed + 1)
     for step in tqdm(range(STEPS), desc="matcher", mininterval=10):
         chosen = next(order)
-        optimiser.param_groups[0]["lr"] = RATE * rate(step / STEPS)
+        optimizer.param_groups[0]["lr"] = RATE * rate(step / STEPS)
         seen, meant = model(inputs[chosen], right[chosen])
         other = functional.normalize(model.prompt(altered[chosen]), dim=-1)
         same = keys[chosen][:, None] == keys[chosen][None, :]
         loss, hits = contrast(seen, meant, other, same)
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         if step % 50 == 0 or step == STEPS - 1:
             log.write(
                 part="matcher",
                 step=step,
                 loss=float(loss.detach()),
                 right=float(hits),
-                lr=optimiser.param_groups[0]["lr"],
+                lr=optimizer.param_groups[0]["lr"],
             )
     model.eval().requires_grad_(False)
     return model

@@ -89,10 +89,10 @@ def demonstrate(count: int, seed: int) -> tuple[Tensor, Tensor]:
     scenes = reach.draw_scenes(count, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     anywhere = 2 * torch.rand(count, 2, generator=generator) - 1
-    outside = reach.gaps(anywhere, anywhere, scenes.centres, scenes.radii).amin(1) > reach.MARGIN
+    outside = reach.gaps(anywhere, anywhere, scenes.centers, scenes.radii).amin(1) > reach.MARGIN
     scattered = outside & (torch.arange(count) % 2 == 0)
     start = torch.where(scattered[:, None], anywhere, scenes.start)
-    scenes = reach.Scenes(start, scenes.goal, scenes.centres, scenes.radii)
+    scenes = reach.Scenes(start, scenes.goal, scenes.centers, scenes.radii)
     demonstrator = Demonstrator(generator)
     episode = reach.Reach(scenes)
     seen, moves, angles = [], [], []
@@ -106,7 +106,7 @@ def demonstrate(count: int, seed: int) -> tuple[Tensor, Tensor]:
         push = 0.03 * torch.randn(count, 2, generator=generator)
         push *= (torch.rand(count, 1, generator=generator) < 1 / 12) & episode.running[:, None]
         after = episode.position + push
-        safe = reach.gaps(after, after, scenes.centres, scenes.radii).amin(1, keepdim=True) > 0.01
+        safe = reach.gaps(after, after, scenes.centers, scenes.radii).amin(1, keepdim=True) > 0.01
         episode.position = torch.where(safe, after, episode.position)
     parts = (torch.stack(part, 1)[episode.succeeded] for part in (seen, moves, angles))
     return _windows(*parts)
@@ -157,25 +157,25 @@ def train(out: Path, plan: Plan) -> DiffusionPolicyPipeline:
     torch.manual_seed(plan.seed)
     pipe = reach.build()
     model = pipe.transformer.train()
-    optimiser = torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=1e-3, fused=True
     )
     average = Average(model, 0.999)
     seen, moves = demonstrate(plan.demonstrations, plan.seed)
     log = Log(out / "reach.jsonl", resume=plan.resume)
     state = out / "reach.state"
-    start = restore(state, model, optimiser, average, plan.steps) if plan.resume else 0
+    start = restore(state, model, optimizer, average, plan.steps) if plan.resume else 0
     done, losses = start, []
     bar = tqdm(shuffled(len(seen), BATCH, plan.seed, start), desc="reach", mininterval=10)
     for step, progress, chosen in paced(bar, plan.steps, start, minutes=plan.minutes):
         generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step)
         loss = policy_loss(pipe, seen[chosen], moves[chosen], generator)
-        for group in optimiser.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = RATE * rate(progress)
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         average.update(model)
         losses.append(float(loss.detach()))
         done = step + 1
@@ -183,9 +183,9 @@ def train(out: Path, plan: Plan) -> DiffusionPolicyPipeline:
             log.write(step=done, loss=float(np.mean(losses)), lr=RATE * rate(progress))
             losses.clear()
         if done % SAVE_EVERY == 0 or done == plan.steps:
-            save(state, (done, plan.steps), model, optimiser, average, weights_file=False)
+            save(state, (done, plan.steps), model, optimizer, average, weights_file=False)
     if done < plan.steps:
-        save(state, (done, plan.steps), model, optimiser, average, weights_file=False)
+        save(state, (done, plan.steps), model, optimizer, average, weights_file=False)
     check_done("reach", done, plan.steps)
     average.copy_to(model)
     model.eval()

@@ -3,7 +3,7 @@
     python -m diffcache.pipelines.small.train_wan --out out/shapes-wan
 
 The denoiser and the text encoder learn by flow matching; the model sees what `WanPipeline` shows
-it: normalised latents, text cut to its length and padded with zeros, 1000 sigma as the timestep,
+it: normalized latents, text cut to its length and padded with zeros, 1000 sigma as the timestep,
 and `noise - latents` as the target.
 """
 
@@ -62,7 +62,7 @@ class Plan(course.Plan):
 
 @torch.no_grad()
 def encode_films(autoencoder: AutoencoderKLWan, films: Tensor) -> Tensor:
-    """Encode films uint8 [B, 3, F, 64, 64] into normalised latents, float16 [B, Z, f, h, w]."""
+    """Encode films uint8 [B, 3, F, 64, 64] into normalized latents, float16 [B, Z, f, h, w]."""
     shape = (1, -1, 1, 1, 1)
     mean = torch.tensor(autoencoder.config.latents_mean).view(shape)
     deviation = torch.tensor(autoencoder.config.latents_std).view(shape)

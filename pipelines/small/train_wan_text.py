@@ -17,22 +17,22 @@ from transformers import UMT5EncoderModel
 
 from diffcache.pipelines.small.checkpoint import write_tensors
 from diffcache.pipelines.small.loop import Log, rate
-from diffcache.pipelines.small.scenes import COLOURS, POSITIONS, SHAPES, SIZES, Scene, sample_scene
+from diffcache.pipelines.small.scenes import COLORS, POSITIONS, SHAPES, SIZES, Scene, sample_scene
 from diffcache.pipelines.small.train_flux import write_prompts
 from diffcache.pipelines.small.wan import build_text_encoder, build_tokenizer
 
 BATCH = 128
 RATE = 2e-3
-_CLASSES = (len(COLOURS), len(SHAPES), len(COLOURS), len(SIZES), len(POSITIONS))
+_CLASSES = (len(COLORS), len(SHAPES), len(COLORS), len(SIZES), len(POSITIONS))
 
 
 def classes(scenes: list[Scene]) -> Tensor:
-    """Return class numbers [B, 5]: background, shape, colour, size, position of the one object."""
-    lists = (list(SHAPES), list(COLOURS), list(SIZES), list(POSITIONS))
+    """Return class numbers [B, 5]: background, shape, color, size, position of the one object."""
+    lists = (list(SHAPES), list(COLORS), list(SIZES), list(POSITIONS))
     rows = []
     for scene in scenes:
         (figure,) = scene.figures
-        names = (figure.shape, figure.colour, figure.size, figure.position)
+        names = (figure.shape, figure.color, figure.size, figure.position)
         numbers = [part.index(name) for part, name in zip(lists, names, strict=True)]
         rows.append([lists[1].index(scene.background), *numbers])
     return torch.tensor(rows)
@@ -52,10 +52,10 @@ def train(out: Path, *, seed: int, steps: int) -> UMT5EncoderModel:
     heads = nn.Linear(model.config.d_model, sum(_CLASSES))
     rng = np.random.default_rng(seed + 30)
     parameters = [*model.parameters(), *heads.parameters()]
-    optimiser = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
     log = Log(out / "text.jsonl")
     for step in tqdm(range(steps), desc="text", mininterval=5, leave=False):
-        optimiser.param_groups[0]["lr"] = RATE * rate(step / steps)
+        optimizer.param_groups[0]["lr"] = RATE * rate(step / steps)
         scenes = [sample_scene(rng, figures=1) for _ in range(BATCH)]
         texts = write_prompts(scenes, rng, dropout=0.0)
         tokens = tokenizer(texts, padding=True, return_tensors="pt")
@@ -65,10 +65,10 @@ def train(out: Path, *, seed: int, steps: int) -> UMT5EncoderModel:
         parts = heads(states[there]).split(_CLASSES, dim=-1)
         losses = [functional.cross_entropy(part, wanted[:, i]) for i, part in enumerate(parts)]
         loss = torch.stack(losses).sum()
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
+        optimizer.step()
         if step % 25 == 0:
             log.write(step=step, loss=float(loss.detach()))
     log.write(step=steps, loss=float(loss.detach()))

@@ -2,7 +2,7 @@
 
 A mean-absolute and mean-square error with a slight pull of the latents to a unit Gaussian; noise
 on the latents comes from the posterior itself, which keeps the decoder tolerant of small errors.
-Single frames come first, as films of one frame: they tell as much about colours and edges as whole
+Single frames come first, as films of one frame: they tell as much about colors and edges as whole
 films, at a ninth of the cost. Then every second step is on whole films.
 """
 
@@ -95,26 +95,26 @@ def train(
     _, films = draw_scenes_and_films(FILMS, seed + 1)
     _, held = draw_scenes_and_films(HELD, seed + 2, held=True)
     average = Average(model, 0.995)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=1e-3)
     log = Log(out / "autoencoder.jsonl", resume=resume)
     state = out / "autoencoder.state"
-    done = start = restore(state, model, optimiser, average, steps) if resume else 0
+    done = start = restore(state, model, optimizer, average, steps) if resume else 0
     bar = tqdm(shuffled(FILMS, BATCH, seed, start), desc="autoencoder", mininterval=10)
     for step, progress, chosen in paced(bar, steps, start, minutes=minutes):
         lr = RATE * rate(progress)
-        optimiser.param_groups[0]["lr"] = lr
+        optimizer.param_groups[0]["lr"] = lr
         whole = progress >= FRAMES_UNTIL and step % 2 == 0
         batch = _cut(films[chosen], whole, np.random.default_rng([seed, step]))
-        loss, divergence = _update(model, optimiser, to_unit(batch))
+        loss, divergence = _update(model, optimizer, to_unit(batch))
         average.update(model)
         if step % 25 == 0:
             log.write(step=step, loss=loss, kl=divergence, lr=lr)
             bar.set_postfix(loss=f"{loss:.4f}")
         done = step + 1
         if done % SAVE_EVERY == 0:
-            save(state, (done, steps), model, optimiser, average, weights_file=False)
+            save(state, (done, steps), model, optimizer, average, weights_file=False)
             log.write(step=step, lr=lr, **measure(_averaged(average), to_unit(held[:16])))
-    save(state, (done, steps), model, optimiser, average, weights_file=False)
+    save(state, (done, steps), model, optimizer, average, weights_file=False)
     check_done("autoencoder", done, steps)
     final = narrow(_averaged(average), to_unit(films[:200]))
     log.write(step=steps, lr=0.0, **measure(final, to_unit(held)))
@@ -140,22 +140,22 @@ def refine(out: Path, *, seed: int, steps: int) -> AutoencoderKLWan:
     _, held = draw_scenes_and_films(HELD, seed + 2, held=True)
     spread = NOISE * torch.tensor(model.config.latents_std).view(1, -1, 1, 1, 1)
     weights = [*model.decoder.parameters(), *model.post_quant_conv.parameters()]
-    optimiser = torch.optim.AdamW(weights, lr=0.5 * RATE, betas=(0.9, 0.98), weight_decay=1e-3)
+    optimizer = torch.optim.AdamW(weights, lr=0.5 * RATE, betas=(0.9, 0.98), weight_decay=1e-3)
     average = Average(model, 0.995)
     log = Log(out / "decoder.jsonl")
     bar = tqdm(shuffled(FILMS, BATCH // 8, seed), desc="decoder", mininterval=10)
     for step, progress, chosen in paced(bar, steps):
-        optimiser.param_groups[0]["lr"] = 0.5 * RATE * rate(progress)
+        optimizer.param_groups[0]["lr"] = 0.5 * RATE * rate(progress)
         batch = to_unit(films[chosen])
         with torch.autocast("cpu", dtype=torch.bfloat16):
             with torch.no_grad():
                 latents = encode(model, batch)[0]
             made = decode(model, latents + spread * torch.randn_like(latents)).float()
         loss = error_of(made, batch)
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimiser.step()
+        optimizer.step()
         average.update(model)
         if step % 25 == 0:
             log.write(step=step, loss=float(loss.detach()))
@@ -188,7 +188,7 @@ def _cut(films: Tensor, whole: bool, rng: np.random.Generator) -> Tensor:
 
 
 def _update(
-    model: AutoencoderKLWan, optimiser: torch.optim.Optimizer, batch: Tensor
+    model: AutoencoderKLWan, optimizer: torch.optim.Optimizer, batch: Tensor
 ) -> tuple[float, float]:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mean, logarithm = encode(model, batch)
@@ -196,10 +196,10 @@ def _update(
         made = decode(model, latents).float()
     divergence = 0.5 * (mean.square() + logarithm.exp() - 1 - logarithm).mean()
     loss = error_of(made, batch) + KL_WEIGHT * divergence
-    optimiser.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=True)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimiser.step()
+    optimizer.step()
     return float(loss.detach()), float(divergence.detach())
 
 

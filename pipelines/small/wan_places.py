@@ -1,10 +1,10 @@
 """A start for the small Wan denoiser whose first two blocks tell every token where it lies.
 
 Wan's rotary embedding tells tokens how far apart they are and nothing else does: where a token lies
-can only be read from which neighbours exist. A large model learns that; this start gives it to
-a small one. In the first block each head looks at the neighbour in one direction, or at the token
+can only be read from which neighbors exist. A large model learns that; this start gives it to
+a small one. In the first block each head looks at the neighbor in one direction, or at the token
 itself where there is none, and the feed-forward network measures how unlike the two are: zero at
-an edge. The second block hands these four flags on to the neighbours. All of it stays trainable.
+an edge. The second block hands these four flags on to the neighbors. All of it stays trainable.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _LEAN = 0.7
 def start_with_places(model: WanTransformer3DModel) -> None:
     """Set the first two blocks and the patch embedding; the model has 4 heads of 24 for 24 inputs.
 
-    The residual stream holds the inputs in [0, 24), twelve of each neighbour's in [24, 72), the
+    The residual stream holds the inputs in [0, 24), twelve of each neighbor's in [24, 72), the
     edge flags (-1 at the edge, about 1 elsewhere) of left, right, top, bottom in [72, 76), and
-    those of the four neighbours in [76, 92).
+    those of the four neighbors in [76, 92).
 
     Raises:
         ValueError: if the model has other heads or inputs.

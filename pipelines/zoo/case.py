@@ -99,7 +99,7 @@ class Case:
 def randomize(model: nn.Module, seed: int, gain: float = 0.8) -> nn.Module:
     """Draw every floating parameter of a model from a seeded normal distribution.
 
-    Zero-initialised gates and heads come alive: matrices and kernels get a standard deviation of
+    Zero-initialized gates and heads come alive: matrices and kernels get a standard deviation of
     `gain / sqrt(inputs)`, norm weights 1 +- 0.1, other vectors 0.1.
 
     Args:

@@ -1,4 +1,4 @@
-"""Plots: fronts against brute force, colours, and what is left out."""
+"""Plots: fronts against brute force, colors, and what is left out."""
 
 import random
 from typing import Any
@@ -28,14 +28,14 @@ def test_front_is_what_brute_force_finds(upward: bool) -> None:
     assert pareto.front([], upward) == []
 
 
-def test_a_method_keeps_its_colour_everywhere(make_record: Any, row: Any) -> None:
+def test_a_method_keeps_its_color_everywhere(make_record: Any, row: Any) -> None:
     record = make_record()
     looks = styles(record)
     record["rows"].insert(1, row("z", "method", 2, 1.0, []) | {"method": "Taylorseer(every=9)"})
-    assert styles(record)["z"].colour == styles(record)["taylorseer"].colour == OKABE_ITO[0]
+    assert styles(record)["z"].color == styles(record)["taylorseer"].color == OKABE_ITO[0]
     assert styles(record)["z"].dash != styles(record)["taylorseer"].dash
-    assert len({looks[n].colour for n in ("taylorseer", "first-block", "interval")}) == 3
-    assert looks["uncached, 3 steps"].colour == looks["uncached, 4 steps"].colour
+    assert len({looks[n].color for n in ("taylorseer", "first-block", "interval")}) == 3
+    assert looks["uncached, 3 steps"].color == looks["uncached, 4 steps"].color
     assert looks["uncached, 3 steps"].marker == "x"
 
 

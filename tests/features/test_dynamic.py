@@ -62,7 +62,7 @@ def test_equal_pairs_tie(costs, value):
     cost = costs(torch.full((40, 40), value, dtype=torch.float64))
     for count in (1, 2, 7, 39, 40):
         starts, _ = best_starts(cost, count, maximise=True)
-        # anchors always sum to T; fewer neighbours inside segments is worse by count alone
+        # anchors always sum to T; fewer neighbors inside segments is worse by count alone
         assert starts == list(range(count))
 
 

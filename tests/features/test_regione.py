@@ -127,7 +127,7 @@ def test_stages_scale_with_the_number_of_steps(steps: int) -> None:
         ({"post": -1}, "post=-1: must be a whole number of at least 0"),
         ({"refresh": (6,)}, r"refresh=\(6,\): must be from 7 to 24"),
         ({"refresh": (25,)}, r"refresh=\(25,\): must be from 7 to 24"),
-        ({"refresh": (15, 16)}, "no two may be neighbours"),
+        ({"refresh": (15, 16)}, "no two may be neighbors"),
         ({"refresh": 15}, r"refresh=15: must be a tuple of steps such as \(15,\)"),
         ({"morphology": "no"}, "morphology='no': must be True or False"),
         ({"official": 1}, "official=1: must be True or False"),

@@ -102,7 +102,7 @@ def collected(runs, streams=2):
     return collector
 
 
-def test_calibration_pairs_changes_of_neighbouring_steps():
+def test_calibration_pairs_changes_of_neighboring_steps():
     collector = collected([[(1.0, 2.0), (1.5, 3.0), (3.0, 3.3)], [(2.0, 1.0), (2.2, 1.8)]])
     expected = [(0.5, 0.5), (1.0, 0.1), (0.1, 0.8)]
     assert collector.points.tolist() == [pytest.approx(pair, rel=1e-5) for pair in expected]

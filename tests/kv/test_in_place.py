@@ -16,7 +16,7 @@ from diffcache.kv.attend import Query
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import h2o, tova
 from diffcache.kv.recipes.eviction_more import keyformer
-from diffcache.kv.recipes.quantised import kivi
+from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.recipes.streaming import streaming_llm
 from diffcache.kv.refill import Refill
 from diffcache.kv.rotary import Rotary

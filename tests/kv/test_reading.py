@@ -15,7 +15,7 @@ from diffcache.kv.layer import KVLayer
 from diffcache.kv.life.save import load, save
 from diffcache.kv.positions import BlockRelativistic, Slot
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.quantised import kivi
+from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.recipes.streaming import streaming_llm
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.segment import Coded, Dense, Traits

@@ -15,7 +15,7 @@ from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import h2o, pyramidkv, snapkv
 from diffcache.kv.recipes.merging import d2o
-from diffcache.kv.recipes.quantised import kivi
+from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.retrieval.quest import Quest
 from diffcache.kv.retrieval.select import asked, grouped
 from diffcache.kv.rotary import Rotary

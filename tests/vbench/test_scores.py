@@ -40,7 +40,7 @@ def write(folder: Path, name: str, value: float) -> None:
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_scores_are_those_published(model: str) -> None:
     (total, quality, semantic), raw = published(model)
-    found = scores.summarise(raw)
+    found = scores.summarize(raw)
     # Raw scores are rounded to 0.01 points, so a mean of them is off by less than that.
     assert found.quality == pytest.approx(quality, abs=1e-4)
     assert found.semantic == pytest.approx(semantic, abs=1e-4)
@@ -51,18 +51,18 @@ def test_scores_are_those_published(model: str) -> None:
 def test_the_best_and_worst_raw_scores_count_one_and_nothing() -> None:
     best = {name: d.high for name, d in suite.DIMENSIONS.items()}
     worst = {name: d.low for name, d in suite.DIMENSIONS.items()}
-    assert scores.summarise(best).total == pytest.approx(1)
-    assert scores.summarise(worst).total == pytest.approx(0)
+    assert scores.summarize(best).total == pytest.approx(1)
+    assert scores.summarize(worst).total == pytest.approx(0)
     halved = {**best, "dynamic_degree": 0.0}
-    assert scores.summarise(halved).quality == pytest.approx(6 / 6.5)
+    assert scores.summarize(halved).quality == pytest.approx(6 / 6.5)
 
 
 def test_no_score_is_made_from_a_part() -> None:
     _, raw = published("Kling")
     del raw["scene"], raw["color"]
-    found = scores.summarise(raw)
+    found = scores.summarize(raw)
     assert (found.semantic, found.total) == (None, None)
-    assert found.quality == scores.summarise(published("Kling")[1]).quality
+    assert found.quality == scores.summarize(published("Kling")[1]).quality
     assert found.missing == ("color", "scene")
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["total"] is None
     assert "| **total score** |  | n/a |" in found.markdown()
@@ -78,7 +78,7 @@ def test_no_score_is_made_from_a_part() -> None:
 )
 def test_what_is_no_raw_score_is_an_error(raw: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        scores.summarise(raw)
+        scores.summarize(raw)
 
 
 def test_results_are_read_in_both_forms(tmp_path: Path) -> None:

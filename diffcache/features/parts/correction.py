@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ROWS = 5  # count, mean of x, mean of y, centred sum of x*x, centred sum of x*y
+ROWS = 5  # count, mean of x, mean of y, centered sum of x*x, centered sum of x*y
 FLAT = 2.0**-40  # a standard deviation below this part of the mean is rounding, not variance
 
 

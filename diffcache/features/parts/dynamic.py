@@ -90,7 +90,7 @@ def anchor_costs(pairs: Tensor) -> Tensor:
 
 
 def adjacent_costs(pairs: Tensor) -> Tensor:
-    """Return the cost of every segment, measured between its neighbouring steps.
+    """Return the cost of every segment, measured between its neighboring steps.
 
     Args:
         pairs: `[T, T]` as in `anchor_costs`, of which `pairs[t - 1, t]` is read.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_STEPS = 64  # halvings, until neighbouring doubles are reached
+_STEPS = 64  # halvings, until neighboring doubles are reached
 
 
 def apportion(weights: Tensor, total: Tensor, low: Tensor, high: Tensor) -> Tensor:

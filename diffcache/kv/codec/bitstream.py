@@ -64,7 +64,7 @@ class Tables:
 class CacheGen:
     """Code keys and values of a text in chunks that can be sent and decoded one by one.
 
-    Neighbouring tokens are alike: the first token of each group is an anchor with 8 bits a
+    Neighboring tokens are alike: the first token of each group is an anchor with 8 bits a
     number, of the others the difference from it is quantized, coarser in deeper layers, and coded
     by how often each symbol comes in that layer and channel. Levels above 0 have fewer bins still,
     for when there is no time for more.

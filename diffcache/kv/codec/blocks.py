@@ -191,7 +191,7 @@ class KiviBlocks(Blocks):
 
 @dataclass(frozen=True)
 class CacheGenBlocks(Blocks):
-    """Code differences between neighbouring tokens, by how often each comes.
+    """Code differences between neighboring tokens, by how often each comes.
 
     Reference: CacheGen, arXiv 2310.07240; see `diffcache.kv.codec.bitstream`.
 

@@ -32,7 +32,7 @@ from diffcache.kv.slots import Slots
 class KVCodec(ABC):
     """Form in which settled slots are held; a frozen dataclass of settings."""
 
-    scope: int = 1  # neighbouring layers that are held together
+    scope: int = 1  # neighboring layers that are held together
 
     @abstractmethod
     def flush(self, layers: Sequence[KVLayer]) -> None:

@@ -1,4 +1,4 @@
-"""Neighbouring layers held together: what they share is stored once."""
+"""Neighboring layers held together: what they share is stored once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from diffcache.kv.slots import Slots
 
 
 class LayersCodec(ABC):
-    """Code for the keys, or the values, of neighbouring layers; a frozen dataclass.
+    """Code for the keys, or the values, of neighboring layers; a frozen dataclass.
 
     Payloads of several layers share tensors, which count once. They are what `take` and `rows`
     part: layers that keep different slots share nothing, and decode to the same numbers.
@@ -81,7 +81,7 @@ class Single(LayersCodec):
 
 @dataclass(frozen=True)
 class Together(KVCodec):
-    """Codecs for the keys and for the values of `scope` neighbouring layers.
+    """Codecs for the keys and for the values of `scope` neighboring layers.
 
     Layers whose exact slots are not at the same positions, because a plan dropped others in each,
     are coded alone.
@@ -89,7 +89,7 @@ class Together(KVCodec):
     Args:
         keys: Codec of the keys.
         values: Codec of the values.
-        scope: Number of neighbouring layers that are coded together.
+        scope: Number of neighboring layers that are coded together.
         block: Tokens that are coded at once.
         recent: Tokens that always stay exact.
         whole: Code all that is due at once as soon as it is `block` tokens or more.

@@ -120,7 +120,7 @@ class GroupQuant(TensorCodec):
             together. `channels`: `group` consecutive channels of one slot, so that every slot is
             coded alone; where `group` does not divide D the last group is shorter.
         group: Elements of a group; None for all channels of a slot, or all slots of one `encode`.
-        symmetric: Centre the grid on 0 and store no minimum: the largest magnitude sets the scale,
+        symmetric: Center the grid on 0 and store no minimum: the largest magnitude sets the scale,
             and the grid has an odd number of values, so that 0 is one of them (except at 1 bit).
         levels: Values the range is divided into, None for all that the bits have. More than they
             have leaves the top of the range out: 9 at 3 bits is the grid of RotateKV's code.

@@ -1,4 +1,4 @@
-"""What neighbouring layers share: integer codes, a basis over tokens, or directions."""
+"""What neighboring layers share: integer codes, a basis over tokens, or directions."""
 
 from __future__ import annotations
 

@@ -126,11 +126,11 @@ def nearest(keys: Tensor, book: Tensor, weight: Tensor) -> Tensor:
         int16 or int32 [B, H, S]; of equals the first.
     """
     root = torch.linalg.cholesky(weight.double()).float()
-    centre = book.float() @ root
-    size = centre.square().sum(-1)[:, :, None]
+    center = book.float() @ root
+    size = center.square().sum(-1)[:, :, None]
     found = []
     for part in keys.float().split(_BLOCK, 2):
-        away = size - 2 * (part @ root) @ centre.mT
+        away = size - 2 * (part @ root) @ center.mT
         found.append(away.argmin(-1))
     dtype = torch.int16 if book.shape[2] <= torch.iinfo(torch.int16).max else torch.int32
     return torch.cat(found, 2).to(dtype)

@@ -11,7 +11,7 @@ from diffcache.kv.learn.cskv import Bases, outputs_of
 
 
 def group_bases(outputs: Tensor, heads: int, groups: int) -> tuple[Tensor, Tensor]:
-    """Return the bases of fewer heads, each made of the outputs of neighbouring heads.
+    """Return the bases of fewer heads, each made of the outputs of neighboring heads.
 
     Args:
         outputs: Outputs of a key or value projection, [N, H * D].

@@ -83,7 +83,7 @@ def loss(heads: RetainingHeads, sample: Sample, smooth: float = 0.0025) -> Tenso
     Args:
         heads: The networks.
         sample: Tokens of a layer.
-        smooth: Weight of how much the scores of neighbours differ.
+        smooth: Weight of how much the scores of neighbors differ.
     """
     stop = sample.prompt
     found = heads(sample.q[:, :, :stop], sample.k[:, :, :stop], sample.v[:, :, :stop], sample.layer)
@@ -109,7 +109,7 @@ def train(
         samples: Tokens of layers, of any number.
         steps: Number of training steps.
         rate: Learning rate.
-        smooth: Weight of how much the scores of neighbours differ.
+        smooth: Weight of how much the scores of neighbors differ.
         watch: Function that is called with each step and its loss.
 
     Raises:

@@ -101,19 +101,19 @@ def find_episodes(
             "[K, d], 1 to K episodes and at least 1 round"
         )
     points = embeddings.double().cpu()
-    centres = _start(points, count, torch.Generator().manual_seed(seed))
-    labels = torch.cdist(points, centres).argmin(1)
+    centers = _start(points, count, torch.Generator().manual_seed(seed))
+    labels = torch.cdist(points, centers).argmin(1)
     for _ in range(iterations):
-        centres = _means(points, labels, centres)
-        moved = torch.cdist(points, centres).argmin(1)
+        centers = _means(points, labels, centers)
+        moved = torch.cdist(points, centers).argmin(1)
         if torch.equal(moved, labels):
             break
         labels = moved
-    centres = _means(points, labels, centres)
-    alike = functional.cosine_similarity(points[:, None], centres[None], dim=-1)
+    centers = _means(points, labels, centers)
+    alike = functional.cosine_similarity(points[:, None], centers[None], dim=-1)
     mine = labels[:, None] == torch.arange(count)
     medoids = alike.masked_fill(~mine, float("-inf")).argmax(0)
-    return Episodes(labels, centres.to(embeddings.dtype), medoids)
+    return Episodes(labels, centers.to(embeddings.dtype), medoids)
 
 
 def _start(points: Tensor, count: int, generator: torch.Generator) -> Tensor:

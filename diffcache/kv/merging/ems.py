@@ -1,4 +1,4 @@
-"""EMS: evict what matters least, merge what is left over into centres or into nothing."""
+"""EMS: evict what matters least, merge what is left over into centers or into nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from diffcache.kv.slots import Slots
 class ZeroClassMerge(Merger):
     """Evict, then merge: of what goes, the better part joins the most similar kept key.
 
-    Candidates that are like no centre join the zero class, whose centre is zero and is not kept:
+    Candidates that are like no center join the zero class, whose center is zero and is not kept:
     they vanish, at the same cost for every head. Merged slots weigh as much as their scores.
 
     Reference: EMS, arXiv 2412.08521. There is no official code: the share of

@@ -1,4 +1,4 @@
-"""KVMerger: neighbours whose keys are alike become one, weighted by a Gaussian kernel."""
+"""KVMerger: neighbors whose keys are alike become one, weighted by a Gaussian kernel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ContiguousMerge(Merger):
     least score are dropped.
 
     Args:
-        threshold: Cosine of neighbours above which they may be merged.
+        threshold: Cosine of neighbors above which they may be merged.
         sinks: First tokens that are never merged.
         recent: Last tokens that are never merged.
         count: Have a merged slot count as many times as it has members; the paper does not.

@@ -184,7 +184,7 @@ def snapkv(
     Args:
         budget: Slots of a row, the window among them, or a share of the tokens it has seen.
         window: Last queries of the prompt, whose slots always stay.
-        kernel: Neighbouring slots that are pooled, odd.
+        kernel: Neighboring slots that are pooled, odd.
         pooling: `"avg"` as in the official code, or `"max"`.
         groups: Reduction over the query heads of a key-value head: `"mean"`, `"max"` or `"sum"`.
 
@@ -211,7 +211,7 @@ def pyramidkv(
         budget: Mean slots of a row, the window among them, or a share of the tokens it has seen.
         beta: Steepness of the pyramid, at least 1.
         window: Last queries of the prompt, whose slots always stay.
-        kernel: Neighbouring slots whose average is taken, odd.
+        kernel: Neighboring slots whose average is taken, odd.
         mode: `"official"` rounds budgets down by its own steps, and gives all layers of a short
             prompt the same, see `diffcache.kv.budgets.pyramid.Pyramid`.
 

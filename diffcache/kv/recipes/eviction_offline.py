@@ -15,7 +15,7 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.settings import Count, checked
 from diffcache.kv.score.attention import Mass
 from diffcache.kv.score.heads import HeadVote
-from diffcache.kv.score.patches import PatchCentres
+from diffcache.kv.score.patches import PatchCenters
 from diffcache.kv.score.shared import Shared
 from diffcache.kv.trigger import EveryStep
 
@@ -74,7 +74,7 @@ def compresskv(
         weights: Weight of each layer, from `diffcache.kv.learn.compresskv.layer_weights`; empty
             has all layers get the same.
         window: Last queries of the prompt, whose slots always stay.
-        kernel: Neighbouring slots whose average is taken, odd.
+        kernel: Neighboring slots whose average is taken, odd.
         least: Slots that every layer gets, if `budget` allows.
 
     Reference: CompressKV, arXiv 2508.02401. Departure: a layer may get all that it can use, where
@@ -114,7 +114,7 @@ def scalekv(
     """
     sizes = tuple(height * width for height, width in scales)
     return Recipe(
-        "scalekv", score=PatchCentres(scales, prompt, grid, mode=mode),
+        "scalekv", score=PatchCenters(scales, prompt, grid, mode=mode),
         budget=Scheduled(budget, sizes, table, prompt), plan=TopK(),
         trigger=EveryStep(min(sizes, default=1)),
     )  # fmt: skip

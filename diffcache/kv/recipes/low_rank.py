@@ -32,7 +32,7 @@ def xkv(
         rank: Coordinates of the keys of a slot, or a share of the channels of all layers and heads
             together; the paper's 512 of 4096.
         value_rank: The same of the values; the paper's 768 of 4096.
-        layers: Neighbours that share.
+        layers: Neighbors that share.
         block: Least tokens that are factored together, several times the rank: all of a prompt at
             once, if it has so many.
         skip: First layers that are left exact.
@@ -121,7 +121,7 @@ def rematerialised(
         bits: Bits of a code; None holds the inputs exact.
         group: Channels of a group.
         residual: Tokens that are coded at once.
-        layers: Neighbours of which all but the first are held as differences; 1 for none.
+        layers: Neighbors of which all but the first are held as differences; 1 for none.
 
     Reference: XQuant, arXiv 2508.10395 (one layer; differences are its XQuant-CL).
     """

@@ -73,7 +73,7 @@ def ems(
     threshold: float = 0.6,
     space: Space = "post",
 ) -> Recipe:
-    """Evict the worst of the prompt, merge the next better into centres, those unlike any vanish.
+    """Evict the worst of the prompt, merge the next better into centers, those unlike any vanish.
 
     Args:
         budget: Slots of a row, averaged over the heads of a layer, or a share of the tokens.

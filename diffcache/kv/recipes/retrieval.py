@@ -53,7 +53,7 @@ def mpcache_select(
         large: Slots of a cluster of the first level.
         small: Slots of a cluster of the second level.
         alpha: Weight of the upper bound; dimensionless, 0 to 1.
-        layers: Neighbouring layers that share a choice.
+        layers: Neighboring layers that share a choice.
 
     Reference: MPCache, arXiv 2501.06807, the part that looks at queries; the other, which drops
     slots once after the prompt, is `snapkv(0.75, kernel=1)`, to compose it with. Departure: the

@@ -1,4 +1,4 @@
-"""Blocks of neighbouring slots and what stands for each: bounds, and the mean of its keys."""
+"""Blocks of neighboring slots and what stands for each: bounds, and the mean of its keys."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class MinMaxTree(Selecting):
     """Choose large clusters by a mix of their bounds, small ones within, and share the choice.
 
     Reference: MPCache, arXiv 2501.06807, the part that looks at queries: clusters are
-    of neighbouring tokens, similarity is linear in the bounds, neighbouring layers share indices.
+    of neighboring tokens, similarity is linear in the bounds, neighboring layers share indices.
     The number of slots that pass the first level is not given; here it is `widen` times those read.
 
     Args:
@@ -31,7 +31,7 @@ class MinMaxTree(Selecting):
         small: Slots of a cluster of the second level.
         alpha: Weight of the upper bound, the lower has the rest; dimensionless, 0 to 1.
         widen: Slots that pass the first level, in those that are read.
-        layers: Neighbouring layers that read the same positions.
+        layers: Neighboring layers that read the same positions.
     """
 
     large: int = 32
@@ -42,7 +42,7 @@ class MinMaxTree(Selecting):
 
     @property
     def looks_across(self) -> bool:
-        """Return True: neighbouring layers read the same positions."""
+        """Return True: neighboring layers read the same positions."""
         return True
 
     def check(self) -> None:

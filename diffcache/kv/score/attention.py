@@ -34,7 +34,7 @@ def check_window(size: int, kernel: int, pooling: str) -> None:
 
 
 def pooled(x: Tensor, kernel: int, pooling: str) -> Tensor:
-    """Pool over neighbouring slots; what is beyond the ends counts as zero.
+    """Pool over neighboring slots; what is beyond the ends counts as zero.
 
     Args:
         x: [..., S], not negative.
@@ -61,14 +61,14 @@ def with_window(earlier: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Window(Score):
-    """Score by the attention of the last queries, pooled over neighbours; their slots stay.
+    """Score by the attention of the last queries, pooled over neighbors; their slots stay.
 
     Query heads are reduced first and slots pooled then, which matters where either takes the
     largest. Queries of padding count for nothing. An infinite score keeps the window.
 
     Args:
         size: Queries, whose own slots always stay.
-        kernel: Neighbouring slots that are pooled, odd; 1 pools nothing.
+        kernel: Neighboring slots that are pooled, odd; 1 pools nothing.
         pooling: `"avg"` or `"max"`.
         groups: Reduction over the query heads of a key-value head: `"mean"`, `"max"` or `"sum"`.
 
@@ -110,7 +110,7 @@ class WindowVariance(Score):
     Args:
         size: Queries, whose own slots always stay.
         gamma: Weight of the variance; dimensionless.
-        kernel: Neighbouring slots whose average is taken, odd; 1 takes none.
+        kernel: Neighboring slots whose average is taken, odd; 1 takes none.
 
     Raises:
         ValueError: If a setting is out of its range.

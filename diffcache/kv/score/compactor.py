@@ -22,7 +22,7 @@ class Compactor(Score):
 
     Leverage says which keys, before rotation, others do not span; the attention is of each chunk
     of queries to its own keys, without a mask, times the norm of the value, averaged over three
-    neighbours. Both are brought to mean 0 and deviation 1 over the slots and heads of a row.
+    neighbors. Both are brought to mean 0 and deviation 1 over the slots and heads of a row.
 
     Reference: Compactor, arXiv 2507.08143. `mode="official"` is the last chunk as in
     the code of kvpress, where what is missing in it counts as keys and queries of zero; in

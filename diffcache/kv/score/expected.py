@@ -87,8 +87,8 @@ class Expected(Score):
         used = ((pos >= 0) & (index >= self.sinks)).float()
         weight = (used / used.sum(-1, keepdim=True).clamp_min(1))[:, None, None, :, None]
         mean = (q * weight).sum(3)
-        centred = q - mean[:, :, :, None]
-        spread = centred.mT @ (centred * weight)
+        centered = q - mean[:, :, :, None]
+        spread = centered.mT @ (centered * weight)
         turn = self._turn(rotary, newest - shift, q.shape[-1], q)[:, None, None]
         return (mean[..., None, :] @ turn)[..., 0, :], turn.mT @ spread @ turn
 

@@ -19,8 +19,8 @@ _GLOBAL = Mass(mean=True)
 class GlobalLocal(Score):
     """Score by the attention of all queries and that of the last ones together.
 
-    Sums over all queries favour early slots, which more queries see, so that they are divided by
-    the number of those; the last queries favour what is near. Each sums to 1 in every row before
+    Sums over all queries favor early slots, which more queries see, so that they are divided by
+    the number of those; the last queries favor what is near. Each sums to 1 in every row before
     they are added up.
 
     Reference: EMS, arXiv 2412.08521. The paper does not say how the two are scaled

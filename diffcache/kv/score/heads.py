@@ -24,7 +24,7 @@ class HeadVote(Score):
         heads: Numbers of the query heads of each layer that vote
             (`diffcache.kv.learn.compresskv.top_heads`); empty has all heads vote.
         size: Queries, whose own slots always stay.
-        kernel: Neighbouring slots whose average is taken, odd.
+        kernel: Neighboring slots whose average is taken, odd.
 
     Raises:
         ValueError: If a number is out of range, or a layer has no heads.

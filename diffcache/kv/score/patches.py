@@ -15,7 +15,7 @@ from diffcache.kv.score.base import Score
 
 
 @dataclass(frozen=True)
-class PatchCentres(Score):
+class PatchCenters(Score):
     """Score by a few queries of the token map that came last; their own slots stay.
 
     The map is cut into a grid of patches, as many whatever its size, and the token in the middle of

@@ -114,7 +114,7 @@ def draw_curve(tables: Tables, path: str | Path) -> bool:
 
 
 class _Trainer:
-    """The state of a training: logits, optimiser, image errors, curve."""
+    """The state of a training: logits, optimizer, image errors, curve."""
 
     def __init__(self, replay: Replay, method: HarmoniCa, plan: Plan) -> None:
         self.replay, self.method, self.plan = replay, method, plan

@@ -16,7 +16,7 @@ from diffcache import cli
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import h2o, snapkv
-from diffcache.kv.recipes.quantised import kivi
+from diffcache.kv.recipes.quantized import kivi
 from diffcache.pipelines.small.recall import Task, draw
 from diffcache.pipelines.small.recall_llama import words
 

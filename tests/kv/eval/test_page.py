@@ -17,7 +17,7 @@ from diffcache.eval.record import ROOT, Setting, check, envelope
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import recipe_function, recipes
 from diffcache.kv.recipes.eviction import snapkv
-from diffcache.kv.recipes.quantised import kivi
+from diffcache.kv.recipes.quantized import kivi
 
 
 def test_the_page_is_up_to_date() -> None:

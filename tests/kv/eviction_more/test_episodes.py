@@ -29,9 +29,9 @@ def exact() -> Any:
 
 def test_episodes_are_the_clusters_there_are() -> None:
     generator = torch.Generator().manual_seed(0)
-    centres = torch.eye(3, 8) * 10
+    centers = torch.eye(3, 8) * 10
     truth = torch.tensor([0, 1, 2, 1, 0, 2, 2, 1, 0, 0])
-    points = centres[truth] + torch.randn(10, 8, generator=generator) * 0.3
+    points = centers[truth] + torch.randn(10, 8, generator=generator) * 0.3
     for seed in range(5):
         found = find_episodes(points, 3, seed=seed)
         assert bool(((found.labels[:, None] == found.labels) == (truth[:, None] == truth)).all())

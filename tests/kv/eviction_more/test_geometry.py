@@ -15,7 +15,7 @@ from diffcache.kv.score.base import Score
 from diffcache.kv.score.compactor import Compactor, leverage, standard
 from diffcache.kv.score.cur import NormProduct
 from diffcache.kv.score.lag import Lag
-from diffcache.kv.score.patches import PatchCentres, middles
+from diffcache.kv.score.patches import PatchCenters, middles
 from diffcache.kv.score.probe import Asked, MaxAttention
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
@@ -112,21 +112,21 @@ def test_what_a_chunk_lacks_counts_for_nothing(layer: int) -> None:
 def test_small_and_oblong_maps_have_fewer_middles() -> None:
     assert middles(24, 4) == [2, 8, 14, 20] and middles(6, 4) == [0, 1, 2, 3]
     assert middles(3, 4) == [0, 1, 2] and middles(1, 4) == [0]
-    score = PatchCentres(((1, 1), (2, 3)), prompt=2)
+    score = PatchCenters(((1, 1), (2, 3)), prompt=2)
     found = scores(score, Text(9), [2, 1, 6])[0]
     assert found[..., -6:].isinf().all() and found[..., :-6].isfinite().all()
 
 
 def test_middles_of_a_map_ask_all_of_it_whatever_the_order() -> None:
     text = Text(2 + 16)
-    score = PatchCentres(((4, 4),), prompt=2, grid=2, kernel=3)
+    score = PatchCenters(((4, 4),), prompt=2, grid=2, kernel=3)
     asked = [2 + row * 4 + column for row in (0, 2) for column in (0, 2)]
     q = text.q[0, 0].view(HEADS, GROUPS, 18, -1)[:, :, asked]
     mean = (q @ text.k[0, 0][:, None].mT * q.shape[-1] ** -0.5).softmax(-1).mean((1, 2))
     around = torch.nn.functional.pad(mean, (1, 1)).unfold(-1, 3, 1).mean(-1)
     around[:, asked] = float("inf")
     torch.testing.assert_close(scores(score, text, [18])[0][0], around)
-    score = PatchCentres(((1, 1), (2, 3)), prompt=2)
+    score = PatchCenters(((1, 1), (2, 3)), prompt=2)
     with pytest.raises(ValueError, match=r"tokens=\[10\]"):
         scores(score, Text(10), [10])
 

@@ -14,7 +14,7 @@ from diffcache.kv.score.attention import Mass, Window
 from diffcache.kv.score.heads import HeadVote
 from diffcache.kv.score.keyformer import NoisyMass
 from diffcache.kv.score.lag import Lag
-from diffcache.kv.score.patches import PatchCentres
+from diffcache.kv.score.patches import PatchCenters
 from diffcache.kv.score.probe import Asked, MaxAttention
 from diffcache.kv.score.recurrence import Recurrence
 from diffcache.kv.score.scissorhands import LowCount
@@ -187,7 +187,7 @@ def test_chosen_heads_vote(heads: Any) -> None:
         (lambda: HeadVote(((),)), r"heads\[0\]"),
         (lambda: HeadVote(kernel=4), "kernel=4"),
         (lambda: Shared(Mass(), 0), "group=0"),
-        (lambda: PatchCentres(()), "scales="),
+        (lambda: PatchCenters(()), "scales="),
         (lambda: Lag(1), "lag=1"),
         (lambda: scores(HeadVote(((9,),)), Text(12), [12]), "query heads"),
         (lambda: scores(Asked(), Text(4), [4]), "compress_by_probe"),

@@ -1,4 +1,4 @@
-"""KVMerger: sets of neighbours, their pivots and Gaussian weights."""
+"""KVMerger: sets of neighbors, their pivots and Gaussian weights."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_equal_keys_weigh_the_same_and_count() -> None:
     assert "logn" not in again.meta
 
 
-def test_unlike_neighbours_are_dropped_rather_than_merged() -> None:
+def test_unlike_neighbors_are_dropped_rather_than_merged() -> None:
     k = torch.eye(4, dtype=torch.float64)[None, None]
     seen = rows.of(k)
     score = torch.tensor([[[0.1, 0.2, 0.4, 0.3]]])

@@ -86,7 +86,7 @@ def test_targets_are_the_largest_logits_of_the_answer() -> None:
             assert float(found[0, h, s]) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_loss_is_smooth_l1_and_the_differences_of_neighbours() -> None:
+def test_loss_is_smooth_l1_and_the_differences_of_neighbors() -> None:
     q, k, v = drawn(7)
     sample = locret.Sample(0, q, k, v, 4, 0.5)
     scores = HEADS(q[:, :, :4], k[:, :, :4], v[:, :, :4], 0)

@@ -88,7 +88,7 @@ def rows(store: KVStore, layer: int) -> tuple[Tensor, Tensor]:
 
 
 def pool(row: list[float], kernel: int, how: str) -> list[float]:
-    """Pool over neighbours; beyond the ends there is nothing, which counts in the average as 0."""
+    """Pool over neighbors; beyond the ends there is nothing, which counts in the average as 0."""
     near = [row[max(place - kernel // 2, 0) : place + kernel // 2 + 1] for place in range(len(row))]
     return [max(few) if how == "max" else sum(few) / kernel for few in near]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.quantised import gear, kivi, rotatekv, zipcache
+from diffcache.kv.recipes.quantized import gear, kivi, rotatekv, zipcache
 from tests.kv.official.prompt import Prompt, rows
 
 

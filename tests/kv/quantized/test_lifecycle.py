@@ -12,7 +12,7 @@ from diffcache.kv.codec.base import tensors
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.quantised import (
+from diffcache.kv.recipes.quantized import (
     gear,
     kivi,
     mikv,
@@ -23,7 +23,7 @@ from diffcache.kv.recipes.quantised import (
     zipcache,
 )
 from diffcache.kv.store import KVStore
-from tests.kv.quantised.stores import (
+from tests.kv.quantized.stores import (
     GROUP,
     RESIDUAL,
     SIZE,

@@ -209,7 +209,7 @@ def xquant(
         group: Tokens of a group of keys, channels of a group of values.
         residual: Tokens, a multiple of `group`, that are coded at once.
         relax: Share of a group's range that the grid is drawn in at either end, below 0.5.
-        layers: Neighbours that share.
+        layers: Neighbors that share.
         skip: First layers that are left exact.
 
     Reference: XQuant, arXiv 2510.11236. Departure: with `relax` codes are the nearest

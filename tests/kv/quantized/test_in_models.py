@@ -18,7 +18,7 @@ from diffcache.kv.recipes.low_rank import (
     minicache,
     xkv,
 )
-from diffcache.kv.recipes.quantised import (
+from diffcache.kv.recipes.quantized import (
     gear,
     kivi,
     mikv,
@@ -29,7 +29,7 @@ from diffcache.kv.recipes.quantised import (
     xquant,
     zipcache,
 )
-from tests.kv.quantised.short import SHORT, WAYS, generate, given, stock
+from tests.kv.quantized.short import SHORT, WAYS, generate, given, stock
 from tests.kv.tiny import llama, prompts, same, second_turn
 
 RECIPES: dict[str, Recipe] = {

@@ -19,13 +19,13 @@ from diffcache.kv.plan import Planner
 from diffcache.kv.planning.age import ByAge
 from diffcache.kv.planning.demote import Demote
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.quantised import staircase
+from diffcache.kv.recipes.quantized import staircase
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.score.salience import Salience, WithQueries
 from diffcache.kv.segment import Coded
 from diffcache.kv.store import KVStore
 from diffcache.kv.trigger import EveryStep
-from tests.kv.quantised.drawn import SIZE, draw, write
+from tests.kv.quantized.drawn import SIZE, draw, write
 
 # shifts ----------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import snapkv
-from diffcache.kv.recipes.quantised import (
+from diffcache.kv.recipes.quantized import (
     kivi,
     mikv,
     mustafar,
@@ -27,7 +27,7 @@ from diffcache.kv.recipes.quantised import (
 from diffcache.kv.segment import Coded, Dense, Flat
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
-from tests.kv.quantised.stores import (
+from tests.kv.quantized.stores import (
     GROUP,
     SIZE,
     coded,

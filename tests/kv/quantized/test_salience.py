@@ -14,11 +14,11 @@ from diffcache.kv.codec.scaled import balancer
 from diffcache.kv.codec.stairs import BalancedRung
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.observe import observe
-from diffcache.kv.recipes.quantised import mikv, zipcache
+from diffcache.kv.recipes.quantized import mikv, zipcache
 from diffcache.kv.score.salience import Salience, WithQueries
 from diffcache.kv.segment import Coded
 from diffcache.kv.store import KVStore
-from tests.kv.quantised.drawn import SIZE, draw, write
+from tests.kv.quantized.drawn import SIZE, draw, write
 
 
 def _slots(count: int) -> Any:

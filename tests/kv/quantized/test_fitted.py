@@ -17,7 +17,7 @@ from diffcache.kv.recipes.low_rank import (
     kv_heads,
     xquant_latent,
 )
-from tests.kv.quantised.short import generate, stock
+from tests.kv.quantized.short import generate, stock
 from tests.kv.tiny import llama, prompts, same
 
 

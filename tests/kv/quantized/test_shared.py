@@ -1,4 +1,4 @@
-"""Neighbouring layers held together: what they share, what they decode to, what it weighs."""
+"""Neighboring layers held together: what they share, what they decode to, what it weighs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diffcache.kv.codec.remat import Deltas
 from diffcache.kv.codec.shared import Directed, SharedBasis, SharedCodes, SharedDirection
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.recipes.low_rank import minicache, xkv
-from diffcache.kv.recipes.quantised import xquant
+from diffcache.kv.recipes.quantized import xquant
 from diffcache.kv.segment import Coded
 from diffcache.kv.slots import Slots
 

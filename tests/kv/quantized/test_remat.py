@@ -16,7 +16,7 @@ from diffcache.kv.hf.remat import projections_of, remat_cache_for
 from diffcache.kv.recipes.low_rank import (
     rematerialised,
 )
-from tests.kv.quantised.short import WAYS, generate, given, stock
+from tests.kv.quantized.short import WAYS, generate, given, stock
 from tests.kv.tiny import llama, prompts, same, second_turn
 
 
