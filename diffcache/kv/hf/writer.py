@@ -54,7 +54,7 @@ class Writer:
             raise ValueError(f"tags={list(tags.shape)}: must be [B, T], a number for each token")
         self.tags = tags
         self._mask: tuple[weakref.ref[Tensor], Tensor | None] | None = None
-        self._in_order: tuple[weakref.ref[Tensor], bool] | None = None
+        self._in_order: dict[int | None, tuple[weakref.ref[Tensor], int, bool]] = {}
         self._given: tuple[weakref.ref[Tensor], int, Tensor | None] | None = None
         self.refreshing: Refreshing | None = None
         self.exchange: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
@@ -104,7 +104,7 @@ class Writer:
     def is_in_order(self, mask: Tensor | None, start: int, window: int | None) -> bool:
         """Return whether a mask hides later tokens and those before the window, and no others.
 
-        Layers share a mask, which is looked at once.
+        Layers of the same window share a mask, which is looked at once.
 
         Args:
             mask: bool [B or 1, 1, n, T].
@@ -113,15 +113,16 @@ class Writer:
         """
         if mask is None:
             return False
-        if self._in_order is None or self._in_order[0]() is not mask:
+        known = self._in_order.get(window)
+        if known is None or known[0]() is not mask or known[1] != start:
             count, width = mask.shape[2:]
             own = torch.arange(start, start + count, device=mask.device)[:, None]
             place = torch.arange(width, device=mask.device)
             seen = place <= own
             if window is not None:
                 seen &= place > own - window
-            self._in_order = weakref.ref(mask), bool((mask == seen).all())
-        return self._in_order[1]
+            known = self._in_order[window] = weakref.ref(mask), start, bool((mask == seen).all())
+        return known[2]
 
     def _placed(self, given: Tensor | None, start: int, count: int) -> Tensor | None:
         """Return the rotary positions that a model gives its tokens, int32 [B, 1, n].

@@ -66,3 +66,11 @@ def test_padding_takes_a_mask(calls: list[Any]) -> None:
         model(ids[:, :21], attention_mask=mask[:, :21], past_key_values=cache)
         model(ids[:, 21:], attention_mask=mask, past_key_values=cache)
     assert not calls
+
+
+def test_a_mask_is_in_order_for_the_window_that_it_was_made_for() -> None:
+    writer = cache_for(llama(num_hidden_layers=1), snapkv(1.0, window=4)).writer
+    mask = torch.ones(1, 1, 3, 10, dtype=torch.bool).tril(7)  # of queries at 7, 8 and 9
+    found = [writer.is_in_order(mask, 7, window) for window in (None, 4, None, 16)]
+    assert found == [True, False, True, True]
+    assert not writer.is_in_order(mask, 6, None)
