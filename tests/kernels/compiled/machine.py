@@ -18,7 +18,6 @@ class Launch:
         args: Its arguments.
         options: Constants and settings of the launch.
         products: Which instruction multiplies matrices, by architecture; none by default.
-        loop: Most instructions of the longest loop; None where there is none to guard.
         wide: Whether loads have to be of 16 bytes or asynchronous.
         text: Pattern of what has to stand in the PTX.
     """
@@ -28,6 +27,5 @@ class Launch:
     args: tuple[Any, ...]
     options: dict[str, Any]
     products: dict[int, str] = field(default_factory=dict)
-    loop: int | None = None
     wide: bool = True
     text: str = ""

@@ -18,7 +18,22 @@ LAUNCHES = [
     for launch in importlib.import_module(f"tests.kernels.compiled.{file.stem}").launches()
 ]
 
-
+# Instructions of the longest loop on sm_90, with Triton 3.9, of every launch that has one.
+LOOPS = {
+    "attn_decode_kivi-4-128-128-torch.bfloat16": 1069, "attn_decode_kivi-2-32-128-torch.bfloat16": 784,
+    "attn_decode_kivi-8-32-128-torch.bfloat16": 927, "attn_decode_kivi-4-64-256-torch.float16": 905,
+    "attn_decode_kivi-2-32-128-torch.float32": 1096,
+    "attn_decode-torch.bfloat16-128-1-False": 364, "attn_decode-torch.bfloat16-128-16-True": 762,
+    "attn_decode-torch.float32-128-1-True": 948,
+    "attn_lse-torch.bfloat16-128-1-False": 430, "attn_mass-torch.bfloat16-128-1-False": 349,
+    "attn_lse-torch.bfloat16-128-4-True": 498, "attn_mass-torch.bfloat16-128-4-True": 602,
+    "attn_lse-torch.bfloat16-256-2-True": 392, "attn_mass-torch.bfloat16-256-2-True": 495,
+    "attn_lse-torch.float32-128-4-True": 776, "attn_mass-torch.float32-128-4-True": 834,
+    "l1_sums-bfloat16": 131, "l1_sums-float32": 116,
+    "linear_of_codes-4608": 110, "linear_of_codes-64": 152, "linear_of_codes-16": 127,
+    "rotate-half": 91, "rotate-interleaved": 88, "rotate-some channels": 115,
+}  # fmt: skip
+LONGER = 1.15  # by which another version of the compiler may differ
 FIRST = {launch.kernel: launch for launch in reversed(LAUNCHES)}  # of each kernel
 BUILT = [(a, launch) for launch in LAUNCHES for a in ARCHS if a == 90 or launch in FIRST.values()]
 
@@ -33,5 +48,6 @@ def test_machine_code(arch: int, launch: Launch) -> None:
     if arch in launch.products:
         assert found.count(launch.products[arch])
     assert re.search(launch.text, found.text)
-    if launch.loop is not None:
-        assert found.loops[0] <= launch.loop
+    if arch == 90:
+        longest = max(found.loops, default=0)
+        assert longest <= LONGER * LOOPS.get(launch.name, 0)
