@@ -39,8 +39,10 @@ def planes(units, BITS: tl.constexpr, ASM: tl.constexpr):
 
     A code is left where it is in its byte, and the other bits are cleared. Read as a float16, such
     a number is subnormal: the code at bit `p` of a byte is itself times 2 ** (p - 24), exactly.
-    Products of matrices take subnormal float16 exactly (Fasi et al., 2021, section 4), so that no
-    code is ever converted.
+    Tensor cores of V100, T4 and A100 take subnormal float16 as they are (Fasi et al., Numerical
+    behavior of NVIDIA tensor cores, PeerJ Computer Science 7:e330, 2021), so that no code is ever
+    converted. Their sums are aligned by the largest exponent: how many bits are kept of sums of
+    such small numbers was not measured on a device; `tests/kernels/test_gpu.py` would show it.
     """
     if not ASM or units.dtype.primitive_bitwidth == 8:
         found = ()
