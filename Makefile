@@ -115,7 +115,7 @@ $(READY): pyproject.toml
 	@touch $@
 
 $(TRITON): $(READY)
-	@$(PIP) install 'triton>=3.2'
+	@$(PIP) install 'triton>=3.5'
 	@touch $@
 
 $(PEERS): $(READY)

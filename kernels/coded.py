@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -38,14 +35,7 @@ def can_attend(
         return False
     queries = 1 << (groups - 1).bit_length()  # each has a sum for every group of channels
     few = queries * sizes[1] * (sizes[1] // width) <= MOST_SUMS
-    return few and ATTEND.takes(q, keys, values) and _multiplies_few_columns()
-
-
-@cache
-def _multiplies_few_columns() -> bool:
-    """Return whether triton multiplies matrices of fewer than 16 columns, as it does from 3.5."""
-    found: str = importlib.import_module("triton").__version__
-    return tuple(map(int, found.split(".")[:2])) >= (3, 5)
+    return few and ATTEND.takes(q, keys, values)
 
 
 def attn_decode_kivi(

@@ -39,6 +39,7 @@ CHOICES = Path(__file__).with_name("choices.json")
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4}
 OPERATORS: dict[str, Operator] = {}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads it once, too
+OLDEST = (3, 5)  # version of triton; before, matrices of few columns could not be multiplied
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _LOG = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ class Operator:
         """Return whether the kernel should run on these tensors, the first of which counts most.
 
         Raises:
-            RuntimeError: If `DIFFCACHE_KERNELS=triton` asks for a kernel and triton is missing.
+            RuntimeError: If `DIFFCACHE_KERNELS=triton` asks for a kernel and there is no triton 3.5
+                or newer.
         """
         first = tensors[0]
         assert first is not None
@@ -91,7 +93,7 @@ class Operator:
         if how == "triton":
             _need_triton()
             return True
-        return first.is_cuda and has_triton() and ratio(self.name, first.device) > 1
+        return first.is_cuda and ratio(self.name, first.device) > 1 and has_triton()
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator."""
@@ -202,8 +204,11 @@ def is_faster(name: str, device: torch.device) -> bool:
 
 @cache
 def has_triton() -> bool:
-    """Return whether triton is installed."""
-    return importlib.util.find_spec("triton") is not None
+    """Return whether triton is installed, and new enough for every kernel."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    version: str = importlib.import_module("triton").__version__
+    return tuple(map(int, version.split(".")[:2])) >= OLDEST
 
 
 def difference(found: Any, expected: Any) -> str | None:
@@ -250,8 +255,8 @@ def _off() -> set[str]:
 def _need_triton() -> None:
     if not has_triton():
         raise RuntimeError(
-            "DIFFCACHE_KERNELS=triton: triton is not installed; pip install 'diffcache[gpu]', or "
-            "use DIFFCACHE_KERNELS=auto"
+            "DIFFCACHE_KERNELS=triton: triton 3.5 or newer is not installed; pip install "
+            "'diffcache[gpu]', or use DIFFCACHE_KERNELS=auto"
         )
 
 

@@ -40,6 +40,13 @@ def test_a_kernel_that_is_asked_for_needs_triton(monkeypatch) -> None:
         forecast.SUM.takes(torch.zeros(3))
 
 
+@pytest.mark.parametrize(("version", "enough"), [("3.4.0", False), ("3.5.1", True), ("3.10", True)])
+def test_old_versions_of_triton_are_as_none(monkeypatch, version: str, enough: bool) -> None:
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+    assert dispatch.has_triton.__wrapped__() is enough
+
+
 @pytest.mark.parametrize("setting", ["grad", "float64", "off", "subclass", "empty"])
 def test_what_a_kernel_does_not_take(monkeypatch, setting: str) -> None:
     monkeypatch.setenv("DIFFCACHE_KERNELS", "triton")
