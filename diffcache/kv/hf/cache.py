@@ -188,9 +188,15 @@ def owned_layers(model: nn.Module, stock: Sequence[Any]) -> list[int]:
         stock: Layers of a cache of transformers for it.
 
     Raises:
-        AttachError: If there are none.
+        AttachError: If there are none, or the cache does not show the states that the model keeps.
     """
     kinds = [type(layer) for layer in stock]
+    stateless = {DynamicLayer, DynamicSlidingWindowLayer}
+    if getattr(model, "_is_stateful", False) and set(kinds) <= stateless:
+        raise AttachError(  # RecurrentGemma before transformers 5.23
+            f"{type(model).__name__} keeps states of its own, which its cache does not show; use "
+            "the cache of transformers, or a newer transformers"
+        )
     owned = [index for index, kind in enumerate(kinds) if kind in (DynamicLayer, FUSED)]
     if not owned and set(kinds) == {DynamicSlidingWindowLayer}:
         return list(range(len(kinds)))
