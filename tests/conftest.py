@@ -1,5 +1,6 @@
 """What every test shares: one thread, one seed, no network, and no GPU tests without a GPU."""
 
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -16,6 +17,9 @@ LONGEST = ("test_compiler.py", "test_interpreter.py", "test_browser.py")
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    # A collection walks through all that torch, diffusers and transformers made when they were
+    # imported: at Python's own threshold that takes an eighth of the time of the suite.
+    gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
