@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import time
@@ -194,6 +195,7 @@ def replicas(
             include_dashboard=False, object_store_memory=STORE_BYTES, logging_level="ERROR",
             log_to_driver=False,
         )  # fmt: skip
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
     films: list[weakref.WeakSet[RemoteFilm]] = [weakref.WeakSet() for _ in range(count)]
     names = [f"diffcache-{uuid.uuid4().hex[:8]}-{number}" for number in range(count)]
     try:
