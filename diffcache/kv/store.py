@@ -104,7 +104,13 @@ class KVStore:
         self._fresh |= (count > 1 and not self.speculative) or not self.seen
 
     def attend(
-        self, index: int, query: Query, valid: Tensor | None = None, *, observe: bool = True
+        self,
+        index: int,
+        query: Query,
+        valid: Tensor | None = None,
+        *,
+        observe: bool = True,
+        noted: Query | None = None,
     ) -> Tensor:
         """Return the attention of queries over a layer, [B, Hq, n, Dv], and take note of them.
 
@@ -114,6 +120,8 @@ class KVStore:
             valid: bool [B, n]; False are queries of padding.
             observe: Whether scorers take note of the queries. Of a chunk that is computed several
                 times, one time should count.
+            noted: The same queries, which see the same, as scorers take note of them; None for
+                `query`. A mask is not kept with the last queries, a window is.
         """
         layer = self.layers[index]
         if layer.mover is not None and self.recipe.retrieve is None:
@@ -122,10 +130,11 @@ class KVStore:
         else:
             out = attend(query, self.views(index, query))
         if observe and self.recipe.observes and index >= self.recipe.skip and self._watches(query):
+            noted = query if noted is None else noted
             if self.speculative:
-                self._pending[index].append(Pending(query, valid))
+                self._pending[index].append(Pending(noted, valid))
             else:
-                self._note(layer, query, valid)
+                self._note(layer, noted, valid)
         return out
 
     def views(self, index: int, query: Query) -> list[View]:

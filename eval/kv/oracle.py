@@ -60,11 +60,10 @@ def logged() -> Iterator[Log]:
         index: int,
         query: Query,
         valid: Tensor | None = None,
-        *,
-        observe: bool = True,
+        **more: Any,
     ) -> Tensor:
         log[index, query.start] = self.layers[index].read().pos.clone()
-        return attend(self, index, query, valid, observe=observe)
+        return attend(self, index, query, valid, **more)
 
     KVStore.attend = spy  # type: ignore[method-assign]
     try:

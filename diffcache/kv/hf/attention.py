@@ -132,10 +132,14 @@ def attention(
     latent = writer.store.layers[handle.number].latent
     few = not refreshing and not latent and decode.takes(query, key, value)
     in_order = few and writer.is_in_order(attention_mask, start, asked.window)
-    if in_order:
+    noted = asked
+    if window is not None and not refreshing:
+        noted = replace(asked, mask=_reached(asked, window), window=None)
+    if not in_order:
+        asked = noted
+    else:
         asked = replace(asked, mask=None, causal=True)
-    elif window is not None and not refreshing:
-        asked = replace(asked, mask=_reached(asked, window), window=None)
+        noted = asked if window is None else noted  # scorers are told the same with kernels on
     if writer.refreshing is not None:
         if latent:
             raise AttachError(
@@ -153,7 +157,7 @@ def attention(
         out = _over_latents(handle, module, asked, (key, value), valid)
         return out.transpose(1, 2).contiguous(), None
     writer.write(handle.number, key, value, valid=valid, position_ids=kwargs.get("position_ids"))
-    out = writer.store.attend(handle.number, asked, valid)
+    out = writer.store.attend(handle.number, asked, valid, noted=noted)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -9,6 +9,7 @@ import torch
 
 from diffcache.kernels import decode
 from diffcache.kv import cache_for, quest, snapkv
+from diffcache.kv.recipes.eviction import tova
 from diffcache.pipelines.zoo.language import build
 from tests.kv.tiny import IDS, llama
 
@@ -54,6 +55,22 @@ def test_generated_and_drafted_tokens_take_the_kernel(
         assert calls == expected
     monkeypatch.setenv("DIFFCACHE_KERNELS", "torch")
     torch.testing.assert_close(found, logits(model, recipe, IDS), atol=2e-5, rtol=2e-5)
+
+
+def test_a_window_is_not_kept_with_the_last_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it is part of a mask: what is dropped does not depend on kernels."""
+    model = build("MistralForCausalLM", "mistral", sliding_window=16)
+    ids = torch.cat([IDS, IDS[:, :6]], 1)
+    found = []
+    for kernels in ("triton", "torch"):
+        monkeypatch.setenv("DIFFCACHE_KERNELS", kernels)
+        cache = cache_for(model, tova(18))
+        with torch.no_grad():
+            for stop, width in ((24, 24), *((stop, 1) for stop in range(25, 31))):
+                mask = torch.ones(1, stop, dtype=torch.long)
+                model(ids[:, stop - width : stop], attention_mask=mask, past_key_values=cache)
+        found.append([layer.meta()["pos"] for layer in cache.store.layers])
+    assert all(map(torch.equal, *found))
 
 
 def test_padding_takes_a_mask(calls: list[Any]) -> None:
