@@ -73,7 +73,7 @@ def announce(writer: Writer, number: int, key: Tensor, value: Tensor) -> None:
             "attention interface (use mode='stock' with a recipe that drops nothing)"
         )
     if not number:
-        writer.handed.clear()
+        writer.begin()
     writer.handed.append(weakref.ref(key))
     _CURRENT.set(_Handle(writer, number, key, value))
 

@@ -63,6 +63,12 @@ class Writer:
         self.past: Tensor | None = None
         self.checked: set[int] = set()
 
+    def begin(self) -> None:
+        """Begin a forward: a mask or positions may be those of the last one with other content."""
+        self.handed.clear()
+        self._mask = self._given = None
+        self._in_order.clear()
+
     def rows(self, index: Tensor) -> None:
         """Keep batch rows, int64 [m]."""
         if self.table is not None and len(self.table) > 1:

@@ -73,6 +73,22 @@ def test_a_window_is_not_kept_with_the_last_queries(monkeypatch: pytest.MonkeyPa
     assert all(map(torch.equal, *found))
 
 
+def test_a_mask_that_was_written_to_is_looked_at_again() -> None:
+    model, recipe = llama(num_hidden_layers=1), snapkv(1.0, window=4)
+    mask = torch.ones(1, 1, 10, 10, dtype=torch.bool).tril()
+    other = mask & (torch.arange(10) >= 3) | torch.eye(10, dtype=torch.bool)
+
+    def read(cache: Any, mask: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            found = model(IDS[:, :10], attention_mask=mask, past_key_values=cache).logits
+        return torch.as_tensor(found)
+
+    expected, cache = read(cache_for(model, recipe), other), cache_for(model, recipe)
+    read(cache, mask)
+    cache.reset()
+    assert torch.equal(read(cache, mask.copy_(other)), expected)
+
+
 def test_padding_takes_a_mask(calls: list[Any]) -> None:
     model = llama(num_hidden_layers=1)
     cache = cache_for(model, snapkv(1.0, window=4))
