@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 NAMESPACE = "diffcache"
 BACKENDS = ("auto", "triton", "torch")
@@ -88,6 +89,9 @@ class Operator:
             return False  # what subclasses do is known to plain operations alone
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
             return False  # kernels have no gradient
+        # ... nor a tangent, and they know nothing of `torch.func.vmap`
+        if torch._C._are_functorch_transforms_active() or any(map(_has_tangent, given)):
+            return False
         if first.dtype not in DTYPES or not first.numel() or self.off or self.name in _off():
             return False
         if how == "triton":
@@ -250,6 +254,10 @@ def device_name(index: int) -> str:
 
 def _off() -> set[str]:
     return set(os.environ.get("DIFFCACHE_KERNELS_OFF", "").replace(" ", "").split(","))
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _need_triton() -> None:

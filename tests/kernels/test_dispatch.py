@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from diffcache.kernels import configs, dispatch, forecast
 from diffcache.kernels.dispatch import Operator
@@ -66,6 +67,30 @@ def test_what_a_kernel_does_not_take(monkeypatch, setting: str) -> None:
     else:
         tensor = torch.zeros(0)
     assert not forecast.SUM.takes(tensor)
+
+
+@pytest.mark.parametrize("transform", ["dual", "jvp", "vmap"])
+def test_a_kernel_is_not_asked_for_where_it_would_lose_a_tangent(monkeypatch, transform) -> None:
+    monkeypatch.setenv("DIFFCACHE_KERNELS", "triton")
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    asked, tensor = [], torch.ones(3)
+
+    def run(x):
+        asked.append(forecast.SUM.takes(torch.ones(3), x))
+        return x
+
+    with torch.no_grad():
+        run(tensor)
+        if transform == "dual":
+            with forward_ad.dual_level():
+                run(forward_ad.make_dual(tensor, tensor))
+        elif transform == "jvp":
+            torch.func.jvp(run, (tensor,), (tensor,))
+        else:
+            torch.func.vmap(run)(tensor)
+        run(tensor)
+    assert asked == [True, False, True]
 
 
 def test_ratios_come_from_a_record(monkeypatch, tmp_path) -> None:
