@@ -133,6 +133,33 @@ def test_a_check_turns_a_wrong_kernel_off(monkeypatch, caplog, wrong: bool) -> N
     assert launched == [None]
 
 
+def test_a_check_knows_results_that_are_arguments_too(monkeypatch) -> None:
+    """Differences are written over the old ones, which the kernel is given as well."""
+
+    def kernel(feature, old, room, distances):
+        forecast.write_twin(feature, old, room, distances)
+
+    monkeypatch.setattr(dispatch, "kernel_module", lambda name: SimpleNamespace(run=kernel))
+    monkeypatch.setenv("DIFFCACHE_CHECK", "1")
+    operator = Operator("own", forecast.write_twin, "nowhere:run", dispatch.no_products)
+    old = [torch.ones(3), torch.full((3,), 2.0)]
+    operator.launch(torch.full((3,), 4.0), old, [old[1], torch.empty(3)], [1.0, 1.0])
+    assert not operator.off
+    assert torch.equal(old[1], torch.full((3,), 3.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_check_allows_for_the_dtype_of_the_products(monkeypatch, dtype) -> None:
+    def kernel(x):
+        return x.float() * 1.001
+
+    monkeypatch.setattr(dispatch, "kernel_module", lambda name: SimpleNamespace(run=kernel))
+    monkeypatch.setenv("DIFFCACHE_CHECK", "1")
+    operator = Operator("own", lambda x: x.float(), "nowhere:run", dispatch.no_products)
+    operator.launch(torch.ones(3, dtype=dtype))
+    assert operator.off is (dtype == torch.float32)
+
+
 def test_a_difference_of_infinities_and_nan_is_none() -> None:
     inf = torch.tensor([-torch.inf, 1.0])
     assert dispatch.difference([inf], [inf.clone()]) is None
