@@ -131,8 +131,13 @@ def _alike(
 
 
 def _writable(old: Tensor, feature: Tensor) -> bool:
-    """Return whether a held difference may be written over: it lies as the fresh feature does."""
+    """Return whether a held difference may be written over.
+
+    It lies as the fresh feature does and without gaps, as kernels go over memory from end to end.
+    """
     alike = old.shape == feature.shape and old.stride() == feature.stride()
+    if alike and not old.is_contiguous():
+        alike = old.stride() == torch.empty_like(old, device="meta").stride()
     return alike and (torch.is_inference_mode_enabled() or not old.is_inference())
 
 
