@@ -25,6 +25,8 @@ def kv_scatter(k: Tensor, v: Tensor, new_k: Tensor, new_v: Tensor, index: Tensor
     alike = k.dtype == new_k.dtype and v.dtype == new_v.dtype
     fits = new_k.shape[:3] == new_v.shape[:3] == (*k.shape[:2], index.shape[-1])
     fits = fits and len(index) == (len(k) if index.dim() == 2 else index.shape[-1])
+    fits = fits and k.shape[:3] == v.shape[:3] and k.stride(3) == v.stride(3) == 1
+    fits = fits and (k.shape[3], v.shape[3]) == (new_k.shape[3], new_v.shape[3]) and v.numel() > 0
     run = SCATTER if alike and fits and SCATTER.takes(k, v, new_k, new_v, index) else scatter_twin
     run(k, v, new_k, new_v, index)
 
@@ -71,6 +73,7 @@ def kv_gather(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         `[B, H, n, D]` and `[B, H, n, Dv]`, copies.
     """
     fits = len(index) == len(k) and index.shape[1] in (1, k.shape[1])
+    fits = fits and k.shape[:3] == v.shape[:3] and v.numel() > 0
     run = GATHER if fits and GATHER.takes(k, v, index) else gather_twin
     found: tuple[Tensor, Tensor] = run(k, v, index)
     return found
