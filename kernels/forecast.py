@@ -63,6 +63,14 @@ def sum_twin(
     return total.clone() if total is terms[0] else total
 
 
+def _sum_like(
+    terms: list[Tensor], weights: list[float], base: Tensor | None, gate: Tensor | None
+) -> Tensor:
+    """Return what `sum_twin` returns, with the strides that compilers were told."""
+    found, like = sum_twin(terms, weights, base, gate), torch.empty_like(terms[0])
+    return found if found.stride() == like.stride() else like.copy_(found)
+
+
 def finite_differences(
     factors: Sequence[Tensor], feature: Tensor, distances: Sequence[float]
 ) -> list[Tensor]:
@@ -151,7 +159,7 @@ def _nothing(*_: Any) -> None:
 
 SUM = define(
     "weighted_sum(Tensor[] terms, float[] weights, Tensor? base, Tensor? gate) -> Tensor",
-    sum_twin, _like, "forecast:weighted_sum", no_products,
+    _sum_like, _like, "forecast:weighted_sum", no_products,
 )  # fmt: skip
 DIFFERENCES = define(
     "finite_differences(Tensor feature, Tensor[] old, Tensor(a!)[] room, float[] distances) -> ()",

@@ -85,6 +85,12 @@ def gather_twin(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     return gather_slots(k, wide), gather_slots(v, wide)
 
 
+def _gather_twin(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `gather_twin` returns, with the strides that compilers were told."""
+    found_k, found_v = gather_twin(k, v, index)
+    return found_k.contiguous(), found_v.contiguous()
+
+
 def gather_slots(x: Tensor, index: Tensor) -> Tensor:
     """Return the slots at `index`.
 
@@ -131,5 +137,5 @@ SCATTER = define(
 )  # fmt: skip
 GATHER = define(
     "kv_gather(Tensor k, Tensor v, Tensor index) -> (Tensor, Tensor)",
-    gather_twin, _gathered, "move:kv_gather", no_products,
+    _gather_twin, _gathered, "move:kv_gather", no_products,
 )  # fmt: skip

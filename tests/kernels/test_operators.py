@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffcache.kernels import dispatch
+from diffcache.kernels import dispatch, forecast, move
 from tests.kernels.cases import DTYPES, Case, cases, check, copied
 
 ALL = [case for dtype in DTYPES for case in cases(dtype)]
@@ -45,6 +45,16 @@ def test_shapes_are_known_without_numbers(case: Case) -> None:
     assert [(t.shape, t.dtype, t.stride()) for t in found] == [
         (t.shape, t.dtype, t.stride()) for t in expected
     ]
+
+
+def test_results_lie_as_compilers_are_told_where_arguments_lie_otherwise() -> None:
+    """Where a kernel is turned off, compiled code meets the results of its twin."""
+    turned, plain = torch.ones(6, 4).t(), torch.ones(4, 6)
+    terms = [turned, plain], [1.0, 2.0], plain, torch.ones(4, 1)
+    torch.library.opcheck(forecast.SUM.op, terms)
+    held = torch.ones(2, 8, 3, 4).transpose(1, 2)[..., 1:]
+    slots = torch.zeros(2, 1, 2, dtype=torch.long)
+    torch.library.opcheck(move.GATHER.op, (held, held[..., ::2], slots))
 
 
 @EACH
