@@ -83,7 +83,7 @@ def decode_kernel(
         total = total * old[:, None]
         total += tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         top = new
-    some = tl.where(mass > 0, mass, 1.0)
+    some = tl.where(mass == 0, 1.0, mass)  # NaN stays
     before = (share.to(tl.int64) * tl.num_programs(2) + both) * GROUPS * count
     at = before + member * count + query
     there = live[:, None] & (vcols < VSIZE)[None, :]
@@ -106,7 +106,7 @@ def combine_kernel(
     safe = tl.where(top == -float("inf"), 0.0, top)
     weight = tl.exp(log - safe)
     mass = tl.sum(weight, 0)
-    some = tl.where(mass > 0, mass, 1.0)
+    some = tl.where(mass == 0, 1.0, mass)
     part = tl.load(
         parts + (share * rows + row)[:, None] * SIZE + cols[None, :],
         mask=live[:, None] & (cols < SIZE)[None, :], other=0.0,

@@ -62,7 +62,7 @@ def lse_kernel(
         safe = tl.where(new == -float("inf"), 0.0, new)
         mass = mass * tl.exp2(top - safe) + tl.sum(tl.exp2(logit - safe[:, None]), 1)
         top = new
-    found = (top + tl.log2(tl.where(mass > 0, mass, 1.0))) * 0.6931471805599453
+    found = (top + tl.log2(tl.where(mass == 0, 1.0, mass))) * 0.6931471805599453
     out += (share.to(tl.int64) * tl.num_programs(1) + both) * GROUPS * count
     tl.store(out + member * count + query, found, mask=live)
 
@@ -89,11 +89,10 @@ def mass_kernel(
     total = tl.zeros([KEYS], tl.float32)
     for block in range(first, tl.cdiv(count * GROUPS, ROWS)):
         row = block * ROWS + tl.arange(0, ROWS)
-        query, member = row // GROUPS, row % GROUPS
-        live = query < count
+        live = row // GROUPS < count  # others repeat the last query, as 0 times infinity is NaN
+        query, member = tl.minimum(row // GROUPS, count - 1), row % GROUPS
         place = member.to(tl.int64) * q1 + query.to(tl.int64) * q2
-        here = live[None, :] & (cols < SIZE)[:, None]
-        asked = tl.load(q + place[None, :] + cols[:, None], mask=here, other=0.0)
+        asked = tl.load(q + place[None, :] + cols[:, None], mask=(cols < SIZE)[:, None], other=0.0)
         log = tl.load(lse + member * count + query, mask=live, other=float("inf"))
         log = tl.where(log == -float("inf"), float("inf"), log)  # a query that sees nothing
         logit = tl.dot(held, asked, input_precision="ieee") * scale

@@ -53,7 +53,7 @@ def merge_kernel(
         total, mass, top = add_part(total, mass, top, o6, l6, at, rows, live, here)
     if PARTS > 7:
         total, mass, top = add_part(total, mass, top, o7, l7, at, rows, live, here)
-    some = tl.where(mass > 0, mass, 1.0)
+    some = tl.where(mass == 0, 1.0, mass)  # NaN stays
     found = total / some[:, None]
     tl.store(out + at, found.to(out.dtype.element_ty), mask=here)
     tl.store(lse + rows, top + tl.log(some), mask=live)

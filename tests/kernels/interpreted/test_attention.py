@@ -46,6 +46,28 @@ def launched(monkeypatch: pytest.MonkeyPatch, *operators: Any) -> list[str]:
     return names
 
 
+@pytest.mark.parametrize("wrong", ["a query", "a key"])
+def test_numbers_that_are_none_are_not_hidden(wrong: str) -> None:
+    q, k, v = drawn(2)
+    (q if wrong == "a query" else k)[0, 0, 1, 3] = math.nan
+    out, lse = attn_decode(q, k, v, SCALE)
+    wanted = decode.decode_twin(q, k, v, SCALE, None, None, 0)
+    for found, other in ((out, wanted[0]), (lse, wanted[1]), (attn_lse(q, k, SCALE), wanted[1])):
+        assert torch.equal(found.isnan(), other.isnan())
+        assert other.isnan().any()
+    outs, lses = [torch.ones(B, HQ, 2, D)] * 2, [torch.zeros(B, HQ, 2), lse]
+    assert torch.equal(lse_merge(outs, lses)[1].isnan(), lse.isnan())
+
+
+def test_a_key_that_no_query_attends_to_gets_no_mass() -> None:
+    q, k = torch.ones(1, 1, 5, D), torch.ones(1, 1, 40, D)
+    k[:, :, 3] = -math.inf
+    found = attn_mass(q, k, attn_lse(q, k, SCALE), SCALE)
+    torch.testing.assert_close(
+        found[0, 0], torch.full((40,), 5 / 39).index_fill(0, torch.tensor(3), 0)
+    )
+
+
 @pytest.mark.parametrize("cuts", [(0, 70, 140), (0, 1, 64, 139, 140)])
 def test_parts_of_the_keys_merge_to_the_whole_in_any_order(cuts: tuple[int, ...]) -> None:
     q, k, v = drawn(2)
