@@ -31,6 +31,7 @@ def can_quantize(x: Tensor, bits: float, each: int, width: int) -> bool:
         width: Channels of a group; 1 where groups run along tokens.
     """
     fits = bits in BITS and each <= MOST_SLOTS and width <= MOST_CHANNELS
+    fits = fits and not x.shape[2] % each
     return fits and _whole_bytes(bits, width, x.shape[-1]) and QUANT.takes(x)
 
 

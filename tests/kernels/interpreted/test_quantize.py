@@ -42,6 +42,11 @@ def test_kernels_run_where_they_can_and_are_not_asked_elsewhere() -> None:
     assert made.decode().isfinite().all()
 
 
+def test_slots_that_are_no_whole_groups_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="shape"):
+        quantize.quant_groups(tensor(torch.float32)[:, :, :33], 2, 32, 1, 3, False)
+
+
 def test_a_group_with_a_number_that_is_none_comes_back_as_none() -> None:
     x = tensor(torch.float32)
     x[0, 0, 3, 4] = float("nan")
