@@ -30,8 +30,8 @@ def can_attend(
     """
     fits = {key_bits, value_bits} <= {2, 4, 8} and sizes[0] in SIZES and sizes[1] in SIZES
     alike = len(q) == len(keys) == len(values) and q.dtype in DTYPES and values.shape[2] > 0
-    groups = q.shape[1] // keys.shape[1]
-    if not fits or not alike or each % 16 or sizes[1] % width or groups > 16:
+    groups, left = divmod(q.shape[1], keys.shape[1])
+    if not fits or not alike or left or each % 16 or sizes[1] % width or groups > 16:
         return False
     queries = 1 << (groups - 1).bit_length()  # each has a sum for every group of channels
     few = queries * sizes[1] * (sizes[1] // width) <= MOST_SUMS

@@ -53,6 +53,15 @@ def test_a_layer_is_attended_to_in_its_codes(
     assert float((found.double() - exact).norm() / exact.norm()) < LIMITS[dtype]
 
 
+def test_heads_that_are_no_multiple_are_refused(calls: list[int]) -> None:
+    q, *rest = next(attention(torch.float32)).args
+    keys, key_grid, values, value_grid, *settings = rest
+    twice = [x.repeat(1, 2, *[1] * (x.dim() - 2)) for x in (keys, key_grid, values, value_grid)]
+    with pytest.raises(RuntimeError, match="unflatten"):
+        coded.attn_decode_kivi(q.repeat(1, 3, 1), *twice, *settings)
+    assert not calls
+
+
 def test_codes_are_decoded_where_a_query_does_not_see_all_of_them_alike(calls: list[int]) -> None:
     held = layer(pair(), 103, torch.float32)
     mask = torch.ones(2, 1, 1, 103, dtype=torch.bool)
