@@ -42,7 +42,7 @@ def rotate(
         raise ValueError(
             f"start={start}: x must be [B, H, S, D] with channels up to {end}, got {list(x.shape)}"
         )
-    run = ROTATE if ROTATE.takes(x, angles) else rotate_twin
+    run = ROTATE if angles.numel() and ROTATE.takes(x, angles) else rotate_twin
     found: Tensor = run(x, angles, scale, back, start, interleaved)
     return found
 
@@ -57,7 +57,10 @@ def rotate_twin(
     end = start + 2 * angles.shape[-1]
     wide = x[..., start:end].to(work)
     if interleaved:  # adjacent pairs are complex numbers: one pass over memory
-        pairs = torch.view_as_complex(wide.contiguous().unflatten(-1, (-1, 2)))
+        wide = wide.contiguous()
+        if any(step % 2 for step in (wide.storage_offset(), *wide.stride()[:-1])):
+            wide = wide.clone(memory_format=torch.contiguous_format)  # complex ones begin at pairs
+        pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
         turned = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
         parts = [turned.to(x.dtype)]
     else:

@@ -29,6 +29,21 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 @LAYOUTS
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_what_begins_at_an_odd_place_is_turned_as_elsewhere(
+    backend: str, interleaved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIFFCACHE_KERNELS", backend)
+    x, angles = drawn(1, 2, 6, 16), drawn(6, 8, seed=1)
+    odd = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    assert torch.equal(*(rotate(each, angles, interleaved=interleaved) for each in (odd, x)))
+    one = drawn(1, 1, 1, 17)  # a head of odd size
+    whole = rotate(one[..., :16].clone(), angles[:1], interleaved=interleaved)
+    assert torch.equal(rotate(one, angles[:1], interleaved=interleaved)[..., :16], whole)
+    assert torch.equal(rotate(x, angles[:, :0], interleaved=interleaved), x)
+
+
+@LAYOUTS
 def test_turning_a_query_back_is_turning_a_key_forth(interleaved: bool) -> None:
     q, k = drawn(1, 2, 6, 16, seed=1), drawn(1, 2, 6, 16, seed=2)
     angles = 20 * drawn(6, 8, seed=3)
