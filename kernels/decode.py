@@ -37,8 +37,8 @@ def attn_decode(
         k: Keys [B or 1, H, N, D], of the same dtype.
         v: Values [B or 1, H, N, Dv], of the same dtype.
         scale: Factor of the logits.
-        slots: Integers [B or 1, H or 1, P], the slot that is read for each place; none for a
-            negative one.
+        slots: Integers [B or 1, H or 1, P], the slot that is read for each place; none for one
+            below 0 or from N on.
         offset: Query i sees places 0 to `offset + i`; None: all of them.
         window: Last places up to its own that a query sees; 0 for all of those.
 
@@ -72,7 +72,7 @@ def decode_twin(
     width = k.shape[2] if slots is None else slots.shape[2]
     seen = _seen(count, width, offset, window, q.device)[None, None]
     if slots is not None:
-        seen = seen & (slots >= 0)[:, :, None]
+        seen = seen & ((slots >= 0) & (slots < k.shape[2]))[:, :, None]
         k, v = (_listed(x, slots, batch) for x in (k, v))
     rows = q.float().reshape(batch, k.shape[1], -1, size)
     logits = (rows @ k.float().mT).unflatten(2, (-1, count)) * scale

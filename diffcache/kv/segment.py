@@ -361,7 +361,7 @@ class Listed:
 
     Attributes:
         slots: What they are chosen from, keys as queries meet them.
-        index: int64 [B, 1 or H, n], slots of each row.
+        index: int64 [B, 1 or H, n], slots of each row, none of which is empty.
         keep: bool like `index`, False where it is filled up; None where it is not.
         below: What the positions of all chosen slots are below.
     """

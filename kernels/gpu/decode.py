@@ -21,7 +21,7 @@ CANDIDATES = {"attn_decode": combinations(KEYS=(32, 64, 128), num_warps=(4, 8), 
 @triton.jit
 def decode_kernel(
     out, lse, q, k, v, slots, scale, q0, q1, q2, k0, k1, k2, v0, v1, v2, s0, s1,
-    heads, count, width, offset, window,
+    heads, count, width, held, offset, window,
     SLOTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, VSIZE: tl.constexpr,
     VWIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -60,8 +60,8 @@ def decode_kernel(
         if SLOTS:
             slot = tl.load(slots + batch * s0 + head * s1 + place, mask=there, other=-1)
             slot = slot.to(tl.int64)
-            there = slot >= 0
-        held = tl.load(
+            there = slot.to(tl.uint64, bitcast=True) < held  # a negative one is large
+        key = tl.load(
             k + slot[None, :] * k2 + cols[:, None],
             mask=there[None, :] & (cols < SIZE)[:, None], other=0.0,
         )  # fmt: skip
@@ -69,7 +69,7 @@ def decode_kernel(
             v + slot[:, None] * v2 + vcols[None, :],
             mask=there[:, None] & (vcols < VSIZE)[None, :], other=0.0,
         )  # fmt: skip
-        logit = tl.dot(asked, held, input_precision="ieee") * (scale * 1.4426950408889634)
+        logit = tl.dot(asked, key, input_precision="ieee") * (scale * 1.4426950408889634)
         seen = there[None, :]
         if CAUSAL:
             seen = seen & (place[None, :] <= own[:, None])
@@ -144,7 +144,7 @@ def attn_decode(
     widths = [max(triton.next_power_of_2(x), 16) for x in (size, last)]
     decode_kernel[(shares, tiled, batch * heads)](
         parts, logs, q, k, v, logs if slots is None else slots, scale, *strides,
-        heads, count, width, offset or 0, window,
+        heads, count, width, held, offset or 0, window,
         SLOTS=slots is not None, CAUSAL=offset is not None, WINDOW=window > 0,
         GROUPS=asking // heads, SIZE=size, WIDTH=widths[0], VSIZE=last, VWIDTH=widths[1], **options,
     )  # fmt: skip

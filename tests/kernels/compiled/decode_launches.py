@@ -22,7 +22,7 @@ def launches() -> list[Launch]:
     ):  # fmt: skip
         data = MockTensor(dtype)
         row = 32768 * size
-        numbers = 0.5, *[8 * row, row, size] * 3, 8 * 4096, 4096, 8, count, 32768, 4096, 1024
+        numbers = 0.5, *[8 * row, row, size] * 3, 8 * 4096, 4096, 8, count, 32768, 40960, 4096, 1024
         options = dict.fromkeys(("SLOTS", "CAUSAL", "WINDOW"), extra) | {
             "GROUPS": groups, "SIZE": size, "WIDTH": size, "VSIZE": size, "VWIDTH": size,
             **decode.tiles(dtype, size, groups * count),

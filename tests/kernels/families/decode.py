@@ -43,7 +43,9 @@ def exact(
                 seen = [
                     slot
                     for place, slot in enumerate(places)
-                    if place <= at and (not window or place > at - window) and slot >= 0
+                    if place <= at
+                    and (not window or place > at - window)
+                    and 0 <= slot < k.shape[2]
                 ]
                 if not seen:
                     continue
@@ -75,6 +77,7 @@ def decodes(dtype: torch.dtype) -> Iterator[Case]:
     q, k, v = (drawn(2, heads, n, 32, n) for heads, n in ((4, 3), (2, 200), (2, 200)))
     many = torch.stack([torch.randperm(200)[:160] for _ in range(4)]).view(2, 2, 160).int()
     many[:, 0, 40:77] = -1
+    many[0, 1, 20:30] = 200
     many[1, 1] = -1
     for number, limits in enumerate(LIMITS):
         yield case(f"limits{number}", q, k, v, 0.2, None, *limits)
