@@ -198,6 +198,8 @@ def chosen() -> str:
     return found
 
 
+# A compiler cannot trace what reads files.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def ratio(name: str, device: torch.device) -> float:
     """Return how much faster a kernel was measured on this kind of device; 0 if it was not."""
     return float(measured().get(device_name(device.index or 0), {}).get(name, 0))
@@ -208,9 +210,14 @@ def is_faster(name: str, device: torch.device) -> bool:
     return chosen() != "torch" and name not in _off() and ratio(name, device) > 1
 
 
-@cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_triton() -> bool:
     """Return whether triton is installed, and new enough for every kernel."""
+    return _found_triton()
+
+
+@cache
+def _found_triton() -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     version: str = importlib.import_module("triton").__version__

@@ -45,7 +45,7 @@ def test_a_kernel_that_is_asked_for_needs_triton(monkeypatch) -> None:
 def test_old_versions_of_triton_are_as_none(monkeypatch, version: str, enough: bool) -> None:
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
-    assert dispatch.has_triton.__wrapped__() is enough
+    assert dispatch._found_triton.__wrapped__() is enough
 
 
 @pytest.mark.parametrize("setting", ["grad", "float64", "off", "subclass", "empty"])
@@ -102,6 +102,12 @@ def test_ratios_come_from_a_record(monkeypatch, tmp_path) -> None:
     try:
         assert dispatch.ratio("weighted_sum", torch.device("cuda", 0)) == 1.8
         assert dispatch.ratio("another", torch.device("cuda", 0)) == 0
+
+        @torch.compile(fullgraph=True, backend="eager")
+        def compiled(x):
+            return x * dispatch.ratio("weighted_sum", torch.device("cuda", x.dim() - 1))
+
+        torch.testing.assert_close(compiled(torch.ones(1)), torch.tensor([1.8]))
     finally:
         dispatch.measured.cache_clear()
 

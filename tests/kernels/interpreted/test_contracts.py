@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.kernels import dispatch, forecast
+from diffcache.kernels import decode, dispatch, forecast
 from diffcache.pipelines.zoo.catalog import cases
 
 STEPS = 7
@@ -38,6 +38,21 @@ def launched(monkeypatch):
         lambda self, *args: names.append(self.name) or plain(self, *args),
     )
     return names
+
+
+def test_a_compiler_follows_what_chooses_kernels(launched) -> None:
+    def call(x):
+        held = x.view(1, 1, 4, 8)
+        return decode.attn_decode(held[:, :, :1], held, held, 0.5)[0].sum() + forecast.weighted_sum(
+            [x, x.flip(0)], [1.0, 0.5]
+        )
+
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain, names = call(x), launched.copy()
+        found = torch.compile(call, fullgraph=True, backend="eager")(x)
+    assert torch.equal(found, plain)
+    assert launched == [*names, *names]
 
 
 @pytest.mark.parametrize("site", ["stack", "block", "module", "model"])
