@@ -28,7 +28,7 @@ def int8_codes(values: Tensor, scale: float | Tensor, zero: int | Tensor, bits: 
     """
     width, scales = (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
     middle, zeros = (0, zero) if isinstance(zero, Tensor) else (zero, None)
-    if _takes(values, scales, zeros):
+    if width and _takes(values, scales, zeros):
         codes: Tensor = CODES(values, width, middle, scales, zeros, bits)
         return codes
     return codes_twin(values, scale, zero, bits)

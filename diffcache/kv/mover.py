@@ -92,8 +92,8 @@ class Mover:
             return
         keys = tail.keys(count)
         own = keys.clone()
-        keys.copy_(self.rotation.shift(own, gap))
         try:
+            keys.copy_(self.rotation.shift(own, gap))
             yield parts_of([], tail, seen)
         finally:
             keys.copy_(own)
