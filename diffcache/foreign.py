@@ -29,6 +29,9 @@ INT_MM = torch.ops.aten._int_mm
 int_mm: Callable[[Tensor, Tensor], Tensor] = torch._int_mm
 add_all: Callable[..., Iterable[Tensor]] = torch._foreach_add  # one launch for many tensors
 
+# Whether this runs inside `torch.func.vmap`, `grad` or `jvp`.
+is_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
 DispatchMode = _python_dispatch.TorchDispatchMode  # a public class of a private module
 current_dispatch_mode: Callable[[], Any] = _python_dispatch._get_current_dispatch_mode
 

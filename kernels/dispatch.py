@@ -32,6 +32,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from diffcache.foreign import is_transforming
+
 NAMESPACE = "diffcache"
 BACKENDS = ("auto", "triton", "torch")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -90,7 +92,7 @@ class Operator:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
             return False  # kernels have no gradient
         # ... nor a tangent, and they know nothing of `torch.func.vmap`
-        if torch._C._are_functorch_transforms_active() or any(map(_has_tangent, given)):
+        if is_transforming() or any(map(_has_tangent, given)):
             return False
         if first.dtype not in DTYPES or not first.numel() or self.off or self.name in _off():
             return False

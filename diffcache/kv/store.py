@@ -104,13 +104,7 @@ class KVStore:
         self._fresh |= (count > 1 and not self.speculative) or not self.seen
 
     def attend(
-        self,
-        index: int,
-        query: Query,
-        valid: Tensor | None = None,
-        *,
-        observe: bool = True,
-        noted: Query | None = None,
+        self, index: int, query: Query, valid: Tensor | None = None, *, observe: bool = True
     ) -> Tensor:
         """Return the attention of queries over a layer, [B, Hq, n, Dv], and take note of them.
 
@@ -120,8 +114,6 @@ class KVStore:
             valid: bool [B, n]; False are queries of padding.
             observe: Whether scorers take note of the queries. Of a chunk that is computed several
                 times, one time should count.
-            noted: The same queries, which see the same, as scorers take note of them; None for
-                `query`. A mask is not kept with the last queries, a window is.
         """
         layer = self.layers[index]
         if layer.mover is not None and self.recipe.retrieve is None:
@@ -129,13 +121,20 @@ class KVStore:
                 out = attend(query, views)
         else:
             out = attend(query, self.views(index, query))
-        if observe and self.recipe.observes and index >= self.recipe.skip and self._watches(query):
-            noted = query if noted is None else noted
-            if self.speculative:
-                self._pending[index].append(Pending(noted, valid))
-            else:
-                self._note(layer, noted, valid)
+        if observe:
+            self.take_note(index, query, valid)
         return out
+
+    def take_note(self, index: int, query: Query, valid: Tensor | None = None) -> None:
+        """Let scorers look at queries, as `attend` does, if these will ever be looked at."""
+        trigger = self.recipe.trigger
+        counts = trigger is None or trigger.decoding or query.count > 1 or self._fresh
+        if not self.recipe.observes or index < self.recipe.skip or not counts:
+            return
+        if self.speculative:
+            self._pending[index].append(Pending(query, valid))
+        else:
+            self._note(self.layers[index], query, valid)
 
     def views(self, index: int, query: Query) -> list[View]:
         """Return what queries of a layer read."""
@@ -336,17 +335,10 @@ class KVStore:
         Tensors of the recipe (bases, codebooks, trained heads) are like weights and do not count.
         """
         brought = {_storage(tensor) for tensor in tensors(self.recipe)}
-        storages = {
-            _storage(tensor): tensor.untyped_storage().nbytes() for tensor in self.tensors()
-        }
+        storages = {_storage(x): x.untyped_storage().nbytes() for x in self.tensors()}
         return sum(size for place, size in storages.items() if place not in brought)
 
     # within --------------------------------------------------------------------------------
-
-    def _watches(self, query: Query) -> bool:
-        """Return whether these queries will ever be looked at."""
-        trigger = self.recipe.trigger
-        return trigger is None or trigger.decoding or query.count > 1 or self._fresh
 
     def _check_queries(self) -> None:
         """Refuse to score by fewer queries than the recipe looks at, others being unknown."""

@@ -60,10 +60,11 @@ def logged() -> Iterator[Log]:
         index: int,
         query: Query,
         valid: Tensor | None = None,
-        **more: Any,
+        *,
+        observe: bool = True,
     ) -> Tensor:
         log[index, query.start] = self.layers[index].read().pos.clone()
-        return attend(self, index, query, valid, **more)
+        return attend(self, index, query, valid, observe=observe)
 
     KVStore.attend = spy  # type: ignore[method-assign]
     try:

@@ -133,13 +133,13 @@ def attention(
     few = not refreshing and not latent and decode.takes(query, key, value)
     in_order = few and writer.is_in_order(attention_mask, start, asked.window)
     noted = asked
-    if window is not None and not refreshing:
+    if window is not None and not refreshing and (writer.store.recipe.observes or not in_order):
         noted = replace(asked, mask=_reached(asked, window), window=None)
-    if not in_order:
-        asked = noted
-    else:
+    if in_order:
         asked = replace(asked, mask=None, causal=True)
         noted = asked if window is None else noted  # scorers are told the same with kernels on
+    else:
+        asked = noted
     if writer.refreshing is not None:
         if latent:
             raise AttachError(
@@ -157,7 +157,8 @@ def attention(
         out = _over_latents(handle, module, asked, (key, value), valid)
         return out.transpose(1, 2).contiguous(), None
     writer.write(handle.number, key, value, valid=valid, position_ids=kwargs.get("position_ids"))
-    out = writer.store.attend(handle.number, asked, valid, noted=noted)
+    out = writer.store.attend(handle.number, asked, valid, observe=False)
+    writer.store.take_note(handle.number, noted, valid)
     return out.transpose(1, 2).contiguous(), None
 
 
