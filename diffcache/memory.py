@@ -12,6 +12,7 @@ from torch import nn
 from diffcache.attach.handle import Handle
 from diffcache.attach.inputs import INPUTS, Size, inputs_of
 from diffcache.attach.reuse.extension import FeatureReuse
+from diffcache.attach.run import Timeline
 from diffcache.errors import AttachError
 from diffcache.features.base import Method
 from diffcache.features.combine import Combine
@@ -85,7 +86,19 @@ def bytes_of(
                     for index in range(1, _RECORDS):
                         fresh = torch.empty(shape, dtype=kind, device=device)
                         reuse.setup.instead.record(state, Step(index), fresh)
+        _fill_gates(reuse, run.timelines[denoiser])
         return sum(tensor.nbytes for tensor in denoiser.tensors(run))
+
+
+def _fill_gates(reuse: FeatureReuse, timeline: Timeline) -> None:
+    """Let the gates of a run see as many probes as their forecasts ever hold."""
+    when = reuse.setup.parts.when
+    decisions = [timeline.storage[reuse], *(b.storage[reuse].decision for b in timeline.branches)]
+    states = {id(each.state): each.state for each in decisions if each.state is not None}
+    for state in states.values():
+        for probe in when.held(state)[:1]:
+            for index in range(1, _RECORDS):
+                when.computed(state, Step(index), torch.empty_like(probe))
 
 
 def size_of(target: Any, model: nn.Module, given: Mapping[str, int | None]) -> Size:

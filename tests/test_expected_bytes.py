@@ -17,6 +17,7 @@ METHODS = [
     ("taylorseer", {"every": 3, "site": "module"}),
     ("interval", {"every": 3, "site": "block", "hold": "int8"}),
     ("first-block", {"threshold": 1e9}),
+    ("confidence-gated-taylor", {"threshold": 0.1, "warmup": 5}),  # a forecast of its probe, too
 ]
 
 
