@@ -27,6 +27,7 @@ CONVS = [
     dict(kernel_size=3, stride=2, padding=1, bias=False),
     dict(kernel_size=(3, 2), padding=(2, 1), dilation=(2, 1)),
     dict(kernel_size=3, padding="same", groups=2),
+    dict(kernel_size=1, groups=2, stride=2),
     dict(kernel_size=3, padding=1, padding_mode="reflect"),
 ]
 
@@ -89,7 +90,7 @@ def test_conv_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(at(0, layer, x), whole)
 
 
-@pytest.mark.parametrize("shape", [(3, 5, 2), (1, 2100, 4), (40, 1024, 8), (17, 3, 1)])
+@pytest.mark.parametrize("shape", [(3, 5, 2), (1, 2100, 4), (40, 1024, 8), (17, 3, 1), (9, 1, 4)])
 def test_both_products_are_exact(shape: tuple[int, int, int]) -> None:
     m, k, n = shape
     a = torch.randint(-128, 128, (m, k), dtype=torch.int8)
@@ -98,6 +99,12 @@ def test_both_products_are_exact(shape: tuple[int, int, int]) -> None:
     exact = (a.double() @ b.double().t()).to(torch.int32)
     assert torch.equal(int_matmul(a, b), exact)
     assert torch.equal(float_matmul(a, b), exact)
+
+
+def test_rows_that_are_one_in_memory_multiply_as_others() -> None:
+    a = torch.arange(5, dtype=torch.int8).expand(7, 5)
+    b = torch.randint(-128, 128, (3, 5), dtype=torch.int8)
+    assert torch.equal(int_matmul(a, b), int_matmul(a.contiguous(), b))
 
 
 def test_empty_batch() -> None:
