@@ -107,6 +107,16 @@ def test_rows_that_are_one_in_memory_multiply_as_others() -> None:
     assert torch.equal(int_matmul(a, b), int_matmul(a.contiguous(), b))
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_conv_of_one_picture_and_of_none(groups: int) -> None:
+    dense = nn.Conv2d(3, 6, 1, groups=groups).requires_grad_(False)
+    layer = QuantizedConv2d(dense, plan_of(dense, 8, [(-3, 3)]), 8, "c")
+    x = torch.randn(2, 3, 5, 4)
+    assert torch.equal(at(0, layer, x[0]), at(0, layer, x[:1])[0])
+    assert at(0, layer, x[:0]).shape == (0, 6, 5, 4)
+    torch.testing.assert_close(at(0, layer, x), dense(x), atol=0.1, rtol=0.1)
+
+
 def test_empty_batch() -> None:
     dense = nn.Linear(4, 3)
     layer = QuantizedLinear(dense, plan_of(dense, 8, [(-1, 1)]), 8, "l")

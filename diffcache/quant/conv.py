@@ -36,7 +36,9 @@ class QuantizedConv2d(QuantizedLayer):
         return weight.permute(0, 2, 3, 1).flatten(1)
 
     def product(self, given: Tensor, step: int) -> Tensor:
-        """Return the whole-number product, `[B, h, w, O]` int32."""
+        """Return the whole-number product, `[B, h, w, O]` int32, `[h, w, O]` without batch."""
+        if given.dim() == 3:  # one picture without an axis for it, as the dense layer takes
+            return self.product(given[None], step)[0]
         dense, zero = self.dense, self.lowered_zero(step)
         around = padding_of(dense)
         zeros = dense.padding_mode == "zeros"
@@ -46,7 +48,7 @@ class QuantizedConv2d(QuantizedLayer):
         if any(around) and zeros:
             codes = functional.pad(codes, around, value=zero)
         patches = self._patches(codes.permute(0, 2, 3, 1).contiguous())
-        item = patches[0].numel()
+        item = patches.numel() // max(len(patches), 1)
         parts = patches.split(max(1, AT_ONCE // max(item, 1)))
         weight = self.weight_codes()
         return torch.cat([self._multiplied(part, zero, weight) for part in parts])
@@ -80,8 +82,8 @@ class QuantizedConv2d(QuantizedLayer):
 
     def exact(self, given: Tensor) -> Tensor:
         """Return the dense layer's output without its bias, `[B, h, w, O]`."""
-        return convolve(self.dense, given).permute(0, 2, 3, 1)
+        return convolve(self.dense, given).movedim(-3, -1)
 
     def shaped(self, out: Tensor) -> Tensor:
         """Return a product, channels last, as `[B, O, h, w]`."""
-        return out.permute(0, 3, 1, 2).contiguous()
+        return out.movedim(-1, -3).contiguous()
