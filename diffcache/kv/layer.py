@@ -20,7 +20,7 @@ from diffcache.kv.reading import Reading
 from diffcache.kv.refill import Refill
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.segment import PLAIN, Dense, Flat, Segment
-from diffcache.kv.slots import EMPTY, SlotIndex, Slots, named, one_row, span
+from diffcache.kv.slots import EMPTY, SlotIndex, Slots, named, one_row, span, writable
 from diffcache.kv.summary import LayerSummary
 from diffcache.kv.tail import Tail
 
@@ -309,8 +309,7 @@ class KVLayer:
             self.mover.forget()
         refill = Refill.of(index, self.tail.length)
         for name, value in self.stats.items():
-            refill.apply(value)
-            self.stats[name] = value[..., : -refill.count]
+            self.stats[name] = refill.apply(writable(value))[..., : -refill.count]
         self.tail.refill(refill)
         self.summary = None
 
@@ -328,6 +327,7 @@ class KVLayer:
             ValueError: If so many were not written since the layer was last settled.
         """
         self.check_rollback(count)
+        self.padding = None if self.padding is None else self.padding - self.tail.empty(count)
         self.tail.drop_last(count)
         self.seen -= count
         if self.summary is not None:

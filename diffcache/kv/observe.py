@@ -14,7 +14,7 @@ from diffcache.kv.attended import Attended
 from diffcache.kv.contents import first_of
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.rotary import Rotation
-from diffcache.kv.slots import Slots
+from diffcache.kv.slots import Slots, is_frozen
 
 
 @dataclass
@@ -243,7 +243,7 @@ def lengthen(layer: KVLayer, names: Sequence[str]) -> None:
     shape = (form.batch, form.heads, layer.held)
     for name in names:
         old = layer.stats.get(name)
-        if old is not None and old.shape == shape:
+        if old is not None and old.shape == shape and not is_frozen(old):
             continue
         new = torch.zeros(shape, dtype=torch.float32, device=form.device)
         if old is not None:

@@ -49,14 +49,14 @@ class Refill:
         """1 where all heads drop the same slots, or H."""
         return self.target.shape[1]
 
-    def apply(self, tensor: Tensor) -> None:
-        """Move what is known of slots, in place.
+    def apply(self, tensor: Tensor) -> Tensor:
+        """Move what is known of slots, in place, and return it.
 
         Args:
             tensor: [B, H, S, ...], or [B, 1, S, ...] where all heads drop the same slots.
         """
         moved = tensor.gather(2, _wide(self.source, tensor))
-        tensor.scatter_(2, _wide(self.target, tensor), moved)
+        return tensor.scatter_(2, _wide(self.target, tensor), moved)
 
 
 def _wide(index: Tensor, tensor: Tensor) -> Tensor:

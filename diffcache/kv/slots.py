@@ -264,3 +264,13 @@ def pick(column: Tensor, index: Tensor) -> Tensor:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """Return a tensor, or a copy of it where torch lets nobody write to it."""
+    return tensor.clone() if is_frozen(tensor) else tensor
+
+
+def is_frozen(tensor: Tensor) -> bool:
+    """Return whether torch lets nobody write to a tensor, as it was made in inference mode."""
+    return tensor.is_inference() and not torch.is_inference_mode_enabled()

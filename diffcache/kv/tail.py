@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffcache.kernels.move import kv_scatter, write_slots
 from diffcache.kv.refill import Refill
-from diffcache.kv.slots import SlotIndex, Slots, filled, outside, span
+from diffcache.kv.slots import SlotIndex, Slots, filled, is_frozen, outside, span
 
 # Slots that are made room for when the tail is full: an eighth of those there are, within bounds.
 # With 64 the others are copied at every 64th token, a little of what attention reads meanwhile.
@@ -181,6 +181,12 @@ class Tail:
         """Slots at the end that are the last tokens, so that they can be taken back."""
         return self.length if self.start is not None else self.length - self._settled
 
+    def empty(self, count: int) -> Tensor | int:
+        """Return how many of the last slots of each row are empty, int64 [B], 0 for none."""
+        if self.start is not None or not count:
+            return 0
+        return (self._buffers["pos"][:, 0, self.length - count : self.length] < 0).sum(-1)
+
     def drop_last(self, count: int) -> None:
         """Forget the last slots."""
         self.length -= count
@@ -268,7 +274,7 @@ class Tail:
         self._lent = False
 
     def _own(self) -> None:
-        if self._lent:
+        if self._lent or any(map(is_frozen, self._buffers.values())):
             self._buffers = {name: value.clone() for name, value in self._buffers.items()}
             self._lent = False
 

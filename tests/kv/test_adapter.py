@@ -21,7 +21,7 @@ from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes import eviction, merging, streaming
+from diffcache.kv.recipes import eviction, merging, quantized, streaming
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.trigger import EveryStep
 from diffcache.pipelines.zoo.language import build
@@ -190,6 +190,39 @@ def test_a_fork_of_inputs_outlives_its_cache(model: Any) -> None:
     del fork
     gc.collect()
     assert not model.model.layers[0].self_attn.k_proj._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    "recipe", [Recipe(), eviction.h2o(12), streaming.streaming_llm(12)], ids=repr
+)
+def test_a_cache_that_was_filled_in_inference_mode_goes_on_outside(
+    model: Any, recipe: Recipe
+) -> None:
+    with torch.no_grad():
+        expected = filled(model, recipe)
+        for _ in range(3):
+            wanted = stepped(model, expected)
+    with torch.inference_mode():
+        cache = filled(model, recipe)
+        stepped(model, cache)
+        stepped(model, cache)
+    with torch.no_grad():
+        assert torch.equal(stepped(model, cache), wanted)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [quantized.kivi(2, group=8, residual=16), quantized.vidkv(group=8, residual=16)],
+    ids=repr,
+)
+def test_codes_are_appended_within_autocast(recipe: Recipe) -> None:
+    model, inputs = llama(), row(prompts(), 1)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        cache = cache_for(model, recipe)
+        model(**inputs, past_key_values=cache)
+        for _ in range(20):
+            assert stepped(model, cache).isfinite().all()
+    assert cache.store.layers[0].tail.length < 40
 
 
 @pytest.mark.parametrize("layout", ["flat", "padded"])

@@ -83,6 +83,17 @@ def test_a_rollback_is_as_if_nothing_had_been_written() -> None:
         layer.rollback(24)
 
 
+def test_padding_that_is_taken_back_was_none() -> None:
+    layer = filled(20)
+    real = torch.tensor([[True] * 4, [True] + [False] * 3])
+    layer.write(*drawn(4, seed=1), valid=real)
+    layer.write(*drawn(4, seed=2), valid=real)
+    layer.rollback(6)
+    assert layer.padding is not None and layer.padding.tolist() == [0, 1]
+    layer.rollback(2)
+    assert layer.padding.tolist() == [0, 0]
+
+
 def test_a_fork_and_its_parent_do_not_see_each_other() -> None:
     layer = filled(20)
     before = layer.read().clone()

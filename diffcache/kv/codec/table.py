@@ -133,7 +133,8 @@ def join_tables(tables: Sequence[SlotTable]) -> SlotTable:
     single = all(t.of is None and t.values.shape[2] == 1 for t in tables)
     if single and all(torch.equal(first, t.values) for t in tables[1:]):
         return SlotTable(first, sum(t.each for t in tables))
-    values = torch.cat([table.values for table in tables], 2)
+    with torch.autocast(first.device.type, enabled=False):  # it joins its own dtypes
+        values = torch.cat([table.values for table in tables], 2)
     each = tables[0].each
     if all(table.of is None and table.each == each for table in tables):
         return SlotTable(values, each)
