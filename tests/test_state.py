@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import diffcache
-from diffcache import Combine, Every
+from diffcache import Combine, Every, Interval
 from diffcache.api import handle_of
 from diffcache.features.parts.when import Listed, Table
 from diffcache.step import CURRENT
@@ -111,6 +111,24 @@ def test_guidance_switched_off_and_on_within_a_run(flux: Any):
         ] == "missed a step"
     exact = model(**calls(5, 1)[0]).sample
     assert torch.equal(outs[5][1], exact)
+
+
+def test_a_call_that_takes_the_place_of_another_is_not_given_its_features(flux: Any):
+    model, calls = flux
+    text = ("encoder_hidden_states", "pooled_projections")
+    held = [{name: calls(0, which)[0][name] for name in text} for which in (0, 1)]
+    plan = [(0,), (0,), (1, 0), (1, 0)]  # guidance from the third step on, its call the first
+    with diffcache.wrapped(model, Interval(every=4)) as handle:
+        run, token = handle.begin(in_pipeline=True)  # of a pipeline that names no branches
+        handle.restart(len(plan))
+        outs = []
+        for step, row in enumerate(plan):
+            outs.append([model(**calls(step, w)[0] | held[w]).sample.clone() for w in row])
+            run.ticks += 1
+        assert marks(model) == "CsCCss"
+        handle.end(run, token, True)
+    for which, out in zip(plan[2], outs[2], strict=True):
+        assert torch.equal(out, model(**calls(2, which)[0] | held[which]).sample)
 
 
 @pytest.mark.parametrize("name", ["WanPipeline", "QwenImagePipeline"])

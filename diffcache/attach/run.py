@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from diffcache.attach.clock import cheap_value, clock_value, timestep_value
 from diffcache.attach.record import RunRecord
 from diffcache.errors import AttachError
 from diffcache.step import Step
@@ -30,6 +31,7 @@ class Branch:
         number: Number of the branch, from 0 in the order of the first calls.
         name: Name that the pipeline or the user gave it, None for none.
         conditions: Arguments by which its calls are known.
+        steady: Names of those that a pipeline's second call was given again; None before it.
         signature: Look of its last call.
         seen_at: Index of the step of its last call.
         glance: A glance at the sample of its last call, where only samples tell runs apart.
@@ -39,6 +41,7 @@ class Branch:
     number: int
     name: str | None
     conditions: dict[Any, Any]
+    steady: frozenset[Any] | None = None
     signature: Any = None
     seen_at: int = -1
     glance: Tensor | None = None
@@ -337,7 +340,9 @@ class Timeline:
         """Return the branch a pipeline's call belongs to, a new one when none fits.
 
         The pipeline's own name for the branch decides; then which branch was given the very same
-        condition tensors; then the order of the calls, which a pipeline keeps.
+        condition tensors; then the order of the calls, which a pipeline keeps. Where condition
+        tensors that a branch was given again and again are others, as where guidance sets in or
+        ends, the branch starts anew.
         """
         index = self.index
         name = context.name if context is not None else None
@@ -351,50 +356,31 @@ class Timeline:
         if not alike:
             branch = Branch(len(self.branches), name, conditions())
             self.branches.append(branch)
-        elif len(alike) == 1:
+        elif len(alike) == 1 and name is not None:
             branch = alike[0]
         else:
             given = conditions()
-            branch = max(alike, key=lambda b: (_shared(b.conditions, given), -b.number))
+            branch = max(alike, key=lambda b: (len(_shared(b.conditions, given)), -b.number))
+            if name is None and branch.signature == signature:
+                _check_steady(branch, given)
         branch.seen_at = index
         return branch
 
 
-def _shared(held: dict[Any, Tensor], given: dict[Any, Tensor]) -> int:
-    """Return how many condition tensors are the same memory."""
-    return sum(
-        1
+def _check_steady(branch: Branch, given: dict[Any, Tensor]) -> None:
+    """Start a branch anew if tensors that its calls were given so far are others now."""
+    shared = _shared(branch.conditions, given)
+    if branch.steady is None:
+        branch.steady = shared
+    elif not branch.steady <= shared:
+        branch.conditions, branch.steady, branch.signature = given, None, None
+        branch.storage.clear()
+
+
+def _shared(held: dict[Any, Tensor], given: dict[Any, Tensor]) -> frozenset[Any]:
+    """Return the names of the condition tensors that are the same memory."""
+    return frozenset(
+        name
         for name, tensor in given.items()
         if name in held and held[name].data_ptr() == tensor.data_ptr()
     )
-
-
-def timestep_value(timestep: Any) -> float | None:
-    """Return a timestep as a number; waits for the device; the largest of several."""
-    if isinstance(timestep, Tensor):
-        if timestep.numel() > 1:
-            timestep = timestep.max()
-        return float(timestep.item()) if timestep.numel() else None
-    if isinstance(timestep, (list, tuple)):
-        return timestep_value(timestep[0]) if timestep else None
-    return None if timestep is None else float(timestep)
-
-
-def clock_value(timestep: Any) -> float | None:
-    """Return a number that changes whenever a timestep does; waits for the device.
-
-    The mean of several: where every frame or token has its own, they need not all move.
-    """
-    if isinstance(timestep, Tensor):
-        return float(timestep.detach().cpu().double().mean()) if timestep.numel() else None
-    if isinstance(timestep, (list, tuple)):
-        values = [value for value in map(clock_value, timestep) if value is not None]
-        return sum(values) / len(values) if values else None
-    return None if timestep is None else float(timestep)
-
-
-def cheap_value(timestep: Any) -> float | None:
-    """Return a timestep as a number if no device has to be waited for, else None."""
-    if isinstance(timestep, Tensor) and timestep.device.type != "cpu":
-        return None
-    return timestep_value(timestep)
