@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from diffcache.kv.contents import first_of
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.slots import Slots, is_frozen
+
+if TYPE_CHECKING:
+    from diffcache.kv.score.base import Score
 
 
 @dataclass
@@ -161,6 +165,7 @@ class Ring:
     def __init__(self, size: int) -> None:
         self.size = size
         self.query: Query | None = None
+        self.cleared = 0  # tokens before that all was forgotten
 
     def push(self, query: Query, valid: Tensor | None, spare: int = 0) -> None:
         """Add queries at the end and forget the oldest.
@@ -191,6 +196,16 @@ class Ring:
         if self.query is not None:
             self.query = self.query.narrow(0, max(self.query.count - count, 0))
 
+    def misses(self, count: int, left: int) -> bool:
+        """Return whether queries are gone that are last again once others are forgotten.
+
+        Args:
+            count: Queries that are forgotten.
+            left: Tokens before them.
+        """
+        had = 0 if self.query is None else self.query.count
+        return max(had - count, 0) < min(self.size, left - self.cleared)
+
     def rows(self, index: Tensor) -> None:
         """Keep batch rows, int64 [m]."""
         if self.query is not None:
@@ -200,12 +215,12 @@ class Ring:
     def fork(self) -> Ring:
         """Return a ring with the same content."""
         other = Ring(self.size)
-        other.query = self.query
+        other.query, other.cleared = self.query, self.cleared
         return other
 
-    def clear(self) -> None:
-        """Forget all."""
-        self.query = None
+    def clear(self, seen: int = 0) -> None:
+        """Forget all, after so many tokens."""
+        self.query, self.cleared = None, seen
 
     def kept(self) -> Query | None:
         """Return the last `size` queries."""
@@ -263,3 +278,23 @@ def attended(layer: KVLayer, query: Query, slots: Slots, valid: Tensor | None) -
     whole = layer.tail.whole and all(segment.whole for segment in layer.segments)
     start = first_of(layer.segments, layer.tail)
     return Attended(query, slots, valid, start, layer.seen if whole else None, layer.padding)
+
+
+def note(score: Score, layer: KVLayer, query: Query, valid: Tensor | None) -> None:
+    """Have a score take note, in the statistics of a layer, of what queries asked of its slots.
+
+    Args:
+        score: The score, which has statistics.
+        layer: The layer, which has the queries' own keys.
+        query: The queries.
+        valid: bool [B, n]; False are queries of padding.
+    """
+    slots = layer.met()
+    lengthen(layer, score.statistics)
+    if score.attends:
+        score.note(layer.stats, attended(layer, query, slots, valid))
+        return
+    start = slots.width - (layer.seen - query.start)
+    stop = start + query.count
+    stats = {name: layer.stats[name][..., start:stop] for name in score.statistics}
+    score.enter(stats, query, slots.narrow(start, stop), layer.index)

@@ -13,7 +13,7 @@ from diffcache.kv.codec.base import tensors
 from diffcache.kv.in_place import slots_to_drop
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.mover import Mover
-from diffcache.kv.observe import Observation, Pending, Ring, attended, lengthen, observe, shorten
+from diffcache.kv.observe import Observation, Pending, Ring, lengthen, note, observe, shorten
 from diffcache.kv.plan import KEEP
 from diffcache.kv.planned import check_alone, planned
 from diffcache.kv.recipe import Recipe
@@ -72,7 +72,7 @@ class KVStore:
         window = recipe.score.window if recipe.score is not None else 0
         self._rings = [Ring(window) for _ in range(layers)]
         self._pending: list[list[Pending]] = [[] for _ in range(layers)]
-        self._wrote = self._since = 0
+        self._wrote = self._since = self._noted = 0  # noted: up to the last query scorers saw
         self._fresh = False
         self._torn = False  # an error left what is held half changed
 
@@ -181,7 +181,7 @@ class KVStore:
         self._since, self._fresh = 0, False
         if recipe.trigger is not None and not recipe.trigger.decoding:
             for ring in self._rings:
-                ring.clear()
+                ring.clear(self.seen)
 
     def compress_layer(
         self,
@@ -293,7 +293,7 @@ class KVStore:
             layer.reset()
             ring.clear()
             pending.clear()
-        self._wrote = self._since = 0
+        self._wrote = self._since = self._noted = 0
         self._fresh = self._torn = self.taken_over = False
 
     def state(self) -> dict[str, object]:
@@ -311,6 +311,15 @@ class KVStore:
             ring.query = query
         (self._wrote, self._since), self._fresh = state["wrote"], state["fresh"]
         self.taken_over = bool(state.get("taken over", False))
+        self._noted = self.seen
+
+    def has_noted(self, count: int) -> bool:
+        """Return whether scorers looked at the last tokens, so that these cannot be forgotten."""
+        score, left = self.recipe.score, self.seen - count
+        if score is None or not count or self._noted <= left:
+            return False
+        rings = self._rings[self.recipe.skip :]
+        return bool(score.statistics) or any(ring.misses(count, left) for ring in rings)
 
     # account -------------------------------------------------------------------------------
 
@@ -373,20 +382,11 @@ class KVStore:
     def _note(self, layer: KVLayer, query: Query, valid: Tensor | None) -> None:
         score = self.recipe.score
         assert score is not None
+        self._noted = max(self._noted, layer.seen)
         if score.window:
             self._rings[layer.index].push(query, valid)
-        if not score.statistics:
-            return
-        slots = layer.met()
-        shape = slots.k.shape[:3]
-        lengthen(layer, score.statistics)
-        if not score.attends:
-            start = shape[2] - (layer.seen - query.start)
-            stop = start + query.count
-            stats = {name: layer.stats[name][..., start:stop] for name in score.statistics}
-            score.enter(stats, query, slots.narrow(start, stop), layer.index)
-            return
-        score.note(layer.stats, attended(layer, query, slots, valid))
+        if score.statistics:
+            note(score, layer, query, valid)
 
     def _observation(self, layer: KVLayer, ring: Ring | None = None) -> Observation:
         if self.recipe.score is not None:

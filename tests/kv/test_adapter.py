@@ -238,6 +238,25 @@ def test_what_is_settled_cannot_be_taken_back(model: Any, layout: Any) -> None:
     assert cache.get_seq_length() == 48
 
 
+@pytest.mark.parametrize("recipe", [eviction.h2o(0.3), eviction.snapkv(12, window=4)], ids=repr)
+def test_what_scorers_noted_is_taken_back_only_where_that_was_announced(
+    model: Any, recipe: Recipe
+) -> None:
+    ids = row(prompts(), 1)["input_ids"]
+    cache, short = cache_for(model, recipe), cache_for(model, recipe)
+    model(input_ids=ids, past_key_values=cache)
+    with pytest.raises(AttachError, match=r"took note of .* call cache.activate_past_recording"):
+        cache.crop(-10)
+    assert cache.get_seq_length() == 48, "nothing was taken back"
+    cache.reset()
+    for each, given in ((cache, ids), (short, ids[:, :38])):
+        each.activate_past_recording()
+        model(input_ids=given, past_key_values=each)
+    cache.crop(-10)
+    for _ in range(2):  # slots are dropped before the first
+        assert torch.equal(stepped(model, cache), stepped(model, short))
+
+
 def test_sliding_layers_are_not_cropped_alone() -> None:
     cache = filled(gemma().double())
     cache.activate_past_recording()

@@ -46,7 +46,9 @@ def test_guesses_that_nobody_announced_are_refused_where_slots_are_dropped(
     cache = read(model, kv.snapkv(8, window=4))
     with pytest.raises(AttachError, match=r"call cache.activate_past_recording\(\) before gen"):
         cache.crop(30)
+    cache.reset()
     cache.activate_past_recording()
+    model(input_ids=prompts(1)["input_ids"][:, 17:], past_key_values=cache)
     cache.crop(30)
     assert cache.get_seq_length() == 30
     kv.detach(model)

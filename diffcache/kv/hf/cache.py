@@ -324,6 +324,12 @@ class KVCache(Cache):  # type: ignore[misc]
         count = tokens_to_crop(tokens_to_remove, self.store)
         for layer in self.store.layers:
             layer.check_rollback(count)
+        if self.store.has_noted(count):
+            raise AttachError(
+                f"{self.store.recipe.name} took note of what the last {count} tokens attend to, "
+                "which cannot be taken back; call cache.activate_past_recording() before they are "
+                "read, or go on from a cache.fork() of before"
+            )
         self._others("crop", tokens_to_remove)
         if count:
             self.store.rollback(count)
