@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from diffcache.kv.attend import Query
+from diffcache.kv.attended import Attended
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import Mass
 from diffcache.kv.score.base import Score
@@ -50,21 +51,22 @@ class Salience(Score):
         mean = _MASS(seen)
         return mean.masked_fill(seen.stats["asked"] == 0, float("inf"))
 
-    def track(self, stats: dict[str, Tensor], asked: Query, found: Tensor, probs: Tensor) -> None:
-        """Add what the probes of a block of queries attended to."""
-        probes = self.probes(asked, found.shape[-1])
-        if bool(probes.any()):
-            _MASS.track(stats, asked, found, probs * probes[:, None, None, :, None])
+    def note(self, stats: dict[str, Tensor], attended: Attended) -> None:
+        """Add what the probes attended to."""
+        total = attended.query.start + attended.query.count
+        for part, found, probs in attended.blocks():
+            probes = self.probes(part, total)
+            if bool(probes.any()):
+                _MASS.track(stats, part, found, probs * probes[:, None, None, :, None])
 
-    def probes(self, asked: Query, width: int) -> Tensor:
+    def probes(self, asked: Query, total: int) -> Tensor:
         """Return which queries are probes, bool [B or 1, n].
 
         Args:
             asked: The queries.
-            width: Slots they read.
+            total: Tokens up to the last of the forward, whether or not they are still held.
         """
         pos = asked.positions()
-        total = width if asked.mask is None else asked.mask.shape[-1]
         drawn = (pos.double() * _GOLDEN).frac()
         if asked.count == 1:
             return drawn < self.share

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 
 from diffcache.kv.attend import Query
+from diffcache.kv.budget import Uniform
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.codec.scaled import balancer
 from diffcache.kv.codec.stairs import BalancedRung
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.observe import observe
+from diffcache.kv.plan import TopK
+from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.quantized import mikv, zipcache
 from diffcache.kv.score.salience import Salience, WithQueries
 from diffcache.kv.segment import Coded
@@ -52,6 +55,23 @@ def test_a_tenth_of_single_tokens_are_probes() -> None:
     score, q = Salience(0.1), torch.zeros(1, 4, 1, SIZE)
     asked = [bool(score.probes(Query(q, at, 1.0), at + 1).any()) for at in range(1000)]
     assert 95 <= sum(asked) <= 105
+
+
+def test_as_many_are_probes_where_slots_were_dropped() -> None:
+    chosen = []
+
+    class Noting(Salience):
+        def probes(self, asked: Query, total: int) -> torch.Tensor:
+            chosen.append(found := super().probes(asked, total))
+            return found
+
+    store = KVStore(1, Recipe("s", score=Noting(0.2), budget=Uniform(12), plan=TopK()))
+    write(store, draw(40, 0), draw(40, 0), torch.zeros(1, 4, 40, SIZE))
+    store.settle()
+    write(store, draw(20, 1), draw(20, 1), torch.zeros(1, 4, 20, SIZE))
+    drawn = (torch.arange(40, 60).double() * 0.6180339887498949).frac() < 0.1
+    assert store.layers[0].held == 32
+    assert torch.equal(chosen[-1][0], drawn | (torch.arange(40, 60) >= 54))
 
 
 def test_slots_that_no_probe_saw_are_worth_most() -> None:
