@@ -27,7 +27,7 @@ from diffcache.kv.trigger import EveryStep
 from diffcache.pipelines.zoo.language import build
 from tests.kv.examples import HEADS
 from tests.kv.test_generate import Lots
-from tests.kv.tiny import GREEDY, gemma, llama, prompts, row, same
+from tests.kv.tiny import ALL, GREEDY, gemma, llama, prompts, row, same
 
 TOKEN = torch.tensor([[7]])
 ROWS = prompts()
@@ -223,6 +223,24 @@ def test_codes_are_appended_within_autocast(recipe: Recipe) -> None:
         for _ in range(20):
             assert stepped(model, cache).isfinite().all()
     assert cache.store.layers[0].tail.length < 40
+
+
+def test_a_reset_forgets_what_became_of_tags_and_of_what_was_taken_over(model: Any) -> None:
+    tags = torch.tensor([[1], [2]]).expand(2, 48)
+    cache = cache_for(model, ALL, tags=tags)
+    given = {name: value[:2] for name, value in prompts().items()}
+    model(**given, past_key_values=cache)
+    cache.batch_select_indices(torch.tensor([1, 1]))
+    for each in (cache.fork(), cache):
+        assert each.writer.tags[:, 0].tolist() == [2, 2]
+        each.reset()
+        model(**given, past_key_values=each)
+        assert each.store.layers[0].meta()["tag"][:, 0, -1].tolist() == [1, 2]
+    full = hf.DynamicCache(config=model.config)
+    model(input_ids=TOKEN, past_key_values=full)
+    cache = cache_for(model, ALL, past=full)
+    cache.reset()
+    model(**given, past_key_values=cache)  # padding is none of what was taken over
 
 
 @pytest.mark.parametrize("layout", ["flat", "padded"])

@@ -276,7 +276,8 @@ class KVCache(Cache):  # type: ignore[misc]
         """Return a cache with the same content; going on with either leaves the other as it is."""
         stock = [x if isinstance(x, SlotLayer) else deepcopy(x) for x in self.layers]
         store, writer = self.store.fork(), self.writer
-        other = KVCache(store, stock, self.setup, writer.readers, writer.tags)
+        other = KVCache(store, stock, self.setup, writer.readers, writer.given_tags)
+        other.writer.tags = writer.tags
         other.writer.exchange, other.writer.past = writer.exchange, writer.past
         other.writer.noted, other.writer.table = writer.noted, writer.table
         for ours, theirs in zip(other._ours(), self._ours(), strict=True):
@@ -366,6 +367,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self._others("reset")
         self.store.reset()
         self.store.speculative = False
+        self.writer.reset()
         forget(self.writer)
 
     def _rows(self, index: Tensor) -> None:

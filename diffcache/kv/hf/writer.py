@@ -27,6 +27,7 @@ class Writer:
         store: Store that keys and values go into.
         readers: Rotary embedding of each layer, where keys are stored before rotation; else None.
         tags: int [B, T], tags of the first T tokens.
+        given_tags: The same, of the rows that there were at first.
         refreshing: State of the forward that writes over tokens that are there; None elsewhere.
         exchange: Function from a layer's number, unrotated keys and values to the pair that is
             written in their place; None to write these.
@@ -52,7 +53,7 @@ class Writer:
         self.readers = readers
         if tags is not None and tags.dim() != 2:
             raise ValueError(f"tags={list(tags.shape)}: must be [B, T], a number for each token")
-        self.tags = tags
+        self.tags = self.given_tags = tags
         self._mask: tuple[weakref.ref[Tensor], Tensor | None] | None = None
         self._in_order: dict[int | None, tuple[weakref.ref[Tensor], int, bool]] = {}
         self._given: tuple[weakref.ref[Tensor], int, Tensor | None] | None = None
@@ -62,6 +63,10 @@ class Writer:
         self.table: Tensor | None = None
         self.past: Tensor | None = None
         self.checked: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget what was said of tokens that are gone; tags are those of the first rows again."""
+        self.tags, self.table, self.past = self.given_tags, None, None
 
     def begin(self) -> None:
         """Begin a forward: a mask or positions may be those of the last one with other content."""
