@@ -10,11 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _python_dispatch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # torch: tensors and operations -----------------------------------------------------------------
 
@@ -34,6 +36,15 @@ is_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 DispatchMode = _python_dispatch.TorchDispatchMode  # a public class of a private module
 current_dispatch_mode: Callable[[], Any] = _python_dispatch._get_current_dispatch_mode
+
+
+def constant(function: Function) -> Function:
+    """Mark what compilers call once, as `torch.compiler.assume_constant_result`, which is slow.
+
+    That imports the compiler, and triton with it, when diffcache is imported.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def storage_of(tensor: Tensor) -> int:

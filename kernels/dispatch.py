@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from diffcache.foreign import is_transforming
+from diffcache.foreign import constant, is_transforming
 
 NAMESPACE = "diffcache"
 BACKENDS = ("auto", "triton", "torch")
@@ -200,8 +200,7 @@ def chosen() -> str:
     return found
 
 
-# A compiler cannot trace what reads files.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant  # a compiler cannot trace what reads files
 def ratio(name: str, device: torch.device) -> float:
     """Return how much faster a kernel was measured on this kind of device; 0 if it was not."""
     return float(measured().get(device_name(device.index or 0), {}).get(name, 0))
@@ -212,7 +211,7 @@ def is_faster(name: str, device: torch.device) -> bool:
     return chosen() != "torch" and name not in _off() and ratio(name, device) > 1
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def has_triton() -> bool:
     """Return whether triton is installed, and new enough for every kernel."""
     return _found_triton()
