@@ -39,9 +39,9 @@ current_dispatch_mode: Callable[[], Any] = _python_dispatch._get_current_dispatc
 
 
 def constant(function: Function) -> Function:
-    """Mark what compilers call once, as `torch.compiler.assume_constant_result`, which is slow.
+    """Mark a function that compilers call once, and whose result they take for a constant.
 
-    That imports the compiler, and triton with it, when diffcache is imported.
+    `torch.compiler.assume_constant_result` does the same, but imports the compiler and triton.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

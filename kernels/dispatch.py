@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd import forward_ad
 
 from diffcache.foreign import constant, is_transforming
@@ -44,7 +44,7 @@ OPERATORS: dict[str, Operator] = {}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads it once, too
 OLDEST = (3, 5)  # version of triton; before, matrices of few columns could not be multiplied
 
-_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_LIBRARY = library.Library(NAMESPACE, "FRAGMENT")
 _LOG = logging.getLogger(__name__)
 
 
@@ -144,7 +144,7 @@ def define(
     """Register an operator.
 
     Args:
-        schema: Signature, as `torch.library.define` takes it.
+        schema: Signature with a name, in the language of torch's operators.
         twin: Plain PyTorch; the CPU implementation.
         fake: Returns empty results of the right shapes, dtypes and strides.
         kernel: Module of `diffcache.kernels.gpu` and function that launches, `module:function`.
@@ -155,7 +155,7 @@ def define(
     _LIBRARY.define(schema)
     _LIBRARY.impl(operator.name, lambda *a: _on_cpu(operator, a), "CPU")
     _LIBRARY.impl(operator.name, lambda *a: _on_cuda(operator, a), "CUDA")
-    torch.library.register_fake(f"{NAMESPACE}::{operator.name}", fake, lib=_LIBRARY)
+    library.register_fake(f"{NAMESPACE}::{operator.name}", fake, lib=_LIBRARY)
     operator.packet = getattr(getattr(torch.ops, NAMESPACE), operator.name)
     operator.op = operator.packet.default
     OPERATORS[operator.name] = operator

@@ -67,7 +67,7 @@ def _sum_like(
     terms: list[Tensor], weights: list[float], base: Tensor | None, gate: Tensor | None
 ) -> Tensor:
     """Return what `sum_twin` returns, with the strides that compilers were told."""
-    found, like = sum_twin(terms, weights, base, gate), torch.empty_like(terms[0])
+    found, like = sum_twin(terms, weights, base, gate), _like(terms)
     return found if found.stride() == like.stride() else like.copy_(found)
 
 

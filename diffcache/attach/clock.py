@@ -1,4 +1,4 @@
-"""Timesteps as numbers: for the clock of a run, and for methods."""
+"""Timesteps as numbers, for the clock of a run."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffcache.kernels import dispatch, forecast, move
@@ -25,7 +26,7 @@ def test_a_twin_is_no_worse_than_rounding_at_every_term(case: Case) -> None:
 
 @EACH
 def test_torch_accepts_the_registration(case: Case) -> None:
-    torch.library.opcheck(case.operator.op, copied(case.args))
+    library.opcheck(case.operator.op, copied(case.args))
 
 
 @EACH
@@ -51,10 +52,10 @@ def test_results_lie_as_compilers_are_told_where_arguments_lie_otherwise() -> No
     """Where a kernel is turned off, compiled code meets the results of its twin."""
     turned, plain = torch.ones(6, 4).t(), torch.ones(4, 6)
     terms = [turned, plain], [1.0, 2.0], plain, torch.ones(4, 1)
-    torch.library.opcheck(forecast.SUM.op, terms)
+    library.opcheck(forecast.SUM.op, terms)
     held = torch.ones(2, 8, 3, 4).transpose(1, 2)[..., 1:]
     slots = torch.zeros(2, 1, 2, dtype=torch.long)
-    torch.library.opcheck(move.GATHER.op, (held, held[..., ::2], slots))
+    library.opcheck(move.GATHER.op, (held, held[..., ::2], slots))
 
 
 @EACH
