@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel, WanPipeline
-from transformers import UMT5Config, UMT5EncoderModel
+from diffusers import FluxTransformer2DModel
 
 from diffcache.eval.samples.clips import write_clip
 from diffcache.pipelines.small import flux
-from diffcache.pipelines.zoo.pipes import pipes
-from tests.dllm.toys import MASK, bidirectional
+from tests.dllm.toys import bidirectional
 from tests.kv.eval.small import save_with_words, texts
 from tests.pages.blocks import ROOT
 from tests.picture_files import noise, save
-from tests.video.test_checkpoint import published
-from tests.video.test_streaming_vae import autoencoder
-from tests.video.toys import TEXT, wan
+from tests.video.test_streaming_vae import tiny_wan
 
 CALL = {"height": 16, "width": 16, "num_inference_steps": 6}
 
@@ -36,7 +31,10 @@ def make(folder: Path) -> Path:
     texts(folder).rename(folder / "notes.txt")
     link(folder / "DIR", folder / "my-llm")
     link(folder / "FILE", folder / "notes.txt")
-    torch.save({"generator": published(small_wan())}, folder / "self_forcing_dmd.pt")
+    pipeline, weights = tiny_wan(folder)
+    link(folder / "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", pipeline)
+    link(folder / "self_forcing_dmd.pt", weights)
+    (folder / "FILMS").mkdir()
     for number in range(2):
         write_clip(folder / "FILMS" / f"{number}.mp4", torch.stack([noise(seed=number)] * 4), 8)
     for seed, name in enumerate(("REAL", "FAKE", "UNCACHED", "CACHED")):
