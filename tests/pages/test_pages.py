@@ -54,7 +54,7 @@ STOPPED = {
 SHORT = {
     "diffcache demo --method": "--model my-pipeline --samples 1 --steps 6",
     "diffcache calibrate --method": "--samples 2 --batch-size 2",
-    "diffcache tune --model": "--samples 4 --batch-size 2 --trials 3",
+    "diffcache tune --model": "--samples 4 --batch-size 2 --steps 8 --method interval:every=8",
     "diffcache eval --model": "--samples 2 --rounds 0 --prompts pictures",
     "diffcache eval latency": "--rounds 1 --steps 6",
     "diffcache kv --recipe": "--samples 2 --context 65 --facts 8",
@@ -86,7 +86,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work among the stand-ins, and leave out what takes a large model or a GPU."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(diffcache, "tune", partial(diffcache.tune, batch_size=1, steps=6, trials=3))
+    few = partial(diffcache.tune, batch_size=1, steps=8, methods=[diffcache.Interval(every=8)])
+    monkeypatch.setattr(diffcache, "tune", few)
     begin = FluxPipeline.__init__
 
     @wraps(begin)  # from_pretrained reads its parameters
