@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.pages.blocks import ROOT, blocks
 
 PAGE = "CONTRIBUTING.md"
@@ -25,6 +27,7 @@ TESTS = {
 }
 
 
+@pytest.mark.timeout(900)  # fifteen seconds of a core of its own
 def test_what_it_adds_keeps_every_contract(tmp_path: Path) -> None:
     copy_tree(tmp_path)
     follow(tmp_path)
