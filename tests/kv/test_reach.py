@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -325,13 +323,3 @@ class QuantizedLike(Cache):
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
-
-
-def test_the_guide_runs(model: Any) -> None:
-    page = Path(__file__).parents[2] / "docs" / "kv_guide.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    names = {"model": model, "tokenizer": Words(), "inputs": dict(ONE), "print": lambda *_: None}
-    model.generation_config.max_new_tokens = 4
-    for block in blocks:
-        exec(block, names)
-    assert len(blocks) >= 5 and len(names["answers"]) == 2
