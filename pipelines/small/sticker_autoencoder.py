@@ -198,9 +198,9 @@ class Autoencoder(Job):
         values = {"psnr": error.mean(), "psnr_objects": error[masks].mean()}
         return {name: -10 * math.log10(float(value)) for name, value in values.items()}
 
-    def show(self, models: nn.ModuleDict, path: Path) -> None:
+    def show(self, models: nn.ModuleDict) -> Image.Image:
         """Draw 16 held-out pictures above what becomes of them."""
         made = ((self.rebuild(models, 16) + 1) * 127.5).permute(0, 2, 3, 1).numpy().astype("uint8")
         rows = [np.concatenate(list(part), 1) for part in (self.held[0][:16].numpy(), made)]
         sheet = Image.fromarray(np.concatenate(rows))
-        sheet.resize((2 * sheet.width, 2 * sheet.height), Image.Resampling.BICUBIC).save(path)
+        return sheet.resize((2 * sheet.width, 2 * sheet.height), Image.Resampling.BICUBIC)

@@ -9,6 +9,8 @@ It is no distilled model: guidance takes a second call a step, and a call has to
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +180,6 @@ class Flux(Job):
             1, _SIDE, _SIDE, "cpu", torch.float32
         )
         self.text_ids = torch.zeros(TEXT_TOKENS, 3)
-        self.compiled: Any = None
 
     def _latents(self) -> tuple[Tensor, Tensor]:
         path = self.folder / "latents.safetensors"
@@ -215,16 +216,12 @@ class Flux(Job):
         models["transformer"].set_attn_processor(PlainFluxAttention())
         return models
 
-    def compile(self) -> None:
-        """Compile the denoiser."""
-        self.compiled = torch.compile(_call, dynamic=False)
-
     def velocity(
         self, models: nn.ModuleDict, tokens: Tensor, sigmas: Tensor, texts: list[str]
     ) -> Tensor:
         """Return what the denoiser answers to tokens [B, 64, 48] at sigmas [B]."""
         states, pooled = self.encoder.encode(models, texts)
-        call = self.compiled if self.compiled and torch.is_grad_enabled() else _call
+        call = _compiled() if self.compiled and torch.is_grad_enabled() else _call
         given = (tokens, sigmas, pooled, states, self.text_ids, self.image_ids)
         answer: Tensor = call(models["transformer"], *given)
         return answer.float()
@@ -269,9 +266,9 @@ class Flux(Job):
         tokens = torch.randn(
             len(texts), _SIDE**2, 4 * CHANNELS, generator=torch.Generator().manual_seed(0)
         )
-        sigmas = torch.linspace(1, 1 / steps, steps).tolist() + [0.0]
+        sigmas = [*torch.linspace(1, 1 / steps, steps).tolist(), 0.0]
         both = texts + [""] * len(texts)
-        for sigma, following in zip(sigmas, sigmas[1:], strict=False):
+        for sigma, following in pairwise(sigmas):
             level = torch.full((2 * len(texts),), sigma)
             said, unsaid = self.velocity(models, tokens.repeat(2, 1, 1), level, both).chunk(2)
             tokens = tokens + (following - sigma) * (unsaid + guidance * (said - unsaid))
@@ -280,10 +277,10 @@ class Flux(Job):
         made = self.autoencoder.decode(latents / config.scaling_factor + config.shift_factor).sample
         return ((made.clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 1).byte()
 
-    def show(self, models: nn.ModuleDict, path: Path) -> None:
+    def show(self, models: nn.ModuleDict) -> Image.Image:
         """Draw held-out sentences, the same and with the same noise each time."""
         texts = held_out_captions(24, seed=1)
-        draw_sheet(self.sample(models, texts).numpy(), texts).save(path)
+        return draw_sheet(self.sample(models, texts).numpy(), texts)
 
     def export(self, models: nn.ModuleDict) -> FluxPipeline:
         """Put the pipeline together, with diffusers' own attention."""
@@ -310,6 +307,11 @@ def _call(
         return_dict=False,
     )[0]
     return answer
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(_call, dynamic=False)
 
 
 def draw_sheet(pictures: np.ndarray[Any, Any], texts: list[str], *, across: int = 8) -> Image.Image:

@@ -1,4 +1,4 @@
-"""The judge of the sticker models: which objects a picture shows, where, and whether they are whole.
+"""The judge of the sticker models: the objects of a picture, their places, and if they are whole.
 
 A small convolutional network finds objects and their pose, and tells the ground. Each object is
 then drawn again in the pose that was found and compared with the picture, so that one that is
@@ -7,10 +7,8 @@ broken, or of wrong colors, does not count.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +23,7 @@ from diffcache.pipelines.small.stickers import (
     OBJECTS,
     Scene,
     Sticker,
+    caption,
     layer,
     parse,
     sample_scene,
@@ -290,8 +289,6 @@ class JudgeJob(Job):
 
 def full(scene: Scene) -> str:
     """Write a scene as the sentence that says all it can."""
-    from diffcache.pipelines.small.stickers import caption
-
     relation = ""
     if len(scene.stickers) == 2:
         relation = (true_relations(*scene.stickers) or [""])[0]
@@ -324,12 +321,3 @@ def targets(scene: Scene) -> tuple[Tensor, Tensor, Tensor, Tensor]:
                 ])  # fmt: skip
         heat[kind, row, column] = 1.0
     return heat, pose, places, torch.tensor(_GROUND_NAMES.index(scene.ground))
-
-
-def describe(readings: list[Reading]) -> str:
-    """Write readings as JSON lines, to look at."""
-    rows: list[dict[str, Any]] = [
-        {"objects": [s.name for s in r.stickers], "broken": r.broken, "ground": r.ground}
-        for r in readings
-    ]
-    return "\n".join(json.dumps(row) for row in rows)

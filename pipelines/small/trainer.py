@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 if sys.version_info >= (3, 11):
@@ -91,6 +92,7 @@ class Job(ABC):
     def __init__(self, settings: Settings, folder: Path) -> None:
         self.settings = settings
         self.folder = folder
+        self.compiled = False  # whether the loss may compile its costly part
 
     @abstractmethod
     def build(self) -> nn.ModuleDict:
@@ -110,11 +112,10 @@ class Job(ABC):
     def measure(self, models: nn.ModuleDict) -> dict[str, float]:
         """Measure averaged weights on held-out examples, by name."""
 
-    def show(self, models: nn.ModuleDict, path: Path) -> None:
-        """Draw a picture to look at; none by default."""
-
-    def compile(self) -> None:
-        """Compile the costly part of the loss; nothing by default."""
+    def show(self, models: nn.ModuleDict) -> Image.Image | None:
+        """Draw a picture to look at; None where there is nothing to see."""
+        del models
+        return None
 
 
 class Muon(torch.optim.Optimizer):
@@ -239,8 +240,7 @@ class Run:
             self.timed = choose_precision(job, self.models)
             precision = min(self.timed, key=self.timed.__getitem__)
         self.precision = precision
-        if precision == "compiled":
-            job.compile()
+        job.compiled = precision == "compiled"
 
     def update(self, chosen: Tensor) -> float:
         """Take one step on examples with these numbers, and return its loss."""
@@ -328,7 +328,8 @@ def train(job: Job, name: str, *, precision: str = "auto", minutes: float = math
             row |= {"rate": pace(step, settings), "cpu_seconds": run.seconds["cpu"]}
             if measured:
                 row |= job.measure(run.average.eval())
-                job.show(run.average, job.folder / f"{name}-{run.step:06d}.png")
+                if picture := job.show(run.average):
+                    picture.save(job.folder / f"{name}-{run.step:06d}.png")
             run.rows.append({key: float(f"{value:.5g}") for key, value in row.items()})
             print(json.dumps(run.rows[-1]), flush=True)
             losses = []
