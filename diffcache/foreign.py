@@ -218,6 +218,11 @@ def was_interrupted(pipeline: Any) -> bool:
     return bool(getattr(pipeline, "_interrupt", False))
 
 
+def in_float32(model: nn.Module) -> list[str]:
+    """Return names of the parts of a model that half precision leaves in float32 (diffusers)."""
+    return getattr(model, "_keep_in_fp32_modules", None) or []
+
+
 def folder_of(config: Any) -> str:
     """Return where a model was loaded from, empty if not known (diffusers)."""
     return str(config.get("_name_or_path") or "")

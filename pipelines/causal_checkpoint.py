@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diffcache.errors import DiffcacheError
+from diffcache.foreign import in_float32
 
 PARTS = ("generator_ema", "generator")  # of which the first that is there is taken
 PREFIXES = ("model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -26,15 +27,19 @@ class CheckpointError(DiffcacheError, ValueError):
     """A file of weights cannot be read, or is of no text-to-video Wan."""
 
 
-def load_causal(path: str | os.PathLike[str], *, head: int = 128) -> WanTransformer3DModel:
+def load_causal(
+    path: str | os.PathLike[str], *, head: int = 128, dtype: torch.dtype | None = None
+) -> WanTransformer3DModel:
     """Load weights of the Self-Forcing family into an ordinary transformer of diffusers.
 
     Sizes are read off the weights. Of a training checkpoint the averaged weights are taken where
-    there are some. Weights stay on the CPU in the dtype they are saved in.
+    there are some. Weights stay on the CPU.
 
     Args:
         path: File of torch or of safetensors, with names as in Wan2.1's own code.
         head: Channels of an attention head, 128 in all released models; no weight tells.
+        dtype: Dtype of the weights but for norms, modulation and the embedding of time, which become
+            float32, as in `from_pretrained`; None for the dtype that they are saved in.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -64,6 +69,12 @@ def load_causal(path: str | os.PathLike[str], *, head: int = 128) -> WanTransfor
             f"path={os.fspath(path)!r}: weights do not fit a Wan for text to video, by their names "
             f"in diffusers: {'; '.join(wrong)}"
         )
+    if dtype is not None:
+        whole = set(in_float32(model))
+        weights = {
+            name: value.to(torch.float32 if whole & set(name.split(".")) else dtype)
+            for name, value in weights.items()
+        }
     model.load_state_dict(weights, assign=True)
     return model.eval()
 

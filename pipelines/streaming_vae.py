@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from diffcache.errors import AttachError
 
 
-class StreamingDecoder:
-    """One film on an autoencoder; however it is cut, its pictures are those of decoding it at once.
+class WanDecoder:
+    """Decode one film as it is made; its pictures are those of `WanPipeline`, however it is cut.
 
     What the autoencoder's convolutions have to know of earlier frames is held here, so any number
     of films take turns on one autoencoder. Frames are decoded whole, without the tiles and slices
@@ -49,20 +49,29 @@ class StreamingDecoder:
         The first latent frame of a film gives one picture, those after it give several each.
 
         Args:
-            latents: Latents as `vae.decode` takes them, `[B, C, F, H, W]`.
+            latents: Latents as the transformer makes them, `[B, C, F, H, W]`: of mean 0 and
+                variance 1 in each channel, which is undone here by the statistics of the
+                autoencoder's configuration.
 
         Raises:
             ValueError: If they are no latents of this autoencoder, or of another size than those
                 before.
         """
         self._check(latents)
-        held, pictures = list(self._held), []
+        config, held, pictures = self.vae.config, list(self._held), []
+        latents = latents.to(self.vae.device, self.vae.dtype)
+        mean, std = (
+            torch.tensor(values).view(1, -1, 1, 1, 1).to(latents)
+            for values in (config.latents_mean, config.latents_std)
+        )
+        # The reciprocal is rounded as in WanPipeline, whose pictures are these to the bit.
+        latents = latents / (1 / std) + mean
         for number, frame in enumerate(self.vae.post_quant_conv(latents).split(1, 2)):
             first = not self.frames and not number
             pictures.append(self.vae.decoder(frame, held, [0], first_chunk=first))
         film = torch.cat(pictures, 2)
-        if self.vae.config.patch_size is not None:
-            film = unpatchify(film, self.vae.config.patch_size)
+        if config.patch_size is not None:
+            film = unpatchify(film, config.patch_size)
         self._held = held  # only now, so that a frame that failed can be given again
         self.frames += latents.shape[2]
         return film.clamp(-1, 1)

@@ -15,34 +15,28 @@ from diffcache.features.ertacache import READINGS
 from diffcache.features.interval import Interval
 from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
+from diffcache.pipelines.zoo.families import FAMILIES
 from diffcache.step import Site
 
 STEPS = 2  # the first learns the wiring, from the second on a step may be skipped
 ALWAYS = 20.0  # a router's logit: the sigmoid is 1 in float32
-# Those that need no tables. Gates are asked at a threshold that is not 0: see tests/near_zero.py.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "interval": {"every": 1},
-    "taylorseer": {"every": 1},
-    "cachequant": {"every": 1},
-    "seacache": {"threshold": 0.0},
-    "temporal-table": {},
-}
 
 
 def off_method(name: str, model: nn.Module) -> Method:
     """Return a method that computes everything, with tables that say so where it needs them."""
-    if name in SETTINGS:
-        return method_class(name)(**SETTINGS[name])
     anatomy = anatomy_of(model)
     if name == "profilingdit":  # all blocks are background, so that every list is tapped
         blocks = tuple(f"{entry.key}.0-{entry.depth - 1}" for entry in anatomy.lists)
         return method_class(name)(background=blocks, every=1, warmup=0)
-    more, tensors, settings = _tables(name, anatomy)
+    tables = _tables(name, anatomy)
+    if tables is None:
+        return FAMILIES[name].method(name, "", off=True)
+    more, tensors, settings = tables
     header = {"method": name, "steps": STEPS, **facts_of(model, None), **more}
     return method_class(name)(tables=Tables(header, tensors), **settings)
 
 
-def _tables(name: str, anatomy: Anatomy) -> tuple[dict[str, Any], ...]:
+def _tables(name: str, anatomy: Anatomy) -> tuple[dict[str, Any], ...] | None:
     """Return header, tensors and settings of a method whose tables compute everything."""
     sites = [
         f"{m.parent}.{m.child}" for m in anatomy.modules_at(Site.MODULE) if m.kind != "empty"
@@ -64,5 +58,6 @@ def _tables(name: str, anatomy: Anatomy) -> tuple[dict[str, Any], ...]:
     if name == "regione":
         settings = {"threshold": 2.0, "decay": -1.0, "warmup": 1, "post": 0, "refresh": ()}
         return {}, {"gamma": ones[1:]}, settings
-    assert name == "tuned", f"{name} needs its setting here"
-    return {"choice": to_plain(Interval(every=1), {}), "front": []}, {}, {}
+    if name == "tuned":
+        return {"choice": to_plain(Interval(every=1), {}), "front": []}, {}, {}
+    return None

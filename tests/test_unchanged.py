@@ -52,8 +52,9 @@ TEXT = {
     "ZImageTransformer2DModel": {"context_refiner"},
 }
 UNSEEN = "skipping its blocks on inputs they just saw changes the output"
-# Method -> name of the case, or "" for all -> why it cannot be had there.
-REFUSED = {
+# Method -> name of the case, or "" for all -> why it cannot be had there; other methods: USUAL.
+USUAL = {"UniDiffuserModel": UNSEEN}
+REFUSED: dict[str, dict[str, str]] = {
     "bac": {"UNet1DModel": "nothing at site 'module' inside its blocks"},
     "cachequant": {
         "Kandinsky3UNet": "no layers called `resnets`, so site 'deep' cannot split it",
@@ -66,14 +67,9 @@ REFUSED = {
          "ZImageTransformer2DModel"),
         "cannot be taken against its sample; use another method",
     ),
-    "fitted-forecast": {"UniDiffuserModel": UNSEEN},
     "harmonica": {"UNet1DModel": "nothing at site 'module' inside its blocks"},
-    "interval": {"UniDiffuserModel": UNSEEN},
-    "profilingdit": {"UniDiffuserModel": UNSEEN},
     "regione": {"": "serves FluxKontextPipeline, .*, not a bare model"},
-    "seacache": {"UniDiffuserModel": UNSEEN},
-    "taylorseer": {"UniDiffuserModel": UNSEEN},
-    "tuned": {"UniDiffuserModel": UNSEEN},
+    "temporal-table": {},
 }  # fmt: skip
 
 
@@ -138,7 +134,8 @@ def test_every_method_that_is_off_changes_nothing(made: Made):
 def check_all(names: list[str], made: Made) -> None:
     case, model, expected = made
     for name in names:
-        reason = REFUSED.get(name, {}).get("") or REFUSED.get(name, {}).get(case.name)
+        refused = REFUSED.get(name, USUAL)
+        reason = refused.get("") or refused.get(case.name)
         with pytest.raises(AttachError, match=reason) if reason else nullcontext():
             check_off(name, made)
     assert all(map(torch.equal, output_tensors(model(**inputs(case, model, step=0))), expected[0]))

@@ -26,7 +26,7 @@ from diffcache.pipelines.small.causal_scenes import (
     parse,
     prompt,
 )
-from diffcache.pipelines.streaming_vae import StreamingDecoder
+from diffcache.pipelines.streaming_vae import WanDecoder
 
 WAN_SIZE, WAN_FPS = (480, 832), 16
 WAN_PROMPTS = (
@@ -60,11 +60,15 @@ def open_model(model: str | None, wan: Path | None, dtype: str, device: torch.de
         )
     if path.is_dir() and wan is not None:
         raise ValueError(f"--wan {wan}: goes with a file of weights; {path} is a folder")
+    # The autoencoder stays float32, as diffusers advises.
+    kinds = {"default": kind, "vae": torch.float32}
     if path.is_file():
-        return _of_wan(WanPipeline.from_pretrained(wan, transformer=load_causal(path)),
-                       path.stem, kind, device)  # fmt: skip
+        transformer = load_causal(path, dtype=kind)
+        pipe = WanPipeline.from_pretrained(wan, transformer=transformer, torch_dtype=kinds)
+        return _of_wan(pipe.to(device), path.stem)
     if (path / "vae").is_dir():
-        return _of_wan(WanPipeline.from_pretrained(path), path.name, kind, device)
+        pipe = WanPipeline.from_pretrained(path, torch_dtype=kinds)
+        return _of_wan(pipe.to(device), path.name)
     return of_shapes(causal.load(path, kind), path.name, device)
 
 
@@ -105,28 +109,13 @@ class Pixels:
         return latents
 
 
-class WanDecoder(StreamingDecoder):
-    """Decodes what a transformer of Wan makes, which has mean 0 and variance 1."""
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Return pictures in -1..1, `[B, 3, F, H, W]`."""
-        config = self.vae.config
-        mean, std = (
-            torch.tensor(values).view(1, -1, 1, 1, 1).to(self.vae.device, self.vae.dtype)
-            for values in (config.latents_mean, config.latents_std)
-        )
-        return super().decode(latents.to(mean) * std + mean)
-
-
-def _of_wan(pipe: Any, name: str, dtype: torch.dtype, device: torch.device) -> Served:
+def _of_wan(pipe: Any, name: str) -> Served:
     """Return a model of Wan to be served."""
-    for part in (pipe.transformer, pipe.text_encoder, pipe.vae):
-        torch.nn.Module.to(part.eval().requires_grad_(False), device, dtype)
 
     @torch.no_grad()
     def embed(text: str) -> Tensor:
         found: Tensor = pipe.encode_prompt(
-            text, do_classifier_free_guidance=False, max_sequence_length=512, device=device
+            text, do_classifier_free_guidance=False, max_sequence_length=512
         )[0]
         return found
 

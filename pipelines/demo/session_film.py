@@ -14,36 +14,26 @@ from diffcache.kv.codec.base import tensors
 from diffcache.pipelines.causal_video import CausalVideo, Session
 from diffcache.pipelines.demo.program import Asked, Program, checked_prompt
 from diffcache.report import human
+from diffcache.video import POLICIES as CATALOG
 from diffcache.video import (
+    Ca2VDM,
     Cut,
-    DeepForcing,
-    EMASink,
     FewSteps,
-    FlowCache,
     Flush,
     FullHistory,
-    HistoryRetrieval,
-    InfinityRoPE,
     Keep,
     Quantized,
     Recache,
-    RollingSink,
-    StreamDiffusionV2,
     Switch,
     VideoPolicy,
     Window,
 )
 
+# Ca2VDM is for transformers of another build.
 POLICIES: dict[str, VideoPolicy] = {
     "window with sinks": Window(),
     "window": Window(sinks=0),
-    "deep forcing": DeepForcing(),
-    "infinity-rope": InfinityRoPE(),
-    "ema-sink": EMASink(),
-    "rolling sink": RollingSink(),
-    "streamdiffusion v2": StreamDiffusionV2(),
-    "flowcache": FlowCache(),
-    "history retrieval": HistoryRetrieval(),
+    **{cls.name: cls() for cls in CATALOG if cls not in (Window, Quantized, FullHistory, Ca2VDM)},
     "quantized window": Quantized(),
     "full history": FullHistory(),
 }

@@ -1,9 +1,10 @@
-"""Methods and the kinds of pipelines they run on; `docs/methods.md` shows it, a test runs it."""
+"""Methods, and the models and pipelines they are tested on; `docs/methods.md` shows it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from diffcache.catalog import make_method
@@ -37,19 +38,26 @@ ATTENDING = ("FluxPipeline", "HunyuanVideoPipeline", "WanPipeline", "DiTPipeline
 
 @dataclass(frozen=True)
 class Family:
-    """Trial of a method on tiny pipelines.
+    """Trial of a method on tiny pipelines, and on models alone.
 
     Attributes:
         pipelines: Names in the zoo.
         settings: Settings that make it skip something in a run of 8 steps.
         off: Settings with which it changes nothing; None where it cannot be told so.
         own: Pipeline -> settings that differ there.
+        computed: Steps that it computes of 8, on a model without a scheduler; None for a method
+            that needs a pipeline, or tables of it.
+        tensors: Kept tensors of each feature, and of the probe.
+        alone: Settings that stand in for tables on a model alone.
     """
 
     pipelines: tuple[str, ...]
     settings: SETTING
     off: SETTING | None
     own: dict[str, SETTING] = field(default_factory=dict)
+    computed: tuple[int, ...] | None = None
+    tensors: tuple[int, int] = (1, 0)
+    alone: SETTING = field(default_factory=dict)
 
     def method(self, name: str, pipeline: str, *, off: bool = False) -> Method:
         """Return the method for a pipeline, not calibrated."""
@@ -61,18 +69,28 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "interval": Family(COMMON, {"every": 3}, {"every": 1}),
-    "first-block": Family(COMMON, {"threshold": float("inf")}, {"threshold": 0.0}),
-    "taylorseer": Family(COMMON, {"every": 3, "warmup": 2}, {"every": 1}),
+    "interval": Family(COMMON, {"every": 3}, {"every": 1}, computed=(0, 3, 6)),
+    "first-block": Family(COMMON, {"threshold": inf}, {"threshold": 0.0}, computed=(0,),
+                          tensors=(1, 1)),
+    "taylorseer": Family(COMMON, {"every": 3, "warmup": 2}, {"every": 1}, computed=(0, 1, 4, 7),
+                         tensors=(2, 0)),
     "confidence-gated-taylor": Family(
-        COMMON, {"threshold": float("inf"), "warmup": 3}, {"threshold": 0.0}
+        COMMON, {"threshold": inf, "warmup": 3}, {"threshold": 0.0}, computed=(0, 1, 2),
+        tensors=(2, 2),
     ),
-    "teacache": Family(TOKENS, {"threshold": 1e9}, {"threshold": 0.0}),
-    "magcache": Family(COMMON, {"threshold": float("inf"), "retention": 0.0}, {"threshold": 0.0}),
+    "teacache": Family(
+        TOKENS, {"threshold": 1e9}, {"threshold": 0.0}, computed=(0,), tensors=(1, 1),
+        alone={"coefficients": (1.0, 0.0)},
+    ),
+    "magcache": Family(
+        COMMON, {"threshold": inf, "retention": 0.0}, {"threshold": 0.0}, computed=(0, 4),
+        alone={"ratios": (1.0,) * STEPS},
+    ),
     "dbcache": Family(
-        COMMON, {"threshold": float("inf"), "warmup": 2, "longest": 2}, {"threshold": 0.0}
+        COMMON, {"threshold": inf, "warmup": 2, "longest": 2}, {"threshold": 0.0},
+        computed=(0, 1, 4, 7), tensors=(1, 1),
     ),
-    "seacache": Family(COMMON, {"threshold": float("inf")}, {"threshold": 0.0}),
+    "seacache": Family(COMMON, {"threshold": inf}, {"threshold": 0.0}),
     "ertacache": Family(
         FLOW, {"threshold": 1e9}, {"threshold": 0}, {"WanPipeline": {"time": False}}
     ),
@@ -82,7 +100,7 @@ FAMILIES: dict[str, Family] = {
     "harmonica": Family(TOKENS, {"threshold": 0.5, **SHORT}, {"threshold": 0, **SHORT}),
     "profilingdit": Family(ATTENDING, {"every": 3, "warmup": 1, "share": 0.5}, {"background": ()}),
     "temporal-table": Family(COMMON, {}, {}),
-}
+}  # fmt: skip
 
 # Method -> kinds that other tests run it on, whose calls take more than prompts or classes.
 ELSEWHERE = {

@@ -18,6 +18,7 @@ from diffcache.pipelines.demo import replicas, serve, served
 from diffcache.pipelines.demo.program import Asked, Program
 from diffcache.pipelines.demo.session_film import SessionFilm
 from diffcache.pipelines.small import causal, wan
+from tests.video.test_streaming_vae import at_once
 
 CPU = torch.device("cpu")
 
@@ -40,13 +41,7 @@ def test_a_pipeline_of_wan_is_filmed_through_its_text_encoder_and_autoencoder(
     torch.manual_seed(0)
     latents = torch.randn(1, 6, 3, 4, 6)
     vae: Any = film.decoder.vae  # type: ignore[attr-defined]
-    config = vae.config
-    mean, std = (
-        torch.tensor(x)[:, None, None, None] for x in (config.latents_mean, config.latents_std)
-    )
-    with torch.no_grad():
-        wanted = vae.decode(latents * std + mean).sample
-    assert torch.equal(opened.decoder().decode(latents), wanted.clamp(-1, 1))
+    assert torch.equal(opened.decoder().decode(latents), at_once(vae, latents))
 
 
 def test_a_folder_of_shapes_and_a_file_of_weights(
@@ -64,7 +59,9 @@ def test_a_folder_of_shapes_and_a_file_of_weights(
     opened.video.close()
     weights = tmp_path / "weights.pt"
     weights.touch()
-    monkeypatch.setattr(served, "load_causal", lambda path: wan.load().transformer)
+    monkeypatch.setattr(
+        served, "load_causal", lambda path, dtype: wan.load(dtype=dtype).transformer
+    )
     found = served.open_model(str(weights), wan.DIRECTORY, "bfloat16", CPU)
     assert found.name == "weights" and found.video.transformer.dtype == torch.bfloat16
     assert call(weights)[0] == 2 and "holds a transformer alone: pass --wan" in call(weights)[1]

@@ -13,33 +13,22 @@ from diffcache.kv.rotary_nd import RotaryND
 from diffcache.kv.segment import Coded
 from diffcache.kv.store import KVStore
 from diffcache.pipelines.causal_video import CausalVideo, Session
+from diffcache.video import POLICIES as CATALOG
 from diffcache.video import (
     DeepForcing,
     EMASink,
     FewSteps,
-    FlowCache,
     FullHistory,
-    HistoryRetrieval,
     InfinityRoPE,
     Quantized,
-    RollingSink,
     VideoPolicy,
     Window,
 )
 from diffcache.video.ema_sink import Fuses
+from tests.video.cases import APART, POLICIES
 from tests.video.toys import CHUNK, SIZE, UNIT, recomputed, rollout, text, wan
 
 ONE = FewSteps((1000,))
-POLICIES: dict[str, VideoPolicy] = {
-    "window": Window(3, 3),
-    "infinity-rope": InfinityRoPE(3, 1),
-    "horizon": InfinityRoPE(3, 1, "horizon", 5),
-    "deep-forcing": DeepForcing(9, 3, 8, 4, max_reuse=2),
-    "ema-sink": EMASink(3, 3, 0.5),
-    "flow-cache": FlowCache(4, recent=4),
-    "rolling-sink": RollingSink(6, 3),
-    "history-retrieval": HistoryRetrieval(3, 4, count=2),
-}
 
 
 def film(policy: VideoPolicy, chunks: int, **settings: Any) -> tuple[Session, list[Tensor]]:
@@ -134,6 +123,10 @@ def test_old_frames_are_coded_and_new_ones_are_not() -> None:
     assert (few[-1] - exact[-1]).abs().max() > 2 * (made[-1] - exact[-1]).abs().max()
     session, _ = film(Quantized(DeepForcing(9, 3, 8, 4), bits=8, group=8), 5)
     assert session.store.layers[0].held == 8 * UNIT
+
+
+def test_every_policy_is_tested() -> None:
+    assert {type(policy) for policy in POLICIES.values()} == set(CATALOG) - set(APART)
 
 
 @pytest.mark.parametrize("name", POLICIES)

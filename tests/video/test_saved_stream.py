@@ -13,21 +13,14 @@ from diffcache.kv.life.save import SavedCacheError
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.saved_stream import CACHE
 from diffcache.video import (
-    DeepForcing,
     FewSteps,
     FullHistory,
-    HistoryRetrieval,
     Recache,
-    RollingSink,
     Switch,
     Window,
 )
+from tests.video.cases import POLICIES
 from tests.video.toys import SIZE, text, wan
-
-POLICIES = [
-    FullHistory(), Window(3, 3), Window(3, 1, "absolute"), DeepForcing(9, 3, 8, 4, max_reuse=2),
-    RollingSink(6, 3), HistoryRetrieval(3, 4, count=2),
-]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,7 +28,7 @@ class Other(Switch):
     """Of a user's own."""
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [FullHistory(), Window(3, 1, "absolute"), *POLICIES.values()])
 def test_a_restored_stream_goes_on_as_it_would_have(policy: Any, tmp_path: Path) -> None:
     with CausalVideo(wan(layers=2), sampler=FewSteps((1000, 500))) as video:
         settings: dict[str, Any] = {"size": SIZE, "policy": policy, "seed": 7}
