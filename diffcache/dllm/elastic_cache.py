@@ -120,12 +120,10 @@ class ElasticCache(Policy):
     def plan(self, state: State) -> WatchedPlan:
         """Return the masks that may be committed and what was committed last."""
         known = state.decided if state.valid is None else state.decided & state.valid
-        watched: dict[str, Any] = {
-            "window": state.open, "known": known, "multiple": state.multiple,
-        }  # fmt: skip
+        masks = state.open if self.block_caching else ~state.decided
+        watched: dict[str, Any] = {"window": masks, "known": known, "multiple": state.multiple}
         if state.step == 0 or self.force_full:
             return WatchedPlan(**watched)
-        masks = state.open if self.block_caching else ~state.decided
         return WatchedPlan(state.plan(masks | state.changed).rows, **watched)
 
 

@@ -223,10 +223,16 @@ def test_no_mask_after_the_end_token_is_decided_in_a_window(rule: Any) -> None:
 
 
 def test_the_nearest_masks_are_found() -> None:
+    """A later center finds what an earlier one took gone, and reaches further."""
     masks = torch.tensor([[1, 0, 1, 0, 0, 1, 1, 0]], dtype=torch.bool)
-    centers = torch.tensor([[0, 0, 0, 0, 1, 0, 0, 0]], dtype=torch.bool)
-    taken = [nearest(centers, masks, n)[0].nonzero()[:, 0].tolist() for n in range(6)]
-    assert taken == [[], [5], [2, 5], [2, 5, 6], [0, 2, 5, 6], [0, 2, 5, 6]]
+
+    def taken(centers: list[int], count: int) -> list[int]:
+        return nearest(torch.tensor([centers]), masks, count)[0].nonzero()[:, 0].tolist()
+
+    near = [taken([4], n) for n in range(6)]
+    assert near == [[], [5], [2, 5], [2, 5, 6], [0, 2, 5, 6], [0, 2, 5, 6]]
+    assert taken([4, 7], 1) == [5, 6] and taken([4, 3], 2) == [0, 2, 5, 6]
+    assert taken([1, 4, -1], 1) == [0, 5] and taken([-1], 3) == []
 
 
 @pytest.mark.parametrize(
