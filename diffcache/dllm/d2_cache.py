@@ -112,7 +112,7 @@ class D2Cache(Policy):
         if state.step == 0:
             return NotedPlan()
         assert isinstance(state.last, NotedPlan)
-        notes = state.last.notes
+        notes = {name: x[: len(state.ids)] for name, x in state.last.notes.items()}  # of guidance
         chosen = self._surest(state, notes[CONFIDENCE]) | state.changed
         others = ~chosen if state.valid is None else ~chosen & state.valid
         chosen = chosen | nucleus(notes[INFLUENCE], self.rollout_p, others)
