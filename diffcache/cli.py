@@ -176,6 +176,10 @@ def run(
         float | None,
         typer.Option(min=0, help="Text: decide all tokens at once that are as confident as this."),
     ] = None,
+    sampler: Annotated[
+        str | None,
+        typer.Option(help="Text: order of tokens: confidence, random, margin or entropy."),
+    ] = None,
     guide: Annotated[
         str | None, typer.Option(help="Text: autoregressive model that judges drafts.")
     ] = None,
@@ -207,7 +211,10 @@ def run(
     from diffcache.pipelines.demo import text
 
     source = text.find(model)
-    for_text = {"length": length, "block": block, "threshold": threshold, "guide": guide}
+    for_text = {
+        "length": length, "block": block, "threshold": threshold, "guide": guide,
+        "sampler": sampler,
+    }  # fmt: skip
     for_pictures = {"height": height, "width": width, "out": out, "image": images or None}
     refuse(
         for_pictures if source else for_text | {"trust-remote-code": trust_remote_code or None},
@@ -223,7 +230,7 @@ def run(
         changes = loading.changes
         changes["lora"] = changes.pop("loras", None)
         refuse(changes, "is for pipelines of pictures; leave it out")
-        asked = text.Order(prompt, length, block, steps, threshold, guide, seed)
+        asked = text.Order(prompt, steps=steps, seed=seed, **for_text)  # type: ignore[arg-type]
         lm, settings = text.load(source, dtype, place, guide, trust_remote_code=trust_remote_code)
         said = text.run(lm, chosen, asked, settings, compare=compare, tell=_stream)
         typer.echo("\n")

@@ -218,7 +218,7 @@ def device_of(name: str) -> torch.device:
 
 
 def parse_settings(settings: Sequence[str], option: str) -> dict[str, Any]:
-    """Read KEY=VALUE pairs; a value is Python where it can be read so, else text.
+    """Read KEY=VALUE pairs; a value is Python, true or false where it can be read so, else text.
 
     Raises:
         ValueError: If a pair has no `=`.
@@ -229,7 +229,7 @@ def parse_settings(settings: Sequence[str], option: str) -> dict[str, Any]:
         if not sign or not key.isidentifier():
             raise ValueError(f"{option} {pair!r}: must be a setting and its value, such as every=4")
         try:
-            parsed[key] = ast.literal_eval(value)
+            parsed[key] = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
         except (ValueError, SyntaxError):
             parsed[key] = value
     return parsed
