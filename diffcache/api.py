@@ -17,6 +17,7 @@ from diffcache.attach.anchor import owner_of
 from diffcache.attach.cache_context import branch as branch
 from diffcache.attach.cache_context import writing as writing
 from diffcache.attach.denoiser import Denoiser
+from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.handle import Handle
 from diffcache.attach.peers import check_alone
 from diffcache.attach.run import Stream
@@ -53,7 +54,9 @@ def wrap(
             numbers without conditions, and samplers that draw new noise at every step.
             Trajectories of the same conditions whose samples are alike, or that small, need
             `diffcache.run`. Calls that gradients go through are computed.
-        method: A method, or its catalogue name.
+        method: A method, or its catalogue name, after which settings may follow as on the command
+            line, `taylorseer:every=4`. A method with tables that is given by name and without
+            them takes the settings that its authors published for the model, if any are.
         components: Name or names of the pipeline's denoisers to wrap; all of them by default.
         hold: Form of the held features: `bf16`; `int8`, with a scale a token, in about half the
             memory of bf16; `host`, in the host's memory, fetched back ahead of use. None leaves
@@ -85,8 +88,9 @@ def wrapped(
     **settings: Any,
 ) -> Handle:
     """Do as `wrap` and return the handle: `with diffcache.wrapped(pipe, method) as handle: ...`."""
-    chosen = make_method(method, **settings, **({} if hold is None else {"hold": hold}))
     denoisers = denoisers_of(target, components)
+    held = {} if hold is None else {"hold": hold}
+    chosen = method_for(target, denoisers, method, **settings, **held)
     reuse = reuse_of(chosen)
     check_free(target, denoisers, Site.MODEL if reuse is None else reuse.site)
     return Handle(target, denoisers, chosen)
@@ -149,9 +153,9 @@ def expected_bytes(
     Example:
         >>> diffcache.expected_bytes(pipe, "taylorseer", height=1024, width=1024)  # doctest: +SKIP
     """
-    chosen = make_method(method, **settings)
-    asked = {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
     denoisers = denoisers_of(target)
+    chosen = method_for(target, denoisers, method, **settings)
+    asked = {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
     sizes = {n: size_of(target, m, {**asked, "batch": batch}) for n, m in denoisers.items()}
     compression = compression_of(target)
     return {n: bytes_of(m, chosen, sizes[n], compression) for n, m in denoisers.items()}
@@ -304,6 +308,22 @@ def denoisers_of(target: Any, names: str | Sequence[str] | None = None) -> dict[
             f"name its denoiser: components=[...] out of {', '.join(modules)}"
         )
     return found
+
+
+def method_for(
+    target: Any, denoisers: dict[str, nn.Module], method: str | Method, **settings: Any
+) -> Method:
+    """Return a method for a pipeline, as `wrap` takes it.
+
+    Args:
+        target: The pipeline, or the denoiser itself.
+        denoisers: Its denoisers by name; the first says which published settings are its own.
+        method: A method, or its name with or without settings.
+        **settings: Settings of a method given by name.
+    """
+    first = next(iter(denoisers.values()))
+    scheduler = getattr(target, "scheduler", None)
+    return make_method(method, lambda: facts_of(first, scheduler, target), **settings)
 
 
 def check_free(target: Any, denoisers: dict[str, nn.Module], site: Site | str) -> None:

@@ -220,8 +220,9 @@ def run(
         for_pictures if source else for_text | {"trust-remote-code": trust_remote_code or None},
         f"is not for {'a language model' if source else 'a pipeline of pictures'}; leave it out",
     )
-    chosen = parse_method(method or (TEXT_METHOD if source else "taylorseer"))
-    chosen.abilities()  # raises where tables are missing
+    chosen = parse_method(word := method or (TEXT_METHOD if source else "taylorseer"))
+    if not chosen.publishes:  # tables that nobody published must be there
+        chosen.abilities()
     if record is not None:
         check_target("--json", record)
     place = device_of(device)
@@ -247,7 +248,7 @@ def run(
     target = output.target_of(out, "num_frames" in parameters or "video_length" in parameters)
     pipe, defaults = load.load(model, dtype, str(place), loading)
     order = generate.Order(prompt, steps, seed, height, width, given)
-    done = generate.run(pipe, chosen, order, defaults, compare=compare)
+    done = generate.run(pipe, word, order, defaults, compare=compare)
     _tell(done, record)
     typer.echo(f"wrote {output.save(done.made, target)}")
     if done.plain:
@@ -340,7 +341,6 @@ def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
 
     from diffcache.attach.inputs import Size
     from diffcache.eval.cost.formula import resolve
-    from diffcache.eval.methods import parse_method
     from diffcache.memory import bytes_of
     from diffcache.pipelines.zoo.describe import directory_of
     from diffcache.report import human

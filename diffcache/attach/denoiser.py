@@ -56,7 +56,7 @@ class Denoiser:
         self.hooks: list[Any] = []
         self.total = handle.method.total
         self.extensions: list[Extension] = []
-        handle.method.check_model(facts_of(model, handle.scheduler))
+        handle.method.check_model(facts_of(model, handle.scheduler, handle.target()))
         try:
             for ability in handle.method.abilities():
                 self.extensions.append(make_extension(self, ability))

@@ -12,7 +12,7 @@ from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.accumulated import Accumulated, Rescaled
 from diffcache.features.parts.instead import Reuse
-from diffcache.features.parts.published import TEACACHE, check_models, settings_of
+from diffcache.features.parts.published import TEACACHE
 from diffcache.features.parts.when import Every
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
@@ -49,7 +49,8 @@ class TeaCache(Calibrated):
     `use_ret_steps` at its projection (`input="time-projection", warmup=5, last=False`), those for
     CogVideoX and ConsisID at the time embedding, that for HiDream at it with a tenth of the steps
     as `warmup` and `last=False`; all others at the modulated input. Guidance branches share the
-    time, so that their separate sums in the script for Wan2.1 always agree.
+    time, so that their separate sums in the script for Wan2.1 always agree. `published` has the
+    settings of the scripts; those of Wan2.1 with `-ret` after the name are for `use_ret_steps`.
 
     Args:
         threshold: Smallest sum that is computed; dimensionless; 0 turns the cache off. 0.1 to 0.6.
@@ -64,8 +65,8 @@ class TeaCache(Calibrated):
         warmup: First steps that are always computed, at least 1.
         last: Whether the last step of the run is always computed.
         by_branch: Whether every guidance branch adds up its own changes and decides for itself.
-        models: Class names of the models that the coefficients are for; others are refused. None
-            are any.
+        model: Model that the coefficients were published for, as `published` names it; others
+            are refused. Empty for any.
 
     Raises:
         ValueError: If a value is out of its range.
@@ -91,6 +92,8 @@ class TeaCache(Calibrated):
   year={2025}
 }"""
 
+    numbers: ClassVar[str] = "coefficients"
+    publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = TEACACHE
     collected_by: ClassVar[str] = "diffcache.offline.teacache_collect:collector"
     schema: ClassVar[Schema] = Schema(
         {
@@ -109,7 +112,7 @@ class TeaCache(Calibrated):
     warmup: int = 1
     last: bool = True
     by_branch: bool = False
-    models: tuple[str, ...] = ()
+    model: str = ""
 
     def __post_init__(self) -> None:
         if self.input not in (None, *INPUTS):
@@ -122,21 +125,6 @@ class TeaCache(Calibrated):
             if self.tables is not None:
                 raise ValueError("coefficients and tables: give one of them")
             object.__setattr__(self, "coefficients", check_coefficients(self.coefficients))
-
-    @classmethod
-    def published(cls, model: str, threshold: float | None = None) -> TeaCache:
-        """Return the settings of the official script for a model.
-
-        Args:
-            model: Name of a model: `flux.1-dev`, `hunyuanvideo`, `cogvideox-5b`, `wan2.1-t2v-14b`,
-                ...; with `-ret` after it those of Wan2.1 are the ones of `use_ret_steps`.
-            threshold: Smallest sum that is computed; None takes that of the script or its page.
-
-        Raises:
-            ValueError: If there are none for that model.
-        """
-        settings = settings_of(TEACACHE, model)
-        return cls(**settings | ({} if threshold is None else {"threshold": threshold}))
 
     def parts(self) -> Combine:
         """Return a gate on the rescaled change of the input, and reuse between computed steps."""
@@ -181,7 +169,6 @@ class TeaCache(Calibrated):
     def check_model(self, facts: Mapping[str, Any]) -> None:
         """Raise AttachError where it is not said what the coefficients are for."""
         super().check_model(facts)
-        check_models("coefficients", self.models, facts)
         family = facts["model"]
         published = self.coefficients not in (None, CHANGE)
         if not published or self.input is not None or family not in BY_TIME:

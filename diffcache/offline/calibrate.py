@@ -172,7 +172,7 @@ def _collect(pipe: Any, methods: list[Calibrated], plan: Plan) -> list[Calibrate
     name, model = _denoiser(pipe)
     for collector in collectors:
         check_free(pipe, {name: model}, collector.site().site)
-    facts = facts_of(model, getattr(pipe, "scheduler", None))
+    facts = facts_of(model, getattr(pipe, "scheduler", None), pipe)
     for method in methods:  # what could not be used afterwards is not measured
         dataclasses.replace(method, tables=None).check_model(facts)  # type: ignore[type-var]
     saved = _Saved(plan, methods, {**facts, "guidance": plan.guidance(pipe)})
@@ -241,6 +241,7 @@ def header_of(
 
     fields = {f.name: getattr(method, f.name) for f in dataclasses.fields(method) if f.init}  # type: ignore[arg-type]
     fields.pop("tables", None)
+    about = {key: value for key, value in facts.items() if key not in ("settings", "pipeline")}
     return {
         "method": method.name,
         "diffcache": __version__,
@@ -249,7 +250,7 @@ def header_of(
         "prompts": len(plan.prompts),
         "prompt_hashes": sorted({prompt_hash(text) for text in _texts(plan.prompts)}),
         "call": json.loads(json.dumps(dict(plan.call), default=content)),
-        **json.loads(json.dumps(dict(facts), default=repr)),
+        **json.loads(json.dumps(about, default=repr)),
         **more,
     }
 

@@ -161,9 +161,17 @@ def _of_kontext(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
 
 
 def _of_reach(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
-    episodes = reach.Reach(reach.draw_scenes(samples, reach.HELD_OUT + seed))
-    rollout(pipe, episodes, num_inference_steps=steps, seed=seed)
-    return {WHOLE: episodes.succeeded, "touched": episodes.touched}
+    """Judge half of the episodes with the seed, half with the next: scenes of one may be easy."""
+    halves = []
+    for number, count in enumerate((samples - samples // 2, samples // 2), seed):
+        episodes = reach.Reach(reach.draw_scenes(count, reach.HELD_OUT + number))
+        rollout(pipe, episodes, num_inference_steps=steps, seed=number)
+        halves.append(episodes)
+    return {
+        WHOLE: torch.cat([each.succeeded for each in halves]),
+        "touched": torch.cat([each.touched for each in halves]),
+        **{f"right_of_seed_{seed + k}": each.succeeded for k, each in enumerate(halves)},
+    }
 
 
 def _texts_grid(pipe: Any, call: Mapping[str, Any]) -> tuple[str, Image.Image]:
@@ -205,7 +213,7 @@ QUALITIES: Mapping[str, Model] = {
     "shapes-wan": Model("films", wan.load, _of_wan, (20,), 128, _wan_strips),
     "shapes-causal": Model("films", causal.load, causal_films.measure, (causal.STEPS,), 128),
     "shapes-kontext": Model("edits", kontext.load, _of_kontext, (28,), 256, _kontext_grid),
-    "reach-policy": Model("episodes", reach.load, _of_reach, (100,), 256),
+    "reach-policy": Model("episodes", reach.load, _of_reach, (100,), 512),
     "recall-llama": Model("answers", recall_llama.load, recall.measure, recall.TASKS, 128),
     **{
         name: Model(

@@ -93,7 +93,7 @@ class Done:
 
 def run(
     pipe: Any,
-    method: Method,
+    method: str | Method,
     order: Order,
     defaults: dict[str, Any],
     *,
@@ -108,9 +108,9 @@ def run(
         AttachError: If the pipeline cannot be cached with this method.
         ValueError: If it does not take what was ordered.
     """
+    with diffcache.wrapped(pipe, method) as handle:
+        method = handle.method  # what cannot be cached is refused before an uncached run
     short = order if method.total else replace(order, steps=2)  # tables are for one length
-    with diffcache.wrapped(pipe, method):
-        pass  # what cannot be cached is refused before an uncached run is waited for
     plain: list[Image.Image] = []
     plain_seconds = None
     if compare:
