@@ -124,6 +124,11 @@ class Run:
         if in_pipeline or is_told:
             self._count()
 
+    @property
+    def is_said(self) -> bool:
+        """Whether somebody says where the run, or its stream, begins and ends."""
+        return self.in_pipeline or self.is_told or self.stream.is_told
+
     def _clear(self) -> None:
         self.ticks = 0
         self.begin = 0
@@ -163,7 +168,7 @@ class Run:
 
     def _end_own_stream(self) -> None:
         """End a stream that nobody opened, where one run follows another in a loop."""
-        if not (self.in_pipeline or self.is_told or self.stream.is_told):
+        if not self.is_said:
             self.stream.drop()
 
     def timeline(self, denoiser: Any) -> Timeline:
