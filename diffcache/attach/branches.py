@@ -48,7 +48,7 @@ TURNED = (
 )
 CHANGED = (
     "this call is computed: its conditions are not those of any branch so far, step after step;"
-    f" {_NAME}"
+    f" {_NAME}, or {_RUN}, in which an argument that moves with the timestep is a sample"
 )
 
 
@@ -124,6 +124,8 @@ def tell(
         The branch, and what to say of it, an empty string where all is well.
     """
     index, is_named = timeline.index, name is not None
+    if timeline.moving:
+        conditions = {p: v for p, v in conditions.items() if p not in timeline.moving}
     named = [b for b in timeline.branches if b.name == name]
     known = named if is_named else [b for b in named if b.signature == signature]
     branch = None
@@ -136,6 +138,8 @@ def tell(
     if timeline.doubt:
         return doubted(timeline, name)
     said = ""
+    if branch is None and timeline.run.is_told:
+        branch = _moved(timeline, known, conditions)
     if branch is None and not known and len(named) == 1 and named[0].seen_at < index:
         branch = named[0]  # of another look, so that this call is computed
         branch.conditions = keep(conditions)
@@ -144,6 +148,32 @@ def tell(
         branch = timeline.add(name, {} if is_named else keep(conditions))
     branch.seen_at = index
     return branch, said
+
+
+def _moved(timeline: Timeline, known: list[Branch], conditions: dict[str, Any]) -> Branch | None:
+    """Return the branch of a call in a run that the user says, but for arguments that moved.
+
+    Those that are others than every branch was given, and all that tells the call from one of them,
+    are further noisy samples, and no conditions from now on. This call is computed: if it is a
+    branch of its own after all, the other one follows at this very timestep and is doubted.
+    """
+    earlier = [b for b in known if b.seen_at < timeline.index]
+    changes = [_changed(b.conditions, conditions) for b in earlier]
+    moving = set.intersection(*changes) if changes else set()
+    fitting = [b for b, paths in zip(earlier, changes, strict=True) if paths == moving]
+    if len(fitting) != 1:
+        return None
+    timeline.moving |= moving
+    for branch in timeline.branches:
+        branch.conditions = {p: v for p, v in branch.conditions.items() if p not in moving}
+    fitting[0].signature = None
+    return fitting[0]
+
+
+def _changed(held: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
+    """Return the paths of the conditions that are not those that were kept."""
+    same = {p for p in held.keys() & given.keys() if alike({p: held[p]}, {p: given[p]})}
+    return (held.keys() | given.keys()) - same
 
 
 def doubted(timeline: Timeline, name: str | None) -> tuple[Branch, str]:

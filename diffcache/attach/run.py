@@ -206,8 +206,8 @@ class Timeline:
     """
 
     __slots__ = ("at", "branches", "calls", "direction", "doubt", "glance", "index", "left",
-                 "mark", "paused", "ranks", "run", "started_at", "starts", "steady", "storage",
-                 "stride", "timestep", "was_broken")  # fmt: skip
+                 "mark", "moving", "paused", "ranks", "run", "started_at", "starts", "steady",
+                 "storage", "stride", "timestep", "was_broken")  # fmt: skip
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -232,6 +232,7 @@ class Timeline:
         self.paused: tuple[float, int] | None = None
         self.was_broken = False  # whether the run started at a sample of another trajectory
         self.glance: Tensor | None = None  # at the sample of the last step
+        self.moving: set[str] = set()  # paths of the arguments that are samples besides the first
         self.steady = 0  # steps in a row whose sample went on from the one before
         # the glance of a skipped step, from which the timestep turned back by no more than a step
         self.left: Tensor | None = None
