@@ -138,7 +138,9 @@ def tell(
     if timeline.doubt:
         return doubted(timeline, name)
     said = ""
-    if branch is None and timeline.run.is_told:
+    if branch is not None:
+        branch.steady = branch.steady or frozenset(conditions)
+    elif timeline.run.is_told:
         branch = _moved(timeline, known, conditions)
     if branch is None and not known and len(named) == 1 and named[0].seen_at < index:
         branch = named[0]  # of another look, so that this call is computed
@@ -153,11 +155,11 @@ def tell(
 def _moved(timeline: Timeline, known: list[Branch], conditions: dict[str, Any]) -> Branch | None:
     """Return the branch of a call in a run that the user says, but for arguments that moved.
 
-    Those that are others than every branch was given, and all that tells the call from one of them,
-    are further noisy samples, and no conditions from now on. This call is computed: if it is a
-    branch of its own after all, the other one follows at this very timestep and is doubted.
+    Those that are others than at any branch's only call so far, and all that tells this one from
+    one of them, are further noisy samples, and no conditions from now on. The call is computed: if
+    it is a branch of its own after all, the other one follows at this timestep and is doubted.
     """
-    earlier = [b for b in known if b.seen_at < timeline.index]
+    earlier = [b for b in known if b.seen_at < timeline.index and b.steady is None]
     changes = [_changed(b.conditions, conditions) for b in earlier]
     moving = set.intersection(*changes) if changes else set()
     fitting = [b for b, paths in zip(earlier, changes, strict=True) if paths == moving]

@@ -32,7 +32,7 @@ class Branch:
         number: Number of the branch, from 0 in the order of the first calls.
         name: Name that the pipeline or the user gave it, None for none.
         conditions: Arguments by which its calls are known.
-        steady: Names of those that a pipeline's second call was given again; None before it.
+        steady: Names of those that its second call was given again; None before it.
         signature: Look of its last call.
         seen_at: Index of the step of its last call.
         glance: A glance at the sample of its last call, where only samples tell runs apart.
