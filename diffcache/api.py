@@ -20,7 +20,9 @@ from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.handle import Handle
 from diffcache.attach.peers import check_alone
+from diffcache.attach.pipeline_hooks import shared_with
 from diffcache.attach.run import Stream
+from diffcache.attach.runs import ATTACHING
 from diffcache.catalog import make_method
 from diffcache.errors import AttachError
 from diffcache.features.base import Method, check_int
@@ -92,17 +94,28 @@ def wrapped(
     held = {} if hold is None else {"hold": hold}
     chosen = method_for(target, denoisers, method, **settings, **held)
     reuse = reuse_of(chosen)
-    check_free(target, denoisers, Site.MODEL if reuse is None else reuse.site)
-    return Handle(target, denoisers, chosen)
+    with ATTACHING:  # of two threads, the second is refused
+        check_free(target, denoisers, Site.MODEL if reuse is None else reuse.site)
+        return Handle(target, denoisers, chosen)
 
 
 def unwrap(target: T) -> T:
     """Take the cache out again; the target is bit for bit what it was.
 
     Raises:
-        AttachError: If the target is not wrapped.
+        AttachError: If the target is not wrapped, shares a denoiser with the pipeline that is, or
+            is in a pipeline's call, `diffcache.run` or `diffcache.stream` of another thread.
     """
-    handle_of(target).detach()
+    with ATTACHING:
+        handle = handle_of(target)
+        holder = handle.target()
+        if holder is not None and holder is not target and not isinstance(target, nn.Module):
+            raise AttachError(
+                f"this {type(target).__name__} is not wrapped itself: it shares a denoiser with "
+                f"another {type(holder).__name__} that is; unwrap that one, or the denoiser"
+            )
+        handle.check_idle()
+        handle.detach()
     return target
 
 
@@ -163,6 +176,8 @@ def expected_bytes(
 
 def reset(target: Any) -> None:
     """Forget every feature held for a wrapped pipeline or denoiser; the next call starts a run.
+
+    Pipelines' calls and `diffcache.run` of other threads go on: they forget at their end.
 
     Raises:
         AttachError: If the target is not wrapped.
@@ -260,10 +275,7 @@ def handle_of(target: Any) -> Handle:
     """
     owner = owner_of(target)
     if owner is None and not isinstance(target, nn.Module):
-        parts = getattr(target, "components", {}).values()
-        owner = next(
-            (owner_of(part) for part in parts if isinstance(owner_of(part), Denoiser)), None
-        )
+        owner = shared_with(getattr(target, "components", {}).values())
     if isinstance(owner, Denoiser):
         owner = owner.handle
     if not isinstance(owner, Handle):

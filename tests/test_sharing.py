@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import threading
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -239,6 +242,65 @@ def test_other_caches_are_an_error():
     diffcache.wrap(pipe, EVERY)
     run(pipe, "FluxPipeline")
     assert marks(pipe) == "CssCss"
+
+
+@dataclass(frozen=True)
+class Slow(Interval):
+    """A method that waits while it is attached, until another thread is as far."""
+
+    gate: Any = None
+
+    def check_model(self, facts: Any) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.gate.wait(0.5)
+
+
+def sibling_of(pipe: Any) -> Any:
+    """Return another pipeline with the same denoiser, as a pool of requests has it."""
+    parts = {**pipe.components, "scheduler": copy.deepcopy(pipe.scheduler)}
+    sibling = type(pipe)(**parts)
+    sibling.set_progress_bar_config(disable=True)
+    return sibling
+
+
+def test_of_two_threads_that_wrap_one_denoiser_one_is_refused():
+    pipe, gate = PIPES["FluxPipeline"].build(0), threading.Barrier(2)
+    both = pipe, sibling_of(pipe)
+    refused = []
+
+    def job(pipe: Any) -> None:
+        try:
+            diffcache.wrap(pipe, Slow(every=3, gate=gate))
+        except AttachError as error:
+            refused.append(str(error))
+
+    in_threads(*(lambda pipe=pipe: job(pipe) for pipe in both))
+    (message,) = refused
+    assert "already runs under" in message
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["the pipeline itself", "a sibling"])
+def test_other_threads_do_not_reach_into_a_run(shares: bool):
+    pipe = diffcache.wrap(PIPES["FluxPipeline"].build(0), EVERY)
+    alone = run(pipe, "FluxPipeline")
+    drawn = sibling_of(pipe) if shares else pipe
+    said = []
+
+    def meddle() -> None:
+        diffcache.reset(pipe)
+        with pytest.raises(AttachError, match="is open in another thread") as refusal:
+            diffcache.unwrap(pipe)
+        said.append(refusal)
+
+    def between(_: Any, step: int, t: Any, kwargs: Any) -> Any:
+        in_threads(meddle)
+        return kwargs
+
+    assert torch.equal(run(drawn, "FluxPipeline", callback_on_step_end=between), alone)
+    assert len(said) == STEPS and marks(pipe) == "CssCss"
+    with pytest.raises(AttachError, match="is not wrapped itself: it shares a denoiser"):
+        diffcache.unwrap(sibling_of(pipe))
+    diffcache.unwrap(pipe)
 
 
 # memory -----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.anchor import release
-from diffcache.attach.branches import doubted, is_broken, tell
+from diffcache.attach.branches import doubted, is_broken, tell, turned, watch
 from diffcache.attach.cache_context import current_context
 from diffcache.attach.call import Call
 from diffcache.attach.continuity import glance
@@ -174,16 +174,17 @@ class Denoiser:
         name = None if context is None else context.name
         conditions = all_conditions_of(self.named(args, kwargs), self.anatomy)
         branch, said = tell(timeline, name, signature, conditions)
-        checks = timeline.is_guessed and not timeline.doubt
-        if checks and is_broken(timeline, branch, signature, conditions, sample):
+        if timeline.is_guessed and timeline.doubt:
+            watch(timeline, sample)
+        elif timeline.is_guessed and is_broken(timeline, branch, signature, conditions, sample):
             if timeline.doubt:
                 branch, said = doubted(timeline, name)
             else:
                 timeline.restart()
                 self._start(timeline, sample)
                 branch, said = tell(timeline, name, signature, conditions)
-                branch.glance = glance(sample)
-        if said:
+                branch.glance = timeline.glance = glance(sample)
+        if said := said or turned(timeline):
             self.handle.remark(timeline.run, [f"{self.anatomy.model}: {said}"])
         return branch
 
@@ -214,7 +215,7 @@ class Denoiser:
         check_alone(self.model)
         run.start(timeline)
         timeline.ranks = process_group_of(self.model)
-        if not run.in_pipeline:
+        if not run.in_pipeline and not timeline.doubt:
             handle.new_record(run)
         if handle.tables and isinstance(sample, Tensor):
             handle.remark(run, other_shape(handle.tables, sample.shape[1:]))
