@@ -38,6 +38,9 @@ class KVStore:
         speculative: True if `rollback` may take tokens back, as in assisted decoding.
         origin: Function that returns facts of the model, by which a saved cache is matched to it.
         taken_over: True if tokens were written whose queries were not seen, and not compressed yet.
+        torn: True while what is held is half changed, as an error leaves it.
+        opened: Tokens seen before the forward that is under way, where its end sets this back to
+            None; None where there is none, or its end will not be told.
     """
 
     def __init__(
@@ -74,7 +77,8 @@ class KVStore:
         self._pending: list[list[Pending]] = [[] for _ in range(layers)]
         self._wrote = self._since = self._noted = 0  # noted: up to the last query scorers saw
         self._fresh = False
-        self._torn = False  # an error left what is held half changed
+        self.torn = False
+        self.opened: int | None = None
 
     # a forward -----------------------------------------------------------------------------
 
@@ -87,8 +91,8 @@ class KVStore:
         Raises:
             ValueError: If an earlier forward did not come to its end.
         """
-        if self._torn or len({layer.seen for layer in self.layers}) > 1:
-            raise ValueError(CUT_OFF)
+        self._check_uncut()
+        self.opened = None
         self._commit()
         trigger = self.recipe.trigger
         if self.recipe.evicts and trigger is not None and self.seen:
@@ -169,15 +173,15 @@ class KVStore:
         if dropped is None:
             seen = [self._observation(layer) for layer in layers]
             plans = planned(recipe, seen)
-            self._torn = True
+            self.torn = True
             for layer, each, (score, plan) in zip(layers, seen, plans, strict=True):
                 carry_out(layer, each, score, plan, recipe)
         else:
-            self._torn = True
+            self.torn = True
             for layer, index in zip(layers, dropped, strict=True):
                 if index is not None:
                     layer.refill(index, oldest=recipe.score is not None and recipe.score.by_age)
-        self._torn = self.taken_over = False
+        self.torn = self.taken_over = False
         self._since, self._fresh = 0, False
         if recipe.trigger is not None and not recipe.trigger.decoding:
             for ring in self._rings:
@@ -246,10 +250,10 @@ class KVStore:
             for layer in self.layers:
                 self.recipe.codec.align(layer)
         wanted = [named(choose(layer), layer.meta()["pos"]) for layer in self.layers]
-        self._torn = True
+        self.torn = True
         for layer, which in zip(self.layers, wanted, strict=True):
             layer.keep(which, last=last)
-        self._torn = False
+        self.torn = False
 
     # going back, and sideways --------------------------------------------------------------
 
@@ -257,8 +261,10 @@ class KVStore:
         """Forget the last tokens, as if they had never been written.
 
         Raises:
-            ValueError: If they are settled already; nothing is forgotten then.
+            ValueError: If they are settled already; nothing is forgotten then. If an earlier
+                forward did not come to its end.
         """
+        self._check_uncut()
         for layer in self.layers:
             layer.check_rollback(count)
         for layer, ring, pending in zip(self.layers, self._rings, self._pending, strict=True):
@@ -294,10 +300,16 @@ class KVStore:
             ring.clear()
             pending.clear()
         self._wrote = self._since = self._noted = 0
-        self._fresh = self._torn = self.taken_over = False
+        self._fresh = self.torn = self.taken_over = False
+        self.opened = None
 
     def state(self) -> dict[str, object]:
-        """Return what is held beside the layers: the last queries, and what was written when."""
+        """Return what is held beside the layers: the last queries, and what was written when.
+
+        Raises:
+            ValueError: If an earlier forward did not come to its end.
+        """
+        self._check_uncut()
         self._commit()
         queries = [ring.query for ring in self._rings]
         return {
@@ -349,6 +361,11 @@ class KVStore:
 
     # within --------------------------------------------------------------------------------
 
+    def _check_uncut(self) -> None:
+        seen = {layer.seen for layer in self.layers}
+        if self.torn or len(seen) > 1 or (self.opened is not None and seen != {self.opened}):
+            raise ValueError(CUT_OFF)
+
     def _check_queries(self) -> None:
         """Refuse to score by fewer queries than the recipe looks at, others being unknown."""
         window = self.recipe.score.window if self.recipe.score is not None else 0
@@ -374,10 +391,10 @@ class KVStore:
         if self._fresh and self.recipe.evicts and trigger is not None and not trigger.decoding:
             return  # a prompt that comes in chunks is scored exact before it is coded
         layers = self.layers[self.recipe.skip :]
-        self._torn = True
+        self.torn = True
         for first in range(0, len(layers), codec.scope):
             codec.flush(layers[first : first + codec.scope])
-        self._torn = False
+        self.torn = False
 
     def _note(self, layer: KVLayer, query: Query, valid: Tensor | None) -> None:
         score = self.recipe.score
