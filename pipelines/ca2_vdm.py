@@ -107,12 +107,12 @@ class FactorizedVideo(CausalVideo):
 class FactorizedSession(Session):
     """One stream of a factorized transformer; `store` has two layers a block: time, space."""
 
-    policy: Ca2VDM
+    _policy: Ca2VDM
 
     def empty_store(self, read_once: bool) -> KVStore:
         """Return the cache that a stream begins with."""
         blocks = len(self.video.transformer.blocks)
-        return KVStore(2 * blocks, self.policy.recipes(blocks))
+        return KVStore(2 * blocks, self._policy.recipes(blocks))
 
     def next(self, frames: int | None = None) -> Tensor:
         """Make the next chunk and commit it; return its latents, `[B, C, F, H, W]`.
@@ -127,10 +127,10 @@ class FactorizedSession(Session):
             raise ValueError("next: Ca2-VDM goes on from clean frames; give the first with take()")
         if frames is not None:
             check_int("frames", frames, 1)
-        if frames is not None and frames > self.policy.room:
+        if frames is not None and frames > self._policy.room:
             raise ValueError(
-                f"frames={frames}: must be at most {self.policy.room}, length - queue of "
-                f"{self.policy!r}"
+                f"frames={frames}: must be at most {self._policy.room}, length - queue of "
+                f"{self._policy!r}"
             )
         return super().next(frames)
 
@@ -194,5 +194,5 @@ class FactorizedSession(Session):
         held = layer.read()
         sites = (-1, q.shape[3])
         before = [x.unflatten(0, sites).permute(0, 3, 2, 1, 4) for x in (held.k, held.v)]
-        latest = [last_frames(x, self.policy.prefix) for x in before]
+        latest = [last_frames(x, self._policy.prefix) for x in before]
         return enhanced([q, k, v], latest, beside)

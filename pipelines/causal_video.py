@@ -19,8 +19,8 @@ from diffcache.attach.attention_call import AttentionCall, AttentionSite
 from diffcache.errors import AttachError
 from diffcache.method import check_int
 from diffcache.pipelines.context_parallel import attend_by_heads
-from diffcache.pipelines.saved_stream import facts, read_stream, resume
-from diffcache.pipelines.video_inputs import check_places
+from diffcache.pipelines.saved_stream import restored
+from diffcache.pipelines.video_inputs import check_places, refuse_copy
 from diffcache.pipelines.video_session import Session as Session
 from diffcache.video import FewSteps, FullHistory, VideoPolicy
 
@@ -60,6 +60,8 @@ class CausalVideo:
         self.numbers = {site.path: number for number, site in enumerate(own)}
         self._door = Door(transformer, self, own)
 
+    __reduce_ex__ = refuse_copy
+
     def close(self) -> None:
         """Give the transformer its attention back."""
         self._door.remove()
@@ -98,8 +100,10 @@ class CausalVideo:
         Raises:
             ValueError: If an argument is out of its range.
         """
-        return Session(self, prompt, size, FullHistory() if policy is None else policy, seed,
-                       negative, guidance, read_once, recall)  # fmt: skip
+        session = Session(self, prompt, size, FullHistory() if policy is None else policy, seed,
+                          negative, guidance, read_once, recall)  # fmt: skip
+        check_places(self.transformer.config, (*session.shape[:2], self.chunk, *session.size))
+        return session
 
     def restore(self, folder: str | os.PathLike[str], policy: VideoPolicy | None = None) -> Session:
         """Return a stream that goes on where `Session.save` left it, to the bit.
@@ -110,15 +114,10 @@ class CausalVideo:
 
         Raises:
             FileNotFoundError: If there is no saved stream.
-            SavedCacheError: If it is altered, or was made with other weights, another policy, chunk
-                or sampler.
+            SavedCacheError: If it is altered, holds what no stream holds, or was made with other
+                weights, another policy, chunk or sampler.
         """
-        policy = FullHistory() if policy is None else policy
-        state = read_stream(folder, facts(self, policy, self.sampler), self.transformer.device)
-        names = ("size", "negative", "guidance", "read_once", "recall")
-        session = self.session(state["prompt"], policy=policy, **{n: state[n] for n in names})
-        resume(session, folder, state)
-        return session
+        return restored(self, folder, FullHistory() if policy is None else policy)
 
     def call(self, stream: Any, x: Tensor, times: Tensor, text: Tensor) -> Tensor:
         """Return what the transformer predicts, its attention going through a stream.
