@@ -23,11 +23,13 @@ from diffusers import (
     FluxTransformer2DModel,
 )
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from diffcache.pipelines.small.export import save_pipeline
 from diffcache.pipelines.small.plain_attention import PlainFluxAttention
 from diffcache.pipelines.small.shipped import load_pipeline
 from diffcache.pipelines.small.sticker_autoencoder import (
@@ -71,6 +73,32 @@ def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) 
     pipe = load_pipeline(FluxPipeline, directory, dtype)
     pipe.default_sample_size = CALL["height"] // pipe.vae_scale_factor
     return pipe
+
+
+def draw(
+    pipe: FluxPipeline, texts: list[str], *, steps: int = 28, seed: int = 0, batch: int = 32
+) -> NDArray[np.uint8]:
+    """Draw a picture for each sentence; picture i starts from the noise of seed + i.
+
+    Args:
+        pipe: Pipeline, wrapped or not.
+        texts: Sentences.
+        steps: Sampling steps.
+        seed: Seed of the first picture.
+        batch: Pictures drawn at once.
+
+    Returns:
+        Pictures, uint8 [N, 64, 64, 3].
+    """
+    parts = []
+    for start in range(0, len(texts), batch):
+        part = texts[start : start + batch]
+        noise = [torch.Generator().manual_seed(seed + start + i) for i in range(len(part))]
+        # A batch needs as many empty sentences as sentences.
+        asked = CALL | {"negative_prompt": [""] * len(part), "output_type": "np"}
+        made = pipe(part, num_inference_steps=steps, generator=noise, **asked).images
+        parts.append(np.round(made * 255).astype(np.uint8))
+    return np.concatenate(parts)
 
 
 def build_transformer(text_width: int = 64) -> FluxTransformer2DModel:
@@ -282,10 +310,14 @@ class Flux(Job):
         texts = held_out_captions(24, seed=1)
         return draw_sheet(self.sample(models, texts).numpy(), texts)
 
-    def export(self, models: nn.ModuleDict) -> FluxPipeline:
+    def pipeline(self, models: nn.ModuleDict) -> FluxPipeline:
         """Put the pipeline together, with diffusers' own attention."""
         models["transformer"].set_attn_processor(FluxAttnProcessor())
         return build_pipeline(self.autoencoder, models, self.encoder)
+
+    def export(self, models: nn.ModuleDict, directory: Path) -> None:
+        """Save the pipeline in bfloat16."""
+        save_pipeline(self.pipeline(models), directory, CALL)
 
 
 def _call(
@@ -314,7 +346,7 @@ def _compiled() -> Any:
     return torch.compile(_call, dynamic=False)
 
 
-def draw_sheet(pictures: np.ndarray[Any, Any], texts: list[str], *, across: int = 8) -> Image.Image:
+def draw_sheet(pictures: NDArray[np.uint8], texts: list[str], *, across: int = 8) -> Image.Image:
     """Draw pictures uint8 [N, 64, 64, 3] twice their size, each above its sentence."""
     side = 2 * pictures.shape[1]
     rows = -(-len(pictures) // across)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -208,6 +208,17 @@ def faults(text: str, reading: Reading) -> list[str]:
     return wrong
 
 
+def read_faults(texts: list[str], pictures: NDArray[np.uint8]) -> list[list[str]]:
+    """Return what is wrong with each picture, by the shipped judge.
+
+    Args:
+        texts: Sentences as `stickers.caption` writes them.
+        pictures: Their pictures, uint8 [N, 64, 64, 3].
+    """
+    readings = read(load(), pictures)
+    return [faults(text, reading) for text, reading in zip(texts, readings, strict=True)]
+
+
 class JudgeJob(Job):
     """Train the judge on scenes, half of them as the autoencoder gives them back.
 
@@ -272,6 +283,10 @@ class JudgeJob(Job):
         error = (error * (heat - share).abs().square()).sum() / len(chosen)
         off = ((poses - wanted).abs() * places[:, None]).sum() / places.sum()
         return error + 2 * off + functional.cross_entropy(grounds, ground)
+
+    def export(self, models: nn.ModuleDict, directory: Path) -> None:
+        """Save the network in float32."""
+        save_file(models["judge"].state_dict(), directory / "model.safetensors")
 
     def measure(self, models: nn.ModuleDict) -> dict[str, float]:
         """Measure the share of held-out scenes read without a fault, as drawn and as decoded."""
