@@ -172,7 +172,8 @@ def encode(autoencoder: AutoencoderKL, pictures: Tensor) -> Tensor:
             scaling_factor=round(1 / float(means[:2000].std()), 5),
         )
     scaled = (means - autoencoder.config.shift_factor) * autoencoder.config.scaling_factor
-    return FluxPipeline._pack_latents(scaled, *scaled.shape).half()
+    packed: Tensor = FluxPipeline._pack_latents(scaled, *scaled.shape)
+    return packed.half()
 
 
 def retell(scene: Scene, rng: np.random.Generator) -> str:
@@ -240,8 +241,9 @@ class Flux(Job):
         understood = torch.load(self.folder / "sticker-text.state", weights_only=True)["average"]
         models = nn.ModuleDict({"text_encoder": clip, "text_encoder_2": t5})
         models.load_state_dict({k: v for k, v in understood.items() if k.startswith("text_")})
-        models["transformer"] = build_transformer()
-        models["transformer"].set_attn_processor(PlainFluxAttention())
+        transformer = build_transformer()
+        transformer.set_attn_processor(PlainFluxAttention())
+        models["transformer"] = transformer
         return models
 
     def velocity(
@@ -302,7 +304,8 @@ class Flux(Job):
             tokens = tokens + (following - sigma) * (unsaid + guidance * (said - unsaid))
         config = self.autoencoder.config
         latents = FluxPipeline._unpack_latents(tokens, 64, 64, 4)
-        made = self.autoencoder.decode(latents / config.scaling_factor + config.shift_factor).sample
+        latents = latents / config.scaling_factor + config.shift_factor
+        made: Tensor = self.autoencoder.decode(latents).sample
         return ((made.clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 1).byte()
 
     def show(self, models: nn.ModuleDict) -> Image.Image:
@@ -312,7 +315,8 @@ class Flux(Job):
 
     def pipeline(self, models: nn.ModuleDict) -> FluxPipeline:
         """Put the pipeline together, with diffusers' own attention."""
-        models["transformer"].set_attn_processor(FluxAttnProcessor())
+        transformer: Any = models["transformer"]
+        transformer.set_attn_processor(FluxAttnProcessor())
         return build_pipeline(self.autoencoder, models, self.encoder)
 
     def export(self, models: nn.ModuleDict, directory: Path) -> None:

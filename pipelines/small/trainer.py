@@ -158,7 +158,7 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonal(matrix: Tensor) -> Tensor:
     """Return about the nearest orthogonal matrix [M, N], by five steps of Newton-Schulz."""
-    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    wide: Tensor = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     wide = wide / (wide.norm() + 1e-7)
     for _ in range(5):
         square = wide @ wide.T
