@@ -75,6 +75,10 @@ build: $(READY) ## Build dist/ (sdist, wheel from it), install the wheel afresh 
 	done
 
 models: $(READY) ## Train the shipped models again (most of a day on one core)
+	for name in autoencoder text judge flux; do \
+	  $(BIN)/python -m diffcache.pipelines.small.trainer sticker-$$name --out runs/stickers && \
+	  $(BIN)/python -m diffcache.pipelines.small.trainer sticker-$$name --out runs/stickers --export || exit 1; \
+	done
 	$(BIN)/python -m diffcache.pipelines.small.train $(ARGS)
 	$(BIN)/python -m diffcache.pipelines.small.train_features --out assets/models/shapes-features
 	$(BIN)/python -m diffcache.eval.lite_card

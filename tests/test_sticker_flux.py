@@ -41,7 +41,7 @@ def test_the_pipeline_draws_what_training_showed(job: Flux):
     texts = held_out_captions(2)
     shown = job.sample(models, texts, steps=3)
     noise = torch.randn(2, 64, 48, generator=torch.Generator().manual_seed(0))
-    pipe = job.export(models)
+    pipe = job.pipeline(models)
     pipe.set_progress_bar_config(disable=True)
     asked = CALL | {"negative_prompt": ["", ""], "num_inference_steps": 3, "output_type": "np"}
     drawn = torch.from_numpy(pipe(texts, latents=noise, **asked).images)

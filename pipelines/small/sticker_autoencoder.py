@@ -111,6 +111,7 @@ def start_from_patches(model: AutoencoderKL, pictures: Tensor) -> None:
 
 def _route(layer: nn.Conv2d, ones: dict[tuple[int, int], tuple[int, int]]) -> None:
     nn.init.zeros_(layer.weight)
+    assert layer.bias is not None
     nn.init.zeros_(layer.bias)
     for (target, source), (i, j) in ones.items():
         layer.weight[target, source, i, j] = 1
@@ -178,11 +179,12 @@ class Autoencoder(Job):
         noise = torch.randn(mean.shape, generator=generator)
         made = models["decoder"](mean + (0.5 * log_variance).exp() * noise)
         weight = 1 + 2 * self.masks[chosen, None].float()
-        error = ((made - wanted).abs() * weight).mean()
+        error: Tensor = ((made - wanted).abs() * weight).mean()
         for axis in (2, 3):
             error = error + 0.5 * (made.diff(dim=axis) - wanted.diff(dim=axis)).abs().mean()
         divergence = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
-        return error + _KL * divergence
+        error = error + _KL * divergence
+        return error
 
     @torch.no_grad()
     def rebuild(self, models: nn.ModuleDict, count: int = HELD) -> Tensor:

@@ -23,11 +23,13 @@ from diffusers import (
     FluxTransformer2DModel,
 )
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from diffcache.pipelines.small.export import save_pipeline
 from diffcache.pipelines.small.plain_attention import PlainFluxAttention
 from diffcache.pipelines.small.shipped import load_pipeline
 from diffcache.pipelines.small.sticker_autoencoder import (
@@ -71,6 +73,32 @@ def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) 
     pipe = load_pipeline(FluxPipeline, directory, dtype)
     pipe.default_sample_size = CALL["height"] // pipe.vae_scale_factor
     return pipe
+
+
+def draw(
+    pipe: FluxPipeline, texts: list[str], *, steps: int = 28, seed: int = 0, batch: int = 32
+) -> NDArray[np.uint8]:
+    """Draw a picture for each sentence; picture i starts from the noise of seed + i.
+
+    Args:
+        pipe: Pipeline, wrapped or not.
+        texts: Sentences.
+        steps: Sampling steps.
+        seed: Seed of the first picture.
+        batch: Pictures drawn at once.
+
+    Returns:
+        Pictures, uint8 [N, 64, 64, 3].
+    """
+    parts = []
+    for start in range(0, len(texts), batch):
+        part = texts[start : start + batch]
+        noise = [torch.Generator().manual_seed(seed + start + i) for i in range(len(part))]
+        # A batch needs as many empty sentences as sentences.
+        asked = CALL | {"negative_prompt": [""] * len(part), "output_type": "np"}
+        made = pipe(part, num_inference_steps=steps, generator=noise, **asked).images
+        parts.append(np.round(made * 255).astype(np.uint8))
+    return np.concatenate(parts)
 
 
 def build_transformer(text_width: int = 64) -> FluxTransformer2DModel:
@@ -144,7 +172,8 @@ def encode(autoencoder: AutoencoderKL, pictures: Tensor) -> Tensor:
             scaling_factor=round(1 / float(means[:2000].std()), 5),
         )
     scaled = (means - autoencoder.config.shift_factor) * autoencoder.config.scaling_factor
-    return FluxPipeline._pack_latents(scaled, *scaled.shape).half()
+    packed: Tensor = FluxPipeline._pack_latents(scaled, *scaled.shape)
+    return packed.half()
 
 
 def retell(scene: Scene, rng: np.random.Generator) -> str:
@@ -212,8 +241,9 @@ class Flux(Job):
         understood = torch.load(self.folder / "sticker-text.state", weights_only=True)["average"]
         models = nn.ModuleDict({"text_encoder": clip, "text_encoder_2": t5})
         models.load_state_dict({k: v for k, v in understood.items() if k.startswith("text_")})
-        models["transformer"] = build_transformer()
-        models["transformer"].set_attn_processor(PlainFluxAttention())
+        transformer = build_transformer()
+        transformer.set_attn_processor(PlainFluxAttention())
+        models["transformer"] = transformer
         return models
 
     def velocity(
@@ -274,7 +304,8 @@ class Flux(Job):
             tokens = tokens + (following - sigma) * (unsaid + guidance * (said - unsaid))
         config = self.autoencoder.config
         latents = FluxPipeline._unpack_latents(tokens, 64, 64, 4)
-        made = self.autoencoder.decode(latents / config.scaling_factor + config.shift_factor).sample
+        latents = latents / config.scaling_factor + config.shift_factor
+        made: Tensor = self.autoencoder.decode(latents).sample
         return ((made.clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 1).byte()
 
     def show(self, models: nn.ModuleDict) -> Image.Image:
@@ -282,10 +313,15 @@ class Flux(Job):
         texts = held_out_captions(24, seed=1)
         return draw_sheet(self.sample(models, texts).numpy(), texts)
 
-    def export(self, models: nn.ModuleDict) -> FluxPipeline:
+    def pipeline(self, models: nn.ModuleDict) -> FluxPipeline:
         """Put the pipeline together, with diffusers' own attention."""
-        models["transformer"].set_attn_processor(FluxAttnProcessor())
+        transformer: Any = models["transformer"]
+        transformer.set_attn_processor(FluxAttnProcessor())
         return build_pipeline(self.autoencoder, models, self.encoder)
+
+    def export(self, models: nn.ModuleDict, directory: Path) -> None:
+        """Save the pipeline in bfloat16."""
+        save_pipeline(self.pipeline(models), directory, CALL)
 
 
 def _call(
@@ -314,7 +350,7 @@ def _compiled() -> Any:
     return torch.compile(_call, dynamic=False)
 
 
-def draw_sheet(pictures: np.ndarray[Any, Any], texts: list[str], *, across: int = 8) -> Image.Image:
+def draw_sheet(pictures: NDArray[np.uint8], texts: list[str], *, across: int = 8) -> Image.Image:
     """Draw pictures uint8 [N, 64, 64, 3] twice their size, each above its sentence."""
     side = 2 * pictures.shape[1]
     rows = -(-len(pictures) // across)

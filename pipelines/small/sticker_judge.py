@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -53,6 +53,7 @@ class Judge(nn.Module):
         self.objects = nn.Conv2d(64, len(OBJECTS), 1)
         self.pose = nn.Sequential(nn.Conv2d(64, 64, 1), nn.ReLU(), nn.Conv2d(64, _POSE, 1))
         self.ground = nn.Linear(64, len(GROUNDS))
+        assert self.objects.bias is not None
         nn.init.constant_(self.objects.bias, -5.0)  # few cells hold the center of an object
 
     def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,6 +209,17 @@ def faults(text: str, reading: Reading) -> list[str]:
     return wrong
 
 
+def read_faults(texts: list[str], pictures: NDArray[np.uint8]) -> list[list[str]]:
+    """Return what is wrong with each picture, by the shipped judge.
+
+    Args:
+        texts: Sentences as `stickers.caption` writes them.
+        pictures: Their pictures, uint8 [N, 64, 64, 3].
+    """
+    readings = read(load(), pictures)
+    return [faults(text, reading) for text, reading in zip(texts, readings, strict=True)]
+
+
 class JudgeJob(Job):
     """Train the judge on scenes, half of them as the autoencoder gives them back.
 
@@ -246,7 +258,7 @@ class JudgeJob(Job):
 
     def build(self) -> nn.ModuleDict:
         """Build the network."""
-        return nn.ModuleDict({"judge": Judge().to(memory_format=torch.channels_last)})
+        return nn.ModuleDict({"judge": Judge()})
 
     def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
         """Return errors of objects, poses and ground, on pictures with noise and of other light."""
@@ -267,11 +279,16 @@ class JudgeJob(Job):
             torch.stack(parts) for parts in zip(*(self.targets[i] for i in chosen), strict=True)
         )
         share = logits.sigmoid()
-        error = functional.binary_cross_entropy_with_logits(logits, heat, reduction="none")
+        error: Tensor = functional.binary_cross_entropy_with_logits(logits, heat, reduction="none")
         # Easy cells count less (the focal loss), as nearly all of them are empty.
         error = (error * (heat - share).abs().square()).sum() / len(chosen)
         off = ((poses - wanted).abs() * places[:, None]).sum() / places.sum()
-        return error + 2 * off + functional.cross_entropy(grounds, ground)
+        error = error + 2 * off + functional.cross_entropy(grounds, ground)
+        return error
+
+    def export(self, models: nn.ModuleDict, directory: Path) -> None:
+        """Save the network in float32."""
+        save_file(models["judge"].state_dict(), directory / "model.safetensors")
 
     def measure(self, models: nn.ModuleDict) -> dict[str, float]:
         """Measure the share of held-out scenes read without a fault, as drawn and as decoded."""

@@ -333,12 +333,12 @@ def _ramp(rng: np.random.Generator) -> Array:
     angle = rng.uniform(0, 2 * np.pi)
     axis = np.linspace(0, 1, SIDE)
     ramp = axis[:, None] * np.sin(angle) + axis[None] * np.cos(angle)
-    return (ramp - ramp.min()) / np.ptp(ramp)
+    return np.asarray((ramp - ramp.min()) / np.ptp(ramp))
 
 
 def _blend(one: Array, other: Array, share: Array) -> Array:
     share = share[..., None] if share.ndim == 2 else share
-    return one * (1 - share) + other * share
+    return np.asarray(one * (1 - share) + other * share)
 
 
 def _sky(rng: np.random.Generator) -> Array:

@@ -2,10 +2,10 @@
 
     python -m diffcache.pipelines.small.trainer sticker-flux --out runs/stickers --minutes 90
 
-`assets/models/NAME/train.toml` holds the settings of each model. A job says what is trained and
-what its loss is; the loop takes care of precision, learning rates, averaged weights, checkpoints,
-the curve and the pictures to look at. Seed, settings and precision give the same weights on one
-machine, broken off or not.
+`assets/models/MODEL/train.toml` holds the settings, a table for each name. A job says what is
+trained and what its loss is; the loop takes care of precision, learning rates, averaged weights,
+checkpoints, the curve and the pictures to look at. Seed, settings and precision give the same
+weights on one machine, broken off or not.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ else:
     import tomli as tomllib
 
 MODELS = Path(__file__).resolve().parents[2] / "assets" / "models"
-JOBS = {
-    "sticker-autoencoder": "sticker_autoencoder:Autoencoder",
-    "sticker-text": "sticker_text:Text",
-    "sticker-judge": "sticker_judge:JudgeJob",
-    "sticker-flux": "sticker_flux:Flux",
+JOBS = {  # name -> class, and the shipped model it is for
+    "sticker-autoencoder": ("sticker_autoencoder:Autoencoder", "sticker-flux"),
+    "sticker-text": ("sticker_text:Text", "sticker-flux"),
+    "sticker-judge": ("sticker_judge:JudgeJob", "sticker-judge"),
+    "sticker-flux": ("sticker_flux:Flux", "sticker-flux"),
 }
 PRECISIONS = ("float32", "bfloat16", "compiled")
 
@@ -117,6 +117,15 @@ class Job(ABC):
         del models
         return None
 
+    def export(self, models: nn.ModuleDict, directory: Path) -> None:
+        """Write averaged weights as they are shipped; nothing where another training ships them.
+
+        Args:
+            models: Averaged modules.
+            directory: Directory of the shipped model.
+        """
+        del models, directory
+
 
 class Muon(torch.optim.Optimizer):
     """Step along the nearest orthogonal matrix to the momentum, in float32.
@@ -149,7 +158,7 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonal(matrix: Tensor) -> Tensor:
     """Return about the nearest orthogonal matrix [M, N], by five steps of Newton-Schulz."""
-    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    wide: Tensor = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     wide = wide / (wide.norm() + 1e-7)
     for _ in range(5):
         square = wide @ wide.T
@@ -236,6 +245,7 @@ class Run:
         self.rows: list[dict[str, Any]] = []
         self.seconds = {"wall": 0.0, "cpu": 0.0}
         self.timed: dict[str, float] = {}
+        self.commits: list[str] = []  # of the code of each part of a run
         if precision == "auto":
             self.timed = choose_precision(job, self.models)
             precision = min(self.timed, key=self.timed.__getitem__)
@@ -278,6 +288,7 @@ class Run:
             "seconds": self.seconds,
             "precision": self.precision,
             "timed": self.timed,
+            "commits": self.commits,
         }
         part = path.with_name(path.name + ".part")
         torch.save(state, part)
@@ -294,7 +305,8 @@ class Run:
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["peak"] = peak  # settings may be changed between two parts of a run
         self.step, self.rows, self.seconds = state["step"], state["rows"], state["seconds"]
-        self.timed = state["timed"]
+        self.timed, self.precision = state["timed"], state["precision"]
+        self.commits = state.get("commits", [])
 
 
 def train(job: Job, name: str, *, precision: str = "auto", minutes: float = math.inf) -> Run:
@@ -311,6 +323,8 @@ def train(job: Job, name: str, *, precision: str = "auto", minutes: float = math
     run = Run(job, precision)
     if state.exists():
         run.restore(state)
+    if commit() not in run.commits:
+        run.commits.append(commit())
     begun, begun_cpu = time.monotonic(), time.process_time()
     before = dict(run.seconds)
     losses: list[float] = []
@@ -341,15 +355,20 @@ def train(job: Job, name: str, *, precision: str = "auto", minutes: float = math
 
 
 def read_settings(name: str) -> Settings:
-    """Read the settings of a shipped model.
+    """Read the settings of a training from the `train.toml` of its model.
+
+    Args:
+        name: One of `JOBS`.
 
     Raises:
-        ValueError: If the file names a setting that there is not.
+        ValueError: If there is no such training, or the file names a setting that there is not.
     """
-    path = MODELS / name / "train.toml"
-    values = tomllib.loads(path.read_text(encoding="utf-8"))
+    if name not in JOBS:
+        raise ValueError(f"unknown training {name!r}; use one of {', '.join(JOBS)}")
+    path = MODELS / JOBS[name][1] / "train.toml"
+    values = tomllib.loads(path.read_text(encoding="utf-8"))[name]
     known = [one.name for one in fields(Settings)]
-    if unknown := [name for name in values if name not in known]:
+    if unknown := [key for key in values if key not in known]:
         raise ValueError(f"{path}: no setting {unknown[0]!r}; use {', '.join(known)}")
     return Settings(**values)
 
@@ -367,7 +386,7 @@ def record(run: Run, name: str, command: str) -> dict[str, Any]:
     settings = run.job.settings
     return {
         "model": name,
-        "commit": commit(),
+        "commits": run.commits,
         "command": command,
         "settings": {one.name: getattr(settings, one.name) for one in fields(settings)},
         "steps": run.step,
@@ -382,28 +401,23 @@ def record(run: Run, name: str, command: str) -> dict[str, Any]:
     }
 
 
-def load_job(name: str, folder: Path, settings: Settings | None = None) -> Job:
-    """Build the job of a shipped model.
+def load_job(name: str, folder: Path) -> Job:
+    """Build a training from its settings.
 
     Args:
         name: One of `JOBS`.
-        folder: Folder of the run.
-        settings: Settings; None reads the model's `train.toml`.
-
-    Raises:
-        ValueError: If there is no such job.
+        folder: Folder of the run, with the checkpoints of the trainings that it builds on.
     """
-    if name not in JOBS:
-        raise ValueError(f"unknown model {name!r}; use one of {', '.join(JOBS)}")
-    module, _, member = JOBS[name].partition(":")
+    settings = read_settings(name)
+    module, _, member = JOBS[name][0].partition(":")
     made: Job = getattr(import_module(f"diffcache.pipelines.small.{module}"), member)(
-        settings or read_settings(name), folder
+        settings, folder
     )
     return made
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train the model asked for, and write its record."""
+    """Train a model, or ship its last checkpoint with the record of its training."""
     parser = argparse.ArgumentParser("trainer", description=__doc__.split("\n")[0])
     parser.add_argument("model", choices=JOBS)
     parser.add_argument(
@@ -414,14 +428,25 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--export", action="store_true", help="train no more; ship the last checkpoint"
+    )
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(chosen.threads)
     chosen.out.mkdir(parents=True, exist_ok=True)
     job = load_job(chosen.model, chosen.out)
-    run = train(job, chosen.model, precision=chosen.precision, minutes=chosen.minutes)
+    if not chosen.export:
+        train(job, chosen.model, precision=chosen.precision, minutes=chosen.minutes)
+        return
+    run = Run(job, "float32")
+    run.restore(chosen.out / f"{chosen.model}.state")
+    directory = MODELS / JOBS[chosen.model][1]
+    job.export(run.average.eval(), directory)
     command = f"python -m diffcache.pipelines.small.trainer {chosen.model} --out DIR"
-    done = record(run, chosen.model, command)
-    (chosen.out / f"{chosen.model}-record.json").write_text(json.dumps(done, indent=1) + "\n")
+    path = directory / f"training-{chosen.model}.json"
+    path.write_text(
+        json.dumps(record(run, chosen.model, command), indent=1) + "\n", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":
