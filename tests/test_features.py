@@ -240,7 +240,7 @@ def test_bad_settings_name_the_value_and_the_way_out(make, message):
 def test_catalogue_errors():
     with pytest.raises(diffcache.UnknownMethodError, match="did you mean 'taylorseer'"):
         make_method("taylorser")
-    with pytest.raises(diffcache.UnknownMethodError, match="known: interval"):
+    with pytest.raises(diffcache.UnknownMethodError, match="known: .*interval"):
         make_method("xyz")
     with pytest.raises(ValueError, match="TaylorSeer has no setting 'intervall'; it has every"):
         make_method("taylorseer", intervall=3)

@@ -13,6 +13,7 @@ from diffcache.features.base import Method
 STEPS = 8
 SETTING = dict[str, Any]
 
+ZERO: SETTING = {"threshold": 0.0}
 # Of a training: enough to have a table
 SHORT: SETTING = {"epochs": 2, "refresh": 14, "rate": 1.0, "beta": 1e-2}
 
@@ -45,8 +46,7 @@ class Family:
         settings: Settings that make it skip something in a run of 8 steps.
         off: Settings with which it changes nothing; None where it cannot be told so.
         own: Pipeline -> settings that differ there.
-        computed: Steps that it computes of 8, on a model without a scheduler; None for a method
-            that needs a pipeline, or tables of it.
+        computed: Steps that it computes of 8 on a model alone; None where it needs a pipeline.
         tensors: Kept tensors of each feature, and of the probe.
         alone: Settings that stand in for tables on a model alone.
     """
@@ -70,30 +70,19 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "interval": Family(COMMON, {"every": 3}, {"every": 1}, computed=(0, 3, 6)),
-    "first-block": Family(COMMON, {"threshold": inf}, {"threshold": 0.0}, computed=(0,),
-                          tensors=(1, 1)),
+    "first-block": Family(COMMON, {"threshold": inf}, ZERO, computed=(0,), tensors=(1, 1)),
     "taylorseer": Family(COMMON, {"every": 3, "warmup": 2}, {"every": 1}, computed=(0, 1, 4, 7),
                          tensors=(2, 0)),
-    "confidence-gated-taylor": Family(
-        COMMON, {"threshold": inf, "warmup": 3}, {"threshold": 0.0}, computed=(0, 1, 2),
-        tensors=(2, 2),
-    ),
-    "teacache": Family(
-        TOKENS, {"threshold": 1e9}, {"threshold": 0.0}, computed=(0,), tensors=(1, 1),
-        alone={"coefficients": (1.0, 0.0)},
-    ),
-    "magcache": Family(
-        COMMON, {"threshold": inf, "retention": 0.0}, {"threshold": 0.0}, computed=(0, 4),
-        alone={"ratios": (1.0,) * STEPS},
-    ),
-    "dbcache": Family(
-        COMMON, {"threshold": inf, "warmup": 2, "longest": 2}, {"threshold": 0.0},
-        computed=(0, 1, 4, 7), tensors=(1, 1),
-    ),
-    "seacache": Family(COMMON, {"threshold": inf}, {"threshold": 0.0}),
-    "ertacache": Family(
-        FLOW, {"threshold": 1e9}, {"threshold": 0}, {"WanPipeline": {"time": False}}
-    ),
+    "confidence-gated-taylor": Family(COMMON, {"threshold": inf, "warmup": 3}, ZERO,
+                                      computed=(0, 1, 2), tensors=(2, 2)),
+    "teacache": Family(TOKENS, {"threshold": 1e9}, ZERO, computed=(0,), tensors=(1, 1),
+                       alone={"coefficients": (1.0, 0.0)}),
+    "magcache": Family(COMMON, {"threshold": inf, "retention": 0.0}, ZERO, computed=(0, 4),
+                       alone={"ratios": (1.0,) * STEPS}),
+    "dbcache": Family(COMMON, {"threshold": inf, "warmup": 2, "longest": 2}, ZERO,
+                      computed=(0, 1, 4, 7), tensors=(1, 1)),
+    "seacache": Family(COMMON, {"threshold": inf}, ZERO),
+    "ertacache": Family(FLOW, {"threshold": 1e9}, ZERO, {"WanPipeline": {"time": False}}),
     "fitted-forecast": Family(COMMON, {"computed": 4}, {"computed": STEPS}),
     "bac": Family(COMMON, {"count": 3, "union": 2}, {"count": STEPS}),
     "cachequant": Family(COMMON, {"every": 3}, {"every": 1}),

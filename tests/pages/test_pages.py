@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -54,7 +56,7 @@ STOPPED = {
 SHORT = {
     "diffcache demo --method": "--model my-pipeline --samples 1 --steps 6",
     "diffcache calibrate --method": "--samples 2 --batch-size 2",
-    "diffcache tune --model": "--samples 4 --batch-size 2 --steps 8 --method interval:every=8",
+    "diffcache tune --model": "--samples 4 --batch-size 2 --steps 8 --method interval:every=8,site=model",
     "diffcache eval --model": "--samples 2 --rounds 0 --prompts pictures",
     "diffcache eval latency": "--rounds 1 --steps 6",
     "diffcache kv --recipe": "--samples 2 --context 65 --facts 8",
@@ -86,8 +88,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work among the stand-ins, and leave out what takes a large model or a GPU."""
     monkeypatch.chdir(folder)
-    few = partial(diffcache.tune, batch_size=1, steps=8, methods=[diffcache.Interval(every=8)])
-    monkeypatch.setattr(diffcache, "tune", few)
+    only = [diffcache.Interval(every=8, site="model")]
+    monkeypatch.setattr(
+        diffcache, "tune", partial(diffcache.tune, batch_size=1, steps=8, methods=only)
+    )
     begin = FluxPipeline.__init__
 
     @wraps(begin)  # from_pretrained reads its parameters
@@ -145,10 +149,12 @@ def test_what_does_not_run_is_there() -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(
     block.language == "python" for block in blocks(page))])  # fmt: skip
-def test_python_runs(page: str) -> None:
-    """Block after block, in one namespace."""
-    names = {"__name__": "page", "print": lambda *said: list(map(str, said))}
-    names |= READER.get(page, dict)()
+def test_python_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block after block, in one module."""
+    module = ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)  # where dataclasses look
+    names = vars(module)
+    names |= {"print": lambda *said: list(map(str, said)), **READER.get(page, dict)()}
     found = [block for block in blocks(page) if block.language == "python"]
     for large, small in SMALLER.get(page, {}).items():
         assert sum(block.text.count(large) for block in found) == 1
