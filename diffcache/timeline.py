@@ -81,7 +81,7 @@ def timeline_text(calls: Sequence[CallRecord], width: int = 100, ascii_only: boo
     on, off, parts = COMPUTED, SKIPPED, PARTS
     if ascii_only:
         on, off, parts = ASCII_COMPUTED, ASCII_SKIPPED, ASCII_PARTS
-    signs = {1: on, 0: off, None: " "}
+    signs: dict[float | None, str] = {1: on, 0: off, None: " "}
     margin = min(max(len(lane.label) for lane in lanes), _LONGEST_LABEL)
     room = max((max(width, 40) - margin - 4) // 10 * 10, 10)
     total = len(lanes[0].marks)
