@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+TOKEN_LAYERS = "token-layers"  # site of a call that computes some tokens of every layer
+
 
 @dataclass
 class CallRecord:
@@ -36,6 +38,12 @@ class CallRecord:
     flops: tuple[float, float] | None = None
     started: float = field(default=0.0, repr=False)
     writes: bool = False
+
+    @property
+    def share(self) -> float:
+        """Part of the call that was computed, 0 to 1: of its tokens where these are counted."""
+        ran, skipped = self.counts.get(TOKEN_LAYERS, (int(bool(self.computed)), 0))
+        return ran / max(ran + skipped, 1)
 
 
 @dataclass

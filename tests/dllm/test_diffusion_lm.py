@@ -39,6 +39,7 @@ from diffcache.dllm import (
 from diffcache.dllm.dllm_cache import BranchPlan
 from diffcache.errors import AttachError
 from diffcache.pipelines.diffusion_lm import DiffusionLM, _Bar
+from diffcache.timeline import lanes_of, timeline_text
 from tests.dllm.toys import EOS, LAYERS, MASK, bidirectional, padded, prompts, trace
 
 SCHEDULE = Schedule(8, 4)
@@ -85,7 +86,21 @@ def test_generate_is_the_loop_written_out() -> None:
     assert made.sites["model"]["token-layers"] == (rows * LAYERS, (8 * 2 * width - rows) * LAYERS)
     size = model.config.head_dim
     assert made.peak_bytes == 2 * LAYERS * 2 * 2 * width * size * 8  # K and V, 2 heads, float64
-    assert "token-layers" in str(made) and "not counted" not in str(made)
+    saved = 100 * (1 - rows / (8 * 2 * width))
+    said = (
+        f"steps    8: 6 computed, 2 in part, 0 skipped, {saved:.1f} % of all token-layers skipped"
+    )
+    assert said in str(made) and "not counted" not in str(made)
+    rows = [float(now.rows.shape[1]) / width for now in notes]
+    (lane,) = lanes_of(made.calls)
+    assert lane.marks == rows and rows[:2] == [1, 1] and 0 < rows[2] < 1
+    for ascii_only, parts, legend in ((False, "▁▂▃▄▅▆▇", "▂ to ▇"), (True, "0123456789", "1 to 9")):
+        bars = timeline_text(made.calls, ascii_only=ascii_only).splitlines()
+        full = "#" if ascii_only else "█"
+        drawn = [full if share == 1 else parts[int(share * len(parts))] for share in rows]
+        assert bars[1].endswith("  " + "".join(drawn)) and bars[2].endswith(f"{legend} in part")
+    picture = made.timeline_image(800, 200)
+    assert {(37, 99, 175)} < set(picture.crop((100, 80, 790, 81)).get_flattened_data())
 
 
 @torch.no_grad()

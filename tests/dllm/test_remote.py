@@ -380,10 +380,12 @@ def test_a_checkpoint_with_code_for_transformers_4_is_loaded(
         "dtype": "float32",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text('{"steps": 7}')
     save_file(own.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="trust_remote_code"):
         load_language_model(str(folder))
     loaded = load_language_model(str(folder), trust_remote_code=True)
+    assert name == "llada" or loaded.generation_config.steps == 7
     ids = torch.tensor(prompts(6))
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, alone(own, ids, None))

@@ -43,7 +43,8 @@ from diffcache.attach.extensions.row_inputs import (
     mark_of,
     places_of,
 )
-from diffcache.attach.extensions.rows import SITE, check_arguments
+from diffcache.attach.extensions.rows import check_arguments
+from diffcache.attach.record import TOKEN_LAYERS
 from diffcache.attach.run import Run
 from diffcache.attach.tap import Tap, tap_children, untap_children
 from diffcache.dllm.dllm_cache import BranchPlan, BranchRows
@@ -228,7 +229,7 @@ class Branches(Extension):
             if self._looks(turn.plan, number):
                 computed += (width - turn.plan.prompt) * layer.value_weights
         call.record.flops = float(2 * batch * computed), float(2 * batch * (whole - computed))
-        return {SITE: (batch * rows, batch * (width * len(self.layers) - rows))}
+        return {TOKEN_LAYERS: (batch * rows, batch * (width * len(self.layers) - rows))}
 
     # the parts of a layer ----------------------------------------------------------------------
 
