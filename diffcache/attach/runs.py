@@ -6,7 +6,7 @@ import functools
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -141,8 +141,12 @@ class Runs(ABC):
             self._check_skipped(run.record)
 
     @contextmanager
-    def told(self, steps: int | None) -> Iterator[None]:
+    def told(self, steps: int | None, sigmas: Sequence[float] = ()) -> Iterator[None]:
         """Let the calls inside be one run, as the user says.
+
+        Args:
+            steps: Number of its steps, None if nobody says it.
+            sigmas: Noise level at every step of flow matching, none if nobody says them.
 
         Raises:
             AttachError: If one is open already in this thread or task.
@@ -150,6 +154,7 @@ class Runs(ABC):
         self.settle()
         self._check_no_run(" already; end it first, or sample in another thread or task")
         run, token = self.begin(is_told=True, steps=steps)
+        run.sigmas = sigmas
         finished = False
         try:
             yield
