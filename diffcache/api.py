@@ -138,7 +138,8 @@ def expected_bytes(
         height: Pixels; None for the pipeline's default.
         width: Pixels; None for the pipeline's default.
         frames: Frames of a video, 1 for an image; None for the pipeline's default.
-        text_tokens: Length of the prompt with padding; None for the pipeline's default.
+        text_tokens: Length of the prompt as the denoiser sees it, padding and the tokens of all
+            text encoders included; None for the pipeline's default.
         batch: Samples in a call.
         **settings: Settings of a method given by name, such as `every=4`.
 
