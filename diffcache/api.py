@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
 
-from torch import nn
+from torch import Tensor, nn
 
 from diffcache.attach.anatomy import Anatomy, anatomy_of
 from diffcache.attach.anchor import owner_of
@@ -151,7 +151,8 @@ def expected_bytes(
         height: Pixels; None for the pipeline's default.
         width: Pixels; None for the pipeline's default.
         frames: Frames of a video, 1 for an image; None for the pipeline's default.
-        text_tokens: Length of the prompt with padding; None for the pipeline's default.
+        text_tokens: Length of the prompt as the denoiser sees it, padding and the tokens of all
+            text encoders included; None for the pipeline's default.
         batch: Samples in a call.
         **settings: Settings of a method given by name, such as `every=4`.
 
@@ -185,7 +186,9 @@ def reset(target: Any) -> None:
     handle_of(target).reset()
 
 
-def run(target: Any, *, steps: int | None = None) -> AbstractContextManager[None]:
+def run(
+    target: Any, *, steps: int | None = None, sigmas: Sequence[float] | Tensor | None = None
+) -> AbstractContextManager[None]:
     """Let the denoiser calls inside be one sampling run.
 
     The run starts with nothing held and frees its features at its end. It belongs to this thread
@@ -199,12 +202,16 @@ def run(target: Any, *, steps: int | None = None) -> AbstractContextManager[None
     Args:
         target: A wrapped denoiser, or a pipeline with one.
         steps: Number of timesteps of the run, so that methods know its last step; None if nobody
-            knows, or a wrapped pipeline's scheduler tells it.
+            knows, a wrapped pipeline's scheduler tells it, or `sigmas` do.
+        sigmas: Noise level at every step of flow matching, 0 to 1, for methods that ask for it
+            where no scheduler tells it, such as SeaCache on a bare model; the one that
+            the last step ends at is left out.
 
     Raises:
         AttachError: If the target is not wrapped, a run of it is open already in this thread, or
             more steps are taken.
-        ValueError: If `steps` is no whole number of 1 or more.
+        ValueError: If `steps` is no whole number of 1 or more, or `sigmas` are no noise levels or
+            not as many.
 
     Example:
         >>> with diffcache.run(model, steps=len(timesteps)):  # doctest: +SKIP
@@ -213,7 +220,14 @@ def run(target: Any, *, steps: int | None = None) -> AbstractContextManager[None
     """
     if steps is not None:
         check_int("steps", steps, 1)
-    return handle_of(target).told(steps)
+    levels = [] if sigmas is None else [float(value) for value in sigmas]
+    if not all(0 <= level <= 1 for level in levels):
+        raise ValueError(f"sigmas={levels}: must be noise levels of flow matching, 0 to 1")
+    if levels and (len(levels) - 1 == steps or (steps is None and levels[-1] == 0)):
+        levels.pop()
+    if sigmas is not None and len(levels) != (steps or len(levels) or 1):
+        raise ValueError(f"sigmas={levels}: must be one a step, steps={steps}")
+    return handle_of(target).told(steps or len(levels) or None, levels)
 
 
 def stream(target: Any) -> AbstractContextManager[Stream]:

@@ -39,7 +39,7 @@ BLIND = {
 }  # fmt: skip
 # Lists of the text alone, and refiners before text and image are joined: they always run.
 TEXT = {
-    "BriaFibo2Transformer2DModel": {"perceiver.layers"},
+    "BriaFibo2Transformer2DModel": {"perceiver.layers", "noise_refiner"},
     "Flux3Transformer2DModel": {"txt_mode_blocks", "mode_blocks.image_cond"},
     "Kandinsky5Transformer3DModel": {"text_transformer_blocks"},
     "Kandinsky6Transformer3DModel": {

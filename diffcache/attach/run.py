@@ -9,7 +9,7 @@ doubt, and everything is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,11 +98,12 @@ class Run:
         left_out: Steps that an extension plans not to compute.
         starts: Most first steps that one of its denoisers began, since the run was said to begin.
         is_counted: Whether the stream counts it as a chunk.
+        sigmas: Noise level at every step of flow matching, none where the user did not say them.
     """
 
     __slots__ = ("__weakref__", "begin", "by_timestep", "epoch", "in_pipeline", "is_counted",
-                 "is_told", "left_out", "length", "record", "scheduled", "starts", "steps",
-                 "storage", "stream", "ticks", "timelines")  # fmt: skip
+                 "is_told", "left_out", "length", "record", "scheduled", "sigmas", "starts",
+                 "steps", "storage", "stream", "ticks", "timelines")  # fmt: skip
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class Run:
         stream: Stream | None = None,
     ) -> None:
         self.in_pipeline, self.is_told, self.steps = in_pipeline, is_told, steps
+        self.sigmas: Sequence[float] = ()
         self.stream = Stream() if stream is None else stream
         self.record = RunRecord()
         self.timelines: dict[Any, Timeline] = {}

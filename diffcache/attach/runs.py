@@ -7,7 +7,7 @@ import threading
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -160,8 +160,12 @@ class Runs(ABC):
             )
 
     @contextmanager
-    def told(self, steps: int | None) -> Iterator[None]:
+    def told(self, steps: int | None, sigmas: Sequence[float] = ()) -> Iterator[None]:
         """Let the calls inside be one run, as the user says.
+
+        Args:
+            steps: Number of its steps, None if nobody says it.
+            sigmas: Noise level at every step of flow matching, none if nobody says them.
 
         Raises:
             AttachError: If one is open already in this thread or task.
@@ -169,6 +173,7 @@ class Runs(ABC):
         self.settle()
         self._check_no_run(" already; end it first, or sample in another thread or task")
         run, token = self.begin(is_told=True, steps=steps)
+        run.sigmas = sigmas
         finished = False
         try:
             yield

@@ -162,7 +162,7 @@ class MagCache(Calibrated):
         name: _by_branch(**entry) for name, entry in MAGCACHE.items()
     }
     collected_by: ClassVar[str] = "diffcache.offline.magcache_collect:collector"
-    schema: ClassVar[Schema] = Schema({"ratios": Entry(("steps",), positive=True)})
+    schema: ClassVar[Schema] = Schema({"ratios": Entry(("steps",), low=0.01, high=100)})
 
     threshold: float = 0.06
     longest: int = 3

@@ -62,7 +62,7 @@ class TeaCache(Calibrated):
             embedding, or the `time-projection` that modulates the blocks of Wan. None takes that
             of the tables or `modulated`, and is refused with `coefficients` on the families whose
             published ones are for the time embedding.
-        warmup: First steps that are always computed, at least 1.
+        warmup: First steps that are always computed, at least 1, or a share of the run below 1.
         last: Whether the last step of the run is always computed.
         by_branch: Whether every guidance branch adds up its own changes and decides for itself.
         model: Model that the coefficients were published for, as `published` names it; others
@@ -97,9 +97,9 @@ class TeaCache(Calibrated):
     collected_by: ClassVar[str] = "diffcache.offline.teacache_collect:collector"
     schema: ClassVar[Schema] = Schema(
         {
-            "coefficients": Entry(("degree+1",)),
-            "range": Entry((2,), low=0),
-            "points": Entry(("pairs", 2), low=0),
+            "coefficients": Entry(("degree+1",), low=-1e12, high=1e12),
+            "range": Entry((2,), low=0, high=1e6),
+            "points": Entry(("pairs", 2), low=0, high=1e6),
         },
         header={"degree": "count"},
     )
@@ -109,7 +109,7 @@ class TeaCache(Calibrated):
     degree: int = 4
     tables: Tables | str | None = None
     input: Input | None = None
-    warmup: int = 1
+    warmup: float = 1
     last: bool = True
     by_branch: bool = False
     model: str = ""
@@ -120,6 +120,8 @@ class TeaCache(Calibrated):
             raise ValueError(f"input={self.input!r}: must be {known} or None")
         check_degree(self.degree)
         self.load_tables()
+        if isinstance(self.tables, Tables):
+            _check_rises(self.tables)
         self._gate(Rescaled())
         if self.coefficients is not None:
             if self.tables is not None:
@@ -180,6 +182,20 @@ class TeaCache(Calibrated):
         )
 
 
+def _check_rises(tables: Tables) -> None:
+    """Raise TablesError if a polynomial is nowhere above 0 for the changes it was fitted to.
+
+    Nothing would ever add up, so that no step after the first would be computed.
+    """
+    low, high = tables["range"].tolist()
+    rescaled = Rescaled(tuple(tables["coefficients"].tolist()), low, high)
+    if not any(rescaled.error(low + (high - low) * part / 16) > 1e-9 for part in range(17)):
+        raise TablesError(
+            f"tables={tables!r}: their polynomial is nowhere above 0 from {low:g} to {high:g}, so "
+            "that nothing would be computed; calibrate again"
+        )
+
+
 def check_degree(value: object) -> None:
     """Raise ValueError unless `value` is a whole number from 1 to 8."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 8:
@@ -193,8 +209,8 @@ def check_coefficients(values: Any) -> tuple[float, ...]:
         ValueError: If there are none or one is no finite number.
     """
     try:
-        made = tuple(float(value) for value in values)
-    except TypeError:
+        made = () if isinstance(values, str) else tuple(float(value) for value in values)
+    except (TypeError, ValueError):
         made = ()
     if not made or not all(map(math.isfinite, made)):
         raise ValueError(f"coefficients={values!r}: must be finite numbers, highest power first")

@@ -24,6 +24,7 @@ from diffcache.errors import AttachError, TablesError
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated, Collector
 from diffcache.features.tables import Tables
+from diffcache.files import check_target
 from diffcache.offline.resume import read_state, write_state
 from diffcache.offline.tracing import Watch, batches_of, call_pipeline
 
@@ -62,6 +63,13 @@ class Plan:
             raise ValueError(f"prompts={self.prompts!r}: must be a list of at least one prompt")
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size}: must be at least 1")
+        if not callable(self.progress) and self.progress is not None:
+            raise ValueError(
+                f"progress={self.progress!r}: must be a function of what is done, what there is in "
+                "all and a word on it, or None for none"
+            )
+        if self.out is not None:
+            check_target("out", Path(self.out))
 
     def batches(self) -> list[list[Any]]:
         """Return the prompts in batches."""

@@ -190,7 +190,7 @@ TEACACHE: dict[str, dict[str, Any]] = {
         ),
         "threshold": 0.3,
         "input": "time",
-        "warmup": 5,
+        "warmup": 0.1,
         "last": False,
     },
     "consisid": {  # TeaCache4ConsisID/teacache_sample_video.py:82
