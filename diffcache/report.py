@@ -215,7 +215,8 @@ def _expected(handle: Handle) -> list[str]:
     amount, size = expected
     frames = f", {size.frames} frames" if size.frames > 1 else ""
     branch = f"for each guidance branch at {size.width} x {size.height}{frames}"
-    return [f"bytes    {human(amount, 'B')} expected {branch}"]
+    twice = "guidance doubles it, in one batch as in two calls"
+    return [f"bytes    {human(amount, 'B')} expected {branch}; {twice}"]
 
 
 def _sites(calls: Sequence[CallRecord]) -> dict[str, dict[str, tuple[int, int]]]:

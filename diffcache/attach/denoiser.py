@@ -56,6 +56,7 @@ class Denoiser:
         self.hooks: list[Any] = []
         self.total = handle.method.total
         self.extensions: list[Extension] = []
+        _check_kind(model, anatomy, handle)
         handle.method.check_model(facts_of(model, handle.scheduler))
         try:
             for ability in handle.method.abilities():
@@ -248,3 +249,19 @@ class Denoiser:
         if record.computed:
             run.record.peak_bytes = max(run.record.peak_bytes, self.handle.bytes_of(run))
         return replaced
+
+
+def _check_kind(model: nn.Module, anatomy: Anatomy, handle: Runs) -> None:
+    """Raise AttachError for an autoencoder or text encoder, which no sampler calls in steps."""
+    if anatomy.timestep is not None or handle.method.counts_calls:
+        return
+    if hasattr(model, "encode") and hasattr(model, "decode"):
+        kind = "an autoencoder, whose forward pipelines never call"
+    elif hasattr(model, "get_input_embeddings") and handle.scheduler is None:
+        kind = "a language model or text encoder"
+    else:
+        return
+    raise AttachError(
+        f"{anatomy.model} is {kind}: it takes no timestep, so {handle.method!r} has no steps to "
+        "skip; wrap the pipeline, or its transformer or unet"
+    )
