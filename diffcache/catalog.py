@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from diffcache.features.base import Method
+from diffcache.features.combine import goes_in_place
 from diffcache.features.parts.hold import Held
 from diffcache.names import METHODS as METHODS
 from diffcache.names import POLICIES, method_key, unknown
@@ -53,11 +54,34 @@ def make_method(method: str | Method, **settings: Any) -> Method:
             "TaylorSeer(); recipes for key-value caches go to diffcache.kv.cache_for"
         )
     cls = method_class(method)
-    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    _check_known(cls, settings)
+    return cls(**settings)
+
+
+def changed(method: Method, settings: Mapping[str, Any]) -> Method:
+    """Return a method with other settings at the same places, for some runs of a wrapped model.
+
+    Raises:
+        ValueError: If a setting is unknown or out of its range, or changes more than when a step is
+            computed and what stands in for the others.
+    """
+    if isinstance(method, Held):
+        return dataclasses.replace(method, method=changed(method.method, settings))
+    _check_known(type(method), settings)
+    new: Method = dataclasses.replace(method, **settings)  # type: ignore[type-var]
+    if not goes_in_place(new, method):
+        raise ValueError(
+            f"{', '.join(settings)}: must change only when {type(method).__name__} computes and "
+            "what stands in, not where or for how many steps; wrap anew for that"
+        )
+    return new
+
+
+def _check_known(cls: type, settings: Mapping[str, Any]) -> None:
+    known = [field.name for field in dataclasses.fields(cls)]
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise ValueError(f"{cls.__name__} has no setting {unknown[0]!r}; it has {', '.join(known)}")
-    return cls(**settings)
 
 
 def methods() -> dict[str, str]:

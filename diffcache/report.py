@@ -57,7 +57,7 @@ class Report:
 
     def __init__(self, handle: Handle) -> None:
         record = handle.last
-        self.method: Method = handle.method
+        self.method: Method = record.method or handle.method
         self.calls = [replace(call, counts=dict(call.counts)) for call in record.calls]
         self.sites = _sites(self.calls)
         self.computed, self.skipped = record.computed, record.skipped

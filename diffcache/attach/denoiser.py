@@ -218,6 +218,7 @@ class Denoiser:
         timeline.ranks = process_group_of(self.model)
         if not run.in_pipeline and not timeline.doubt:
             handle.new_record(run)
+        run.record.method = handle.chosen
         if handle.tables and isinstance(sample, Tensor):
             handle.remark(run, other_shape(handle.tables, sample.shape[1:]))
         for extension in self.extensions:
