@@ -23,7 +23,7 @@ from diffcache.attach.peers import check_alone
 from diffcache.attach.pipeline_hooks import shared_with
 from diffcache.attach.run import Stream
 from diffcache.attach.runs import ATTACHING
-from diffcache.catalog import make_method
+from diffcache.catalog import changed, make_method
 from diffcache.errors import AttachError
 from diffcache.features.base import Method, check_int
 from diffcache.features.combine import reuse_of
@@ -228,6 +228,30 @@ def run(
     if sigmas is not None and len(levels) != (steps or len(levels) or 1):
         raise ValueError(f"sigmas={levels}: must be one a step, steps={steps}")
     return handle_of(target).told(steps or len(levels) or None, levels)
+
+
+def settings(target: Any, **settings: Any) -> AbstractContextManager[None]:
+    """Let the sampling runs that start inside have other settings, such as those of one request.
+
+    Nothing is wrapped anew, so it costs nothing, and other threads and tasks go on as they are. A
+    run reads its settings at its start and keeps them to its end.
+
+    Args:
+        target: A wrapped pipeline or denoiser.
+        **settings: Settings of its method that tell when a step is computed or what stands in for
+            the others, such as `every=6` or `threshold=0.1`.
+
+    Raises:
+        AttachError: If the target is not wrapped.
+        ValueError: If a setting is unknown, out of its range, or says where features are taken or
+            how many steps a run has.
+
+    Example:
+        >>> with diffcache.settings(pipe, every=6):  # doctest: +SKIP
+        ...     image = pipe(prompt).images[0]
+    """
+    handle = handle_of(target)
+    return handle.choosing(changed(handle.chosen, settings))
 
 
 def stream(target: Any) -> AbstractContextManager[Stream]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from diffcache.features.base import Method
+from diffcache.features.combine import goes_in_place
 from diffcache.features.parts.hold import Held
 from diffcache.names import METHODS as METHODS
 from diffcache.names import POLICIES, method_key, unknown
@@ -77,16 +78,39 @@ def make_method(
 
 def _made(cls: Any, facts: Callable[[], Mapping[str, Any]] | None, settings: dict[str, Any]) -> Any:
     """Return a method of a class, with published settings where a model's are asked for."""
-    known = [field.name for field in dataclasses.fields(cls)]
-    unknown = sorted(set(settings) - set(known))
-    if unknown:
-        raise ValueError(f"{cls.__name__} has no setting {unknown[0]!r}; it has {', '.join(known)}")
+    _check_known(cls, settings)
     if cls.publishes and not {"tables", cls.numbers} & settings.keys():
         if facts is not None and "model" not in settings:
             settings = {**settings, "model": cls.published_for(facts())}
         if settings.get("model"):
             return cls.published(settings["model"], **settings)
     return cls(**settings)
+
+
+def changed(method: Method, settings: Mapping[str, Any]) -> Method:
+    """Return a method with other settings at the same places, for some runs of a wrapped model.
+
+    Raises:
+        ValueError: If a setting is unknown or out of its range, or changes more than when a step is
+            computed and what stands in for the others.
+    """
+    if isinstance(method, Held):
+        return dataclasses.replace(method, method=changed(method.method, settings))
+    _check_known(type(method), settings)
+    new: Method = dataclasses.replace(method, **settings)  # type: ignore[type-var]
+    if not goes_in_place(new, method):
+        raise ValueError(
+            f"{', '.join(settings)}: must change only when {type(method).__name__} computes and "
+            "what stands in, not where or for how many steps; wrap anew for that"
+        )
+    return new
+
+
+def _check_known(cls: type, settings: Mapping[str, Any]) -> None:
+    known = [field.name for field in dataclasses.fields(cls)]
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise ValueError(f"{cls.__name__} has no setting {unknown[0]!r}; it has {', '.join(known)}")
 
 
 def methods() -> dict[str, str]:

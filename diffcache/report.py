@@ -57,7 +57,7 @@ class Report:
 
     def __init__(self, handle: Handle) -> None:
         record = handle.last
-        self.method: Method = handle.method
+        self.method: Method = record.method or handle.method
         self.calls = [replace(call, counts=dict(call.counts)) for call in record.calls]
         self.sites = _sites(self.calls)
         self.computed, self.skipped = record.computed, record.skipped
@@ -221,7 +221,8 @@ def _expected(handle: Handle) -> list[str]:
     amount, size = expected
     frames = f", {size.frames} frames" if size.frames > 1 else ""
     branch = f"for each guidance branch at {size.width} x {size.height}{frames}"
-    return [f"bytes    {human(amount, 'B')} expected {branch}"]
+    twice = "guidance doubles it, in one batch as in two calls"
+    return [f"bytes    {human(amount, 'B')} expected {branch}; {twice}"]
 
 
 def _sites(calls: Sequence[CallRecord]) -> dict[str, dict[str, tuple[int, int]]]:

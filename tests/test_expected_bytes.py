@@ -91,7 +91,9 @@ def test_a_report_before_a_run_says_what_will_be_held():
     with diffcache.wrapped(pipe, "interval"):
         text = str(diffcache.report(pipe))
         (expected,) = diffcache.expected_bytes(pipe, "interval").values()
-    assert f"{human(expected, 'B')} expected for each guidance branch at" in text
+    words = " ".join(text.split())
+    assert f"{human(expected, 'B')} expected for each guidance branch at" in words
+    assert "guidance doubles it, in one batch as in two calls" in words
 
 
 @pytest.mark.parametrize(

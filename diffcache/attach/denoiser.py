@@ -56,6 +56,7 @@ class Denoiser:
         self.hooks: list[Any] = []
         self.total = handle.method.total
         self.extensions: list[Extension] = []
+        _check_kind(model, anatomy, handle)
         handle.method.check_model(facts_of(model, handle.scheduler, handle.target()))
         try:
             for ability in handle.method.abilities():
@@ -217,6 +218,7 @@ class Denoiser:
         timeline.ranks = process_group_of(self.model)
         if not run.in_pipeline and not timeline.doubt:
             handle.new_record(run)
+        run.record.method = handle.chosen
         if handle.tables and isinstance(sample, Tensor):
             handle.remark(run, other_shape(handle.tables, sample.shape[1:]))
         for extension in self.extensions:
@@ -248,3 +250,19 @@ class Denoiser:
         if record.computed:
             run.record.peak_bytes = max(run.record.peak_bytes, self.handle.bytes_of(run))
         return replaced
+
+
+def _check_kind(model: nn.Module, anatomy: Anatomy, handle: Runs) -> None:
+    """Raise AttachError for an autoencoder or text encoder, which no sampler calls in steps."""
+    if anatomy.timestep is not None or handle.method.counts_calls:
+        return
+    if hasattr(model, "encode") and hasattr(model, "decode"):
+        kind = "an autoencoder, whose forward pipelines never call"
+    elif hasattr(model, "get_input_embeddings") and handle.scheduler is None:
+        kind = "a language model or text encoder"
+    else:
+        return
+    raise AttachError(
+        f"{anatomy.model} is {kind}: it takes no timestep, so {handle.method!r} has no steps to "
+        "skip; wrap the pipeline, or its transformer or unet"
+    )

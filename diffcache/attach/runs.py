@@ -27,6 +27,8 @@ ATTACHING = threading.RLock()  # held while a method is attached or detached, an
 
 Places = weakref.WeakKeyDictionary["Runs", Place]
 _PLACES: ContextVar[Places | None] = ContextVar("diffcache_places", default=None)
+Methods = weakref.WeakKeyDictionary["Runs", Method]
+_METHODS: ContextVar[Methods | None] = ContextVar("diffcache_methods", default=None)
 
 
 class Runs(ABC):
@@ -181,6 +183,22 @@ class Runs(ABC):
         finally:
             self.end(run, token, finished)
 
+    @property
+    def chosen(self) -> Method:
+        """The method of runs that start in this thread or task."""
+        return (_METHODS.get() or {}).get(self, self.method)
+
+    @contextmanager
+    def choosing(self, method: Method) -> Iterator[None]:
+        """Let the runs that start inside have another method."""
+        methods: Methods = weakref.WeakKeyDictionary(_METHODS.get() or {})
+        methods[self] = method
+        token = _METHODS.set(methods)
+        try:
+            yield
+        finally:
+            _METHODS.reset(token)
+
     @contextmanager
     def streaming(self) -> Iterator[Stream]:
         """Let the runs inside be one stream, as the user says.
@@ -296,9 +314,10 @@ class Runs(ABC):
             return
         reasons = {call.reason for call in calls[1:]} - {"method"}
         why = f" ({', '.join(sorted(reasons))})" if reasons else ""
+        method = record.method or self.method
         _warn(
-            f"{self.method!r} skipped nothing in a run of {steps} steps{why}: every step was "
-            "computed; use more steps, a shorter warmup or a larger interval or threshold"
+            f"{method!r} skipped nothing in a run of {steps} steps{why}: every step was computed; "
+            "use more steps, a shorter warmup or a larger interval or threshold"
         )
 
 
