@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Protocol
 
 from torch import Tensor
 
@@ -16,4 +17,42 @@ class LayerSummary(ABC):
 
     @abstractmethod
     def shortened(self, width: int) -> LayerSummary | None:
-        """Forget all slots but the first `width`; None if all has to be built anew."""
+        """Forget all slots but the first `width`; None if it cannot, as queries said more."""
+
+
+class Knowing(Protocol):
+    """A layer, as far as it is told here.
+
+    Attributes:
+        seen: Logical length in tokens.
+        held: Slots of the longest row.
+        summary: State of a retriever; None where it has to be built anew.
+        marked: Tokens seen, and `summary`, before the last forward; None where they are not known.
+    """
+
+    seen: int
+    summary: LayerSummary | None
+    marked: tuple[int, LayerSummary | None] | None
+
+    @property
+    def held(self) -> int: ...  # noqa: D102 - said above
+
+
+def known_before(layer: Knowing, count: int) -> LayerSummary | None:
+    """Return what a retriever knew of a layer before the last tokens.
+
+    Raises:
+        ValueError: If it knows more of them than it can forget.
+    """
+    if layer.summary is None or not count:
+        return layer.summary
+    if layer.marked is not None and layer.seen - count >= layer.marked[0]:
+        return layer.marked[1]
+    found = layer.summary.shortened(layer.held - count)
+    if found is None:
+        raise ValueError(
+            f"count={count}: queries choose by what is known of these tokens, which cannot be "
+            "forgotten; announce it (cache.activate_past_recording()) before they are read and "
+            "take back no more than the last forward wrote, or go on from a fork of before"
+        )
+    return found
