@@ -191,8 +191,7 @@ class KVStore:
     ) -> None:
         """Score the slots of one layer and keep what the plan says, within a forward if need be.
 
-        The layer's own tokens of the forward may be written already. Whether it is due is for the
-        caller to say.
+        Its own tokens of the forward may be written already. The caller says whether it is due.
 
         Args:
             index: Number of the layer.
@@ -246,7 +245,8 @@ class KVStore:
         self.torn = True
         for layer, which in zip(self.layers, wanted, strict=True):
             layer.keep(which, last=last)
-        self.torn, self._settled = False, self.seen - last
+        self.torn = False
+        self._settled = self.seen - last
 
     # going back, and sideways --------------------------------------------------------------
 
@@ -301,7 +301,8 @@ class KVStore:
         for part in (*self.layers, *self._rings):
             part.reset()
         self._wrote = self._since = self._noted = self._settled = 0
-        self._fresh, self.torn, self.taken_over, self.opened = False, False, False, None
+        self._fresh = self.torn = self.taken_over = False
+        self.opened = None
 
     def state(self) -> dict[str, object]:
         """Return what is held beside the layers: the last queries, and what was written when.
@@ -321,7 +322,8 @@ class KVStore:
         for ring, query in zip(self._rings, state["queries"], strict=True):
             ring.query = query
         self._wrote, self._since, *settled = state["wrote"]
-        self._settled, self._fresh = (settled or [self.seen])[0], state["fresh"]
+        self._settled = settled[0] if settled else self.seen
+        self._fresh = state["fresh"]
         self.taken_over = bool(state.get("taken over", False))
         self._noted = self.seen
 
