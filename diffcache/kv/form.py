@@ -24,12 +24,7 @@ class Form(NamedTuple):
         return cls(len(k), k.shape[1], k.shape[3], v.shape[3], k.dtype, k.device)
 
     def check_fits(self, before: Form | None, layer: int, empty: bool) -> None:
-        """Raise unless a layer that holds tokens of another form can hold these too.
-
-        Args:
-            before: Form of what is held; None where nothing is.
-            layer: Number of the layer.
-            empty: Whether rows may be added, as there is nothing in the tail.
+        """Raise unless a layer that holds tokens of a form, nothing in its tail, takes these too.
 
         Raises:
             ValueError: If it cannot.

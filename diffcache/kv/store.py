@@ -71,8 +71,7 @@ class KVStore:
         self.out = out
         window = recipe.score.window if recipe.score is not None else 0
         self._rings = [Ring(window) for _ in range(layers)]
-        # settled: tokens that stay; noted: up to the last query scorers saw.
-        self._wrote = self._since = self._noted = self._settled = 0
+        self._wrote = self._since = self._noted = self._settled = 0  # noted: what scorers saw
         self._fresh = self._was_fresh = False  # a prompt waits, before and after the last forward
         self.opened: int | None = None
 
@@ -272,8 +271,7 @@ class KVStore:
         """Raise unless so many tokens can be taken back.
 
         Raises:
-            ValueError: If they are settled already, or retrievers know more of them than they can
-                forget. If an earlier forward did not come to its end.
+            ValueError: If they are settled, retrievers cannot forget them, or a forward was cut off.
         """
         self._check_uncut()
         if count > self.seen - self._settled:

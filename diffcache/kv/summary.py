@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from diffcache.kv.layer import KVLayer
 
 
 class LayerSummary(ABC):
@@ -20,25 +23,7 @@ class LayerSummary(ABC):
         """Forget all slots but the first `width`; None if it cannot, as queries said more."""
 
 
-class Knowing(Protocol):
-    """A layer, as far as it is told here.
-
-    Attributes:
-        seen: Logical length in tokens.
-        held: Slots of the longest row.
-        summary: State of a retriever; None where it has to be built anew.
-        marked: Tokens seen, and `summary`, before the last forward; None where they are not known.
-    """
-
-    seen: int
-    summary: LayerSummary | None
-    marked: tuple[int, LayerSummary | None] | None
-
-    @property
-    def held(self) -> int: ...  # noqa: D102 - said above
-
-
-def known_before(layer: Knowing, count: int) -> LayerSummary | None:
+def known_before(layer: KVLayer, count: int) -> LayerSummary | None:
     """Return what a retriever knew of a layer before the last tokens.
 
     Raises:

@@ -95,9 +95,7 @@ def _silent(done: int, total: int, following: str) -> None:
     """Tell nobody."""
 
 
-def _step(
-    told: Progress, before: int, total: int, word: str, done: int, perplexity: float
-) -> None:
+def _step(told: Progress, before: int, total: int, word: str, done: int, perplexity: float) -> None:
     told(before + done, total, f"{word}, perplexity {perplexity:.2f} so far")
 
 
