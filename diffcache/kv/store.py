@@ -271,7 +271,7 @@ class KVStore:
         """Raise unless so many tokens can be taken back.
 
         Raises:
-            ValueError: If they are settled, retrievers cannot forget them, or a forward was cut off.
+            ValueError: If they are settled, cannot be forgotten, or a forward was cut off.
         """
         self._check_uncut()
         if count > self.seen - self._settled:
