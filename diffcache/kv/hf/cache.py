@@ -326,8 +326,7 @@ class KVCache(Ending, Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; see `tokens_to_crop`."""
         count = tokens_to_crop(tokens_to_remove, self.store)
-        for layer in self.store.layers:
-            layer.check_rollback(count)
+        self.store.check_rollback(count)
         if self.store.has_noted(count):
             raise AttachError(
                 f"{self.store.recipe.name} took note of what the last {count} tokens attend to, "

@@ -1,4 +1,4 @@
-"""Tell a cache that a forward of its model came to its end, which one that is cut off never does."""
+"""Tell a cache that a forward of its model came to its end, as one that is cut off never does."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _tell(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: A
 
 
 def watch(model: nn.Module) -> None:
-    """Have the decoder of a model, and all that it is a part of, tell caches when a forward ends."""
+    """Have the decoder of a model, and what it is a part of, tell caches when a forward ends."""
     decoder = decoder_of(model)
     for part in model.modules():
         if part not in _WATCHED and any(each is decoder for each in part.modules()):
