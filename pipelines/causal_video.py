@@ -94,7 +94,8 @@ class CausalVideo:
             negative: Text embeddings of the unguided branch, `[B, S, E]`; needed for guidance.
             guidance: Scale of classifier-free guidance; 1 for none.
             read_once: Whether rotated keys are kept from step to step, which takes the memory of
-                the keys once more.
+                the keys once more, half as much again in all: a third of 5.6 GB for Wan 1.3B in
+                bfloat16 at 480 x 832 under `Window(6, sinks=3)`.
             recall: Latest clean latents that are kept for a re-cache, in frames.
 
         Raises:
