@@ -109,10 +109,15 @@ class FactorizedSession(Session):
 
     _policy: Ca2VDM
 
+    @property
+    def policy(self) -> Ca2VDM:
+        """Return the policy that chooses the frames that are held."""
+        return self._policy
+
     def empty_store(self, read_once: bool) -> KVStore:
         """Return the cache that a stream begins with."""
         blocks = len(self.video.transformer.blocks)
-        return KVStore(2 * blocks, self._policy.recipes(blocks))
+        return KVStore(2 * blocks, self.policy.recipes(blocks))
 
     def next(self, frames: int | None = None) -> Tensor:
         """Make the next chunk and commit it; return its latents, `[B, C, F, H, W]`.
@@ -127,10 +132,10 @@ class FactorizedSession(Session):
             raise ValueError("next: Ca2-VDM goes on from clean frames; give the first with take()")
         if frames is not None:
             check_int("frames", frames, 1)
-        if frames is not None and frames > self._policy.room:
+        if frames is not None and frames > self.policy.room:
             raise ValueError(
-                f"frames={frames}: must be at most {self._policy.room}, length - queue of "
-                f"{self._policy!r}"
+                f"frames={frames}: must be at most {self.policy.room}, length - queue of "
+                f"{self.policy!r}"
             )
         return super().next(frames)
 
@@ -194,5 +199,5 @@ class FactorizedSession(Session):
         held = layer.read()
         sites = (-1, q.shape[3])
         before = [x.unflatten(0, sites).permute(0, 3, 2, 1, 4) for x in (held.k, held.v)]
-        latest = [last_frames(x, self._policy.prefix) for x in before]
+        latest = [last_frames(x, self.policy.prefix) for x in before]
         return enhanced([q, k, v], latest, beside)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import isfinite
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -121,7 +121,7 @@ def text_rows(transformer: Any, prompt: Tensor, negative: Tensor | None, guidanc
     return torch.cat([prompt, negative.to(prompt).expand_as(prompt)])
 
 
-def refuse_copy(stream: object, _protocol: int) -> NoReturn:
+def refuse_copy(stream: object, _protocol: SupportsIndex) -> NoReturn:
     """Refuse to copy or pickle a stream: what attends through it is the transformer at hand.
 
     Raises:

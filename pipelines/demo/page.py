@@ -188,7 +188,7 @@ def _settings(program: Program) -> list[Any]:
     gr.Examples([[text] for text in program.prompts], prompt)
     policy = gr.Dropdown(list(program.policies), value=program.policies[0], label="Cache",
                          elem_id="policy")  # fmt: skip
-    other = gr.Dropdown([ALONE, *program.policies], value=program.policies[-1],
+    other = gr.Dropdown([ALONE, *program.policies], value=program.beside or ALONE,
                         label="Beside it, to compare", elem_id="other")  # fmt: skip
     with gr.Accordion("More", open=False), gr.Row():
         numbers = [

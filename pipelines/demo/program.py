@@ -48,6 +48,7 @@ class Program:
         fps: Frames a second that are shown.
         title: Title of the page.
         viewers: Viewers whose films may run at the same time.
+        beside: Policy that runs beside the first to compare with, "" for none, until one is chosen.
     """
 
     make: Callable[[Asked], Film]
@@ -60,6 +61,7 @@ class Program:
     fps: int = 12
     title: str = "diffcache"
     viewers: int = 8
+    beside: str = ""
 
     def asked(
         self, prompt: Any, policy: Any, seed: Any, steps: Any, height: Any, width: Any

@@ -77,6 +77,14 @@ def test_a_stream_is_not_copied() -> None:
                     make(stream)
 
 
+def test_a_stream_ends_with_its_video() -> None:
+    with CausalVideo(wan(layers=1), sampler=FewSteps((1000,))) as video:
+        session, _, _ = rollout(video, 1)
+    with pytest.raises(ValueError, match="this CausalVideo was closed.* make another"):
+        session.next()
+    assert session.frames == CHUNK
+
+
 def test_a_reset_stream_goes_on_as_a_new_one() -> None:
     policy = Window(6, 1)
     with CausalVideo(wan(layers=1), sampler=FewSteps((1000,))) as video:
