@@ -94,7 +94,7 @@ class Served:
         return Program(
             lambda asked: SessionFilm(self, asked, most_bytes), list(POLICIES), list(SWITCHES),
             self.prompts, self.size, self.scale * patch, len(self.video.sampler.timesteps),
-            self.fps, f"{self.name} - diffcache", viewers, self.beside,
+            self.fps, f"{self.name} - diffcache", viewers, self.beside, self.opening is not None,
         )  # fmt: skip
 
 
@@ -168,7 +168,7 @@ class SessionFilm:
     def _latents(self) -> Tensor:
         """Return the latents of the next chunk, at first those that the film is given."""
         opening, session = self.served.opening, self.session
-        if session.frames or opening is None or self.asked.size != self.served.size:
+        if session.frames or opening is None:
             return session.next()
         given = opening(self.asked.prompt, self.asked.seed).to(session.prompt)
         session.take(given)

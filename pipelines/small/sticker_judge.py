@@ -283,8 +283,7 @@ class JudgeJob(Job):
         # Easy cells count less (the focal loss), as nearly all of them are empty.
         error = (error * (heat - share).abs().square()).sum() / len(chosen)
         off = ((poses - wanted).abs() * places[:, None]).sum() / places.sum()
-        error = error + 2 * off + functional.cross_entropy(grounds, ground)
-        return error
+        return error + 2 * off + functional.cross_entropy(grounds, ground)
 
     def export(self, models: nn.ModuleDict, directory: Path) -> None:
         """Save the network in float32."""
