@@ -5,8 +5,9 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 LOWEST ?= $(shell command -v python3.10 || echo $(PYTHON))
 ARGS ?=
-LOWEST_TESTS := FluxTransformer2DModel or FluxPipeline or WanTransformer3DModel or WanPipeline or \
-  TestPipeline or TestDemo or TestRun or kv
+LOWEST_TESTS := (FluxTransformer2DModel or FluxPipeline or WanTransformer3DModel or WanPipeline or \
+  TestPipeline or TestDemo or TestRun or kv) and not need_no_image
+LOWEST_KV := $(addprefix tests/kv/test_,adapter.py generate.py versions.py static.py face.py settings.py)
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.stamp
@@ -27,20 +28,27 @@ test: $(READY) ## Run the tests on two cores (WORKERS=0: in one process), withou
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile \
 	  --no-loadscope-reorder $(ARGS)
 
+# The bounds, then what SGLang and vLLM-Omni pin (torch 2.6 without a GPU fails in transformers 5.19).
 # Transitive dependencies stay at their newest: what is tested is the bounds of pyproject.toml.
-test-lowest: ## Test the main job, FLUX, Wan and a KV recipe on the lowest versions that are claimed
-	$(LOWEST) -m venv --clear build/lowest
-	build/lowest/bin/python -m pip -qq --disable-pip-version-check install uv
-	build/lowest/bin/uv pip install --quiet --python build/lowest/bin/python \
-	  --resolution lowest-direct --editable .
-	build/lowest/bin/uv pip freeze --exclude-editable --python build/lowest/bin/python >build/lowest/versions.txt
-	build/lowest/bin/uv pip install --quiet --python build/lowest/bin/python \
-	  --constraint build/lowest/versions.txt 'pytest>=8' 'pytest-timeout>=2.3' 'tomli>=2'
-	@grep -E '^(torch|diffusers|transformers|accelerate|typer|numpy)==' build/lowest/versions.txt
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 build/lowest/bin/python -m pytest \
+test-lowest: ## Test the main job, FLUX, Wan and KV caches on the lowest versions, and on those of engines
+	$(call lowest,bounds,,)
+	$(call lowest,sglang,torch==2.7.0 diffusers==0.37.0 transformers==5.19.0,$(LOWEST_KV))
+	$(call lowest,vllm-omni,diffusers==0.40.0 transformers==5.14.0,$(LOWEST_KV))
+
+# $(call lowest,name,pins,tests of KV caches)
+define lowest
+	$(LOWEST) -m venv --clear build/lowest-$(1)
+	build/lowest-$(1)/bin/python -m pip -qq --disable-pip-version-check install uv
+	build/lowest-$(1)/bin/uv pip install --quiet --python build/lowest-$(1)/bin/python \
+	  --resolution lowest-direct --editable . $(2)
+	build/lowest-$(1)/bin/uv pip freeze --exclude-editable --python build/lowest-$(1)/bin/python >build/lowest-$(1)/versions.txt
+	build/lowest-$(1)/bin/uv pip install --quiet --python build/lowest-$(1)/bin/python \
+	  --constraint build/lowest-$(1)/versions.txt 'pytest>=8' 'pytest-timeout>=2.3' 'tomli>=2'
+	@grep -E '^(torch|diffusers|transformers|accelerate|typer|numpy)==' build/lowest-$(1)/versions.txt
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 build/lowest-$(1)/bin/python -m pytest \
 	  tests/test_shapes.py tests/test_cli.py tests/test_exactness.py tests/test_unchanged.py \
-	  tests/test_pipelines.py tests/kv/test_adapter.py tests/kv/test_generate.py tests/kv/test_versions.py \
-	  tests/kv/test_static.py tests/kv/test_face.py tests/kv/test_settings.py -k "$(LOWEST_TESTS)" $(ARGS)
+	  tests/test_pipelines.py $(3) -k "$(LOWEST_TESTS)" $(ARGS)
+endef
 
 lint: $(READY) ## Check style and formatting
 	$(BIN)/ruff check
@@ -75,6 +83,10 @@ build: $(READY) ## Build dist/ (sdist, wheel from it), install the wheel afresh 
 	done
 
 models: $(READY) ## Train the shipped models again (most of a day on one core)
+	for name in autoencoder text judge flux; do \
+	  $(BIN)/python -m diffcache.pipelines.small.trainer sticker-$$name --out runs/stickers && \
+	  $(BIN)/python -m diffcache.pipelines.small.trainer sticker-$$name --out runs/stickers --export || exit 1; \
+	done
 	$(BIN)/python -m diffcache.pipelines.small.train $(ARGS)
 	$(BIN)/python -m diffcache.pipelines.small.train_features --out assets/models/shapes-features
 	$(BIN)/python -m diffcache.eval.lite_card

@@ -15,6 +15,7 @@ from diffcache.api import inspect as inspect
 from diffcache.api import report as report
 from diffcache.api import reset as reset
 from diffcache.api import run as run
+from diffcache.api import settings as settings
 from diffcache.api import stream as stream
 from diffcache.api import unwrap as unwrap
 from diffcache.api import wrap as wrap

@@ -10,17 +10,20 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
 
-from torch import nn
+from torch import Tensor, nn
 
 from diffcache.attach.anatomy import Anatomy, anatomy_of
 from diffcache.attach.anchor import owner_of
 from diffcache.attach.cache_context import branch as branch
 from diffcache.attach.cache_context import writing as writing
 from diffcache.attach.denoiser import Denoiser
+from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.handle import Handle
 from diffcache.attach.peers import check_alone
+from diffcache.attach.pipeline_hooks import shared_with
 from diffcache.attach.run import Stream
-from diffcache.catalog import make_method
+from diffcache.attach.runs import ATTACHING
+from diffcache.catalog import changed, make_method
 from diffcache.errors import AttachError
 from diffcache.features.base import Method, check_int
 from diffcache.features.combine import reuse_of
@@ -53,7 +56,9 @@ def wrap(
             numbers without conditions, and samplers that draw new noise at every step.
             Trajectories of the same conditions whose samples are alike, or that small, need
             `diffcache.run`. Calls that gradients go through are computed.
-        method: A method, or its catalogue name.
+        method: A method, or its catalogue name, after which settings may follow as on the command
+            line, `taylorseer:every=4`. A method with tables that is given by name and without
+            them takes the settings that its authors published for the model, if any are.
         components: Name or names of the pipeline's denoisers to wrap; all of them by default.
         hold: Form of the held features: `bf16`; `int8`, with a scale a token, in about half the
             memory of bf16; `host`, in the host's memory, fetched back ahead of use. None leaves
@@ -85,20 +90,32 @@ def wrapped(
     **settings: Any,
 ) -> Handle:
     """Do as `wrap` and return the handle: `with diffcache.wrapped(pipe, method) as handle: ...`."""
-    chosen = make_method(method, **settings, **({} if hold is None else {"hold": hold}))
     denoisers = denoisers_of(target, components)
+    held = {} if hold is None else {"hold": hold}
+    chosen = method_for(target, denoisers, method, **settings, **held)
     reuse = reuse_of(chosen)
-    check_free(target, denoisers, Site.MODEL if reuse is None else reuse.site)
-    return Handle(target, denoisers, chosen)
+    with ATTACHING:  # of two threads, the second is refused
+        check_free(target, denoisers, Site.MODEL if reuse is None else reuse.site)
+        return Handle(target, denoisers, chosen)
 
 
 def unwrap(target: T) -> T:
     """Take the cache out again; the target is bit for bit what it was.
 
     Raises:
-        AttachError: If the target is not wrapped.
+        AttachError: If the target is not wrapped, shares a denoiser with the pipeline that is, or
+            is in a pipeline's call, `diffcache.run` or `diffcache.stream` of another thread.
     """
-    handle_of(target).detach()
+    with ATTACHING:
+        handle = handle_of(target)
+        holder = handle.target()
+        if holder is not None and holder is not target and not isinstance(target, nn.Module):
+            raise AttachError(
+                f"this {type(target).__name__} is not wrapped itself: it shares a denoiser with "
+                f"another {type(holder).__name__} that is; unwrap that one, or the denoiser"
+            )
+        handle.check_idle()
+        handle.detach()
     return target
 
 
@@ -134,7 +151,8 @@ def expected_bytes(
         height: Pixels; None for the pipeline's default.
         width: Pixels; None for the pipeline's default.
         frames: Frames of a video, 1 for an image; None for the pipeline's default.
-        text_tokens: Length of the prompt with padding; None for the pipeline's default.
+        text_tokens: Length of the prompt as the denoiser sees it, padding and the tokens of all
+            text encoders included; None for the pipeline's default.
         batch: Samples in a call.
         **settings: Settings of a method given by name, such as `every=4`.
 
@@ -149,9 +167,9 @@ def expected_bytes(
     Example:
         >>> diffcache.expected_bytes(pipe, "taylorseer", height=1024, width=1024)  # doctest: +SKIP
     """
-    chosen = make_method(method, **settings)
-    asked = {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
     denoisers = denoisers_of(target)
+    chosen = method_for(target, denoisers, method, **settings)
+    asked = {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
     sizes = {n: size_of(target, m, {**asked, "batch": batch}) for n, m in denoisers.items()}
     compression = compression_of(target)
     return {n: bytes_of(m, chosen, sizes[n], compression) for n, m in denoisers.items()}
@@ -160,13 +178,17 @@ def expected_bytes(
 def reset(target: Any) -> None:
     """Forget every feature held for a wrapped pipeline or denoiser; the next call starts a run.
 
+    Pipelines' calls and `diffcache.run` of other threads go on: they forget at their end.
+
     Raises:
         AttachError: If the target is not wrapped.
     """
     handle_of(target).reset()
 
 
-def run(target: Any, *, steps: int | None = None) -> AbstractContextManager[None]:
+def run(
+    target: Any, *, steps: int | None = None, sigmas: Sequence[float] | Tensor | None = None
+) -> AbstractContextManager[None]:
     """Let the denoiser calls inside be one sampling run.
 
     The run starts with nothing held and frees its features at its end. It belongs to this thread
@@ -180,12 +202,16 @@ def run(target: Any, *, steps: int | None = None) -> AbstractContextManager[None
     Args:
         target: A wrapped denoiser, or a pipeline with one.
         steps: Number of timesteps of the run, so that methods know its last step; None if nobody
-            knows, or a wrapped pipeline's scheduler tells it.
+            knows, a wrapped pipeline's scheduler tells it, or `sigmas` do.
+        sigmas: Noise level at every step of flow matching, 0 to 1, for methods that ask for it
+            where no scheduler tells it, such as SeaCache on a bare model; the one that
+            the last step ends at is left out.
 
     Raises:
         AttachError: If the target is not wrapped, a run of it is open already in this thread, or
             more steps are taken.
-        ValueError: If `steps` is no whole number of 1 or more.
+        ValueError: If `steps` is no whole number of 1 or more, or `sigmas` are no noise levels or
+            not as many.
 
     Example:
         >>> with diffcache.run(model, steps=len(timesteps)):  # doctest: +SKIP
@@ -194,7 +220,38 @@ def run(target: Any, *, steps: int | None = None) -> AbstractContextManager[None
     """
     if steps is not None:
         check_int("steps", steps, 1)
-    return handle_of(target).told(steps)
+    levels = [] if sigmas is None else [float(value) for value in sigmas]
+    if not all(0 <= level <= 1 for level in levels):
+        raise ValueError(f"sigmas={levels}: must be noise levels of flow matching, 0 to 1")
+    if levels and (len(levels) - 1 == steps or (steps is None and levels[-1] == 0)):
+        levels.pop()
+    if sigmas is not None and len(levels) != (steps or len(levels) or 1):
+        raise ValueError(f"sigmas={levels}: must be one a step, steps={steps}")
+    return handle_of(target).told(steps or len(levels) or None, levels)
+
+
+def settings(target: Any, **settings: Any) -> AbstractContextManager[None]:
+    """Let the sampling runs that start inside have other settings, such as those of one request.
+
+    Nothing is wrapped anew, so it costs nothing, and other threads and tasks go on as they are. A
+    run reads its settings at its start and keeps them to its end.
+
+    Args:
+        target: A wrapped pipeline or denoiser.
+        **settings: Settings of its method that tell when a step is computed or what stands in for
+            the others, such as `every=6` or `threshold=0.1`.
+
+    Raises:
+        AttachError: If the target is not wrapped.
+        ValueError: If a setting is unknown, out of its range, or says where features are taken or
+            how many steps a run has.
+
+    Example:
+        >>> with diffcache.settings(pipe, every=6):  # doctest: +SKIP
+        ...     image = pipe(prompt).images[0]
+    """
+    handle = handle_of(target)
+    return handle.choosing(changed(handle.chosen, settings))
 
 
 def stream(target: Any) -> AbstractContextManager[Stream]:
@@ -256,10 +313,7 @@ def handle_of(target: Any) -> Handle:
     """
     owner = owner_of(target)
     if owner is None and not isinstance(target, nn.Module):
-        parts = getattr(target, "components", {}).values()
-        owner = next(
-            (owner_of(part) for part in parts if isinstance(owner_of(part), Denoiser)), None
-        )
+        owner = shared_with(getattr(target, "components", {}).values())
     if isinstance(owner, Denoiser):
         owner = owner.handle
     if not isinstance(owner, Handle):
@@ -304,6 +358,22 @@ def denoisers_of(target: Any, names: str | Sequence[str] | None = None) -> dict[
             f"name its denoiser: components=[...] out of {', '.join(modules)}"
         )
     return found
+
+
+def method_for(
+    target: Any, denoisers: dict[str, nn.Module], method: str | Method, **settings: Any
+) -> Method:
+    """Return a method for a pipeline, as `wrap` takes it.
+
+    Args:
+        target: The pipeline, or the denoiser itself.
+        denoisers: Its denoisers by name; the first says which published settings are its own.
+        method: A method, or its name with or without settings.
+        **settings: Settings of a method given by name.
+    """
+    first = next(iter(denoisers.values()))
+    scheduler = getattr(target, "scheduler", None)
+    return make_method(method, lambda: facts_of(first, scheduler, target), **settings)
 
 
 def check_free(target: Any, denoisers: dict[str, nn.Module], site: Site | str) -> None:

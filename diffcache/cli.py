@@ -176,6 +176,10 @@ def run(
         float | None,
         typer.Option(min=0, help="Text: decide all tokens at once that are as confident as this."),
     ] = None,
+    sampler: Annotated[
+        str | None,
+        typer.Option(help="Text: order of tokens: confidence, random, margin or entropy."),
+    ] = None,
     guide: Annotated[
         str | None, typer.Option(help="Text: autoregressive model that judges drafts.")
     ] = None,
@@ -207,14 +211,18 @@ def run(
     from diffcache.pipelines.demo import text
 
     source = text.find(model)
-    for_text = {"length": length, "block": block, "threshold": threshold, "guide": guide}
+    for_text = {
+        "length": length, "block": block, "threshold": threshold, "guide": guide,
+        "sampler": sampler,
+    }  # fmt: skip
     for_pictures = {"height": height, "width": width, "out": out, "image": images or None}
     refuse(
         for_pictures if source else for_text | {"trust-remote-code": trust_remote_code or None},
         f"is not for {'a language model' if source else 'a pipeline of pictures'}; leave it out",
     )
-    chosen = parse_method(method or (TEXT_METHOD if source else "taylorseer"))
-    chosen.abilities()  # raises where tables are missing
+    chosen = parse_method(word := method or (TEXT_METHOD if source else "taylorseer"))
+    if not chosen.publishes:  # tables that nobody published must be there
+        chosen.abilities()
     if record is not None:
         check_target("--json", record)
     place = device_of(device)
@@ -223,7 +231,7 @@ def run(
         changes = loading.changes
         changes["lora"] = changes.pop("loras", None)
         refuse(changes, "is for pipelines of pictures; leave it out")
-        asked = text.Order(prompt, length, block, steps, threshold, guide, seed)
+        asked = text.Order(prompt, steps=steps, seed=seed, **for_text)  # type: ignore[arg-type]
         lm, settings = text.load(source, dtype, place, guide, trust_remote_code=trust_remote_code)
         said = text.run(lm, chosen, asked, settings, compare=compare, tell=_stream)
         typer.echo("\n")
@@ -240,7 +248,7 @@ def run(
     target = output.target_of(out, "num_frames" in parameters or "video_length" in parameters)
     pipe, defaults = load.load(model, dtype, str(place), loading)
     order = generate.Order(prompt, steps, seed, height, width, given)
-    done = generate.run(pipe, chosen, order, defaults, compare=compare)
+    done = generate.run(pipe, word, order, defaults, compare=compare)
     _tell(done, record)
     typer.echo(f"wrote {output.save(done.made, target)}")
     if done.plain:
@@ -333,7 +341,6 @@ def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
 
     from diffcache.attach.inputs import Size
     from diffcache.eval.cost.formula import resolve
-    from diffcache.eval.methods import parse_method
     from diffcache.memory import bytes_of
     from diffcache.pipelines.zoo.describe import directory_of
     from diffcache.report import human

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
-import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 import typer
 
 from diffcache.errors import DiffcacheError, MissingError, UncalibratedError
+from diffcache.files import check_target as check_target
 from diffcache.files import write_json
 
 if TYPE_CHECKING:
@@ -160,37 +160,6 @@ def refuse(options: dict[str, Any], why: str) -> None:
             raise ValueError(f"--{name} {value}: {why}")
 
 
-def check_target(option: str, path: Path, endings: Collection[str] = ()) -> None:
-    """Check that a file can be written before anything is computed; make its folder.
-
-    Args:
-        option: The option that names the file, such as `--out`.
-        path: The file; one that is there stays as it is.
-        endings: Endings the file may have, in lower case with the dot; empty allows any.
-
-    Raises:
-        ValueError: If the ending is another, the path is a folder, or it cannot be written.
-    """
-    if endings and path.suffix.lower() not in endings:
-        raise ValueError(f"{option} {path}: the name must end in {', '.join(endings)}")
-    if str(path) == "-":
-        raise ValueError(f"{option} -: name a file; only --json prints")
-    if path.is_dir():
-        raise ValueError(f"{option} {path}: is a folder; name a file in it")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            path.open("ab").close()
-        else:
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name):
-                pass
-    except OSError as error:
-        raise ValueError(
-            f"{option} {path}: cannot be written ({error.strerror}); name a file in a folder that "
-            "can be made"
-        ) from error
-
-
 def device_of(name: str) -> torch.device:
     """Return the device that `--device` names; `auto` is CUDA where there is one, else the CPU.
 
@@ -218,7 +187,7 @@ def device_of(name: str) -> torch.device:
 
 
 def parse_settings(settings: Sequence[str], option: str) -> dict[str, Any]:
-    """Read KEY=VALUE pairs; a value is Python where it can be read so, else text.
+    """Read KEY=VALUE pairs; a value is Python, true or false where it can be read so, else text.
 
     Raises:
         ValueError: If a pair has no `=`.
@@ -229,7 +198,7 @@ def parse_settings(settings: Sequence[str], option: str) -> dict[str, Any]:
         if not sign or not key.isidentifier():
             raise ValueError(f"{option} {pair!r}: must be a setting and its value, such as every=4")
         try:
-            parsed[key] = ast.literal_eval(value)
+            parsed[key] = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
         except (ValueError, SyntaxError):
             parsed[key] = value
     return parsed

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +34,34 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def check_target(option: str, path: Path, endings: Collection[str] = ()) -> None:
+    """Check that a file can be written before anything is computed; make its folder.
+
+    Args:
+        option: The option or argument that names the file, such as `--out`.
+        path: The file; one that is there stays as it is.
+        endings: Endings the file may have, in lower case with the dot; empty allows any.
+
+    Raises:
+        ValueError: If the ending is another, the path is a folder, or it cannot be written.
+    """
+    if endings and path.suffix.lower() not in endings:
+        raise ValueError(f"{option} {path}: the name must end in {', '.join(endings)}")
+    if str(path) == "-":
+        raise ValueError(f"{option} -: name a file; only --json prints")
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: is a folder; name a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.open("ab").close()
+        else:
+            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name):
+                pass
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path}: cannot be written ({error.strerror}); name a file in a folder that "
+            "can be made"
+        ) from error

@@ -126,7 +126,7 @@ def size_of(target: Any, model: nn.Module, given: Mapping[str, int | None]) -> S
         "height": _default(call, "height") or side,
         "width": _default(call, "width") or side,
         "frames": _default(call, "num_frames") or 1,
-        "text_tokens": _default(call, "max_sequence_length") or 77,
+        "text_tokens": known.more_text + (_default(call, "max_sequence_length") or 77),
         "batch": 1,
     }
     size = {key: defaults[key] if given.get(key) is None else given[key] for key in defaults}

@@ -34,6 +34,8 @@ class Method(ABC):
         counts_calls: Whether every call of the network is a step of its run. Networks without a
             timestep, such as language models, have no other clock.
         note: Further remark of its reports.
+        publishes: Name of a model in `features.parts.published.MODELS` -> the settings that were
+            published for it; the method then has a field `model`, and `published`.
     """
 
     name: ClassVar[str] = "unnamed"
@@ -41,6 +43,7 @@ class Method(ABC):
     bibtex: ClassVar[str] = ""
     counts_calls: ClassVar[bool] = False
     note: ClassVar[str] = ""
+    publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     @property
     def total(self) -> int | None:
@@ -60,8 +63,10 @@ class Method(ABC):
 
         Args:
             facts: Facts about them: `model` (class name), `config` (hash of the model's
-                configuration), `scheduler` (class name, None for a bare model) and
-                `scheduler_config` (its settings).
+                configuration), `scheduler` (class name, None for a bare model),
+                `scheduler_config` (its settings), `settings` (the model's configuration),
+                `pipeline` (class name, None for a bare model) and `folder` (the end of where the
+                model was loaded from).
 
         Raises:
             AttachError: If its tables were made for another model or scheduler.

@@ -15,7 +15,7 @@ from diffcache.attach.handle import Handle
 from diffcache.attach.record import CallRecord
 from diffcache.features.combine import reuse_of
 from diffcache.memory import expectation
-from diffcache.timeline import COMPUTED, SKIPPED, steps_of, timeline_image, timeline_text
+from diffcache.timeline import COMPUTED, PARTS, SKIPPED, steps_of, timeline_image, timeline_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -57,7 +57,7 @@ class Report:
 
     def __init__(self, handle: Handle) -> None:
         record = handle.last
-        self.method: Method = handle.method
+        self.method: Method = record.method or handle.method
         self.calls = [replace(call, counts=dict(call.counts)) for call in record.calls]
         self.sites = _sites(self.calls)
         self.computed, self.skipped = record.computed, record.skipped
@@ -126,7 +126,7 @@ class Report:
         return "\n\n".join(part.strip("\n") for part in parts if part)
 
     def __str__(self) -> str:
-        return self.to_text(ascii_only=not _prints(COMPUTED + SKIPPED))
+        return self.to_text(ascii_only=not _prints(COMPUTED + SKIPPED + PARTS))
 
     def __repr__(self) -> str:
         return f"<Report of {self.method!r}: {self.computed} computed, {self.skipped} skipped>"
@@ -154,7 +154,13 @@ class Report:
         if not self.calls:
             return [*self._expected, "No denoiser call yet: run the pipeline, then ask again."]
         total = self.steps_computed + self.steps_skipped
-        lines = [f"steps    {total}: {self.steps_computed} computed, {self.steps_skipped} skipped"]
+        whole = sum(any(call.share == 1 for call in group) for group in steps_of(self.calls))
+        counts = [f"{whole} computed", f"{self.steps_skipped} skipped"]
+        if whole < self.steps_computed:
+            saved = share(self.skipped, self.computed)
+            counts[1:1] = [f"{self.steps_computed - whole} in part"]
+            counts.append(f"{saved} of all token-layers skipped")
+        lines = [f"steps    {total}: {', '.join(counts)}"]
         if self.flops_computed is not None and self.flops_saved is not None:
             saved = share(self.flops_saved, self.flops_computed)
             lines.append(
@@ -215,7 +221,8 @@ def _expected(handle: Handle) -> list[str]:
     amount, size = expected
     frames = f", {size.frames} frames" if size.frames > 1 else ""
     branch = f"for each guidance branch at {size.width} x {size.height}{frames}"
-    return [f"bytes    {human(amount, 'B')} expected {branch}"]
+    twice = "guidance doubles it, in one batch as in two calls"
+    return [f"bytes    {human(amount, 'B')} expected {branch}; {twice}"]
 
 
 def _sites(calls: Sequence[CallRecord]) -> dict[str, dict[str, tuple[int, int]]]:

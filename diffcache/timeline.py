@@ -11,8 +11,8 @@ from diffcache.attach.record import CallRecord
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-COMPUTED, SKIPPED = "█", "·"
-ASCII_COMPUTED, ASCII_SKIPPED = "#", "."
+COMPUTED, SKIPPED, PARTS = "█", "·", "▁▂▃▄▅▆▇"
+ASCII_COMPUTED, ASCII_SKIPPED, ASCII_PARTS = "#", ".", "0123456789"
 _BLUE, _PALE, _INK, _GREY = (37, 99, 175), (214, 224, 236), (40, 44, 52), (125, 132, 142)
 _LONGEST_LABEL = 28
 
@@ -23,12 +23,12 @@ class Lane:
 
     Attributes:
         label: Name of the lane in print.
-        marks: Mark of every step of the run: True where it was computed, False where it was
-            skipped, None where this branch did not run.
+        marks: Part of every step of the run that was computed, 0 to 1; None where this branch did
+            not run.
     """
 
     label: str
-    marks: list[bool | None] = field(default_factory=list)
+    marks: list[float | None] = field(default_factory=list)
 
 
 def steps_of(calls: Sequence[CallRecord]) -> list[list[CallRecord]]:
@@ -59,7 +59,7 @@ def lanes_of(calls: Sequence[CallRecord]) -> list[Lane]:
                 branch = f"branch {call.branch}" if isinstance(call.branch, int) else call.branch
                 label = f"{call.denoiser} {branch}" if several else branch
                 lanes[key] = Lane(label, [None] * len(steps))
-            lanes[key].marks[number] = call.computed
+            lanes[key].marks[number] = call.share
     return list(lanes.values())
 
 
@@ -72,13 +72,16 @@ def timeline_text(calls: Sequence[CallRecord], width: int = 100, ascii_only: boo
         ascii_only: Draw with `#` and `.` where block characters cannot be printed.
 
     Returns:
-        A ruler of step numbers, one line for each branch, and a legend; empty without calls.
+        A ruler of step numbers, one line for each branch, and a legend; empty without calls. Steps
+        of which a part was computed are bars of that height, or tenths in ASCII.
     """
     lanes = lanes_of(calls)
     if not lanes:
         return ""
-    on, off = (ASCII_COMPUTED, ASCII_SKIPPED) if ascii_only else (COMPUTED, SKIPPED)
-    signs = {True: on, False: off, None: " "}
+    on, off, parts = COMPUTED, SKIPPED, PARTS
+    if ascii_only:
+        on, off, parts = ASCII_COMPUTED, ASCII_SKIPPED, ASCII_PARTS
+    signs: dict[float | None, str] = {1: on, 0: off, None: " "}
     margin = min(max(len(lane.label) for lane in lanes), _LONGEST_LABEL)
     room = max((max(width, 40) - margin - 4) // 10 * 10, 10)
     total = len(lanes[0].marks)
@@ -88,9 +91,14 @@ def timeline_text(calls: Sequence[CallRecord], width: int = 100, ascii_only: boo
         ruler = "".join(f"{number:<10}" for number in range(start, end, 10))
         lines.append(f"  {'step':<{margin}}  {ruler}".rstrip())
         for lane in lanes:
-            row = "".join(signs[mark] for mark in lane.marks[start:end])
+            row = "".join(
+                signs.get(mark) or parts[int((mark or 0) * len(parts))]
+                for mark in lane.marks[start:end]
+            )
             lines.append(f"  {lane.label[:margin]:<{margin}}  {row}".rstrip())
-    lines.append(f"  {'':<{margin}}  {on} computed  {off} skipped")
+    in_part = any(mark not in signs for lane in lanes for mark in lane.marks)
+    legend = f"  {parts[1]} to {parts[-1]} in part" if in_part else ""
+    lines.append(f"  {'':<{margin}}  {on} computed  {off} skipped{legend}")
     return "\n".join(lines)
 
 
@@ -150,7 +158,10 @@ def _draw_lane(pen: Any, lane: Lane, box: tuple[float, float, float, float]) -> 
         if mark is not None:
             start, end = left + pitch * number, left + pitch * (number + 1) - gap
             cell = (round(start), high + inset, max(round(end) - 1, round(start)), low - inset)
-            pen.rectangle(cell, fill=_BLUE if mark else _PALE)
+            color = tuple(
+                round(pale + (blue - pale) * mark) for pale, blue in zip(_PALE, _BLUE, strict=True)
+            )
+            pen.rectangle(cell, fill=color)
 
 
 def _draw_axis(pen: Any, columns: int, place: tuple[float, float, float], size: int) -> None:

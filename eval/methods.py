@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from diffcache.catalog import make_method
+from diffcache.catalog import make_method, read_word
 from diffcache.errors import TablesError, UnknownMethodError
 from diffcache.features.base import Method, check_int
 from diffcache.features.combine import Combine
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 EVEN = "even"
-_OPEN, _CLOSE, _QUOTES = "([{", ")]}", "'\""
 
 
 def parse_method(text: str) -> Method:
@@ -105,66 +103,3 @@ def naming(what: str) -> Iterator[None]:
         raise type(error)(f"{what}: {error}") from error
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{what}: {error}") from error
-
-
-def read_word(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the settings that one word of a command line gives.
-
-    Args:
-        text: `name` or `name:key=value,key=value`, values as Python writes them.
-
-    Raises:
-        ValueError: If the name is missing, or a setting cannot be read or is given twice.
-    """
-    name, colon, rest = (part.strip() for part in text.partition(":"))
-    if not name:
-        raise ValueError(f"method {text!r}: a name is missing; `diffcache methods` lists them")
-    if colon and not rest:
-        raise ValueError(f"method {text!r}: settings are missing behind the colon")
-    settings: dict[str, Any] = {}
-    for pair in split(text, rest):
-        key, value = _setting(text, pair)
-        if key in settings:
-            raise ValueError(f"method {text!r}: {key} is given twice")
-        settings[key] = value
-    return name, settings
-
-
-def _setting(text: str, pair: str) -> tuple[str, Any]:
-    key, sign, value = (part.strip() for part in pair.partition("="))
-    if not sign or not key.isidentifier() or not value:
-        raise ValueError(
-            f"method {text!r}: {pair.strip()!r} must be a setting and its value, such as every=4"
-        )
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return key, value
-
-
-def split(text: str, rest: str, at: str = ",") -> list[str]:
-    """Split at the commas that stand outside of brackets and quotes.
-
-    Args:
-        text: The whole word, for the error.
-        rest: Text to split.
-        at: Another sign to split at.
-
-    Raises:
-        ValueError: If a bracket or quote is open.
-    """
-    parts, depth, quote = [""], 0, ""
-    for sign in rest:
-        if quote:
-            quote = "" if sign == quote else quote
-        elif sign in _QUOTES:
-            quote = sign
-        else:
-            depth += (sign in _OPEN) - (sign in _CLOSE)
-        if sign == at and not quote and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += sign
-    if quote or depth:
-        raise ValueError(f"method {text!r}: {rest!r} has an open quote or bracket")
-    return [part for part in parts if part or len(parts) > 1]

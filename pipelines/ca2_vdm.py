@@ -107,7 +107,12 @@ class FactorizedVideo(CausalVideo):
 class FactorizedSession(Session):
     """One stream of a factorized transformer; `store` has two layers a block: time, space."""
 
-    policy: Ca2VDM
+    _policy: Ca2VDM
+
+    @property
+    def policy(self) -> Ca2VDM:
+        """Return the policy that chooses the frames that are held."""
+        return self._policy
 
     def empty_store(self, read_once: bool) -> KVStore:
         """Return the cache that a stream begins with."""

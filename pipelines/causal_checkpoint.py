@@ -38,8 +38,8 @@ def load_causal(
     Args:
         path: File of torch or of safetensors, with names as in Wan2.1's own code.
         head: Channels of an attention head, 128 in all released models; no weight tells.
-        dtype: Dtype of the weights but for norms, modulation and the embedding of time, which become
-            float32, as in `from_pretrained`; None for the dtype that they are saved in.
+        dtype: Dtype of the weights but for norms, modulation and the embedding of time, which
+            become float32, as in `from_pretrained`; None for the dtype that they are saved in.
 
     Raises:
         FileNotFoundError: If there is no such file.

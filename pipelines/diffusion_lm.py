@@ -185,8 +185,8 @@ class DiffusionLM:
             check: Whether every plan is checked to cover what changed; each step waits for that.
 
         Raises:
-            ValueError: If the prompts are empty, hold the mask or are no tokens of the model, the
-                sampler does not fit the policy, or the model's logits are not finite.
+            ValueError: If the prompts are empty, too long, hold the mask or are no tokens of the
+                model, the sampler does not fit the policy, or the model's logits are not finite.
         """
         stream = _Stream(self, on_settled)
         rows = 0
@@ -199,7 +199,8 @@ class DiffusionLM:
         texts = None if self.tokenizer is None else [self.text(row) for row in ids.tolist()]
         made = None if self.policy is None else report(self.model)
         guided = 0 if decoding.guide is None else decoding.guide.rows
-        return Answer(ids, texts, decoding.step, rows * len(ids), made, guided)
+        batch = len(ids) * (2 if decoding.sampler.cfg_scale else 1)
+        return Answer(ids, texts, decoding.step, rows * batch, made, guided)
 
     def steps(
         self,
@@ -288,6 +289,7 @@ class DiffusionLM:
                 "known of a random order; use Sampler(by='random'), or another policy"
             )
         ids, valid = self._encoded(prompts)
+        self._check_sizes(ids.shape[1], schedule)
         if valid is not None and policy is None and calls_sdpa(self.model):
             raise ValueError(
                 f"prompts: are of different lengths, and each release of "
@@ -297,23 +299,53 @@ class DiffusionLM:
             )
         return Decoding(ids, schedule, sampler, self.mask_id, valid, guide, self.shift)
 
+    def _check_sizes(self, prompt: int, schedule: Schedule) -> None:
+        """Raise unless the model has the end token, and as many positions as prompt and answer.
+
+        Raises:
+            ValueError: If it has not.
+        """
+        vocabulary, eos = self._size("vocab_size"), schedule.eos_id
+        if eos is not None and eos >= vocabulary:
+            raise ValueError(
+                f"eos_id={eos}: is no token of the model, which has {vocabulary}; give another, or "
+                "None"
+            )
+        most = min(map(self._size, ("max_sequence_length", "max_position_embeddings"))) - self.first
+        if prompt + schedule.length > most:
+            raise ValueError(
+                f"prompts: {prompt} tokens and an answer of length={schedule.length} are more than "
+                f"the {most} positions of the model; shorten one of them"
+            )
+
+    def _size(self, name: str) -> int:
+        """Return a size of the model's configuration, the largest number where it says none."""
+        found = getattr(getattr(self.model, "config", None), name, None)
+        return sys.maxsize if found is None else int(found)
+
     @torch.no_grad()
     def _logits(self, decoding: Decoding, plan: RowPlan, is_wrapped: bool) -> Tensor:
         """Return the logits of the planned rows, `[B, n, V]`."""
-        valid = decoding.valid
-        given: dict[str, Any] = {"input_ids": decoding.ids, "attention_mask": valid}
+        ids, valid, scale = decoding.ids, decoding.valid, decoding.sampler.cfg_scale
+        if scale:
+            blank = ids.clone()
+            blank[:, : decoding.prompt] = self.mask_id
+            ids, plan = torch.cat([ids, blank]), plan.twice()
+            valid = None if valid is None else torch.cat([valid, valid])
+        given: dict[str, Any] = {"input_ids": ids, "attention_mask": valid}
         if is_wrapped:
             given["row_plan"] = plan
         elif valid is not None or self.first:  # some count positions otherwise where they pad
-            places = places_of(decoding.ids, valid, self.first)[0]
-            given["position_ids"] = places.expand_as(decoding.ids)
+            given["position_ids"] = places_of(ids, valid, self.first)[0].expand_as(ids)
         found: Tensor = self.model(**given, use_cache=False).logits
-        return found
+        if not scale:
+            return found
+        found, without = found.chunk(2)
+        return without + (scale + 1) * (found - without)
 
     def _encoded(self, prompts: Prompts) -> tuple[Tensor, Tensor | None]:
         """Return prompts as tokens `[B, P]`, padded on the left, and which are no padding."""
-        vocabulary = getattr(getattr(self.model, "config", None), "vocab_size", sys.maxsize)
-        rows = tokens_of(prompts, self.tokenizer, vocabulary)
+        rows = tokens_of(prompts, self.tokenizer, self._size("vocab_size"))
         longest = max(len(row) for row in rows)
         device = device_of_model(self.model)
         filler = 0 if self.mask_id else 1  # any token but the mask: nothing sees it

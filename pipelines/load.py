@@ -15,7 +15,14 @@ import torch
 from diffcache.api import denoisers_of
 from diffcache.command import device_of
 from diffcache.errors import MissingError
-from diffcache.pipelines.demo.saved import DTYPES, call_defaults, check_dtype, dtype_of, locate
+from diffcache.pipelines.demo.saved import (
+    DTYPES,
+    call_defaults,
+    check_depth,
+    check_dtype,
+    dtype_of,
+    locate,
+)
 
 OFFLOADS = ("model", "sequential", "group")
 # Name -> back end of diffusers, its arguments, the package it needs.
@@ -96,7 +103,8 @@ class Loading:
             )
         for text in self.loras:
             source, _ = _adapter(text)
-            if not Path(source).exists() and source.count("/") != 1:
+            is_file = source.endswith((".safetensors", ".bin", ".pt"))
+            if not Path(source).exists() and (source.count("/") != 1 or is_file):
                 raise FileNotFoundError(
                     f"--lora {text}: no file or folder {source}, and no Hugging Face model ID"
                 )
@@ -129,6 +137,7 @@ def load(
     place = device_of(device)
     loading.check(model, place)
     path = locate(model, variant=loading.variant, revision=loading.revision)
+    check_depth(path)
     kind = DTYPES[dtype_of(dtype, path, place)]
     more: dict[str, Any] = {"variant": loading.variant} if loading.variant else {}
     if loading.quantize:
@@ -207,7 +216,8 @@ def _adapt(pipe: Any, loras: tuple[str, ...]) -> None:
         try:
             pipe.load_lora_weights(where[0], adapter_name=name, **where[1])
         except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise ValueError(f"--lora {text}: cannot be put into the pipeline: {error}") from error
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(f"--lora {text}: cannot be put into the pipeline: {reason}") from error
         scales[name] = scale
     pipe.set_adapters(list(scales), list(scales.values()))
 

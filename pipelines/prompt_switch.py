@@ -24,9 +24,12 @@ def checked(
         negative: Text embeddings of the unguided branch; None to leave them as they are.
 
     Raises:
-        ValueError: If texts are of another shape, or `mode` asks for more latents than are kept.
+        ValueError: If texts are of another shape or not finite, or `mode` is no switch or asks for
+            more latents than are kept.
     """
     mode = Keep() if mode is None else mode
+    if not isinstance(mode, Switch):
+        raise ValueError(f"mode={mode!r}: must be Keep(), Flush(), Recache() or Cut()")
     check_text("prompt", prompt, session.video.transformer.config.text_dim)
     if len(prompt) != session.batch:
         raise ValueError(f"prompt={list(prompt.shape)}: must have B={session.batch} rows")
@@ -64,7 +67,7 @@ def apply(session: Any, prompt: Tensor, mode: Switch) -> None:
         mode.carry_out(store, session.policy.sinks, session.unit)
     elif isinstance(mode, Recache) and session.latents is not None:
         _recache(session, mode, session.latents[:, :, -mode.frames :])
-    elif isinstance(mode, Cut):
+    elif isinstance(mode, Cut) and store.seen:
         place(store, mode.around(store.recipe.positions, store.seen // session.unit))
 
 

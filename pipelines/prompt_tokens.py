@@ -21,8 +21,8 @@ def tokens_of(prompts: Prompts, tokenizer: Any, vocabulary: int) -> list[list[in
         vocabulary: Number of tokens of the model.
 
     Raises:
-        ValueError: If there are none, texts come without a tokenizer, or they are neither texts
-            nor tokens of the model.
+        ValueError: If there are none, texts come without a tokenizer, are empty or of words that it
+            does not know, or they are neither texts nor tokens of the model.
     """
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         raise ValueError(
@@ -39,7 +39,7 @@ def tokens_of(prompts: Prompts, tokenizer: Any, vocabulary: int) -> list[list[in
         raise ValueError(
             f"prompts={rows[0]!r}: is text, and there is no tokenizer; give one, or token ids"
         )
-    rows = [tokenizer(row)["input_ids"] if isinstance(row, str) else row for row in rows]
+    rows = [_tokens(row, tokenizer) if isinstance(row, str) else row for row in rows]
     ids = [row.tolist() if isinstance(row, Tensor) else list(row) for row in rows]
     if not ids or not all(ids):
         raise ValueError("prompts: each must have at least one token; begin with a start token")
@@ -50,4 +50,25 @@ def tokens_of(prompts: Prompts, tokenizer: Any, vocabulary: int) -> list[list[in
                 f"prompts: hold {token!r}, which is no token of the model; tokens are whole "
                 f"numbers from 0 to {vocabulary - 1}"
             )
+    return ids
+
+
+def _tokens(text: str, tokenizer: Any) -> list[int]:
+    """Return the tokens of a text.
+
+    Raises:
+        ValueError: If it is empty, or the tokenizer has no tokens for its words.
+    """
+    if not text.strip():
+        raise ValueError(f"prompts: hold the empty text {text!r}; ask something")
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ValueError(f"prompts: hold half a character, in {text[:60]!r}; leave it out")
+    ids: list[int] = tokenizer(text)["input_ids"]
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    usual = [getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "cls")]
+    if unknown is not None and unknown in ids and unknown not in usual:
+        raise ValueError(
+            f"prompts: the tokenizer has no token for {ids.count(unknown)} of the words of "
+            f"{text[:60]!r}; the model was made for prompts of another kind"
+        )
     return ids

@@ -8,13 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from diffcache.attach.fingerprint import facts_of
 from diffcache.digest import digest, weights_digest
 from diffcache.kv.life.save import SavedCacheError, load, read, save, write
 from diffcache.kv.store import KVStore
+from diffcache.method import check_int
 from diffcache.pipelines.context_parallel import ranks_of
+from diffcache.pipelines.video_inputs import check_latents
 from diffcache.video import Cut, FewSteps, Flush, Keep, Recache, VideoPolicy
 
 STREAM, CACHE = "stream.safetensors", "cache.safetensors"
@@ -84,50 +84,65 @@ def write_stream(
     write(place / STREAM, dict(state), {"facts": dict(known), **pair})
 
 
-def read_stream(
-    folder: str | os.PathLike[str], known: Mapping[str, str], device: torch.device
-) -> dict[str, Any]:
-    """Return the state that `write_stream` wrote.
+def restored(video: Any, folder: str | os.PathLike[str], policy: VideoPolicy) -> Any:
+    """Return the session that `write_stream` wrote.
 
     Args:
+        video: `CausalVideo` that it goes on with.
         folder: Folder of the files.
-        known: Result of `facts` here.
-        device: Device of the tensors.
+        policy: Policy it was made with.
 
     Raises:
         FileNotFoundError: If there is no such stream.
-        SavedCacheError: If it is altered, or something about it is not the same here.
+        SavedCacheError: If it is altered, holds what no stream holds, or something about it is not
+            the same here.
     """
-    state, about = read(Path(folder) / STREAM, device)
-    for name, here in known.items():
-        if about["facts"].get(name) != here:
+    state, about = read(Path(folder) / STREAM, video.transformer.device)
+    known = facts(video, policy, video.sampler)
+    try:
+        for name, here in known.items():
+            if about["facts"].get(name) != here:
+                raise SavedCacheError(
+                    f"{os.fspath(folder)} was saved with {name}={about['facts'].get(name)}, here "
+                    f"is {name}={here}: a stream goes on with what it began with"
+                )
+        names = ("size", "negative", "guidance", "read_once", "recall")
+        session = video.session(state["prompt"], policy=policy, **{n: state[n] for n in names})
+        pair = load(Path(folder) / CACHE, session.store, session.prompt.device).get("stream")
+        if pair != about["stream"]:
             raise SavedCacheError(
-                f"{os.fspath(folder)} was saved with {name}={about['facts'].get(name)}, here is "
-                f"{name}={here}: a stream goes on with what it began with"
+                f"{os.fspath(folder)}: {CACHE} and {STREAM} are of two streams, since a save was "
+                "cut off; save it again"
             )
-    return {**state, "pair": about["stream"]}
+        _fill(session, state)
+    except (SavedCacheError, FileNotFoundError):
+        raise
+    except Exception as error:
+        raise SavedCacheError(
+            f"{os.fspath(folder)} holds what no stream holds ({type(error).__name__}: {error}); "
+            "save it again"
+        ) from error
+    return session
 
 
-def resume(session: Any, folder: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
-    """Let a new session go on with what was saved of another.
-
-    Args:
-        session: `Session` of the same model and policy, with nothing held.
-        folder: Folder of the files.
-        state: Result of `read_stream`.
+def _fill(session: Any, state: Mapping[str, Any]) -> None:
+    """Let a session with a loaded cache go on with the rest of what was saved.
 
     Raises:
-        FileNotFoundError: If there is no cache.
-        SavedCacheError: If it is altered, or of another stream.
+        Exception: If parts are not those of a stream, or do not go together.
     """
-    about = load(Path(folder) / CACHE, session.store, session.prompt.device)
-    if about.get("stream") != state["pair"]:
-        raise SavedCacheError(
-            f"{os.fspath(folder)}: {CACHE} and {STREAM} are of two streams, since a save was cut "
-            "off; save it again"
-        )
-    session.frames, session.latents = state["frames"], state["latents"]
+    store, unit = session.store, session.unit
+    check_int("frames", state["frames"], 0)
+    if store.seen % unit or store.seen > state["frames"] * unit:
+        raise ValueError(f"{store.seen} tokens of {state['frames']} frames of {unit}")
+    if not all(x.isfinite().all() for x in store.tensors()):
+        raise ValueError("keys or values that are not finite")
+    latents, switch = state["latents"], state["switch"]
+    if latents is not None:
+        check_latents(latents, session.shape)
+    session.frames, session.latents = state["frames"], latents
     session.generator.set_state(state["noise"].cpu())
-    switch = state["switch"]
     if switch is not None:
-        session._switch = switch["prompt"], SWITCHES[switch["mode"]](**switch["settings"])
+        prompt, *negative = switch["prompt"].split(session.batch)
+        mode = SWITCHES[switch["mode"]](**switch["settings"])
+        session.switch(prompt, mode, negative=negative[0] if negative else None)

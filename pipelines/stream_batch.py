@@ -19,7 +19,7 @@ from diffcache.attach.attention_call import AttentionCall
 from diffcache.method import check_int, is_number
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.prompt_switch import checked
-from diffcache.pipelines.video_inputs import check_latents, guided
+from diffcache.pipelines.video_inputs import check_latents, guided, refuse_copy
 from diffcache.video import Recache, Switch
 
 Change = tuple[Tensor, Switch]  # text of all rows, and what becomes of the cache
@@ -64,6 +64,7 @@ class StreamBatch:
         rows: int | None = None,
         **settings: Any,
     ) -> None:
+        check_int("seed", seed, 0)
         self.video = video
         count = len(video.sampler.levels)
         seeds = torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(seed))
@@ -80,6 +81,15 @@ class StreamBatch:
         self._switch: Change | None = None  # of the next chunk that comes in
         self._brought: dict[int, Change] = {}  # level -> switch that its next chunk brings
         self._running: list[int] = []  # levels of the call, in the order of its rows
+
+    __reduce_ex__ = refuse_copy
+
+    def reset(self) -> None:
+        """Forget the film and the chunks on their way; begin another under the latest prompt."""
+        self._waiting, self._brought = {}, {}
+        for session in self.levels:
+            session.prompt = self.levels[0].prompt
+            session.reset()
 
     @torch.no_grad()
     def next(
@@ -188,7 +198,8 @@ class StreamBatch:
         try:
             yield
         except BaseException:
-            self._waiting, self._brought, self._switch = before, brought, switch
+            self._waiting, self._brought = before, brought
+            self._switch = self._switch or switch  # the former was ordered in the meantime
             for session, (frames, noise) in zip(self.levels, states, strict=True):
                 session.frames, session._switch = frames, None
                 session.generator.set_state(noise)

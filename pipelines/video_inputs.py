@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from math import isfinite
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -37,12 +38,15 @@ def check_latents(latents: Tensor, wanted: tuple[int, int, int, int]) -> None:
         wanted: Batch, channels, height and width.
 
     Raises:
-        ValueError: If they have another shape than `[B, C, F, H, W]`.
+        ValueError: If they have another shape than `[B, C, F, H, W]`, no frame, or numbers that are
+            not finite.
     """
-    if latents.dim() != 5 or (*latents.shape[:2], *latents.shape[3:]) != wanted:
+    _check_numbers("latents", latents)
+    shape = latents.shape
+    if latents.dim() != 5 or (*shape[:2], *shape[3:]) != wanted or not shape[2]:
         raise ValueError(
-            f"latents={list(latents.shape)}: must be [B, C, F, H, W] with B={wanted[0]}, "
-            f"C={wanted[1]}, H={wanted[2]}, W={wanted[3]}"
+            f"latents={list(shape)}: must be [B, C, F, H, W] with B={wanted[0]}, C={wanted[1]}, "
+            f"H={wanted[2]}, W={wanted[3]}, and a frame at least"
         )
 
 
@@ -75,10 +79,20 @@ def check_text(name: str, text: Tensor, width: int) -> None:
     """Raise unless these are text embeddings of a transformer.
 
     Raises:
-        ValueError: If they have another shape than `[B, S, width]`.
+        ValueError: If they have another shape than `[B, S, width]`, or numbers that are not finite.
     """
+    _check_numbers(name, text)
     if text.dim() != 3 or text.shape[2] != width or not text.numel():
         raise ValueError(f"{name}={list(text.shape)}: must be [B, S, {width}]")
+
+
+def _check_numbers(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a tensor of finite floating-point numbers."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        given = value.dtype if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name}={given}: must be a tensor of floating-point numbers")
+    if not value.isfinite().all():
+        raise ValueError(f"{name}: has infinite numbers or NaN; all must be finite")
 
 
 def text_rows(transformer: Any, prompt: Tensor, negative: Tensor | None, guidance: float) -> Tensor:
@@ -91,10 +105,10 @@ def text_rows(transformer: Any, prompt: Tensor, negative: Tensor | None, guidanc
         guidance: Scale of classifier-free guidance; 1 for none.
 
     Raises:
-        ValueError: If guidance is no number, or has no negative prompt.
+        ValueError: If guidance is no finite number, or has no negative prompt.
     """
-    if not is_number(guidance):
-        raise ValueError(f"guidance={guidance!r}: must be a number")
+    if not is_number(guidance) or not isfinite(guidance):
+        raise ValueError(f"guidance={guidance!r}: must be a finite number")
     prompt = prompt.to(transformer.device, transformer.dtype)
     if guidance == 1:
         return prompt
@@ -105,6 +119,19 @@ def text_rows(transformer: Any, prompt: Tensor, negative: Tensor | None, guidanc
         )
     check_text("negative", negative, transformer.config.text_dim)
     return torch.cat([prompt, negative.to(prompt).expand_as(prompt)])
+
+
+def refuse_copy(stream: object, _protocol: SupportsIndex) -> NoReturn:
+    """Refuse to copy or pickle a stream: what attends through it is the transformer at hand.
+
+    Raises:
+        TypeError: Always.
+    """
+    raise TypeError(
+        f"{type(stream).__name__}: cannot be copied or pickled, as its transformer attends through "
+        "the object itself; write a session with save(folder), read it with "
+        "CausalVideo.restore(folder)"
+    )
 
 
 def one_run(transformer: Any, steps: int) -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ import diffcache
 from diffcache.attach.attention_call import AttentionCall
 from diffcache.kv.attend import Query
 from diffcache.kv.store import KVStore
-from diffcache.method import check_int
+from diffcache.method import check_bool, check_int
 from diffcache.pipelines.context_parallel import check_alike, shared_by
 from diffcache.pipelines.prompt_switch import apply, checked, place
 from diffcache.pipelines.saved_stream import facts, state_of, write_stream
@@ -24,6 +24,7 @@ from diffcache.pipelines.video_inputs import (
     checked_size,
     guided,
     one_run,
+    refuse_copy,
     rotary_of,
     text_rows,
 )
@@ -38,7 +39,6 @@ class Session:
 
     Attributes:
         video: Transformer that it rolls out.
-        policy: Frames that are held.
         sampler: Noise levels of a chunk, those of `video` unless set to others between two chunks.
         store: Keys and values, before rotation; with guidance, rows of the unguided branch follow
             those of the guided one.
@@ -60,10 +60,17 @@ class Session:
         read_once: bool,
         recall: int,
     ) -> None:
-        self.video, self.policy, self.sampler = video, policy, video.sampler
+        if not isinstance(policy, VideoPolicy):
+            raise ValueError(
+                f"policy={policy!r}: must be a policy of diffcache.video, such as "
+                "Window(6, sinks=3)"
+            )
+        self.video, self._policy, self.sampler = video, policy, video.sampler
         config = video.transformer.config
         self.size = checked_size(size, config.patch_size)
         check_text("prompt", prompt, config.text_dim)
+        check_int("seed", seed, 0)
+        check_bool("read_once", read_once)
         check_int("recall", recall, 0)
         self.ranks = shared_by(video.transformer, policy, size, self.unit)
         self.guidance, self.recall = guidance, recall
@@ -77,6 +84,8 @@ class Session:
         self.latents: Tensor | None = None
         self._switch: tuple[Tensor, Switch] | None = None
 
+    __reduce_ex__ = refuse_copy
+
     def empty_store(self, read_once: bool) -> KVStore:
         """Return the cache that a stream begins with."""
         rotary = rotary_of(self.video.transformer, self.grid)
@@ -86,6 +95,19 @@ class Session:
 
     # what a user calls ---------------------------------------------------------------------
 
+    @property
+    def policy(self) -> VideoPolicy:
+        """Return the policy that chooses the frames that are held, for as long as the stream is."""
+        return self._policy
+
+    def reset(self) -> None:
+        """Forget the film, and begin another under the latest prompt; the noise goes on.
+
+        A stream whose cache an interrupt left half changed can go on so.
+        """
+        self.store = self.empty_store(self.store.read_once)
+        self.frames, self.latents = 0, None
+
     @torch.no_grad()
     def next(self, frames: int | None = None) -> Tensor:
         """Make the next chunk and commit it; return its latents, `[B, C, F, H, W]`.
@@ -94,7 +116,8 @@ class Session:
             frames: Latent frames of it; None for a chunk.
 
         Raises:
-            ValueError: If `frames` is less than 1, or a chunk before was cut off.
+            ValueError: If `frames` is less than 1, or a chunk before was cut off in such a way that
+                the stream takes `reset`.
         """
         count = self.video.chunk if frames is None else frames
         check_int("frames", count, 1)
@@ -116,7 +139,7 @@ class Session:
             latents: Clean latents, `[B, C, F, H, W]`.
 
         Raises:
-            ValueError: If they have another size.
+            ValueError: If they have another size, or numbers that are not finite.
         """
         check_latents(latents, self.shape)
         check_alike(self, latents)
@@ -149,8 +172,8 @@ class Session:
             negative: Text embeddings of the unguided branch; None to leave them as they are.
 
         Raises:
-            ValueError: If texts are of another shape, or `mode` asks for more latents than are
-                kept.
+            ValueError: If texts are of another shape or not finite, or `mode` is no switch or asks
+                for more latents than are kept.
         """
         self._switch = checked(self, prompt, mode, negative)
 
@@ -179,7 +202,8 @@ class Session:
                     layer.rollback(layer.seen - before)
             else:
                 self.store = store
-            self.prompt, self._switch = prompt, switch
+            self.prompt = prompt
+            self._switch = self._switch or switch  # the former was ordered in the meantime
             self.generator.set_state(noise)
             raise
         finally:

@@ -110,6 +110,7 @@ class TestErrors:
         [
             (("cite", "taylorser"), "unknown method 'taylorser'; did you mean 'taylorseer'?"),
             (("run", "nowhere", "x"), "no pipeline at 'nowhere': name a directory"),
+            (("run", "recall-llama", "x"), "caches are measured by diffcache kv --model recall"),
             (("demo", "--method", "teacach"), "unknown method 'teacach'"),
             (
                 ("demo", "--method", "taylorseer:every=0"),
@@ -250,11 +251,12 @@ class TestRun:
         finally:
             file.write_text(before)
 
-    def test_a_size_that_is_rounded_is_said(self, directory, tmp_path):
-        with pytest.warns(diffcache.CacheWarning, match="--height 13: the pipeline rounded it to "):
-            call(
-                "run", directory, PROMPT, "--steps", 2, "--height", 13, "--out", tmp_path / "a.png"
-            )
+    def test_a_size_that_does_not_divide_is_refused(self, directory, tmp_path):
+        asked = ("run", directory, PROMPT, "--steps", 2, "--out", tmp_path / "a.png")
+        for side, near in ((13, "8 or 16"), (3, "8")):
+            done = call(*asked, "--height", side)
+            said = f"--height {side}: must be a multiple of 8, such as {near}\n"
+            assert done.exit_code == 2 and done.stderr.endswith(said), done.stderr
 
     def test_an_image_to_edit_is_read_and_changes_the_result(self, tmp_path):
         Image.new("RGB", (64, 64), "red").save(tmp_path / "red.png")

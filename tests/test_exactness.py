@@ -102,6 +102,23 @@ def test_a_model_without_a_timestep_needs_a_scheduler():
         model(**inputs(case, model))
 
 
+def test_what_is_no_denoiser_is_refused_at_once():
+    from diffusers import AutoencoderKL
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types":
+              ["UpDecoderBlock2D"] * 2, "block_out_channels": [4, 4], "norm_num_groups": 2}  # fmt: skip
+    text = CLIPTextConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2)
+    for model, words in (
+        (AutoencoderKL(**blocks), "an autoencoder, whose forward pipelines never call"),
+        (CLIPTextModel(text), "a language model or text encoder"),
+    ):
+        before = set(vars(model))
+        with pytest.raises(AttachError, match=f"is {words}.*wrap the pipeline, or its transformer"):
+            diffcache.wrap(model, Interval(every=2))
+        assert set(vars(model)) == before and not model._forward_hooks
+
+
 # what changes in the middle of a run --------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """Bytes that are expected before a run, against those that a real run holds."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -8,6 +10,7 @@ import diffcache
 from diffcache import Site
 from diffcache.attach.inputs import INPUTS, Size, inputs_of
 from diffcache.cli import app
+from diffcache.memory import compression_of, size_of
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.report import human
@@ -44,6 +47,32 @@ def test_a_run_holds_what_was_expected(cls):
             assert handle.last.peak_bytes == expected["model"] > 0, (name, settings)
 
 
+@pytest.mark.parametrize("name", ["CogVideoXPipeline", "WanPipeline"])
+@pytest.mark.parametrize("frames", [1, 8, 9])
+def test_frames_left_over_are_counted_as_the_pipeline_does(name, frames):
+    case, seen = pipes()[name], []
+    pipe = case.build(0)
+    call = {**case.call(pipe, 0, 1), "num_frames": frames}
+    pipe.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["hidden_states"].shape), with_kwargs=True
+    )
+    pipe(**call)
+    given = {"height": call["height"], "width": call["width"], "frames": frames}
+    size = size_of(pipe, pipe.transformer, given)
+    cls = type(pipe.transformer).__name__
+    text = pipe.transformer.config.get("max_text_seq_length", 6)
+    made = inputs_of(cls, pipe.transformer.config, replace(size, text_tokens=text),
+                     compression_of(pipe))  # fmt: skip
+    assert made["hidden_states"].shape[1:] == seen[0][1:]
+
+
+def test_prompts_of_sd3_are_those_of_clip_and_t5_one_after_the_other():
+    pipe = pipes()["StableDiffusion3Pipeline"].build(0)
+    assert size_of(pipe, pipe.transformer, {"height": 64, "width": 64}).text_tokens == 77 + 256
+    given = {"height": 64, "width": 64, "text_tokens": 154}
+    assert size_of(pipe, pipe.transformer, given).text_tokens == 154
+
+
 def test_flux_dev_at_its_real_width_by_arithmetic():
     from diffusers import FluxTransformer2DModel
 
@@ -62,7 +91,9 @@ def test_a_report_before_a_run_says_what_will_be_held():
     with diffcache.wrapped(pipe, "interval"):
         text = str(diffcache.report(pipe))
         (expected,) = diffcache.expected_bytes(pipe, "interval").values()
-    assert f"{human(expected, 'B')} expected for each guidance branch at" in text
+    words = " ".join(text.split())
+    assert f"{human(expected, 'B')} expected for each guidance branch at" in words
+    assert "guidance doubles it, in one batch as in two calls" in words
 
 
 @pytest.mark.parametrize(

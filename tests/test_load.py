@@ -92,6 +92,7 @@ def test_compiled_blocks_are_those_that_repeat() -> None:
         (("--quantize", "bnb-2bit"), "--quantize 'bnb-2bit': must be one of bnb-4bit", 2),
         (("--quantize", "torchao-int8"), "--quantize torchao-int8 needs torchao: pip install", 3),
         (("--lora", "nowhere.safetensors:0.5"), "no file or folder nowhere.safetensors", 2),
+        (("--lora", "no/where.safetensors"), "no file or folder no/where.safetensors", 2),
         (("--revision", "main"), "--revision main: shapes-flux is no Hugging Face model ID", 2),
     ],
 )

@@ -85,7 +85,9 @@ def files(top: str, pattern: str) -> set[str]:
     return {name if top == "diffcache" else f"diffcache/{name}" for name in shown}
 
 
-ASSETS = set().union(*(files("assets", f"{name}/**/*") for name in ("models", "prompts", "tables")))
+ASSETS = set().union(
+    *(files("assets", f"{name}/**/*") for name in ("models", "prompts", "stickers", "tables"))
+)
 
 
 def test_wheel_holds_the_tree(wheel: Path) -> None:

@@ -8,6 +8,8 @@ from torch import nn
 
 import diffcache
 from diffcache.attach.anatomy import anatomy_of
+from diffcache.attach.handle import Handle
+from diffcache.features.collect import Observer
 from diffcache.pipelines.zoo.catalog import cases
 from tests.internals import reuse_in
 
@@ -30,7 +32,7 @@ def test_lead_and_tail_are_counted_over_the_blocks_of_the_image():
     depth = {
         key: len(getattr(model, key)) for key in ("context_refiner", "noise_refiner", "layers")
     }
-    method = diffcache.DBCache(float("inf"), lead=depth["noise_refiner"] + 1, tail=1, warmup=1)
+    method = diffcache.DBCache(float("inf"), lead=2, tail=1, warmup=1)
     with diffcache.wrapped(model, method) as handle:
         run(case, model)
         counts.clear()
@@ -39,8 +41,30 @@ def test_lead_and_tail_are_counted_over_the_blocks_of_the_image():
     assert counts == {
         "context_refiner": 8 * depth["context_refiner"],
         "noise_refiner": 8 * depth["noise_refiner"],
-        "layers": depth["layers"] + 7 * 2,
+        "layers": depth["layers"] + 7 * 3,
     }
+
+
+def test_teacache_on_lumina2_looks_at_the_joint_sequence_before_the_main_layers():
+    """The official script compares `layers[0].norm1(joint, temb)[0]`; refiners always run."""
+    case = cases()["Lumina2Transformer2DModel"]
+    model, expected, probes = case.build(0), [], []
+    norm = model.layers[0].norm1.register_forward_hook(lambda *call: expected.append(call[2][0]))
+    run(case, model, 3)
+    norm.remove()
+    observer = Observer()
+    observer.probe = lambda step, value: probes.append(value)
+    method = diffcache.TeaCache(float("inf"), (1.0, 0.0), last=False)
+    with Handle(model, {"model": model}, method, observer=observer) as handle:
+        run(case, model, 3)
+        assert [call.counts for call in handle.last.calls] == [
+            {"layers": (len(model.layers), 0)},
+            *[{"layers": (0, len(model.layers))}] * 2,
+        ]
+    joint = case.kwargs(model, 0)["encoder_hidden_states"].shape[1] + 16  # of the image
+    assert [len(value[0]) for value in probes] == [joint] * 3
+    for mine, official in zip(probes, expected, strict=True):
+        torch.testing.assert_close(mine, official)
 
 
 def test_the_stream_of_the_sample_is_looked_at_where_the_text_comes_first():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import threading
 import warnings
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -239,6 +242,115 @@ def test_other_caches_are_an_error():
     diffcache.wrap(pipe, EVERY)
     run(pipe, "FluxPipeline")
     assert marks(pipe) == "CssCss"
+
+
+@dataclass(frozen=True)
+class Slow(Interval):
+    """A method that waits while it is attached, until another thread is as far."""
+
+    gate: Any = None
+
+    def check_model(self, facts: Any) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.gate.wait(0.5)
+
+
+def sibling_of(pipe: Any) -> Any:
+    """Return another pipeline with the same denoiser, as a pool of requests has it."""
+    parts = {**pipe.components, "scheduler": copy.deepcopy(pipe.scheduler)}
+    sibling = type(pipe)(**parts)
+    sibling.set_progress_bar_config(disable=True)
+    return sibling
+
+
+def test_of_two_threads_that_wrap_one_denoiser_one_is_refused():
+    pipe, gate = PIPES["FluxPipeline"].build(0), threading.Barrier(2)
+    both = pipe, sibling_of(pipe)
+    refused = []
+
+    def job(pipe: Any) -> None:
+        try:
+            diffcache.wrap(pipe, Slow(every=3, gate=gate))
+        except AttachError as error:
+            refused.append(str(error))
+
+    in_threads(*(lambda pipe=pipe: job(pipe) for pipe in both))
+    (message,) = refused
+    assert "already runs under" in message
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["the pipeline itself", "a sibling"])
+def test_other_threads_do_not_reach_into_a_run(shares: bool):
+    pipe = diffcache.wrap(PIPES["FluxPipeline"].build(0), EVERY)
+    alone = run(pipe, "FluxPipeline")
+    drawn = sibling_of(pipe) if shares else pipe
+    said = []
+
+    def meddle() -> None:
+        diffcache.reset(pipe)
+        with pytest.raises(AttachError, match="is open in another thread") as refusal:
+            diffcache.unwrap(pipe)
+        said.append(refusal)
+
+    def between(_: Any, step: int, t: Any, kwargs: Any) -> Any:
+        in_threads(meddle)
+        return kwargs
+
+    assert torch.equal(run(drawn, "FluxPipeline", callback_on_step_end=between), alone)
+    assert len(said) == STEPS and marks(pipe) == "CssCss"
+    with pytest.raises(AttachError, match="is not wrapped itself: it shares a denoiser"):
+        diffcache.unwrap(sibling_of(pipe))
+    diffcache.unwrap(pipe)
+
+
+def test_a_request_has_settings_of_its_own():
+    name, seer = "FluxPipeline", diffcache.TaylorSeer(every=3, order=1, warmup=2)
+    pipe = PIPES[name].build(0)
+    asked = [{}, {"every": 2}, {"order": 0}, {"every": 5, "warmup": 1}]
+    own = []
+    for settings in asked:
+        with diffcache.wrapped(pipe, replace(seer, **settings)):
+            own.append(run(pipe, name))
+    diffcache.wrap(pipe, seer)
+    pipes = [sibling_of(pipe) for _ in asked]
+
+    def request(number: int) -> Tensor:
+        with diffcache.settings(pipe, **asked[number]):
+            return run(pipes[number], name)
+
+    outs = in_threads(*(lambda number=number: request(number) for number in range(len(asked))))
+    assert all(map(torch.equal, outs, own)) and len({out.sum().item() for out in own}) == 4
+    with diffcache.settings(pipe, every=2), diffcache.settings(pipe, order=0):
+        run(pipe, name)
+    assert diffcache.report(pipe).method == replace(seer, every=2, order=0)
+    assert torch.equal(run(pipe, name), own[0])
+
+
+def test_a_gate_and_packed_features_have_settings_of_a_request():
+    name, method = "FluxPipeline", diffcache.FirstBlock(threshold=0.0)
+    pipe = diffcache.wrap(PIPES[name].build(0), diffcache.Held(method, "int8"))
+    run(pipe, name)
+    assert marks(pipe) == "CCCCCC"
+    with diffcache.settings(pipe, threshold=1e9):
+        run(pipe, name)
+    assert marks(pipe) == "Csssss"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"evry": 2}, "TaylorSeer has no setting 'evry'; it has every"),
+        ({"every": 0}, "every=0: must be a whole number"),
+        ({"site": "block"}, "site: must change only when TaylorSeer computes.*wrap anew"),
+    ],
+)
+def test_settings_of_a_request_that_do_not_fit_are_refused(settings: Any, message: str):
+    model = CASES["FluxTransformer2DModel"].build(0)
+    with (
+        diffcache.wrapped(model, diffcache.TaylorSeer(every=3)),
+        pytest.raises(ValueError, match=message),
+    ):
+        diffcache.settings(model, **settings)
 
 
 # memory -----------------------------------------------------------------------------------------------

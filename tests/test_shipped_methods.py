@@ -36,7 +36,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("policy")
     reach.build().save_pretrained(folder)
-    return Policy(folder, episodes=4, steps=12)
+    return Policy(folder, episodes=2, steps=12)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,14 @@ def of_editor(editor: kontext.Editor, tmp_path_factory: pytest.TempPathFactory) 
         for name in ON_EDITOR:
             table.run(editor, file, "again", 1, [name])
     return file
+
+
+def test_a_table_of_the_policy_holds_two_seeds(policy: Policy) -> None:
+    first, second = (Policy(policy.directory, 2, seed, 12, 1).uncached() for seed in (0, 1))
+    both = policy.uncached()
+    assert policy.about["samples"] == 4
+    assert torch.equal(both.values, torch.cat([first.values, second.values]))
+    assert not torch.equal(first.values, second.values)
 
 
 def test_cost_counts_what_a_run_computes(policy: Policy) -> None:

@@ -37,9 +37,9 @@ BLIND = {
     for name in ("Kandinsky3UNet", "UNet1DModel", "UNet2DConditionModel-sdxl", "UNet2DModel",
                  "UNet2DModel-skip")
 }  # fmt: skip
-# Lists whose input does not change with the sample: they always run.
+# Lists of the text alone, and refiners before text and image are joined: they always run.
 TEXT = {
-    "BriaFibo2Transformer2DModel": {"perceiver.layers"},
+    "BriaFibo2Transformer2DModel": {"perceiver.layers", "noise_refiner"},
     "Flux3Transformer2DModel": {"txt_mode_blocks", "mode_blocks.image_cond"},
     "Kandinsky5Transformer3DModel": {"text_transformer_blocks"},
     "Kandinsky6Transformer3DModel": {
@@ -47,9 +47,9 @@ TEXT = {
         "audio_text_transformer_blocks",
     },
     "Krea2Transformer2DModel": {"text_fusion.layerwise_blocks", "text_fusion.refiner_blocks"},
-    "Lumina2Transformer2DModel": {"context_refiner"},
+    "Lumina2Transformer2DModel": {"context_refiner", "noise_refiner"},
     "MiniMaxH3Transformer3DModel": {"token_refiner.refiner_blocks"},
-    "ZImageTransformer2DModel": {"context_refiner"},
+    "ZImageTransformer2DModel": {"context_refiner", "noise_refiner"},
 }
 UNSEEN = "skipping its blocks on inputs they just saw changes the output"
 # Method -> name of the case, or "" for all -> why it cannot be had there; other methods: USUAL.

@@ -2,7 +2,7 @@
 
 A call belongs to the branch that was given the same conditions, and to its run if its sample can be
 the next step of that branch's. Where that does not tell, the timeline is in doubt: every call is
-computed, and nothing of it is kept, until a new run starts.
+computed, and nothing of it is kept, until a run has passed by itself.
 """
 
 from __future__ import annotations
@@ -41,10 +41,14 @@ DOUBTS = {
     "(integers do not count), too few to tell whether a call is the next step of a sampling run or "
     f"another run's; {_RUN}",
 }
-_COMPUTED = "every call is computed until a new run starts"
+_COMPUTED = "every call is computed until a run has passed by itself"
+TURNED = (
+    "the timestep turned back after a step that was skipped: if sampling began at that step, as "
+    f"after an inversion, its output was made of the inversion's features; {_RUN}"
+)
 CHANGED = (
     "this call is computed: its conditions are not those of any branch so far, step after step;"
-    f" {_NAME}"
+    f" {_NAME}, or {_RUN}, in which an argument that moves with the timestep is a sample"
 )
 
 
@@ -120,6 +124,8 @@ def tell(
         The branch, and what to say of it, an empty string where all is well.
     """
     index, is_named = timeline.index, name is not None
+    if timeline.moving:
+        conditions = {p: v for p, v in conditions.items() if p not in timeline.moving}
     named = [b for b in timeline.branches if b.name == name]
     known = named if is_named else [b for b in named if b.signature == signature]
     branch = None
@@ -132,6 +138,10 @@ def tell(
     if timeline.doubt:
         return doubted(timeline, name)
     said = ""
+    if branch is not None:
+        branch.steady = branch.steady or frozenset(conditions)
+    elif timeline.run.is_told:
+        branch = _moved(timeline, known, conditions)
     if branch is None and not known and len(named) == 1 and named[0].seen_at < index:
         branch = named[0]  # of another look, so that this call is computed
         branch.conditions = keep(conditions)
@@ -142,10 +152,43 @@ def tell(
     return branch, said
 
 
+def _moved(timeline: Timeline, known: list[Branch], conditions: dict[str, Any]) -> Branch | None:
+    """Return the branch of a call in a run that the user says, but for arguments that moved.
+
+    Those that are others than at any branch's only call so far, and all that tells this one from
+    one of them, are further noisy samples, and no conditions from now on. The call is computed: if
+    it is a branch of its own after all, the other one follows at this timestep and is doubted.
+    """
+    earlier = [b for b in known if b.seen_at < timeline.index and b.steady is None]
+    changes = [_changed(b.conditions, conditions) for b in earlier]
+    moving = set.intersection(*changes) if changes else set()
+    fitting = [b for b, paths in zip(earlier, changes, strict=True) if paths == moving]
+    if len(fitting) != 1:
+        return None
+    timeline.moving |= moving
+    for branch in timeline.branches:
+        branch.conditions = {p: v for p, v in branch.conditions.items() if p not in moving}
+    fitting[0].signature = None
+    return fitting[0]
+
+
+def _changed(held: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
+    """Return the paths of the conditions that are not those that were kept."""
+    same = {p for p in held.keys() & given.keys() if alike({p: held[p]}, {p: given[p]})}
+    return (held.keys() | given.keys()) - same
+
+
 def doubted(timeline: Timeline, name: str | None) -> tuple[Branch, str]:
     """Return a branch that keeps nothing, and what to say of it."""
     timeline.branches.clear()
     return Branch(timeline.calls - 1, name, {}), f"{_COMPUTED}: {DOUBTS[timeline.doubt]}"
+
+
+def watch(timeline: Timeline, sample: Any) -> None:
+    """Count the steps in a row, in doubt, whose samples go on from the one before."""
+    if timeline.calls == 1:
+        before, timeline.glance = timeline.glance, glance(sample)
+        timeline.steady = timeline.steady + 1 if _goes_on(before, timeline.glance) else 0
 
 
 def is_broken(
@@ -153,20 +196,40 @@ def is_broken(
 ) -> bool:
     """Return whether a call is given a sample that is no next step of its branch's.
 
-    The first time since the timestep turned, another run may have started in place of the one
-    before. After that the timeline is in doubt. So it is where the sample is too small to tell, and
-    no condition does.
+    A sample that has moved so far and does not any more is none either: inversion ends, and
+    sampling starts, at the same one. The first time since the timestep turned, another run may have
+    started in place of the one before. After that the timeline is in doubt. So it is where the
+    sample is too small to tell, and no condition does.
     """
     is_first = branch.signature != signature  # or of another look, which is computed
-    before, branch.glance = branch.glance, glance(sample)
+    before, now = branch.glance, glance(sample)
+    branch.glance = timeline.glance = now
     if is_first:
         return False
-    if before is None or branch.glance is None:
+    if before is None or now is None:
         if any(isinstance(value, Tensor) for value in conditions.values()):
             return False
         timeline.doubt = "small sample"
-    elif goes_on(before, branch.glance):
-        return False
-    elif timeline.was_broken:
-        timeline.doubt = "other sample"
+    else:
+        has_moved = not torch.equal(before, now)
+        if _goes_on(before, now) and has_moved >= branch.has_moved:
+            branch.has_moved = has_moved
+            timeline.steady += timeline.calls == 1
+            return False
+        if timeline.was_broken:
+            timeline.doubt = "other sample"
+    timeline.steady = 0
     return True
+
+
+def turned(timeline: Timeline) -> str:
+    """Return what to say of a run whose first sample goes on from a skipped step before it."""
+    left, timeline.left = timeline.left, None
+    return TURNED if _goes_on(left, timeline.glance) else ""
+
+
+def _goes_on(before: Tensor | None, now: Tensor | None) -> bool:
+    """Return whether a sample can be the next step of another; False where nothing tells."""
+    if before is None or now is None or before.shape != now.shape:
+        return False
+    return goes_on(before, now)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.anchor import release
-from diffcache.attach.branches import doubted, is_broken, tell
+from diffcache.attach.branches import doubted, is_broken, tell, turned, watch
 from diffcache.attach.cache_context import current_context
 from diffcache.attach.call import Call
 from diffcache.attach.continuity import glance
@@ -56,7 +56,8 @@ class Denoiser:
         self.hooks: list[Any] = []
         self.total = handle.method.total
         self.extensions: list[Extension] = []
-        handle.method.check_model(facts_of(model, handle.scheduler))
+        _check_kind(model, anatomy, handle)
+        handle.method.check_model(facts_of(model, handle.scheduler, handle.target()))
         try:
             for ability in handle.method.abilities():
                 self.extensions.append(make_extension(self, ability))
@@ -174,16 +175,17 @@ class Denoiser:
         name = None if context is None else context.name
         conditions = all_conditions_of(self.named(args, kwargs), self.anatomy)
         branch, said = tell(timeline, name, signature, conditions)
-        checks = timeline.is_guessed and not timeline.doubt
-        if checks and is_broken(timeline, branch, signature, conditions, sample):
+        if timeline.is_guessed and timeline.doubt:
+            watch(timeline, sample)
+        elif timeline.is_guessed and is_broken(timeline, branch, signature, conditions, sample):
             if timeline.doubt:
                 branch, said = doubted(timeline, name)
             else:
                 timeline.restart()
                 self._start(timeline, sample)
                 branch, said = tell(timeline, name, signature, conditions)
-                branch.glance = glance(sample)
-        if said:
+                branch.glance = timeline.glance = glance(sample)
+        if said := said or turned(timeline):
             self.handle.remark(timeline.run, [f"{self.anatomy.model}: {said}"])
         return branch
 
@@ -214,8 +216,9 @@ class Denoiser:
         check_alone(self.model)
         run.start(timeline)
         timeline.ranks = process_group_of(self.model)
-        if not run.in_pipeline:
+        if not run.in_pipeline and not timeline.doubt:
             handle.new_record(run)
+        run.record.method = handle.chosen
         if handle.tables and isinstance(sample, Tensor):
             handle.remark(run, other_shape(handle.tables, sample.shape[1:]))
         for extension in self.extensions:
@@ -247,3 +250,19 @@ class Denoiser:
         if record.computed:
             run.record.peak_bytes = max(run.record.peak_bytes, self.handle.bytes_of(run))
         return replaced
+
+
+def _check_kind(model: nn.Module, anatomy: Anatomy, handle: Runs) -> None:
+    """Raise AttachError for an autoencoder or text encoder, which no sampler calls in steps."""
+    if anatomy.timestep is not None or handle.method.counts_calls:
+        return
+    if hasattr(model, "encode") and hasattr(model, "decode"):
+        kind = "an autoencoder, whose forward pipelines never call"
+    elif hasattr(model, "get_input_embeddings") and handle.scheduler is None:
+        kind = "a language model or text encoder"
+    else:
+        return
+    raise AttachError(
+        f"{anatomy.model} is {kind}: it takes no timestep, so {handle.method!r} has no steps to "
+        "skip; wrap the pipeline, or its transformer or unet"
+    )

@@ -12,8 +12,8 @@ from torch import nn
 from diffcache.foreign import folder_of
 
 
-def facts_of(model: nn.Module, scheduler: Any) -> dict[str, Any]:
-    """Return `model`, `config`, `scheduler`, `scheduler_config` and `folder`, as plain data.
+def facts_of(model: nn.Module, scheduler: Any, pipeline: Any = None) -> dict[str, Any]:
+    """Return what `Method.check_model` is told of a model, as plain data.
 
     The folder is the last two names of where the model was loaded from, for people to read; empty
     where it is not known.
@@ -21,6 +21,7 @@ def facts_of(model: nn.Module, scheduler: Any) -> dict[str, Any]:
     Args:
         model: A denoiser; without a diffusers configuration its parameters' shapes stand for it.
         scheduler: Scheduler of its pipeline, or None.
+        pipeline: Its pipeline, or None.
     """
     config = getattr(model, "config", None)
     folder = ""
@@ -30,12 +31,17 @@ def facts_of(model: nn.Module, scheduler: Any) -> dict[str, Any]:
         known = {name: list(p.shape) for name, p in model.named_parameters()}
     text = json.dumps(known, sort_keys=True, default=repr)
     cls = None if scheduler is None else type(scheduler).__name__
+    name = None if pipeline is None or pipeline is model else type(pipeline).__name__
+    if getattr(pipeline, "transformer_2", None) is not None:
+        name = f"{name} with transformer_2"
     return {
         "model": type(model).__name__,
         "config": hashlib.sha256(text.encode()).hexdigest()[:16],
         "scheduler": cls,
         "scheduler_config": _plain(getattr(scheduler, "config", {})),
         "folder": "/".join(Path(str(folder)).parts[-2:]),
+        "settings": known if isinstance(config, dict) else {},
+        "pipeline": name,
     }
 
 

@@ -15,7 +15,7 @@ from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.hooks import hook
 from diffcache.attach.pipeline_hooks import tap_pipeline, tap_scheduler, untap
 from diffcache.attach.run import Run
-from diffcache.attach.runs import Runs
+from diffcache.attach.runs import ATTACHING, Runs
 from diffcache.features.base import Method
 from diffcache.features.collect import Observer
 
@@ -97,7 +97,7 @@ class Handle(Runs):
 
     def held_bytes(self) -> int:
         """Return the bytes of all features held now, each storage once."""
-        runs = list(self._runs.values())
+        runs = [run for _, run in self.live()]
         storages: dict[int, int] = {}
         for tensor in self._tensors(runs):
             storage = tensor.untyped_storage()
@@ -123,7 +123,7 @@ class Handle(Runs):
             return
         if owner_of(scheduler) is not self:
             for denoiser in self.denoisers:
-                self.method.check_model(facts_of(denoiser.model, scheduler))
+                self.method.check_model(facts_of(denoiser.model, scheduler, pipeline))
             for old in self.schedulers:
                 untap(old, self)
             tap_scheduler(scheduler, self)
@@ -131,18 +131,19 @@ class Handle(Runs):
 
     def detach(self) -> None:
         """Leave everything as it was found; detaching twice does nothing."""
-        self.reset()
-        self._runs.clear()
-        for denoiser in self.denoisers:
-            unlisten(denoiser.model)
-            denoiser.detach()
-        self.denoisers = []
-        for scheduler in self.schedulers:
-            untap(scheduler, self)
-        self.schedulers = []
-        target = self.target()
-        if target is not None:
-            untap(target, self)
+        with ATTACHING:
+            self.reset()
+            self._runs.clear()
+            for denoiser in self.denoisers:
+                unlisten(denoiser.model)
+                denoiser.detach()
+            self.denoisers = []
+            for scheduler in self.schedulers:
+                untap(scheduler, self)
+            self.schedulers = []
+            target = self.target()
+            if target is not None:
+                untap(target, self)
 
     def __enter__(self) -> Handle:
         return self

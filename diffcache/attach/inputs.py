@@ -94,12 +94,18 @@ class Inputs:
         spatial: Pixels of a latent row in the class's usual autoencoder.
         temporal: Frames of a latent frame.
         patch: Latent rows of a token, a number or its name in the configuration.
+        more_text: Tokens of the prompt that the pipeline puts before those of its
+            `max_sequence_length`.
+        rounds_up: Whether its pipeline makes a latent frame of frames left over, else leaves
+            them out.
     """
 
     make: Make
     spatial: int = 8
     temporal: int = 1
     patch: int | str = 2
+    more_text: int = 0
+    rounds_up: bool = False
 
 
 def _flux2(at: Latents, axes: int = 4) -> dict[str, Any]:
@@ -243,10 +249,10 @@ INPUTS: dict[str, Inputs] = {
     "LTXVideoTransformer3DModel": Inputs(_ltx, 32, 8, 1),
     "PixArtTransformer2DModel": Inputs(_pixart, patch="patch_size"),
     "QwenImageTransformer2DModel": Inputs(_qwen),
-    "SD3Transformer2DModel": Inputs(_sd3, patch="patch_size"),
+    "SD3Transformer2DModel": Inputs(_sd3, patch="patch_size", more_text=77),  # of CLIP
     "SanaTransformer2DModel": Inputs(_sana, 32, patch="patch_size"),
     "UNet2DConditionModel": Inputs(_unet, patch=1),
-    "WanTransformer3DModel": Inputs(_wan, 8, 4, 2),
+    "WanTransformer3DModel": Inputs(_wan, 8, 4, 2, rounds_up=True),
 }
 
 
@@ -285,9 +291,7 @@ def inputs_of(
             )
     if temporal == 1 and size.frames > 1:
         raise ValueError(f"frames={size.frames}: {cls} makes pictures; use frames=1")
-    if (size.frames - 1) % temporal:
-        raise ValueError(f"frames={size.frames}: must be a multiple of {temporal}, plus 1")
-    frames = (size.frames - 1) // temporal + 1
+    frames = (size.frames - (not known.rounds_up or size.frames == 1)) // temporal + 1
     rows, columns = size.height // spatial, size.width // spatial
     where = torch.device(device)
     return known.make(Latents(config, frames, rows, columns, size.text_tokens, size.batch, where))

@@ -2,7 +2,8 @@
 
 The methods of their classes are watched for as long as one of their instances is tapped, so that
 `type(pipeline)` and `type(scheduler)` stay what they were: pipelines compare them. All other
-instances pass straight through. A copy of a tapped object is untapped.
+instances pass straight through, but for a pipeline of that class that shares a wrapped denoiser:
+its calls are runs as if inside `diffcache.run`. A copy of a tapped object is untapped.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from diffcache.attach.anchor import ATTRIBUTE, claim, owner_of, release
 from diffcache.attach.call import in_call
+from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.provenance import effective, other_guidance
 from diffcache.attach.runs import Runs
 from diffcache.foreign import was_interrupted
@@ -100,6 +102,12 @@ def _leave(number: int) -> None:
                 watch.end()
 
 
+def shared_with(parts: Iterable[Any]) -> Denoiser | None:
+    """Return the wrapped denoiser among the parts of a pipeline that is not wrapped itself."""
+    owners = map(owner_of, parts)
+    return next((owner for owner in owners if isinstance(owner, Denoiser)), None)
+
+
 def untap(tapped: Any, handle: Runs) -> None:
     """Let go of a pipeline or scheduler, unless another handle took it over."""
     if owner_of(tapped) is handle:
@@ -124,12 +132,16 @@ def _call(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(base)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        handle = watch.handle_of(self)
+        handle = own = watch.handle_of(self)
+        if handle is None:
+            owner = shared_with(vars(self).values())
+            handle = None if owner is None else owner.handle
         if handle is None:
             return base(self, *args, **kwargs)
-        handle.follow(self)
+        if own is not None:
+            handle.follow(self)
         handle.settle()
-        run, token = handle.begin(in_pipeline=True)
+        run, token = handle.begin(in_pipeline=own is not None, is_told=own is None)
         finished = False
         for name in _CALLBACKS:  # official ones are told by their class, and run no pipeline
             if callable(kwargs.get(name)) and not hasattr(kwargs[name], "tensor_inputs"):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from diffcache.method import Method
+
+TOKEN_LAYERS = "token-layers"  # site of a call that computes some tokens of every layer
+
 
 @dataclass
 class CallRecord:
@@ -37,6 +41,12 @@ class CallRecord:
     started: float = field(default=0.0, repr=False)
     writes: bool = False
 
+    @property
+    def share(self) -> float:
+        """Part of the call that was computed, 0 to 1: of its tokens where these are counted."""
+        ran, skipped = self.counts.get(TOKEN_LAYERS, (int(bool(self.computed)), 0))
+        return ran / max(ran + skipped, 1)
+
 
 @dataclass
 class RunRecord:
@@ -47,12 +57,14 @@ class RunRecord:
         peak_bytes: Most bytes held at the end of any call.
         finished: Whether the run ended without an exception.
         remarks: Remarks on the run.
+        method: Method with which the run started, None before.
     """
 
     calls: list[CallRecord] = field(default_factory=list)
     peak_bytes: int = 0
     finished: bool = False
     remarks: list[str] = field(default_factory=list)
+    method: Method | None = None
 
     @property
     def computed(self) -> int:

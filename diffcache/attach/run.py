@@ -9,7 +9,7 @@ doubt, and everything is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from diffcache.errors import AttachError
 from diffcache.step import Step
 
 LONG = 4  # times the longest step so far: a longer one may be another run's
+SURE = 2  # samples in a row that go on from the one before, after which a turn ends a doubt
 
 
 @dataclass(eq=False)
@@ -31,10 +32,11 @@ class Branch:
         number: Number of the branch, from 0 in the order of the first calls.
         name: Name that the pipeline or the user gave it, None for none.
         conditions: Arguments by which its calls are known.
-        steady: Names of those that a pipeline's second call was given again; None before it.
+        steady: Names of those that its second call was given again; None before it.
         signature: Look of its last call.
         seen_at: Index of the step of its last call.
         glance: A glance at the sample of its last call, where only samples tell runs apart.
+        has_moved: Whether that sample was ever another than the one before.
         storage: Data that extensions keep of the branch, until the run ends.
     """
 
@@ -45,6 +47,7 @@ class Branch:
     signature: Any = None
     seen_at: int = -1
     glance: Tensor | None = None
+    has_moved: bool = False
     storage: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -95,11 +98,12 @@ class Run:
         left_out: Steps that an extension plans not to compute.
         starts: Most first steps that one of its denoisers began, since the run was said to begin.
         is_counted: Whether the stream counts it as a chunk.
+        sigmas: Noise level at every step of flow matching, none where the user did not say them.
     """
 
     __slots__ = ("__weakref__", "begin", "by_timestep", "epoch", "in_pipeline", "is_counted",
-                 "is_told", "left_out", "length", "record", "scheduled", "starts", "steps",
-                 "storage", "stream", "ticks", "timelines")  # fmt: skip
+                 "is_told", "left_out", "length", "record", "scheduled", "sigmas", "starts",
+                 "steps", "storage", "stream", "ticks", "timelines")  # fmt: skip
 
     def __init__(
         self,
@@ -109,6 +113,7 @@ class Run:
         stream: Stream | None = None,
     ) -> None:
         self.in_pipeline, self.is_told, self.steps = in_pipeline, is_told, steps
+        self.sigmas: Sequence[float] = ()
         self.stream = Stream() if stream is None else stream
         self.record = RunRecord()
         self.timelines: dict[Any, Timeline] = {}
@@ -120,6 +125,11 @@ class Run:
         self._clear()
         if in_pipeline or is_told:
             self._count()
+
+    @property
+    def is_said(self) -> bool:
+        """Whether somebody says where the run, or its stream, begins and ends."""
+        return self.in_pipeline or self.is_told or self.stream.is_told
 
     def _clear(self) -> None:
         self.ticks = 0
@@ -160,7 +170,7 @@ class Run:
 
     def _end_own_stream(self) -> None:
         """End a stream that nobody opened, where one run follows another in a loop."""
-        if not (self.in_pipeline or self.is_told or self.stream.is_told):
+        if not self.is_said:
             self.stream.drop()
 
     def timeline(self, denoiser: Any) -> Timeline:
@@ -197,9 +207,9 @@ class Timeline:
         storage: Data that extensions keep of the denoiser, until the run ends.
     """
 
-    __slots__ = ("at", "branches", "calls", "direction", "doubt", "index", "mark", "paused",
-                 "ranks", "run", "started_at", "starts", "storage", "stride",
-                 "timestep", "was_broken")  # fmt: skip
+    __slots__ = ("at", "branches", "calls", "direction", "doubt", "glance", "index", "left",
+                 "mark", "moving", "paused", "ranks", "run", "started_at", "starts", "steady",
+                 "storage", "stride", "timestep", "was_broken")  # fmt: skip
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -223,6 +233,11 @@ class Timeline:
         # where the run before turned back, from which it may still go on, and its direction
         self.paused: tuple[float, int] | None = None
         self.was_broken = False  # whether the run started at a sample of another trajectory
+        self.glance: Tensor | None = None  # at the sample of the last step
+        self.moving: set[str] = set()  # paths of the arguments that are samples besides the first
+        self.steady = 0  # steps in a row whose sample went on from the one before
+        # the glance of a skipped step, from which the timestep turned back by no more than a step
+        self.left: Tensor | None = None
 
     def restart(self) -> None:
         """Start a run at the current call; which way its timestep goes stays known."""
@@ -292,9 +307,7 @@ class Timeline:
             return
         direction = 1 if value > self.at else -1
         if self.direction and direction != self.direction:
-            paused = self.at, self.direction
-            self.clear()
-            self.paused = paused
+            self._turn_back(value)
             return
         self.direction = direction
         if self.run.in_pipeline:
@@ -306,6 +319,19 @@ class Timeline:
         elif self.stride and stride > LONG * self.stride and not self.run.is_told:
             self.doubt = self.doubt or "long step"
         self.stride = max(self.stride, stride)
+
+    def _turn_back(self, value: float) -> None:
+        """Start a new run, which stays in doubt where runs may go on taking turns."""
+        calls, at = self.run.record.calls, self.at or 0.0
+        paused = at, self.direction
+        was_skipped = bool(calls) and calls[-1].computed is False
+        left = self.glance if was_skipped and abs(value - at) <= 1.5 * self.stride else None
+        is_over = self.steady >= SURE or self.doubt == "long step"  # which is over with the turn
+        doubt, seen, steady = self.doubt, self.glance, self.steady
+        self.clear()
+        self.paused, self.left = paused, left
+        if doubt and not is_over:
+            self.doubt, self.glance, self.steady = doubt, seen, steady
 
     @property
     def total(self) -> int | None:

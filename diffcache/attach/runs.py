@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -22,8 +23,12 @@ from diffcache.features.collect import Observer
 from diffcache.features.combine import reuse_of
 from diffcache.step import CURRENT
 
+ATTACHING = threading.RLock()  # held while a method is attached or detached, and as a run begins
+
 Places = weakref.WeakKeyDictionary["Runs", Place]
 _PLACES: ContextVar[Places | None] = ContextVar("diffcache_places", default=None)
+Methods = weakref.WeakKeyDictionary["Runs", Method]
+_METHODS: ContextVar[Methods | None] = ContextVar("diffcache_methods", default=None)
 
 
 class Runs(ABC):
@@ -119,7 +124,8 @@ class Runs(ABC):
         run = Run(in_pipeline, is_told, steps, stream)
         self.last = run.record
         place = Place(run)
-        self._runs[place] = run
+        with ATTACHING:
+            self._runs[place] = run
         places: Places = weakref.WeakKeyDictionary(_PLACES.get() or {})
         places[self] = place
         return run, _PLACES.set(places)
@@ -130,8 +136,9 @@ class Runs(ABC):
         run.drop()
         if not run.stream.is_told:
             run.stream.drop()
-        for place in [place for place, live in self._runs.items() if live is run]:
-            del self._runs[place]
+        for place, live in self.live():
+            if live is run:
+                del self._runs[place]
         _PLACES.reset(token)
         if self.last is not run.record and all(call.writes for call in run.record.calls):
             return  # its steps were those of runs inside, such as a pipeline's calls
@@ -140,9 +147,27 @@ class Runs(ABC):
         if finished:
             self._check_skipped(run.record)
 
+    def live(self) -> list[tuple[Place, Run]]:
+        """Return the runs of all threads and tasks with their places."""
+        places = [ref() for ref in self._runs.keyrefs()]  # a copy: other threads begin and end runs
+        runs = [(place, place.run()) for place in places if place is not None]
+        return [(place, run) for place, run in runs if run is not None]
+
+    def check_idle(self) -> None:
+        """Raise AttachError if another thread or task is in a run whose end will be said."""
+        if any(run.is_said and not place.is_here for place, run in self.live()):
+            raise AttachError(
+                "a sampling run of this model is open in another thread or task; unwrap it when "
+                "that has ended, or give runs settings of their own: diffcache.settings"
+            )
+
     @contextmanager
-    def told(self, steps: int | None) -> Iterator[None]:
+    def told(self, steps: int | None, sigmas: Sequence[float] = ()) -> Iterator[None]:
         """Let the calls inside be one run, as the user says.
+
+        Args:
+            steps: Number of its steps, None if nobody says it.
+            sigmas: Noise level at every step of flow matching, none if nobody says them.
 
         Raises:
             AttachError: If one is open already in this thread or task.
@@ -150,12 +175,29 @@ class Runs(ABC):
         self.settle()
         self._check_no_run(" already; end it first, or sample in another thread or task")
         run, token = self.begin(is_told=True, steps=steps)
+        run.sigmas = sigmas
         finished = False
         try:
             yield
             finished = True
         finally:
             self.end(run, token, finished)
+
+    @property
+    def chosen(self) -> Method:
+        """The method of runs that start in this thread or task."""
+        return (_METHODS.get() or {}).get(self, self.method)
+
+    @contextmanager
+    def choosing(self, method: Method) -> Iterator[None]:
+        """Let the runs that start inside have another method."""
+        methods: Methods = weakref.WeakKeyDictionary(_METHODS.get() or {})
+        methods[self] = method
+        token = _METHODS.set(methods)
+        try:
+            yield
+        finally:
+            _METHODS.reset(token)
 
     @contextmanager
     def streaming(self) -> Iterator[Stream]:
@@ -242,11 +284,15 @@ class Runs(ABC):
             stale.storage.clear()  # which may refer to the call, and so keep the model alive
 
     def reset(self) -> None:
-        """Forget the features of every run and the contents of every stream, in every thread."""
+        """Forget the features of every run and the contents of every stream.
+
+        What another thread or task is in the midst of goes at its end, which will be said.
+        """
         self.leave()
-        for run in list(self._runs.values()):
-            run.drop()
-            run.stream.drop()
+        for place, run in self.live():
+            if place.is_here or not run.is_said:
+                run.drop()
+                run.stream.drop()
 
     def leave(self) -> Call | None:
         """Leave the denoiser call that an interrupt left open in this thread; return it."""
@@ -268,9 +314,10 @@ class Runs(ABC):
             return
         reasons = {call.reason for call in calls[1:]} - {"method"}
         why = f" ({', '.join(sorted(reasons))})" if reasons else ""
+        method = record.method or self.method
         _warn(
-            f"{self.method!r} skipped nothing in a run of {steps} steps{why}: every step was "
-            "computed; use more steps, a shorter warmup or a larger interval or threshold"
+            f"{method!r} skipped nothing in a run of {steps} steps{why}: every step was computed; "
+            "use more steps, a shorter warmup or a larger interval or threshold"
         )
 
 

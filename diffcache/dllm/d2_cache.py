@@ -54,12 +54,14 @@ class D2Cache(Policy):
     As in the published code, masks compete up to the end of the block that the `current_k`-th of
     them lies in, and other positions are masks as well as tokens.
 
-    Departures: confidence is the probability of the most probable token when a position was last
-    computed, as the paper means it; the code uses the sampler's of the first step throughout, by a
-    slip of indexing. Rows are chosen for the block that is decoded; the code looks at that of the
-    step before. Sequences of a batch are filled up by repeating a row, where the code computes more
-    rows. The paper's decoding by confidence times density is left out: commits are the sampler's
-    matter. Only computed masks can be committed.
+    Departures, which are all that tells the rows from the code's: confidence is the probability of
+    the most probable token when a position was last computed, as the paper means it; the code uses
+    that of the first step throughout, by a slip of indexing. Rows are chosen for the block that is
+    decoded; the code's block is that of the step before without what was decided in it, by a slip
+    of writing in place, and blocks of that size are what the `current_k`-th mask is looked for in.
+    Sequences of a batch are filled up by repeating a row, where the code computes more rows. The
+    paper's decoding by confidence times density is left out: commits are the sampler's matter. Only
+    computed masks can be committed.
 
     Args:
         current_k: Masks that are computed a step.
@@ -110,7 +112,7 @@ class D2Cache(Policy):
         if state.step == 0:
             return NotedPlan()
         assert isinstance(state.last, NotedPlan)
-        notes = state.last.notes
+        notes = {name: x[: len(state.ids)] for name, x in state.last.notes.items()}  # of guidance
         chosen = self._surest(state, notes[CONFIDENCE]) | state.changed
         others = ~chosen if state.valid is None else ~chosen & state.valid
         chosen = chosen | nucleus(notes[INFLUENCE], self.rollout_p, others)

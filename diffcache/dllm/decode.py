@@ -162,7 +162,7 @@ class Decoding:
         return State(
             self.ids, decided, self._before, self._changed, self._since, self.prompt,
             self.step, tuple(self.rows), self._spread(at, may), self.valid, upcoming,
-            self.schedule.multiple, self._most, self._last, self._shift,
+            self._order, self.schedule.multiple, self._most, self._last, self._shift,
         )  # fmt: skip
 
     def commit(self, logits: Tensor, plan: RowPlan) -> None:

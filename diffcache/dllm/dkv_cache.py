@@ -11,7 +11,6 @@ from torch import Tensor
 from diffcache.dllm.policy import Policy
 from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.dllm.state import RowState, State
-from diffcache.kv.refresh import slots_of
 from diffcache.method import check_bool, check_int
 
 Variant = Literal["decode", "greedy", "prefill", "pd"]
@@ -48,9 +47,10 @@ class DKVCache(Policy):
         delay: Whether a token is computed once after its commit. False is a negative control, which
             freezes tokens with the keys and values of their masks.
         window: Masks that are computed along with each token, for `greedy`; None for 4.
-        center: Tokens that the window of `greedy` lies around: those of the coming commit, nearest
-            masks first (`next`, the published code), or those of the last one, contiguous
-            (`previous`, the paper).
+        center: Tokens that the window of `greedy` lies around: those of the coming commit, in the
+            order drawn, each with the masks nearest to it that the window does not have yet
+            (`next`, the published code), or those of the last one, contiguous (`previous`, the
+            paper).
 
     Reference: dKV-Cache, arXiv 2505.15781, section 3.
     """
@@ -132,7 +132,11 @@ class DKVCache(Policy):
         size = 4 if self.window is None else self.window
         masks = ~state.decided
         if self.center == "next":
-            return nearest(upcoming, masks & ~upcoming, size)
+            assert state.order is not None
+            order = state.order.masked_fill(~upcoming[:, state.prompt :], float("-inf"))
+            centers = order.argsort(dim=1, descending=True)[:, : state.commits] + state.prompt
+            centers = centers.where(upcoming.gather(1, centers), -1)
+            return nearest(centers, masks & ~upcoming, size)
         around = torch.zeros_like(masks)
         at = torch.arange(state.width, device=masks.device)
         for shift in range(-(size // 2), size - size // 2 + 1):
@@ -145,21 +149,22 @@ class DKVCache(Policy):
 def nearest(centers: Tensor, masks: Tensor, count: int) -> Tensor:
     """Return the masks nearest to each center; of two at one distance the left one first.
 
+    Centers take turns: what one has taken, those after it leave out and look further.
+
     Args:
-        centers: Positions around which is looked, bool `[B, T]`.
+        centers: Positions around which is looked, int64 `[B, n]`; -1 for none.
         masks: Positions that can be taken, bool `[B, T]`.
         count: Masks for each center.
 
     Returns:
         Masks that are taken for any center, bool `[B, T]`.
     """
-    if not count:
-        return torch.zeros_like(masks)
     width = masks.shape[1]
-    places = slots_of(centers)  # [B, centers]
-    offset = torch.arange(width, device=masks.device) - places[..., None]
-    order = 2 * offset.abs() - (offset < 0).to(offset.dtype)
-    order = torch.where(masks[:, None], order, 2 * width + 1)
-    near = order.argsort(dim=-1)[..., : min(count, width)]
-    taken = torch.zeros_like(order, dtype=torch.bool).scatter_(2, near, True)
-    return (taken & masks[:, None]).any(1)
+    at = torch.arange(width, device=masks.device)
+    taken = torch.zeros_like(masks)
+    for center in centers[:, :, None].unbind(1):
+        free = masks & ~taken & (center >= 0)
+        order = (2 * (at - center).abs() - (at < center).long()).where(free, 2 * width)
+        near = torch.zeros_like(taken).scatter_(1, order.argsort(dim=1)[:, :count], True)
+        taken = taken | near & free
+    return taken

@@ -66,7 +66,8 @@ class DLLMCache(Policy):
 
     Departures: similarity is computed in float32 or better, the published code's in the model's
     precision. A chosen row's value is projected a second time together with its query and key. The
-    code's third clock, of the unconditional branch of guidance, is left out: nothing here guides.
+    code's third clock, of the unconditional branch of guidance, is left out: both branches keep
+    time together.
     Prompt and answer are told apart by columns, so that prompts of a batch may differ in length;
     where a row predicts the token after its own (Dream), the prompt's last row is the answer's.
 

@@ -53,22 +53,22 @@ class ElasticCache(Policy):
     """Compute a window of masks, and every row of deep layers once attention has drifted.
 
     A step computes the masks that may be committed, the tokens of the last commit, and the tracked
-    tokens: in each layer the decided ones that the window attended to most. Each layer compares the
-    tracked tokens' attention with what it was after the last step. Where they are less alike than
-    `gamma`, all layers after it compute every row of the sequence, from the hidden states that they
-    were last given; layers up to it keep what they hold.
+    tokens: in each layer the decided ones that the computed masks attended to most. Each layer
+    compares the tracked tokens' attention with what it was after the last step. Where they are less
+    alike than `gamma`, all layers after it compute every row of the sequence, from the hidden
+    states that they were last given; layers up to it keep what they hold.
 
     The window is the schedule's: `Schedule(block=None, window=16)`, which is used where none is
     given. The paper's commits are a rule of the sampler, `Threshold(0.9)`.
 
     `similarity="head"` is what the published code computes: the cosine over heads, for each tracked
     token and key, and its mean. `"key"` is the paper's: the cosine over keys, for each tracked
-    token and head. That over heads hardly falls below 0.97 on small models, where `gamma=0.9` then
-    recomputes nothing.
+    token and head. Which of them falls more, and so recomputes more, depends on the model.
 
     Departures: as in the published code, all tracked tokens are tested in each layer; the paper
     tests that layer's own. Sequences of a batch drift and widen on their own; the code is for one.
-    Masks after the end token are never tracked; in the code they can be. The last layer is not
+    Masks after the end token are never tracked; in the code they can be. Without `block_caching`
+    they are computed all the same; the code drops them. The last layer is not
     tested, since no layer follows it. With `gamma` above 1 the first layer is still computed for
     the planned rows alone, so that decoding without a cache is `force_full`.
 
@@ -120,12 +120,10 @@ class ElasticCache(Policy):
     def plan(self, state: State) -> WatchedPlan:
         """Return the masks that may be committed and what was committed last."""
         known = state.decided if state.valid is None else state.decided & state.valid
-        watched: dict[str, Any] = {
-            "window": state.open, "known": known, "multiple": state.multiple,
-        }  # fmt: skip
+        masks = state.open if self.block_caching else ~state.decided
+        watched: dict[str, Any] = {"window": masks, "known": known, "multiple": state.multiple}
         if state.step == 0 or self.force_full:
             return WatchedPlan(**watched)
-        masks = state.open if self.block_caching else ~state.decided
         return WatchedPlan(state.plan(masks | state.changed).rows, **watched)
 
 

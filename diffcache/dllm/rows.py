@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 import torch
@@ -51,6 +51,13 @@ class RowPlan:
         if more:
             rows = torch.cat([rows, rows[:, -1:].expand(-1, more)], dim=1)
         return cls(rows)
+
+    def twice(self) -> RowPlan:
+        """Return the plan of a batch that has every sequence a second time, after all of them."""
+        own = {item.name: getattr(self, item.name) for item in fields(self)}
+        return replace(
+            self, **{k: torch.cat([v, v]) for k, v in own.items() if isinstance(v, Tensor)}
+        )
 
     def count(self, width: int) -> int:
         """Return the rows that are computed in each sequence of `width` positions."""

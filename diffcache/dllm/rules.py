@@ -83,7 +83,7 @@ class Threshold(Rule):
     """Commit every mask that is confident enough, and always the most confident one.
 
     Args:
-        threshold: Least confidence, dimensionless; above 1 commits one mask a step, 0 all of them.
+        threshold: Least confidence, dimensionless, 0 to 1; 0 commits all masks at once.
 
     Reference: Fast-dLLM, arXiv 2505.22618, section 3.3.
     """
@@ -91,8 +91,11 @@ class Threshold(Rule):
     threshold: float = 0.9
 
     def __post_init__(self) -> None:
-        if not is_number(self.threshold) or not self.threshold >= 0:
-            raise ValueError(f"threshold={self.threshold!r}: must be a number of at least 0")
+        if not is_number(self.threshold) or not 0 <= self.threshold <= 1:
+            raise ValueError(
+                f"threshold={self.threshold!r}: must be a number from 0 to 1; for one token a "
+                "step, use Quota()"
+            )
 
     def choose(self, scores: Tensor, quota: int) -> Tensor:
         """Return the confident candidates and the best one."""

@@ -13,6 +13,7 @@ from diffcache.method import check_int, is_number
 
 By = Literal["confidence", "random", "margin", "entropy"]
 Precision = Literal["float64", "float32", "model"]
+_MOST = 1000  # of numbers that are of the order of 1, beyond which nothing of the logits is left
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,26 @@ class Sampler:
             most probable token. Confidence is that without noise.
         softmax: Precision of the softmax. LLaDA's first code and all caches use float64; in lower
             precision ties are decided otherwise.
-        banned: Tokens that are never chosen, besides the mask.
+        banned: Tokens that are never chosen, besides the mask, and have no probability: LLaDA's
+            `logits_eos_inf` with the token that ends an answer.
+        late: Tokens whose probability counts as zero once they are chosen, so that they are
+            committed last: LLaDA's `confidence_eos_eot_inf` with those that end an answer and a
+            turn.
+        cfg_scale: Guidance without a prompt, LLaDA's `cfg_scale`: logits are moved away from those
+            of the same answer behind a prompt of masks, by this many times their difference. Every
+            forward then computes both, as a batch of twice as many sequences; 0 for none.
         seed: Seed of the noise and of random orders.
 
     Raises:
         ValueError: If a setting is out of its range, or a random order goes with a rule that looks
             at confidence.
 
-    Reference: LLaDA, arXiv 2502.09992, section 2.4 (`confidence`, `random`); Dream, arXiv
-    2508.15487 (`margin`, `entropy`).
+    Departure: with noise, LLaDA's code keeps the confidence of the first of its late tokens, by a
+    slip of assignment.
+
+    Reference: LLaDA, arXiv 2502.09992, section 2.4 (`confidence`, `random`), appendix B.4
+    (`banned`, `late`), and its released code (`cfg_scale`); Dream, arXiv 2508.15487 (`margin`,
+    `entropy`).
     """
 
     by: By = "confidence"
@@ -47,6 +59,8 @@ class Sampler:
     temperature: float = 0.0
     softmax: Precision = "float64"
     banned: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
+    cfg_scale: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -58,13 +72,16 @@ class Sampler:
             raise ValueError(
                 f"rule={self.rule!r}: must be a rule, such as Quota(), Threshold(0.9) or Factor(1)"
             )
-        if not is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature!r}: must be a number of at least 0")
+        for name in ("temperature", "cfg_scale"):
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value <= _MOST:
+                raise ValueError(f"{name}={value!r}: must be a number from 0 to {_MOST}")
         check_int("seed", self.seed, 0)
-        if not isinstance(self.banned, tuple):
-            raise ValueError(f"banned={self.banned!r}: must be a tuple of tokens")
-        for token in self.banned:
-            check_int("banned", token, 0)
+        for name in ("banned", "late"):
+            if not isinstance(getattr(self, name), tuple):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be a tuple of tokens")
+            for token in getattr(self, name):
+                check_int(name, token, 0)
         if self.by != "confidence" and not self.rule.is_fixed:
             raise ValueError(
                 f"by={self.by!r}: {self.rule!r} looks at confidence; use by='confidence', or "
@@ -85,12 +102,19 @@ class Sampler:
             Tokens int64 `[B, n]` and scores `[B, n]`; scores are zero where the order is random.
 
         Raises:
-            ValueError: If a banned token is none of the `V`, or none is left to choose.
+            ValueError: If a banned or late token is none of the `V`, or none is left to choose.
         """
+        self._check_tokens(logits.shape[-1], mask_id)
+        if self.banned:
+            banned = torch.tensor(self.banned, device=logits.device)
+            logits = logits.index_fill(-1, banned, float("-inf"))
         dtype = logits.dtype if self.softmax == "model" else getattr(torch, self.softmax)
         tokens = self._tokens(logits, mask_id, generator)
         if self.by == "random":
             return tokens, torch.zeros(tokens.shape, dtype=torch.float64, device=logits.device)
+        if self.late:
+            late = torch.tensor(self.late, device=logits.device)
+            logits = logits.index_fill(-1, late, float("-inf"))
         logs = logits.to(dtype).log_softmax(-1) if self.by == "entropy" else None
         if logs is not None:
             return tokens, torch.nan_to_num(logs.exp() * logs).sum(-1).double()
@@ -100,22 +124,26 @@ class Sampler:
             return tokens, (best[..., 0] - best[..., 1]).double()
         return tokens, probabilities.gather(-1, tokens[..., None])[..., 0].double()
 
-    def _tokens(self, logits: Tensor, mask_id: int, generator: torch.Generator | None) -> Tensor:
-        size, excluded = logits.shape[-1], {mask_id, *self.banned}
-        if max(self.banned, default=0) >= size:
-            raise ValueError(
-                f"banned={self.banned!r}: names a token outside of the vocabulary, which has "
-                f"{size}; leave {max(self.banned)} out"
-            )
-        if len(excluded) >= size:
+    def _check_tokens(self, size: int, mask_id: int) -> None:
+        """Raise unless the tokens that are named are in the vocabulary, and leave one to choose."""
+        for name in ("banned", "late"):
+            most = max(getattr(self, name), default=0)
+            if most >= size:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: names a token outside of the vocabulary, "
+                    f"which has {size}; leave {most} out"
+                )
+        if len({mask_id, *self.banned}) >= size:
             raise ValueError(
                 f"banned={self.banned!r}: leaves none of the vocabulary's {size} tokens to choose, "
                 f"since the mask, token {mask_id}, never is; ban fewer"
             )
-        never = torch.tensor(sorted(excluded), device=logits.device)
+
+    def _tokens(self, logits: Tensor, mask_id: int, generator: torch.Generator | None) -> Tensor:
         if self.temperature:
             noise = torch.rand(
                 logits.shape, dtype=torch.float64, device=logits.device, generator=generator
             )
             logits = logits.double() - self.temperature * (-noise.log()).log()
+        never = torch.tensor([mask_id], device=logits.device)
         return logits.index_fill(-1, never, float("-inf")).argmax(-1)

@@ -48,6 +48,8 @@ class State:
         valid: Positions that are no padding, bool `[B, T]`; None where there is no padding.
         upcoming: Positions that this step commits, bool `[B, T]`, where the order is drawn
             beforehand; None elsewhere.
+        order: The order drawn of the answer's positions, the largest first, `[B, length]`; None
+            where there is none.
         open: Positions that this step may commit, bool `[B, T]`.
         multiple: Number that rows are filled up to a multiple of.
         commits: Most masks of a sequence that a step commits by a fixed number; 1 where their
@@ -67,6 +69,7 @@ class State:
     open: Tensor
     valid: Tensor | None = None
     upcoming: Tensor | None = None
+    order: Tensor | None = None
     multiple: int = 1
     commits: int = 1
     last: RowPlan | None = None

@@ -81,8 +81,8 @@ class BAC(Calibrated):
     collected_by: ClassVar[str] = "diffcache.offline.bac_collect:collector"
     schema: ClassVar[Schema] = Schema(
         {
-            PAIRS + "{sites}": Entry(("steps", "steps")),
-            SHIFT + "{sites}": Entry(("steps", "steps"), low=0),
+            PAIRS + "{sites}": Entry(("steps", "steps"), low=-1.001, high=1.001),  # rounded
+            SHIFT + "{sites}": Entry(("steps", "steps"), low=0, high=1e30),
         },
         header={"sites": "names", "metric": "text"},
     )

@@ -202,14 +202,14 @@ class CacheQuant(Calibrated):
             "starts": Entry(
                 ("computed",), whole=True, low=0, high="steps-1", ascending=True, first=0
             ),
-            "cache/*/a": Entry(("steps", "channels")),
-            "cache/*/b": Entry(("steps", "channels")),
-            "quant/*/weight_scale": Entry(("channels",), positive=True),
+            "cache/*/a": Entry(("steps", "channels"), low=-1e4, high=1e4),
+            "cache/*/b": Entry(("steps", "channels"), low=-1e6, high=1e6),
+            "quant/*/weight_scale": Entry(("channels",), positive=True, high=1e4),
             "quant/*/weight_zero": Entry(("channels",), whole=True, low=0, high=255),
-            "quant/*/input_scale": Entry(("steps",), positive=True),
+            "quant/*/input_scale": Entry(("steps",), positive=True, high=1e6),
             "quant/*/input_zero": Entry(("steps",), whole=True, low=0, high=255),
-            "quant/*/gain": Entry(("steps", "channels"), optional=True),
-            "quant/*/shift": Entry(("steps", "channels"), optional=True),
+            "quant/*/gain": Entry(("steps", "channels"), low=-1e4, high=1e4, optional=True),
+            "quant/*/shift": Entry(("steps", "channels"), low=-1e6, high=1e6, optional=True),
         },
         may_lack=("cache/", "quant/"),
     )
@@ -293,6 +293,18 @@ class CacheQuant(Calibrated):
         for table in (["cache/"] if self.every > 1 else []) + (["quant/"] if self.bits else []):
             if not any(name.startswith(table) for name in tables.names()):
                 raise TablesError(f"tables={tables!r}: hold no {table}; calibrate again")
+        fitted = {
+            step
+            for name in tables.names()
+            if name.startswith("cache/") and name.endswith("/a")
+            for step in (tables[name] != 1).any(1).nonzero().flatten().tolist()
+        }
+        lost = set(range(tables.steps)) - fitted - set(tables["starts"].tolist())
+        if self.every > 1 and fitted and lost:
+            raise TablesError(
+                f"tables={tables!r}: starts={tables['starts'].tolist()} leaves out step "
+                f"{min(lost)}, which no correction was fitted for; calibrate again"
+            )
 
 
 def _names(argument: str, value: Any) -> tuple[str, ...]:

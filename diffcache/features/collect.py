@@ -6,16 +6,19 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from diffcache.errors import UncalibratedError
+from diffcache.errors import AttachError, UncalibratedError
 from diffcache.features.base import Ability
 from diffcache.features.combine import Combine, FeatureMethod
+from diffcache.features.parts.published import check_published, fitting
 from diffcache.features.schema import Schema
 from diffcache.features.tables import Tables
 from diffcache.step import Step
+
+C = TypeVar("C", bound="Calibrated")
 
 
 @dataclass(frozen=True)
@@ -134,13 +137,54 @@ class Calibrated(FeatureMethod):
             empty if tables are trained.
         trainer: `module:function` that makes the tables by training instead of collecting,
             called as `function(pipe, method, plan)`; empty for most.
+        numbers: Field of `publishes` that stands in for tables; empty for most.
     """
 
     schema: ClassVar[Schema]
     collected_by: ClassVar[str] = ""
     trainer: ClassVar[str] = ""
+    numbers: ClassVar[str] = ""
 
     tables: Tables | str | None
+    model: str
+
+    @classmethod
+    def published(cls: type[C], name: str, /, **settings: Any) -> C:
+        """Return the method with the settings that its authors published for a model.
+
+        Args:
+            name: Name of a model in `publishes`, such as `flux.1-dev`.
+            **settings: Settings in the place of published ones, such as `threshold=0.1`;
+                `model=""` lets them be used on any model.
+
+        Raises:
+            ValueError: If there are none for that model.
+        """
+        if name not in cls.publishes:
+            raise ValueError(f"model={name!r}: published are {', '.join(cls.publishes) or 'none'}")
+        make: Any = cls
+        made: C = make(**{**cls.publishes[name], "model": name, **settings})
+        return made
+
+    @classmethod
+    def published_for(cls, facts: Mapping[str, Any]) -> str:
+        """Return the name of the model that settings were published for, empty if there is none.
+
+        Args:
+            facts: Facts about a model, as in `check_model`.
+
+        Raises:
+            AttachError: If the model may be one of several.
+        """
+        first = [name for name in cls.publishes if not name.endswith("-ret")]
+        found = fitting(first, facts)
+        if len(found) > 1:
+            names = " or ".join(f"model={name!r}" for name in found)
+            raise AttachError(
+                f"{cls.name}: nothing tells which of the published settings are this "
+                f"{facts['model']}'s; say {names}"
+            )
+        return found[0] if found else ""
 
     @property
     def total(self) -> int | None:
@@ -185,12 +229,24 @@ class Calibrated(FeatureMethod):
             cls = type(self).__name__
             raise UncalibratedError(
                 f"{cls} has no tables for this model: method = diffcache.calibrate(pipe, "
-                f"{cls}(...), prompts=[...]), or give {cls}(..., tables='file.safetensors')",
+                f"{cls}(...), prompts=[...]), or give {cls}(..., tables='file.safetensors')"
+                + (
+                    f"; {cls}.published(NAME) is for {', '.join(self.publishes)}"
+                    if self.publishes
+                    else ""
+                ),
                 self.name,
             )
         return self.tables
 
     def check_model(self, facts: Mapping[str, Any]) -> None:
-        """Raise TablesError unless the tables were measured on this model and scheduler."""
+        """Raise unless the tables were measured on this model and scheduler, or published for it.
+
+        Raises:
+            TablesError: If they were measured on others.
+            AttachError: If they were published for others.
+        """
         if isinstance(self.tables, Tables):
             self.tables.check(facts)
+        elif self.publishes:
+            check_published(self.numbers, self.model, self.publishes, facts)

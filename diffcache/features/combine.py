@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from diffcache.features.base import Ability, Instead, Method, When, check_int
@@ -114,3 +114,19 @@ def reuse_of(method: Method) -> Combine | None:
         ValueError: If a field of the method is out of its range.
     """
     return next((a for a in method.abilities() if isinstance(a, Combine)), None)
+
+
+def goes_in_place(new: Method, old: Method) -> bool:
+    """Return whether a method differs from another in its schedule and its stand-in alone."""
+    pairs = list(zip(new.abilities(), old.abilities(), strict=False))
+    same = new.total == old.total and len(new.abilities()) == len(old.abilities())
+    for made, had in pairs:
+        if isinstance(made, Combine) and isinstance(had, Combine):
+            a, b = made.when, had.when
+            looks = (a.probe, a.sites, a.by_branch, a.total) == (
+                b.probe, b.sites, b.by_branch, b.total
+            )  # fmt: skip
+            same = same and looks and replace(made, when=b, instead=had.instead) == had
+        else:
+            same = same and made == had
+    return same

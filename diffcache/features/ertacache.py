@@ -211,9 +211,9 @@ class ERTACache(Calibrated):
             "reuse": Entry(("reused",), whole=True, low=1, high="steps-2", ascending=True),
             READINGS["A"]: Entry(("steps",), low=0, high=1),
             READINGS["B"]: Entry(("steps",), low=0, high=1),
-            "scale": Entry(("steps", "channels")),
-            "shift": Entry(("steps", "channels")),
-            "errors": Entry(("steps",), low=0),
+            "scale": Entry(("steps", "channels"), low=-100, high=100),
+            "shift": Entry(("steps", "channels"), low=-1e4, high=1e4),
+            "errors": Entry(("steps",), low=0, high=1e4),
         },
         header={"threshold": "number"},
     )

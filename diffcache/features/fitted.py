@@ -113,7 +113,10 @@ class FittedForecast(Calibrated):
 
     collected_by: ClassVar[str] = "diffcache.offline.fitted_collect:collector"
     schema: ClassVar[Schema] = Schema(
-        {"products": Entry(("steps", "steps"), inner=True), "moves": Entry(("steps",))},
+        {
+            "products": Entry(("steps", "steps"), low=-1e30, high=1e30, inner=True),
+            "moves": Entry(("steps",), low=-1e6, high=1e6),
+        },
         header={"site": "text"},
     )
 

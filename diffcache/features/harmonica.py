@@ -84,7 +84,7 @@ class HarmoniCa(Calibrated):
 
     schema: ClassVar[Schema] = Schema(
         {
-            "logits": Entry(("steps", "sites")),
+            "logits": Entry(("steps", "sites"), low=-1e4, high=1e4),
             "curve": Entry(("epochs", 5), optional=True),  # of the training
         },
         header={"sites": "names"},

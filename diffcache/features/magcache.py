@@ -14,7 +14,6 @@ from diffcache.features.base import When, check_int, check_threshold, is_number
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.instead import Reuse
-from diffcache.features.parts.published import check_models, settings_of
 from diffcache.features.parts.published_ratios import MAGCACHE
 from diffcache.features.parts.when import Every, LastComputed
 from diffcache.features.schema import Entry, Schema
@@ -102,6 +101,12 @@ def ratio_at(ratios: tuple[float, ...], index: int, total: int) -> float:
     return 1.0 if index >= total else ratios[place_of(index, total, len(ratios))]
 
 
+def _by_branch(ratios: tuple[float, ...], branches: int, **settings: Any) -> dict[str, Any]:
+    """Return published settings with the ratios of every branch apart, the first of each 1."""
+    lists = tuple((1.0, *ratios[branch::branches]) for branch in range(branches))
+    return {**settings, "ratios": lists if branches > 1 else lists[0]}
+
+
 @dataclass(frozen=True)
 class MagCache(Calibrated):
     """Reuse the stack's residual while its magnitude, known from a calibration, hardly changes.
@@ -129,8 +134,8 @@ class MagCache(Calibrated):
         tables: Tables of `diffcache.calibrate`, or a file it wrote; for runs of any length too.
         always: Positions in the list of ratios, from 0, whose steps are always computed; at
             another number of steps those that take these ratios.
-        models: Class names of the models that the ratios are for; others are refused. None are
-            any.
+        model: Model that the ratios were published for, as `published` names it; others are
+            refused. Empty for any.
 
     Raises:
         ValueError: If a value is out of its range.
@@ -152,8 +157,12 @@ class MagCache(Calibrated):
   year={2025}
 }"""
 
+    numbers: ClassVar[str] = "ratios"
+    publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        name: _by_branch(**entry) for name, entry in MAGCACHE.items()
+    }
     collected_by: ClassVar[str] = "diffcache.offline.magcache_collect:collector"
-    schema: ClassVar[Schema] = Schema({"ratios": Entry(("steps",), positive=True)})
+    schema: ClassVar[Schema] = Schema({"ratios": Entry(("steps",), low=0.01, high=100)})
 
     threshold: float = 0.06
     longest: int = 3
@@ -161,7 +170,7 @@ class MagCache(Calibrated):
     ratios: tuple[float, ...] | tuple[tuple[float, ...], ...] | None = None
     tables: Tables | str | None = None
     always: tuple[int, ...] = ()
-    models: tuple[str, ...] = ()
+    model: str = ""
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold, " (0 turns the cache off)")
@@ -175,22 +184,6 @@ class MagCache(Calibrated):
                 raise ValueError("ratios and tables: give one of them")
             object.__setattr__(self, "ratios", check_ratios(self.ratios))
             self.parts()
-
-    @classmethod
-    def published(cls, model: str) -> MagCache:
-        """Return the ratios and settings of the official script for a model.
-
-        Args:
-            model: Name of a model: `flux.1-dev`, `qwen-image`, `hunyuanvideo-720p`,
-                `wan2.1-t2v-14b`, ...
-
-        Raises:
-            ValueError: If there are none for that model.
-        """
-        settings = settings_of(MAGCACHE, model)
-        both, branches = settings.pop("ratios"), settings.pop("branches")
-        lists = tuple((1.0, *both[branch::branches]) for branch in range(branches))
-        return cls(ratios=lists if branches > 1 else lists[0], **settings)
 
     @property
     def total(self) -> None:
@@ -207,11 +200,6 @@ class MagCache(Calibrated):
             lists, self.threshold, self.longest, self.retention, self.always, len(lists) > 1
         )
         return Combine(when, Reuse())
-
-    def check_model(self, facts: Mapping[str, Any]) -> None:
-        """Raise unless the ratios or the tables are for this model."""
-        super().check_model(facts)
-        check_models("ratios", self.models, facts)
 
 
 def check_ratios(values: Any) -> Any:

@@ -25,6 +25,21 @@ OVERLAP = "overlap."  # with the name of a list of blocks: the name of its table
 Foreground = Tensor | Callable[[Step, Tensor], Tensor]
 _NAME = re.compile(r"(.+)\.(\d+)(?:-(\d+))?")
 _HUNYUAN_STEPS = (6, 18, 26, 32, 38, 42, 46, 48)
+_WAN_RUNS = ("0", "2-7", "10-20", "25-32", "37-38")
+_HUNYUAN_SINGLE = ("0", "2", "4-7", "10-21", "23", "25-27", "31", "33")
+PUBLISHED: dict[str, dict[str, Any]] = {
+    # 28 of 40 blocks, any number of steps
+    "wan2.1-14b": {"background": tuple(f"blocks.{run}" for run in _WAN_RUNS)},
+    # 14 of 20 double and 24 of 40 single blocks, 50 steps
+    "hunyuanvideo": {
+        "background": (
+            "transformer_blocks.6-19",
+            *(f"single_transformer_blocks.{run}" for run in _HUNYUAN_SINGLE),
+        ),
+        "listed": (("single_transformer_blocks", _HUNYUAN_STEPS),),
+        "total": 50,
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,8 @@ class ProfilingDiT(Calibrated):
             function of the step and the denoiser's output that returns it; None finds it in the
             output.
         tables: Measured tables, or their file.
+        model: Model that the background blocks were published for, as `published` names it;
+            others are refused. Empty for any.
 
     Raises:
         ValueError: If a value is out of its range, or a block's name is not understood.
@@ -80,6 +97,8 @@ class ProfilingDiT(Calibrated):
   year={2025}
 }"""
 
+    numbers: ClassVar[str] = "background"
+    publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = PUBLISHED
     collected_by: ClassVar[str] = "diffcache.offline.profilingdit_collect:collector"
     schema: ClassVar[Schema] = Schema({OVERLAP + "*": Entry(("blocks",), low=0, high=1, gaps=True)})
 
@@ -96,6 +115,7 @@ class ProfilingDiT(Calibrated):
     text: Literal["first", "last"] | None = None
     foreground: Foreground | None = field(default=None, repr=False, compare=False)
     tables: Tables | str | None = None
+    model: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.background, str):
@@ -127,30 +147,6 @@ class ProfilingDiT(Calibrated):
         when = self._when()
         if self.background is not None:
             self._combine(merged(self.background), when)
-
-    @classmethod
-    def published(cls, model: str) -> ProfilingDiT:
-        """Return the published blocks and schedule of a model.
-
-        Args:
-            model: `wan2.1-14b` (28 of 40 blocks, any number of steps) or `hunyuanvideo` (14 of 20
-                double and 24 of 40 single blocks, 50 steps).
-
-        Raises:
-            ValueError: If there is none for that model.
-        """
-        if model == "wan2.1-14b":
-            runs = ("0", "2-7", "10-20", "25-32", "37-38")
-            return cls(background=tuple(f"blocks.{run}" for run in runs))
-        if model == "hunyuanvideo":
-            spans = ("0", "2", "4-7", "10-21", "23", "25-27", "31", "33")
-            single = tuple(f"single_transformer_blocks.{span}" for span in spans)
-            return cls(
-                background=("transformer_blocks.6-19", *single),
-                listed=(("single_transformer_blocks", _HUNYUAN_STEPS),),
-                total=50,
-            )
-        raise ValueError(f"model={model!r}: published are 'wan2.1-14b' and 'hunyuanvideo'")
 
     def parts(self) -> Combine:
         """Return the runs of background blocks, their schedule, and reuse.

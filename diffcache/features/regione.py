@@ -140,7 +140,7 @@ class RegionE(Calibrated):
 }"""
 
     collected_by: ClassVar[str] = "diffcache.offline.regione_collect:collector"
-    schema: ClassVar[Schema] = Schema({"gamma": Entry(("steps-1",))})
+    schema: ClassVar[Schema] = Schema({"gamma": Entry(("steps-1",), low=0.01, high=100)})
 
     model: str = "flux-kontext"
     threshold: float | None = None

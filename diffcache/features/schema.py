@@ -220,7 +220,7 @@ def _words(entry: Entry, shape: list[int | None], high: float) -> str:
             for axis, length in zip(entry.shape, shape, strict=True)]  # fmt: skip
     words = f"[{', '.join(axes)}] {'whole' if entry.whole else 'real'} numbers"
     if entry.positive:
-        words += " above 0"
+        words += " above 0" + (f" up to {high:g}" if high < LARGEST else "")
     elif entry.low > -LARGEST or high < LARGEST:
         words += f" from {entry.low:g} to {high:g}"
     else:

@@ -186,6 +186,7 @@ class SeaCache(FeatureMethod):
             raise ValueError(f"first={self.first!r}: must be 'plain' or 'filtered'")
         if self.grid is not None:
             object.__setattr__(self, "grid", check_grid(self.grid))
+        check_int("warmup", self.warmup, 1, " (the first step has nothing to stand in for it)")
         self.parts()
 
     def parts(self) -> Combine:

@@ -41,7 +41,10 @@ class Tables:
             {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
         )
         self.path = path
-        found = hashlib.sha256(json.dumps(self._plain(), sort_keys=True).encode())
+        try:
+            found = hashlib.sha256(json.dumps(self._plain(), sort_keys=True).encode())
+        except RecursionError:
+            raise TablesError("the header of tables is nested without end") from None
         for name, tensor in sorted(self._tensors.items()):
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             found.update(bits_of(tensor).numpy().tobytes())
@@ -117,9 +120,10 @@ class Tables:
             TablesError: If there is none, or it is another kind of file.
         """
         path = Path(path)
-        if not path.is_file():
+        if not os.path.isfile(path):  # Path.is_file raises where a name is too long
+            what = "is a folder; name a file in it" if os.path.isdir(path) else "no such file"
             raise TablesError(
-                f"tables={str(path)!r}: no such file; diffcache.calibrate and diffcache.tune write "
+                f"tables={str(path)[:500]!r}: {what}; diffcache.calibrate and diffcache.tune write "
                 "them"
             )
         try:

@@ -12,7 +12,7 @@ from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.accumulated import Accumulated, Rescaled
 from diffcache.features.parts.instead import Reuse
-from diffcache.features.parts.published import TEACACHE, check_models, settings_of
+from diffcache.features.parts.published import TEACACHE
 from diffcache.features.parts.when import Every
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
@@ -49,7 +49,8 @@ class TeaCache(Calibrated):
     `use_ret_steps` at its projection (`input="time-projection", warmup=5, last=False`), those for
     CogVideoX and ConsisID at the time embedding, that for HiDream at it with a tenth of the steps
     as `warmup` and `last=False`; all others at the modulated input. Guidance branches share the
-    time, so that their separate sums in the script for Wan2.1 always agree.
+    time, so that their separate sums in the script for Wan2.1 always agree. `published` has the
+    settings of the scripts; those of Wan2.1 with `-ret` after the name are for `use_ret_steps`.
 
     Args:
         threshold: Smallest sum that is computed; dimensionless; 0 turns the cache off. 0.1 to 0.6.
@@ -61,11 +62,11 @@ class TeaCache(Calibrated):
             embedding, or the `time-projection` that modulates the blocks of Wan. None takes that
             of the tables or `modulated`, and is refused with `coefficients` on the families whose
             published ones are for the time embedding.
-        warmup: First steps that are always computed, at least 1.
+        warmup: First steps that are always computed, at least 1, or a share of the run below 1.
         last: Whether the last step of the run is always computed.
         by_branch: Whether every guidance branch adds up its own changes and decides for itself.
-        models: Class names of the models that the coefficients are for; others are refused. None
-            are any.
+        model: Model that the coefficients were published for, as `published` names it; others
+            are refused. Empty for any.
 
     Raises:
         ValueError: If a value is out of its range.
@@ -91,12 +92,14 @@ class TeaCache(Calibrated):
   year={2025}
 }"""
 
+    numbers: ClassVar[str] = "coefficients"
+    publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = TEACACHE
     collected_by: ClassVar[str] = "diffcache.offline.teacache_collect:collector"
     schema: ClassVar[Schema] = Schema(
         {
-            "coefficients": Entry(("degree+1",)),
-            "range": Entry((2,), low=0),
-            "points": Entry(("pairs", 2), low=0),
+            "coefficients": Entry(("degree+1",), low=-1e12, high=1e12),
+            "range": Entry((2,), low=0, high=1e6),
+            "points": Entry(("pairs", 2), low=0, high=1e6),
         },
         header={"degree": "count"},
     )
@@ -106,10 +109,10 @@ class TeaCache(Calibrated):
     degree: int = 4
     tables: Tables | str | None = None
     input: Input | None = None
-    warmup: int = 1
+    warmup: float = 1
     last: bool = True
     by_branch: bool = False
-    models: tuple[str, ...] = ()
+    model: str = ""
 
     def __post_init__(self) -> None:
         if self.input not in (None, *INPUTS):
@@ -117,26 +120,13 @@ class TeaCache(Calibrated):
             raise ValueError(f"input={self.input!r}: must be {known} or None")
         check_degree(self.degree)
         self.load_tables()
+        if isinstance(self.tables, Tables):
+            _check_rises(self.tables)
         self._gate(Rescaled())
         if self.coefficients is not None:
             if self.tables is not None:
                 raise ValueError("coefficients and tables: give one of them")
             object.__setattr__(self, "coefficients", check_coefficients(self.coefficients))
-
-    @classmethod
-    def published(cls, model: str, threshold: float | None = None) -> TeaCache:
-        """Return the settings of the official script for a model.
-
-        Args:
-            model: Name of a model: `flux.1-dev`, `hunyuanvideo`, `cogvideox-5b`, `wan2.1-t2v-14b`,
-                ...; with `-ret` after it those of Wan2.1 are the ones of `use_ret_steps`.
-            threshold: Smallest sum that is computed; None takes that of the script or its page.
-
-        Raises:
-            ValueError: If there are none for that model.
-        """
-        settings = settings_of(TEACACHE, model)
-        return cls(**settings | ({} if threshold is None else {"threshold": threshold}))
 
     def parts(self) -> Combine:
         """Return a gate on the rescaled change of the input, and reuse between computed steps."""
@@ -181,7 +171,6 @@ class TeaCache(Calibrated):
     def check_model(self, facts: Mapping[str, Any]) -> None:
         """Raise AttachError where it is not said what the coefficients are for."""
         super().check_model(facts)
-        check_models("coefficients", self.models, facts)
         family = facts["model"]
         published = self.coefficients not in (None, CHANGE)
         if not published or self.input is not None or family not in BY_TIME:
@@ -190,6 +179,20 @@ class TeaCache(Calibrated):
             f"coefficients={self.coefficients!r} on {family}: the published ones of this family "
             f"are for {BY_TIME[family]}; name it, or pass input='modulated' for a polynomial that "
             "was fitted to the modulated input"
+        )
+
+
+def _check_rises(tables: Tables) -> None:
+    """Raise TablesError if a polynomial is nowhere above 0 for the changes it was fitted to.
+
+    Nothing would ever add up, so that no step after the first would be computed.
+    """
+    low, high = tables["range"].tolist()
+    rescaled = Rescaled(tuple(tables["coefficients"].tolist()), low, high)
+    if not any(rescaled.error(low + (high - low) * part / 16) > 1e-9 for part in range(17)):
+        raise TablesError(
+            f"tables={tables!r}: their polynomial is nowhere above 0 from {low:g} to {high:g}, so "
+            "that nothing would be computed; calibrate again"
         )
 
 
@@ -206,8 +209,8 @@ def check_coefficients(values: Any) -> tuple[float, ...]:
         ValueError: If there are none or one is no finite number.
     """
     try:
-        made = tuple(float(value) for value in values)
-    except TypeError:
+        made = () if isinstance(values, str) else tuple(float(value) for value in values)
+    except (TypeError, ValueError):
         made = ()
     if not made or not all(map(math.isfinite, made)):
         raise ValueError(f"coefficients={values!r}: must be finite numbers, highest power first")

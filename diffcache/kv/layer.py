@@ -21,8 +21,10 @@ from diffcache.kv.refill import Refill
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.segment import PLAIN, Dense, Flat, Segment
 from diffcache.kv.slots import EMPTY, SlotIndex, Slots, named, one_row, span, writable
-from diffcache.kv.summary import LayerSummary
+from diffcache.kv.summary import LayerSummary, known_before
 from diffcache.kv.tail import Tail
+
+FIXED = "count={}: {} tokens can be taken back, those before are settled"
 
 
 class KVLayer:
@@ -43,6 +45,7 @@ class KVLayer:
         tail: Exact slots that grow.
         stats: Statistics of scorers, by name, float32 [B, H, S], in the order of `read`.
         summary: State of a retriever; None where it has to be built anew.
+        marked: Tokens seen, and `summary`, when `mark` was called; None where it was not.
         latent: True for slots of latents and, as values, rotary parts of keys. Queries meet both
             together as keys, and the latents as values (multi-head latent attention).
         read_once: True keeps rotated keys, and decoded values of segments, until their source
@@ -78,6 +81,7 @@ class KVLayer:
         self.tail = Tail()
         self.stats: dict[str, Tensor] = {}
         self.summary: LayerSummary | None = None
+        self.marked: tuple[int, LayerSummary | None] | None = None
         self.latent = False
         self.read_once = read_once
         self._reading = Reading()
@@ -162,7 +166,7 @@ class KVLayer:
     def reset(self) -> None:
         """Forget everything."""
         self.seen, self.padding, self.segments, self.tail = 0, None, [], Tail()
-        self.stats, self.summary, self.form = {}, None, None
+        self.stats, self.summary, self.marked, self.form = {}, None, None, None
         self._reading.clear()
 
     # reading for attention -----------------------------------------------------------------
@@ -328,29 +332,32 @@ class KVLayer:
         """
         self.check_rollback(count)
         self.padding = None if self.padding is None else self.padding - self.tail.empty(count)
+        self.summary = known_before(self, count)
         self.tail.drop_last(count)
         self.seen -= count
-        if self.summary is not None:
-            self.summary = self.summary.shortened(self.held)
         self.stats = {name: value[..., : self.held] for name, value in self.stats.items()}
 
     def check_rollback(self, count: int) -> None:
         """Raise unless so many tokens can be taken back.
 
         Raises:
-            ValueError: If so many were not written since the layer was last settled.
+            ValueError: If so many were not written since the layer was last settled, or a retriever
+                knows more of them than it can forget.
         """
         if not 0 <= count <= self.tail.loose:
-            raise ValueError(
-                f"count={count}: {self.tail.loose} tokens can be taken back, "
-                "those before are settled"
-            )
+            raise ValueError(FIXED.format(count, self.tail.loose))
+        known_before(self, count)
+
+    def mark(self) -> None:
+        """Remember what a retriever knows, so that `rollback` can go back to it."""
+        self.marked = (self.seen, self.summary)
 
     def rows(self, index: Tensor) -> None:
         """Keep batch rows, int64 [m], as beam search reorders them."""
         self.segments = [segment.rows(index) for segment in self.segments]
         if self.summary is not None:
             self.summary = self.summary.rows(index)
+        self.marked = None
         self.tail.map(index)
         self._reading.clear()
         if self.form is not None:
@@ -378,7 +385,7 @@ class KVLayer:
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that is held."""
-        own = [*self.segments, *self.stats.values(), self.summary, self.padding]
+        own = [*self.segments, *self.stats.values(), self.summary, self.padding, self.marked]
         found = [*tensors([part for part in own if part is not None]), *self.tail.tensors()]
         return [*found, *self._reading.tensors()]
 
@@ -388,13 +395,5 @@ class KVLayer:
                 f"k={list(k.shape)}, v={list(v.shape)}: must be [B, H, n, D] and [B, H, n, Dv]"
             )
         form = Form.of(k, v)
-        before = self.form
-        if before is not None and form != before and (form[1:] != before[1:] or before.batch != 1
-                                                      or self.tail.length):  # fmt: skip
-            raise ValueError(
-                f"layer {self.index}: keys and values of [B, H, D, Dv]={list(form[:4])} in "
-                f"{form.dtype} on {form.device} do not fit the {list(before[:4])} in "
-                f"{before.dtype} on {before.device} that are held; reset the cache, or make a new "
-                "one"
-            )
+        form.check_fits(self.form, self.index, not self.tail.length)
         self.form = form

@@ -159,11 +159,20 @@ def observe(
                        layer.rotary)  # fmt: skip
 
 
+@dataclass
+class Pending:
+    """Queries whose tokens may be taken back, not yet observed."""
+
+    query: Query
+    valid: Tensor | None
+
+
 class Ring:
-    """The last queries of a layer."""
+    """The last queries of a layer, and those after them that may be taken back."""
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.pending: list[Pending] = []
         self.query: Query | None = None
         self.cleared = 0  # tokens before that all was forgotten
 
@@ -193,7 +202,9 @@ class Ring:
 
     def rollback(self, count: int) -> None:
         """Forget the last queries."""
-        if self.query is not None:
+        if self.pending:
+            shorten(self.pending, count)
+        elif self.query is not None:
             self.query = self.query.narrow(0, max(self.query.count - count, 0))
 
     def misses(self, count: int, left: int) -> bool:
@@ -218,23 +229,21 @@ class Ring:
         other.query, other.cleared = self.query, self.cleared
         return other
 
-    def clear(self, seen: int = 0) -> None:
+    def reset(self, seen: int = 0) -> None:
         """Forget all, after so many tokens."""
         self.query, self.cleared = None, seen
+        self.pending.clear()
+
+    def tensors(self) -> list[Tensor]:
+        """Return every tensor that is held."""
+        found = [each.query.q for each in self.pending]
+        return found if self.query is None else [*found, self.query.q, self.query.positions()]
 
     def kept(self) -> Query | None:
         """Return the last `size` queries."""
         if self.query is None or not self.query.count:
             return None
         return self.query.narrow(max(self.query.count - self.size, 0), self.query.count)
-
-
-@dataclass
-class Pending:
-    """Queries whose tokens may be taken back, not yet observed."""
-
-    query: Query
-    valid: Tensor | None
 
 
 def shorten(pending: list[Pending], count: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from diffcache.kv.observe import Observation
+from diffcache.kv.observe import Observation, Ring
 from diffcache.kv.recipe import Recipe
 
 
@@ -49,4 +49,25 @@ def check_alone(recipe: Recipe) -> None:
         raise ValueError(
             f"{recipe.name or 'the recipe'} does more than drop slots of one layer: its layers are "
             "compressed together, at `begin` or by `compress`"
+        )
+
+
+def check_queries(recipe: Recipe, rings: Sequence[Ring]) -> None:
+    """Refuse to score by fewer queries than the recipe looks at, others being unknown.
+
+    Args:
+        recipe: Recipe that scores.
+        rings: The last queries of each layer.
+
+    Raises:
+        ValueError: If there are fewer.
+    """
+    window = recipe.score.window if recipe.score is not None else 0
+    kept = [ring.kept() for ring in rings[recipe.skip :]]
+    count = min(0 if query is None else query.count for query in kept)
+    if count < window:
+        raise ValueError(
+            f"{recipe.name} looks at the last {window} queries, and {count} came after "
+            f"the tokens that were taken over: give at least {window} tokens after `past`, or "
+            "a recipe that looks at fewer"
         )

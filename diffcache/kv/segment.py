@@ -99,7 +99,7 @@ class Segment(ABC):
         """Return batch rows, int64 [m]."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dense(Segment):
     """Exact slots, every row as long as the longest."""
 
@@ -131,7 +131,7 @@ class Dense(Segment):
         return replace(self, slots=self.slots.rows(index))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Flat(Segment):
     """Exact slots, row after row with nothing between them: ragged budgets hold what they keep.
 
@@ -206,7 +206,7 @@ class Flat(Segment):
         return Flat.of(self.read().rows(index), self.traits)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Coded(Segment):
     """Slots whose keys and values a codec holds.
 

@@ -45,6 +45,14 @@ class _Sorted:
     moving: dict[int, list[_Part]]
 
 
+def flush(codec: KVCodec, layers: Sequence[KVLayer]) -> bool:
+    """Have a codec code what is due in layers, and return whether anything was."""
+    before = [(layer.tail.length, *layer.segments) for layer in layers]
+    for first in range(0, len(layers), codec.scope):
+        codec.flush(layers[first : first + codec.scope])
+    return [(layer.tail.length, *layer.segments) for layer in layers] != before
+
+
 def carry_out(
     layer: KVLayer, seen: Observation, score: Tensor, plan: Tensor, recipe: Recipe
 ) -> None:

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.attend import Query, View, attend
-from diffcache.kv.codec.base import tensors
+from diffcache.kv.codec.base import nbytes, tensors
 from diffcache.kv.in_place import slots_to_drop
-from diffcache.kv.layer import KVLayer
+from diffcache.kv.layer import FIXED, KVLayer
 from diffcache.kv.mover import Mover
-from diffcache.kv.observe import Observation, Pending, Ring, lengthen, note, observe, shorten
+from diffcache.kv.observe import Observation, Pending, Ring, lengthen, note, observe
 from diffcache.kv.plan import KEEP
-from diffcache.kv.planned import check_alone, planned
+from diffcache.kv.planned import check_alone, check_queries, planned
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.rotary import Rotation
-from diffcache.kv.settle import carry_out
+from diffcache.kv.settle import carry_out, flush
 from diffcache.kv.slots import named
 from diffcache.kv.trigger import Event
 
@@ -38,6 +38,8 @@ class KVStore:
         speculative: True if `rollback` may take tokens back, as in assisted decoding.
         origin: Function that returns facts of the model, by which a saved cache is matched to it.
         taken_over: True if tokens were written whose queries were not seen, and not compressed yet.
+        torn: True while what is held is half changed, as an error leaves it.
+        opened: Tokens seen before a forward whose end, when it comes, sets this back to None.
     """
 
     def __init__(
@@ -52,9 +54,7 @@ class KVStore:
         if rotary is None and recipe.rotates:
             raise ValueError(f"{recipe.name}: keys are rotated when read, which takes `rotary`")
         self.recipe, self.read_once = recipe, read_once
-        turns: list[Rotation | None] = [None] * layers
-        if rotary is not None and recipe.rotates:
-            turns = list(rotary)
+        turns = rotary if rotary is not None and recipe.rotates else [None] * layers
         unrotated = recipe.space == "pre"
         self.layers = [
             KVLayer(
@@ -66,15 +66,14 @@ class KVStore:
             )
             for index, turn in enumerate(turns)
         ]
-        self.speculative = self.taken_over = False
+        self.speculative = self.taken_over = self.torn = False
         self.origin: Callable[[], Mapping[str, str]] = dict
         self.out = out
         window = recipe.score.window if recipe.score is not None else 0
         self._rings = [Ring(window) for _ in range(layers)]
-        self._pending: list[list[Pending]] = [[] for _ in range(layers)]
-        self._wrote = self._since = self._noted = 0  # noted: up to the last query scorers saw
-        self._fresh = False
-        self._torn = False  # an error left what is held half changed
+        self._wrote = self._since = self._noted = self._settled = 0  # noted: what scorers saw
+        self._fresh = self._was_fresh = False  # a prompt waits, before and after the last forward
+        self.opened: int | None = None
 
     # a forward -----------------------------------------------------------------------------
 
@@ -87,21 +86,22 @@ class KVStore:
         Raises:
             ValueError: If an earlier forward did not come to its end.
         """
-        if self._torn or len({layer.seen for layer in self.layers}) > 1:
-            raise ValueError(CUT_OFF)
+        self._check_uncut()
+        self.opened = None
         self._commit()
         trigger = self.recipe.trigger
         if self.recipe.evicts and trigger is not None and self.seen:
             held = max(layer.held for layer in self.layers)
-            event = Event(
-                count, self._wrote, self._since, held, self._fresh, self.speculative, self.seen
-            )
+            event = Event(count, self._since, held, self._fresh, self.speculative, self.seen)
             if trigger.due(event):
                 self.compress()
         self._flush()
-        self._wrote = count
+        self._wrote, self._was_fresh = count, self._fresh
         self._since += count
         self._fresh |= (count > 1 and not self.speculative) or not self.seen
+        if self.speculative:
+            for layer in self.layers:
+                layer.mark()
 
     def attend(
         self, index: int, query: Query, valid: Tensor | None = None, *, observe: bool = True
@@ -112,12 +112,10 @@ class KVStore:
             index: Number of the layer.
             query: The queries; their own keys are written already.
             valid: bool [B, n]; False are queries of padding.
-            observe: Whether scorers take note of the queries. Of a chunk that is computed several
-                times, one time should count.
+            observe: Whether scorers take note; a chunk computed several times should count once.
         """
-        layer = self.layers[index]
-        if layer.mover is not None and self.recipe.retrieve is None:
-            with layer.meeting() as views:
+        if self.recipe.retrieve is None:
+            with self.layers[index].meeting() as views:
                 out = attend(query, views)
         else:
             out = attend(query, self.views(index, query))
@@ -127,14 +125,12 @@ class KVStore:
 
     def take_note(self, index: int, query: Query, valid: Tensor | None = None) -> None:
         """Let scorers look at queries, as `attend` does, if these will ever be looked at."""
-        trigger = self.recipe.trigger
-        counts = trigger is None or trigger.decoding or query.count > 1 or self._fresh
-        if not self.recipe.observes or index < self.recipe.skip or not counts:
+        if index < self.recipe.skip:
             return
-        if self.speculative:
-            self._pending[index].append(Pending(query, valid))
-        else:
+        if not self.speculative:
             self._note(self.layers[index], query, valid)
+        elif self.recipe.observes or self.recipe.retrieve is not None:
+            self._rings[index].pending.append(Pending(query, valid))
 
     def views(self, index: int, query: Query) -> list[View]:
         """Return what queries of a layer read."""
@@ -163,25 +159,25 @@ class KVStore:
         recipe = self.recipe
         layers = self.layers[recipe.skip :]
         if self.taken_over:
-            self._check_queries()
+            check_queries(recipe, self._rings)
         queries = [self._rings[layer.index].kept() for layer in layers]
         dropped = slots_to_drop(recipe, layers, len(self.layers), queries)
         if dropped is None:
-            seen = [self._observation(layer) for layer in layers]
+            seen = [self._observation(layer, self._rings[layer.index]) for layer in layers]
             plans = planned(recipe, seen)
-            self._torn = True
+            self.torn = True
             for layer, each, (score, plan) in zip(layers, seen, plans, strict=True):
                 carry_out(layer, each, score, plan, recipe)
         else:
-            self._torn = True
+            self.torn = True
             for layer, index in zip(layers, dropped, strict=True):
                 if index is not None:
                     layer.refill(index, oldest=recipe.score is not None and recipe.score.by_age)
-        self._torn = self.taken_over = False
-        self._since, self._fresh = 0, False
+        self.torn = self.taken_over = False
+        self._since, self._fresh, self._settled = 0, False, self.seen
         if recipe.trigger is not None and not recipe.trigger.decoding:
             for ring in self._rings:
-                ring.clear(self.seen)
+                ring.reset(self.seen)
 
     def compress_layer(
         self,
@@ -194,8 +190,7 @@ class KVStore:
     ) -> None:
         """Score the slots of one layer and keep what the plan says, within a forward if need be.
 
-        The layer's own tokens of the forward may be written already, and their queries take part
-        in the score. Whether it is due is for the caller to say.
+        Its own tokens of the forward may be written already. The caller says whether it is due.
 
         Args:
             index: Number of the layer.
@@ -224,7 +219,7 @@ class KVStore:
         elif query is not None and recipe.observes:
             self._note(layer, query, valid)
         if self.taken_over:
-            self._check_queries()
+            check_queries(recipe, self._rings)
         if recipe.codec is not None:
             recipe.codec.align(layer)
         seen = self._observation(layer, ring)
@@ -246,10 +241,11 @@ class KVStore:
             for layer in self.layers:
                 self.recipe.codec.align(layer)
         wanted = [named(choose(layer), layer.meta()["pos"]) for layer in self.layers]
-        self._torn = True
+        self.torn = True
         for layer, which in zip(self.layers, wanted, strict=True):
             layer.keep(which, last=last)
-        self._torn = False
+        self.torn = False
+        self._settled = self.seen - last
 
     # going back, and sideways --------------------------------------------------------------
 
@@ -257,25 +253,37 @@ class KVStore:
         """Forget the last tokens, as if they had never been written.
 
         Raises:
-            ValueError: If they are settled already; nothing is forgotten then.
+            ValueError: As `check_rollback` does; nothing is forgotten then.
         """
-        for layer in self.layers:
-            layer.check_rollback(count)
-        for layer, ring, pending in zip(self.layers, self._rings, self._pending, strict=True):
-            layer.rollback(count)
-            if pending:
-                shorten(pending, count)
-            else:
-                ring.rollback(count)
+        self.check_rollback(count)
+        for part in (*self.layers, *self._rings):
+            part.rollback(count)
         self._wrote = max(self._wrote - count, 0)
         self._since -= count
+        if count and not self._wrote:
+            self._fresh = self._was_fresh
+        elif self.recipe.retrieve is not None:  # what is left of the forward chooses anew
+            for layer, ring in zip(self.layers, self._rings, strict=True):
+                for each in ring.pending:
+                    self.views(layer.index, each.query)
+
+    def check_rollback(self, count: int) -> None:
+        """Raise unless so many tokens can be taken back.
+
+        Raises:
+            ValueError: If they are settled, cannot be forgotten, or a forward was cut off.
+        """
+        self._check_uncut()
+        if count > self.seen - self._settled:
+            raise ValueError(FIXED.format(count, self.seen - self._settled))
+        for layer in self.layers:
+            layer.check_rollback(count)
 
     def rows(self, index: Tensor) -> None:
         """Keep batch rows, int64 [m]."""
         self._commit()
-        for layer, ring in zip(self.layers, self._rings, strict=True):
-            layer.rows(index)
-            ring.rows(index)
+        for part in (*self.layers, *self._rings):
+            part.rows(index)
 
     def fork(self) -> KVStore:
         """Return a store with the same content; writing to either leaves the other as it is."""
@@ -284,32 +292,36 @@ class KVStore:
         other.__dict__.update(self.__dict__)
         other.layers = [layer.fork() for layer in self.layers]
         other._rings = [ring.fork() for ring in self._rings]
-        other._pending = [[] for _ in self.layers]
         return other
 
     def reset(self) -> None:
         """Forget everything."""
-        for layer, ring, pending in zip(self.layers, self._rings, self._pending, strict=True):
-            layer.reset()
-            ring.clear()
-            pending.clear()
-        self._wrote = self._since = self._noted = 0
-        self._fresh = self._torn = self.taken_over = False
+        for part in (*self.layers, *self._rings):
+            part.reset()
+        self._wrote = self._since = self._noted = self._settled = 0
+        self._fresh = self.torn = self.taken_over = False
+        self.opened = None
 
     def state(self) -> dict[str, object]:
-        """Return what is held beside the layers: the last queries, and what was written when."""
+        """Return what is held beside the layers: the last queries, and what was written when.
+
+        Raises:
+            ValueError: If an earlier forward did not come to its end.
+        """
+        self._check_uncut()
         self._commit()
         queries = [ring.query for ring in self._rings]
-        return {
-            "queries": queries, "wrote": [self._wrote, self._since], "fresh": self._fresh,
-            "taken over": self.taken_over,
-        }  # fmt: skip
+        wrote = [self._wrote, self._since, self._settled]
+        return {"queries": queries, "wrote": wrote, "fresh": self._fresh,
+                "taken over": self.taken_over}  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Hold again what `state` returned."""
         for ring, query in zip(self._rings, state["queries"], strict=True):
             ring.query = query
-        (self._wrote, self._since), self._fresh = state["wrote"], state["fresh"]
+        self._wrote, self._since, *settled = state["wrote"]
+        self._settled = settled[0] if settled else self.seen
+        self._fresh = state["fresh"]
         self.taken_over = bool(state.get("taken over", False))
         self._noted = self.seen
 
@@ -332,9 +344,7 @@ class KVStore:
         """Return every tensor that is held."""
         found = [tensor for layer in self.layers for tensor in layer.tensors()]
         for ring in self._rings:
-            if ring.query is not None:
-                found += [ring.query.q, ring.query.positions()]
-        found += [each.query.q for pending in self._pending for each in pending]
+            found += ring.tensors()
         return found
 
     @property
@@ -343,29 +353,22 @@ class KVStore:
 
         Tensors of the recipe (bases, codebooks, trained heads) are like weights and do not count.
         """
-        brought = {_storage(tensor) for tensor in tensors(self.recipe)}
-        storages = {_storage(x): x.untyped_storage().nbytes() for x in self.tensors()}
-        return sum(size for place, size in storages.items() if place not in brought)
+        brought = {x.untyped_storage().data_ptr() for x in tensors(self.recipe)}
+        return nbytes([x for x in self.tensors() if x.untyped_storage().data_ptr() not in brought])
 
     # within --------------------------------------------------------------------------------
 
-    def _check_queries(self) -> None:
-        """Refuse to score by fewer queries than the recipe looks at, others being unknown."""
-        window = self.recipe.score.window if self.recipe.score is not None else 0
-        kept = [ring.kept() for ring in self._rings[self.recipe.skip :]]
-        count = min(0 if query is None else query.count for query in kept)
-        if count < window:
-            raise ValueError(
-                f"{self.recipe.name} looks at the last {window} queries, and {count} came after "
-                f"the tokens that were taken over: give at least {window} tokens after `past`, or "
-                "a recipe that looks at fewer"
-            )
+    def _check_uncut(self) -> None:
+        seen = {layer.seen for layer in self.layers}
+        if self.torn or len(seen) > 1 or (self.opened is not None and seen != {self.opened}):
+            raise ValueError(CUT_OFF)
 
     def _commit(self) -> None:
-        for layer, pending in zip(self.layers, self._pending, strict=True):
-            for each in pending:
+        for layer, ring in zip(self.layers, self._rings, strict=True):
+            layer.marked = None
+            for each in ring.pending:
                 self._note(layer, each.query, each.valid)
-            pending.clear()
+            ring.pending.clear()
 
     def _flush(self) -> None:
         codec, trigger = self.recipe.codec, self.recipe.trigger
@@ -374,27 +377,24 @@ class KVStore:
         if self._fresh and self.recipe.evicts and trigger is not None and not trigger.decoding:
             return  # a prompt that comes in chunks is scored exact before it is coded
         layers = self.layers[self.recipe.skip :]
-        self._torn = True
-        for first in range(0, len(layers), codec.scope):
-            codec.flush(layers[first : first + codec.scope])
-        self._torn = False
+        self.torn = True
+        if flush(codec, layers):
+            self._settled = self.seen
+        self.torn = False
 
     def _note(self, layer: KVLayer, query: Query, valid: Tensor | None) -> None:
-        score = self.recipe.score
-        assert score is not None
+        score, trigger = self.recipe.score, self.recipe.trigger
+        counts = trigger is None or trigger.decoding or query.count > 1 or self._fresh
+        if score is None or not self.recipe.observes or not counts:
+            return
         self._noted = max(self._noted, layer.seen)
         if score.window:
             self._rings[layer.index].push(query, valid)
         if score.statistics:
             note(score, layer, query, valid)
 
-    def _observation(self, layer: KVLayer, ring: Ring | None = None) -> Observation:
+    def _observation(self, layer: KVLayer, ring: Ring) -> Observation:
         if self.recipe.score is not None:
             lengthen(layer, self.recipe.score.statistics)
         out = self.out[layer.index] if self.out is not None else None
-        ring = self._rings[layer.index] if ring is None else ring
         return observe(layer, len(self.layers), ring.kept(), out)
-
-
-def _storage(tensor: Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()

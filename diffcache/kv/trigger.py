@@ -12,7 +12,6 @@ class Event:
 
     Attributes:
         coming: Tokens it will write.
-        wrote: Tokens that the forward before wrote.
         since: Tokens written since the cache was last compressed.
         held: Slots of the longest row of any layer.
         fresh: A prompt was written and not compressed since.
@@ -21,7 +20,6 @@ class Event:
     """
 
     coming: int
-    wrote: int
     since: int
     held: int
     fresh: bool

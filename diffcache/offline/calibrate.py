@@ -24,6 +24,7 @@ from diffcache.errors import AttachError, TablesError
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated, Collector
 from diffcache.features.tables import Tables
+from diffcache.files import check_target
 from diffcache.offline.resume import read_state, write_state
 from diffcache.offline.tracing import Watch, batches_of, call_pipeline
 
@@ -62,6 +63,13 @@ class Plan:
             raise ValueError(f"prompts={self.prompts!r}: must be a list of at least one prompt")
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size}: must be at least 1")
+        if not callable(self.progress) and self.progress is not None:
+            raise ValueError(
+                f"progress={self.progress!r}: must be a function of what is done, what there is in "
+                "all and a word on it, or None for none"
+            )
+        if self.out is not None:
+            check_target("out", Path(self.out))
 
     def batches(self) -> list[list[Any]]:
         """Return the prompts in batches."""
@@ -172,7 +180,7 @@ def _collect(pipe: Any, methods: list[Calibrated], plan: Plan) -> list[Calibrate
     name, model = _denoiser(pipe)
     for collector in collectors:
         check_free(pipe, {name: model}, collector.site().site)
-    facts = facts_of(model, getattr(pipe, "scheduler", None))
+    facts = facts_of(model, getattr(pipe, "scheduler", None), pipe)
     for method in methods:  # what could not be used afterwards is not measured
         dataclasses.replace(method, tables=None).check_model(facts)  # type: ignore[type-var]
     saved = _Saved(plan, methods, {**facts, "guidance": plan.guidance(pipe)})
@@ -241,6 +249,7 @@ def header_of(
 
     fields = {f.name: getattr(method, f.name) for f in dataclasses.fields(method) if f.init}  # type: ignore[arg-type]
     fields.pop("tables", None)
+    about = {key: value for key, value in facts.items() if key not in ("settings", "pipeline")}
     return {
         "method": method.name,
         "diffcache": __version__,
@@ -249,7 +258,7 @@ def header_of(
         "prompts": len(plan.prompts),
         "prompt_hashes": sorted({prompt_hash(text) for text in _texts(plan.prompts)}),
         "call": json.loads(json.dumps(dict(plan.call), default=content)),
-        **json.loads(json.dumps(dict(facts), default=repr)),
+        **json.loads(json.dumps(about, default=repr)),
         **more,
     }
 

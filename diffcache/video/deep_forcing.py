@@ -38,7 +38,8 @@ class DeepForcing(VideoPolicy):
     `Window(window, sinks, "slot")` is Deep Sink alone.
 
     Departures: numbers are given when keys are read, where the released code turns rotated keys on
-    in place, which loses precision, and begins with a constant. Queries of chunks that are not
+    in place, which loses precision, and counts back from the first frame of the chunk instead of
+    the last, so that its sinks lie a chunk further back, 3 frames. Queries of chunks that are not
     finished never count in later chunks; the released code counts every forward of a chunk. Tokens
     that reached `max_reuse` stay if fewer others are there than fit, so that the size is constant.
 

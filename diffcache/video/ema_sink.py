@@ -30,10 +30,10 @@ class EMASink(VideoPolicy):
     held as keys are: in bfloat16 rounding loses nearly all that the default of `alpha` adds, as it
     does in the released code.
 
-    Departures: `window` does not count the chunk that is made. The released code averages the
-    latest frames instead of those that go (`fuses="latest"`), and does so only where chunks are as
-    long as the sinks; elsewhere it replaces sinks, which is not done here. Numbers end at the
-    newest frame instead of beginning at 0, which rotary embedding does not see.
+    Departures: `window` does not count the chunk that is made. The released code averages only
+    where chunks are as long as the sinks; elsewhere it replaces sinks, which is not done here.
+    Until December 2025 it averaged the latest frames instead of those that go (`fuses="latest"`).
+    Numbers end at the newest frame instead of beginning at 0, which rotary embedding does not see.
 
     Args:
         window: Latest frames that are held beside the chunk.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from diffcache.kv.store import KVStore
 from diffcache.method import check_int, is_number
 from diffcache.video.policy import VideoPolicy
 
+Replaced = Literal["all", "least"]
+Phases = Literal["move", "stay"]
+
 
 @dataclass(frozen=True)
 class StreamDiffusionV2(VideoPolicy):
@@ -26,14 +29,17 @@ class StreamDiffusionV2(VideoPolicy):
     first frames are sinks until then. Numbers of frames begin anew at `refresh`.
 
     In the paper every sink below the threshold is replaced, so that a frame may be held more than
-    once. In the released code (`official`) only the sink of the lowest cosine is, and keys keep the
-    phases of their own count at a refresh.
+    once. In the released code only the sink of the lowest cosine is (`replaces="least"`), and keys
+    keep the phases of their own count at a refresh (`phases="stay"`).
 
-    Departures: a frame is compared at the start of the next chunk, so that it still sees the sink
-    it replaces and one frame of the window less; keys are compared before rotation; nothing is
-    compared until the cache is full; the frames of a longer chunk are compared one after the other,
-    where the released code compares chunks of one frame alone. What a frame is compared by is not
-    said in the paper and taken from the code.
+    Departures: with both, too, other frames come to be held than in the released code wherever
+    sinks are replaced. A frame is compared at the start of the next chunk, as it was finished, so
+    that it still sees the sink it replaces and one frame of the window less; the released code
+    compares it as it comes in, noisy. Keys are compared before rotation, there after. Nothing is
+    compared until the cache is full; there first frames are compared with sinks that are still
+    empty. The frames of a longer chunk are compared one after the other, where the released code
+    compares chunks of one frame alone. What a frame is compared by is not said in the paper and
+    taken from the code.
 
     Args:
         window: Latest frames that are held beside the chunk.
@@ -41,10 +47,12 @@ class StreamDiffusionV2(VideoPolicy):
         threshold: Cosine below which a sink is replaced; -1 for never.
         refresh: Count of frames at which numbers begin anew.
         back: Count that they begin with, at least the frames of window and chunk but one.
-        official: Whether to do as the released code does.
+        replaces: Sinks that a frame takes the place of: `all` below the threshold, or of those the
+            one `least` alike.
+        phases: Whether keys that are held `move` with the numbers at a refresh, or `stay`.
 
     Raises:
-        ValueError: If a number is out of its range.
+        ValueError: If a number is out of its range, or a word is unknown.
 
     Reference: StreamDiffusionV2, arXiv 2511.07399 (sink-token-guided rolling KV cache, RoPE
     refresh), and its released code.
@@ -64,7 +72,8 @@ class StreamDiffusionV2(VideoPolicy):
     threshold: float = 0.2
     refresh: int = 50
     back: int = 5
-    official: bool = False
+    replaces: Replaced = "all"
+    phases: Phases = "move"
 
     def __post_init__(self) -> None:
         check_int("window", self.window, 1)
@@ -73,10 +82,13 @@ class StreamDiffusionV2(VideoPolicy):
             raise ValueError(f"threshold={self.threshold!r}: must be a number from -1 to 1")
         check_int("back", self.back, self.window)
         check_int("refresh", self.refresh, self.back + 1)
+        for name, words in (("replaces", get_args(Replaced)), ("phases", get_args(Phases))):
+            if getattr(self, name) not in words:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {words}")
 
     def recipe(self, unit: int) -> Recipe:
         """Return the recipe that rotates by the refreshed count; `begin` drops what goes."""
-        positions = Refresh(self.refresh, self.back, self.official)
+        positions = Refresh(self.refresh, self.back, self.phases == "stay")
         return Recipe(self.name, space="pre", positions=positions)
 
     @property
@@ -132,7 +144,7 @@ class StreamDiffusionV2(VideoPolicy):
         ]
         alike = (cosines[0] + cosines[1]) / 2
         below = alike < self.threshold
-        if self.official:
+        if self.replaces == "least":
             below &= functional.one_hot(alike.argmin(1), self.sinks).bool()
         return below
 

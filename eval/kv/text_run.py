@@ -84,6 +84,7 @@ def run(
                 raise
             found.failed[word] = _why(error)
     changes(found.rows, NONE)
+    told(total, total, "is done, timing")
     _time(found, recipes, model, task, drawn)
     if out is not None:
         _write(found, model, task, drawn, time.monotonic() - started, out)
@@ -94,8 +95,8 @@ def _silent(done: int, total: int, following: str) -> None:
     """Tell nobody."""
 
 
-def _step(told: Progress, before: int, total: int, word: str, done: int) -> None:
-    told(before + done, total, word)
+def _step(told: Progress, before: int, total: int, word: str, done: int, perplexity: float) -> None:
+    told(before + done, total, f"{word}, perplexity {perplexity:.2f} so far")
 
 
 def _why(error: Exception) -> str:

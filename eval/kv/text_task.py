@@ -132,7 +132,7 @@ def measure(
     recipe: Recipe,
     task: TextTask,
     drawn: Windows,
-    step: Callable[[int], None] | None = None,
+    step: Callable[[int, float], None] | None = None,
 ) -> dict[str, Any]:
     """Return what a recipe keeps of texts, and the bytes that it holds.
 
@@ -141,7 +141,7 @@ def measure(
         recipe: Recipe of its cache.
         task: Task that the recipe is measured on.
         drawn: Windows of the task.
-        step: Callback that is given the number of windows done.
+        step: Callback that is given the number of windows done, and their perplexity.
 
     Returns:
         With 95 % intervals over windows: `perplexity` of the second half after the compressed first
@@ -172,7 +172,7 @@ def measure(
             if spells(tokenizer):
                 found.needles.append(_needle_hits(model, recipe, task, ids, number))
             if step is not None:
-                step(number + 1)
+                step(number + 1, float(torch.stack(found.nats).mean().exp()))
     finally:
         detach(model)
     return {"name": recipe.name or "none", **_row(found)}

@@ -74,6 +74,10 @@ def checked(record: Any, name: str = "record") -> Record:
     rows = record["rows"]
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{name}: every row must be an object with a name and a kind")
+    for field in ("fidelity", "quality"):
+        wrong = [row[field] for row in rows if not isinstance(row.get(field) or {}, dict)]
+        if wrong:
+            raise ValueError(f"{name}: {field}: {wrong[0]!r} must be an object")
     names = [row.get("name") for row in rows]
     if None in names or len(set(names)) < len(names):
         raise ValueError(f"{name}: rows must have names that differ, got {names}")
@@ -82,7 +86,21 @@ def checked(record: Any, name: str = "record") -> Record:
         raise ValueError(f"{name}: rows of kind {', '.join(strange)}: must be of {KINDS}")
     if [row["kind"] for row in rows].count("uncached") != 1:
         raise ValueError(f"{name}: exactly one row must be of kind 'uncached'")
+    _check_timing(record.get("timing") or {}, name)
     return dict(record)
+
+
+def _check_timing(timing: Any, name: str) -> None:
+    """Check that what was timed of rows are objects, as an evaluation writes them."""
+    rows = (timing.get("rows") or {}) if isinstance(timing, dict) else timing
+    known = rows.values() if isinstance(rows, dict) else [rows]
+    wrong = [row for row in known if not isinstance(row, dict)]
+    for row in known:
+        if isinstance(row, dict):
+            spans = [kept for key, kept in row.items() if key.endswith(("seconds", "ratio"))]
+            wrong += [kept for kept in spans if kept is not None and not isinstance(kept, dict)]
+    if wrong:
+        raise ValueError(f"{name}: timing.rows: {wrong[0]!r} must be an object")
 
 
 def ordered(record: Record) -> list[dict[str, Any]]:

@@ -233,8 +233,14 @@ def to_csv(record: Record) -> str:
     target = io.StringIO()
     writer = csv.DictWriter(target, heads, restval="", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({key: _unformulated(value) for key, value in row.items()} for row in rows)
     return target.getvalue()
+
+
+def _unformulated(value: Any) -> Any:
+    """Return a cell that no spreadsheet takes for a formula."""
+    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{value}" if is_formula else value
 
 
 class TerminalTable:

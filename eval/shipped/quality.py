@@ -50,6 +50,7 @@ from diffcache.pipelines.small import (
     reach,
     recall_llama,
     small_unet,
+    sticker_flux,
     wan,
 )
 from diffcache.pipelines.small.chain import WORLDS
@@ -63,6 +64,9 @@ from diffcache.pipelines.small.scenes import (
     parse,
     shipped_prompts,
 )
+from diffcache.pipelines.small.sticker_judge import read_faults as sticker_faults
+from diffcache.pipelines.small.stickers import held_out_captions
+from diffcache.pipelines.small.stickers import parse as parse_sticker
 
 Outcomes = Mapping[str, Tensor]  # name -> [N] or [N, Q]; `whole_right` first, `_db` are no shares
 WHOLE = "whole_right"
@@ -114,6 +118,20 @@ def _of_flux(pipe: Any, steps: int, samples: int, seed: int, call: Any = flux.CA
     return of_prompts(draw_pictures(pipe, prompts, steps=steps, seed=seed, call=call), prompts)
 
 
+def _of_stickers(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+    texts = held_out_captions(samples, seed)
+    wrong = sticker_faults(texts, sticker_flux.draw(pipe, texts, steps=steps, seed=seed))
+    found = {WHOLE: torch.tensor([not faults for faults in wrong])}
+    single = torch.tensor([len(parse_sticker(text)[0]) == 1 for text in texts])
+    return found | {"one_object_right": found[WHOLE][single], "two_right": found[WHOLE][~single]}
+
+
+def _sticker_grid(pipe: Any) -> tuple[str, Image.Image]:
+    texts = held_out_captions(24, 1)
+    pictures = sticker_flux.draw(pipe, texts, steps=28, seed=0)
+    return "grid.png", sticker_flux.draw_sheet(pictures, texts)
+
+
 def _of_wan(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
     """Judge the middle frame, where the object passes its stated place."""
     prompts = held_out_singles(seed)[:samples]
@@ -161,9 +179,17 @@ def _of_kontext(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
 
 
 def _of_reach(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
-    episodes = reach.Reach(reach.draw_scenes(samples, reach.HELD_OUT + seed))
-    rollout(pipe, episodes, num_inference_steps=steps, seed=seed)
-    return {WHOLE: episodes.succeeded, "touched": episodes.touched}
+    """Judge half of the episodes with the seed, half with the next: scenes of one may be easy."""
+    halves = []
+    for number, count in enumerate((samples - samples // 2, samples // 2), seed):
+        episodes = reach.Reach(reach.draw_scenes(count, reach.HELD_OUT + number))
+        rollout(pipe, episodes, num_inference_steps=steps, seed=number)
+        halves.append(episodes)
+    return {
+        WHOLE: torch.cat([each.succeeded for each in halves]),
+        "touched": torch.cat([each.touched for each in halves]),
+        **{f"right_of_seed_{seed + k}": each.succeeded for k, each in enumerate(halves)},
+    }
 
 
 def _texts_grid(pipe: Any, call: Mapping[str, Any]) -> tuple[str, Image.Image]:
@@ -197,6 +223,7 @@ QUALITIES: Mapping[str, Model] = {
     "shapes-flux": Model(
         "pictures", flux.load, _of_flux, grid=lambda pipe: _texts_grid(pipe, flux.CALL)
     ),
+    "sticker-flux": Model("pictures", sticker_flux.load, _of_stickers, grid=_sticker_grid),
     "shapes-dit": Model("pictures", dit.load, _of_dit, (28,), 280, _dit_grid),
     "shapes-unet": Model(
         "pictures", small_unet.load, partial(_of_flux, call=small_unet.CALL), (28,), 256,
@@ -205,7 +232,7 @@ QUALITIES: Mapping[str, Model] = {
     "shapes-wan": Model("films", wan.load, _of_wan, (20,), 128, _wan_strips),
     "shapes-causal": Model("films", causal.load, causal_films.measure, (causal.STEPS,), 128),
     "shapes-kontext": Model("edits", kontext.load, _of_kontext, (28,), 256, _kontext_grid),
-    "reach-policy": Model("episodes", reach.load, _of_reach, (100,), 256),
+    "reach-policy": Model("episodes", reach.load, _of_reach, (100,), 512),
     "recall-llama": Model("answers", recall_llama.load, recall.measure, recall.TASKS, 128),
     **{
         name: Model(

@@ -2,7 +2,8 @@
 
     python -m diffcache.eval.shipped.reach
 
-Every method sees the same held-out scenes and, for each episode, the same noise.
+Every method sees the same held-out scenes, 256 of each of two seeds, and, for each episode, the
+same noise.
 """
 
 from __future__ import annotations
@@ -61,9 +62,10 @@ class Policy(Subject):
 
     Args:
         directory: Directory of the policy.
-        episodes: Held-out episodes, run side by side.
-        seed: Seed of scenes and noise.
+        episodes: Held-out episodes of a seed, run side by side.
+        seed: First seed of scenes and noise.
         steps: Denoising steps.
+        seeds: Number of seeds, one after the other.
     """
 
     name = "reach-policy"
@@ -75,12 +77,13 @@ class Policy(Subject):
 
     def __init__(
         self, directory: Path = reach.DIRECTORY, episodes: int = 256, seed: int = 0,
-        steps: int = 100,
+        steps: int = 100, seeds: int = 2,
     ) -> None:  # fmt: skip
-        self.directory = directory
+        self.directory, self.seeds = directory, range(seed, seed + seeds)
+        source = f"held-out scenes of {seeds} seeds"
         self.about = {
             "pipeline": DiffusionPolicyPipeline.__name__, "kind": "episodes",
-            "prompts": {"source": "held-out scenes", "count": episodes}, "samples": episodes,
+            "prompts": {"source": source, "count": seeds * episodes}, "samples": seeds * episodes,
             "seed": seed, "steps": steps, "call": {},
             "calibration": "32 observations of 8 demonstrations, neither trained nor tested on",
         }  # fmt: skip
@@ -130,27 +133,29 @@ class Policy(Subject):
 
         The episodes end when they are over, so that their actions differ in number.
         """
-        episodes = self._episodes()
-        noises = [torch.Generator().manual_seed(number) for number in range(self.episodes)]
-        actions = pipe(episodes.observe(), self.steps, noises).actions
-        rollout(pipe, episodes, num_inference_steps=self.steps, seed=self.seed)
-        return Drawn({"success_rate": episodes.succeeded}, actions)
-
-    def _episodes(self) -> reach.Reach:
-        return reach.Reach(reach.draw_scenes(self.episodes, reach.HELD_OUT + self.seed))
+        actions, succeeded = [], []
+        for seed in self.seeds:
+            episodes = reach.Reach(reach.draw_scenes(self.episodes, reach.HELD_OUT + seed))
+            noises = [torch.Generator().manual_seed(number) for number in range(self.episodes)]
+            actions.append(pipe(episodes.observe(), self.steps, noises).actions)
+            rollout(pipe, episodes, num_inference_steps=self.steps, seed=seed)
+            succeeded.append(episodes.succeeded)
+        return Drawn({"success_rate": torch.cat(succeeded)}, torch.cat(actions))
 
 
 def measure(
-    episodes: Annotated[int, typer.Option(min=2, help="Held-out episodes.")] = 256,
+    episodes: Annotated[int, typer.Option(min=2, help="Held-out episodes of a seed.")] = 256,
     seed: Seed = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds, from --seed on.")] = 2,
     rounds: Rounds = 10,
     threads: Threads = 1,
     only: Only = ALL,
 ) -> None:
     """Measure methods on the small policy."""
     torch.set_num_threads(threads)
-    subject = Policy(episodes=episodes, seed=seed)
-    draw_record(subject, "reach", {"episodes": episodes, "seed": seed}, rounds, only)
+    subject = Policy(episodes=episodes, seed=seed, seeds=seeds)
+    told = {"episodes": episodes, "seed": seed, "seeds": seeds}
+    draw_record(subject, "reach", told, rounds, only)
 
 
 main = script(measure)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 Progress = Callable[..., None]
 Item = TypeVar("Item")
+SECONDS = 5.0  # between lines of progress where there is no terminal
 
 
 def console() -> Any:
@@ -39,7 +43,7 @@ def progress(label: str) -> Iterator[Progress]:
     """Show a bar on standard error; call what is yielded with (done, total[, what is next]).
 
     The bar is drawn when it is told something and never in between, so that it takes no time
-    from what is being measured.
+    from what is being measured. Without a terminal a line is written every few seconds.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -52,8 +56,11 @@ def progress(label: str) -> Iterator[Progress]:
         TimeElapsedColumn(),
     )
     screen = Console(stderr=True)
-    off = not screen.is_terminal
-    with Bar(*columns, console=screen, auto_refresh=False, transient=True, disable=off) as bar:
+    if not screen.is_terminal:
+        with _logged(label) as log:
+            yield log
+        return
+    with Bar(*columns, console=screen, auto_refresh=False, transient=True) as bar:
         task = bar.add_task(label, total=None)
 
         def show(done: int, total: int, following: str = "") -> None:
@@ -61,6 +68,26 @@ def progress(label: str) -> Iterator[Progress]:
             bar.update(task, completed=done, total=total, description=words, refresh=True)
 
         yield show
+
+
+@contextmanager
+def _logged(label: str) -> Iterator[Progress]:
+    """Write to standard error, every few seconds, what was told last."""
+    over, started, last = Event(), time.monotonic(), [label]
+
+    def show(done: int, total: int, following: str = "") -> None:
+        last[0] = f"{f'{label} {following}'.strip()}: {done} of {total}"
+
+    def write() -> None:
+        while not over.wait(SECONDS):
+            taken = time.monotonic() - started
+            print(f"{last[0]}, {taken:.0f} s", file=sys.stderr, flush=True)
+
+    Thread(target=write, daemon=True).start()
+    try:
+        yield show
+    finally:
+        over.set()
 
 
 def tracked(items: Iterable[Item], total: int, label: str) -> Iterator[Item]:

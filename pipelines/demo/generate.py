@@ -93,7 +93,7 @@ class Done:
 
 def run(
     pipe: Any,
-    method: Method,
+    method: str | Method,
     order: Order,
     defaults: dict[str, Any],
     *,
@@ -106,11 +106,12 @@ def run(
 
     Raises:
         AttachError: If the pipeline cannot be cached with this method.
-        ValueError: If it does not take what was ordered.
+        ValueError: If it does not take what was ordered, or sides do not divide.
     """
+    _check_divides(pipe, order)
+    with diffcache.wrapped(pipe, method) as handle:
+        method = handle.method  # what cannot be cached is refused before an uncached run
     short = order if method.total else replace(order, steps=2)  # tables are for one length
-    with diffcache.wrapped(pipe, method):
-        pass  # what cannot be cached is refused before an uncached run is waited for
     plain: list[Image.Image] = []
     plain_seconds = None
     if compare:
@@ -158,6 +159,27 @@ def generate(pipe: Any, order: Order, defaults: dict[str, Any]) -> list[Image.Im
         call["generator"] = torch.Generator("cpu").manual_seed(order.seed)
     check_required(type(pipe).__name__, {k: v for k, v in taken.items() if k != "self"}, call)
     return pictures(pipe(**call))
+
+
+def _check_divides(pipe: Any, order: Order) -> None:
+    """Refuse sides that a pipeline would round.
+
+    Raises:
+        ValueError: If one is no multiple of a latent's pixels times a token's latents.
+    """
+    taken = inspect.signature(type(pipe).__call__).parameters
+    scale = getattr(pipe, "vae_scale_factor_spatial", None) or getattr(pipe, "vae_scale_factor", 1)
+    model = next(iter(denoisers_of(pipe).values()))
+    patch = getattr(getattr(model, "config", None), "patch_size", None) or 1
+    patch = patch[-1] if isinstance(patch, list | tuple) else patch
+    config = getattr(getattr(pipe, "image_processor", None), "config", None)
+    packed = getattr(config, "vae_scale_factor", 1)  # FLUX: two latents a token, and no patches
+    multiple = max(scale * patch, packed)
+    for name, side in (("height", order.height), ("width", order.width)):
+        if side is not None and name in taken and side % multiple:
+            below = side // multiple * multiple
+            near = f"{below} or {below + multiple}" if below else f"{multiple}"
+            raise ValueError(f"--{name} {side}: must be a multiple of {multiple}, such as {near}")
 
 
 def _check_size(made: list[Image.Image], order: Order) -> None:

@@ -125,5 +125,5 @@ def _read(text: str, file: Path) -> Image.Image:
     try:
         with Image.open(file) as image:
             return image.convert("RGB")
-    except (OSError, SyntaxError) as error:
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"--image {text}: cannot be read as an image: {error}") from error

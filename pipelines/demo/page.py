@@ -60,13 +60,14 @@ class Handlers:
     ) -> Iterator[tuple[Any, ...]]:  # fmt: skip
         """Film, and yield what the page shows: player, read-outs, two plots, note."""
         none = gr.skip()
+        kept: Any = ""  # the note of the film before goes
         try:
             asked = self.program.asked(prompt, policy, seed, steps, height, width)
             who = str(request.session_hash)
             for value in show(self.program, self.viewers, who, asked, other):
                 plot = pd.DataFrame(value["points"]) if "points" in value else none
-                note = value["note"] or none
-                yield value["player"], value.get("table", none), plot, plot, note
+                yield value["player"], value.get("table", none), plot, plot, value["note"] or kept
+                kept = none
         except (ValueError, DiffcacheError) as error:
             yield none, none, none, none, f"**{error}**"
         except Exception as error:  # this viewer is told; the others go on
@@ -159,11 +160,12 @@ def build(program: Program, viewers: Viewers) -> gr.Blocks:
                 save = gr.Button(_SAVE if has_mp4() else f"{_SAVE}: pip install 'diffcache[eval]'",
                                  interactive=has_mp4(), elem_id="save")  # fmt: skip
                 link = gr.HTML(f"the latest {LATEST / program.fps:.0f} seconds", elem_id="link")
-            with gr.Column(scale=2, min_width=480):
+            with gr.Column(scale=2, min_width=320):
                 player = gr.HTML(value={"job": ""}, html_template=_HTML, css_template=_CSS,
                                  js_on_load=_SCRIPT, elem_id="player")  # fmt: skip
-                with gr.Row():
-                    readings = gr.Markdown(elem_id="readings", min_width=320)
+                with gr.Row(visible=False) as measured:
+                    with gr.Column(min_width=300):
+                        readings = gr.Markdown(elem_id="readings")
                     with gr.Column(min_width=240):
                         plots = [
                             gr.LinePlot(x="second", y=unit, color="film", height=220, title=title)
@@ -172,7 +174,7 @@ def build(program: Program, viewers: Viewers) -> gr.Blocks:
         start.click(do.start, asked, [player, readings, *plots, note], show_progress="hidden",
                     concurrency_limit=None, trigger_mode="multiple")  # fmt: skip
         quick: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
-        start.click(lambda: _PAUSE, None, pause, **quick)
+        start.click(lambda: (_PAUSE, gr.Row(visible=True)), None, [pause, measured], **quick)
         gr.on([use.click, prompt.submit], do.apply, [prompt, switch], note, **quick)
         policy.input(do.policy, policy, note, **quick)
         pause.click(do.pause, pause, pause, **quick)
@@ -188,12 +190,13 @@ def _settings(program: Program) -> list[Any]:
     gr.Examples([[text] for text in program.prompts], prompt)
     policy = gr.Dropdown(list(program.policies), value=program.policies[0], label="Cache",
                          elem_id="policy")  # fmt: skip
-    other = gr.Dropdown([ALONE, *program.policies], value=program.policies[-1],
+    other = gr.Dropdown([ALONE, *program.policies], value=program.beside or ALONE,
                         label="Beside it, to compare", elem_id="other")  # fmt: skip
     with gr.Accordion("More", open=False), gr.Row():
         numbers = [
-            gr.Number(value, label=label, elem_id=label.lower(), min_width=80)
-            for label, value in (("Seed", 0), ("Steps", program.steps),
-                                 ("Height", program.size[0]), ("Width", program.size[1]))
+            gr.Number(value, label=label, elem_id=label.lower(), min_width=80, visible=shown)
+            for label, value, shown in (("Seed", 0, True), ("Steps", program.steps, True),
+                                        ("Height", program.size[0], not program.is_fixed),
+                                        ("Width", program.size[1], not program.is_fixed))
         ]  # fmt: skip
     return [prompt, policy, other, *numbers]

@@ -12,7 +12,6 @@ from PIL import Image, ImageChops, ImageDraw, ImageFont
 from diffcache.pipelines.demo.compare import Comparison, decibels
 
 SIDE, GAP, HEAD, LABEL, TIMELINE = 256, 20, 82, 50, 132
-AMPLIFY = 4
 _INK, _GREY, _LINE = (28, 32, 40), (105, 112, 122), (208, 212, 218)
 
 
@@ -30,8 +29,9 @@ def figure(result: Comparison) -> Image.Image:
     pairs = zip(result.baseline.images, result.cached.images, strict=True)
     for row, (base, cached) in enumerate(pairs):
         top = HEAD + row * (SIDE + LABEL)
-        panels = (base, cached, difference(base, cached))
-        for column, (panel, words) in enumerate(zip(panels, _labels(result, row), strict=True)):
+        apart, scale = difference(base, cached)
+        labels = _labels(result, row, scale)
+        for column, (panel, words) in enumerate(zip((base, cached, apart), labels, strict=True)):
             left = GAP + column * (SIDE + GAP)
             canvas.paste(_enlarge(panel), (left, top))
             pen.rectangle((left - 1, top - 1, left + SIDE, top + SIDE), outline=_LINE)
@@ -49,20 +49,20 @@ def figure(result: Comparison) -> Image.Image:
     return canvas
 
 
-def difference(one: Image.Image, other: Image.Image) -> Image.Image:
-    """Return the absolute difference of two pictures, four times as strong."""
+def difference(one: Image.Image, other: Image.Image) -> tuple[Image.Image, float]:
+    """Return the absolute difference of two pictures, its largest value white, and the factor."""
     apart = np.asarray(ImageChops.difference(one.convert("RGB"), other.convert("RGB")))
-    strong = np.minimum(apart.astype(np.int32) * AMPLIFY, 255).astype(np.uint8)
-    return Image.fromarray(strong)
+    scale = 255 / max(int(apart.max()), 1)
+    return Image.fromarray((apart * scale).round().astype(np.uint8)), scale
 
 
-def _labels(result: Comparison, row: int) -> list[tuple[str, str]]:
+def _labels(result: Comparison, row: int, scale: float) -> list[tuple[str, str]]:
     base, cached = median(result.baseline.seconds), median(result.cached.seconds)
     apart = f"PSNR {decibels(result.psnr_db[row])} to the uncached"
     return [
         ("without a cache", f"{base:.2f} s"),
         ("with the cache", f"{cached:.2f} s, {result.speedup:.2f} times as fast"),
-        (f"difference, {AMPLIFY} times as strong", apart),
+        (f"difference, {scale:.0f} times as strong", apart),
     ]
 
 

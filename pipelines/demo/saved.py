@@ -13,6 +13,7 @@ import torch
 Parameters = Mapping[str, inspect.Parameter]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MODELS = Path(__file__).resolve().parents[2] / "assets" / "models"
+MOST_LAYERS = 10_000
 _DENOISERS = ("transformer", "unet", "prior")
 _OWN = {"DiffusionPolicyPipeline": "diffcache.pipelines.policy"}
 
@@ -36,9 +37,21 @@ def locate(
     for path in (Path(model), MODELS / model):
         if (path / "model_index.json").exists():
             return path
+        config = path / "config.json"
+        if config.is_file() and "ForCausalLM" in config.read_text(errors="replace"):
+            raise FileNotFoundError(
+                f"{model!r} is a causal language model, no pipeline: its caches are measured by "
+                f"diffcache kv --model {model}"
+            )
     if model.count("/") == 1 and not model.startswith((".", "/")) and not Path(model).exists():
         chosen = {"variant": variant, "revision": revision}
         return _from_hub(model, configs_only, {k: v for k, v in chosen.items() if v})
+    for path in (Path(model), MODELS / model):
+        if _field(path / "config.json", "model_type"):
+            raise FileNotFoundError(
+                f"{model!r} is a model of transformers, no pipeline of pictures and no diffusion "
+                f"language model: `diffcache kv --model {model}` runs a language model"
+            )
     shipped = sorted(place.parent.name for place in MODELS.glob("*/model_index.json"))
     raise FileNotFoundError(
         f"no pipeline at {model!r}: name a directory that holds a model_index.json, as "
@@ -62,10 +75,24 @@ def _from_hub(model: str, configs_only: bool, chosen: Mapping[str, str]) -> Path
 
         return Path(DiffusionPipeline.download(model, **chosen))
     except Exception as error:
-        reason = str(error).split("\n", 1)[0]
+        from huggingface_hub.constants import HF_HUB_OFFLINE
+
+        reason = (
+            "HF_HUB_OFFLINE is set, and it is not in the local cache; unset it, or name a folder"
+            if HF_HUB_OFFLINE
+            else str(error).strip().split("\n", 1)[0]
+        )
         raise FileNotFoundError(
             f"no pipeline at {model!r}, and the hub did not give one: {reason}"
         ) from error
+
+
+def _field(file: Path, name: str) -> Any:
+    """Return a field of a file of JSON; None where there is no such file, object or field."""
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8"))).get(name)
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def check_dtype(name: str) -> None:
@@ -132,17 +159,52 @@ def pipeline_of(directory: Path) -> tuple[str, Parameters]:
     libraries = {"diffusers": diffusers, "transformers": transformers}
     parts = [part for part in index.values() if isinstance(part, list) and len(part) == 2]
     for library, cls in [("diffusers", name), *parts]:
-        if library in libraries and cls and not hasattr(libraries[library], str(cls)):
+        found = getattr(libraries.get(str(library)), str(cls), None)
+        if library in libraries and cls and not isinstance(found, type):
             version = libraries[library].__version__
             raise ValueError(f"{place}: {library} {version} has no {cls}; it may need a newer one")
-    parameters = dict(inspect.signature(getattr(diffusers, name).__call__).parameters)
+    cls = getattr(diffusers, name)
+    if not (isinstance(cls, type) and issubclass(cls, diffusers.DiffusionPipeline)):
+        raise ValueError(f"{place}: _class_name={name!r}: must be a pipeline of diffusers")
+    for part in index.values():
+        if isinstance(part, list) and not all(isinstance(each, str | None) for each in part):
+            raise ValueError(f"{place}: {part}: must be a library and a class")
+    parameters = dict(inspect.signature(cls.__call__).parameters)
     parameters.pop("self", None)
     return name, parameters
 
 
 def call_defaults(path: Path) -> dict[str, Any]:
-    """Return the default arguments of the call of a saved pipeline, as `diffcache.json` says."""
+    """Return the default arguments of the call of a saved pipeline, as `diffcache.json` says.
+
+    Raises:
+        ValueError: If it is no JSON, or has something else than numbers and a negative prompt.
+    """
     file = path / "diffcache.json"
     if not file.exists():
         return {}
-    return dict(json.loads(file.read_text(encoding="utf-8")).get("call", {}))
+    try:
+        call = dict(json.loads(file.read_text(encoding="utf-8")).get("call", {}))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file}: must be an object with an object `call` ({error})") from error
+    for name, value in call.items():
+        numbers = value if isinstance(value, list) else [value]
+        if name != "negative_prompt" and not all(isinstance(n, int | float) for n in numbers):
+            raise ValueError(f"{file}: call.{name}={value!r}: must be a number")
+    return call
+
+
+def check_depth(path: Path) -> None:
+    """Refuse a pipeline whose parts claim more layers than any model has, and would take hours.
+
+    Raises:
+        ValueError: If one does.
+    """
+    for file in sorted(path.glob("*/config.json")):
+        try:
+            config = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"{file}: cannot be read as an object of JSON ({error})") from error
+        for name, value in config.items():
+            if "layer" in name and isinstance(value, int) and value > MOST_LAYERS:
+                raise ValueError(f"{file}: {name}={value}: must be at most {MOST_LAYERS:,}")

@@ -8,7 +8,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,6 +38,10 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address; 0.0.0.0 lets others in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 7860,
+    known_as: Annotated[
+        list[str] | None,
+        typer.Option(help="Further host name that browsers ask for, as of a proxy; repeatable."),
+    ] = None,
     viewers: Annotated[int, typer.Option(min=1, help="Viewers that are served at a time.")] = 8,
     cache_mb: Annotated[
         int, typer.Option(min=1, help="MB of a film's cache at which the film ends.")
@@ -84,24 +88,25 @@ def serve(
             return open_model(model, wan, dtype, where).program(viewers, cache_mb * 2**20)
 
         if ray is None:
-            run(opened(place), host, chosen, typer.echo)
+            run(opened(place), (host, *(known_as or ())), chosen, typer.echo)
             return
         ray_serve()
         program = opened(torch.device("cpu"))  # refuses a wrong model, and tells what can be shown
         with replicas(lambda: opened(place).make, count=ray, cpus=threads, gpus=gpus) as make:
             program = replace(program, make=make)  # which drops the model of this process
-            run(program, host, chosen, typer.echo)
+            run(program, (host, *(known_as or ())), chosen, typer.echo)
 
 
-def run(program: Program, host: str, port: int, tell: Callable[[str], None]) -> None:
+def run(program: Program, hosts: Sequence[str], port: int, tell: Callable[[str], None]) -> None:
     """Serve a page until the process is interrupted; nothing of it is left then.
 
     Args:
         program: Films that the page shows.
-        host: Address.
+        hosts: Address, and further names by which browsers ask for it.
         port: Port, a free one.
         tell: Prints a line.
     """
+    from diffcache.pipelines.demo.door import Listeners, guarded_by
     from diffcache.pipelines.demo.page import build
     from diffcache.pipelines.demo.showing import Viewers
 
@@ -110,12 +115,14 @@ def run(program: Program, host: str, port: int, tell: Callable[[str], None]) -> 
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, end)  # which would leave the temporary folder
-    viewers = Viewers(program.viewers)
+    listeners = Listeners()
+    viewers = Viewers(program.viewers, listeners)
     page = build(program, viewers)
     try:
         _, url, _ = page.launch(
-            server_name=host, server_port=port, prevent_thread_lock=True, quiet=True,
-            share=False, ssr_mode=False, footer_links=[], max_file_size="1kb",
+            server_name=hosts[0], server_port=port, prevent_thread_lock=True, quiet=True,
+            share=False, ssr_mode=False, footer_links=[], enable_monitoring=False,
+            app_kwargs=guarded_by(listeners, hosts[0], hosts[1:]),
             max_threads=max(40, 8 + 2 * program.viewers),
         )  # fmt: skip
         tell(f"{program.title} at {url} - Ctrl-C ends it")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import WanPipeline
+from diffusers import WanPipeline, WanTransformer3DModel
 from torch import Tensor
 
 from diffcache.errors import MissingError
@@ -120,7 +120,8 @@ def _of_wan(pipe: Any, name: str) -> Served:
         return found
 
     return Served(CausalVideo(pipe.transformer), embed, lambda: WanDecoder(pipe.vae), WAN_SIZE,
-                  pipe.vae_scale_factor_spatial, WAN_PROMPTS, WAN_FPS, name)  # fmt: skip
+                  pipe.vae_scale_factor_spatial, WAN_PROMPTS, WAN_FPS, name,
+                  beside="window")  # fmt: skip
 
 
 def _found(model: str | None) -> Path:
@@ -134,7 +135,15 @@ def _found(model: str | None) -> Path:
         return causal.DIRECTORY
     places: Sequence[Path] = (Path(model), MODELS / model)
     for path in places:
-        if path.is_file() or (path / "transformer" / "config.json").exists():
+        config = path / "transformer" / "config.json"
+        if config.exists():
+            cls = WanTransformer3DModel.load_config(str(config.parent)).get("_class_name")
+            if cls != WanTransformer3DModel.__name__:
+                raise ValueError(
+                    f"{path}: its transformer is a {cls}, which makes no film chunk by chunk; name "
+                    "a model with a causal WanTransformer3DModel, such as the shipped shapes-causal"
+                )
+        if path.is_file() or config.exists():
             return path
     raise FileNotFoundError(
         f"no causal video model at {model!r}: name a folder that holds transformer/config.json, "

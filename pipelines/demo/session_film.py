@@ -69,6 +69,7 @@ class Served:
         name: Name of the model.
         opening: Returns the first latents of a film, `[1, C, F, H, W]`, by prompt and seed, for a
             model that goes on with frames and does not begin; None for films made from the start.
+        beside: Policy that a page compares with at first.
     """
 
     video: CausalVideo
@@ -80,6 +81,7 @@ class Served:
     fps: int
     name: str
     opening: Callable[[str, int], Tensor] | None = None
+    beside: str = "full history"
 
     def program(self, viewers: int, most_bytes: int) -> Program:
         """Return what a page can show of it.
@@ -92,7 +94,7 @@ class Served:
         return Program(
             lambda asked: SessionFilm(self, asked, most_bytes), list(POLICIES), list(SWITCHES),
             self.prompts, self.size, self.scale * patch, len(self.video.sampler.timesteps),
-            self.fps, f"{self.name} - diffcache", viewers,
+            self.fps, f"{self.name} - diffcache", viewers, self.beside, self.opening is not None,
         )  # fmt: skip
 
 
@@ -166,7 +168,7 @@ class SessionFilm:
     def _latents(self) -> Tensor:
         """Return the latents of the next chunk, at first those that the film is given."""
         opening, session = self.served.opening, self.session
-        if session.frames or opening is None or self.asked.size != self.served.size:
+        if session.frames or opening is None:
             return session.next()
         given = opening(self.asked.prompt, self.asked.seed).to(session.prompt)
         session.take(given)

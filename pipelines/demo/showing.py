@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from diffcache.pipelines.demo.stream import Chunk, Stream
 POINTS = 240  # points of a plot, one a second
 AGAIN = 2  # chunks that are sent anew, should the page have missed one
 ALONE = "nothing"
+_LISTEN = 10.0  # seconds in which a page begins to take what it is sent
 _LEAD = 0.5  # seconds that a page has frames before it shows them
 _REMEMBERED = 4  # times the viewers at a time, whose films can still be saved
 
@@ -65,10 +66,11 @@ class Viewers:
 
     Args:
         most: Showings that may run at the same time.
+        listeners: Sessions whose pages take what they are sent; None for all.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int, listeners: Container[str] | None = None) -> None:
+        self.most, self._listeners = most, listeners
         self._showings: dict[str, Showing] = {}
         self._lock = threading.Lock()
 
@@ -93,6 +95,10 @@ class Viewers:
     def find(self, who: str | None) -> Showing | None:
         """Return a viewer's showing, also one that has ended; None without one."""
         return self._showings.get(who or "")
+
+    def listens(self, who: str) -> bool:
+        """Return whether a viewer's page takes what it is sent."""
+        return self._listeners is None or who in self._listeners
 
     def stop(self, who: str | None) -> None:
         """End a viewer's films; what was filmed can still be saved."""
@@ -129,8 +135,8 @@ def show(
         other: Name of the policy of a film beside it; `ALONE` for none.
 
     Raises:
-        ValueError: If there are too many viewers, there is no such policy, or the film cannot be
-            made.
+        ValueError: If there are too many viewers, nobody listens, there is no such policy, or the
+            film cannot be made.
     """
     names = (
         [asked.policy]
@@ -142,14 +148,21 @@ def show(
     showing = Showing(names, streams, Recording(len(names), program.fps))
     viewers.begin(who, showing)
     try:
+        latest = time.monotonic() + _LISTEN
+        while not viewers.listens(who):  # gradio runs what nobody fetches
+            if time.monotonic() > latest:
+                raise ValueError("nobody listens to this film")
+            time.sleep(0.05)
         for stream in streams:
             stream.start()
-        yield from _values(program, showing, asked.size)
+        yield from _values(program, showing, asked.size, lambda: viewers.listens(who))
     finally:
         showing.close()
 
 
-def _values(program: Program, showing: Showing, size: tuple[int, int]) -> Iterator[dict[str, Any]]:
+def _values(
+    program: Program, showing: Showing, size: tuple[int, int], listens: Callable[[], bool]
+) -> Iterator[dict[str, Any]]:
     """Yield the page's values after every chunk that all films have, and at the end."""
     sources = [stream.chunks() for stream in showing.streams]
     sent: list[deque[dict[str, Any]]] = [deque(maxlen=AGAIN) for _ in sources]
@@ -160,9 +173,11 @@ def _values(program: Program, showing: Showing, size: tuple[int, int]) -> Iterat
         "width": size[1], "over": "",
     }  # fmt: skip
     while True:
-        found = [next((chunk for chunk in source if chunk), None) for source in sources]
+        found = [
+            next((chunk for chunk in source if chunk or not listens()), None) for source in sources
+        ]
         chunks = [chunk for chunk in found if chunk is not None]
-        if len(chunks) < len(sources):
+        if len(chunks) < len(sources) or not listens():
             films = [list(kept) for kept in sent]
             yield {"player": {**player, "films": films, "over": "stopped"}, "note": "stopped"}
             return
@@ -187,7 +202,7 @@ def _values(program: Program, showing: Showing, size: tuple[int, int]) -> Iterat
         if shown - plotted >= 1:  # a page draws plots slowly
             plotted = shown
             points += [
-                {"film": f"film {film + 1}", "second": round(shown, 1),
+                {"film": f"{film + 1}: {showing.titles[film]}", "second": round(shown, 1),
                  "ms": 1e3 * chunk.readings["seconds"],
                  "MB": chunk.readings.get("bytes", 0.0) / 1e6}
                 for film, chunk in enumerate(chunks)

@@ -14,6 +14,7 @@ import torch
 import diffcache
 from diffcache.dllm import Policy, Quota, Sampler, Schedule, Threshold
 from diffcache.dllm.guided import Guided
+from diffcache.dllm.rules import Rule
 from diffcache.method import Method
 from diffcache.names import POLICIES
 from diffcache.pipelines.demo.saved import DTYPES, MODELS, call_defaults, check_dtype
@@ -32,6 +33,7 @@ class Order:
         steps: Forwards of the answer, where their number is fixed.
         threshold: Least confidence of what is decided at once; None for a fixed number a step.
         guide: Autoregressive model that judges drafts; None for none.
+        sampler: Measure that ranks candidates, as `Sampler.by`; None for their confidence.
         seed: Seed of noise and drawn orders.
     """
 
@@ -41,6 +43,7 @@ class Order:
     steps: int | None = None
     threshold: float | None = None
     guide: str | None = None
+    sampler: str | None = None
     seed: int = 0
 
     def schedule(
@@ -63,21 +66,22 @@ class Order:
         asked = {"length": self.length, "block": self.block, "steps": self.steps}
         return Schedule(**known | {k: v for k, v in asked.items() if v is not None})
 
-    def sampler(self) -> Sampler:
+    def how(self) -> Sampler:
         """Return how tokens are chosen.
 
         Raises:
-            ValueError: If the threshold is none, or there is a guide besides.
+            ValueError: If the threshold or the order is none, or does not go with the rest.
         """
-        if self.guide is None:
-            rule = Quota() if self.threshold is None else Threshold(self.threshold)
-            return Sampler(rule=rule, seed=self.seed)
-        if self.threshold is not None:
-            raise ValueError(
-                f"--threshold {self.threshold} and --guide {self.guide}: a guide decides how many "
-                "tokens settle at once; leave one of the two out"
-            )
-        return Sampler(rule=Guided(), seed=self.seed)
+        by: Any = self.sampler or "confidence"
+        rule: Rule = Quota() if self.threshold is None else Threshold(self.threshold)
+        if self.guide is not None:
+            if self.threshold is not None:
+                raise ValueError(
+                    f"--threshold {self.threshold} and --guide {self.guide}: a guide decides how "
+                    "many tokens settle at once; leave one of the two out"
+                )
+            rule = Guided()
+        return Sampler(by=by, rule=rule, seed=self.seed)
 
 
 @dataclass
@@ -238,7 +242,7 @@ def run(
             f"{', '.join(POLICIES)}"
         )
     schedule = order.schedule(defaults, lm.eos_id, method.schedule.window)
-    sampler = order.sampler()
+    sampler = order.how()
     with diffcache.wrapped(lm.model, method):
         pass  # what cannot be served is refused before anything is computed
     plain, plain_seconds = None, None

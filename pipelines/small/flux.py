@@ -63,14 +63,19 @@ def words() -> list[str]:
     return sorted({*SHAPES, *COLORS, *SIZES, *places, *_WORDS})
 
 
-def build_tokenizers() -> tuple[CLIPTokenizer, T5TokenizerFast]:
-    """Build both tokenizers from the words of the generator; one word is one token."""
-    return _clip_tokenizer(), _t5_tokenizer()
+def build_tokenizers(known: list[str] | None = None) -> tuple[CLIPTokenizer, T5TokenizerFast]:
+    """Build both tokenizers; one word is one token.
+
+    Args:
+        known: Words that have a token; None takes those of the generator of shapes.
+    """
+    known = words() if known is None else known
+    return _clip_tokenizer(known), _t5_tokenizer(known)
 
 
-def _clip_tokenizer() -> CLIPTokenizer:
-    merges = learn_merges([split_word(word) for word in (*words(), ",", ".")])
-    letters = sorted({letter for word in words() for letter in word})
+def _clip_tokenizer(known: list[str]) -> CLIPTokenizer:
+    merges = learn_merges([split_word(word) for word in (*known, ",", ".")])
+    letters = sorted({letter for word in known for letter in word})
     symbols = [*letters, ",", "."]
     vocabulary = ["<|startoftext|>", "<|endoftext|>", *symbols, *(f"{s}</w>" for s in symbols)]
     vocabulary += dict.fromkeys(one + other for one, other in merges)
@@ -111,9 +116,9 @@ def merge(word: list[str], pair: tuple[str, str]) -> list[str]:
     return made
 
 
-def _t5_tokenizer() -> T5TokenizerFast:
+def _t5_tokenizer(known: list[str]) -> T5TokenizerFast:
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -6.0), (",", -3.0), (".", -3.0)]
-    pieces += [(f"▁{word}", -4.0) for word in words()] + [("▁A", -4.0)]
+    pieces += [(f"▁{word}", -4.0) for word in known] + [("▁A", -4.0)]
     return T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=512)
 
 

@@ -114,7 +114,7 @@ def run(case: Case, model: nn.Module, site: Site) -> Outcome:
         handle = diffcache.wrapped(model, diffcache.Interval(EVERY, site=site))
     except diffcache.AttachError as error:
         return Outcome(refusal=str(error))
-    with handle, torch.no_grad(), warnings.catch_warnings():
+    with handle, handle.told(STEPS), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", diffcache.CacheWarning)
         computed = skipped = 0
         try:

@@ -69,6 +69,38 @@ def test_control_may_move_from_step_to_step(caught: Any):
 # what nothing tells apart is computed, and said ----------------------------------------------------
 
 
+class TwoSamples(Toy):
+    """Takes a second noisy sample, as models of film and sound do."""
+
+    def forward(self, hidden_states: Tensor, timestep: Any, sound: Tensor, cond: Any) -> Tensor:
+        return super().forward(hidden_states, timestep, cond) + sound
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_in_a_run_what_moves_with_the_timestep_is_a_sample(caught: Any, branches: int):
+    model = diffcache.wrap(TwoSamples(), EVERY)
+    with diffcache.run(model, steps=STEPS):
+        for x, t, _ in track(0):
+            for which in range(branches):
+                model(x, t, 2 * x, COND[which].clone())
+    assert [marks(model, which) for which in range(branches)] == ["CCssCs"] * branches
+    assert not caught
+
+
+@pytest.mark.parametrize("start", [1, 2])
+def test_guidance_that_sets_in_within_a_run_is_no_sample(caught: Any, start: int):
+    """At the second step the first branch was called once, so its condition may be moving."""
+    model = diffcache.wrap(Toy(), EVERY)
+    with diffcache.run(model):
+        for step, (x, t, _) in enumerate(track(0)):
+            for which in (0,) if step < start else (1, 0):
+                out = model(x, t, COND[which].clone())
+                assert start > 1 or torch.equal(out, PLAIN(x, t, COND[which]))
+    assert said(caught, "calls at one timestep are given the same conditions") == (start == 1)
+    if start == 2:
+        assert (marks(model, 0), marks(model, 1)) == ("CsCssC", "CssC")
+
+
 def test_a_branch_that_is_left_out_is_not_taken_for_the_other(caught: Any):
     model = diffcache.wrap(Toy(), EVERY)
     own = [alone(track(0, cond=COND[which])) for which in (0, 1)]

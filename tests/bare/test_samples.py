@@ -23,7 +23,19 @@ from diffcache.api import handle_of
 from diffcache.attach.continuity import FEWEST, glance, goes_on
 from diffcache.pipelines.small.shipped import load_pipeline
 from diffcache.pipelines.small.small_unet import DIRECTORY
-from tests.bare.toys import COND, EVERY, PLAIN, Toy, alone, is_own, marks, noise, said, track
+from tests.bare.toys import (
+    COND,
+    EVERY,
+    PLAIN,
+    Toy,
+    alone,
+    is_own,
+    marks,
+    noise,
+    said,
+    sample,
+    track,
+)
 
 AGAIN = "again and again the sample is no next step of the one before"
 SMALL = "too few to tell whether a call is the next step"
@@ -59,10 +71,27 @@ def test_trajectories_that_take_turns_at_ever_lower_timesteps_are_computed_and_s
         for call in together:
             assert torch.equal(model(*call), PLAIN(*call))
     assert said(caught, AGAIN) == 1 and handle_of(model).held_bytes() == 0
-    for number in (2, 3):  # the timestep turns: a run that is told again
+    for number, expected in ((2, "CCCCCC"), (3, "CssCss")):  # a whole run passed by itself
         for call in track(number):
             model(*call)
-        assert marks(model) == "CssCss"
+        assert marks(model)[-6:] == expected
+    assert said(caught, AGAIN) == 1
+
+
+@pytest.mark.parametrize("cond", [None, COND[0]], ids=["unconditional", "same condition"])
+def test_runs_that_start_one_after_another_are_computed_once_it_was_said(caught: Any, cond: Any):
+    """Continuous batching: requests of one prompt join at every step."""
+    model = diffcache.wrap(Toy(), EVERY)
+    tracks = [track(number, cond=cond) for number in range(4)]
+    for time in range(9):
+        for number in range(4):
+            if 0 <= time - number < 6:
+                call = tracks[number][time - number]
+                out = model(*call)
+                assert not said(caught, "runs may be taking turns") or torch.equal(
+                    out, PLAIN(*call)
+                )
+    assert said(caught, "runs may be taking turns") == 1 and marks(model).count("s") <= 1
 
 
 def test_a_run_that_takes_over_lower_skips_from_its_own_features(caught: Any):
@@ -83,6 +112,28 @@ def test_inversion_and_then_sampling_with_regular_steps():
         out = model(*calls[count - 1])
         assert is_own(out, calls[:count])
         assert count > 1 or torch.equal(out, PLAIN(*calls[0]))
+
+
+@pytest.mark.parametrize("has_moved", [False, True])
+def test_inversion_and_then_sampling_from_its_own_end(caught: Any, has_moved: bool):
+    """The first step of the sampling cannot be told, unless it starts at the last one's sample."""
+    model = diffcache.wrap(Toy(), EVERY)
+    x = [sample(number) for number in range(10)]
+    for step in range(5):
+        model(x[step], float(step))
+    first = x[4 + has_moved], 5.0
+    assert torch.equal(model(*first), PLAIN(*first)) != has_moved
+    for step in range(1, 4):
+        model(x[5 + step], 5.0 - step)
+    assert said(caught, "turned back after a step that was skipped") == has_moved
+    assert marks(model) == "Css" and len(caught) == has_moved
+
+
+def test_a_sample_that_never_moves_skips(caught: Any):
+    model = diffcache.wrap(Toy(), EVERY)
+    for step in range(6):
+        model(noise(0), 9.0 - step)
+    assert marks(model) == "CssCss" and not caught
 
 
 def test_a_sample_that_is_written_in_place_is_known_by_what_it_held():

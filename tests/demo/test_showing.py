@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffcache.pipelines.demo import recording
+from diffcache.pipelines.demo import recording, showing
 from diffcache.pipelines.demo.program import Asked, Program, checked_prompt
 from diffcache.pipelines.demo.recording import Recording
 from diffcache.pipelines.demo.showing import AGAIN, ALONE, Viewers, show
@@ -55,10 +55,10 @@ def test_two_films_side_by_side_a_new_prompt_and_a_new_policy() -> None:
     first = next(values)
     assert first["player"]["titles"] == ["window", "full"] and first["player"]["width"] == 24
     assert [color(chunks[0]["frames"][0]) for chunks in first["player"]["films"]] == [3, 3]
-    assert [point["film"] for point in first["points"]] == ["film 1", "film 2"]
-    showing = viewers.find("me")
-    assert showing is not None
-    showing.order(prompt="a" * 40, switch="keep", policy="full")
+    assert [point["film"] for point in first["points"]] == ["1: window", "2: full"]
+    mine = viewers.find("me")
+    assert mine is not None
+    mine.order(prompt="a" * 40, switch="keep", policy="full")
     notes = []
     for _ in range(8):
         value = next(values)
@@ -72,7 +72,7 @@ def test_two_films_side_by_side_a_new_prompt_and_a_new_policy() -> None:
     assert "| held in all | " in value["table"] and "| first frame after | " in value["table"]
     values.close()
     assert not films() and not len(viewers)
-    assert len(Image.open(io.BytesIO(showing.recording._frames[0][0])).getbands()) == 3
+    assert len(Image.open(io.BytesIO(mine.recording._frames[0][0])).getbands()) == 3
 
 
 def test_a_viewer_has_one_showing_and_there_are_no_more_than_places() -> None:
@@ -96,6 +96,23 @@ def test_a_viewer_has_one_showing_and_there_are_no_more_than_places() -> None:
     for number in range(20):  # whose pages never say that they were closed
         next(show(PROGRAM, viewers, str(number), RED))
     assert len(viewers._showings) <= 9
+
+
+def test_a_film_that_nobody_listens_to_never_begins_or_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(showing, "_LISTEN", 0.1)
+    listening: set[str] = set()
+    viewers = Viewers(2, listening)
+    with pytest.raises(ValueError, match="nobody listens to this film"):
+        next(show(PROGRAM, viewers, "ghost", RED))
+    assert not films() and not len(viewers)
+    listening.add("me")
+    values = show(PROGRAM, viewers, "me", RED)
+    next(values)
+    listening.clear()  # nobody reads the connection any more
+    assert next(values)["player"]["over"] == "stopped"
+    assert next(values, None) is None and not films() and not len(viewers)
 
 
 BAD = [
@@ -129,7 +146,14 @@ def test_what_cannot_be_shown_is_said_before_a_film_begins(bad: dict[str, Any], 
     assert len(str(raised.value)) < 200
     with pytest.raises(ValueError, match="no policy 'nothing much'"):
         next(show(PROGRAM, Viewers(2), "me", RED, "nothing much"))
-    assert not films() and checked_prompt("  a ") == "a" and ALONE not in PROGRAM.policies
+    assert not films() and checked_prompt("  a\ud800 ") == "a" and ALONE not in PROGRAM.policies
+
+
+def test_a_model_that_knows_one_size_is_shown_in_no_other() -> None:
+    fixed = replace(PROGRAM, is_fixed=True)
+    assert fixed.asked("red", "window", 0, 4, 16, 24) == RED
+    with pytest.raises(ValueError, match="height=32, width=24: this model knows 16 x 24 alone"):
+        fixed.asked("red", "window", 0, 4, 32, 24)
 
 
 def test_a_film_that_breaks_off_ends_alone() -> None:

@@ -57,7 +57,7 @@ class Case:
 CASES = {
     "decode": Case(DKVCache(every=4)),
     "decode, no delay": Case(DKVCache(every=4, delay=False), freezes_masks=True),
-    "greedy": Case(DKVCache("greedy", every=3, window=2), RANDOM),
+    "greedy": Case(DKVCache("greedy", every=3, window=2), RANDOM, Schedule(ANSWER, BLOCK, 8)),
     "greedy, previous": Case(DKVCache("greedy", every=3, window=3, center="previous"), RANDOM),
     "prefill": Case(DKVCache("prefill")),
     "pd": Case(DKVCache("pd", every=4)),

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -304,10 +304,25 @@ class DreamDecoderLayer(nn.Module):
         return (hidden_states + self.mlp(inner),)
 
 
+class DreamGenerationConfig(GenerationConfig):
+    def __init__(self, **kwargs: Any) -> None:
+        self.steps = kwargs.pop("steps", 512)
+        self.validate(is_init=True)
+
+    def validate(self, is_init: bool = False) -> None:
+        pass
+
+
 class DreamPreTrainedModel(PreTrainedModel):
     config_class = DreamConfig
     base_model_prefix = "model"
     _supports_sdpa = True
+
+    @classmethod
+    def from_pretrained(cls, source: Any, *args: Any, **kwargs: Any) -> Any:
+        model = super().from_pretrained(source, *args, **kwargs)
+        model.generation_config = DreamGenerationConfig.from_pretrained(source)
+        return model
 
 
 class DreamBaseModel(DreamPreTrainedModel):

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import diffcache
 from diffcache.cli import app
-from diffcache.dllm import FastDLLM, Schedule
+from diffcache.dllm import FastDLLM, Sampler, Schedule
 from diffcache.names import POLICIES
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from tests.dllm.toys import EOS, MASK, bidirectional
@@ -66,6 +66,20 @@ def test_settings_of_the_folder_can_be_changed(saved: Path, tmp_path: Path) -> N
         assert json.loads(record.read_text())["forwards"] == forwards
 
 
+def test_a_drawn_order_and_lower_case_settings(saved: Path, tmp_path: Path) -> None:
+    record = tmp_path / "run.json"
+    words = ["--method", "dkv-cache:variant=greedy", "--sampler", "random", "--seed", 3]
+    call(saved, PROMPT, *words, "--json", record)
+    lm = DiffusionLM.from_pretrained(str(saved), dtype=torch.float32)
+    diffcache.wrap(lm.model, "dkv-cache", variant="greedy")
+    sampler = Sampler(by="random", seed=3)
+    assert (
+        json.loads(record.read_text())["text"]
+        == lm.generate(PROMPT, Schedule(8, 4, eos_id=EOS), sampler).texts
+    )
+    assert "FastDLLM(dual=True)" in call(saved, PROMPT, "--method", "fast-dllm:dual=true")
+
+
 def test_a_guide_settles_most_of_an_answer_at_once(tmp_path: Path) -> None:
     record = tmp_path / "run.json"
     letters = " ".join("abcdef"[place % 6] for place in range(128))
@@ -85,6 +99,8 @@ def test_a_guide_settles_most_of_an_answer_at_once(tmp_path: Path) -> None:
         (["--threshold", "nan"], "greater than or equal to 0"),
         (["--method", "dkv-cach"], "did you mean 'dkv-cache'"),
         (["--lora", "x"], "--lora "),
+        (["--sampler", "best"], "by='best': must be one of 'confidence', 'random'"),
+        (["--method", "dkv-cache:variant=greedy"], "use Sampler(by='random')"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(saved: Path, words: list[object], said: str) -> None:
@@ -93,8 +109,9 @@ def test_what_does_not_go_with_it_is_refused(saved: Path, words: list[object], s
 
 
 def test_text_settings_are_refused_for_pictures() -> None:
-    done = CliRunner().invoke(app, ["run", "shapes-flux", "a ring", "--length", "8"])
-    assert done.exit_code == 2 and "--length 8: is not for a pipeline" in done.output
+    for words in (["--length", "8"], ["--sampler", "random"]):
+        done = CliRunner().invoke(app, ["run", "shapes-flux", "a ring", *words])
+        assert done.exit_code == 2 and f"{' '.join(words)}: is not for a pipeline" in done.output
 
 
 def test_policies_by_name() -> None:

@@ -96,7 +96,7 @@ def test_rules_choose_the_confident() -> None:
     nothing = -torch.inf
     scores = scores_of(0.2, 0.95, nothing, 0.9, 0.3)
     assert Threshold(0.9).choose(scores, 1).tolist() == [[False, True, False, True, False]]
-    assert Threshold(1.1).choose(scores, 1).tolist() == [[False, True, False, False, False]]
+    assert Threshold(1).choose(scores, 1).tolist() == [[False, True, False, False, False]]
     assert Threshold(0).choose(scores, 1).tolist() == [[True, True, False, True, True]]
     assert Quota().choose(scores, 3).tolist() == [[False, True, False, True, True]]
     assert Quota().choose(scores_of(0.5, 0.5, 0.5), 2).tolist() == [[True, True, False]]
@@ -128,11 +128,11 @@ def test_scores_are_their_closed_forms() -> None:
 
 
 def test_the_mask_and_banned_tokens_are_never_chosen() -> None:
-    """A weak model asks for the mask; its probability still counts."""
+    """A weak model asks for the mask, whose probability still counts; that of a banned one is none."""
     logits = torch.tensor([[[1.0, 2.0, 5.0, 4.0]]])
     tokens, scores = Sampler(banned=(3,)).candidates(logits, 2, None)
     assert tokens.item() == 1
-    assert scores.item() == pytest.approx(logits.softmax(-1)[0, 0, 1].item())
+    assert scores.item() == pytest.approx(logits[..., :3].softmax(-1)[0, 0, 1].item())
     hot = Sampler(temperature=50.0, banned=(3,))
     drawn = hot.candidates(logits.expand(1, 500, 4), 2, torch.Generator().manual_seed(0))[0]
     assert set(drawn.flatten().tolist()) == {0, 1}
@@ -140,6 +140,21 @@ def test_the_mask_and_banned_tokens_are_never_chosen() -> None:
                             ((0, 3, 1), r"banned=\(0, 3, 1\): leaves none of .* 4 tokens")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             Sampler(banned=banned).candidates(logits, 2, None)
+
+
+def test_late_tokens_are_chosen_and_committed_last() -> None:
+    """Their probability counts as none once they are chosen, for themselves and for the others."""
+    logits = torch.tensor([[[1.0, 2.0, 0.0, 4.0], [1.0, 3.0, 0.0, 2.0]]])
+    for temperature in (0, 1e-9):
+        sampler = Sampler(late=(3,), temperature=temperature)
+        tokens, scores = sampler.candidates(logits, 2, torch.Generator().manual_seed(0))
+        assert tokens.tolist() == [[3, 1]]
+        rest = logits[0, 1, :3].double().softmax(-1)[1].item()
+        assert scores[0].tolist() == [0, pytest.approx(rest)]
+    with pytest.raises(
+        ValueError, match=r"late=\(4,\): names a token outside .* has 4; leave 4 out"
+    ):
+        Sampler(late=(4,)).candidates(logits, 2, None)
 
 
 def test_temperature_draws_from_the_tempered_softmax_and_a_seed_repeats_it() -> None:
@@ -223,10 +238,16 @@ def test_no_mask_after_the_end_token_is_decided_in_a_window(rule: Any) -> None:
 
 
 def test_the_nearest_masks_are_found() -> None:
+    """A later center finds what an earlier one took gone, and reaches further."""
     masks = torch.tensor([[1, 0, 1, 0, 0, 1, 1, 0]], dtype=torch.bool)
-    centers = torch.tensor([[0, 0, 0, 0, 1, 0, 0, 0]], dtype=torch.bool)
-    taken = [nearest(centers, masks, n)[0].nonzero()[:, 0].tolist() for n in range(6)]
-    assert taken == [[], [5], [2, 5], [2, 5, 6], [0, 2, 5, 6], [0, 2, 5, 6]]
+
+    def taken(centers: list[int], count: int) -> list[int]:
+        return nearest(torch.tensor([centers]), masks, count)[0].nonzero()[:, 0].tolist()
+
+    near = [taken([4], n) for n in range(6)]
+    assert near == [[], [5], [2, 5], [2, 5, 6], [0, 2, 5, 6], [0, 2, 5, 6]]
+    assert taken([4, 7], 1) == [5, 6] and taken([4, 3], 2) == [0, 2, 5, 6]
+    assert taken([1, 4, -1], 1) == [0, 5] and taken([-1], 3) == []
 
 
 @pytest.mark.parametrize(
@@ -263,12 +284,16 @@ def test_masks_that_nothing_decides_are_noticed(schedule: Schedule, rule: Any, s
         (lambda: DKVCache("greedy", delay=False), r"delay=False: variant='greedy' has no delay"),
         (lambda: FastDLLM(dual=1), r"dual=1: must be True or False"),  # type: ignore[arg-type]
         (lambda: FreeCache(commit="x"), r"commit='x': must be True or False"),  # type: ignore[arg-type]
-        (lambda: Threshold(-1), r"threshold=-1: must be a number of at least 0"),
+        (lambda: Threshold(-1), r"threshold=-1: must be a number from 0 to 1; for one"),
+        (lambda: Threshold(2), r"threshold=2: must be a number from 0 to 1; for one token a step"),
         (lambda: Factor(float("nan")), r"factor=nan: must be a number of at least 0"),
         (lambda: Quota("odd"), r"schedule='odd': must be one of 'even', 'time'"),  # type: ignore[arg-type]
         (lambda: Sampler(by="best"), r"by='best': must be one of 'confidence'"),  # type: ignore[arg-type]
         (lambda: Sampler(by="random", rule=Threshold()), r"looks at confidence; use by='conf"),
-        (lambda: Sampler(temperature=-1), r"temperature=-1: must be a number of at least 0"),
+        (lambda: Sampler(temperature=-1), r"temperature=-1: must be a number from 0 to 1000"),
+        (lambda: Sampler(temperature=1e300), r"temperature=1e\+300: must be a number from 0 to 1000"),
+        (lambda: Sampler(cfg_scale=-0.5), r"cfg_scale=-0.5: must be a number from 0 to 1000"),
+        (lambda: Sampler(late=[1]), r"late=\[1\]: must be a tuple of tokens"),  # type: ignore[arg-type]
         (lambda: Sampler(banned=5), r"banned=5: must be a tuple of tokens"),  # type: ignore[arg-type]
         (lambda: Sampler(banned=("a",)), r"banned='a': must be a whole number"),  # type: ignore[arg-type]
         (lambda: Schedule(eos_id="</s>"), r"eos_id='</s>': must be a whole number"),  # type: ignore[arg-type]

@@ -39,6 +39,7 @@ from diffcache.dllm import (
 from diffcache.dllm.dllm_cache import BranchPlan
 from diffcache.errors import AttachError
 from diffcache.pipelines.diffusion_lm import DiffusionLM, _Bar
+from diffcache.timeline import lanes_of, timeline_text
 from tests.dllm.toys import EOS, LAYERS, MASK, bidirectional, padded, prompts, trace
 
 SCHEDULE = Schedule(8, 4)
@@ -55,6 +56,15 @@ class Letters:
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return "".join(chr(64 + number) for number in ids)
+
+
+class Unknowing(Letters):
+    """A tokenizer that has one token for all that are no letters."""
+
+    unk_token_id = 61
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - 64 if letter.isalpha() else 61 for letter in text]}
 
 
 def answer_of(model: Any, policy: Any, rows: Any, **settings: Any) -> torch.Tensor:
@@ -76,7 +86,64 @@ def test_generate_is_the_loop_written_out() -> None:
     assert made.sites["model"]["token-layers"] == (rows * LAYERS, (8 * 2 * width - rows) * LAYERS)
     size = model.config.head_dim
     assert made.peak_bytes == 2 * LAYERS * 2 * 2 * width * size * 8  # K and V, 2 heads, float64
-    assert "token-layers" in str(made) and "not counted" not in str(made)
+    saved = 100 * (1 - rows / (8 * 2 * width))
+    said = (
+        f"steps    8: 6 computed, 2 in part, 0 skipped, {saved:.1f} % of all token-layers skipped"
+    )
+    assert said in str(made) and "not counted" not in str(made)
+    rows = [float(now.rows.shape[1]) / width for now in notes]
+    (lane,) = lanes_of(made.calls)
+    assert lane.marks == rows and rows[:2] == [1, 1] and 0 < rows[2] < 1
+    for ascii_only, parts, legend in ((False, "▁▂▃▄▅▆▇", "▂ to ▇"), (True, "0123456789", "1 to 9")):
+        bars = timeline_text(made.calls, ascii_only=ascii_only).splitlines()
+        full = "#" if ascii_only else "█"
+        drawn = [full if share == 1 else parts[int(share * len(parts))] for share in rows]
+        assert bars[1].endswith("  " + "".join(drawn)) and bars[2].endswith(f"{legend} in part")
+    picture = made.timeline_image(800, 200)
+    assert {(37, 99, 175)} < set(picture.crop((100, 80, 790, 81)).get_flattened_data())
+
+
+@torch.no_grad()
+def llada_by_hand(model: Any, prompt: list[int], scale: float, late: list[int]) -> list[int]:
+    """Decode eight tokens in blocks of four and steps of two, guided, as LLaDA's code does."""
+    ids = prompt + [MASK] * 8
+    for step in range(4):
+        both = torch.tensor([ids, [MASK] * len(prompt) + ids[len(prompt) :]])
+        real, blank = model(input_ids=both, use_cache=False).logits
+        logits = blank + (1 + scale) * (real - blank)
+        best = logits[:, :MASK].argmax(-1).tolist()  # the mask is the last token
+        logits[:, late] = float("-inf")
+        sure = logits.softmax(-1)[torch.arange(len(ids)), best].tolist()
+        start = len(prompt) + step // 2 * 4
+        masks = [place for place in range(start, start + 4) if ids[place] == MASK]
+        for place in sorted(masks, key=lambda p: -sure[p])[:2]:
+            ids[place] = best[place]
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [None, Uncached(), DKVCache(every=1), FastDLLM(), DLLMCache(1, 1), D2Cache(), ElasticCache()],
+    ids=repr,
+)
+def test_guidance_and_late_tokens_are_those_of_llada(policy: Policy | None) -> None:
+    """With a cache that computes every row; others compute as many rows of both branches."""
+    model, schedule = bidirectional(), Schedule(8, 4, 4)
+    free = [llada_by_hand(model, prompt, 0, []) for prompt in prompts(5, 5)]
+    late = sorted({answer[0] for answer in free})
+    wanted = [llada_by_hand(model, prompt, 0.5, late) for prompt in prompts(5, 5)]
+    assert wanted != [llada_by_hand(model, prompt, 0.5, []) for prompt in prompts(5, 5)] != free
+    sampler = Sampler(cfg_scale=0.5, late=tuple(late))
+    if policy is not None:
+        diffcache.wrap(model, policy)
+    answer = DiffusionLM(model).generate(prompts(5, 5), schedule, sampler)
+    count, width = answer.rows, 13 * 4 * 4  # of two sequences, each with and without its prompt
+    if isinstance(policy, (FastDLLM, D2Cache, ElasticCache)):
+        assert count < width and count % 2 == 0 and bool((answer.ids != MASK).all())
+    else:
+        assert answer.ids.tolist() == wanted and count == width
+    alone = DiffusionLM(model).generate(prompts(5), schedule, sampler)
+    assert torch.equal(alone.ids[0], answer.ids[0])  # no sequence sees another
 
 
 def test_texts_go_in_and_come_out_as_they_settle() -> None:
@@ -349,6 +416,16 @@ def test_what_cannot_be_served_is_refused() -> None:
         DiffusionLM(model).generate("Hi")
     with pytest.raises(ValueError, match="must have at least one token"):
         DiffusionLM(model).generate([[]])
+    for text, said in (("", "the empty text ''"), (" ", "the empty text"), ("\ud83d", "half a char"),
+                       ("AB?", r"no token for 1 of the words of 'AB\?'; .* another kind")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"prompts: .*{said}"):
+            DiffusionLM(model, Unknowing()).generate(text, SCHEDULE)
+    short = bidirectional(max_position_embeddings=16)
+    assert DiffusionLM(short).generate(prompts(8), SCHEDULE).forwards == 8
+    with pytest.raises(ValueError, match="9 tokens and an answer of length=8 are more than the 16"):
+        DiffusionLM(short).generate(prompts(9), SCHEDULE)
+    with pytest.raises(ValueError, match="eos_id=64: is no token of the model, which has 64"):
+        DiffusionLM(model).generate(prompts(4), Schedule(8, 4, eos_id=64))
     for wrong in ({"input_ids": [[1, 2]]}, 5, torch.tensor([[0.5]]), [1, 64], [[True]], [[-1]]):
         with pytest.raises(ValueError, match="prompts"):
             DiffusionLM(model, Letters()).generate(wrong, SCHEDULE)  # type: ignore[arg-type]

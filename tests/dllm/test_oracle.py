@@ -77,20 +77,22 @@ def greedy(name: str, notes: list[Noted], step: int, row: int) -> set[int]:
     now, before, whole = notes[step], notes[step - 1].decided(row), real(row)
     after = notes[step + 1].decided(row) if step + 1 < len(notes) else whole
     coming, just = after - now.decided(row), now.decided(row) - before
-    masks = whole - now.decided(row)
+    masks, near = whole - now.decided(row), set[int]()
     if "previous" in name:
         near = {p + d for p in just for d in (-1, 0, 1, 2)} & masks
-    else:
-        near = set()
-        for p in coming:
-            near |= set(sorted(masks - coming, key=lambda m: (abs(m - p), m > p))[:2])
+        return coming | just | near
+    order = traced(name)[0].state.order
+    assert order is not None
+    for center in sorted(coming, key=lambda p: -float(order[row, p - LONGEST])):
+        walk = (center + sign * d for d in range(1, WIDTH) for sign in (-1, 1))
+        near |= set([p for p in walk if p in masks - coming - near][:2])
     return coming | just | near
 
 
 @pytest.mark.parametrize("name", ROW_PLANS)
 def test_the_rows_of_the_paper_are_computed(name: str) -> None:
     notes = traced(name)[1]
-    assert len(notes) == ANSWER
+    assert len(notes) == (CASES[name].schedule.steps or ANSWER)
     partial = 0
     for step, now in enumerate(notes):
         for row in range(len(LENGTHS)):

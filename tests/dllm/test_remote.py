@@ -51,6 +51,7 @@ CODES = {"llada": (LLaDAModelLM, LLaDAConfig), "dream": (DreamModel, DreamConfig
 POLICIES: dict[str, Policy] = {
     "decode": DKVCache(every=3), "pd": DKVCache("pd", every=3), "dual": FastDLLM(dual=True),
     "free": FreeCache(commit=True), "elastic": ElasticCache(0.97, track=2), "d2": D2Cache(3, 2.0),
+    "dllm": DLLMCache(5, 3), "dllm, none": DLLMCache(3, 4, 0),
 }  # fmt: skip
 
 
@@ -153,10 +154,13 @@ def test_every_step_is_that_of_a_llama_with_its_weights(name: str, policy: str) 
         torch.testing.assert_close(now.logits, other.logits, rtol=0, atol=1e-10)
         for (k, v), (k_, v_) in zip(now.kept, other.kept, strict=True):
             torch.testing.assert_close((k, v), (k_, v_), rtol=0, atol=1e-10)
-    assert any(now.plan.rows is not None for now in notes)
+        if "dllm" in policy:
+            for one, two in zip(now.more, other.more, strict=True):
+                torch.testing.assert_close(one, two, rtol=0, atol=1e-10)
+    assert "dllm" in policy or any(now.plan.rows is not None for now in notes)
 
 
-@pytest.mark.parametrize("policy", ["decode", "dual", "elastic"])
+@pytest.mark.parametrize("policy", ["decode", "dual", "elastic", "dllm"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_padded_batch_is_its_prompts_alone(name: str, policy: str) -> None:
     own = model(name)
@@ -348,8 +352,12 @@ def test_attention_that_cannot_be_taken_is_refused() -> None:
     with pytest.raises(AttachError, match=r"takes no position_ids, and .*blocks\.0 has no rotary"):
         diffcache.wrap(own, Uncached())
     assert "forward" not in own.model.transformer.blocks[0].__dict__
-    with pytest.raises(AttachError, match="calls torch's attention itself"):
-        diffcache.wrap(made("dream"), DLLMCache())
+    own = made("llada")
+    block = own.model.transformer.blocks[1]
+    block.act = torch.nn.Softmax(dim=1)  # of tokens, which it mixes
+    mixes = r"blocks\.0 computes another output for a row alone"
+    with diffcache.wrapped(own, DLLMCache()), pytest.raises(AttachError, match=mixes):
+        DiffusionLM(own).generate(ids, SCHEDULE)
 
 
 # loading -------------------------------------------------------------------------------------------
@@ -372,10 +380,12 @@ def test_a_checkpoint_with_code_for_transformers_4_is_loaded(
         "dtype": "float32",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text('{"steps": 7}')
     save_file(own.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="trust_remote_code"):
         load_language_model(str(folder))
     loaded = load_language_model(str(folder), trust_remote_code=True)
+    assert name == "llada" or loaded.generation_config.steps == 7
     ids = torch.tensor(prompts(6))
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, alone(own, ids, None))

@@ -23,6 +23,18 @@ def test_wrong_records_are_refused(make_record: Any, tmp_path: Path) -> None:
         checked(record)
     with pytest.raises(ValueError, match="'uncached'"):
         checked(make_record() | {"rows": make_record()["rows"][1:]})
+    for timing in (
+        7,
+        {"rows": [None]},
+        {"rows": {"interval": 7}},
+        {"rows": {"interval": {"ratio": -1}}},
+    ):
+        with pytest.raises(ValueError, match="timing.rows: .* must be an object"):
+            checked(make_record() | {"timing": timing})
+    record = make_record()
+    record["rows"][0]["fidelity"] = [None]
+    with pytest.raises(ValueError, match=r"fidelity: \[None\] must be an object"):
+        checked(record)
 
 
 def test_runs_of_one_task_are_joined(make_record: Any, renamed: Any) -> None:

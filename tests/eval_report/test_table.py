@@ -188,6 +188,8 @@ def test_csv_holds_full_precision(make_record: Any) -> None:
     assert float(read[1]["psnr_db.p5"]) == 28.5
     assert float(read[1]["kid_lite.spread"]) == 0.0002
     assert float(read[1]["seconds.median"]) == pytest.approx(0.3)
+    record["rows"][1]["name"] = "=HYPERLINK(A1)"  # which a spreadsheet would run
+    assert "\n'=HYPERLINK(A1)," in to_csv(record)
     assert read[5]["matches"] == "first-block; interval"
 
 

@@ -168,7 +168,7 @@ def tiny(name, **depths):
 
 def test_the_published_wan_list_runs_28_of_40_blocks_less():
     case, model = tiny("WanTransformer3DModel", num_layers=40)
-    method = ProfilingDiT.published("wan2.1-14b")
+    method = ProfilingDiT.published("wan2.1-14b", model="")
     runs = method.parts().blocks
     assert len(runs) == 5
     with diffcache.wrapped(model, method) as handle, torch.no_grad():
@@ -184,7 +184,7 @@ def test_the_published_wan_list_runs_28_of_40_blocks_less():
 
 def test_the_published_hunyuan_lists_have_two_schedules():
     case, model = tiny("HunyuanVideoTransformer3DModel", num_layers=20, num_single_layers=40)
-    method = ProfilingDiT.published("hunyuanvideo")
+    method = ProfilingDiT.published("hunyuanvideo", model="")
     when = method.parts().when
     assert isinstance(when, Table) and when.total == 50
     double = {*range(6), *range(6, STEPS, 6)}
@@ -201,7 +201,7 @@ def test_the_published_hunyuan_lists_have_two_schedules():
 
 
 def test_a_published_schedule_refuses_another_number_of_steps():
-    method = ProfilingDiT.published("hunyuanvideo")
+    method = ProfilingDiT.published("hunyuanvideo", model="")
     assert method.parts().when.total == 50
     with pytest.raises(ValueError, match="published are"):
         ProfilingDiT.published("wan2.2")

@@ -1,15 +1,23 @@
 """Published polynomials and ratios: their shapes, what runs with them, the wrong model."""
 
+import inspect
 import math
+import re
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 import diffcache
-from diffcache.errors import AttachError
+from diffcache.attach.fingerprint import facts_of
+from diffcache.catalog import make_method
+from diffcache.errors import AttachError, UncalibratedError
 from diffcache.features.magcache import MagCache
+from diffcache.features.parts.published import MODELS as PUBLISHED_FOR
 from diffcache.features.parts.published import TEACACHE
 from diffcache.features.parts.published_ratios import MAGCACHE
+from diffcache.features.profilingdit import ProfilingDiT
 from diffcache.features.teacache import BY_TIME, TeaCache
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.step import Step
@@ -24,15 +32,145 @@ def model_of(name):
     return MODELS[name]
 
 
+# Denoiser and what differs from its class's defaults, as the configurations on the hub have it
+WAN_I2V = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+LARGE = {"num_layers": 42, "num_attention_heads": 48}
+REAL: dict = {
+    "flux.1-dev": ("FluxTransformer2DModel", {"guidance_embeds": True}),
+    "flux.1-kontext-dev": ("FluxTransformer2DModel", {"guidance_embeds": True}),
+    "hunyuanvideo": ("HunyuanVideoTransformer3DModel", {}),
+    "hunyuanvideo-720p": ("HunyuanVideoTransformer3DModel", {}),
+    "hunyuanvideo-540p": ("HunyuanVideoTransformer3DModel", {}),
+    "ltx-video": ("LTXVideoTransformer3DModel", {}),
+    "mochi-1": ("MochiTransformer3DModel", {}),
+    "lumina2": ("Lumina2Transformer2DModel", {}),
+    "hidream-i1-full": ("HiDreamImageTransformer2DModel", {"in_channels": 16}),
+    "consisid": ("ConsisIDTransformer3DModel", {"in_channels": 32, **LARGE}),
+    "cogvideox-2b": ("CogVideoXTransformer3DModel", {}),
+    "cogvideox-5b": ("CogVideoXTransformer3DModel", LARGE),
+    "cogvideox-5b-i2v": ("CogVideoXTransformer3DModel", {"in_channels": 32, **LARGE}),
+    "cogvideox1.5-5b": ("CogVideoXTransformer3DModel", {"patch_size_t": 2, **LARGE}),
+    "cogvideox1.5-5b-i2v": (
+        "CogVideoXTransformer3DModel", {"in_channels": 32, "patch_size_t": 2, **LARGE}
+    ),
+    "qwen-image": ("QwenImageTransformer2DModel", {}),
+    "qwen-image-edit": ("QwenImageTransformer2DModel", {}),
+    "wan2.1-14b": ("WanTransformer3DModel", {}),
+    "wan2.1-t2v-14b": ("WanTransformer3DModel", {}),
+    "wan2.1-t2v-1.3b": ("WanTransformer3DModel", {"num_layers": 30, "num_attention_heads": 12}),
+    "wan2.1-i2v-14b-480p": ("WanTransformer3DModel", WAN_I2V),
+    "wan2.1-i2v-14b-720p": ("WanTransformer3DModel", WAN_I2V),
+}  # fmt: skip
+
+
+@contextmanager
+def as_real(name, **changes):
+    """Let a tiny model have the configuration of a published one."""
+    cls, own = REAL[name.removesuffix("-ret")]
+    model = model_of(cls)
+    defaults = {
+        key: parameter.default
+        for key, parameter in inspect.signature(type(model).__init__).parameters.items()
+        if parameter.default is not parameter.empty
+    }
+    tiny = dict(model.config)
+    model.register_to_config(**{**defaults, **own, **changes})
+    try:
+        yield model
+    finally:
+        model.register_to_config(**tiny)
+
+
+def refused(model, method):
+    with pytest.raises(AttachError) as error:
+        diffcache.wrap(model, method)
+    return str(error.value)
+
+
 def fits(method):
-    """Attach to the model that it is for, be refused on another, run one step."""
-    name = method.models[0]
-    case, model = cases()[name], model_of(name)
-    with torch.no_grad(), diffcache.wrapped(model, method):
-        model(**case.kwargs(model, 0, step=0, steps=4))
-    other = "SD3Transformer2DModel" if name != "SD3Transformer2DModel" else "DiTTransformer2DModel"
-    with pytest.raises(AttachError, match=f"for {name}, and this is {other}; calibrate"):
-        diffcache.wrap(model_of(other), method)
+    """Attach to the model that it is for, be refused on others, run one step."""
+    case, wrapped = cases()[REAL[method.model.removesuffix("-ret")][0]], diffcache.wrapped
+    with as_real(method.model) as model, torch.no_grad(), wrapped(model, method):
+        arguments = case.kwargs(model, 0, step=0, steps=4)
+    assert "num_layers=" in refused(model, method)  # tiny
+    with wrapped(model, type(method).published(method.model, model="")), torch.no_grad():
+        model(**arguments)
+    with as_real(method.model, num_layers=7) as model:
+        assert re.search(r"num_layers=7 instead of \d\d; .*calibrate", refused(model, method))
+    other = "SD3Transformer2DModel"
+    assert f"this {other} is another: it is no {case.name}" in refused(model_of(other), method)
+
+
+def facts_of_real(name, pipeline=None, folder=""):
+    with as_real(name) as model:
+        return {**facts_of(model, None), "pipeline": pipeline, "folder": folder}
+
+
+@pytest.mark.parametrize("name", sorted(REAL))
+def test_every_model_fits_its_own_configuration_and_no_other_of_its_class(name):
+    facts = facts_of_real(name)
+    for other in REAL:
+        same = REAL[other] == REAL[name]
+        assert (not PUBLISHED_FOR[other].differs(facts)) == same, other
+    assert not PUBLISHED_FOR[name].differs(facts)
+
+
+def test_pipelines_and_folders_tell_models_of_one_size_apart():
+    def found(method, name, pipeline=None, folder=""):
+        return method.published_for(facts_of_real(name, pipeline, folder))
+
+    assert found(MagCache, "flux.1-dev", "FluxImg2ImgPipeline") == "flux.1-dev"
+    assert found(MagCache, "flux.1-dev", "FluxKontextPipeline") == "flux.1-kontext-dev"
+    assert found(MagCache, "flux.1-dev", folder="FLUX.1-Kontext-dev/transformer").endswith("t-dev")
+    assert found(MagCache, "qwen-image", "QwenImagePipeline") == "qwen-image"
+    assert found(MagCache, "qwen-image", "QwenImageEditPlusPipeline") == "qwen-image-edit"
+    assert found(MagCache, "qwen-image", "QwenImageLayeredPipeline") == ""
+    assert found(TeaCache, "wan2.1-t2v-14b", "WanPipeline") == "wan2.1-t2v-14b"  # not -ret
+    assert found(TeaCache, "wan2.1-t2v-14b", "WanPipeline with transformer_2") == ""  # Wan2.2
+    i2v = (TeaCache, "wan2.1-i2v-14b-720p", "WanImageToVideoPipeline")
+    assert found(*i2v, "Wan2.1-I2V-14B-480P-Diffusers/transformer") == "wan2.1-i2v-14b-480p"
+    with pytest.raises(AttachError, match="say model='wan2.1-i2v-14b-480p' or model='wan2.1-i2v"):
+        found(*i2v)
+    with pytest.raises(AttachError, match="say model='hunyuanvideo-720p' or "):
+        found(MagCache, "hunyuanvideo")
+    assert found(TeaCache, "hunyuanvideo") == found(ProfilingDiT, "hunyuanvideo") == "hunyuanvideo"
+
+
+def test_numbers_of_another_model_of_the_class_are_refused_with_the_right_one_named():
+    large, small = TeaCache.published("wan2.1-t2v-14b"), TeaCache.published("wan2.1-t2v-1.3b-ret")
+    with as_real("wan2.1-t2v-14b") as model:
+        message = refused(model, small)
+        assert "num_layers=40 instead of 30; num_attention_heads=40 instead of 12" in message
+        assert "take those of model='wan2.1-t2v-14b' or model='wan2.1-t2v-14b-ret', or" in message
+        assert "in_channels=16 instead of 36" in refused(
+            model, MagCache.published("wan2.1-i2v-14b-480p")
+        )
+    with as_real("cogvideox-5b") as model:
+        assert "take those of model='cogvideox-5b'" in refused(
+            model, TeaCache.published("cogvideox-2b")
+        )
+    facts = facts_of_real("flux.1-dev", "FluxPipeline")
+    with pytest.raises(AttachError, match="its pipeline is FluxPipeline; take .*'flux.1-dev'"):
+        MagCache.published("flux.1-kontext-dev").check_model(facts)
+    with pytest.raises(AttachError, match="model='wan3': published are flux.1-dev"):
+        replace(large, model="wan3").check_model(facts)
+
+
+def test_a_name_without_tables_takes_what_is_published_for_the_model():
+    with as_real("wan2.1-t2v-1.3b") as model:
+        for method, settings in (("teacache", {"threshold": 0.25}), ("magcache:longest=3", {})):
+            with diffcache.wrapped(model, method, **settings) as handle:
+                assert handle.method.model == "wan2.1-t2v-1.3b"
+                assert handle.method.threshold == settings.get("threshold", 0.12)
+        with diffcache.wrapped(model, "teacache", model="wan2.1-t2v-1.3b-ret") as handle:
+            assert (handle.method.threshold, handle.method.warmup) == (0.1, 5)
+        with diffcache.wrapped(model, "teacache", coefficients=(1, 0)) as handle:
+            assert handle.method.threshold == 0.25 and handle.method.model == ""
+        with pytest.raises(UncalibratedError, match=r"no tables.*published\(NAME\) is for flux"):
+            diffcache.wrap(model, TeaCache())
+    with pytest.raises(UncalibratedError, match="no tables"):
+        diffcache.wrap(model, "teacache")  # tiny
+    assert make_method("profilingdit", model="wan2.1-14b") == ProfilingDiT.published("wan2.1-14b")
 
 
 @pytest.mark.parametrize("name", TEACACHE)
@@ -41,11 +179,11 @@ def test_published_polynomials_are_attached_to_their_models_alone(name):
     assert len(method.coefficients) == 5 and all(map(math.isfinite, method.coefficients))
     assert 0 < method.threshold < 1
     timed = method.input in ("time", "time-projection")
-    assert timed == (method.models[0] in BY_TIME)
+    assert timed == (REAL[name.removesuffix("-ret")][0] in BY_TIME)
     assert name.endswith("-ret") == (method.input == "time-projection")
     if name.endswith("-ret"):
         assert (method.warmup, method.last) == (5, False)
-    assert TeaCache.published(name, 0.03).threshold == 0.03
+    assert TeaCache.published(name, threshold=0.03).threshold == 0.03
     assert eval(repr(method)) == method
     fits(method)
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import diffcache
-from diffcache import Combine, FittedForecast, RegionE, Tuned
+from diffcache import CacheQuant, Combine, FittedForecast, RegionE, Tuned
 from diffcache.catalog import METHODS, make_method, method_class
 from diffcache.errors import TablesError
 from diffcache.features.collect import Calibrated
@@ -171,7 +171,7 @@ def test_malformed_headers_are_refused(name, tmp_path):
 def test_an_error_says_what_is_there_and_what_must_be():
     header, tensors, _ = good("magcache")
     tensors["ratios"][3] = float("nan")
-    message = r"'ratios' is float64 \[28\] with nan in it; must be \[28\] real numbers above 0;"
+    message = r"'ratios' is float64 \[28\] with nan in it; must be \[28\] real .* from 0.01 to 100;"
     with pytest.raises(TablesError, match=message):
         use("magcache", header, tensors, {})
     header, tensors, settings = good("cachequant")
@@ -183,6 +183,41 @@ def test_an_error_says_what_is_there_and_what_must_be():
     tensors["scale"] = tensors["scale"][:, :-1]
     with pytest.raises(TablesError, match=r"'shift' is float64 \[28, 16\]; must be \[28, 15\]"):
         use("ertacache", header, tensors, settings)
+
+
+@pytest.mark.parametrize("name", sorted(set(WITH_TABLES) - {"tuned"}))
+def test_finite_numbers_that_no_measurement_gives_are_refused(name):
+    header, tensors, settings = good(name)
+    for key, tensor in tensors.items():
+        if tensor.is_floating_point() and key != "curve":
+            with pytest.raises(TablesError, match=r"(with 1e\+38 in it|without a number .*); must be"):
+                use(name, header, tensors | {key: torch.full_like(tensor, 1e38)}, settings)
+
+
+def test_tables_by_which_nothing_would_be_computed_are_refused():
+    header, tensors, _ = good("teacache")
+    for factor in (0.0, 5e-324, -1.0):
+        wrong = {"coefficients": tensors["coefficients"].double() * 0 + factor}
+        with pytest.raises(TablesError, match="polynomial is nowhere above 0 from .*calibrate"):
+            use("teacache", header, tensors | wrong, {})
+    source = Tables.load(SHIPPED / "shapes-flux/cachequant-5.safetensors")
+    tensors = {name: source[name] for name in source.names()}
+    CacheQuant(tables=Tables(source.header, tensors))
+    tensors["starts"] = tensors["starts"][:1]
+    with pytest.raises(TablesError, match=r"starts=\[0\] leaves out step 3, which no correction"):
+        CacheQuant(tables=Tables(source.header, tensors))
+
+
+def test_a_header_nested_without_end_and_what_is_no_file_are_refused(tmp_path):
+    choice = LINE
+    for _ in range(3000):
+        choice = [choice]
+    with pytest.raises(TablesError, match="nested without end"):
+        Tables({"method": "tuned", "steps": 4, "front": [], "choice": choice}, {})
+    with pytest.raises(TablesError, match="is a folder; name a file in it"):
+        Tables.load(tmp_path)
+    with pytest.raises(TablesError, match="no such file"):
+        Tables.load("a" * 5000)
 
 
 def test_products_that_are_none_are_refused():

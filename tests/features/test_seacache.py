@@ -2,14 +2,16 @@
 
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import diffcache
-from diffcache.attach.extensions.noise_level import grids_of, weights_of
+from diffcache.attach.extensions.noise_level import Scenes, grids_of, weights_of
 from diffcache.errors import AttachError
-from diffcache.features.seacache import Filtered, SeaCache, gain, grid_of
+from diffcache.features.seacache import Filtered, SceneRule, SeaCache, gain, grid_of
+from diffcache.pipelines.zoo.catalog import cases
 from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.step import Scene, Step
 
@@ -187,6 +189,52 @@ def test_pipelines_of_three_kinds(name):
     assert torch.equal(case.run(pipe, steps=STEPS), plain)
 
 
+def test_a_bare_model_is_told_its_noise_levels_as_a_pipeline_is():
+    case = PIPES["FluxPipeline"]
+    pipe, calls = case.build(0), []
+    spy = pipe.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True
+    )
+    method = SeaCache(0.4, first="filtered")
+    with diffcache.wrapped(pipe, method) as handle:
+        case.run(pipe, steps=STEPS)
+        expected = [call.computed for call in handle.last.calls]
+        sigmas = pipe.scheduler.sigmas
+    spy.remove()
+    assert 1 < sum(expected) < STEPS and len(sigmas) == STEPS + 1
+    model = pipe.transformer
+
+    def computed(handle, **told):
+        with diffcache.run(model, **told):
+            for call in calls:
+                model(**call)
+        return [call.computed for call in handle.last.calls]
+
+    with diffcache.wrapped(model, method) as handle:
+        assert computed(handle, sigmas=sigmas) == expected
+        assert computed(handle, steps=STEPS, sigmas=sigmas[:-1].tolist()) == expected
+        for wrong in ([2.0], [float("nan")]):
+            with pytest.raises(ValueError, match=r"must be noise levels of flow matching, 0 to 1"):
+                diffcache.run(model, sigmas=wrong)
+        for wrong in ([], [1.0, 0.5]):
+            with pytest.raises(ValueError, match=r"must be one a step, steps=8"):
+                diffcache.run(model, steps=STEPS, sigmas=wrong)
+
+
+def test_comfyui_tells_the_noise_level_in_an_argument():
+    scenes, seen = Scenes(SceneRule(), "Flux"), []
+    for told in ({"sigmas": torch.tensor([0.75, 0.75])}, {"sigmas": torch.tensor([14.6])}, None):
+        call = SimpleNamespace(
+            run=SimpleNamespace(begin=0, storage={}, sigmas=()), step=Step(0),
+            kwargs={"transformer_options": told},
+        )  # fmt: skip
+        try:
+            seen.append(scenes._weights(call))
+        except AttachError:
+            seen.append(None)
+    assert seen == [(0.25, 0.75), None, None]
+
+
 def test_a_wrong_grid_and_a_bare_model_are_refused():
     case = PIPES["FluxPipeline"]
     pipe = case.build(0)
@@ -195,8 +243,12 @@ def test_a_wrong_grid_and_a_bare_model_are_refused():
         pytest.raises(AttachError, match=r"spoken of: \(\(3, 3\),\)"),
     ):
         case.run(pipe, steps=STEPS)
-    with pytest.raises(AttachError, match="no scheduler to tell the noise levels"):
-        diffcache.wrap(pipe.transformer, SeaCache(0.3))
+    call = cases()["FluxTransformer2DModel"].kwargs(pipe.transformer, 0)
+    with (
+        diffcache.wrapped(pipe.transformer, SeaCache(0.3)),
+        pytest.raises(AttachError, match=r"level of step 0 is not known.*sigmas=\[\.\.\.\]"),
+    ):
+        pipe.transformer(**call)
     with pytest.raises(ValueError, match="noise level of this call is not known"):
         Filtered(2.0).see(torch.zeros(1, 4, 2), Step(0))
 

@@ -67,6 +67,27 @@ def test_limits_of_the_accumulating_gate():
     assert steps == [0, 1, 2, 5, 8, 11]
     with pytest.raises(ValueError, match="longest=0"):
         Accumulated(1.0, longest=0)
+    for wrong in (0, 1.5, 0.0, -0.1, True):
+        with pytest.raises(ValueError, match="warmup=.*, or a share below 1 of the run"):
+            Accumulated(1.0, warmup=wrong)
+
+
+@pytest.mark.parametrize(("total", "first"), [(50, 5), (28, 3), (16, 2), (10, 1)])
+def test_a_warmup_may_be_a_share_of_the_run(total, first):
+    """The official script for HiDream computes steps below a tenth of their number."""
+    when = TeaCache.published("hidream-i1-full", threshold=math.inf, model="").parts().when
+    state = when.init()
+    computed = []
+    for index in range(total):
+        step = Step(index, total=total)
+        if when.should_compute(state, step, torch.ones(1, 2, 3)):
+            when.computed(state, step, torch.ones(1, 2, 3))
+            computed.append(index)
+    assert (
+        computed == [index for index in range(total) if index < total * 0.1] == list(range(first))
+    )
+    with pytest.raises(ValueError, match=r"warmup=0.1: a share of a run whose length nobody said"):
+        when.should_compute(state, Step(3), torch.ones(1, 2, 3))
 
 
 def test_a_polynomial_stops_at_the_ends_of_its_range():

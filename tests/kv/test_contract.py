@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.errors import UnknownMethodError
+from diffcache.errors import AttachError, UnknownMethodError
 from diffcache.eval.kv import oracle
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.life.save import load, save
@@ -206,6 +206,51 @@ def test_beams_and_guesses_that_are_taken_back(
     if exact and (trigger is None or not trigger.decoding):
         assert torch.equal(guessed.sequences, greedy.sequences)
     assert guessed.sequences.shape == greedy.sequences.shape
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_taken_back_and_forwards_cut_off_are_exact_or_refused(model: Any, name: str) -> None:
+    ids = row(ROWS, 1)["input_ids"]
+    drafts = ids.flip(1)
+
+    def read(cache: KVCache, tokens: Tensor) -> Tensor:
+        return model(input_ids=tokens, past_key_values=cache).logits[:, -1]
+
+    def begun() -> KVCache:
+        cache = cache_for(model, examples()[name]())
+        cache.activate_past_recording()
+        read(cache, ids[:, :29])  # 32 with the drafts: a codebook is fitted from then on
+        return cache
+
+    with torch.no_grad():
+        plain = begun()
+        expected = [read(plain, ids[:, at : at + 1]) for at in range(29, 38)]
+        for parts in ([3], [1, 1, 1]):
+            cache = begun()
+            for part in drafts[:, :3].split(parts, 1):
+                read(cache, part)
+            try:
+                cache.crop(-3)
+            except (AttachError, ValueError):
+                assert len(parts) > 1, "the last forward can be taken back"
+                continue
+            found = [read(cache, ids[:, at : at + 1]) for at in range(29, 38)]
+            assert all(map(torch.equal, found, expected))
+        handle = model.lm_head.register_forward_pre_hook(cut)
+        with pytest.raises(KeyboardInterrupt):
+            read(plain, ids[:, 38:39])
+        handle.remove()
+        for again in (lambda: read(plain, ids[:, 38:39]), lambda: plain.crop(-1)):
+            with pytest.raises(ValueError, match="cut off and left the cache half changed"):
+                again()
+        plain.reset()
+        read(plain, ids[:, :29])
+    detach(model)
+    assert not model._forward_hooks and not model.model._forward_hooks
+
+
+def cut(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_unknown_names_and_settings_say_what_there_is(model: Any) -> None:

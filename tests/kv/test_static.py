@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from diffcache.errors import AttachError
 from diffcache.eval.kv import oracle
 from diffcache.kv.budget import Uniform
 from diffcache.kv.hf import static_cache_for
@@ -15,6 +16,7 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.static import StaticWindow
 from diffcache.kv.trigger import EveryStep
+from diffcache.pipelines.zoo.language import build
 from tests.kv.tiny import GREEDY, gemma, llama, prompts, row, same
 
 
@@ -56,6 +58,14 @@ def test_a_chunk_later_on_sees_what_is_held() -> None:
     assert int(core.seen) == 0
     with pytest.raises(ValueError, match="sinks=6: must be from 0 to less than capacity=6"):
         StaticWindow(6, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("FalconH1ForCausalLM", "falcon_h1"), ("Zamba2ForCausalLM", "zamba2")]
+)
+def test_layers_of_states_and_attention_in_one_are_refused(name: str, kind: str) -> None:
+    with pytest.raises(AttachError, match=f"{name} has layers of states and full attention in one"):
+        static_cache_for(build(name, kind), 12)
 
 
 @pytest.mark.skipif(

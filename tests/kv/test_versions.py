@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from diffcache import kv
-from diffcache.errors import AttachError
+from diffcache.errors import AttachError, MissingError
+from diffcache.kv import hf
 from diffcache.kv.hf import versions
 from diffcache.kv.recipe import Recipe
 from tests.kv.tiny import llama, prompts
@@ -34,9 +36,16 @@ def test_a_positive_number_is_a_length_where_transformers_means_one(
     with pytest.raises(ValueError, match="tokens_to_remove=29: must be negative"):
         cache.crop(29)
     monkeypatch.setattr(versions, "_CROPS_TO_LENGTH", True)
-    for given, left in ((29, 29), (40, 29), (-1, 28), (0, 28)):
+    for given, left in ((29, 29), (40, 29), (-1, 28), (0, 28), (torch.tensor(-2), 26)):
         cache.crop(given)
         assert cache.get_seq_length() == left
+        assert all(type(layer.seen) is int for layer in cache.store.layers)
+
+
+def test_versions_that_lack_what_caches_need_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "5.13.2")
+    with pytest.raises(MissingError, match=r"need transformers 5.14 or newer, and 5.13.2 is inst"):
+        importlib.reload(hf)
 
 
 def test_guesses_that_nobody_announced_are_refused_where_slots_are_dropped(

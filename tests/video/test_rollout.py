@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 
 from diffcache.pipelines.causal_video import CausalVideo
-from diffcache.video import FullHistory, VideoPolicy, Window
-from tests.video.toys import CHUNK, UNIT, recomputed, rollout, text, wan
+from diffcache.pipelines.stream_batch import StreamBatch
+from diffcache.video import FewSteps, FullHistory, VideoPolicy, Window
+from tests.video.toys import CHANNELS, CHUNK, SIZE, UNIT, recomputed, rollout, text, wan
+
+
+@pytest.fixture(scope="module")
+def video() -> Iterator[CausalVideo]:
+    with CausalVideo(wan(layers=1)) as made:
+        yield made
+
 
 CASES: dict[str, tuple[VideoPolicy, int | None, int]] = {  # policy, window, sinks
     "full": (FullHistory(), None, 0),
@@ -49,3 +63,75 @@ def test_a_rollout_is_the_masked_recompute(name: str) -> None:
         for noisy, time, velocity in (calls[chunk][0], calls[chunk][3], calls[chunk][4]):
             wanted = recomputed(model, made[:chunk], noisy, time, prompt, *parts)
             torch.testing.assert_close(velocity, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_stream_is_not_copied() -> None:
+    with CausalVideo(wan(layers=1)) as video:
+        streams = (video.session(text(), size=SIZE), StreamBatch(video, text(), size=SIZE), video)
+        for stream in streams:
+            for make in (copy.copy, copy.deepcopy, pickle.dumps):
+                name = type(stream).__name__
+                with pytest.raises(
+                    TypeError, match=f"{name}: cannot be copied .* save\\(folder\\)"
+                ):
+                    make(stream)
+
+
+def test_a_stream_ends_with_its_video() -> None:
+    with CausalVideo(wan(layers=1), sampler=FewSteps((1000,))) as video:
+        session, _, _ = rollout(video, 1)
+    with pytest.raises(ValueError, match="this CausalVideo was closed.* make another"):
+        session.next()
+    assert session.frames == CHUNK
+
+
+def test_a_reset_stream_goes_on_as_a_new_one() -> None:
+    policy = Window(6, 1)
+    with CausalVideo(wan(layers=1), sampler=FewSteps((1000,))) as video:
+        session, _, _ = rollout(video, 4, policy=policy)
+        stop = patch("diffcache.kv.store.carry_out", side_effect=KeyboardInterrupt)
+        with stop, pytest.raises(KeyboardInterrupt):
+            session.next()  # while frames are dropped, of which some are gone
+        with pytest.raises(ValueError, match="left the cache half changed: reset it"):
+            session.next()
+        session.reset()
+        other = video.session(text(), size=SIZE, policy=policy)
+        other.generator.set_state(session.generator.get_state())
+        for _ in range(3):
+            assert torch.equal(session.next(), other.next())
+        assert session.frames == 3 * CHUNK
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"policy": "window"}, "policy='window': must be a policy of .* Window"),
+        ({"seed": -1}, "seed=-1: must be a whole number of at least 0"),
+        ({"seed": "x"}, "seed='x'"),
+        ({"read_once": 3}, "read_once=3: must be True or False"),
+        ({"guidance": float("inf")}, "guidance=inf: must be a finite number"),
+        ({"prompt": None}, "prompt=None: must be a tensor"),
+        ({"prompt": text().long()}, "prompt=torch.int64: must be a tensor of floating-point"),
+        ({"prompt": text() / 0}, "prompt: has infinite numbers or NaN"),
+        ({"negative": text() / 0, "guidance": 2.0}, "negative: has infinite numbers"),
+    ],
+)
+def test_bad_streams_are_refused(video: CausalVideo, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        video.session(**{"prompt": text(), "size": SIZE, **given})
+
+
+def test_bad_frames_are_refused_and_a_policy_stays(video: CausalVideo) -> None:
+    session = video.session(text(), size=SIZE, policy=Window(3, 1))
+    film = torch.zeros(1, CHANNELS, 3, *SIZE)
+    for latents, said in (
+        (film[:, :, :0], r"latents=\[1, 4, 0, 8, 8\]: must be .* and a frame at least"),
+        (film / 0, "latents: has infinite numbers or NaN"),
+        (film.to(torch.complex64), "latents=torch.complex64: must be a tensor of floating-point"),
+        (None, "latents=None"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            session.take(latents)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="policy"):
+        session.policy = FullHistory()  # type: ignore[misc]
+    assert session.frames == session.store.seen == 0

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from diffcache.kv.life.save import SavedCacheError
+from diffcache.kv.life.save import SavedCacheError, read, write
 from diffcache.pipelines.causal_video import CausalVideo
-from diffcache.pipelines.saved_stream import CACHE
+from diffcache.pipelines.saved_stream import CACHE, STREAM
 from diffcache.video import (
     FewSteps,
+    Flush,
     FullHistory,
     Recache,
     Switch,
@@ -89,3 +90,44 @@ def test_a_saved_stream_of_something_else_is_refused(tmp_path: Path) -> None:
         (tmp_path / "two" / CACHE).replace(tmp_path / "one" / CACHE)  # a save that was cut off
         with pytest.raises(SavedCacheError, match="are of two streams"):
             video.restore(tmp_path / "one", Window(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("where", "change"),
+    [
+        ("about.facts", 7), ("about.facts", {}), ("noise", 7), ("noise", lambda x: x[:-1]), ("frames", -1),
+        ("frames", 2), ("size", (16, 8)), ("size", "8"), ("recall", "x"),
+        ("latents", lambda x: x[0]), ("latents", lambda x: x * torch.nan), ("latents", 2**31),
+        ("prompt", lambda x: x[..., :5]), ("switch", 3), ("switch.mode", "Other"),
+        ("switch.settings", {"last": -1}), ("switch.prompt", lambda x: x[..., :5]),
+    ],
+)  # fmt: skip
+def test_a_stream_that_was_altered_with_care_is_refused(
+    where: str, change: Any, tmp_path: Path
+) -> None:
+    with CausalVideo(wan(layers=1), sampler=FewSteps((1000,))) as video:
+        session = video.session(text(), size=SIZE, policy=Window(3, 3))
+        session.next()
+        session.switch(text(1, 4), Flush())
+        session.save(tmp_path)
+        state, about = read(tmp_path / STREAM)
+        write(tmp_path / STREAM, state, about)
+        video.restore(tmp_path, Window(3, 3)).next()
+        *outer, key = where.split(".")
+        holder = {**state, "about": about}[outer[0]] if outer else state
+        holder[key] = change(holder[key]) if callable(change) else change
+        write(tmp_path / STREAM, state, about)  # with a digest of its own
+        with pytest.raises(
+            SavedCacheError, match="holds what no stream holds|saved with (transformer=None|Recipe)"
+        ):
+            video.restore(tmp_path, Window(3, 3))
+
+
+def test_a_saved_stream_of_numbers_that_are_not_finite_is_refused(tmp_path: Path) -> None:
+    with CausalVideo(wan(layers=1), sampler=FewSteps((1000,))) as video:
+        session = video.session(text(), size=SIZE)
+        session.next()
+        session.store.layers[0].read().k[0, 0, 0] = torch.nan
+        session.save(tmp_path)
+        with pytest.raises(SavedCacheError, match="holds what no stream .* not finite"):
+            video.restore(tmp_path)

@@ -181,3 +181,14 @@ def test_an_error_leaves_the_stream_as_it_was() -> None:
                 assert (one is None and two is None) or torch.equal(one, two)
             frames = [session.frames for session in stream.levels]
             assert frames == [5 * CHUNK] * 3
+            again = StreamBatch(video, text(1, 8), **settings)
+            for session, here in zip(stream.levels, again.levels, strict=True):
+                here.generator.set_state(session.generator.get_state())
+            stream.next()
+            stream.switch(text(1, 8))
+            stream.next()
+            for session, here in zip(stream.levels, again.levels, strict=True):
+                here.generator.set_state(session.generator.get_state())
+            stream.reset()
+            for one, two in zip(filmed(stream, 2), filmed(again, 2), strict=True):
+                assert torch.equal(one, two)

@@ -40,7 +40,7 @@ def by_hand(policy: StreamDiffusionV2, keys: Tensor, values: Tensor) -> list[int
             ]
             alike.append(sum(cosine(*pair) for pair in pairs) / 2)
         below = [number for number, each in enumerate(alike) if each < policy.threshold]
-        if policy.official and below:
+        if policy.replaces == "least" and below:
             below = [alike.index(min(alike))]
         for number in below:
             sinks[number] = frame
@@ -55,11 +55,11 @@ def frames_of(values: Tensor) -> Tensor:
     return values.unflatten(-1, (1, HEADS, WIDTH)) + 0.3 * noise
 
 
-@pytest.mark.parametrize("official", [False, True])
+@pytest.mark.parametrize("replaces", ["all", "least"])
 @pytest.mark.parametrize("chunk", [1, 3])
-def test_what_is_held_is_what_a_rollout_by_hand_holds(official: bool, chunk: int) -> None:
+def test_what_is_held_is_what_a_rollout_by_hand_holds(replaces: Any, chunk: int) -> None:
     torch.manual_seed(0)
-    policy = StreamDiffusionV2(window=2, sinks=3, threshold=0.3, official=official)
+    policy = StreamDiffusionV2(window=2, sinks=3, threshold=0.3, replaces=replaces)
     count, batch, layers = 18, 2, 2
     means = torch.randn(layers, 2, batch, count, HEADS * WIDTH)
     means[:, :, :, 5:9] = means[:, :, :, :1]  # like the first sink
@@ -92,8 +92,9 @@ def test_like_frames_leave_sinks_alone_and_others_take_their_place() -> None:
     rotary = replace(RotaryND.sections((4, 4, 4)), grid=(2, 2))
     means = torch.eye(HEADS * WIDTH)[[0] * 8 + [1]]
     x = frames_of(means[None]) * 0 + means[None].unflatten(-1, (1, HEADS, WIDTH))
-    for official, wanted in ((False, [8, 8, 8]), (True, [8, 1, 2])):
-        policy = StreamDiffusionV2(official=official)
+    cases: dict[Any, list[int]] = {"all": [8, 8, 8], "least": [8, 1, 2]}
+    for replaces, wanted in cases.items():
+        policy = StreamDiffusionV2(replaces=replaces)
         store = KVStore(1, policy.recipe(UNIT), rotary=[rotary])
         held = []
         for frame in range(9):
@@ -161,6 +162,7 @@ def test_fast_motion_gets_less_noise() -> None:
         (lambda: StreamDiffusionV2(threshold=1.5), "threshold=1.5: must be a number from -1 to 1"),
         (lambda: StreamDiffusionV2(refresh=5), "refresh=5"),
         (lambda: StreamDiffusionV2(back=1), "back=1"),
+        (lambda: StreamDiffusionV2(phases="jump"), "phases='jump': must be one of .*'stay'"),
         (lambda: Quantized(StreamDiffusionV2()), "puts frames into another order"),
         (lambda: MotionNoise(low=0.9), "low=0.9, high=0.8"),
         (lambda: MotionNoise(rate=0), "rate=0"),

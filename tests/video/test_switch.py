@@ -164,6 +164,7 @@ def test_a_cut_moves_one_chunk_and_nothing_else(delta: int, lead: int) -> None:
     model = wan(layers=2)
     with CausalVideo(model, chunk=CHUNK, sampler=FewSteps((1000,))) as video:
         session = opened(video, 0, InfinityRoPE(3, 1))
+        session.switch(OLD, Cut(delta, lead))  # there is nothing to jump ahead of
         made, last = [], Noted()
         for chunk in range(4):
             if chunk == 2:
@@ -173,6 +174,8 @@ def test_a_cut_moves_one_chunk_and_nothing_else(delta: int, lead: int) -> None:
             handle = model.register_forward_hook(last.hook, with_kwargs=True)
             made.append(session.next())
             handle.remove()
+            if not chunk:
+                assert torch.equal(made[0], opened(video, 0, InfinityRoPE(3, 1)).next())
             if chunk == 2:
                 jumped = last.calls
                 for old, new in zip(before, held(session), strict=True):
@@ -206,6 +209,16 @@ def test_a_switch_that_is_cut_off_is_made_again(video: CausalVideo, mode: Switch
             one.next()
         assert torch.equal(one.prompt, OLD)
     handle.remove()
+    # A switch that is ordered while a chunk is made counts for the next, though this one breaks off.
+    for session in (one, other):
+        session.switch(text(seed=8), mode)
+    handle = video.transformer.blocks[1].register_forward_pre_hook(
+        lambda *_: one.switch(NEW, mode) or fails()
+    )
+    with pytest.raises(KeyboardInterrupt):
+        one.next()
+    handle.remove()
+    other.switch(NEW, mode)
     for _ in range(2):
         assert torch.equal(one.next(), other.next())  # they take turns, too
     assert torch.equal(one.prompt, NEW)
@@ -233,11 +246,12 @@ def test_the_unguided_branch_keeps_its_text(video: CausalVideo) -> None:
         (text(2), None, r"prompt=\[2, 5, 32\]: must have B=1 rows"),
         (NEW[..., :3], None, "prompt="),
         (NEW, Recache(13), "frames=13: the session keeps its latest 12 latents"),
+        (NEW, 7, r"mode=7: must be Keep\(\), Flush\(\), Recache\(\) or Cut\(\)"),
+        (NEW * torch.nan, None, "prompt: has infinite numbers or NaN; all must be finite"),
+        ("a ring", None, "prompt='a ring': must be a tensor of floating-point numbers"),
     ],
 )
-def test_a_bad_switch_is_refused(
-    video: CausalVideo, prompt: Tensor, mode: Switch | None, why: str
-) -> None:
+def test_a_bad_switch_is_refused(video: CausalVideo, prompt: Any, mode: Any, why: str) -> None:
     session = opened(video, 0, FullHistory())
     with pytest.raises(ValueError, match=why):
         session.switch(prompt, mode)

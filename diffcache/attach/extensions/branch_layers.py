@@ -14,6 +14,11 @@ from diffcache.errors import AttachError
 from diffcache.foreign import is_compiled
 from diffcache.kv.layer import KVLayer
 
+# Linear layers of LLaDA's blocks, which attend and feed forward themselves: the first are given the
+# rows that are computed, and the outputs of the last are held.
+ENTRIES = ("q_proj", "k_proj", "v_proj", "ff_proj", "up_proj")
+EXITS = {"attn_out": "attention", "ff_out": "mlp"}
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -21,8 +26,8 @@ class Layer:
 
     Attributes:
         path: Its path in the model.
-        attention: Name of its attention module.
-        mlp: Name of its feed-forward module.
+        attention: Name of its attention module; empty where the block itself attends.
+        mlp: Name of its feed-forward module; empty where that is the block itself.
         weights: Weights of the linear layers of both.
         value_weights: Weights of the projection to values.
     """
@@ -80,6 +85,9 @@ def layers_of(denoiser: Denoiser) -> list[Layer]:
     for path in (f"{entry.key}.{i}" for entry in anatomy.lists for i in range(entry.depth)):
         block: Any = denoiser.model.get_submodule(path)
         check_plain(path, *block.modules())
+        if all(hasattr(block, name) for name in (*ENTRIES, *EXITS)):
+            found.append(Layer(path, "", "", linear_weights(block), linear_weights(block.v_proj)))
+            continue
         own = {site.kind: site.child for site in anatomy.modules if site.parent == path}
         attention: Any = getattr(block, own.get("attention", ""), None)
         mlp: Any = getattr(block, own.get("feed-forward", ""), None)

@@ -2,7 +2,8 @@
 
 A call of the wrapped model is given all tokens and a `BranchPlan`. Every layer's own forward runs
 on all rows; its attention and feed-forward modules are given the rows that are computed, and return
-those outputs among the ones held of the other rows.
+those outputs among the ones held of the other rows. Of blocks that attend themselves, as LLaDA's,
+the linear layers are.
 """
 
 from __future__ import annotations
@@ -17,11 +18,18 @@ from torch import Tensor, nn
 
 from diffcache.attach.attention import Door
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
-from diffcache.attach.attention_sdpa import calls_sdpa
-from diffcache.attach.call import Call, current_call
+from diffcache.attach.attention_sdpa import Placed, calls_sdpa, place_rows
+from diffcache.attach.call import Call, current_call, in_call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
-from diffcache.attach.extensions.branch_layers import HeldLayer, check_plain, layers_of, put
+from diffcache.attach.extensions.branch_layers import (
+    ENTRIES,
+    EXITS,
+    HeldLayer,
+    check_plain,
+    layers_of,
+    put,
+)
 from diffcache.attach.extensions.row_inputs import (
     IDS,
     PLAN,
@@ -35,7 +43,8 @@ from diffcache.attach.extensions.row_inputs import (
     mark_of,
     places_of,
 )
-from diffcache.attach.extensions.rows import SITE, check_arguments
+from diffcache.attach.extensions.rows import check_arguments
+from diffcache.attach.record import TOKEN_LAYERS
 from diffcache.attach.run import Run
 from diffcache.attach.tap import Tap, tap_children, untap_children
 from diffcache.dllm.dllm_cache import BranchPlan, BranchRows
@@ -56,13 +65,15 @@ class BranchTurn:
         plan: Plan of the call: the parts of each layer that are computed.
         held: Keys, values and outputs of the run.
         rows: Layer -> its rows; None where it computes none.
-        attended: Whether the door was met by the attention that ran last.
+        number: Layer whose attention ran last.
+        attended: Whether the door was met by that.
         finished: Layers whose feed-forward took part.
     """
 
     plan: BranchPlan
     held: Held[HeldLayer]
     rows: dict[int, RowPlan | None] = field(default_factory=dict)
+    number: int = 0
     attended: bool = False
     finished: set[int] = field(default_factory=set)
 
@@ -93,13 +104,28 @@ class Branches(Extension):
         self.denoiser, self.ability = denoiser, ability
         self.model = denoiser.anatomy.model
         self.layers = layers_of(denoiser)
-        self.paths = [f"{layer.path}.{layer.attention}" for layer in self.layers]
+        self.paths = [f"{layer.path}.{layer.attention}".rstrip(".") for layer in self.layers]
         self.numbers = {path: number for number, path in enumerate(self.paths)}
         self.first = first_position(denoiser.model)
+        self.is_direct = calls_sdpa(denoiser.model)  # and leaves padding to us
+        self.others: tuple[None, ...] = (None,)  # that attention returns besides its output
+        self.is_tried = False  # whether a row alone was computed of blocks that attend themselves
         self.door = Door(denoiser.model, self)
+        self.displace: Callable[[], None] | None = None
+        if POSITIONS not in denoiser.arguments:
+            try:
+                self.displace = place_rows(denoiser.model, self.door.sites, self._placed)
+            except BaseException:
+                self.door.remove()
+                raise
         self.parents = [denoiser.model.get_submodule(layer.path) for layer in self.layers]
+        self.values = [getattr(parent, "v_proj", None) for parent in self.parents]
         for number, (parent, layer) in enumerate(zip(self.parents, self.layers, strict=True)):
-            serve = {layer.attention: self.attention, layer.mlp: self.feed_forward}
+            serve: dict[str, Callable[..., Any]] = {
+                layer.attention: self.attention, layer.mlp: self.feed_forward,
+            }  # fmt: skip
+            if not layer.attention:
+                serve = {name: partial(self.linear, name) for name in (*ENTRIES, *EXITS)}
             taps: dict[str, Tap] = {
                 name: BranchTap(parent.get_submodule(name), partial(method, number))
                 for name, method in serve.items()
@@ -108,6 +134,8 @@ class Branches(Extension):
 
     def remove(self) -> None:
         """Give the model its attention function and modules back."""
+        if self.displace is not None:
+            self.displace()
         self.door.remove()
         for parent in self.parents:
             untap_children(parent)
@@ -146,7 +174,11 @@ class Branches(Extension):
         if call.run.is_told or call.run.in_pipeline:  # else no call comes after this one
             call.run.storage[self] = held
         call.storage[self] = BranchTurn(plan, held)
-        return replace(call, args=(), kwargs=given | {POSITIONS: held.positions.expand(*shape)})
+        if self.is_direct:  # each takes padding in another form, and we mask it
+            given[VALID] = None
+        if self.displace is None:
+            given[POSITIONS] = held.positions.expand(*shape)
+        return replace(call, args=(), kwargs=given)
 
     def _start(
         self, held: Held[HeldLayer] | None, ids: Tensor, valid: Tensor | None
@@ -171,6 +203,10 @@ class Branches(Extension):
                 f"{self.model}: {len(turn.finished)} of {len(self.layers)} layers took part in a "
                 "call; call the model without what leaves layers out"
             )
+        if turn is not None and not (self.is_tried or self.layers[0].attention):
+            self._check_alone(call, turn, out[0])
+            self.is_tried = True
+        return out
 
     def counts(self, call: Call) -> dict[str, tuple[int, int]]:
         """Return how many tokens all layers together computed and left out.
@@ -193,7 +229,7 @@ class Branches(Extension):
             if self._looks(turn.plan, number):
                 computed += (width - turn.plan.prompt) * layer.value_weights
         call.record.flops = float(2 * batch * computed), float(2 * batch * (whole - computed))
-        return {SITE: (batch * rows, batch * (width * len(self.layers) - rows))}
+        return {TOKEN_LAYERS: (batch * rows, batch * (width * len(self.layers) - rows))}
 
     # the parts of a layer ----------------------------------------------------------------------
 
@@ -205,15 +241,15 @@ class Branches(Extension):
         held = turn.held.layers[number]
         if args or not isinstance(given.get(HIDDEN), Tensor):
             raise AttachError(f"{self.model}: {self.paths[number]} is not called with {HIDDEN}=...")
-        rows = turn.rows[number] = self._rows(turn, number, module, given[HIDDEN])
+        rows = turn.rows[number] = self._rows(turn, number, module.v_proj, given[HIDDEN])
         if rows is None:
-            return held.attention, None
+            return held.attention, *self.others
         is_first = not held.kv.seen
         out = self._run(turn, number, module, given)
         held.attention = put(held.attention, rows, out)
         if is_first:
             self._check_row(turn, number, module, given)
-        return held.attention, None
+        return held.attention, *self.others
 
     def feed_forward(self, number: int, module: Any, *args: Any, **given: Any) -> Any:
         """Return the output of a layer's feed-forward, some rows of it computed."""
@@ -241,6 +277,25 @@ class Branches(Extension):
         held.mlp = put(held.mlp, rows, fresh)
         return held.mlp
 
+    def linear(self, name: str, number: int, module: Any, x: Tensor) -> Tensor:
+        """Return the output of a linear layer of a block that attends itself."""
+        turn = self._turn()
+        if turn is None:
+            return module(x)  # type: ignore[no-any-return]
+        if name == ENTRIES[0]:
+            turn.number = number
+            if number not in turn.rows:
+                turn.rows[number] = self._rows(turn, number, self.values[number], x)
+        rows = turn.rows[number] or RowPlan(range(0))
+        if name in ENTRIES:
+            return module(rows.take(x))  # type: ignore[no-any-return]
+        held, kind = turn.held.layers[number], EXITS[name]
+        out = put(getattr(held, kind), rows, module(x))
+        setattr(held, kind, out)
+        if kind == "mlp":
+            turn.finished.add(number)
+        return out
+
     def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
         """Write keys and values of the rows; where they are some, attend to all that is held."""
         turn = self._turn()
@@ -248,12 +303,13 @@ class Branches(Extension):
             return None
         number = self.numbers[site.path]
         held, rows = turn.held.layers[number], turn.rows[number]
-        assert rows is not None
+        if rows is None:  # of a block that attends itself
+            return call.q
         turn.attended = True
         held.products = 2 * turn.held.shape[1] * call.q.shape[2] * call.q.shape[3]
         k, v = call.k.transpose(1, 2), call.v.transpose(1, 2)
         if not held.kv.seen:
-            check_sees_all(self.model, site, call, turn.held.mask)
+            check_sees_all(self.model, site, call, None if self.is_direct else turn.held.mask)
             held.kv.write(k, v)
         else:
             at: SlotIndex | range = range(k.shape[2])
@@ -262,7 +318,7 @@ class Branches(Extension):
             elif rows.rows is not None:  # found among the answer's rows, so that all are there
                 at = SlotIndex(rows.rows, 0, turn.held.shape[1])
             held.kv.overwrite(at, k, v)
-        if rows.rows is None:
+        if rows.rows is None and not self.is_direct:
             return None  # the model's own
         mask = turn.held.mask
         mask = None if mask is None else mask.expand(-1, -1, call.q.shape[1], -1)
@@ -283,7 +339,13 @@ class Branches(Extension):
         """Return whether a layer chooses rows of the answer by their values."""
         return number > 0 and not plan.renews_answer and self.ability.ratio > 0
 
-    def _rows(self, turn: BranchTurn, number: int, module: Any, x: Tensor) -> RowPlan | None:
+    def _placed(self) -> Placed | None:
+        """Return the rows of the layer at hand, None where these are all or there is no plan."""
+        turn = self._turn()
+        rows = ALL if turn is None else turn.rows[turn.number] or RowPlan(range(0))
+        return None if turn is None or rows.rows is None else (rows.rows, turn.held.shape[1])
+
+    def _rows(self, turn: BranchTurn, number: int, v_proj: Any, x: Tensor) -> RowPlan | None:
         """Return the rows that a layer computes, None for none; renew values that it looks at."""
         plan, width = turn.plan, turn.held.shape[1]
         if number == 0 or (plan.renews_prompt and plan.renews_answer):
@@ -293,7 +355,7 @@ class Branches(Extension):
         if not self._looks(plan, number):
             return RowPlan(range(plan.prompt)) if plan.renews_prompt and plan.prompt else None
         held = turn.held.layers[number]
-        new = module.v_proj(x[:, plan.prompt :])
+        new = v_proj(x[:, plan.prompt :])
         rows = plan.prompt + self.ability.choose(new, held.values(plan.prompt))
         held.renew_values(plan.prompt, new)
         if plan.renews_prompt:
@@ -323,6 +385,7 @@ class Branches(Extension):
                 "function was replaced since: unwrap the model and wrap it again"
             )
         fresh: Tensor = out[0]
+        self.others = (None,) * (len(out) - 1)
         return fresh
 
     # checks ------------------------------------------------------------------------------------
@@ -341,6 +404,24 @@ class Branches(Extension):
         row = self._run(turn, number, module, given)
         self._check_same(self.paths[number], row, held.attention[:, -1:])
         held.kv, turn.rows[number] = kept, ALL
+
+    @torch.no_grad()
+    def _check_alone(self, call: Call, turn: BranchTurn, logits: Tensor) -> None:
+        """Raise unless the last row computed alone in every layer is what it was; the host waits.
+
+        Raises:
+            AttachError: If it is not.
+        """
+        width, held = turn.held.shape[1], turn.held
+        layers = [replace(layer, kv=layer.kv.fork()) for layer in held.layers]
+        last: dict[int, RowPlan | None] = dict.fromkeys(
+            range(len(layers)), RowPlan(range(width - 1, width))
+        )
+        trial = BranchTurn(turn.plan, replace(held, layers=layers), last)
+        given = self.denoiser.named(call.args, call.kwargs)
+        with in_call(replace(call, repeats=True, storage={self: trial})):
+            again = self.denoiser.model.forward(**given)[0]
+        self._check_same(self.layers[0].path, again[:, -1:], logits[:, -1:])
 
     def _check_same(self, path: str, ours: Tensor, theirs: Tensor) -> None:
         """Raise unless two outputs agree to half of their digits.
@@ -364,12 +445,7 @@ def install(denoiser: Denoiser, ability: BranchRows) -> Branches:
         AttachError: If the model is none of transformers, takes no positions, or has layers of
             another kind.
     """
-    check_arguments(denoiser, IDS, VALID, POSITIONS)
-    if calls_sdpa(denoiser.model):
-        raise AttachError(
-            f"{denoiser.anatomy.model}: calls torch's attention itself, and its layers are of its "
-            "own making; use a method that holds keys and values alone, such as DKVCache()"
-        )
+    check_arguments(denoiser, IDS, VALID)
     branches = Branches(denoiser, ability)
     if {site.path for site in branches.door.sites} != set(branches.paths):
         branches.remove()

@@ -39,13 +39,6 @@ class Scenes(Extension):
         """Return the call with the noise level and the grids in its step."""
         if call.writes:
             return call
-        place = call.run.begin + call.step.index
-        weights: list[tuple[float, float]] = call.run.storage.get(self, [])
-        if place >= len(weights):
-            raise AttachError(
-                f"{self.model}: the noise level of step {call.step.index} is not known, as no "
-                "scheduler was heard of; wrap the pipeline, or use TeaCache"
-            )
         grids = call.branch.storage.get(self)
         if grids is None:  # a run does not change them
             given = self.rule.grid
@@ -55,8 +48,35 @@ class Scenes(Extension):
         sizes: tuple[int, ...] = ()
         if self.rule.grid is None and isinstance(sample, Tensor) and sample.dim() > 3:
             sizes = tuple(sample.shape[2:])
-        scene = Scene(*weights[place], grids, sizes)
+        scene = Scene(*self._weights(call), grids, sizes)
         return replace(call, step=replace(call.step, scene=scene))
+
+    def _weights(self, call: Call) -> tuple[float, float]:
+        """Return the weights of signal and noise at a call.
+
+        The scheduler tells them, else the user in `diffcache.run`, else ComfyUI's argument.
+
+        Raises:
+            AttachError: If nobody does.
+        """
+        place = call.run.begin + call.step.index
+        weights: list[tuple[float, float]] = call.run.storage.get(self, [])
+        if place < len(weights):
+            return weights[place]
+        if call.step.index < len(call.run.sigmas):
+            sigma = call.run.sigmas[call.step.index]
+            return 1 - sigma, sigma
+        options = call.kwargs.get("transformer_options")
+        told = options.get("sigmas") if isinstance(options, dict) else None
+        if isinstance(told, Tensor) and told.numel():
+            sigma = float(told.flatten()[0])
+            if 0 <= sigma <= 1:  # of flow matching; others go far beyond
+                return 1 - sigma, sigma
+        raise AttachError(
+            f"{self.model}: the noise level of step {call.step.index} is not known, as no "
+            "scheduler was heard of; wrap the pipeline, say it in diffcache.run(model, "
+            "sigmas=[...]), or use TeaCache"
+        )
 
 
 def weights_of(scheduler: Any) -> list[tuple[float, float]]:
@@ -113,14 +133,5 @@ def _tuples(value: Any) -> list[tuple[int, ...]]:
 
 
 def install(denoiser: Denoiser, ability: SceneRule) -> Scenes:
-    """Return the extension for a scene rule.
-
-    Raises:
-        AttachError: If a bare model is wrapped, whose noise levels nobody tells.
-    """
-    if denoiser.handle.target() is denoiser.model:
-        raise AttachError(
-            f"{denoiser.anatomy.model}: a bare model has no scheduler to tell the noise levels; "
-            "wrap the pipeline, or use TeaCache"
-        )
+    """Return the extension for a scene rule."""
     return Scenes(ability, denoiser.anatomy.model)

@@ -33,6 +33,7 @@ from diffcache.attach.extensions.row_inputs import (
     mark_of,
     places_of,
 )
+from diffcache.attach.record import TOKEN_LAYERS
 from diffcache.attach.run import Run
 from diffcache.dllm.policy import FedRows
 from diffcache.dllm.rows import RowPlan
@@ -41,7 +42,6 @@ from diffcache.kv.attend import Query, attend
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.slots import SlotIndex, checked
 
-SITE = "token-layers"  # what is counted
 TRIAL = "trial"  # in a call's storage: the turn of rows that are computed alone to compare them
 Extending = TypeVar("Extending", bound="Rows")
 
@@ -236,7 +236,7 @@ class Rows(Extension):
             return {}
         batch, width = turn.held.shape
         call.record.flops = 2 * turn.products, 2 * (turn.most - turn.products)
-        return {SITE: (turn.tokens, batch * width * len(self.numbers) - turn.tokens)}
+        return {TOKEN_LAYERS: (turn.tokens, batch * width * len(self.numbers) - turn.tokens)}
 
     # attention -------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from diffcache.attach.run import Run, Timeline
 from diffcache.attach.signature import writes_cache
 from diffcache.attach.tree import unshared
 from diffcache.errors import AttachError
-from diffcache.features.combine import Combine
+from diffcache.features.combine import Combine, reuse_of
 from diffcache.foreign import splits_inputs
 from diffcache.step import Site
 
@@ -73,21 +73,20 @@ class FeatureReuse(Extension):
 
     def tensors(self, run: Run) -> Iterator[Tensor]:
         """Yield the tensors of the features, and of what schedules look at."""
-        parts = self.setup.parts
         for timeline in list(run.timelines.values()):  # other threads go on while they are counted
             known = [branch.storage.get(self) for branch in list(timeline.branches)]
             states: list[BranchState] = [state for state in known if state is not None]
             for state in states:
                 for held in list(state.features.values()):
                     for feature in held.states:
-                        yield from parts.instead.held(feature)
+                        yield from state.decision.parts.instead.held(feature)
             own = timeline.storage.get(self)
             decisions = ([] if own is None else [own]) + [
                 state.decision for state in states if state.decision is not own
             ]
             for decision in decisions:
                 if decision.state is not None:
-                    yield from parts.when.held(decision.state)
+                    yield from decision.parts.when.held(decision.state)
 
     def start(self, timeline: Timeline) -> None:
         """Start a run: nothing is decided; blocks that were replaced are laid out anew.
@@ -95,9 +94,14 @@ class FeatureReuse(Extension):
         Raises:
             AttachError: If blocks that may be skipped split their tokens over processes.
         """
-        when = self.setup.parts.when
         self._check_split()
-        timeline.storage[self] = Decision(None if when.by_branch else when.init())
+        parts, method = self.setup.parts, timeline.run.record.method
+        if method is not None and method is not self.setup.method:
+            chosen = reuse_of(method)
+            assert chosen is not None
+            parts = replace(parts, when=chosen.when, instead=chosen.instead)
+        state = None if parts.when.by_branch else parts.when.init()
+        timeline.storage[self] = Decision(parts, state)
         if self._taps.refresh():
             self.setup.layouts.clear()
 
@@ -136,8 +140,9 @@ class FeatureReuse(Extension):
         """Return what is kept of the branch of a call."""
         state: BranchState | None = call.branch.storage.get(self)
         if state is None:
-            when = self.setup.parts.when
-            own = Decision(when.init()) if when.by_branch else call.timeline.storage[self]
+            own: Decision = call.timeline.storage[self]
+            if own.parts.when.by_branch:
+                own = Decision(own.parts, own.parts.when.init())
             state = call.branch.storage[self] = BranchState(own)
         return state
 
@@ -194,9 +199,10 @@ class FeatureReuse(Extension):
         frame.computes = True
         spread = setup.site in (Site.BLOCK, Site.RUN)
         frame.trace = Trace(spread or parts.tail > 0 or setup.anatomy.is_unet, parts.lead)
-        if setup.hold is not None:  # what is learned must be exact, so it is packed afterwards
+        hold = frame.decision.hold
+        if hold is not None:  # what is learned must be exact, so it is packed afterwards
             frame.features.clear()
-            frame.instead = setup.hold.inner
+            frame.instead = hold.inner
         opened = setup.anatomy.opened
         frame.hand_out({k: frame.trace.items(k, g, opened) for k, g in setup.blocks.items()})
 
@@ -224,11 +230,12 @@ class FeatureReuse(Extension):
         assert frame.layout is not None
         setup.layouts[call.signature] = state.layout = frame.layout
         frame.hand_out(frame.layout.compute)
-        if setup.hold is not None:
-            frame.instead = setup.hold
+        hold = frame.decision.hold
+        if hold is not None:
+            frame.instead = hold
             for held in frame.features.values():
-                held.states = [setup.hold.adopt(feature) for feature in held.states]
-            setup.hold.link([s for held in frame.features.values() for s in held.states])
+                held.states = [hold.adopt(feature) for feature in held.states]
+            hold.link([s for held in frame.features.values() for s in held.states])
 
     def close(self, call: Call, out: Any) -> Any:
         """Keep the output, or stand in for it, at the site MODEL.

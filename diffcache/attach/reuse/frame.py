@@ -81,8 +81,8 @@ class Frame:
         self.setup, self.call, self.state = setup, call, state
         self.step = call.step
         self.features = state.features
-        self.instead = setup.instead
         self.decision = state.decision
+        self.instead = state.decision.parts.instead
         self.decides = False
         self.per_site = False
         self.computes: bool | None = None
@@ -110,12 +110,12 @@ class Frame:
         """Return whether a site is computed in this call; known once the step is decided."""
         if not self.per_site or not self.computes:
             return bool(self.computes)
-        setup = self.setup
-        return site not in setup.own_sites or setup.parts.when.computes_at(self.step, site)
+        when = self.decision.parts.when
+        return site not in self.setup.own_sites or when.computes_at(self.step, site)
 
     def decide(self, probe: Tensor | None) -> None:
         """Take the decision of this step, for all its branches or for this one."""
-        when, decision = self.setup.parts.when, self.decision
+        when, decision = self.decision.parts.when, self.decision
         observer = self.setup.observer
         if observer is not None and probe is not None:
             observer.probe(self.step, probe.detach())

@@ -34,16 +34,23 @@ class Decision:
     """Decision whether the steps of a run, or of one branch of it, are computed.
 
     Attributes:
+        parts: Schedule and stand-in of the run.
         state: State of the schedule.
         index: Step that was decided last.
         computes: Whether it is computed.
         last_computed: Last step that was computed by decision.
     """
 
+    parts: Combine
     state: Any = None
     index: int = -1
     computes: bool = True
     last_computed: int = -1
+
+    @property
+    def hold(self) -> Hold | None:
+        """The form in which features are held, None where they are left as they are."""
+        return self.parts.instead if isinstance(self.parts.instead, Hold) else None
 
 
 @dataclass(eq=False)
@@ -95,7 +102,6 @@ class Setup:
 
     def __post_init__(self) -> None:
         self.instead: Instead = self.parts.instead
-        self.hold = self.instead if isinstance(self.instead, Hold) else None
         self.own_sites = frozenset(self.parts.when.sites)
         self.probe = self.parts.when.probe
         self.is_module = self.site.is_module

@@ -141,13 +141,17 @@ class Trace:
         """Return the calls that a method works on.
 
         A list of the text alone always runs, as in the official codes of the methods: it is small
-        beside the image's blocks, and a gate before it would decide by what never changes. Where
-        blocks are named, and where the whole model is skipped, it counts as any other.
+        beside the image's blocks, and a gate before it would decide by what never changes. So do
+        the refiners of Lumina2 and its kin, before text and image become one sequence: a gate
+        looks at the joint one. Where blocks are named, and where the whole model is skipped, they
+        count as any other.
         """
-        named = parts.site not in (Site.STACK, Site.BLOCK) and parts.when.probe is None
-        if self.reach is None or named:
+        if parts.site not in (Site.STACK, Site.BLOCK) and parts.when.probe is None:
             return self.calls
-        return [call for call in self.calls if self.reach.get(call.list_key)]
+        main = [call for call in self.calls if not call.list_key.endswith("_refiner")]
+        if self.reach is None:
+            return main or self.calls
+        return [call for call in main or self.calls if self.reach.get(call.list_key)]
 
     def streams(self, first: BlockCall) -> list[Key]:
         """Return where the first block of a list may take the stream of the sample."""

@@ -76,7 +76,7 @@ class Accumulated(When):
     Args:
         threshold: Sums below it skip the step; 0 turns the cache off.
         indicator: Tensor that is compared, and error that its change counts for.
-        warmup: First steps that are always computed, at least 1.
+        warmup: First steps that are always computed, at least 1, or a share of the run below 1.
         longest: Steps that are skipped in a row at most, None for any number.
         last: Whether the last step of the run is always computed.
         of: Name of the probe: the `modulated` input of the first attention, the `time` embedding,
@@ -89,7 +89,7 @@ class Accumulated(When):
 
     threshold: float
     indicator: Indicator = field(default_factory=Rescaled)
-    warmup: int = 1
+    warmup: float = 1
     longest: int | None = None
     last: bool = True
     of: Probe = "modulated"
@@ -97,7 +97,9 @@ class Accumulated(When):
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold, " (0 turns the cache off)")
-        check_int("warmup", self.warmup, 1, " (the first step has nothing to stand in for it)")
+        if not isinstance(self.warmup, float) or not 0 < self.warmup < 1:
+            why = " (the first step has nothing to stand in for it), or a share below 1 of the run"
+            check_int("warmup", self.warmup, 1, why)
         if self.longest is not None:
             check_int("longest", self.longest, 1, " (None for any number)")
         for name in ("last", "by_branch"):
@@ -117,7 +119,7 @@ class Accumulated(When):
         if state.value is None or step.index == state.anchor or (self.last and step.is_last):
             return True
         limit = math.inf if self.longest is None else self.longest
-        if step.index < self.warmup or step.index - state.anchor > limit:
+        if step.index < self._first(step.total) or step.index - state.anchor > limit:
             return True
         if probe is None:
             raise ValueError(f"a gate needs a probe, and was given none ({self.of})")
@@ -129,6 +131,17 @@ class Accumulated(When):
             state.total += self.indicator.error(change)
             state.index, state.value = step.index, value
         return not state.total < self.threshold
+
+    def _first(self, total: int | None) -> float:
+        """Return how many first steps of a run of `total` are always computed."""
+        if self.warmup >= 1:
+            return self.warmup
+        if total is None:
+            raise ValueError(
+                f"warmup={self.warmup}: a share of a run whose length nobody said; give a number "
+                "of steps, or say it: diffcache.run(model, steps=...)"
+            )
+        return self.warmup * total
 
     def computed(self, state: Sum, step: Step, probe: Tensor | None) -> None:
         """Start the sum anew."""

@@ -13,7 +13,6 @@ from typing import Any
 # Model -> fields of `MagCache`; without the ratio of the first step, which is 1
 MAGCACHE: dict[str, dict[str, Any]] = {
     "flux.1-dev": {  # MagCache4FLUX/magcache_flux.py:459
-        "models": ("FluxTransformer2DModel",),
         "branches": 1,
         "threshold": 0.24,
         "longest": 5,
@@ -26,7 +25,6 @@ MAGCACHE: dict[str, dict[str, Any]] = {
         ),
     },
     "flux.1-kontext-dev": {  # MagCache4FLUX_Kontext/magcache_flux_kontext.py:458
-        "models": ("FluxTransformer2DModel",),
         "branches": 1,
         "threshold": 0.05,
         "longest": 4,
@@ -39,7 +37,6 @@ MAGCACHE: dict[str, dict[str, Any]] = {
         ),
     },
     "hunyuanvideo-720p": {  # MagCache4HunyuanVideo/magcache_sample_video.py:316
-        "models": ("HunyuanVideoTransformer3DModel",),
         "branches": 1,
         "threshold": 0.24,
         "longest": 6,
@@ -54,7 +51,6 @@ MAGCACHE: dict[str, dict[str, Any]] = {
         ),
     },
     "hunyuanvideo-540p": {  # MagCache4HunyuanVideo/magcache_sample_video.py:318
-        "models": ("HunyuanVideoTransformer3DModel",),
         "branches": 1,
         "threshold": 0.24,
         "longest": 6,
@@ -69,7 +65,6 @@ MAGCACHE: dict[str, dict[str, Any]] = {
         ),
     },
     "qwen-image": {  # MagCache4QwenImage/magcache_generate.py:275
-        "models": ("QwenImageTransformer2DModel",),
         "branches": 2,
         "threshold": 0.06,
         "longest": 2,
@@ -89,7 +84,6 @@ MAGCACHE: dict[str, dict[str, Any]] = {
         ),
     },
     "qwen-image-edit": {  # MagCache4QwenImageEdit/magcache_generate.py:271
-        "models": ("QwenImageTransformer2DModel",),
         "branches": 2,
         "threshold": 0.06,
         "longest": 2,
@@ -109,7 +103,6 @@ MAGCACHE: dict[str, dict[str, Any]] = {
         ),
     },
     "wan2.1-t2v-1.3b": {  # MagCache4Wan2.1/magcache_generate.py:912
-        "models": ("WanTransformer3DModel",),
         "branches": 2,
         "threshold": 0.12,
         "longest": 4,
@@ -128,7 +121,6 @@ MAGCACHE: dict[str, dict[str, Any]] = {
         ),
     },
     "wan2.1-t2v-14b": {  # MagCache4Wan2.1/magcache_generate.py:910
-        "models": ("WanTransformer3DModel",),
         "branches": 2,
         "threshold": 0.24,
         "longest": 6,
@@ -148,7 +140,6 @@ MAGCACHE: dict[str, dict[str, Any]] = {
         ),
     },
     "wan2.1-i2v-14b-480p": {  # MagCache4Wan2.1/magcache_generate.py:1002
-        "models": ("WanTransformer3DModel",),
         "branches": 2,
         "threshold": 0.24,
         "longest": 6,
@@ -166,7 +157,6 @@ MAGCACHE: dict[str, dict[str, Any]] = {
         ),
     },
     "wan2.1-i2v-14b-720p": {  # MagCache4Wan2.1/magcache_generate.py:1004
-        "models": ("WanTransformer3DModel",),
         "branches": 2,
         "threshold": 0.24,
         "longest": 6,

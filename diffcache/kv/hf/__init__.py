@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+
+from diffcache.errors import MissingError
 
 if TYPE_CHECKING:
     from diffcache.kv.hf.cache import KVCache as KVCache
@@ -20,6 +25,13 @@ _LATER = {
     "ask": "questions", "caching": "implicit",
     "remat_cache_for": "remat", "static_cache_for": "static",
 }  # fmt: skip
+_OLDEST = "5.14"  # of transformers; feature caches take earlier ones
+
+if Version(version("transformers")) < Version(_OLDEST):
+    raise MissingError(
+        f"key-value caches need transformers {_OLDEST} or newer, and {version('transformers')} is "
+        "installed: pip install -U transformers"
+    )
 
 
 def __getattr__(name: str) -> Any:

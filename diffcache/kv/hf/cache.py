@@ -22,6 +22,7 @@ from diffcache.errors import AttachError
 from diffcache.foreign import attention_name_of
 from diffcache.kv.hf.attention import forget
 from diffcache.kv.hf.axes import noted_by
+from diffcache.kv.hf.ends import Ending, watch
 from diffcache.kv.hf.latent import check_latent
 from diffcache.kv.hf.layer import FusedLayer, SlotLayer
 from diffcache.kv.hf.model import (
@@ -126,6 +127,7 @@ def cache_for(
     cache.writer.noted = noted_by(readers or ())
     if seen:
         take_over(cache, past, past_mask, seen)
+    watch(model)
     return cache
 
 
@@ -209,7 +211,7 @@ def owned_layers(model: nn.Module, stock: Sequence[Any]) -> list[int]:
     return owned
 
 
-class KVCache(Cache):  # type: ignore[misc]
+class KVCache(Ending, Cache):  # type: ignore[misc]
     """A cache of transformers whose layers of full attention follow a recipe.
 
     Attributes:
@@ -297,6 +299,7 @@ class KVCache(Cache):  # type: ignore[misc]
         """Settle what is due, at the first layer of a forward of `count` tokens; see `check`."""
         self._check_used()
         self.store.begin(count)
+        self.await_end()
 
     def check(self) -> None:
         """Check, before a forward, that the model and this cache are as they were left.
@@ -323,8 +326,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; see `tokens_to_crop`."""
         count = tokens_to_crop(tokens_to_remove, self.store)
-        for layer in self.store.layers:
-            layer.check_rollback(count)
+        self.store.check_rollback(count)
         if self.store.has_noted(count):
             raise AttachError(
                 f"{self.store.recipe.name} took note of what the last {count} tokens attend to, "

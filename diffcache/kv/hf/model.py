@@ -63,8 +63,8 @@ def decoder_config(model: nn.Module) -> Any:
     """Return the configuration of a model's decoder.
 
     Raises:
-        AttachError: If it is no model of transformers, has an encoder as well, or is a diffusion
-            language model of its own code.
+        AttachError: If it is no model of transformers, has an encoder as well, takes no cache but
+            its own, or is a diffusion language model of its own code.
     """
     config = config_of(model)
     if getattr(config, "model_type", None) in _DIFFUSION:
@@ -73,6 +73,8 @@ def decoder_config(model: nn.Module) -> Any:
             "code takes no cache of transformers; wrap it with a policy of diffcache.dllm, such as "
             "diffcache.wrap(model, DKVCache()), and decode with DiffusionLM"
         )
+    if getattr(config, "model_type", None) == "minimax":
+        raise AttachError(f"{type(model).__name__} takes no cache but its own; leave it as it is")
     if getattr(config, "is_encoder_decoder", False):
         raise AttachError(
             f"{type(model).__name__} has an encoder, and layers that attend to it; use a "

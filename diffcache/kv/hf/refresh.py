@@ -72,6 +72,7 @@ class Refreshing:
             wide = place[..., None].expand(-1, v.shape[1], -1, v.shape[3])
             self.old, self.new = slots.v.gather(2, wide), v
         self._slots = checked(self.index, layer.held, self._slots)
+        self._store.torn = True
         layer.overwrite(self._slots, k, v)
         layer.summary = None
         if number == self._last:
@@ -155,6 +156,7 @@ def _forward(
             )
     finally:
         cache.writer.refreshing = None
+    cache.store.torn = False
     return out, found
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache, StaticLayer
 
+from diffcache.errors import AttachError
 from diffcache.kv.hf.model import decoder_config
 from diffcache.kv.hf.versions import query_count
 from diffcache.kv.static import StaticWindow
@@ -22,11 +23,18 @@ def static_cache_for(model: nn.Module, capacity: int, *, sinks: int = 4) -> Cach
         sinks: First tokens that always stay.
 
     Raises:
-        AttachError: If it is no model of transformers, or has an encoder as well.
+        AttachError: If it is no model of transformers, has an encoder as well, or has layers of
+            states and full attention in one.
         ValueError: If `capacity` does not hold the `sinks` and one more.
     """
     config = decoder_config(model)
     layers = StaticCache(config=config, max_cache_len=2**30).layers  # nothing is allocated yet
+    own = [x for x in layers if isinstance(x, StaticLayer) and not x.is_sliding]
+    if any(type(x) is not StaticLayer for x in own):
+        raise AttachError(
+            f"{type(model).__name__} has layers of states and full attention in one, whose memory "
+            "is that of the whole text; use cache_for(model, ...)"
+        )
     return Cache([_Static(capacity, sinks) if type(x) is StaticLayer else x for x in layers])
 
 

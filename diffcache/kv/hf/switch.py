@@ -18,6 +18,7 @@ from diffcache.foreign import (
     use_attention,
 )
 from diffcache.kv.hf.attention import attention
+from diffcache.kv.hf.ends import unwatch
 from diffcache.kv.hf.model import config_of, decoder_of
 
 NAME = "diffcache"
@@ -45,10 +46,11 @@ def switch(model: nn.Module) -> str:
 
 
 def detach(model: nn.Module) -> None:
-    """Have each part of a model use the attention function it used before `cache_for`.
+    """Take off a model what `cache_for` put there: each part attends by the function of before.
 
     Raises:
         AttachError: If it is no model of transformers.
     """
     config_of(model)
     restore_attention(model, NAME)
+    unwatch(model)

@@ -18,20 +18,21 @@ _CROPS_TO_LENGTH = "max_length" in inspect.signature(DynamicLayer.crop).paramete
 FUSED = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", DynamicLayer)
 
 
-def tokens_to_crop(given: int, store: KVStore) -> int:
+def tokens_to_crop(given: int | Tensor, store: KVStore) -> int:
     """Return how many of the last tokens `Cache.crop(given)` is to forget.
 
     A negative number is that many. A positive one is refused, or, in earlier versions, is the
     number of tokens that are left; most of those do not announce that tokens may be taken back.
 
     Args:
-        given: Number of tokens that `crop` was called with.
+        given: Number of tokens that `crop` was called with; `generate` of 5.14 has a tensor.
         store: The cache's store.
 
     Raises:
         ValueError: If it is positive, and this version takes no length.
         AttachError: If slots are dropped, and nobody said that tokens may be taken back.
     """
+    given = int(given)
     if given <= 0:
         return -given
     if not _CROPS_TO_LENGTH:

@@ -144,9 +144,9 @@ def _filled(state: Mapping[str, Any], like: KVStore) -> KVStore:
             raise ValueError(f"keys and values of [H, D, Dv]={layer.form[1:4]}: this cache held "
                              f"{ours.form[1:4]}")  # fmt: skip
     store.restore(state)
-    (wrote, since), fresh = state["wrote"], state["fresh"]
+    fresh = state["fresh"]
     kinds = [*zip(state["queries"], [Query | None] * len(saved), strict=True)]
-    _check_kinds([*kinds, (wrote, int), (since, int), (fresh, bool)])
+    _check_kinds([*kinds, *((count, int) for count in state["wrote"]), (fresh, bool)])
     known = {layer.form[:1] + layer.form[4:] for layer in store.layers if layer.form is not None}
     if len({layer.seen for layer in store.layers}) > 1 or len(known) > 1:
         raise ValueError("layers hold different numbers of tokens, rows or kinds of numbers")

@@ -62,10 +62,8 @@ class Sentences(Selecting):
         q, own = query.q, query.positions().expand(len(query.q), -1)
         pos = own
         if "asked" in summary.state:
-            before = summary.state["asked_pos"]
-            old = slice(int((before < own[:, :1]).all(0).sum()))  # later ones were taken back
-            q = torch.cat([summary.state["asked"][:, :, old], q], 2)
-            pos = torch.cat([before[:, old], own], 1)
+            q = torch.cat([summary.state["asked"], q], 2)
+            pos = torch.cat([summary.state["asked_pos"], own], 1)
         most = self.block + query.count - 1
         q, pos = q[:, :, -most:], pos[:, -most:]
         state = {**summary.state, "asked": q, "asked_pos": pos}

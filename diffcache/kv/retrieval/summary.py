@@ -12,8 +12,6 @@ from diffcache.kv.layer import KVLayer
 from diffcache.kv.slots import Slots, filled, level_heads
 from diffcache.kv.summary import LayerSummary
 
-_REACHED = ("top", "run", "tag")  # where the blocks of each row have come to
-
 
 @dataclass(frozen=True)
 class Summary(LayerSummary):
@@ -68,25 +66,10 @@ class Summary(LayerSummary):
         read = None if self.read is None else self.read.index_select(0, index)
         return Summary(slots, blocks, state, coded, self.at, read, self.run)
 
-    def shortened(self, width: int) -> Summary:
-        """Forget all slots but the first; blocks cannot be taken back and are built anew."""
-        if self.run:
-            return self._shortened_run(width)
-        if self.blocks:
-            state = {name: value for name, value in self.state.items() if name not in _REACHED}
-            return Summary(state=state, at=self.at)
-        slots = {name: value[:, :, :width] for name, value in self.slots.items()}
-        coded = self.coded
-        if coded is not None:
-            shape = coded.decode().shape
-            order = torch.arange(width, device=self.pos.device)
-            coded = coded.take(order.expand(shape[0], shape[1], -1))
-        return Summary(slots, {}, dict(self.state), coded, self.at)
-
-    def _shortened_run(self, width: int) -> Summary:
-        """Forget blocks that are not whole any more; the others never change."""
-        if width >= self.run:
-            return self
+    def shortened(self, width: int) -> Summary | None:
+        """Forget blocks that are not whole any more; None if something is kept by slot."""
+        if self.slots or width >= self.run:
+            return None if self.slots else self
         count = {value.shape[2] for value in self.blocks.values()} or {self.run}
         size = self.run // count.pop()
         blocks = {name: value[:, :, : width // size] for name, value in self.blocks.items()}

@@ -66,6 +66,7 @@ def ape(
             model(input_ids=context[None], past_key_values=cache, use_cache=True)
             for layer, parts in zip(store.layers, found, strict=True):
                 parts.append(layer.read().narrow(len(prefix), layer.held).clone())
+                layer.summary = None
             cache.crop(-len(context))
     longest = max(len(context) for context in contexts)
     for layer, parts in zip(store.layers, found, strict=True):
@@ -73,7 +74,6 @@ def ape(
         layer.segments.append(Dense(join(parts), traits))
         layer.seen += longest
         layer.tail = Tail(layer.seen)
-        layer.summary = None
     return len(prefix) + longest
 
 

@@ -20,6 +20,7 @@ from diffcache.kv.hf.cache import cache_for
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import snapkv
 from diffcache.kv.recipes.streaming import streaming_llm
+from diffcache.pipelines.demo import console
 
 CONTEXT = 48
 
@@ -58,6 +59,17 @@ def test_an_exact_cache_scores_as_the_stock_model(
     dropped = measure(model, streaming_llm(8, rotate=False), task, drawn)
     assert dropped["share"] < 0.3 and dropped["nats"] != pytest.approx(found["nats"], abs=1e-5)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_log_is_told_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "SECONDS", 0.01)
+    told = ""
+    with console.progress("reading") as show:
+        show(1, 3, "none, perplexity 7.00 so far")
+        while "reading none, perplexity 7.00 so far: 1 of 3, 0 s\n" not in told:
+            told += capsys.readouterr().err
 
 
 def test_spans_are_of_the_context() -> None:

@@ -147,6 +147,7 @@ def test_rolling_back_forgets_and_rows_follow(name: str) -> None:
     query = Query(q[:, :, :1], 90, 0.25)
     want.write(k[:, :, :1], v[:, :, :1])
     expected = attend(query, chooser.views(query, want, [want]))
+    layer.mark()
     layer.write(k[:, :, 3:6], v[:, :, 3:6])
     chooser.views(Query(q[:, :, 3:6], 90, 0.25), layer, [layer])
     layer.rollback(3)

@@ -1,0 +1,124 @@
+"""Let in the requests of the page of `diffcache serve`, and know which viewers take what it sends.
+
+Gradio serves many routes that the page has no use for: uploads fill the disk, and others tell of
+its inside. Whatever the page does not ask for is not found.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.datastructures import QueryParams
+from starlette.middleware import Middleware
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MOST_BYTES = 65_536  # of a request; a prompt has at most 2,000 letters
+PATIENCE = 60.0  # seconds for which a page may take nothing; gradio sends a sign of life every 15
+_API = "/gradio_api"
+_EVENTS = f"{_API}/queue/data"
+_ROUTES = frozenset({
+    "/", "/config", "/theme.css", "/favicon.ico", "/manifest.json", f"{_API}/info", _EVENTS,
+    f"{_API}/queue/join", f"{_API}/run/predict", f"{_API}/startup-events",
+})  # fmt: skip
+_FOLDERS = ("/assets/", "/static/", f"{_API}/heartbeat/")
+
+
+class Listeners:
+    """Pages that take what they are sent, by session."""
+
+    def __init__(self) -> None:
+        self._taken: dict[str, float] = {}
+
+    def take(self, who: str) -> None:
+        """Note that a page has taken something."""
+        self._taken[who] = time.monotonic()
+
+    def leave(self, who: str) -> None:
+        """Note that a page has closed its connection."""
+        self._taken.pop(who, None)
+
+    def __contains__(self, who: str) -> bool:
+        taken = self._taken.get(who)
+        return taken is not None and time.monotonic() - taken < PATIENCE
+
+
+class Door:
+    """Refuse what is no route of the page, and note who takes what is sent.
+
+    Args:
+        app: Application behind it.
+        listeners: Pages that listen, which is kept up to date.
+    """
+
+    def __init__(self, app: ASGIApp, listeners: Listeners) -> None:
+        self.app, self.listeners = app, listeners
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path: str = scope["path"]
+        if path not in _ROUTES and not path.startswith(_FOLDERS):
+            await PlainTextResponse("Not Found", 404)(scope, receive, send)
+            return
+        # Gradio would have the page ask for everything at a host that anybody may name here.
+        scope["headers"] = [h for h in scope["headers"] if h[0] != b"x-forwarded-host"]
+        who = QueryParams(scope["query_string"]).get("session_hash", "")
+
+        async def taken(message: Message) -> None:
+            await send(message)  # waits while the other end reads nothing
+            self.listeners.take(who)
+
+        try:
+            await self.app(scope, receive, taken if path == _EVENTS else send)
+        except KeyError as error:  # gradio looks a number up that a request gives
+            await PlainTextResponse(f"no function {error}", 404)(scope, receive, send)
+        finally:
+            if path == _EVENTS:
+                self.listeners.leave(who)
+
+
+def guarded_by(listeners: Listeners, host: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return arguments of an application that lets in nothing but the page's own requests.
+
+    Args:
+        listeners: Pages that listen, which is kept up to date.
+        host: Address that is served at.
+        names: Further names that it is asked for by.
+    """
+    hosts = [*hosts_of(host), *names]
+    return {
+        "middleware": [
+            Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
+            Middleware(RequestBodyLimitMiddleware, max_body_size=MOST_BYTES),
+            Middleware(Door, listeners=listeners),
+        ]
+    }
+
+
+def hosts_of(host: str) -> list[str]:
+    """Return the names by which a page at an address may be asked for.
+
+    Args:
+        host: Address that is served at; all of this machine where it is `0.0.0.0` or `::`.
+    """
+    own = {host, "localhost", "127.0.0.1", "::1"}
+    if host in ("0.0.0.0", "::"):
+        name = socket.gethostname()
+        own |= {name, socket.getfqdn()}
+        for kind, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+            try:
+                own |= {str(found[4][0]) for found in socket.getaddrinfo(name, None, kind)}
+                with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+                    probe.connect((elsewhere, 9))  # sends nothing; tells the address it would use
+                    own.add(str(probe.getsockname()[0]))
+            except OSError:
+                continue
+    return sorted(f"[{each}]" if ":" in each else each for each in own)

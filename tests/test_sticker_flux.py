@@ -1,0 +1,122 @@
+"""The sticker pipeline is what was trained, and its judge tells a right picture from a wrong one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from diffcache.pipelines.small import sticker_autoencoder, sticker_judge
+from diffcache.pipelines.small.sticker_autoencoder import build_autoencoder, start_from_patches
+from diffcache.pipelines.small.sticker_flux import CALL, Flux
+from diffcache.pipelines.small.sticker_judge import Reading, faults, fit, likeness
+from diffcache.pipelines.small.sticker_text import Encoder
+from diffcache.pipelines.small.stickers import Sticker, held_out_captions, render, sample_scene
+from diffcache.pipelines.small.trainer import Settings
+
+FOX = Sticker("fox", 20, 24, 24, 8, False, 1.0)
+OWL = Sticker("owl", 46, 46, 28, -5, True, 0.9)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Flux:
+    """A training of random weights on 16 scenes."""
+    folder = tmp_path_factory.mktemp("flux")
+    torch.manual_seed(0)
+    torch.save({"average": build_autoencoder().state_dict()}, folder / "sticker-autoencoder.state")
+    clip, t5 = Encoder().build()
+    text = nn.ModuleDict({"text_encoder": clip, "text_encoder_2": t5})
+    torch.save({"average": text.state_dict()}, folder / "sticker-text.state")
+    return Flux(Settings(steps=2, batch=4, examples=16), folder)
+
+
+def test_the_pipeline_draws_what_training_showed(job: Flux):
+    torch.manual_seed(1)
+    models = job.build()
+    for weight in models["transformer"].parameters():  # gates of zero would hide most of it
+        nn.init.normal_(weight, std=0.05)
+    texts = held_out_captions(2)
+    shown = job.sample(models, texts, steps=3)
+    noise = torch.randn(2, 64, 48, generator=torch.Generator().manual_seed(0))
+    pipe = job.pipeline(models)
+    pipe.set_progress_bar_config(disable=True)
+    asked = CALL | {"negative_prompt": ["", ""], "num_inference_steps": 3, "output_type": "np"}
+    drawn = torch.from_numpy(pipe(texts, latents=noise, **asked).images)
+    assert drawn.std() > 0.02
+    assert (drawn * 255 - shown).abs().max() <= 1.0
+
+
+def test_the_loss_is_the_same_for_the_same_seed_and_trains_every_part(job: Flux):
+    models = job.build()
+    losses = [job.loss(models, torch.arange(4), torch.Generator().manual_seed(3)) for _ in range(2)]
+    assert torch.equal(*losses) and losses[0] > 0.5
+    losses[0].backward()
+    assert models["transformer"].proj_out.weight.grad.abs().sum() > 0
+
+
+def test_an_encoder_starts_as_principal_components_of_patches():
+    rng = np.random.default_rng(0)
+    drawn = np.stack([render(sample_scene(rng)) for _ in range(64)])
+    pictures = sticker_autoencoder.to_unit(torch.from_numpy(drawn))
+    model = build_autoencoder()
+    start_from_patches(model, pictures)
+    with torch.no_grad():
+        latents = model.encode(pictures).latent_dist.mean
+    rows = latents.permute(0, 2, 3, 1).flatten(0, 2)
+    patches = nn.functional.unfold(pictures, 4, stride=4).transpose(1, 2).flatten(0, 1)
+    mixed = torch.cat([rows, torch.ones(len(rows), 1)], 1)
+    left = patches - mixed @ torch.linalg.lstsq(mixed, patches).solution
+    values = torch.linalg.eigvalsh(torch.cov(patches.T)).flip(0)
+    # The least error that any 12 linear components leave, up to what the constants cost.
+    assert left.square().sum(1).mean() == pytest.approx(float(values[12:].sum()), rel=0.03)
+    covariance = torch.cov(rows.T)
+    off = covariance - covariance.diag().diag()
+    assert off.abs().max() < 0.05 * covariance.diag().max()
+
+
+def picture(*objects: Sticker, ground: str = "grass") -> np.ndarray:
+    scene = replace(sample_scene(np.random.default_rng(5)), stickers=objects, ground=ground)
+    return render(scene)
+
+
+def test_an_object_is_found_again_near_where_it_is_looked_for():
+    car = Sticker("car", 44, 42, 32, -5, True, 0.9)
+    shown = picture(FOX, car)
+    guess = replace(car, x=car.x + 2, y=car.y - 2, tilt=4, size=30, mirrored=False)
+    found, value = fit(guess, shown)
+    assert value > 0.97 > likeness(guess, shown)
+    assert found.mirrored and abs(found.x - car.x) < 1 and abs(found.y - car.y) < 1
+
+
+def test_a_broken_object_and_another_one_are_not_like_their_drawing():
+    shown = picture(FOX, OWL)
+    parts = shown.copy()
+    parts[24:40, 8:32] = np.roll(parts[24:40, 8:32], 8, axis=1)  # the lower half slides away
+    shuffled = shown.copy()
+    shuffled[12:36, 8:32] = shown[12:36, 8:32, [1, 2, 0]]  # other colors
+    least = sticker_judge.LEAST_LIKENESS
+    assert fit(FOX, shown)[1] > 0.95
+    assert fit(FOX, parts)[1] < least and fit(FOX, shuffled)[1] < least
+    assert fit(replace(OWL, name="penguin"), shown)[1] < least
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("a fox left of an owl on grass", []),
+        ("an owl below a fox", []),
+        ("a fox right of an owl", ["not right of"]),
+        ("a fox on wood", ["also a owl", "on grass, not wood"]),
+        ("a fox and a car", ["no car", "also a owl"]),
+    ],
+)
+def test_all_that_a_sentence_says_has_to_be_there(text: str, wrong: list[str]):
+    assert faults(text, Reading((FOX, OWL), (), "grass")) == wrong
+
+
+def test_a_broken_object_counts_as_a_fault():
+    assert faults("a fox", Reading((FOX,), ("owl",), "sky")) == ["a broken owl"]
+    assert faults("a fox", Reading((), ("fox",), "sky")) == ["no fox", "a broken fox"]

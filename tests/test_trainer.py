@@ -1,0 +1,113 @@
+"""The loop that trains the small models: repeatable, broken off or not, and in float32 with Muon."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diffcache.pipelines.small import trainer
+from diffcache.pipelines.small.trainer import Job, Settings, orthogonal, pace, record, train
+
+SETTINGS = Settings(
+    steps=24, batch=8, examples=40, rate=1e-2, muon=0.02, muon_in="deep", warmup=2, save_every=7,
+    measure_every=12,
+)  # fmt: skip
+
+
+class Line(Job):
+    """Fit a small network to a linear map."""
+
+    def build(self) -> nn.ModuleDict:
+        return nn.ModuleDict({"deep": nn.Linear(6, 6), "last": nn.Linear(6, 2)})
+
+    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
+        inputs = torch.sin(chosen[:, None] * torch.arange(1.0, 7.0))
+        noise = 0.01 * torch.randn(len(chosen), 2, generator=generator)
+        return (models["last"](models["deep"](inputs)) - inputs[:, :2] - noise).square().mean()
+
+    @torch.no_grad()
+    def measure(self, models: nn.ModuleDict) -> dict[str, float]:
+        return {"held_loss": float(self.loss(models, torch.arange(40), torch.Generator()))}
+
+
+def weights(run: trainer.Run) -> list[Tensor]:
+    return [*run.models.state_dict().values(), *run.average.state_dict().values()]
+
+
+def test_same_seed_and_steps_give_the_same_weights_broken_off_or_not(tmp_path: Path, monkeypatch):
+    straight = train(Line(SETTINGS, tmp_path), "straight", precision="float32")
+    again = train(Line(SETTINGS, tmp_path), "again", precision="float32")
+    job = Line(SETTINGS, tmp_path)
+    kept_order = trainer.order
+    monkeypatch.setattr(trainer, "order", lambda s, start: list(kept_order(s, start))[:7])
+    parts = [train(job, "broken", precision="float32").step for _ in range(3)]
+    monkeypatch.setattr(trainer, "order", kept_order)
+    broken = train(job, "broken", precision="float32")
+    other = train(Line(replace(SETTINGS, seed=1), tmp_path), "other", precision="float32")
+    assert parts == [7, 14, 21] and broken.step == straight.step == 24
+    for one, two, three in zip(weights(straight), weights(again), weights(broken), strict=True):
+        assert torch.equal(one, two) and torch.equal(one, three)
+    assert not torch.equal(weights(straight)[0], weights(other)[0])
+    assert [row["loss"] for row in straight.rows] == [row["loss"] for row in again.rows]
+    assert straight.rows[-1]["held_loss"] < 0.5 * float(
+        Line(SETTINGS, tmp_path).measure(trainer.Run(job, "float32").models)["held_loss"]
+    )
+
+
+def test_a_run_stops_at_its_time_limit_with_a_checkpoint(tmp_path: Path):
+    run = train(Line(SETTINGS, tmp_path), "short", precision="float32", minutes=0)
+    assert run.step == 1 and (tmp_path / "short.state").exists()
+    assert train(Line(SETTINGS, tmp_path), "short", precision="float32").step == 24
+
+
+def test_precision_is_chosen_by_measuring(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(trainer, "choose_precision", lambda *_: {"float32": 2.0, "bfloat16": 1.0})
+    run = trainer.Run(Line(SETTINGS, tmp_path), "auto")
+    assert run.precision == "bfloat16" and record(run, "line", "c")["precision"] == "bfloat16"
+
+
+def test_a_record_says_how_the_weights_came_about(tmp_path: Path):
+    done = json.loads(json.dumps(record(train(Line(SETTINGS, tmp_path), "line"), "line", "run me")))
+    assert done["samples"] == 24 * 8 and done["command"] == "run me"
+    assert done["settings"]["muon"] == 0.02 and done["weights"] == 42 + 14
+    assert set(done["seconds_a_step_by_precision"]) == {"float32", "bfloat16"}
+    assert done["curve"][-1]["step"] == 24
+
+
+def test_every_example_comes_once_in_a_round():
+    rows = [chosen for _, chosen in trainer.order(SETTINGS, 0)]
+    assert sorted(torch.cat(rows[:5]).tolist()) == list(range(40))
+    assert not torch.equal(rows[0], rows[5])
+    assert torch.equal(next(trainer.order(SETTINGS, 13))[1], rows[13])
+
+
+def test_the_learning_rate_rises_stays_and_falls():
+    settings = replace(SETTINGS, steps=100, warmup=10, cooldown=0.3)
+    shares = [pace(step, settings) for step in range(100)]
+    assert shares[0] == 0.1 and shares[9:70] == [1.0] * 61
+    assert shares[85] == pytest.approx(0.5) and shares[99] == pytest.approx(1 / 30)
+
+
+@pytest.mark.parametrize("shape", [(12, 7), (7, 12), (9, 9)])
+def test_muon_steps_along_a_matrix_whose_singular_values_are_alike(shape):
+    values = torch.linalg.svdvals(orthogonal(torch.randn(shape)))
+    assert values.min() > 0.6 and values.max() < 1.3
+
+
+def test_settings_are_read_and_a_wrong_name_is_refused(tmp_path: Path, monkeypatch):
+    for name in trainer.JOBS:
+        assert trainer.read_settings(name).steps > 0
+    (tmp_path / "sticker-flux").mkdir()
+    (tmp_path / "sticker-flux" / "train.toml").write_text(
+        "[sticker-text]\nsteps = 1\nbatch = 1\nexamples = 1\nspeed = 2\n"
+    )
+    monkeypatch.setattr(trainer, "MODELS", tmp_path)
+    with pytest.raises(ValueError, match="no setting 'speed'; use steps, batch"):
+        trainer.read_settings("sticker-text")
+    with pytest.raises(ValueError, match="unknown training 'mine'; use one of sticker-autoencoder"):
+        trainer.load_job("mine", tmp_path)
