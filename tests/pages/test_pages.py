@@ -93,13 +93,18 @@ def small(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         diffcache, "tune", partial(diffcache.tune, batch_size=1, steps=8, methods=only)
     )
     begin = FluxPipeline.__init__
+    encode = FluxPipeline.encode_prompt
 
     @wraps(begin)  # from_pretrained reads its parameters
     def begin_small(self: Any, *given: Any, **named: Any) -> None:
         begin(self, *given, **named)
         self.default_sample_size = 8  # 16 x 16 pixels, where nobody says
 
+    def encode_few(self: Any, *given: Any, **named: Any) -> Any:
+        return encode(self, *given, **{**named, "max_sequence_length": 24})  # not 512
+
     monkeypatch.setattr(FluxPipeline, "__init__", begin_small)
+    monkeypatch.setattr(FluxPipeline, "encode_prompt", encode_few)
     for cls in (nn.Module, DiffusionPipeline):
         monkeypatch.setattr(cls, "to", on_the_cpu(cls.to))
 
