@@ -183,7 +183,8 @@ class Autoencoder(Job):
         for axis in (2, 3):
             error = error + 0.5 * (made.diff(dim=axis) - wanted.diff(dim=axis)).abs().mean()
         divergence = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
-        return error + _KL * divergence
+        loss: Tensor = error + _KL * divergence
+        return loss
 
     @torch.no_grad()
     def rebuild(self, models: nn.ModuleDict, count: int = HELD) -> Tensor:

@@ -283,7 +283,8 @@ class JudgeJob(Job):
         # Easy cells count less (the focal loss), as nearly all of them are empty.
         error = (error * (heat - share).abs().square()).sum() / len(chosen)
         off = ((poses - wanted).abs() * places[:, None]).sum() / places.sum()
-        return error + 2 * off + functional.cross_entropy(grounds, ground)
+        loss: Tensor = error + 2 * off + functional.cross_entropy(grounds, ground)
+        return loss
 
     def export(self, models: nn.ModuleDict, directory: Path) -> None:
         """Save the network in float32."""

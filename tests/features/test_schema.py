@@ -190,7 +190,9 @@ def test_finite_numbers_that_no_measurement_gives_are_refused(name):
     header, tensors, settings = good(name)
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and key != "curve":
-            with pytest.raises(TablesError, match=r"(with 1e\+38 in it|without a number .*); must be"):
+            with pytest.raises(
+                TablesError, match=r"(with 1e\+38 in it|without a number .*); must be"
+            ):
                 use(name, header, tensors | {key: torch.full_like(tensor, 1e38)}, settings)
 
 
