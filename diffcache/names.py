@@ -31,6 +31,21 @@ METHODS = {
     "tuned": "diffcache.features.tuned:Tuned",
 }
 
+# Names that others give -> the method here.
+PEERS = {
+    "fbcache": "first-block",
+    "fb-cache": "first-block",
+    "first-block-cache": "first-block",
+    "cache-dit": "dbcache",
+    "db-cache": "dbcache",
+    "taylor-seer": "taylorseer",
+    "tea-cache": "teacache",
+    "mag-cache": "magcache",
+    "sea-cache": "seacache",
+    "fora": "interval",
+}
+MISSING = ("easycache", "easy-cache", "lazycache", "lazy-cache", "pab", "fastercache")
+
 # Cache policy for diffusion language models -> where its class is.
 POLICIES = {
     "d2cache": "diffcache.dllm.d2_cache:D2Cache",
@@ -91,6 +106,11 @@ def unknown(name: str, kind: Literal["method", "recipe"]) -> UnknownMethodError:
         name: Name that was asked for.
         kind: Kind that was expected; a name of the other kind gets a hint where it belongs.
     """
+    key = method_key(name).lower()
+    if key in PEERS:
+        return UnknownMethodError(f"unknown {kind} {name!r}; it is called {PEERS[key]!r} here")
+    if key in MISSING:
+        return UnknownMethodError(f"unknown {kind} {name!r}; this method is not here yet")
     methods = {recipe_key(method): method for method in METHODS | POLICIES}
     names = methods | {recipe: recipe for recipe in recipe_names()}
     close = difflib.get_close_matches(recipe_key(name), names, n=1)

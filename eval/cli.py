@@ -255,6 +255,9 @@ def sweep(
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs"),
     quiet: Quiet = False,
     device: Annotated[str, typer.Option(help="In place of the file's.")] = "",
+    reward: Annotated[
+        str, typer.Option(help="In place of the file's, which may not name code of its own.")
+    ] = "",
     dry: Annotated[bool, typer.Option("--dry-run", help="Only list the cases.")] = False,
 ) -> None:
     """Evaluate many settings: every list in the file is swept.
@@ -269,7 +272,8 @@ def sweep(
     _prepare()
     from diffcache.eval.runs.sweep import read_sweep
 
-    plans = read_sweep(file, out, {"device": device} if device else {})
+    said = {"device": device, "reward": reward}
+    plans = read_sweep(file, out, {name: value for name, value in said.items() if value})
     if dry:
         for plan in plans:
             typer.echo(f"{plan.out}: {plan.task.samples} samples, uncached and")

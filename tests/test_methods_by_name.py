@@ -3,6 +3,7 @@
 import pytest
 
 from diffcache import FirstBlock, TaylorSeer
+from diffcache.catalog import make_method
 from diffcache.errors import UnknownMethodError
 from diffcache.eval.methods import parse_method, parse_row
 
@@ -37,6 +38,30 @@ def test_methods_that_cannot_be_read(text, message):
 def test_an_unknown_method_is_named():
     with pytest.raises(UnknownMethodError, match="'taylorser:every=4': .*did you mean"):
         parse_method("taylorser:every=4")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("fbcache", "it is called 'first-block' here"),
+        ("FBCache", "it is called 'first-block' here"),
+        ("cache_dit", "it is called 'dbcache' here"),
+        ("easycache", "this method is not here yet"),
+        ("teacach", "did you mean 'teacache'"),
+    ],
+)
+def test_names_of_other_libraries_are_told(name, words):
+    with pytest.raises(UnknownMethodError, match=f"unknown method '{name}'; {words}"):
+        make_method(name)
+
+
+def test_python_takes_the_words_of_the_command_line():
+    assert make_method("taylorseer:every=4,site=module") == TaylorSeer(every=4, site="module")
+    assert make_method("taylorseer:every=4", order=2) == TaylorSeer(every=4, order=2)
+    with pytest.raises(ValueError, match="'taylorseer:every=4': every is given twice"):
+        make_method("taylorseer:every=4", every=3)
+    with pytest.raises(ValueError, match="'taylorseer every=4': settings follow a colon"):
+        make_method("taylorseer every=4")
 
 
 def test_even_steps_stand_beside_methods() -> None:

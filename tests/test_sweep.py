@@ -56,6 +56,7 @@ def test_every_list_is_swept(tmp_path: Path, name: str, text: str) -> None:
 
 def test_a_key_can_be_replaced(tmp_path: Path) -> None:
     file = written(tmp_path, TOML)
+    assert read_sweep(file, tmp_path, {"reward": "mine:score"})[0].reward == "mine:score"
     plans = read_sweep(file, tmp_path, {"device": "cuda"})
     assert {plan.task.device for plan in plans} == {"cuda"}
     assert not {plan.out for plan in plans} & {plan.out for plan in read_sweep(file, tmp_path)}
@@ -81,6 +82,15 @@ def test_same_sweep_same_folders_other_settings_other_folders(tmp_path: Path) ->
         ("[call]", "[call", "cannot read"),
         ("order = [1, 2]", 'order = ["x"]', "taylorseer:every=3,order=x"),
         ("samples = 12", "samples = 1.5", "samples=1.5"),
+        ("samples = 12", "samples = 1000000000000", "samples=1000000000000: must be at most"),
+        ("samples = 12", "samples = 12\nseed = 9223372036854775807", "seed=.*: must be at most"),
+        ("samples = 12", "samples = 12\nseed = []", "seed=.*leaves nothing to run"),
+        ("samples = 12", "samples = 12\nreference = 7", "reference=7: must be text"),
+        ("samples = 12", 'samples = 12\nmemory = "yes"', "memory='yes': must be true or false"),
+        ("samples = 12", 'samples = 12\nreward = ["os:system"]', "reward=.*: must be text"),
+        ("samples = 12", 'samples = 12\nreward = "os:system"', "names code.*--reward os:system"),
+        ('model = "shapes-flux"', "model = 7", "model=7: must be text"),
+        ("order = [1, 2]", f"order = {list(range(9999))}", "19,998 combinations; most are 10,000"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, old: str, new: str, words: str) -> None:

@@ -60,7 +60,7 @@ from hpsv2.src.open_clip import create_model_and_transforms, get_tokenizer
 device = setup["device"]
 model, _, prepare = create_model_and_transforms(
     "ViT-H-14", device=device, precision="amp", light_augmentation=True, output_dict=True)
-stored = torch.load(setup["weights"][0], map_location="cpu")
+stored = torch.load(setup["weights"][0], map_location="cpu", weights_only=True)
 model.load_state_dict(stored["state_dict"])
 model.eval()
 tokenize = get_tokenizer("ViT-H-14")

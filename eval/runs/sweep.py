@@ -15,9 +15,10 @@ A value that is itself a list is written in a list of one: `computed = [[0, 4, 9
 from __future__ import annotations
 
 import itertools
+import math
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ _PLAN = {
     "rounds", "memory", "site_errors", "reference", "resize", "convention", "stages", "reward",
 }  # fmt: skip
 _TOP = _TASK | _PLAN | {"method"}
+_TEXTS = {"model", "prompts", "dtype", "device", "reference", "convention", "reward"}
+_FLAGS = {"memory", "site_errors"}
+MOST = 10_000  # combinations of lists; more is a slip
 
 
 def read_sweep(file: Path, out: Path, instead: Mapping[str, Any] | None = None) -> list[Plan]:
@@ -58,6 +62,7 @@ def read_sweep(file: Path, out: Path, instead: Mapping[str, Any] | None = None) 
         raise ValueError(f"{file}: unknown key {unknown[0]!r}; use {', '.join(sorted(_TOP))}")
     if "model" not in found:
         raise ValueError(f"{file}: 'model' is missing")
+    _check_values(file, found, set(instead or {}))
     methods = dict(_methods(file, found.pop("method", [])))
     settings = {name: found.pop(name) for name in _PLAN & set(found)}
     if settings.get("reference"):
@@ -72,6 +77,30 @@ def read_sweep(file: Path, out: Path, instead: Mapping[str, Any] | None = None) 
         except (TypeError, ValueError) as error:
             raise ValueError(f"{file}: {error}") from error
     return plans
+
+
+def _check_values(file: Path, found: Mapping[str, Any], said: Set[str]) -> None:
+    """Raise ValueError for a value of another kind, or for code that a file names.
+
+    Args:
+        file: Named by errors.
+        found: Keys and values.
+        said: Keys that are the user's own, whatever the file has.
+    """
+    for name, value in found.items():
+        swept = isinstance(value, list) and name in _TASK
+        for one in value if swept else [value]:
+            if name in _TEXTS and not isinstance(one, str):
+                raise ValueError(f"{file}: {name}={one!r}: must be text")
+            if name in _FLAGS and not isinstance(one, bool):
+                raise ValueError(f"{file}: {name}={one!r}: must be true or false")
+        if swept and not value:
+            raise ValueError(f"{file}: {name}=[]: a list of nothing leaves nothing to run")
+    if ":" in found.get("reward", "") and "reward" not in said:
+        raise ValueError(
+            f"{file}: reward={found['reward']!r}: names code, which a file may not; say it on the "
+            f"command line: --reward {found['reward']}"
+        )
 
 
 def read_values(file: Path) -> dict[str, Any]:
@@ -154,6 +183,9 @@ def _combinations(
         value if isinstance(value, list) and sweeps(name) else [value]
         for name, value in values.items()
     ]
+    count = math.prod(map(len, columns))
+    if count > MOST:
+        raise ValueError(f"lists of a sweep have {count:,} combinations; most are {MOST:,}")
     for chosen in itertools.product(*columns):
         yield dict(zip(values, chosen, strict=True))
 

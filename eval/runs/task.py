@@ -27,6 +27,10 @@ _SMALL_BYTES = 1 << 20
 _SOME_VALUES = 64
 
 
+MOST_SAMPLES = 10_000_000
+MOST_SEED = 2**62  # of a generator, with room for those of the batches
+
+
 @dataclass(frozen=True)
 class Task:
     """Samples that every case of a run draws.
@@ -67,6 +71,9 @@ class Task:
         for name, least in (("samples", 1), ("batch_size", 1), ("threads", 1), ("seed", 0)):
             if not _is_whole(getattr(self, name), least):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be at least {least}")
+        for name, most in (("samples", MOST_SAMPLES), ("seed", MOST_SEED)):
+            if getattr(self, name) > most:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at most {most}")
         if self.steps is not None and not _is_whole(self.steps, 1):
             raise ValueError(f"steps={self.steps!r}: must be at least 1")
         if self.fps is not None and not 0.01 <= self.fps <= 1000:

@@ -57,6 +57,12 @@ def test_the_schedule_follows_an_independent_trace(threshold, coefficients):
     assert len(steps) < 40
 
 
+def test_coefficients_are_numbers_and_no_text():
+    for wrong in ("12", "x", ("a",), (), (math.nan,)):
+        with pytest.raises(ValueError, match="coefficients=.*: must be finite numbers"):
+            TeaCache(coefficients=wrong)
+
+
 def test_limits_of_the_accumulating_gate():
     when = Accumulated(math.inf, Rescaled(), warmup=3, longest=2)
     state, steps = when.init(), []
