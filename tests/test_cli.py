@@ -271,7 +271,7 @@ class TestRun:
             made.append(Image.open(out).tobytes())
         assert made[0] != made[1]
 
-    def test_images_by_name(self, tmp_path):
+    def test_images_by_name(self, tmp_path, monkeypatch):
         file = tmp_path / "a=b.png"
         Image.new("RGB", (8, 8), "red").save(file)
         taken = inspect.signature(diffusers.FluxControlNetImg2ImgPipeline.__call__).parameters
@@ -289,6 +289,9 @@ class TestRun:
             inputs.read_images(["nowhere.png"], "FluxControlNetImg2ImgPipeline", taken)
         with pytest.raises(ValueError, match="cannot be read as an image"):
             inputs.read_images([__file__], "FluxControlNetImg2ImgPipeline", taken)
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 8)  # as a bomb of 60,000 x 60,000
+        with pytest.raises(ValueError, match="cannot be read as an image: .* exceeds limit"):
+            inputs.read_images(texts[:1], "FluxControlNetImg2ImgPipeline", taken)
 
     def test_control_images_come_first_where_there_is_no_other(self, tmp_path):
         Image.new("RGB", (8, 8)).save(tmp_path / "a.png")

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from diffcache import cli, command
 from diffcache.pipelines import load
+from diffcache.pipelines.demo import saved
 
 PROMPT = "a small red ring on the left, on a yellow background"
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
@@ -96,11 +97,43 @@ def test_one_line_and_two(arguments, message, tmp_path, monkeypatch):
             '{"_class_name": "FluxPipeline", "transformer": ["diffusers", "NoSuchModel"]}',
             "has no NoSuchModel; it may need a newer one",
         ),
+        (
+            '{"_class_name": "FluxPipeline", "transformer": ["diffusers", "logging"]}',
+            "has no logging; it may need a newer one",
+        ),
+        ('{"_class_name": "FluxPipeline", "vae": [7, 8]}', "[7, 8]: must be a library and a class"),
+        ('{"_class_name": "FluxTransformer2DModel"}', "must be a pipeline of diffusers"),
     ],
 )
 def test_a_broken_index(text, message, tmp_path):
     done = call("run", broken(tmp_path, text), PROMPT)
     assert done.exit_code == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize(
+    "text", ["[1,2", "[]", '{"call": 7}', '{"call": {"callback": "os.system"}}']
+)
+def test_broken_defaults_of_a_call(text, tmp_path):
+    (tmp_path / "diffcache.json").write_text(text)
+    with pytest.raises(ValueError, match=r"diffcache\.json: .*must be (an object|a number)"):
+        saved.call_defaults(tmp_path)
+
+
+def test_parts_that_claim_more_layers_than_can_be_built(tmp_path):
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text('{"num_layers": 1000000000}')
+    with pytest.raises(ValueError, match="num_layers=1000000000: must be at most 10,000"):
+        saved.check_depth(tmp_path)
+
+
+def test_what_is_no_pipeline_is_told_by_what_it_is(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    done = call("run", "owner/none", PROMPT)
+    assert done.exit_code == 2 and "HF_HUB_OFFLINE is set, and it is not in the" in done.stderr
+    done = call("run", "recall-llama", PROMPT)
+    assert done.exit_code == 2 and "is for `diffcache kv --model recall-llama`" in done.stderr
+    done = call("serve", saved.MODELS / "shapes-flux", "--port", 0)
+    assert done.exit_code == 2 and "its transformer is a FluxTransformer2DModel" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["demo", "run", "tune", "calibrate", "eval", "kv"])

@@ -46,15 +46,14 @@ def locate(
     if model.count("/") == 1 and not model.startswith((".", "/")) and not Path(model).exists():
         chosen = {"variant": variant, "revision": revision}
         return _from_hub(model, configs_only, {k: v for k, v in chosen.items() if v})
-    for path in (Path(model), MODELS / model):
-        if _field(path / "config.json", "model_type"):
-            raise FileNotFoundError(
-                f"{model!r} is a model of transformers, no pipeline of pictures and no diffusion "
-                f"language model: `diffcache kv --model {model}` runs a language model"
-            )
+    what = f"no pipeline at {model!r}"
+    if any(_field(path / "config.json", "model_type") for path in (Path(model), MODELS / model)):
+        what = (
+            f"{model!r} is for `diffcache kv --model {model}`, as a language model, and no pipeline"
+        )
     shipped = sorted(place.parent.name for place in MODELS.glob("*/model_index.json"))
     raise FileNotFoundError(
-        f"no pipeline at {model!r}: name a directory that holds a model_index.json, as "
+        f"{what}: name a directory that holds a model_index.json, as "
         "`save_pretrained` writes it (or, to run a diffusion language model, a config.json that "
         "names its mask_token_id), a Hugging Face model ID (owner/name), or a shipped model: "
         f"{', '.join(shipped)}"
