@@ -176,6 +176,7 @@ CONTEXTS = {
         "diffcache_context",
     ): "what the pipeline says around a call",
     ("diffcache/attach/runs.py", "diffcache_places"): "the run that a thread is in, between calls",
+    ("diffcache/attach/runs.py", "diffcache_methods"): "what a request asks of runs that start",
     (
         "diffcache/attach/reuse/modulated_probe.py",
         "diffcache_peeking",

@@ -10,13 +10,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from diffcache.attach.run import Context
 from diffcache.foreign import drop_registry, put_below, registry_of, take_out
+
+
+@dataclass(eq=False)
+class Context:
+    """What was said of the next call, by `cache_context` of diffusers or by the user.
+
+    Attributes:
+        name: Name of the guidance branch, None where nobody said one.
+        step_index: Index of the step, None where nobody said it.
+        writes: Whether the call writes to a stream.
+    """
+
+    name: str | None = None
+    step_index: int | None = None
+    writes: bool = False
+
 
 _NAME = "diffcache"
 _HEARD: ContextVar[tuple[int, Context] | None] = ContextVar("diffcache_context", default=None)

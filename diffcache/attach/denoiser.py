@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.anchor import release
 from diffcache.attach.branches import doubted, is_broken, tell, turned, watch
-from diffcache.attach.cache_context import current_context
+from diffcache.attach.cache_context import Context, current_context
 from diffcache.attach.call import Call
 from diffcache.attach.continuity import glance
 from diffcache.attach.counted import count, only_branch
@@ -21,7 +21,7 @@ from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.peers import check_alone
 from diffcache.attach.provenance import other_shape
 from diffcache.attach.record import CallRecord
-from diffcache.attach.run import Branch, Context, Run, Timeline
+from diffcache.attach.run import Branch, Run, Timeline
 from diffcache.attach.runs import Runs
 from diffcache.attach.signature import all_conditions_of, conditions_of, signature_of
 from diffcache.errors import AttachError

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from diffcache.attach.cache_context import Context
 from diffcache.attach.clock import cheap_value, clock_value, timestep_value
 from diffcache.attach.record import RunRecord
 from diffcache.errors import AttachError
@@ -49,21 +50,6 @@ class Branch:
     glance: Tensor | None = None
     has_moved: bool = False
     storage: dict[Any, Any] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class Context:
-    """What was said of the next call, by `cache_context` of diffusers or by the user.
-
-    Attributes:
-        name: Name of the guidance branch, None where nobody said one.
-        step_index: Index of the step, None where nobody said it.
-        writes: Whether the call writes to a stream.
-    """
-
-    name: str | None = None
-    step_index: int | None = None
-    writes: bool = False
 
 
 @dataclass(eq=False)
