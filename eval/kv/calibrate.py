@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from diffcache.catalog import read_word
 from diffcache.command import Device, Seed, check_target, device_of, guarded
-from diffcache.eval.methods import read_word
 from diffcache.names import recipe_key
 from diffcache.pipelines.demo.console import progress, quiet
 

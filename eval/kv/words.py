@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from diffcache.catalog import read_word, split
 from diffcache.eval.kv.peer import PREFIX, Peer, peer
 from diffcache.eval.kv.tables import MARK, read_table, settings_of
-from diffcache.eval.methods import naming, read_word, split
+from diffcache.eval.methods import naming
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import make_recipe
 from diffcache.names import recipe_key
