@@ -73,7 +73,8 @@ def make_method(
         if twice:
             raise ValueError(f"method {method!r}: {twice[0]} is given twice")
         return make_method(name, facts, **own, **settings)
-    return _made(method_class(method), facts, settings)
+    made: Method = _made(method_class(method), facts, settings)
+    return made
 
 
 def _made(cls: Any, facts: Callable[[], Mapping[str, Any]] | None, settings: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from diffcache.features.base import Probe, When, check_bool, check_int, check_threshold
+from diffcache.features.base import Probe, When, check_bool, check_int, check_threshold, is_number
 from diffcache.features.parts.when import relative_l1
 from diffcache.step import Step
 
@@ -97,7 +97,7 @@ class Accumulated(When):
 
     def __post_init__(self) -> None:
         check_threshold(self.threshold, " (0 turns the cache off)")
-        if not isinstance(self.warmup, float) or not 0 < self.warmup < 1:
+        if not (is_number(self.warmup) and 0 < self.warmup < 1):
             why = " (the first step has nothing to stand in for it), or a share below 1 of the run"
             check_int("warmup", self.warmup, 1, why)
         if self.longest is not None:
