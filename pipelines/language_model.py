@@ -61,11 +61,10 @@ def _earlier_transformers(code: Any) -> Iterator[None]:
     tie = code.tie_weights
     takes_none = len(inspect.signature(tie).parameters) == 1  # but the model, as LLaDA's
     lacks_rope = "default" not in ROPE_INIT_FUNCTIONS
-    names: list[Any] = list(vars(inspect.getmodule(code)).values())
+    names = vars(inspect.getmodule(code)).values()
+    own: list[Any] = [x for x in names if inspect.isclass(x) and issubclass(x, GenerationConfig)]
     # Dream checks settings of its own, and takes less than transformers 5 calls that with.
-    checks = {
-        x: x.validate for x in names if inspect.isclass(x) and issubclass(x, GenerationConfig)
-    }
+    checks = {kind: kind.validate for kind in own}
     checks.pop(GenerationConfig, None)
     if lacks_rope:
         ROPE_INIT_FUNCTIONS["default"] = _frequencies
