@@ -61,24 +61,24 @@ def _earlier_transformers(code: Any) -> Iterator[None]:
     tie = code.tie_weights
     takes_none = len(inspect.signature(tie).parameters) == 1  # but the model, as LLaDA's
     lacks_rope = "default" not in ROPE_INIT_FUNCTIONS
-    checks = {  # of Dream's own settings, which transformers 5 calls with more than they take
-        kind: kind.validate for kind in vars(inspect.getmodule(code)).values()
-        if isinstance(kind, type) and issubclass(kind, GenerationConfig)
-    }  # fmt: skip
+    names = vars(inspect.getmodule(code)).values()
+    own: list[Any] = [x for x in names if inspect.isclass(x) and issubclass(x, GenerationConfig)]
+    # Dream checks settings of its own, and takes less than transformers 5 calls that with.
+    checks = {kind: kind.validate for kind in own}
     checks.pop(GenerationConfig, None)
     if lacks_rope:
         ROPE_INIT_FUNCTIONS["default"] = _frequencies
     if takes_none:
         code.tie_weights = lambda model, *args, **kwargs: tie(model)
     for kind in checks:
-        kind.validate = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        kind.validate = lambda *args, **kwargs: None
     code.all_tied_weights_keys = {}  # its instances have their own, but for LLaDA's
     try:
         yield
     finally:
         del code.all_tied_weights_keys
         for kind, check in checks.items():
-            kind.validate = check  # type: ignore[method-assign]
+            kind.validate = check
         if takes_none:
             code.tie_weights = tie
         if lacks_rope:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from diffcache.attach.denoiser import Denoiser
+from diffcache.attach.extensions.row_inputs import Held
 from diffcache.attach.extensions.rows import linear_weights
+from diffcache.attach.tap import Tap
+from diffcache.dllm.dllm_cache import BranchPlan
 from diffcache.dllm.rows import RowPlan
 from diffcache.errors import AttachError
 from diffcache.foreign import is_compiled
@@ -66,6 +71,41 @@ class HeldLayer:
         self.kv.overwrite(range(start, start + keys.shape[2]), keys, fresh)
 
 
+@dataclass(eq=False)
+class BranchTurn:
+    """Plan of the layers in one call.
+
+    Attributes:
+        plan: Plan of the call: the parts of each layer that are computed.
+        held: Keys, values and outputs of the run.
+        rows: Layer -> its rows; None where it computes none.
+        number: Layer whose attention ran last.
+        attended: Whether the door was met by that.
+        finished: Layers whose feed-forward took part.
+    """
+
+    plan: BranchPlan
+    held: Held[HeldLayer]
+    rows: dict[int, RowPlan | None] = field(default_factory=dict)
+    number: int = 0
+    attended: bool = False
+    finished: set[int] = field(default_factory=set)
+
+
+class BranchTap(Tap):
+    """An attention or feed-forward module that computes some of its rows."""
+
+    __slots__ = ("serve",)
+
+    def __init__(self, module: nn.Module, serve: Callable[..., Any]) -> None:
+        super().__init__(module)
+        self.serve = serve
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the layer's call of the module."""
+        return self.serve(self.module, *args, **kwargs)
+
+
 def put(held: Tensor | None, rows: RowPlan, fresh: Tensor) -> Tensor:
     """Return what is held, `[B, T, D]`, with fresh rows in it, as a tensor of its own."""
     if rows.rows is None or held is None:
@@ -109,4 +149,15 @@ def check_plain(path: str, *modules: nn.Module) -> None:
         raise AttachError(
             f"{path} is compiled, so its attention and feed-forward cannot be told apart; wrap a "
             "model whose layers are not compiled"
+        )
+
+
+def check_same(model: str, path: str, ours: Tensor, theirs: Tensor) -> None:
+    """Raise AttachError unless two outputs of a row agree to half of their digits."""
+    bound = torch.finfo(theirs.dtype).eps ** 0.5 * theirs.abs().max()
+    if not bool((ours - theirs).abs().max() <= bound):
+        raise AttachError(
+            f"{model}: {path} computes another output for a row alone than among all (it "
+            "mixes rows, or does more than softmax attention of its queries, keys and values), "
+            "so that some rows cannot be computed without the others"
         )

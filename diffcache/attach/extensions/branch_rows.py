@@ -9,12 +9,12 @@ the linear layers are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from diffcache.attach.attention import Door
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
@@ -25,8 +25,11 @@ from diffcache.attach.extension import Extension
 from diffcache.attach.extensions.branch_layers import (
     ENTRIES,
     EXITS,
+    BranchTap,
+    BranchTurn,
     HeldLayer,
     check_plain,
+    check_same,
     layers_of,
     put,
 )
@@ -55,41 +58,6 @@ from diffcache.kv.layer import KVLayer
 from diffcache.kv.slots import SlotIndex
 
 HIDDEN, TABLES, CACHE = "hidden_states", "position_embeddings", "past_key_values"  # of attention
-
-
-@dataclass(eq=False)
-class BranchTurn:
-    """Plan of the layers in one call.
-
-    Attributes:
-        plan: Plan of the call: the parts of each layer that are computed.
-        held: Keys, values and outputs of the run.
-        rows: Layer -> its rows; None where it computes none.
-        number: Layer whose attention ran last.
-        attended: Whether the door was met by that.
-        finished: Layers whose feed-forward took part.
-    """
-
-    plan: BranchPlan
-    held: Held[HeldLayer]
-    rows: dict[int, RowPlan | None] = field(default_factory=dict)
-    number: int = 0
-    attended: bool = False
-    finished: set[int] = field(default_factory=set)
-
-
-class BranchTap(Tap):
-    """An attention or feed-forward module that computes some of its rows."""
-
-    __slots__ = ("serve",)
-
-    def __init__(self, module: nn.Module, serve: Callable[..., Any]) -> None:
-        super().__init__(module)
-        self.serve = serve
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the layer's call of the module."""
-        return self.serve(self.module, *args, **kwargs)
 
 
 class Branches(Extension):
@@ -192,11 +160,7 @@ class Branches(Extension):
         return Held[HeldLayer](shape, layers, at, mask, mark_of(valid))
 
     def close(self, call: Call, out: Any) -> Any:
-        """Check that every layer took part.
-
-        Raises:
-            AttachError: If one did not.
-        """
+        """Raise AttachError unless every layer took part, and once unless rows can be alone."""
         turn: BranchTurn | None = call.storage.get(self)
         if turn is not None and len(turn.finished) != len(self.layers):
             raise AttachError(
@@ -273,7 +237,7 @@ class Branches(Extension):
                 "DKVCache()"
             )
         if held.mlp is None:
-            self._check_same(path, module(args[0][:, -1:]), fresh[:, -1:])
+            check_same(self.model, path, module(args[0][:, -1:]), fresh[:, -1:])
         held.mlp = put(held.mlp, rows, fresh)
         return held.mlp
 
@@ -391,51 +355,27 @@ class Branches(Extension):
     # checks ------------------------------------------------------------------------------------
 
     def _check_row(self, turn: BranchTurn, number: int, module: Any, given: dict[str, Any]) -> None:
-        """Raise unless the last row alone is what it was among all; the host waits, once a run.
-
-        Raises:
-            AttachError: If it is not, as where attention has a bias that depends on positions.
-        """
+        """Raise AttachError unless the last row alone is what it was; the host waits."""
         held, prompt, width = turn.held.layers[number], turn.plan.prompt, turn.held.shape[1]
         assert held.attention is not None
         kept, held.kv = held.kv, held.kv.fork()
         turn.rows[number] = RowPlan(range(width - 1, width))
         held.renew_values(prompt, module.v_proj(given[HIDDEN][:, prompt:]))
         row = self._run(turn, number, module, given)
-        self._check_same(self.paths[number], row, held.attention[:, -1:])
+        check_same(self.model, self.paths[number], row, held.attention[:, -1:])
         held.kv, turn.rows[number] = kept, ALL
 
     @torch.no_grad()
     def _check_alone(self, call: Call, turn: BranchTurn, logits: Tensor) -> None:
-        """Raise unless the last row computed alone in every layer is what it was; the host waits.
-
-        Raises:
-            AttachError: If it is not.
-        """
+        """Raise AttachError unless the last row alone in every layer is what it was."""
         width, held = turn.held.shape[1], turn.held
         layers = [replace(layer, kv=layer.kv.fork()) for layer in held.layers]
-        last: dict[int, RowPlan | None] = dict.fromkeys(
-            range(len(layers)), RowPlan(range(width - 1, width))
-        )
-        trial = BranchTurn(turn.plan, replace(held, layers=layers), last)
+        trial = BranchTurn(turn.plan, replace(held, layers=layers))
+        trial.rows |= dict.fromkeys(range(len(layers)), RowPlan(range(width - 1, width)))
         given = self.denoiser.named(call.args, call.kwargs)
         with in_call(replace(call, repeats=True, storage={self: trial})):
             again = self.denoiser.model.forward(**given)[0]
-        self._check_same(self.layers[0].path, again[:, -1:], logits[:, -1:])
-
-    def _check_same(self, path: str, ours: Tensor, theirs: Tensor) -> None:
-        """Raise unless two outputs agree to half of their digits.
-
-        Raises:
-            AttachError: If they do not.
-        """
-        bound = torch.finfo(theirs.dtype).eps ** 0.5 * theirs.abs().max()
-        if not bool((ours - theirs).abs().max() <= bound):
-            raise AttachError(
-                f"{self.model}: {path} computes another output for a row alone than among all (it "
-                "mixes rows, or does more than softmax attention of its queries, keys and values), "
-                "so that some rows cannot be computed without the others"
-            )
+        check_same(self.model, self.layers[0].path, again[:, -1:], logits[:, -1:])
 
 
 def install(denoiser: Denoiser, ability: BranchRows) -> Branches:
