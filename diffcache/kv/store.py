@@ -194,18 +194,15 @@ class KVStore:
 
         Args:
             index: Number of the layer.
-            query: Queries that scorers take note of before; attend to them with `observe=False`
-                then, so that they count once.
+            query: Queries that scorers take note of; attend to them with `observe=False`.
             valid: bool [B, n]; False are queries of padding.
             last: Newest slots that stay in any case and can be overwritten and taken back.
-            passing: Whether the queries take part in this score alone, as their tokens will be
-                computed again; statistics are not told of them.
+            passing: Whether the queries, to be computed again, take part in this score alone.
 
         Raises:
             ValueError: If the recipe does more to a layer than drop slots, or looks across layers.
 
-        Reference: Deep Forcing, arXiv 2512.05081 (Participative Compression: scores of the queries
-        of the block that is denoised, layer by layer).
+        Reference: Deep Forcing, arXiv 2512.05081 (Participative Compression, layer by layer).
         """
         recipe, layer = self.recipe, self.layers[index]
         check_alone(recipe)
@@ -256,8 +253,9 @@ class KVStore:
             ValueError: As `check_rollback` does; nothing is forgotten then.
         """
         self.check_rollback(count)
-        for part in (*self.layers, *self._rings):
-            part.rollback(count)
+        for layer, ring in zip(self.layers, self._rings, strict=True):
+            layer.rollback(count)
+            ring.rollback(count)
         self._wrote = max(self._wrote - count, 0)
         self._since -= count
         if count and not self._wrote:
@@ -282,8 +280,9 @@ class KVStore:
     def rows(self, index: Tensor) -> None:
         """Keep batch rows, int64 [m]."""
         self._commit()
-        for part in (*self.layers, *self._rings):
-            part.rows(index)
+        for layer, ring in zip(self.layers, self._rings, strict=True):
+            layer.rows(index)
+            ring.rows(index)
 
     def fork(self) -> KVStore:
         """Return a store with the same content; writing to either leaves the other as it is."""
@@ -296,8 +295,9 @@ class KVStore:
 
     def reset(self) -> None:
         """Forget everything."""
-        for part in (*self.layers, *self._rings):
-            part.reset()
+        for layer, ring in zip(self.layers, self._rings, strict=True):
+            layer.reset()
+            ring.reset()
         self._wrote = self._since = self._noted = self._settled = 0
         self._fresh = self.torn = self.taken_over = False
         self.opened = None
