@@ -43,8 +43,8 @@ class Listeners:
         """Note that a page has closed its connection."""
         self._taken.pop(who, None)
 
-    def __contains__(self, who: str) -> bool:
-        taken = self._taken.get(who)
+    def __contains__(self, who: object) -> bool:
+        taken = self._taken.get(str(who))
         return taken is not None and time.monotonic() - taken < PATIENCE
 
 

@@ -168,9 +168,10 @@ def _check_divides(pipe: Any, order: Order) -> None:
         ValueError: If one is no multiple of a latent's pixels times a token's latents.
     """
     taken = inspect.signature(type(pipe).__call__).parameters
-    scale = getattr(pipe, "vae_scale_factor_spatial", None) or getattr(pipe, "vae_scale_factor", 1)
+    spatial = getattr(pipe, "vae_scale_factor_spatial", None)
+    scale: int = spatial or getattr(pipe, "vae_scale_factor", None) or 1
     model = next(iter(denoisers_of(pipe).values()))
-    patch = getattr(getattr(model, "config", None), "patch_size", None) or 1
+    patch: Any = getattr(getattr(model, "config", None), "patch_size", None) or 1
     patch = patch[-1] if isinstance(patch, list | tuple) else patch
     config = getattr(getattr(pipe, "image_processor", None), "config", None)
     packed = getattr(config, "vae_scale_factor", 1)  # FLUX: two latents a token, and no patches

@@ -163,7 +163,7 @@ def build(program: Program, viewers: Viewers) -> gr.Blocks:
             with gr.Column(scale=2, min_width=320):
                 player = gr.HTML(value={"job": ""}, html_template=_HTML, css_template=_CSS,
                                  js_on_load=_SCRIPT, elem_id="player")  # fmt: skip
-                with gr.Row(visible=False) as measured:
+                with gr.Row():
                     with gr.Column(min_width=300):
                         readings = gr.Markdown(elem_id="readings")
                     with gr.Column(min_width=240):
@@ -174,7 +174,7 @@ def build(program: Program, viewers: Viewers) -> gr.Blocks:
         start.click(do.start, asked, [player, readings, *plots, note], show_progress="hidden",
                     concurrency_limit=None, trigger_mode="multiple")  # fmt: skip
         quick: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
-        start.click(lambda: (_PAUSE, gr.Row(visible=True)), None, [pause, measured], **quick)
+        start.click(lambda: _PAUSE, None, pause, **quick)
         gr.on([use.click, prompt.submit], do.apply, [prompt, switch], note, **quick)
         policy.input(do.policy, policy, note, **quick)
         pause.click(do.pause, pause, pause, **quick)
