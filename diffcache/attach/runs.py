@@ -181,7 +181,8 @@ class Runs(ABC):
     @property
     def chosen(self) -> Method:
         """The method of runs that start in this thread or task."""
-        return (_METHODS.get() or {}).get(self, self.method)
+        methods = _METHODS.get()
+        return self.method if methods is None else methods.get(self, self.method)
 
     @contextmanager
     def choosing(self, method: Method) -> Iterator[None]:
