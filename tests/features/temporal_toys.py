@@ -57,7 +57,7 @@ def toy(kind=""):
 
 
 def toy_run(model, steps=3, batch=2, **more):
-    x = torch.randn(batch, 5, 6, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(batch, 6, 6, generator=torch.Generator().manual_seed(1))
     outs = []
     for s in range(steps):
         t = torch.full((batch,), 1.0 - s / 8)

@@ -83,7 +83,7 @@ def observed(score: Score, text: Text, steps: Sequence[int]) -> list[Observation
         start += count
     assert start == text.tokens
     store._commit()
-    return [store._observation(layer) for layer in store.layers]
+    return [store._observation(layer, store._rings[layer.index]) for layer in store.layers]
 
 
 def scores(score: Score, text: Text, steps: Sequence[int]) -> list[Tensor]:

@@ -63,7 +63,7 @@ def test_tokens_taken_back_leave_no_trace(score: Any) -> None:
     text.feed(store, 15, 16)
     text.feed(store, 16, 17)
     store._commit()
-    seen = store._observation(store.layers[0])
+    seen = store._observation(store.layers[0], store._rings[0])
     expected = scores(score, text, PROMPT)[0]
     torch.testing.assert_close(score(seen).expand_as(expected), expected, rtol=1e-4, atol=1e-5)
 
