@@ -170,7 +170,7 @@ def _setting(text: str, pair: str) -> tuple[str, Any]:
     try:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        return key, value
+        return key, {"true": True, "false": False}.get(value, value)
 
 
 def split(text: str, rest: str, at: str = ",") -> list[str]:

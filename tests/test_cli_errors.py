@@ -48,7 +48,6 @@ SHIPPED = "shapes-dit, shapes-flux, shapes-kontext, shapes-unet, shapes-wan"
         pytest.param((*RUN, "--device", "cuda"), "torch sees no CUDA device", marks=CPU_ONLY),
         ((*RUN, "--device", "banana"), "--device 'banana': must be auto, cpu, cuda"),
         ((*RUN, "--device", "cpu:3"), "--device 'cpu:3': torch sees 1 cpu device here"),
-        ((*RUN, "--method", "teacache"), "`diffcache calibrate --method teacache --model MODEL"),
         ((*RUN, "--method", "tuned"), "`diffcache tune --speedup 3 --model MODEL"),
         (("demo", "--method", "bac"), "then take --method bac:tables=bac.safetensors"),
         (("run", "nosuch", "x"), SHIPPED),

@@ -51,6 +51,7 @@ REFUSED = {
 NO_LEVELS = {
     "AnyFlowFARPipeline": "neither a flow's sigmas nor alphas_cumprod tell its noise levels",
     "Cosmos3OmniPipeline": "which lie on no grid that the call shows",
+    "Lumina2Pipeline": "which lie on no grid that the call shows",  # text stands before the image
     "SkyReelsV2DiffusionForcingPipeline": "the noise level of step 6 is not known",
     "StableCascadeDecoderPipeline": "neither a flow's sigmas nor alphas_cumprod tell",
     "ZImagePipeline": "which lie on no grid that the call shows",

@@ -133,7 +133,8 @@ def _call(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(base)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         handle = own = watch.handle_of(self)
-        if handle is None:
+        # Of a pipeline that was wrapped anew above this watch, the newer watch tells the run.
+        if handle is None and owner_of(self) is None:
             owner = shared_with(vars(self).values())
             handle = None if owner is None else owner.handle
         if handle is None:

@@ -37,12 +37,6 @@ def locate(
     for path in (Path(model), MODELS / model):
         if (path / "model_index.json").exists():
             return path
-        config = path / "config.json"
-        if config.is_file() and "ForCausalLM" in config.read_text(errors="replace"):
-            raise FileNotFoundError(
-                f"{model!r} is a causal language model, no pipeline: its caches are measured by "
-                f"diffcache kv --model {model}"
-            )
     if model.count("/") == 1 and not model.startswith((".", "/")) and not Path(model).exists():
         chosen = {"variant": variant, "revision": revision}
         return _from_hub(model, configs_only, {k: v for k, v in chosen.items() if v})

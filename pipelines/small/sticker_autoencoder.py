@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from diffcache.pipelines.small.stickers import layer, render, sample_scene
 from diffcache.pipelines.small.trainer import Job, Settings
+from diffcache.psnr import psnr
 
 CHANNELS = 12
 HELD = 256
@@ -196,9 +197,10 @@ class Autoencoder(Job):
     def measure(self, models: nn.ModuleDict) -> dict[str, float]:
         """Measure the PSNR in dB of held-out pictures, whole and where objects are."""
         pictures, masks = self.held
-        error = ((self.rebuild(models) - to_unit(pictures)) / 2).square().mean(1)
-        values = {"psnr": error.mean(), "psnr_objects": error[masks].mean()}
-        return {name: -10 * math.log10(float(value)) for name, value in values.items()}
+        made, wanted = self.rebuild(models), to_unit(pictures)
+        whole = psnr(made, wanted, span=2)
+        objects = psnr(made, wanted, span=2, mask=masks[:, None])
+        return {"psnr": float(whole.mean()), "psnr_objects": float(objects.mean())}
 
     def show(self, models: nn.ModuleDict) -> Image.Image:
         """Draw 16 held-out pictures above what becomes of them."""

@@ -76,7 +76,6 @@ def test_inputs_of_ones_own():
         ("FluxTransformer2DModel", (1000, 1024), "height=1000: must be a multiple of 16"),
         ("FluxTransformer2DModel", (0, 1024), "height=0: must be at least 1"),
         ("FluxTransformer2DModel", (64, 64, 5), "frames=5: FluxTransformer2DModel makes pictures"),
-        ("WanTransformer3DModel", (64, 64, 4), "frames=4: must be a multiple of 4, plus 1"),
         ("CogVideoXTransformer3DModel", (64, 64, 5), "text_tokens=512: this model's prompts"),
         ("NoSuchModel", (64, 64), "'NoSuchModel': the installed diffusers has no such class"),
         ("no/such/place", (64, 64), "is neither a directory"),

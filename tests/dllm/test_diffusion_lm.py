@@ -442,8 +442,8 @@ def test_what_cannot_be_served_is_refused() -> None:
             model(ids, row_plan=RowPlan(), position_ids=torch.arange(5)[None])
         with pytest.raises(AttachError, match="must be a RowPlan"):
             model(ids, row_plan=3)
-    with diffcache.wrapped(model, "interval", every=2), pytest.raises(ValueError, match="policy"):
-        DiffusionLM(model).generate(prompts(4), SCHEDULE)
+    with pytest.raises(AttachError, match="it takes no timestep, so Interval"):
+        diffcache.wrap(model, "interval", every=2)
     with pytest.raises(AttachError, match="takes no input_ids"):
         diffcache.wrap(torch.nn.Sequential(torch.nn.ModuleList([Block(), Block()])), FreeCache())
 

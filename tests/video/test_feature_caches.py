@@ -64,7 +64,7 @@ def test_what_is_held_after_a_chunk_is_a_clean_pass_of_it(name: str) -> None:
         assert same == ("s" not in steps)
 
 
-@pytest.mark.parametrize("name", sorted(set(METHODS) - {*ON, "temporal-table"}))
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {*ON, "temporal-table", "seacache"}))
 def test_a_method_that_needs_a_pipeline_is_refused_before_a_stream_begins(name: str) -> None:
     model = wan(layers=2)
     with (
