@@ -50,7 +50,6 @@ from diffcache.pipelines.small import (
     reach,
     recall_llama,
     small_unet,
-    sticker_flux,
     wan,
 )
 from diffcache.pipelines.small.chain import WORLDS
@@ -64,9 +63,6 @@ from diffcache.pipelines.small.scenes import (
     parse,
     shipped_prompts,
 )
-from diffcache.pipelines.small.sticker_judge import read_faults as sticker_faults
-from diffcache.pipelines.small.stickers import held_out_captions
-from diffcache.pipelines.small.stickers import parse as parse_sticker
 
 Outcomes = Mapping[str, Tensor]  # name -> [N] or [N, Q]; `whole_right` first, `_db` are no shares
 WHOLE = "whole_right"
@@ -116,20 +112,6 @@ def of_prompts(pictures: Any, prompts: Sequence[str]) -> Outcomes:
 def _of_flux(pipe: Any, steps: int, samples: int, seed: int, call: Any = flux.CALL) -> Outcomes:
     prompts = held_out_prompts(samples, seed)
     return of_prompts(draw_pictures(pipe, prompts, steps=steps, seed=seed, call=call), prompts)
-
-
-def _of_stickers(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
-    texts = held_out_captions(samples, seed)
-    wrong = sticker_faults(texts, sticker_flux.draw(pipe, texts, steps=steps, seed=seed))
-    found = {WHOLE: torch.tensor([not faults for faults in wrong])}
-    single = torch.tensor([len(parse_sticker(text)[0]) == 1 for text in texts])
-    return found | {"one_object_right": found[WHOLE][single], "two_right": found[WHOLE][~single]}
-
-
-def _sticker_grid(pipe: Any) -> tuple[str, Image.Image]:
-    texts = held_out_captions(24, 1)
-    pictures = sticker_flux.draw(pipe, texts, steps=28, seed=0)
-    return "grid.png", sticker_flux.draw_sheet(pictures, texts)
 
 
 def _of_wan(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
@@ -223,7 +205,6 @@ QUALITIES: Mapping[str, Model] = {
     "shapes-flux": Model(
         "pictures", flux.load, _of_flux, grid=lambda pipe: _texts_grid(pipe, flux.CALL)
     ),
-    "sticker-flux": Model("pictures", sticker_flux.load, _of_stickers, grid=_sticker_grid),
     "shapes-dit": Model("pictures", dit.load, _of_dit, (28,), 280, _dit_grid),
     "shapes-unet": Model(
         "pictures", small_unet.load, partial(_of_flux, call=small_unet.CALL), (28,), 256,
