@@ -110,7 +110,7 @@ class TestErrors:
         [
             (("cite", "taylorser"), "unknown method 'taylorser'; did you mean 'taylorseer'?"),
             (("run", "nowhere", "x"), "no pipeline at 'nowhere': name a directory"),
-            (("run", "recall-llama", "x"), "caches are measured by diffcache kv --model recall"),
+            (("run", "recall-llama", "x"), "is for `diffcache kv --model recall-llama`"),
             (("demo", "--method", "teacach"), "unknown method 'teacach'"),
             (
                 ("demo", "--method", "taylorseer:every=0"),
