@@ -58,7 +58,8 @@ def wrap(
             `diffcache.run`. Calls that gradients go through are computed.
         method: A method, or its catalogue name, after which settings may follow as on the command
             line, `taylorseer:every=4`. A method with tables that is given by name and without
-            them takes the settings that its authors published for the model, if any are.
+            them takes the settings that its authors published for the model, if any are. A run
+            that another thread is in the midst of, uncached, is cached from its next call on.
         components: Name or names of the pipeline's denoisers to wrap; all of them by default.
         hold: Form of the held features: `bf16`; `int8`, with a scale a token, in about half the
             memory of bf16; `host`, in the host's memory, fetched back ahead of use. None leaves

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,6 +84,7 @@ class Session:
         self._clean = False  # in a clean pass, whose queries are those of finished frames
         self.latents: Tensor | None = None
         self._switch: tuple[Tensor, Switch] | None = None
+        self._busy = Lock()  # while a chunk is made
 
     __reduce_ex__ = refuse_copy
 
@@ -181,7 +183,24 @@ class Session:
 
     @contextmanager
     def chunk(self, frames: int) -> Iterator[None]:
-        """Let the policy decide, then make a chunk; one that is cut off leaves nothing behind."""
+        """Let the policy decide, then make a chunk; one that is cut off leaves nothing behind.
+
+        Raises:
+            ValueError: If another thread is making one.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise ValueError(
+                "this session is making a chunk in another thread: wait for that, or open a "
+                "session for each thread"
+            )
+        try:
+            with self._chunk(frames):
+                yield
+        finally:
+            self._busy.release()
+
+    @contextmanager
+    def _chunk(self, frames: int) -> Iterator[None]:
         check_alike(self, frames, self._switch)
         prompt, switch, noise = self.prompt, self._switch, self.generator.get_state()
         # Neither what is dropped nor what is observed can be taken back.

@@ -20,7 +20,7 @@ from diffcache.foreign import drop_registry, put_below, registry_of, take_out
 
 @dataclass(eq=False)
 class Context:
-    """What was said of the next call, by `cache_context` of diffusers or by the user.
+    """Name, step and kind of the next call, as `cache_context` of diffusers or the user gave them.
 
     Attributes:
         name: Name of the guidance branch, None where nobody said one.

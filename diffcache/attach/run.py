@@ -114,7 +114,7 @@ class Run:
 
     @property
     def is_said(self) -> bool:
-        """Whether somebody says where the run, or its stream, begins and ends."""
+        """Whether begin and end of the run, or of its stream, are told and not guessed."""
         return self.in_pipeline or self.is_told or self.stream.is_told
 
     def _clear(self) -> None:

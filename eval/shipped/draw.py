@@ -1,20 +1,19 @@
-"""Draw samples of the shipped models, each from noise of its own, and lay them out in a grid."""
+"""Draw samples of the shipped models, each from noise of its own."""
 
 from __future__ import annotations
 
-import math
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline, FluxKontextPipeline, WanPipeline
-from PIL import Image, ImageDraw, ImageFont
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from diffcache.pipelines.small import flux, kontext, wan
+from diffcache.pipelines.small import flux, kontext, sticker_flux, wan
 
 
 def outputs_of(
@@ -44,6 +43,26 @@ def draw_pictures(
     """Draw one picture for each prompt, a text or class; see `outputs_of`."""
     made = outputs_of(pipe, [list(prompts)], steps, seed, batch, **call)
     return [picture for output in made for picture in output.images]
+
+
+def draw_stickers(
+    pipe: DiffusionPipeline, texts: Sequence[str], *, steps: int, seed: int
+) -> NDArray[np.uint8]:
+    """Draw one picture for each sentence, with guidance; see `outputs_of`.
+
+    Args:
+        pipe: The pipeline.
+        texts: Sentences.
+        steps: Sampling steps.
+        seed: Seed of the first picture.
+
+    Returns:
+        Pictures, uint8 [B, 64, 64, 3].
+    """
+    call = {**sticker_flux.CALL, "output_type": "np"}
+    unsaid = [call.pop("negative_prompt")] * len(texts)  # as many as sentences, in a batch
+    made = outputs_of(pipe, [list(texts), list(texts), unsaid], steps, seed, 32, **call)
+    return np.concatenate([np.round(output.images * 255).astype(np.uint8) for output in made])
 
 
 def draw_films(
@@ -94,31 +113,3 @@ def edit_pictures(
 def image_of(picture: Tensor) -> Image.Image:
     """Return a picture, uint8 [3, H, W], as PIL takes it."""
     return Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
-
-
-def draw_grid(
-    cells: Sequence[Sequence[Image.Image]], texts: Sequence[str], *, scale: int, columns: int
-) -> Image.Image:
-    """Lay samples out in a grid, enlarged, each over its text.
-
-    Args:
-        cells: Pictures of each sample, which stand side by side.
-        texts: Prompts, one for each sample.
-        scale: Pixels of the grid for one of a picture.
-        columns: Samples in a row.
-    """
-    side, gap, line = 64 * scale, 10, 18
-    wide = len(cells[0]) * side
-    wrapped = ["\n".join(textwrap.wrap(text, wide // 7)) for text in texts]
-    high = side + line * max(text.count("\n") + 1 for text in wrapped) + gap
-    rows = math.ceil(len(cells) / columns)
-    grid = Image.new("RGB", (columns * (wide + gap) + gap, rows * high + gap), "white")
-    pen, font = ImageDraw.Draw(grid), ImageFont.load_default(size=13)
-    for index, (pictures, text) in enumerate(zip(cells, wrapped, strict=True)):
-        row, column = divmod(index, columns)
-        x, y = gap + column * (wide + gap), gap + row * high
-        for place, picture in enumerate(pictures):
-            enlarged = picture.resize((side, side), Image.Resampling.NEAREST)
-            grid.paste(enlarged, (x + place * side, y))
-        pen.multiline_text((x, y + side + 2), text, fill="black", font=font, spacing=1)
-    return grid.quantize(128, dither=Image.Dither.NONE)

@@ -32,8 +32,8 @@ from diffcache.eval.runs.task import directory_sha256
 from diffcache.eval.shipped import causal_films, chain, recall
 from diffcache.eval.shipped.draw import (
     draw_films,
-    draw_grid,
     draw_pictures,
+    draw_stickers,
     edit_pictures,
     image_of,
 )
@@ -50,11 +50,13 @@ from diffcache.pipelines.small import (
     reach,
     recall_llama,
     small_unet,
+    sticker_flux,
     wan,
 )
 from diffcache.pipelines.small.chain import WORLDS
 from diffcache.pipelines.small.classifier import ATTRIBUTES, compare, read
 from diffcache.pipelines.small.edits import draw_edits, judge
+from diffcache.pipelines.small.grid import draw_grid
 from diffcache.pipelines.small.loop import to_unit
 from diffcache.pipelines.small.recall import Task
 from diffcache.pipelines.small.scenes import (
@@ -63,6 +65,9 @@ from diffcache.pipelines.small.scenes import (
     parse,
     shipped_prompts,
 )
+from diffcache.pipelines.small.sticker_judge import read_faults
+from diffcache.pipelines.small.stickers import held_out_captions
+from diffcache.pipelines.small.stickers import parse as parse_sentence
 
 Outcomes = Mapping[str, Tensor]  # name -> [N] or [N, Q]; `whole_right` first, `_db` are no shares
 WHOLE = "whole_right"
@@ -112,6 +117,15 @@ def of_prompts(pictures: Any, prompts: Sequence[str]) -> Outcomes:
 def _of_flux(pipe: Any, steps: int, samples: int, seed: int, call: Any = flux.CALL) -> Outcomes:
     prompts = held_out_prompts(samples, seed)
     return of_prompts(draw_pictures(pipe, prompts, steps=steps, seed=seed, call=call), prompts)
+
+
+def _of_stickers(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+    """Judge pictures of held-out sentences, and those of one object and of two apart."""
+    texts = held_out_captions(samples, seed)
+    wrong = read_faults(texts, draw_stickers(pipe, texts, steps=steps, seed=seed))
+    right = torch.tensor([not faults for faults in wrong])
+    alone = torch.tensor([len(parse_sentence(text)[0]) == 1 for text in texts])
+    return {WHOLE: right, "right_of_one_object": right[alone], "right_of_two": right[~alone]}
 
 
 def _of_wan(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
@@ -180,6 +194,12 @@ def _texts_grid(pipe: Any, call: Mapping[str, Any]) -> tuple[str, Image.Image]:
     return "grid.png", draw_grid([[one] for one in pictures], texts, scale=3, columns=6)
 
 
+def _sticker_grid(pipe: Any) -> tuple[str, Image.Image]:
+    texts = held_out_captions(24, 1)
+    pictures = map(Image.fromarray, draw_stickers(pipe, texts, steps=28, seed=0))
+    return "grid.png", draw_grid([[one] for one in pictures], texts, scale=2, columns=6)
+
+
 def _dit_grid(pipe: Any) -> tuple[str, Image.Image]:
     labels = range(len(dit.LABELS))
     pictures = draw_pictures(pipe, labels, steps=28, seed=0, batch=35, call=dit.CALL)
@@ -205,6 +225,7 @@ QUALITIES: Mapping[str, Model] = {
     "shapes-flux": Model(
         "pictures", flux.load, _of_flux, grid=lambda pipe: _texts_grid(pipe, flux.CALL)
     ),
+    "sticker-flux": Model("pictures", sticker_flux.load, _of_stickers, grid=_sticker_grid),
     "shapes-dit": Model("pictures", dit.load, _of_dit, (28,), 280, _dit_grid),
     "shapes-unet": Model(
         "pictures", small_unet.load, partial(_of_flux, call=small_unet.CALL), (28,), 256,

@@ -47,6 +47,14 @@ def build_autoencoder() -> AutoencoderKL:
     )
 
 
+def load_autoencoder(path: Path) -> AutoencoderKL:
+    """Load the averaged weights of a trained autoencoder from its checkpoint."""
+    average = torch.load(path, weights_only=True)["average"]
+    model = build_autoencoder().to(memory_format=torch.channels_last)
+    model.load_state_dict(average)
+    return model.eval().requires_grad_(False)
+
+
 @torch.no_grad()
 def start_from_patches(model: AutoencoderKL, pictures: Tensor) -> None:
     """Set an encoder so that its latents are principal components of 4x4 patches.

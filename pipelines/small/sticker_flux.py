@@ -23,19 +23,19 @@ from diffusers import (
     FluxTransformer2DModel,
 )
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
-from numpy.typing import NDArray
-from PIL import Image, ImageDraw
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from diffcache.pipelines.small.export import save_pipeline
+from diffcache.pipelines.small.grid import draw_grid
 from diffcache.pipelines.small.plain_attention import PlainFluxAttention
 from diffcache.pipelines.small.shipped import load_pipeline
 from diffcache.pipelines.small.sticker_autoencoder import (
     CHANNELS,
-    build_autoencoder,
     draw_pictures,
+    load_autoencoder,
     to_unit,
 )
 from diffcache.pipelines.small.sticker_text import TEXT_TOKENS, Encoder
@@ -73,32 +73,6 @@ def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) 
     pipe = load_pipeline(FluxPipeline, directory, dtype)
     pipe.default_sample_size = CALL["height"] // pipe.vae_scale_factor
     return pipe
-
-
-def draw(
-    pipe: FluxPipeline, texts: list[str], *, steps: int = 28, seed: int = 0, batch: int = 32
-) -> NDArray[np.uint8]:
-    """Draw a picture for each sentence; picture i starts from the noise of seed + i.
-
-    Args:
-        pipe: Pipeline, wrapped or not.
-        texts: Sentences.
-        steps: Sampling steps.
-        seed: Seed of the first picture.
-        batch: Pictures drawn at once.
-
-    Returns:
-        Pictures, uint8 [N, 64, 64, 3].
-    """
-    parts = []
-    for start in range(0, len(texts), batch):
-        part = texts[start : start + batch]
-        noise = [torch.Generator().manual_seed(seed + start + i) for i in range(len(part))]
-        # A batch needs as many empty sentences as sentences.
-        asked = CALL | {"negative_prompt": [""] * len(part), "output_type": "np"}
-        made = pipe(part, num_inference_steps=steps, generator=noise, **asked).images
-        parts.append(np.round(made * 255).astype(np.uint8))
-    return np.concatenate(parts)
 
 
 def build_transformer(text_width: int = 64) -> FluxTransformer2DModel:
@@ -147,14 +121,6 @@ def build_pipeline(
         tokenizer_2=encoder.t5,
         **dict(models.items()),
     )
-
-
-def load_autoencoder(path: Path) -> AutoencoderKL:
-    """Load the averaged weights of a trained autoencoder from its checkpoint."""
-    average = torch.load(path, weights_only=True)["average"]
-    model = build_autoencoder().to(memory_format=torch.channels_last)
-    model.load_state_dict(average)
-    return model.eval().requires_grad_(False)
 
 
 @torch.no_grad()
@@ -311,7 +277,8 @@ class Flux(Job):
     def show(self, models: nn.ModuleDict) -> Image.Image:
         """Draw held-out sentences, the same and with the same noise each time."""
         texts = held_out_captions(24, seed=1)
-        return draw_sheet(self.sample(models, texts).numpy(), texts)
+        drawn = [[Image.fromarray(picture)] for picture in self.sample(models, texts).numpy()]
+        return draw_grid(drawn, texts, scale=2, columns=6)
 
     def pipeline(self, models: nn.ModuleDict) -> FluxPipeline:
         """Put the pipeline together, with diffusers' own attention."""
@@ -348,18 +315,3 @@ def _call(
 @cache
 def _compiled() -> Any:
     return torch.compile(_call, dynamic=False)
-
-
-def draw_sheet(pictures: NDArray[np.uint8], texts: list[str], *, across: int = 8) -> Image.Image:
-    """Draw pictures uint8 [N, 64, 64, 3] twice their size, each above its sentence."""
-    side = 2 * pictures.shape[1]
-    rows = -(-len(pictures) // across)
-    sheet = Image.new("RGB", (across * (side + 6), rows * (side + 32)), "white")
-    pen = ImageDraw.Draw(sheet)
-    for index, (picture, text) in enumerate(zip(pictures, texts, strict=True)):
-        left, top = index % across * (side + 6), index // across * (side + 32)
-        large = Image.fromarray(picture).resize((side, side), Image.Resampling.BICUBIC)
-        sheet.paste(large, (left, top))
-        cut = text.rfind(" ", 0, 23) if len(text) > 22 else len(text)
-        pen.text((left, top + side + 2), text[:cut] + "\n" + text[cut:].strip(), fill="black")
-    return sheet

@@ -17,7 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from diffcache.pipelines.small.sticker_autoencoder import HELD, draw_pictures, to_unit
+from diffcache.pipelines.small.sticker_autoencoder import (
+    HELD,
+    draw_pictures,
+    load_autoencoder,
+    to_unit,
+)
 from diffcache.pipelines.small.stickers import (
     GROUNDS,
     OBJECTS,
@@ -85,7 +90,7 @@ class _Residual(nn.Module):
 
 @dataclass(frozen=True)
 class Reading:
-    """What a picture shows.
+    """Objects and ground that a picture shows.
 
     Attributes:
         stickers: Objects that were found whole, in the pose that fits best.
@@ -143,8 +148,12 @@ def _sticker(name: str, pose: Tensor, row: int, column: int) -> Sticker:
 def likeness(sticker: Sticker, picture: NDArray[np.uint8]) -> float:
     """Return how much a picture looks like an object in a pose: 1 is the same but for light.
 
-    It is the correlation of all color values over the pixels that the drawing covers, so that a
-    part of an object that is missing, moved or of another color lowers it.
+    It is the correlation of all color values over the pixels that the drawing covers, dimensionless
+    and -1 to 1, so that a part of an object that is missing, moved or of another color lowers it.
+
+    Args:
+        sticker: Object in a pose.
+        picture: Picture, uint8 [64, 64, 3].
     """
     color, cover = layer(sticker)
     inside = cover > 0.6
@@ -160,8 +169,12 @@ def likeness(sticker: Sticker, picture: NDArray[np.uint8]) -> float:
 def fit(sticker: Sticker, picture: NDArray[np.uint8]) -> tuple[Sticker, float]:
     """Move an object step by step to where it looks most like a picture.
 
+    Args:
+        sticker: Object in about the pose that it is shown in.
+        picture: Picture, uint8 [64, 64, 3].
+
     Returns:
-        The object in the best pose found, and its likeness there.
+        The object in the best pose found, and its likeness there, dimensionless.
     """
     poses = [sticker, replace(sticker, mirrored=not sticker.mirrored)]
     values = [likeness(pose, picture) for pose in poses]
@@ -242,8 +255,6 @@ class JudgeJob(Job):
 
     @torch.no_grad()
     def _rebuild(self, pictures: Tensor) -> Tensor:
-        from diffcache.pipelines.small.sticker_flux import load_autoencoder
-
         path = self.folder / f"rebuilt-{len(pictures)}.pt"
         if not path.exists():
             model = load_autoencoder(self.folder / "sticker-autoencoder.state")

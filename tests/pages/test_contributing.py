@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md says of adding something, done in a copy of the tree to the letter."""
+"""Steps of CONTRIBUTING.md for something new, taken to the letter in a copy of the tree."""
 
 from __future__ import annotations
 

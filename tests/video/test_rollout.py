@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.stream_batch import StreamBatch
@@ -83,6 +86,27 @@ def test_a_stream_ends_with_its_video() -> None:
     with pytest.raises(ValueError, match="this CausalVideo was closed.* make another"):
         session.next()
     assert session.frames == CHUNK
+
+
+def test_two_threads_do_not_make_chunks_of_one_stream_at_once() -> None:
+    inside, go_on = Event(), Event()
+    with CausalVideo(wan(layers=1), sampler=FewSteps((1000,))) as video:
+        session, other = (video.session(text(), size=SIZE) for _ in range(2))
+        commit = session._commit
+
+        def waits(clean: Tensor) -> None:
+            inside.set()
+            assert go_on.wait(60)
+            commit(clean)
+
+        with patch.object(session, "_commit", waits), ThreadPoolExecutor(1) as pool:
+            chunk = pool.submit(session.next)
+            assert inside.wait(60)
+            with pytest.raises(ValueError, match="is making a chunk in another thread: wait"):
+                session.next()
+            go_on.set()
+            assert torch.equal(chunk.result(), other.next())
+        assert torch.equal(session.next(), other.next())
 
 
 def test_a_reset_stream_goes_on_as_a_new_one() -> None:

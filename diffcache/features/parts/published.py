@@ -105,7 +105,9 @@ def _hunyuan(word: str = "") -> Published:
 
 _FLUX = {"num_layers": 19, "num_single_layers": 38, "in_channels": 64, "guidance_embeds": True}
 _QWEN = {"num_layers": 60, "num_attention_heads": 24, "in_channels": 64}
-# Name -> the model, as its own configuration on the hub has it
+# Name -> the model. Sizes of Wan, CogVideoX 2B and 5B and HunyuanVideo are those of the scripts of
+# diffusers that convert their checkpoints, most others the defaults of its classes;
+# `guidance_embeds` of FLUX, and ConsisID and CogVideoX 1.5, were not looked up.
 MODELS: dict[str, Published] = {
     "flux.1-dev": Published(
         "FluxTransformer2DModel", _FLUX, "Flux(?!Kontext).*", word="flux.1-dev"
