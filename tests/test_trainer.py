@@ -35,7 +35,7 @@ class Line(Job):
         return {"held_loss": float(self.loss(models, torch.arange(40), torch.Generator()))}
 
 
-def weights(run: trainer.Run) -> list[Tensor]:
+def weights(run: trainer.Training) -> list[Tensor]:
     return [*run.models.state_dict().values(), *run.average.state_dict().values()]
 
 
@@ -55,7 +55,7 @@ def test_same_seed_and_steps_give_the_same_weights_broken_off_or_not(tmp_path: P
     assert not torch.equal(weights(straight)[0], weights(other)[0])
     assert [row["loss"] for row in straight.rows] == [row["loss"] for row in again.rows]
     assert straight.rows[-1]["held_loss"] < 0.5 * float(
-        Line(SETTINGS, tmp_path).measure(trainer.Run(job, "float32").models)["held_loss"]
+        Line(SETTINGS, tmp_path).measure(trainer.Training(job, "float32").models)["held_loss"]
     )
 
 
@@ -67,7 +67,7 @@ def test_a_run_stops_at_its_time_limit_with_a_checkpoint(tmp_path: Path):
 
 def test_precision_is_chosen_by_measuring(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(trainer, "choose_precision", lambda *_: {"float32": 2.0, "bfloat16": 1.0})
-    run = trainer.Run(Line(SETTINGS, tmp_path), "auto")
+    run = trainer.Training(Line(SETTINGS, tmp_path), "auto")
     assert run.precision == "bfloat16" and record(run, "line", "c")["precision"] == "bfloat16"
 
 

@@ -48,7 +48,7 @@ class Listeners:
         return taken is not None and time.monotonic() - taken < PATIENCE
 
 
-class Door:
+class PageGuard:
     """Refuse what is no route of the page, and note who takes what is sent.
 
     Args:
@@ -98,7 +98,7 @@ def guarded_by(listeners: Listeners, host: str, names: Sequence[str]) -> dict[st
         "middleware": [
             Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
             Middleware(RequestBodyLimitMiddleware, max_body_size=MOST_BYTES),
-            Middleware(Door, listeners=listeners),
+            Middleware(PageGuard, listeners=listeners),
         ]
     }
 

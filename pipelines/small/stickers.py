@@ -12,7 +12,6 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from functools import cache
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -214,11 +213,6 @@ def parse(text: str) -> tuple[tuple[str, ...], str, str]:
                 return names, "" if joint == "and" else joint, ground
     example = "a fox left of an owl on grass"
     raise ValueError(f"cannot read {text!r}; write it like {example!r}")
-
-
-def pairs(*, held: bool) -> list[tuple[str, str]]:
-    """Return the ordered pairs of objects that training leaves out, or the others."""
-    return [pair for pair in permutations(OBJECTS, 2) if held_out(pair, "") == held]
 
 
 def render(scene: Scene) -> Array:

@@ -227,7 +227,7 @@ def autocast(precision: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-class Run:
+class Training:
     """A training under way: weights, their average, optimizers and the curve.
 
     Args:
@@ -309,7 +309,7 @@ class Run:
         self.commits = state.get("commits", [])
 
 
-def train(job: Job, name: str, *, precision: str = "auto", minutes: float = math.inf) -> Run:
+def train(job: Job, name: str, *, precision: str = "auto", minutes: float = math.inf) -> Training:
     """Train from the last checkpoint on, or from the start, until the end or a time limit.
 
     Args:
@@ -320,7 +320,7 @@ def train(job: Job, name: str, *, precision: str = "auto", minutes: float = math
     """
     settings = job.settings
     state = job.folder / f"{name}.state"
-    run = Run(job, precision)
+    run = Training(job, precision)
     if state.exists():
         run.restore(state)
     if commit() not in run.commits:
@@ -380,7 +380,7 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def record(run: Run, name: str, command: str) -> dict[str, Any]:
+def record(run: Training, name: str, command: str) -> dict[str, Any]:
     """Describe how a model was trained, with a curve of at most 150 rows."""
     every = -(-len(run.rows) // 150)
     settings = run.job.settings
@@ -438,7 +438,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not chosen.export:
         train(job, chosen.model, precision=chosen.precision, minutes=chosen.minutes)
         return
-    run = Run(job, "float32")
+    run = Training(job, "float32")
     run.restore(chosen.out / f"{chosen.model}.state")
     directory = MODELS / JOBS[chosen.model][1]
     job.export(run.average.eval(), directory)

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from diffcache.pipelines.demo import door
-from diffcache.pipelines.demo.door import Door, Listeners, guarded_by, hosts_of
+from diffcache.pipelines.demo.door import Listeners, PageGuard, guarded_by, hosts_of
 
 HEARD = "/gradio_api/queue/data"
 
@@ -96,6 +96,6 @@ def test_a_page_listens_while_it_takes_what_it_is_sent(monkeypatch: pytest.Monke
         pass
 
     scope = {"type": "http", "path": HEARD, "query_string": b"session_hash=me", "headers": []}
-    asyncio.run(Door(app, listeners)(scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(PageGuard(app, listeners)(scope, None, send))  # type: ignore[arg-type]
     assert seen == [False, True, False, True, False] and "me" not in listeners
     assert "you" not in listeners
