@@ -34,4 +34,4 @@ def draw_grid(
             enlarged = picture.resize((side, side), Image.Resampling.NEAREST)
             grid.paste(enlarged, (x + place * side, y))
         pen.multiline_text((x, y + side + 2), text, fill="black", font=font, spacing=1)
-    return grid.quantize(128, dither=Image.Dither.NONE)
+    return grid
