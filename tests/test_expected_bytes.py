@@ -13,7 +13,7 @@ from diffcache.cli import app
 from diffcache.memory import compression_of, size_of
 from diffcache.pipelines.zoo.catalog import cases
 from diffcache.pipelines.zoo.pipes import pipes
-from diffcache.report import human
+from diffcache.run_report import human
 
 METHODS = [
     ("taylorseer", {"every": 3, "warmup": 3, "order": 2}),

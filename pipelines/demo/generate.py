@@ -19,7 +19,7 @@ from diffcache.api import denoisers_of
 from diffcache.features.base import Method
 from diffcache.pipelines.demo.compare import closeness, decibels
 from diffcache.pipelines.demo.inputs import check_required, class_number
-from diffcache.report import Report
+from diffcache.run_report import Report
 
 
 @dataclass(frozen=True)
