@@ -21,8 +21,8 @@ import diffcache
 from diffcache import CacheWarning
 from diffcache.api import handle_of
 from diffcache.attach.continuity import FEWEST, glance, goes_on
+from diffcache.eval.workshop.small.small_unet import DIRECTORY
 from diffcache.pipelines.small.shipped import load_pipeline
-from diffcache.pipelines.small.small_unet import DIRECTORY
 from tests.bare.toys import (
     COND,
     EVERY,
