@@ -9,9 +9,9 @@ import diffcache
 from diffcache.catalog import method_class
 from diffcache.features.collect import Calibrated
 from diffcache.features.tables import Tables
-from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.registry import rows_of
 from tests.methods import ON_PIPELINES, STEPS, method, pipelines_of
+from tests.zoo.pipes import pipes
 
 CASES = [(name, kind) for name in ON_PIPELINES for kind in pipelines_of(name)]
 

@@ -13,10 +13,10 @@ from torch import nn
 
 import diffcache
 from diffcache.api import handle_of
-from diffcache.pipelines.zoo.pipe import PipeCase
-from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.registry import MODELS
 from tests.near_zero import TINY, near_zero
+from tests.zoo.pipe import PipeCase
+from tests.zoo.pipes import pipes
 
 PIPES = pipes()
 STEPS, EVERY = 6, 3

@@ -17,9 +17,6 @@ from diffcache.attach.fingerprint import facts_of
 from diffcache.catalog import make_method
 from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
-from diffcache.pipelines.zoo.case import output_tensors
-from diffcache.pipelines.zoo.catalog import cases
-from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.registry import rows_of
 from tests.bare.toys import COND, EVERY, PLAIN, Toy, alone, marks, noise, track
 from tests.features import region_pipelines
@@ -31,6 +28,9 @@ from tests.stream_toys import (
     write,
 )
 from tests.test_families import ready
+from tests.zoo.case import output_tensors
+from tests.zoo.catalog import cases
+from tests.zoo.pipes import pipes
 
 FLUX = "FluxPipeline"
 NOTED = "writes to a stream"

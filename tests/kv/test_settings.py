@@ -18,11 +18,11 @@ from diffcache.kv.recipes.catalog import make_recipe, recipe_function, recipe_na
 from tests.kv import examples
 
 TABLES: dict[str, Any] = {
-    "duo_attention": {"heads": examples.HEADS}, "razor_attention": {"heads": examples.HEADS},
-    "locret": {"heads": examples.RETAINING}, "lococo": {"weights": examples.MIXING},
-    "scalekv": {"scales": ((1, 1), (2, 2))}, "double_sparsity": {"channels": examples.CHANNELS},
+    **examples.TABLES,
+    "compresskv": {},
+    "scalekv": {"scales": ((1, 1), (2, 2))},
     "rematerialised": {"projections": (Projections(torch.eye(8), torch.eye(8), 1),)},
-    **{name: {"bases": examples.BASES} for name in ("cskv", "kv_heads", "xquant_latent")},
+    "xquant_latent": {"bases": examples.BASES},
 }  # fmt: skip
 NEVER = ("a", math.nan, math.inf, True, [1], None)  # is in no setting's range
 SELDOM = (-1, -0.5, 0, 1, 0.5, 1.5, 3, 33, 10**6)  # some settings may have them

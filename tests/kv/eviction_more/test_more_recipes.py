@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.eval.kv import oracle
+from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.learn.scalekv import capacities
 from diffcache.kv.planning.windows import Windows
