@@ -142,7 +142,7 @@ def wrapped(
         return Handle(target, denoisers, chosen)
 
 
-def kind_of(method: Wrapper) -> Kind:
+def kind_of(method: object) -> Kind:
     """Return the kind of what is about to be put into something.
 
     Raises:
@@ -162,9 +162,9 @@ def kind_of(method: Wrapper) -> Kind:
     if isinstance(method, VideoPolicy):
         return "video"
     place = getattr(method, "__module__", None) or ""  # of a function that nobody called
-    layers = (Recipe, Mapping, Sequence)
-    is_recipe = isinstance(method, layers) or place.startswith("diffcache.kv.recipes")
-    return "recipe" if is_recipe else "method"
+    if isinstance(method, (Recipe, Mapping, Sequence)) or place.startswith("diffcache.kv.recipes"):
+        return "recipe"
+    return "method"  # which says what it is not
 
 
 def cached(target: Any, recipe: Any, **settings: Any) -> Attached:

@@ -7,9 +7,9 @@ from typing import Any
 
 from diffcache.api import method_of
 from diffcache.method import Method
-from diffcache.registry import Row, find, unknown
+from diffcache.registry import Kind, Row, find, unknown
 
-_KINDS = ("method", "dllm", "recipe", "video", "reuse")
+_KINDS: tuple[Kind, ...] = ("method", "dllm", "recipe", "video", "reuse")
 
 
 def cite(target: Any) -> str:

@@ -42,6 +42,8 @@ class Runs(Attached):
             calibration; None for none.
     """
 
+    method: Method
+
     def __init__(self, target: Any, method: Method, observer: Observer | None = None) -> None:
         self.method, self.observer = method, observer
         self.tables = tables_of(method)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from diffcache.kv.life.pack import fill as fill
     from diffcache.kv.life.pack import pack as pack
     from diffcache.kv.life.prefix import PrefixTree as PrefixTree
+    from diffcache.kv.life.prefix import time_to_live as time_to_live
     from diffcache.kv.life.save import load as load
     from diffcache.kv.life.save import save as save
     from diffcache.kv.recipe import Recipe as Recipe
@@ -58,7 +59,7 @@ for _module, _names in {
     "recipes.catalog": ("make_recipe", "recipe_names"),
     "life.save": ("load", "save"),
     "life.pack": ("fill",),
-    "life.prefix": ("PrefixTree",),
+    "life.prefix": ("PrefixTree", "time_to_live"),
     "reuse.cachecraft": ("chunks_of",),
     "reuse.piece": ("Piece", "cut", "joined", "lay_out"),
     "codec.sending": ("choose_level",),

@@ -21,7 +21,15 @@ from diffcache.registry import rows_of
 
 def test_every_recipe_and_door_is_there_and_nothing_else() -> None:
     doors = {"Recipe", "make_recipe", "recipe_names", "ask", "cache_for", "caching", "detach"}
-    doors |= {"static_cache_for", "load", "save", "fill", "PrefixTree", "choose_level"}
+    doors |= {
+        "static_cache_for",
+        "load",
+        "save",
+        "fill",
+        "PrefixTree",
+        "time_to_live",
+        "choose_level",
+    }
     doors |= {"Piece", "chunks_of", "cut", "joined", "lay_out", *rows_of("reuse")}
     assert set(dir(kv)) == set(kv.__all__) == doors | set(kv.recipe_names())
     for name in kv.__all__:

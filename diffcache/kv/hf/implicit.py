@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import threading
 import weakref
@@ -47,7 +46,7 @@ class Caching(Attached):
         self.model = weakref.ref(model)
         self.cache: KVCache | None = None
         self.count = 0
-        self.making = functools.partial(cache_for, recipe=recipe, mode=mode, **settings)
+        self.recipe, self.settings = recipe, {"mode": mode, **settings}
         self.generate: Callable[..., Any] | None = vars(model).pop("generate", None)
         self._was_set_up = attention_name_of(config) == NAME
         self._class = type(model)
@@ -55,7 +54,7 @@ class Caching(Attached):
         self._hooks: list[Any] = []
         try:
             # what cannot be used is refused at once
-            self.method = self.making(model).store.recipe
+            self.method = cache_for(model, recipe, **self.settings).store.recipe
         except BaseException:
             self.detach()
             raise
@@ -68,7 +67,7 @@ class Caching(Attached):
 
     def fresh(self, model: Any) -> KVCache:
         """Return a new cache."""
-        self.cache = self.making(model)
+        self.cache = cache_for(model, self.recipe, **self.settings)
         self.count += 1
         return self.cache
 
