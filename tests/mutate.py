@@ -121,7 +121,9 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
     for row in source.split(b"\n"):
         starts.append(starts[-1] + len(row) + 1)
     tree = ast.parse(source)
-    functions = [x for x in ast.walk(tree) if isinstance(x, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [
+        x for x in ast.walk(tree) if isinstance(x, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
     seen: set[tuple[int, int]] = set()
     for function in functions:
         found: list[tuple[ast.expr, ast.AST]] = []
@@ -170,7 +172,9 @@ class Reaching:
         items.sort(key=lambda item: item.nodeid not in self.tests)
 
 
-def run(tree: Path, tests: list[str], seconds: float, plugin: Any, log: Path, *more: str) -> int | None:
+def run(
+    tree: Path, tests: list[str], seconds: float, plugin: Any, log: Path, *more: str
+) -> int | None:
     """Run tests in a forked process; return its exit status, or None where time ran out."""
     process = os.fork()
     if not process:
@@ -252,7 +256,9 @@ def main() -> None:
                 shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)
         began = time.process_time(), os.times()
         tests_of = reached(tree, mutants, asked.tests, asked.log)
-        print(f"one run of all tests: {os.times().children_user - began[1].children_user:.0f} CPU s")
+        print(
+            f"one run of all tests: {os.times().children_user - began[1].children_user:.0f} CPU s"
+        )
         for number, mutant in enumerate(mutants):
             tests = tests_of[number]
             status: int | None = 0

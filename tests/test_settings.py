@@ -18,9 +18,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-import diffcache
 from diffcache.catalog import make_method
 from diffcache.kv.recipes.catalog import recipe_function
 from diffcache.names import recipe_names
@@ -113,6 +110,7 @@ def said() -> dict[tuple[str, str], dict[str, list[Any]]]:
     for row, one in known().items():
         for field in dataclasses.fields(one):
             if field.init:
+
                 def make(one: Any = one, **settings: Any) -> Any:
                     return dataclasses.replace(one, **settings)
 
@@ -121,6 +119,7 @@ def said() -> dict[tuple[str, str], dict[str, list[Any]]]:
         function, tables = recipe_function(row), TABLES.get(row, {})
         for name, setting in inspect.signature(function).parameters.items():
             if name not in tables:
+
                 def make(function: Any = function, tables: Any = tables, **settings: Any) -> Any:
                     return function(**{**tables, **settings})
 
