@@ -139,46 +139,46 @@ ca2-vdm | ca2_vdm:Ca2VDM | Ca2-VDM, arXiv 2411.16375 | |
     "recipe": """
 name | place | paper | skips | off
 # First and latest tokens
-streaming_llm | streaming:streaming_llm | StreamingLLM, arXiv 2309.17453 | budget=12 | budget=4096
-duo_attention | streaming:duo_attention | DuoAttention, arXiv 2410.10819 | budget=12 |
-razor_attention | streaming:razor_attention | RazorAttention, arXiv 2407.15891 | budget=0.3,least=8 |
+streaming_llm | streaming:streaming_llm | StreamingLLM, arXiv 2309.17453 | budget=12 | budget=1.0,sinks=2
+duo_attention | streaming:duo_attention | DuoAttention, arXiv 2410.10819 | budget=12 | heads=((True,True),(True,True),(True,True),(True,True)),budget=1.0
+razor_attention | streaming:razor_attention | RazorAttention, arXiv 2407.15891 | budget=0.3,least=8 | budget=1.0,least=6
 # Eviction by a score
-random | eviction:random |  | budget=12 |
-knorm | eviction:knorm | A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430 | budget=12 |
-value_norm | eviction:value_norm |  | budget=12 |
-keydiff | eviction:keydiff | KeyDiff, arXiv 2504.15364 | budget=0.4 |
-lagkv | eviction:lagkv | LagKV, arXiv 2504.04704 | budget=16,lag=8 |
-expected_attention | eviction:expected_attention | Expected Attention, arXiv 2510.00636 | budget=14,future=32 |
+random | eviction:random |  | budget=12 | budget=1.0
+knorm | eviction:knorm | A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430 | budget=12 | budget=1.0
+value_norm | eviction:value_norm |  | budget=12 | budget=1.0,recent=2
+keydiff | eviction:keydiff | KeyDiff, arXiv 2504.15364 | budget=0.4 | budget=1.0
+lagkv | eviction:lagkv | LagKV, arXiv 2504.04704 | budget=16,lag=8 | budget=1.0,lag=6
+expected_attention | eviction:expected_attention | Expected Attention, arXiv 2510.00636 | budget=14,future=32 | budget=1.0,future=64
 h2o | eviction:h2o | H2O, arXiv 2306.14048 | budget=0.3 | budget=1.0
-tova | eviction:tova | TOVA, Transformers are Multi-State RNNs, arXiv 2401.06104 | budget=12 |
+tova | eviction:tova | TOVA, Transformers are Multi-State RNNs, arXiv 2401.06104 | budget=12 | budget=1.0
 snapkv | eviction:snapkv | SnapKV, arXiv 2404.14469 | budget=12,window=4 | budget=1.0,window=4
-pyramidkv | eviction:pyramidkv | PyramidKV, arXiv 2406.02069 | budget=14,window=4 |
-cake | eviction:cake | CAKE, arXiv 2503.12491 | budget=14,window=4 |
+pyramidkv | eviction:pyramidkv | PyramidKV, arXiv 2406.02069 | budget=14,window=4 | budget=1.0,window=4,beta=4
+cake | eviction:cake | CAKE, arXiv 2503.12491 | budget=14,window=4 | budget=1.0,window=4
 adakv | eviction:adakv | Ada-KV, arXiv 2407.11550 | base='snapkv:budget=12,window=4' | base='snapkv:budget=1.0,window=4'
-criticalkv | eviction:criticalkv | CriticalKV, arXiv 2502.03805 | base='snapkv:budget=12,window=4' |
+criticalkv | eviction:criticalkv | CriticalKV, arXiv 2502.03805 | base='snapkv:budget=12,window=4' | base="adakv:base='snapkv:budget=1.0'"
 # Eviction by statistics, windows and probes
-scissorhands | eviction_more:scissorhands | Scissorhands, arXiv 2305.17118 | budget=12,history=16,recent=4 |
-keyformer | eviction_more:keyformer | Keyformer, arXiv 2403.09054 | budget=12 |
-lazy_eviction | eviction_more:lazy_eviction | LazyEviction, arXiv 2506.15969 | budget=12,lag=3,threshold=0.02 |
-windowkv | eviction_more:windowkv | WindowKV, arXiv 2503.17922 | budget=16,window=4,size=4,group=2 |
+scissorhands | eviction_more:scissorhands | Scissorhands, arXiv 2305.17118 | budget=12,history=16,recent=4 | budget=1.0,history=16,recent=4
+keyformer | eviction_more:keyformer | Keyformer, arXiv 2403.09054 | budget=12 | budget=1.0
+lazy_eviction | eviction_more:lazy_eviction | LazyEviction, arXiv 2506.15969 | budget=12,lag=3,threshold=0.02 | budget=1.0,lag=3
+windowkv | eviction_more:windowkv | WindowKV, arXiv 2503.17922 | budget=16,window=4,size=4,group=2 | budget=1.0,window=4,size=4,group=2
 epicache | eviction_more:epicache | EpiCache, arXiv 2509.17396 |  |
 kvzip | eviction_more:kvzip | KVzip, arXiv 2505.23416 |  |
-curdkv | eviction_more:curdkv | CurDKV, arXiv 2509.15038 | budget=12,window=5,sinks=2 |
-compactor | eviction_more:compactor | Compactor, arXiv 2507.08143 | budget=20,chunk=8 |
+curdkv | eviction_more:curdkv | CurDKV, arXiv 2509.15038 | budget=12,window=5,sinks=2 | budget=1.0,window=5,sinks=2
+compactor | eviction_more:compactor | Compactor, arXiv 2507.08143 | budget=20,chunk=8 | budget=1.0,chunk=8
 # Eviction by tables found beforehand
-prefixkv | eviction_offline:prefixkv | PrefixKV, arXiv 2412.03409 | budget=14,sinks=2 |
-compresskv | eviction_offline:compresskv | CompressKV, arXiv 2508.02401 | budget=16,window=4,kernel=3,least=6 |
+prefixkv | eviction_offline:prefixkv | PrefixKV, arXiv 2412.03409 | budget=14,sinks=2 | budget=1.0,sinks=2,shares=(0.5,0.1,0.3,0.1)
+compresskv | eviction_offline:compresskv | CompressKV, arXiv 2508.02401 | budget=16,window=4,kernel=3,least=6 | budget=1.0,window=4,weights=()
 scalekv | eviction_offline:scalekv | ScaleKV, arXiv 2505.19602 |  |
 # Merging and diversity
-d2o | merging:d2o | D2O, arXiv 2406.13035 | budget=12 |
-ems | merging:ems | EMS, arXiv 2412.08521 | budget=16,window=4,threshold=0.0 |
-elastic_cache | merging:elastic_cache | Elastic Cache, arXiv 2407.18121 | budget=12,distance=5 |
-look_m | merging:look_m | LOOK-M, arXiv 2406.18139 | budget=12 |
-kvmerger | merging:kvmerger | KVMerger, arXiv 2407.08454 | budget=12,threshold=0.0,recent=4 |
-chelsea | merging:chelsea | Chelsea, arXiv 2506.11418 | budget=12,chunk=8,recent=4,every=4 |
-lococo | merging:lococo | LoCoCo, arXiv 2406.05317 | budget=12,recent=4,chunk=4 |
-kvcrush | merging:kvcrush | KVCrush, arXiv 2503.00022 | budget=12,recent=4 |
-locret | merging:locret | Locret, arXiv 2410.01805 | budget=12,stabilizers=4,chunk=4 |
+d2o | merging:d2o | D2O, arXiv 2406.13035 | budget=12 | budget=1.0
+ems | merging:ems | EMS, arXiv 2412.08521 | budget=16,window=4,threshold=0.0 | budget=1.0
+elastic_cache | merging:elastic_cache | Elastic Cache, arXiv 2407.18121 | budget=12,distance=5 | budget=1.0
+look_m | merging:look_m | LOOK-M, arXiv 2406.18139 | budget=12 | budget=1.0
+kvmerger | merging:kvmerger | KVMerger, arXiv 2407.08454 | budget=12,threshold=0.0,recent=4 | budget=1.0
+chelsea | merging:chelsea | Chelsea, arXiv 2506.11418 | budget=12,chunk=8,recent=4,every=4 | budget=1.0
+lococo | merging:lococo | LoCoCo, arXiv 2406.05317 | budget=12,recent=4,chunk=4 | budget=64
+kvcrush | merging:kvcrush | KVCrush, arXiv 2503.00022 | budget=12,recent=4 | budget=1.0
+locret | merging:locret | Locret, arXiv 2410.01805 | budget=12,stabilizers=4,chunk=4 | budget=64
 # Quantization and sparsity
 kivi | quantized:kivi | KIVI, arXiv 2402.02750 | bits=4,group=8,residual=16 |
 gear | quantized:gear | GEAR, arXiv 2403.05527 | bits=4,group=8,buffer=16 |
