@@ -37,8 +37,11 @@ def slots_to_drop(
         where it is left to `carry_out`.
     """
     found = _due(recipe, layers)
-    if found is None or not all(_stands(layer, recipe) for layer in layers):
+    if found is None:
         return None
+    for layer in layers:
+        if not _stands(layer, recipe):
+            return None
     count, sinks, recent = found
     if not count:
         return [None] * len(layers)
@@ -73,16 +76,19 @@ def _due(recipe: Recipe, layers: Sequence[KVLayer]) -> tuple[int, int, int] | No
     assert score is not None
     assert budget is not None
     assert plan is not None
-    held = {layer.held for layer in layers}
-    if not score.in_place or len(held) > 1:
+    if not score.in_place:
         return None
-    allowed = budget.steady(layers[0].seen, max(held))
+    held = layers[0].tail.length
+    for layer in layers:
+        if layer.segments or layer.tail.length != held:
+            return None
+    allowed = budget.steady(layers[0].seen, held)
     ends = None if allowed is None else plan.ends(allowed)
     if allowed is None or ends is None or sum(ends) > allowed:
         return None
     if ends[0] and isinstance(budget.size, float):
         return None  # it may have been too small for the first tokens, so that others came first
-    count = max(held) - allowed
+    count = held - allowed
     return (count, *ends) if count <= max(allowed // _SHARE, 1) else None
 
 
@@ -91,10 +97,10 @@ def _stands(layer: KVLayer, recipe: Recipe) -> bool:
     score = recipe.score
     assert score is not None
     exact = recipe.merge is None and recipe.codec is None and not recipe.ladder
-    whole = not layer.segments and layer.tail.whole and layer.padding is None
-    known = all(value.shape[2] == layer.held for value in layer.stats.values())
-    looks_at_keys = score.window > 0
-    return exact and whole and known and not (looks_at_keys and layer.rotary is not None)
+    known = layer.tail.whole and layer.padding is None
+    for value in layer.stats.values():
+        known = known and value.shape[2] == layer.tail.length
+    return exact and known and (layer.rotary is None or not score.window)
 
 
 def _least(score: Tensor, pos: Tensor, count: int, between: tuple[int, int]) -> Tensor:

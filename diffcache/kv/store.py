@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query, View, attend
+from diffcache.kv.attend import Query, attend
 from diffcache.kv.codec.base import nbytes, tensors
 from diffcache.kv.in_place import slots_to_drop
 from diffcache.kv.layer import FIXED, KVLayer
 from diffcache.kv.mover import Mover
 from diffcache.kv.observe import Observation, Pending, Ring, lengthen, note, observe
 from diffcache.kv.plan import KEEP
-from diffcache.kv.planned import check_alone, check_queries, planned
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.rotary import Rotation
-from diffcache.kv.settle import carry_out, flush
+from diffcache.kv.settle import carry_out, check_alone, check_queries, flush, planned
 from diffcache.kv.slots import named
 from diffcache.kv.trigger import Event
+from diffcache.kv.view import View
 
+_SEEN = attrgetter("seen")
 CUT_OFF = "an earlier forward was cut off and left the cache half changed: reset it, or use a fork"
 
 
@@ -89,22 +91,31 @@ class KVStore:
         self._check_uncut()
         self.opened = None
         self._commit()
-        trigger = self.recipe.trigger
-        if self.recipe.evicts and trigger is not None and self.seen:
-            held = max(layer.held for layer in self.layers)
-            event = Event(count, self._since, held, self._fresh, self.speculative, self.seen)
+        seen, trigger = self.layers[0].seen if self.layers else 0, self.recipe.trigger
+        # Nothing but a prompt makes a trigger due that rests while tokens are generated.
+        due = self._fresh or (trigger is not None and trigger.decoding)
+        if self.recipe.evicts and trigger is not None and seen and due:
+            held = max([layer.held for layer in self.layers])
+            event = Event(count, self._since, held, self._fresh, self.speculative, seen)
             if trigger.due(event):
                 self.compress()
-        self._flush()
+        if self.recipe.codec is not None:
+            self._flush()
         self._wrote, self._was_fresh = count, self._fresh
         self._since += count
-        self._fresh |= (count > 1 and not self.speculative) or not self.seen
+        self._fresh |= (count > 1 and not self.speculative) or not seen
         if self.speculative:
             for layer in self.layers:
                 layer.mark()
 
     def attend(
-        self, index: int, query: Query, valid: Tensor | None = None, *, observe: bool = True
+        self,
+        index: int,
+        query: Query,
+        valid: Tensor | None = None,
+        *,
+        observe: bool = True,
+        noted: Query | None = None,
     ) -> Tensor:
         """Return the attention of queries over a layer, [B, Hq, n, Dv], and take note of them.
 
@@ -113,24 +124,30 @@ class KVStore:
             query: The queries; their own keys are written already.
             valid: bool [B, n]; False are queries of padding.
             observe: Whether scorers take note; a chunk computed several times should count once.
+            noted: The queries as scorers are told of them; None for `query`.
         """
-        if self.recipe.retrieve is None:
-            with self.layers[index].meeting() as views:
+        layer, whole = self.layers[index], None
+        if self.recipe.retrieve is not None:
+            out = attend(query, self.views(index, query))
+        elif layer.mover is not None:
+            with layer.meeting() as views:
                 out = attend(query, views)
         else:
-            out = attend(query, self.views(index, query))
-        if observe:
-            self.take_note(index, query, valid)
+            views = layer.views()
+            out = attend(query, views)
+            whole = views[0] if len(views) == 1 else None
+        if observe and index >= self.recipe.skip:
+            self._take_note(layer, noted or query, valid, whole)
         return out
 
-    def take_note(self, index: int, query: Query, valid: Tensor | None = None) -> None:
-        """Let scorers look at queries, as `attend` does, if these will ever be looked at."""
-        if index < self.recipe.skip:
-            return
+    def _take_note(
+        self, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None
+    ) -> None:
+        """Let scorers look at queries, at once or when their tokens can no more be taken back."""
         if not self.speculative:
-            self._note(self.layers[index], query, valid)
+            self._note(layer, query, valid, view)
         elif self.recipe.observes or self.recipe.retrieve is not None:
-            self._rings[index].pending.append(Pending(query, valid))
+            self._rings[layer.index].pending.append(Pending(query, valid))
 
     def views(self, index: int, query: Query) -> list[View]:
         """Return what queries of a layer read."""
@@ -338,7 +355,7 @@ class KVStore:
     @property
     def seen(self) -> int:
         """Logical length in tokens."""
-        return max((layer.seen for layer in self.layers), default=0)
+        return max(map(_SEEN, self.layers), default=0)
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that is held."""
@@ -359,7 +376,7 @@ class KVStore:
     # within --------------------------------------------------------------------------------
 
     def _check_uncut(self) -> None:
-        seen = {layer.seen for layer in self.layers}
+        seen = set(map(_SEEN, self.layers))
         if self.torn or len(seen) > 1 or (self.opened is not None and seen != {self.opened}):
             raise ValueError(CUT_OFF)
 
@@ -382,16 +399,18 @@ class KVStore:
             self._settled = self.seen
         self.torn = False
 
-    def _note(self, layer: KVLayer, query: Query, valid: Tensor | None) -> None:
+    def _note(
+        self, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None = None
+    ) -> None:
         score, trigger = self.recipe.score, self.recipe.trigger
-        counts = trigger is None or trigger.decoding or query.count > 1 or self._fresh
-        if score is None or not self.recipe.observes or not counts:
+        if score is None or not self.recipe.observes:
+            return
+        if trigger is not None and not (trigger.decoding or query.count > 1 or self._fresh):
             return
         self._noted = max(self._noted, layer.seen)
         if score.window:
             self._rings[layer.index].push(query, valid)
-        if score.statistics:
-            note(score, layer, query, valid)
+        note(score, layer, query, valid, view)
 
     def _observation(self, layer: KVLayer, ring: Ring) -> Observation:
         if self.recipe.score is not None:

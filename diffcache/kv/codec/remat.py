@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.kv.attend import Query, View
+from diffcache.kv.attend import Query
 from diffcache.kv.codec.base import Payload, TensorCodec, all_of, work_dtype
 from diffcache.kv.codec.layers import LayersCodec
 from diffcache.kv.codec.shared import same
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.slots import Slots
+from diffcache.kv.view import View
 
 
 @dataclass(frozen=True, eq=False)

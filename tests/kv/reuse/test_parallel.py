@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kernels.merge import lse_merge
-from diffcache.kv.attend import Query, View, attend, attend_parts
+from diffcache.kv.attend import Query, attend, attend_parts
 from diffcache.kv.hf.cache import KVCache, cache_for
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.reuse.ape import ape
@@ -19,6 +19,7 @@ from diffcache.kv.reuse.hydragen import hydragen
 from diffcache.kv.segment import Traits
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
+from diffcache.kv.view import View
 from tests.kv.tiny import llama
 
 torch.set_num_threads(1)
