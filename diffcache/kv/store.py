@@ -31,7 +31,8 @@ class KVStore:
     """The cache of a model, or of those of its layers that are compressed.
 
     A recipe does its work at the start of the next forward (`begin`), when the tokens of the
-    last one can no longer be taken back and all layers have been seen.
+    last one can no longer be taken back and all layers have been seen; after a prompt that is known
+    to be whole, and not to be taken back, at its end (`end`).
 
     Attributes:
         recipe: Recipe of the cache.
@@ -91,22 +92,27 @@ class KVStore:
         self._check_uncut()
         self.opened = None
         self._commit()
-        seen, trigger = self.layers[0].seen if self.layers else 0, self.recipe.trigger
-        # Nothing but a prompt makes a trigger due that rests while tokens are generated.
-        due = self._fresh or (trigger is not None and trigger.decoding)
-        if self.recipe.evicts and trigger is not None and seen and due:
-            held = max([layer.held for layer in self.layers])
-            event = Event(count, self._since, held, self._fresh, self.speculative, seen)
-            if trigger.due(event):
-                self.compress()
+        if self._is_due(count):
+            self.compress()
         if self.recipe.codec is not None:
             self._flush()
         self._wrote, self._was_fresh = count, self._fresh
         self._since += count
-        self._fresh |= (count > 1 and not self.speculative) or not seen
+        self._fresh |= (count > 1 and not self.speculative) or not self.seen
         if self.speculative:
             for layer in self.layers:
                 layer.mark()
+
+    def end(self, prompt: bool) -> None:
+        """Close a forward that came to its end; a whole prompt is compressed at once.
+
+        Args:
+            prompt: Whether a prompt is known to end with it. Nothing is compressed before the next
+                forward where its tokens may be taken back.
+        """
+        self.opened = None
+        if prompt and self._fresh and not self.speculative and self._is_due(1):
+            self.compress()
 
     def attend(
         self,
@@ -379,6 +385,15 @@ class KVStore:
         seen = set(map(_SEEN, self.layers))
         if self.torn or len(seen) > 1 or (self.opened is not None and seen != {self.opened}):
             raise ValueError(CUT_OFF)
+
+    def _is_due(self, count: int) -> bool:
+        """Return whether slots are scored before so many tokens are written."""
+        trigger = self.recipe.trigger
+        if trigger is None or not self.recipe.evicts or not (self._fresh or trigger.decoding):
+            return False  # what rests while tokens are generated is due after a prompt alone
+        held, seen = max([layer.held for layer in self.layers]), self.seen
+        event = Event(count, self._since, held, self._fresh, self.speculative, seen)
+        return seen > 0 and trigger.due(event)
 
     def _commit(self) -> None:
         for layer, ring in zip(self.layers, self._rings, strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffcache.foreign import CALL_CODE, take_hooks
+from diffcache.foreign import CALL_CODE, PREFILL, reads_whole_prompt, take_hooks
 from diffcache.kv.hf.axes import NotedPositions
 from diffcache.kv.hf.model import Setup, decoder_of
 from diffcache.kv.hf.refresh import Refreshing
@@ -204,7 +204,7 @@ class Writer:
 
 
 class Ending:
-    """A cache that is told when the forward that writes to it has ended.
+    """A cache that is told when the forward that writes to it has ended, and a prompt with it.
 
     Layers after the last one that writes, and the head, can still fail: what was written would then
     be written again when the forward is repeated.
@@ -214,13 +214,16 @@ class Ending:
     """
 
     store: KVStore
+    _ends_prompt = False
     _runs: weakref.ReferenceType[nn.Module] | None = None
 
     def await_end(self) -> None:
         """Expect the end of the outermost module that runs with this cache and tells of its end."""
         place: FrameType | None = sys._getframe(1)
-        runs = None
+        runs, self._ends_prompt = None, False
         while place is not None:
+            if place.f_code.co_name == PREFILL:
+                self._ends_prompt |= reads_whole_prompt(place)
             if place.f_code is CALL_CODE:
                 given = place.f_locals
                 if given["self"] in _WATCHED:
@@ -234,7 +237,7 @@ class Ending:
 def _tell(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
     for each in (*args, *kwargs.values()):
         if isinstance(each, Ending) and each._runs is not None and each._runs() is module:
-            each.store.opened = None
+            each.store.end(each._ends_prompt)
 
 
 def watch(model: nn.Module) -> None:
