@@ -11,14 +11,13 @@ from torch import Tensor
 
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.codec.base import nbytes, tensors
-from diffcache.kv.in_place import slots_to_drop
 from diffcache.kv.layer import FIXED, KVLayer
 from diffcache.kv.mover import Mover
 from diffcache.kv.observe import Observation, Pending, Ring, lengthen, note, observe
 from diffcache.kv.plan import KEEP
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.rotary import Rotation
-from diffcache.kv.settle import carry_out, check_alone, check_queries, flush, planned
+from diffcache.kv.settle import carry_out, check_alone, check_queries, flush, planned, slots_to_drop
 from diffcache.kv.slots import named
 from diffcache.kv.trigger import Event
 from diffcache.kv.view import View
