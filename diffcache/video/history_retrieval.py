@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.kv.attend import Query, View
+from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.positions import Absolute, Slot
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.retrieval.summary import Summary, known
 from diffcache.kv.retrieve import Retriever
+from diffcache.kv.view import View
 from diffcache.method import check_int
 from diffcache.video.policy import VideoPolicy, frames_of
 from diffcache.video.window import rolling

@@ -8,11 +8,12 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query, View
+from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.positions import Absolute
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.retrieve import Retriever
+from diffcache.kv.view import View
 from diffcache.method import check_int
 from diffcache.video.policy import VideoPolicy, frames_of
 from diffcache.video.window import rolling
