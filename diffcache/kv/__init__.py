@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from diffcache.registry import places
 
 if TYPE_CHECKING:
-    from diffcache.kv.codec.sending import choose_level as choose_level
+    from diffcache.kv.codec.bitstream import choose_level as choose_level
     from diffcache.kv.hf import ask as ask
     from diffcache.kv.hf import cache_for as cache_for
     from diffcache.kv.hf import caching as caching
@@ -62,7 +62,7 @@ for _module, _names in {
     "life.prefix": ("PrefixTree", "time_to_live"),
     "reuse.cachecraft": ("chunks_of",),
     "reuse.piece": ("Piece", "cut", "joined", "lay_out"),
-    "codec.sending": ("choose_level",),
+    "codec.bitstream": ("choose_level",),
 }.items():
     _LATER |= dict.fromkeys(_names, f"{__name__}.{_module}")
 
