@@ -28,7 +28,8 @@ LAYERS = [
     | {"testing"},
     {"pipelines"},
     {"eval"},
-    {"cli", "__main__", "workshop"},
+    {"cli", "__main__"},
+    {"workshop"},
 ]
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 HEAVY = {"diffusers", "transformers"}
