@@ -22,11 +22,11 @@ from typing import Any
 from diffcache.catalog import make_method
 from diffcache.kv.recipes.catalog import recipe_function
 from diffcache.names import recipe_names
-from diffcache.pipelines.zoo.families import FAMILIES
 from tests.dllm.cases import CASES
 from tests.kv.examples import examples
 from tests.kv.test_settings import TABLES
 from tests.video.cases import POLICIES
+from tests.zoo.families import FAMILIES
 
 TABLE = Path(__file__).with_name("settings.txt")
 KINDS = ("kv", "features", "video", "dllm", "quant", "offline")

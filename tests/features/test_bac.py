@@ -11,7 +11,6 @@ from diffcache.features.bac import BAC
 from diffcache.features.combine import Combine
 from diffcache.features.parts.when import Table
 from diffcache.offline.calibrate import calibrate
-from diffcache.pipelines.zoo.pipes import pipes
 from tests.features.bac_policy import (
     SITES,
     STEPS,
@@ -22,6 +21,7 @@ from tests.features.bac_policy import (
     tables,
     tiny_policy,
 )
+from tests.zoo.pipes import pipes
 
 
 def independent_loop(pipe, schedules, steps=STEPS):

@@ -7,8 +7,8 @@ import torch
 
 import diffcache
 from diffcache.features.dbcache import DBCache
-from diffcache.pipelines.zoo.catalog import cases
 from diffcache.step import Step
+from tests.zoo.catalog import cases
 
 STEPS = 12
 

@@ -15,7 +15,7 @@ from diffcache.attach.fingerprint import facts_of
 from diffcache.errors import AttachError, CacheWarning, TablesError, UncalibratedError
 from diffcache.features.harmonica import HarmoniCa
 from diffcache.features.tables import Tables
-from diffcache.pipelines.zoo.pipes import pipes
+from tests.zoo.pipes import pipes
 
 STEPS, BLOCKS = 6, 4
 SITES = [f"transformer_blocks.{n}.{child}" for n in range(BLOCKS) for child in ("attn1", "ff")]

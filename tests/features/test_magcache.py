@@ -13,8 +13,8 @@ from diffcache.features.magcache import MagCache, ratio_at
 from diffcache.features.tables import Tables
 from diffcache.features.temporal_table import TemporalTable
 from diffcache.offline.magcache_collect import Ratios
-from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.step import Step
+from tests.zoo.pipes import pipes
 
 RATIOS = tuple(1 - 0.002 * i - (0.03 * (i - 20) if i > 20 else 0) for i in range(28))
 
@@ -55,7 +55,7 @@ def diffusers_steps(threshold, longest, retention, total):
     """Steps at which diffusers' own MagCache runs the blocks behind the first."""
     from diffusers import FluxTransformer2DModel, MagCacheConfig
 
-    from diffcache.pipelines.zoo.catalog import cases
+    from tests.zoo.catalog import cases
 
     case = cases()["FluxTransformer2DModel"]
     model = case.build()

@@ -12,10 +12,10 @@ import diffcache
 from diffcache.errors import AttachError
 from diffcache.features.parts.when import Table
 from diffcache.features.profilingdit import Decreasing, ProfilingDiT, merged
-from diffcache.pipelines.zoo.case import randomize
-from diffcache.pipelines.zoo.catalog import cases
 from diffcache.step import Step
 from tests.internals import reuse_in
+from tests.zoo.case import randomize
+from tests.zoo.catalog import cases
 
 STEPS = 50
 WAN = [0, *range(2, 8), *range(10, 21), *range(25, 33), 37, 38]

@@ -11,9 +11,9 @@ import diffcache
 from diffcache.attach.extensions.noise_level import Scenes, grids_of, weights_of
 from diffcache.errors import AttachError
 from diffcache.features.seacache import Filtered, SceneRule, SeaCache, gain, grid_of
-from diffcache.pipelines.zoo.catalog import cases
-from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.step import Scene, Step
+from tests.zoo.catalog import cases
+from tests.zoo.pipes import pipes
 
 STEPS = 8
 

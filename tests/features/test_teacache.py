@@ -12,8 +12,8 @@ from diffcache.features.parts.accumulated import Accumulated, Rescaled
 from diffcache.features.tables import Tables
 from diffcache.features.teacache import TeaCache
 from diffcache.offline.teacache_collect import Changes, fit
-from diffcache.pipelines.zoo.catalog import cases
 from diffcache.step import Step
+from tests.zoo.catalog import cases
 
 STEPS = 12
 CURVE = (3.0, -0.5, 1.1, 0.01)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import AttachError, UnknownMethodError
-from diffcache.eval.kv import oracle
+from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.life.save import load, save
 from diffcache.kv.recipe import Recipe

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffcache.pipelines.small import causal, train_causal
+from diffcache.eval.workshop.small import train_causal
+from diffcache.eval.workshop.small.causal_step import ChunkAttention, Held, draw_held, predict
+from diffcache.eval.workshop.small.course import Plan
+from diffcache.pipelines.small import causal
 from diffcache.pipelines.small.causal_scenes import CHUNK, HELD_OUT, SIZE, draw
-from diffcache.pipelines.small.causal_step import ChunkAttention, Held, draw_held, predict
-from diffcache.pipelines.small.course import Plan
 from diffcache.video import FewSteps, FullHistory, VideoPolicy, Window
 
 CHUNKS = 5

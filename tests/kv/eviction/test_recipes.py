@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffcache.eval.kv import oracle
+from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import (

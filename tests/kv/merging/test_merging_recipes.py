@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffcache.eval.kv import oracle
+from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.budget import Uniform
 from diffcache.kv.codec.base import Exact, Payload, TensorCodec
 from diffcache.kv.codec.held import Pair

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from diffcache.eval.kv import oracle
+from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.codec.base import Exact
 from diffcache.kv.codec.held import ByLayer, Pair
 from diffcache.kv.codec.layers import Single, Together
