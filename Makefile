@@ -62,12 +62,12 @@ fix: $(READY) ## Repair style and formatting
 	$(BIN)/ruff format
 
 bench: $(READY) ## Measure what caching itself costs: skipped steps, compiled graphs, KV caches
-	$(BIN)/python -m diffcache.eval.bench $(ARGS)
+	$(BIN)/python -m diffcache.eval.workshop.bench $(ARGS)
 
 figures: $(PEERS) ## Draw the table of methods of every shipped model again (hours; ARGS=model for one)
-	$(if $(ARGS),,$(BIN)/python -m diffcache.eval.shipped.kontext)
-	$(if $(ARGS),,$(BIN)/python -m diffcache.eval.shipped.reach)
-	$(BIN)/python -m diffcache.eval.figures $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -m diffcache.eval.workshop.shipped.kontext)
+	$(if $(ARGS),,$(BIN)/python -m diffcache.eval.workshop.shipped.reach)
+	$(BIN)/python -m diffcache.eval.workshop.figures $(ARGS)
 
 build: $(READY) ## Build dist/ (sdist, wheel from it), install the wheel afresh and import it
 	rm -rf build dist
@@ -84,16 +84,16 @@ build: $(READY) ## Build dist/ (sdist, wheel from it), install the wheel afresh 
 
 models: $(READY) ## Train the shipped models again (most of a day on one core)
 	for name in autoencoder text judge flux; do \
-	  $(BIN)/python -m diffcache.pipelines.small.trainer sticker-$$name --out runs/stickers && \
-	  $(BIN)/python -m diffcache.pipelines.small.trainer sticker-$$name --out runs/stickers --export || exit 1; \
+	  $(BIN)/python -m diffcache.eval.workshop.small.trainer sticker-$$name --out runs/stickers && \
+	  $(BIN)/python -m diffcache.eval.workshop.small.trainer sticker-$$name --out runs/stickers --export || exit 1; \
 	done
-	$(BIN)/python -m diffcache.pipelines.small.train $(ARGS)
-	$(BIN)/python -m diffcache.pipelines.small.train_features --out assets/models/shapes-features
-	$(BIN)/python -m diffcache.eval.lite_card
+	$(BIN)/python -m diffcache.eval.workshop.small.train $(ARGS)
+	$(BIN)/python -m diffcache.eval.workshop.small.train_features --out assets/models/shapes-features
+	$(BIN)/python -m diffcache.eval.workshop.lite_card
 	for name in dit unet wan kontext recall chain; do $(BIN)/python -m diffcache.pipelines.small.train_$$name || exit 1; done
-	$(BIN)/python -m diffcache.pipelines.small.train_reach --export
-	$(BIN)/python -m diffcache.eval.shipped.quality
-	$(BIN)/python -m diffcache.eval.shipped.cards --write
+	$(BIN)/python -m diffcache.eval.workshop.small.train_reach --export
+	$(BIN)/python -m diffcache.eval.workshop.shipped.quality
+	$(BIN)/python -m diffcache.eval.workshop.shipped.cards --write
 
 docs: $(READY) ## Print what diffcache knows of every supported model
 	$(BIN)/diffcache inspect --all $(ARGS)
@@ -102,9 +102,9 @@ gpu-test: $(READY) $(TRITON) ## Run the tests that need a CUDA device
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m gpu $(ARGS)
 
 gpu-bench: $(PEERS) $(TRITON) ## Measure kernels and full-sized models on a CUDA device, beside other libraries
-	$(BIN)/python -m diffcache.eval.bench kernels full-size full-size-decode full-size-dllm \
+	$(BIN)/python -m diffcache.eval.workshop.bench kernels full-size full-size-decode full-size-dllm \
 	  --device cuda --dtype bfloat16 $(ARGS)
-	$(BIN)/python -m diffcache.eval.kernels.page --write
+	$(BIN)/python -m diffcache.eval.workshop.kernels.page --write
 
 clean: ## Remove build products and caches; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -198,7 +198,8 @@ def run(
 
     Without it, a bare denoiser's runs are told by timesteps, conditions and samples, which cannot
     tell a trajectory that is first seen at a lower timestep with a sample like the one before,
-    such as another edit of one picture at low noise.
+    such as another edit of one picture at low noise, right after a first step or where the sampler
+    draws noise at every step.
 
     Args:
         target: A wrapped denoiser, or a pipeline with one.

@@ -312,7 +312,7 @@ def inspect(
         check_target("--out", out)
     quiet()
     if model is not None:
-        from diffcache.pipelines.zoo.describe import describe, find
+        from diffcache.eval.workshop.describe import describe, find
 
         screen = console()
         for name, (anatomy, wirings) in find(model).items():
@@ -321,7 +321,7 @@ def inspect(
         if method is not None:
             screen.print(_holds(model, method, (height, width, frames)), highlight=False)
         return
-    from diffcache.pipelines.zoo.coverage import coverage
+    from diffcache.eval.workshop.coverage import coverage
 
     with progress("models") as show:
         text = coverage(show)
@@ -341,8 +341,8 @@ def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
 
     from diffcache.attach.inputs import Size
     from diffcache.eval.cost.formula import resolve
+    from diffcache.eval.workshop.describe import directory_of
     from diffcache.memory import bytes_of
-    from diffcache.pipelines.zoo.describe import directory_of
     from diffcache.report import human
 
     denoiser = resolve(directory_of(model))

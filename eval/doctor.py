@@ -158,7 +158,7 @@ def _distances() -> tuple[float, float]:
     from diffcache.eval.metrics import lite
     from diffcache.eval.metrics.frechet import frechet, moments
     from diffcache.pipelines.small.corruptions import corrupt
-    from diffcache.pipelines.small.loop import draw
+    from diffcache.pipelines.small.scenes import draw
 
     _, pictures = draw(SELFTEST_PICTURES, _SELFTEST_SEED, held=True)
     ghosts = corrupt(pictures, "ghost", 0.1, seed=_SELFTEST_SEED)

@@ -98,9 +98,9 @@ def demonstrations(samples: int, seed: int, batch_size: int) -> list[dict[str, A
     """Return calls with observations of demonstrations that the policy was not trained on."""
     import torch
 
-    from diffcache.pipelines.small import reach, train_reach
+    from diffcache.pipelines.small import demonstrations, reach
 
-    seen, _ = train_reach.demonstrate(8, reach.HELD_OUT // 2 + seed)
+    seen, _ = demonstrations.demonstrate(8, reach.HELD_OUT // 2 + seed)
     seen = seen[torch.arange(samples) * len(seen) // samples]
     return [{"observation": part} for part in seen.split(batch_size)]
 

@@ -3,7 +3,8 @@
 `configs.json` holds the options that a launch takes in the place of its defaults, by device,
 operator and bucket of sizes: `{device: {operator: {bucket: {option: value}}}}`, each with the
 `ratio` by which it was faster. `DIFFCACHE_KERNELS_CONFIGS=FILE` adds entries that
-`python -m diffcache.eval.kernels.tune` measured elsewhere. Nothing is tuned while a program runs.
+`python -m diffcache.eval.workshop.kernels.tune` measured elsewhere. Nothing is tuned while a
+program runs.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ its kernel is imported at the first launch. `DIFFCACHE_KERNELS` chooses:
 - `torch`: the twin everywhere.
 
 `DIFFCACHE_KERNELS_CHOICES=FILE` adds ratios that were measured elsewhere: `{device: {operator:
-ratio}}`, or a record of `python -m diffcache.eval.bench kernels --device cuda --out FOLDER`.
+ratio}}`, or a record of
+`python -m diffcache.eval.workshop.bench kernels --device cuda --out FOLDER`.
 `DIFFCACHE_KERNELS_OFF=taylor_predict,lse_merge` takes single kernels out. `DIFFCACHE_CHECK=1`
 compares the first launch of every operator, dtype and size with the twin and turns a kernel off
 that differs.

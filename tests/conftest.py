@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def stops_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Let the next training that has a time limit of a minute reach it after so many steps."""
-    from diffcache.pipelines.small import loop
+    from diffcache.eval.workshop.small import loop
 
     asked: list[float] = []  # what the clock says next; it is asked at the start and each step
 

@@ -1,7 +1,7 @@
 """Settings under which the contract runs the methods that need no pipeline."""
 
-from diffcache.pipelines.zoo.families import FAMILIES
-from diffcache.pipelines.zoo.families import STEPS as STEPS
+from tests.zoo.families import FAMILIES
+from tests.zoo.families import STEPS as STEPS
 
 MODELS = [
     "FluxTransformer2DModel",

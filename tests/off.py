@@ -15,8 +15,8 @@ from diffcache.features.ertacache import READINGS
 from diffcache.features.interval import Interval
 from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
-from diffcache.pipelines.zoo.families import FAMILIES
 from diffcache.step import Site
+from tests.zoo.families import FAMILIES
 
 STEPS = 2  # the first learns the wiring, from the second on a step may be skipped
 ALWAYS = 20.0  # a router's logit: the sigmoid is 1 in float32

@@ -9,8 +9,8 @@ from torch import Tensor
 import diffcache
 from diffcache import Combine, Every, Interval, Taylor
 from diffcache.api import handle_of
-from diffcache.pipelines.zoo.catalog import cases
-from diffcache.pipelines.zoo.pipes import pipes
+from tests.zoo.catalog import cases
+from tests.zoo.pipes import pipes
 
 CASES, PIPES = cases(), pipes()
 EVERY = Interval(every=3)

@@ -17,9 +17,9 @@ from diffcache.api import handle_of
 from diffcache.attach.attention import Door, attention_sites
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
 from diffcache.attach.call import current_call
-from diffcache.pipelines.zoo.catalog import cases
-from diffcache.pipelines.zoo.pipe import PipeCase
-from diffcache.pipelines.zoo.pipes import pipes
+from tests.zoo.catalog import cases
+from tests.zoo.pipe import PipeCase
+from tests.zoo.pipes import pipes
 
 STEPS = 6
 SEER = TaylorSeer(every=3, warmup=2, site="stack")

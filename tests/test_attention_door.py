@@ -15,8 +15,8 @@ from diffcache.attach.attention import Door, DoorProcessor, attention_sites
 from diffcache.attach.attention_call import AttentionCall, AttentionSite, Rotary, rotate_pairs
 from diffcache.attach.attention_families import FAMILIES
 from diffcache.errors import AttachError
-from diffcache.pipelines.zoo.case import output_tensors
-from diffcache.pipelines.zoo.catalog import cases
+from tests.zoo.case import output_tensors
+from tests.zoo.catalog import cases
 
 torch.set_num_threads(1)
 CASES = cases()

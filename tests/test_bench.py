@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from diffcache.eval import record
-from diffcache.eval.bench import __main__ as bench
-from diffcache.eval.bench import (
+from diffcache.eval.workshop.bench import __main__ as bench
+from diffcache.eval.workshop.bench import (
     ca2_vdm,
     capacity,
     compiled,
@@ -19,8 +19,8 @@ from diffcache.eval.bench import (
     kernels,
     overhead,
 )
-from diffcache.eval.bench.models import Shape
-from diffcache.eval.cost.thirds import thirds
+from diffcache.eval.workshop.bench.models import Shape
+from diffcache.eval.workshop.thirds import thirds
 
 SETTING = record.Setting(torch.device("cpu"))
 TINY = Shape(double=2, single=3, image_tokens=4, text_tokens=3)
@@ -136,7 +136,7 @@ def test_command_line(tmp_path: Path, capsys, monkeypatch):
     assert bench.main(["overhead", "--quick", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "overhead.json").read_text())
     assert found["command"] == (
-        "python -m diffcache.eval.bench overhead --device cpu --dtype float32 --threads 1 "
+        "python -m diffcache.eval.workshop.bench overhead --device cpu --dtype float32 --threads 1 "
         "--rounds 2 --quick"
     )
     assert str(tmp_path) not in json.dumps(found)

@@ -23,10 +23,10 @@ from diffcache.pipelines.demo import compare, generate, inputs
 from diffcache.pipelines.demo.panels import figure
 from diffcache.pipelines.load import load
 from diffcache.pipelines.small import flux
-from diffcache.pipelines.zoo import coverage
-from diffcache.pipelines.zoo.catalog import EXCLUDED, cases
-from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.step import Site
+from tests.zoo import coverage
+from tests.zoo.catalog import EXCLUDED, cases
+from tests.zoo.pipes import pipes
 
 PROMPT = "a small red ring on the left, on a yellow background"
 

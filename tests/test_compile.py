@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import diffcache
 from diffcache import AttachError, Combine, Every, FirstBlock, Interval, Taylor
 from diffcache.api import handle_of
-from diffcache.pipelines.zoo.catalog import cases
+from tests.zoo.catalog import cases
 
 CASES = cases()
 STEPS = 6

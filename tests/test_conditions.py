@@ -14,7 +14,7 @@ from diffcache import CacheWarning, MagCache, TablesError, TemporalTable
 from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.provenance import effective, other_guidance, other_shape, tables_of
 from diffcache.features.tables import Tables
-from diffcache.pipelines.zoo.pipes import pipes
+from tests.zoo.pipes import pipes
 
 STEPS = 6
 CASE = pipes()["FluxPipeline"]

@@ -8,8 +8,8 @@ import torch
 
 import diffcache
 from diffcache.catalog import make_method
-from diffcache.pipelines.zoo.catalog import cases
 from tests.contract_settings import COMPUTED, MODELS, OFF, ON, STEPS, TENSORS
+from tests.zoo.catalog import cases
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -16,8 +16,8 @@ from diffcache.eval.cost.flops import counting
 from diffcache.eval.cost.formula import Denoiser
 from diffcache.features.combine import Combine
 from diffcache.features.parts.when import Every, Gate
-from diffcache.pipelines.zoo.case import output_tensors
-from diffcache.pipelines.zoo.catalog import cases
+from tests.zoo.case import output_tensors
+from tests.zoo.catalog import cases
 
 CASES = cases()
 WITHOUT = ("Kandinsky3UNet", "StableCascadeUNet", "UNet1DModel", "UNet2DModel-skip")

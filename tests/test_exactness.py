@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import diffcache
 from diffcache import AttachError, Interval
-from diffcache.pipelines.zoo.case import output_tensors
-from diffcache.pipelines.zoo.catalog import cases
+from tests.zoo.case import output_tensors
+from tests.zoo.catalog import cases
 from tests.zoo_steps import inputs, steps
 
 CASES = cases()

@@ -11,9 +11,9 @@ from diffcache import Site
 from diffcache.attach.inputs import INPUTS, Size, inputs_of
 from diffcache.cli import app
 from diffcache.memory import compression_of, size_of
-from diffcache.pipelines.zoo.catalog import cases
-from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.report import human
+from tests.zoo.catalog import cases
+from tests.zoo.pipes import pipes
 
 METHODS = [
     ("taylorseer", {"every": 3, "warmup": 3, "order": 2}),

@@ -9,8 +9,8 @@ import diffcache
 from diffcache.catalog import METHODS, method_class
 from diffcache.features.collect import Calibrated
 from diffcache.features.tables import Tables
-from diffcache.pipelines.zoo.families import FAMILIES, KINDS, STEPS
-from diffcache.pipelines.zoo.pipes import pipes
+from tests.zoo.families import FAMILIES, KINDS, STEPS
+from tests.zoo.pipes import pipes
 
 CASES = [(name, kind) for name, family in FAMILIES.items() for kind in family.pipelines]
 

@@ -212,18 +212,7 @@ def test_repr_of_a_combination_is_python():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Interval(every=0), r"every=0: must be a whole number of at least 1 \(1 turns"),
-        (lambda: Interval(every=2.5), "every=2.5"),
-        (lambda: Interval(warmup=0), "warmup=0"),
-        (lambda: Interval(site="layer"), "site='layer': must be one of 'model', 'stack'"),
         (lambda: Interval(site="run"), "name the blocks of site 'run'"),
-        (lambda: TaylorSeer(order=5), "order=5: must be a whole number from 0"),
-        (lambda: TaylorSeer(order=True), "order=True"),
-        (lambda: TaylorSeer(form="lagrange"), "form='lagrange': must be 'taylor' or 'newton'"),
-        (lambda: FirstBlock(threshold=-0.1), "threshold=-0.1"),
-        (lambda: FirstBlock(threshold=math.nan), "threshold=nan"),
-        (lambda: ConfidenceGatedTaylor(probe_order=9), "probe_order=9"),
-        (lambda: ConfidenceGatedTaylor(start=-1), "start=-1"),
         (lambda: Listed([1, -2]), "steps=-2"),
         (lambda: Combine(when=Gate(0.1)), "a gate looks at lead blocks; set lead=1"),
         (lambda: Combine(when="every"), "when='every': must be a When"),

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffcache.eval import figures
 from diffcache.eval.record import FOLDER
 from diffcache.eval.runs.measure import evaluate
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.sweep import read_sweep, read_values
+from diffcache.eval.workshop import figures
 
 ROOT = Path(__file__).parents[1]
 MODELS = figures.models()

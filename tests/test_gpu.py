@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.pipelines.zoo.catalog import cases
+from tests.zoo.catalog import cases
 
 pytestmark = pytest.mark.gpu
 STEPS = 8

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import diffcache
 from diffcache import CacheWarning, Combine, Every, Taylor
 from diffcache.api import handle_of
-from diffcache.pipelines.zoo.catalog import cases
+from tests.zoo.catalog import cases
 
 CASE = cases()["FluxTransformer2DModel"]
 SITES = ["stack", "block", "module", "model"]

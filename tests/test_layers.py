@@ -28,18 +28,20 @@ LAYERS = [
     | {"testing"},
     {"pipelines"},
     {"eval"},
-    {"cli", "__main__"},
+    {"cli", "__main__", "workshop"},
 ]
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 HEAVY = {"diffusers", "transformers"}
-HEAVY_AT_THE_TOP = {"pipelines", "eval"}
+HEAVY_AT_THE_TOP = {"pipelines", "eval", "workshop"}
 HEAVY_IN_FUNCTIONS = HEAVY_AT_THE_TOP | {"attach", "cli"}
 TRANSFORMERS = ROOT / "diffcache" / "kv" / "hf"  # the one part of the core that knows them
 
 
 def part_of(file: Path) -> str:
-    """Name the part a file belongs to: the first name under `diffcache.`."""
+    """Name the part a file belongs to: the first name under `diffcache.`, or the workshop."""
     names = file.relative_to(ROOT).with_suffix("").parts
+    if names[:2] == ("eval", "workshop"):
+        return "workshop"
     return names[1] if names[0] == "diffcache" else names[0]
 
 
@@ -64,7 +66,7 @@ def complaint(part: str, name: str, in_function: bool) -> str | None:
     """Say what is wrong with `part` importing `name`, or return None."""
     package, _, rest = name.partition(".")
     if package == "diffcache":
-        target = rest.split(".")[0]
+        target = "workshop" if rest.startswith("eval.workshop.") else rest.split(".")[0]
         target = target if target in RANK else "__init__"
         folders = {part, target} & {"features", "quant", "video", "dllm"}
         if RANK[target] > RANK[part] or (RANK[target] == RANK[part] and folders and target != part):
@@ -101,6 +103,8 @@ def test_file_keeps_to_its_layer(file: Path) -> None:
         ("attach", "diffusers.FluxPipeline", False, False),
         ("features", "transformers", True, False),
         ("step", "triton.language", False, False),
+        ("eval", "diffcache.eval.workshop.bench.kv", True, False),
+        ("workshop", "diffcache.eval.record", False, True),
     ],
 )
 def test_the_rules_fire(part: str, name: str, in_function: bool, allowed: bool) -> None:
@@ -210,7 +214,9 @@ def test_context_variables_are_few() -> None:
 # private names of other libraries --------------------------------------------------------------
 
 FOREIGN = ROOT / "diffcache" / "foreign.py"
-CHECKED = [f for f in FILES if part_of(f) not in {"kv", "eval", "pipelines"} and f != FOREIGN]
+CHECKED = [
+    f for f in FILES if part_of(f) not in {"kv", "eval", "pipelines", "workshop"} and f != FOREIGN
+]
 HANDED_ON = "diffusers sets it on a processor: the stand-in's property hands it on"
 CALLED = "torch calls it on our layer"
 HEARD = "diffusers' registry looks for it on our listener"

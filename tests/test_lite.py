@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from diffcache.eval.lite_card import card
 from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.distances import inception_score
 from diffcache.eval.metrics.frechet import frechet, moments
+from diffcache.eval.workshop.lite_card import card
+from diffcache.eval.workshop.small.train_matcher import alter
 from diffcache.pipelines.small import features
 from diffcache.pipelines.small.corruptions import corrupt
-from diffcache.pipelines.small.loop import draw
 from diffcache.pipelines.small.moving import draw_films, film_statistics
-from diffcache.pipelines.small.scenes import SHAPES, Figure, Scene, prompt, render
-from diffcache.pipelines.small.train_matcher import alter
+from diffcache.pipelines.small.scenes import SHAPES, Figure, Scene, draw, prompt, render
 
 COUNT = 500
 LADDER = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02)

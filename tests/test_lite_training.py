@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from diffcache.pipelines.small import features, train_features, train_matcher
+from diffcache.eval.workshop.small import train_features, train_matcher
+from diffcache.eval.workshop.small.train_features import disturb, tally
+from diffcache.eval.workshop.small.train_matcher import alter, contrast
+from diffcache.pipelines.small import features
 from diffcache.pipelines.small.corruptions import RANGES, corrupt
-from diffcache.pipelines.small.loop import draw
-from diffcache.pipelines.small.scenes import SHAPES, Figure, Scene
-from diffcache.pipelines.small.train_features import disturb, tally
-from diffcache.pipelines.small.train_matcher import alter, contrast
+from diffcache.pipelines.small.scenes import SHAPES, Figure, Scene, draw
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from diffcache.catalog import METHODS, method_class
-from diffcache.eval import method_page
+from diffcache.eval.workshop import method_page
 
 ROOT = Path(__file__).parents[1]
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 def test_the_page_is_up_to_date(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = ROOT / "docs" / "methods.md"
     assert method_page.main(["--check", str(page)]) == 0, (
-        "python -m diffcache.eval.method_page --write"
+        "python -m diffcache.eval.workshop.method_page --write"
     )
     assert method_page.main(["--check", str(tmp_path / "none.md")]) == 1
     assert "out of date" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from diffcache.eval.oracle import observe
 from diffcache.features.parts.instead import Reuse, Taylor
 from diffcache.features.parts.when import Every, Listed
 from diffcache.pipelines.small.flux import CALL, load
-from diffcache.pipelines.zoo.pipes import pipes
+from tests.zoo.pipes import pipes
 
 STEPS = 9
 PROMPTS = ["a small red ring on the left, on a yellow background"]

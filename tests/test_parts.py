@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from diffcache.eval.parts import Parts, digest_of
+from diffcache.eval.workshop.parts import Parts, digest_of
 
 
 def test_parts_are_kept_until_the_end(tmp_path: Path) -> None:

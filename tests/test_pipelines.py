@@ -13,10 +13,10 @@ from torch import nn
 
 import diffcache
 from diffcache.api import handle_of
-from diffcache.pipelines.zoo.families import KINDS
-from diffcache.pipelines.zoo.pipe import PipeCase
-from diffcache.pipelines.zoo.pipes import pipes
 from tests.near_zero import TINY, near_zero
+from tests.zoo.families import KINDS
+from tests.zoo.pipe import PipeCase
+from tests.zoo.pipes import pipes
 
 PIPES = pipes()
 STEPS, EVERY = 6, 3

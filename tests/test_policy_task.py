@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from diffcache.eval.workshop.small import train_reach
+from diffcache.eval.workshop.small.loop import Stopped
 from diffcache.pipelines.policy import rollout
-from diffcache.pipelines.small import reach, train_reach
-from diffcache.pipelines.small.loop import Stopped
+from diffcache.pipelines.small import demonstrations, reach
 
 # The task ------------------------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ def test_openings_are_the_nearest_free_directions():
 def test_demonstrations_succeed_on_both_sides():
     """The script reaches every goal; where the way is blocked in the middle it goes both ways."""
     scenes = reach.draw_scenes(200, 1)
-    demonstrator = train_reach.Demonstrator(torch.Generator().manual_seed(0))
+    demonstrator = demonstrations.Demonstrator(torch.Generator().manual_seed(0))
     episode = reach.Reach(scenes)
     while episode.running.any():
         episode.act(demonstrator.steer(scenes, episode.position)[:, None])
@@ -107,7 +108,7 @@ def test_demonstrations_succeed_on_both_sides():
     middle = scene((0.0, -0.9), (0.0, 0.9), (0.0, 0.0), 0.25)
     many = reach.Scenes(*(getattr(middle, f).expand(400, *getattr(middle, f).shape[1:])
                           for f in ("start", "goal", "centers", "radii")))  # fmt: skip
-    demonstrator = train_reach.Demonstrator(torch.Generator().manual_seed(0))
+    demonstrator = demonstrations.Demonstrator(torch.Generator().manual_seed(0))
     left = (demonstrator.steer(many, many.start)[:, 1] > 0).float().mean()
     assert 0.4 < left < 0.6
     assert (demonstrator.sides.abs() == 1).all()
@@ -115,11 +116,11 @@ def test_demonstrations_succeed_on_both_sides():
 
 def test_windows_are_what_was_done():
     """Executing a window's actions from its second one on repeats the demonstration."""
-    seen, moves = train_reach.demonstrate(30, 5)
+    seen, moves = demonstrations.demonstrate(30, 5)
     assert seen.shape[1:] == (reach.OBSERVED, reach.OBSERVATION)
     assert moves.shape[1:] == (reach.HORIZON, 2) and len(seen) == len(moves) > 200
     assert moves.norm(dim=2).max() < 1.001 and torch.isfinite(seen).all()
-    first = train_reach.demonstrate(30, 5)
+    first = demonstrations.demonstrate(30, 5)
     assert torch.equal(first[0], seen) and torch.equal(first[1], moves)
     # the distance to the goal falls by what the move is ahead, while nothing is in the way
     clear = (moves[:-1, 1, 1].abs() < 1e-3) & (seen[1:, 0, 0] == seen[:-1, 1, 0])
@@ -145,7 +146,7 @@ def test_training_lowers_the_loss_and_resumes(tmp_path, stops_after):
     """A tiny run; its continuation starts where it ended."""
     plan = train_reach.Plan(demonstrations=40, steps=30)
     pipe = train_reach.train(tmp_path, plan)
-    seen, moves = train_reach.demonstrate(40, 0)
+    seen, moves = demonstrations.demonstrate(40, 0)
     torch.manual_seed(0)
     untrained = reach.build()
     with torch.no_grad():

@@ -7,7 +7,7 @@ import torch
 import diffcache
 from diffcache.features.parts.when import relative_l1
 from diffcache.foreign import process_group_of
-from diffcache.pipelines.zoo.catalog import cases
+from tests.zoo.catalog import cases
 
 
 class Group:

@@ -10,8 +10,8 @@ import diffcache
 from diffcache.attach.anatomy import anatomy_of
 from diffcache.attach.handle import Handle
 from diffcache.features.collect import Observer
-from diffcache.pipelines.zoo.catalog import cases
 from tests.internals import reuse_in
+from tests.zoo.catalog import cases
 
 
 def run(case, model, steps=8):

@@ -9,7 +9,7 @@ import torch
 
 import diffcache
 from diffcache import ConfidenceGatedTaylor, TaylorSeer
-from diffcache.pipelines.zoo.pipes import pipes
+from tests.zoo.pipes import pipes
 
 STEPS = 12
 

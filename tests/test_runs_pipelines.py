@@ -29,8 +29,8 @@ from diffcache.eval.samples.clips import read_fps
 from diffcache.eval.samples.folders import open_films
 from diffcache.pipelines.demo.saved import pipeline_of
 from diffcache.pipelines.load import load
-from diffcache.pipelines.zoo.pipe import TEXT_DIM, component, tiny_vae
-from diffcache.pipelines.zoo.pipes import pipes
+from tests.zoo.pipe import TEXT_DIM, component, tiny_vae
+from tests.zoo.pipes import pipes
 
 METHOD = "taylorseer:every=2,warmup=1"
 LENGTH = 16

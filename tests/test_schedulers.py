@@ -15,7 +15,7 @@ import diffcache
 from diffcache import CacheWarning, Interval
 from diffcache.api import handle_of
 from diffcache.attach.anchor import owner_of
-from diffcache.pipelines.zoo.catalog import cases
+from tests.zoo.catalog import cases
 from tests.zoo_runs import EVERY, PIPES, STEPS, flux, marks, run
 
 

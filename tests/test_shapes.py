@@ -5,10 +5,18 @@ import pytest
 import torch
 from PIL import Image
 
+from diffcache.eval.workshop.small.loop import Average, Log, rate, shuffled
 from diffcache.pipelines.small import scenes
 from diffcache.pipelines.small.classifier import features, prompt_accuracy, read
-from diffcache.pipelines.small.loop import Average, Log, draw, rate, shuffled
-from diffcache.pipelines.small.scenes import Figure, Scene, parse, prompt, render, sample_scene
+from diffcache.pipelines.small.scenes import (
+    Figure,
+    Scene,
+    draw,
+    parse,
+    prompt,
+    render,
+    sample_scene,
+)
 
 MEGABYTE = 1_000_000
 
@@ -130,14 +138,14 @@ class TestLoop:
 
 class TestTraining:
     def test_noise_levels_move_down_as_training_goes_on(self):
-        from diffcache.pipelines.small.train_flux import draw_sigmas
+        from diffcache.eval.workshop.small.train_flux import draw_sigmas
 
         early, late = (draw_sigmas(4000, torch.Generator().manual_seed(0), p) for p in (0.0, 1.0))
         assert early.min() > 0 and early.max() < 1
         assert early.mean() > 0.65 > late.mean() == pytest.approx(0.5, abs=0.02)
 
     def test_written_prompts_say_the_scene_in_any_order(self):
-        from diffcache.pipelines.small.train_flux import write_prompts
+        from diffcache.eval.workshop.small.train_flux import write_prompts
 
         drawn, _ = draw(64, 3)
         texts = write_prompts(drawn, np.random.default_rng(0), dropout=0.0)
@@ -145,8 +153,8 @@ class TestTraining:
         assert len({text[0] for text in texts}) == 2
 
     def test_tokens_are_told_which_object_they_belong_to(self):
+        from diffcache.eval.workshop.small.train_text import token_targets
         from diffcache.pipelines.small.flux import build_tokenizers
-        from diffcache.pipelines.small.train_text import token_targets
 
         scene = parse("a small red ring on the left, on a white background")
         found = token_targets([scene], [prompt(scene)], build_tokenizers()[1])[0]
@@ -223,8 +231,8 @@ class TestPipeline:
     def test_plain_attention_is_the_same_attention(self, pipe):
         from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 
+        from diffcache.eval.workshop.small.plain_attention import PlainFluxAttention
         from diffcache.pipelines.small.flux import CALL
-        from diffcache.pipelines.small.plain_attention import PlainFluxAttention
 
         def latents():
             noise = torch.Generator().manual_seed(0)
@@ -258,7 +266,7 @@ class TestPipeline:
         assert small(text, **call).images[0].size == (64, 64)
 
     def test_same_noise_same_picture(self, pipe):
-        from diffcache.eval.shipped.draw import draw_pictures
+        from diffcache.eval.workshop.shipped.draw import draw_pictures
 
         one, same, other = (
             np.asarray(draw_pictures(pipe, scenes.shipped_prompts()[:1], steps=3, seed=seed)[0])
@@ -269,7 +277,7 @@ class TestPipeline:
 
     @pytest.mark.slow
     def test_draws_what_held_out_prompts_say(self, pipe):
-        from diffcache.eval.shipped.quality import QUALITIES
+        from diffcache.eval.workshop.shipped.quality import QUALITIES
 
         found = QUALITIES["shapes-flux"].measure(pipe, 28, 12, 1)
         assert len(found["whole_right"]) == 12

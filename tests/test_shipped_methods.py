@@ -12,13 +12,13 @@ import torch
 
 import diffcache
 from diffcache.attach.flops import counted
-from diffcache.eval import figures, method_page
 from diffcache.eval.metrics.intervals import share_change, share_interval
 from diffcache.eval.record import FOLDER
 from diffcache.eval.report.records import load
-from diffcache.eval.shipped import kontext, table
-from diffcache.eval.shipped.draw import edit_pictures
-from diffcache.eval.shipped.reach import Policy
+from diffcache.eval.workshop import figures, method_page
+from diffcache.eval.workshop.shipped import kontext, table
+from diffcache.eval.workshop.shipped.draw import edit_pictures
+from diffcache.eval.workshop.shipped.reach import Policy
 from diffcache.features.combine import Combine
 from diffcache.features.interval import Interval
 from diffcache.features.parts.when import Every

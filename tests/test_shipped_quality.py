@@ -13,9 +13,9 @@ from PIL import Image
 from diffcache.eval import record as records
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.runs.task import directory_sha256
-from diffcache.eval.shipped import cards, quality, recall
+from diffcache.eval.workshop.shipped import cards, quality, recall
+from diffcache.eval.workshop.small import dit
 from diffcache.pipelines.demo.saved import MODELS
-from diffcache.pipelines.small import dit
 from diffcache.pipelines.small.recall import HELD_OUT, Task
 from diffcache.pipelines.small.scenes import Figure, Scene, prompt, render
 
@@ -109,5 +109,5 @@ def test_the_committed_record_is_of_the_shipped_weights(name: str) -> None:
 
 
 def test_cards_are_those_of_the_records(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cards.main(["--check"]) == 0, "python -m diffcache.eval.shipped.cards --write"
+    assert cards.main(["--check"]) == 0, "python -m diffcache.eval.workshop.shipped.cards --write"
     assert cards.main([]) == 2 and "give --write or --check" in capsys.readouterr().err

@@ -27,8 +27,8 @@ from diffcache.api import handle_of
 from diffcache.attach.reuse.setup import KINDS
 from diffcache.features.parts.accumulated import Accumulated
 from diffcache.features.parts.when import Gate
-from diffcache.pipelines.zoo.pipes import pipes
 from tests.internals import reuse_in
+from tests.zoo.pipes import pipes
 
 DIM, DEPTH = 64, 4
 

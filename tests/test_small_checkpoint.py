@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from diffcache.eval.workshop.small import checkpoint, course, loop
+from diffcache.eval.workshop.small.export import thin
+from diffcache.eval.workshop.small.loop import Average
 from diffcache.files import write_json
-from diffcache.pipelines.small import checkpoint, course, loop
-from diffcache.pipelines.small.export import thin
-from diffcache.pipelines.small.loop import Average
 
 
 class Masked(nn.Module):

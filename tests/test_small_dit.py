@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from diffcache.eval.shipped.draw import draw_pictures
-from diffcache.eval.shipped.quality import of_classes
-from diffcache.pipelines.small import train_dit
-from diffcache.pipelines.small.classifier import read
-from diffcache.pipelines.small.course import Course, Plan
-from diffcache.pipelines.small.diffusion import (
+from diffcache.eval.workshop.shipped.draw import draw_pictures
+from diffcache.eval.workshop.shipped.quality import of_classes
+from diffcache.eval.workshop.small import train_dit
+from diffcache.eval.workshop.small.course import Course, Plan
+from diffcache.eval.workshop.small.diffusion import (
     build_scheduler,
     disturb,
     draw_timesteps,
@@ -16,7 +15,7 @@ from diffcache.pipelines.small.diffusion import (
     noise_error,
     record,
 )
-from diffcache.pipelines.small.dit import (
+from diffcache.eval.workshop.small.dit import (
     CALL,
     DIRECTORY,
     EMPTY,
@@ -26,8 +25,9 @@ from diffcache.pipelines.small.dit import (
     draw,
     load,
 )
-from diffcache.pipelines.small.export import save_pipeline
-from diffcache.pipelines.small.loop import Stopped
+from diffcache.eval.workshop.small.export import save_pipeline
+from diffcache.eval.workshop.small.loop import Stopped
+from diffcache.pipelines.small.classifier import read
 
 MEGABYTE = 1_000_000
 

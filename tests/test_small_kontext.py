@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffcache.pipelines.small import loop
+from diffcache.eval.workshop.small import loop
 from diffcache.pipelines.small.edits import (
     KINDS,
     Edit,
@@ -171,7 +171,7 @@ def test_what_the_old_model_knew_is_still_there(built: Any) -> None:
 
 
 def test_the_text_stage_knows_what_instructions_state() -> None:
-    from diffcache.pipelines.small.train_kontext_text import stated
+    from diffcache.eval.workshop.small.train_kontext_text import stated
 
     new = Figure("square", "red", "small", "left")
     edit = Edit("shape", SCENE, Scene("yellow", (new, OTHER)), 0)
@@ -187,10 +187,10 @@ def test_the_text_stage_knows_what_instructions_state() -> None:
 def test_a_training_step_learns(built: Any) -> None:
     from torch import nn
 
-    from diffcache.pipelines.small.course import build_optimizer, update
-    from diffcache.pipelines.small.export import TRAINED
+    from diffcache.eval.workshop.small.course import build_optimizer, update
+    from diffcache.eval.workshop.small.export import TRAINED
+    from diffcache.eval.workshop.small.train_kontext import COURSE, Step, _batch
     from diffcache.pipelines.small.kontext import build_pipeline
-    from diffcache.pipelines.small.train_kontext import COURSE, Step, _batch
 
     pipe = build_pipeline()
     step = Step(pipe, compiled=False)
@@ -205,9 +205,9 @@ def test_a_training_step_learns(built: Any) -> None:
 def test_training_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: Any, stops_after: Any
 ) -> None:
-    from diffcache.pipelines.small import train_kontext
-    from diffcache.pipelines.small.export_kontext import assemble, export, record
-    from diffcache.pipelines.small.train_kontext import Plan, train
+    from diffcache.eval.workshop.small import train_kontext
+    from diffcache.eval.workshop.small.export_kontext import assemble, export, record
+    from diffcache.eval.workshop.small.train_kontext import Plan, train
 
     monkeypatch.setattr(train_kontext, "COURSE", replace(train_kontext.COURSE, batch=2))
     short = {"steps": 2, "text_steps": 2, "edits": 4}
@@ -258,8 +258,8 @@ def test_the_shipped_files_are_small_and_complete(shipped: Any) -> None:
 
 
 def test_the_shipped_pipeline_edits_what_it_is_asked_to(shipped: Any) -> None:
-    from diffcache.eval.shipped.draw import edit_pictures
-    from diffcache.eval.shipped.kontext import instructions
+    from diffcache.eval.workshop.shipped.draw import edit_pictures
+    from diffcache.eval.workshop.shipped.kontext import instructions
 
     edits, before, after = draw_edits(16, 0, held=True)
     made = edit_pictures(shipped, before, instructions(16, 0), steps=8, seed=0)

@@ -4,15 +4,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diffcache.eval.shipped.draw import draw_pictures
-from diffcache.pipelines.small import train_unet
-from diffcache.pipelines.small.classifier import prompt_accuracy
-from diffcache.pipelines.small.course import Course, Plan
-from diffcache.pipelines.small.diffusion import load_autoencoder
-from diffcache.pipelines.small.export import save_pipeline
-from diffcache.pipelines.small.loop import Stopped
-from diffcache.pipelines.small.scenes import shipped_prompts
-from diffcache.pipelines.small.small_unet import (
+from diffcache.eval.workshop.shipped.draw import draw_pictures
+from diffcache.eval.workshop.small import train_unet
+from diffcache.eval.workshop.small.course import Course, Plan
+from diffcache.eval.workshop.small.diffusion import load_autoencoder
+from diffcache.eval.workshop.small.export import save_pipeline
+from diffcache.eval.workshop.small.loop import Stopped
+from diffcache.eval.workshop.small.small_unet import (
     CALL,
     DIRECTORY,
     build_pipeline,
@@ -20,6 +18,8 @@ from diffcache.pipelines.small.small_unet import (
     load,
     load_text,
 )
+from diffcache.pipelines.small.classifier import prompt_accuracy
+from diffcache.pipelines.small.scenes import shipped_prompts
 
 MEGABYTE = 1_000_000
 

@@ -7,17 +7,18 @@ import pytest
 import torch
 from torch import nn
 
-from diffcache.eval.shipped.draw import draw_films
-from diffcache.pipelines.small import train_wan, train_wan_text, train_wan_vae, wan
+from diffcache.eval.workshop.shipped.draw import draw_films
+from diffcache.eval.workshop.small import train_wan, train_wan_text, train_wan_vae
+from diffcache.eval.workshop.small.course import update
+from diffcache.eval.workshop.small.export_wan import RECORD
+from diffcache.eval.workshop.small.loop import to_unit
+from diffcache.eval.workshop.small.train_wan_vae import draw_scenes, draw_scenes_and_films
+from diffcache.eval.workshop.small.wan_step import REAL_TOKENS, Step, draw_sigmas
+from diffcache.eval.workshop.small.wan_whole import decode, encode
+from diffcache.pipelines.small import wan
 from diffcache.pipelines.small.classifier import prompt_accuracy
-from diffcache.pipelines.small.course import update
-from diffcache.pipelines.small.export_wan import RECORD
-from diffcache.pipelines.small.loop import to_unit
 from diffcache.pipelines.small.scenes import held_out_singles, prompt
-from diffcache.pipelines.small.train_wan_vae import draw_scenes, draw_scenes_and_films
 from diffcache.pipelines.small.wan_places import start_with_places
-from diffcache.pipelines.small.wan_step import REAL_TOKENS, Step, draw_sigmas
-from diffcache.pipelines.small.wan_whole import decode, encode
 from diffcache.psnr import psnr
 
 MEGABYTE = 1_000_000

@@ -11,8 +11,8 @@ import torch
 
 import diffcache
 from diffcache.api import handle_of
-from diffcache.pipelines.zoo.pipe import noise
 from tests.state_pipes import EVERY, PIPES, SEER, marks, run, wrapped_pipe
+from tests.zoo.pipe import noise
 
 
 @pytest.fixture(autouse=True)

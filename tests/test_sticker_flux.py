@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from diffcache.pipelines.small import sticker_autoencoder, sticker_judge
-from diffcache.pipelines.small.sticker_autoencoder import build_autoencoder, start_from_patches
-from diffcache.pipelines.small.sticker_flux import CALL, Flux
-from diffcache.pipelines.small.sticker_judge import Reading, faults, fit, likeness
-from diffcache.pipelines.small.sticker_text import Encoder
-from diffcache.pipelines.small.stickers import Sticker, held_out_captions, render, sample_scene
-from diffcache.pipelines.small.trainer import Settings
+from diffcache.eval.workshop.small import sticker_autoencoder, sticker_judge
+from diffcache.eval.workshop.small.sticker_autoencoder import build_autoencoder, start_from_patches
+from diffcache.eval.workshop.small.sticker_flux import CALL, Flux
+from diffcache.eval.workshop.small.sticker_judge import Reading, faults, fit, likeness
+from diffcache.eval.workshop.small.sticker_text import Encoder
+from diffcache.eval.workshop.small.stickers import Sticker, held_out_captions, render, sample_scene
+from diffcache.eval.workshop.small.trainer import Settings
 
 FOX = Sticker("fox", 20, 24, 24, 8, False, 1.0)
 OWL = Sticker("owl", 46, 46, 28, -5, True, 0.9)

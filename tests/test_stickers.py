@@ -8,8 +8,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from diffcache.pipelines.small import stickers
-from diffcache.pipelines.small.stickers import (
+from diffcache.eval.workshop.small import stickers
+from diffcache.eval.workshop.small.stickers import (
     GROUNDS,
     OBJECTS,
     RELATIONS,

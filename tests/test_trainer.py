@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffcache.pipelines.small import trainer
-from diffcache.pipelines.small.trainer import Job, Settings, orthogonal, pace, record, train
+from diffcache.eval.workshop.small import trainer
+from diffcache.eval.workshop.small.trainer import Job, Settings, orthogonal, pace, record, train
 
 SETTINGS = Settings(
     steps=24, batch=8, examples=40, rate=1e-2, muon=0.02, muon_in="deep", warmup=2, save_every=7,

@@ -18,7 +18,7 @@ import diffcache
 from diffcache import AttachError, CacheWarning, Interval
 from diffcache.api import handle_of
 from diffcache.attach.anchor import owner_of
-from diffcache.pipelines.zoo.catalog import cases
+from tests.zoo.catalog import cases
 from tests.zoo_runs import EVERY, PIPES, flux, marks, run
 
 CASES = cases()

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 import diffcache
 from diffcache import AttachError
 from diffcache.catalog import METHODS, method_class
-from diffcache.pipelines.zoo.case import Case, output_tensors
-from diffcache.pipelines.zoo.catalog import cases
 from tests import off
 from tests.internals import reuse_in
 from tests.near_zero import NO_GATE, SETTINGS, near_zero
+from tests.zoo.case import Case, output_tensors
+from tests.zoo.catalog import cases
 from tests.zoo_steps import inputs, steps
 
 Made = tuple[Case, nn.Module, list[list[Tensor]]]

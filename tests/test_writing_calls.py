@@ -18,11 +18,6 @@ from diffcache.catalog import make_method
 from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
 from diffcache.names import METHODS
-from diffcache.pipelines.zoo.case import output_tensors
-from diffcache.pipelines.zoo.catalog import cases
-from diffcache.pipelines.zoo.families import FAMILIES
-from diffcache.pipelines.zoo.families import STEPS as PIPE_STEPS
-from diffcache.pipelines.zoo.pipes import pipes
 from tests.bare.toys import COND, EVERY, PLAIN, Toy, alone, marks, noise, track
 from tests.contract_settings import COMPUTED, ON, STEPS
 from tests.features import region_pipelines
@@ -32,6 +27,11 @@ from tests.stream_toys import (
     write,
 )
 from tests.test_families import ready
+from tests.zoo.case import output_tensors
+from tests.zoo.catalog import cases
+from tests.zoo.families import FAMILIES
+from tests.zoo.families import STEPS as PIPE_STEPS
+from tests.zoo.pipes import pipes
 
 FLUX = "FluxPipeline"
 NOTED = "writes to a stream"

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from diffcache.pipelines.zoo.case import Case, output_tensor, output_tensors
-from diffcache.pipelines.zoo.catalog import EXCLUDED, cases, exported_denoisers
-from diffcache.pipelines.zoo.pipes import pipes
+from tests.zoo.case import Case, output_tensor, output_tensors
+from tests.zoo.catalog import EXCLUDED, cases, exported_denoisers
+from tests.zoo.pipes import pipes
 
 torch.set_num_threads(1)
 CASES = cases()

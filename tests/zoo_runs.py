@@ -8,7 +8,7 @@ from torch import Tensor
 
 from diffcache import Interval
 from diffcache.api import handle_of
-from diffcache.pipelines.zoo.pipes import pipes
+from tests.zoo.pipes import pipes
 
 PIPES = pipes()
 EVERY = Interval(every=3)

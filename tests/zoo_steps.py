@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from diffcache.attach.handle import Handle
-from diffcache.pipelines.zoo.case import Case
+from tests.zoo.case import Case
 
 
 def inputs(

@@ -130,7 +130,7 @@ def _found(model: str | None) -> Path:
         if not (causal.DIRECTORY / "transformer" / "config.json").exists():
             raise MissingError(
                 f"the shipped model is not at {causal.DIRECTORY}: name a folder, or make it with "
-                "`python -m diffcache.pipelines.small.train_causal`"
+                "`python -m diffcache.eval.workshop.small.train_causal`"
             )
         return causal.DIRECTORY
     places: Sequence[Path] = (Path(model), MODELS / model)

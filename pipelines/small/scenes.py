@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 SIZE = 64
 SHAPES = ("circle", "square", "triangle", "ring", "cross")
@@ -265,3 +267,20 @@ def held_out_singles(seed: int = 0) -> list[str]:
 def shipped_prompts() -> list[str]:
     """Return the 64 held-out prompts of `assets/prompts/shapes.txt`."""
     return PROMPTS_FILE.read_text(encoding="utf-8").split("\n")[:-1]
+
+
+def draw(count: int, seed: int, *, held: bool | None = False) -> tuple[list[Scene], Tensor]:
+    """Draw scenes and their pictures.
+
+    Args:
+        count: Number of scenes.
+        seed: Seed of the draw.
+        held: Split of the combinations: False for training, True for held-out, None for either.
+
+    Returns:
+        The scenes and their pictures, uint8 [B, 3, 64, 64].
+    """
+    rng = np.random.default_rng(seed)
+    scenes = [sample_scene(rng, held=held) for _ in range(count)]
+    pictures = np.stack([render(scene, rng) for scene in scenes])
+    return scenes, torch.from_numpy(pictures).permute(0, 3, 1, 2).contiguous()

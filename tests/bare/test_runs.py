@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import diffcache
 from diffcache import AttachError, Combine, Every, Interval
 from diffcache.api import handle_of
-from diffcache.pipelines.zoo.pipes import pipes
 from tests.bare.toys import (
     EVERY,
     PLAIN,
@@ -31,6 +30,7 @@ from tests.bare.toys import (
     sample,
     track,
 )
+from tests.zoo.pipes import pipes
 
 
 def test_a_run_starts_clean_knows_its_length_and_frees_at_its_end():

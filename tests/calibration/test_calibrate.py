@@ -15,9 +15,9 @@ from diffcache.offline.calibrate import Plan
 from diffcache.offline.tracing import Watch
 from diffcache.offline.tune.trial import Bench
 from diffcache.pipelines.small.flux import CALL
-from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.step import Step
 from tests.calibration.shapes_flux import PROMPTS, SETTINGS, STEPS, draw
+from tests.zoo.pipes import pipes
 
 
 def test_the_tables_are_inner_products_of_the_features(pipe, calibrated):

@@ -20,8 +20,8 @@ from diffcache.eval.runs.lines import evaluations
 from diffcache.features.base import Probe
 from diffcache.features.parts.when import Gate
 from diffcache.pipelines.small import flux
-from diffcache.pipelines.zoo.catalog import cases
-from diffcache.pipelines.zoo.pipes import pipes
+from tests.zoo.catalog import cases
+from tests.zoo.pipes import pipes
 
 ALWAYS = float("inf")
 MODULES = Combine(Every(3), site="module")

@@ -6,7 +6,7 @@ import torch
 from diffcache.attach.inputs import INPUTS, Size, inputs_of
 from diffcache.eval.cost import flops, formula
 from diffcache.pipelines.small import flux
-from diffcache.pipelines.zoo.catalog import cases
+from tests.zoo.catalog import cases
 
 
 def wan_form(config, tokens, text):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.eval.video.shapes import shows
+from diffcache.eval.workshop.video.shapes import shows
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.demo.program import Asked
 from diffcache.pipelines.demo.served import Pixels, opening_of_shapes

@@ -10,11 +10,11 @@ import torch
 
 import diffcache
 from diffcache.dllm import DKVCache, FastDLLM, FreeCache, Policy, Schedule
+from diffcache.eval.workshop.small import chain, train_chain
+from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, ChainBatch, World, draw, solve
+from diffcache.eval.workshop.small.chain_llada import BLOCKS, build_tokenizer, load
+from diffcache.eval.workshop.small.course import Plan
 from diffcache.pipelines.diffusion_lm import DiffusionLM
-from diffcache.pipelines.small import chain, train_chain
-from diffcache.pipelines.small.chain import HELD_OUT, WORLDS, ChainBatch, World, draw, solve
-from diffcache.pipelines.small.chain_llada import BLOCKS, build_tokenizer, load
-from diffcache.pipelines.small.course import Plan
 
 WALK = World("walk", 16, 7, 64)
 

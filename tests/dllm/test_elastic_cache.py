@@ -21,9 +21,9 @@ from diffcache.dllm import (
     check_coverage,
 )
 from diffcache.dllm.rules import Rule
+from diffcache.eval.workshop.small import chain
+from diffcache.eval.workshop.small.chain_llada import load
 from diffcache.pipelines.diffusion_lm import DiffusionLM
-from diffcache.pipelines.small import chain
-from diffcache.pipelines.small.chain_llada import load
 from tests.dllm.toys import MASK, bidirectional, padded, prompts
 
 LAYERS, HEADS, SIZE, CHANNELS = 4, 4, 8, 32

@@ -36,10 +36,10 @@ from diffcache.dllm import (
     Uncached,
 )
 from diffcache.errors import AttachError, CacheWarning
+from diffcache.eval.workshop.describe import find
 from diffcache.kv.hf import cache_for
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.pipelines.language_model import _earlier_transformers, load_language_model
-from diffcache.pipelines.zoo.describe import find
 from tests.dllm import remote_models
 from tests.dllm.remote_models import DreamConfig, DreamModel, LLaDAConfig, LLaDAModelLM
 from tests.dllm.toys import LAYERS, MASK, bidirectional, padded, prompts, trace

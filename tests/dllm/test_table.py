@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffcache.eval.bench import dllm
-from diffcache.eval.dllm import page
-from diffcache.eval.dllm.at_size import A100, Size, schedule_cost
-from diffcache.eval.dllm.replay import replay
-from diffcache.eval.dllm.rows import Row, rows
-from diffcache.eval.parts import Parts
 from diffcache.eval.record import Setting
+from diffcache.eval.workshop.bench import dllm
+from diffcache.eval.workshop.dllm import page
+from diffcache.eval.workshop.dllm.at_size import A100, Size, schedule_cost
+from diffcache.eval.workshop.dllm.replay import replay
+from diffcache.eval.workshop.dllm.rows import Row, rows
+from diffcache.eval.workshop.parts import Parts
 
 SETTING = Setting(torch.device("cpu"), torch.float32)
 PROBE = "chain-llada-probe"

@@ -10,7 +10,7 @@ from torch import Tensor
 from diffcache.attach.fingerprint import facts_of
 from diffcache.features.regione import RegionE
 from diffcache.features.tables import Tables
-from diffcache.pipelines.zoo.pipe import assemble, component, denoiser, flow_euler, noise, tiny_vae
+from tests.zoo.pipe import assemble, component, denoiser, flow_euler, noise, tiny_vae
 
 SIZE = 32  # pixels a side; 8 x 8 noisy tokens, as many of the reference
 TOKENS = 64

@@ -12,7 +12,7 @@ from diffcache.attach.fingerprint import facts_of
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.ertacache import ERTACache, adjust
 from diffcache.features.tables import Tables
-from diffcache.pipelines.zoo.pipes import pipes
+from tests.zoo.pipes import pipes
 
 PIPES = pipes()
 

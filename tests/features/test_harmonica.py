@@ -15,7 +15,7 @@ from diffcache.attach.fingerprint import facts_of
 from diffcache.errors import AttachError, CacheWarning, TablesError, UncalibratedError
 from diffcache.features.harmonica import HarmoniCa
 from diffcache.features.tables import Tables
-from diffcache.pipelines.zoo.pipes import pipes
+from tests.zoo.pipes import pipes
 
 STEPS, BLOCKS = 6, 4
 SITES = [f"transformer_blocks.{n}.{child}" for n in range(BLOCKS) for child in ("attn1", "ff")]
@@ -135,24 +135,6 @@ def test_without_a_router_the_error_says_how_to_get_one(pipe):
         HarmoniCa().parts()
     with pytest.raises(UncalibratedError, match="trained"):
         HarmoniCa().collector()
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"threshold": -0.1}, "threshold=-0.1"),
-        ({"threshold": float("nan")}, "threshold=nan"),
-        ({"epochs": 0}, "epochs=0"),
-        ({"rate": -1.0}, "rate=-1.0"),
-        ({"beta": float("inf")}, "beta=inf"),
-        ({"beta_sites": 0}, "beta_sites=0"),
-        ({"proxy": "code"}, "proxy='code': must be 'paper', 'official' or 'typical'"),
-        ({"refresh": 0}, "refresh=0"),
-    ],
-)
-def test_bad_settings_are_refused(setting, message):
-    with pytest.raises(ValueError, match=message):
-        HarmoniCa(**setting)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 import diffcache
 from diffcache import Newton, Reuse, Step, Taylor, TaylorSeer
 from diffcache.features.parts.hold import Hold, Packed, mapped, pack
-from diffcache.pipelines.zoo.catalog import cases
+from tests.zoo.catalog import cases
 
 STEPS = 7
 

@@ -15,8 +15,8 @@ from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
 from diffcache.features.parts.accumulated import Accumulated
 from diffcache.features.teacache import TeaCache
-from diffcache.pipelines.zoo.catalog import cases
 from tests.internals import reuse_in
+from tests.zoo.catalog import cases
 
 STEPS = 6
 TEA = TeaCache(0.5, (1.0, 0.0))

@@ -11,7 +11,7 @@ import diffcache
 from diffcache.errors import TablesError
 from diffcache.features.magcache import MagCache
 from diffcache.features.teacache import TeaCache
-from diffcache.pipelines.zoo.pipes import pipes
+from tests.zoo.pipes import pipes
 
 STEPS = 6
 

@@ -17,8 +17,8 @@ from diffcache.offline.profilingdit_collect import (
     overlap,
     received_attention,
 )
-from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.step import Step
+from tests.zoo.pipes import pipes
 
 
 def test_received_attention_is_the_mean_of_the_whole_map(monkeypatch):

@@ -19,8 +19,8 @@ from diffcache.features.parts.published import TEACACHE
 from diffcache.features.parts.published_ratios import MAGCACHE
 from diffcache.features.profilingdit import ProfilingDiT
 from diffcache.features.teacache import BY_TIME, TeaCache
-from diffcache.pipelines.zoo.catalog import cases
 from diffcache.step import Step
+from tests.zoo.catalog import cases
 
 MODELS: dict = {}
 

@@ -17,8 +17,8 @@ from diffcache.attach.pipeline_hooks import tap_scheduler
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.regione import RegionE
 from diffcache.features.tables import Tables
-from diffcache.pipelines.zoo.pipe import assemble, denoiser, flow_euler, tiny_vae
 from tests.features.region_pipelines import kontext, kontext_call, latents_of, method
+from tests.zoo.pipe import assemble, denoiser, flow_euler, tiny_vae
 
 
 @pytest.fixture(autouse=True)

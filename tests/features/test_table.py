@@ -6,7 +6,7 @@ import torch
 import diffcache
 from diffcache import Combine, Reuse, Table
 from diffcache.errors import AttachError
-from diffcache.pipelines.zoo.catalog import cases
+from tests.zoo.catalog import cases
 
 STEPS = 6
 

@@ -18,10 +18,10 @@ from diffcache.features.tables import Tables
 from diffcache.features.teacache import BY_TIME, TeaCache
 from diffcache.features.temporal_table import TemporalTable
 from diffcache.pipelines.small.wan import DIRECTORY
-from diffcache.pipelines.zoo.catalog import cases
-from diffcache.pipelines.zoo.pipes import pipes
 from diffcache.step import Step
 from tests.internals import reuse_in
+from tests.zoo.catalog import cases
+from tests.zoo.pipes import pipes
 
 # TeaCache4Wan2.1/teacache_generate.py of ali-vilab/TeaCache (Apache-2.0), lines 883 and 890
 WAN_1_3B_PROJECTION = (

@@ -9,9 +9,9 @@ import diffcache
 from diffcache.attach.extensions.lookup import COUNTED
 from diffcache.features.taylorseer import TaylorSeer
 from diffcache.features.temporal_table import TemporalTable
-from diffcache.pipelines.zoo.catalog import cases
-from diffcache.pipelines.zoo.pipes import pipes
 from tests.features.temporal_toys import counts, state_of, table_of
+from tests.zoo.catalog import cases
+from tests.zoo.pipes import pipes
 
 STEPS = 3
 MODELS = {  # denoiser -> modules to look up

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from diffcache.offline import tracing
-from diffcache.pipelines.zoo.catalog import cases
 from diffcache.step import CURRENT, Step
+from tests.zoo.catalog import cases
 
 CASES = cases()
 SERVED = ["FluxTransformer2DModel", "HunyuanVideoTransformer3DModel", "UNet2DConditionModel",

@@ -1,11 +1,11 @@
 """The page and the table of choices are those of the rows and of the record."""
 
-from diffcache.eval.kernels import page
+from diffcache.eval.workshop.kernels import page
 from diffcache.kernels import dense, dispatch
 
 
 def test_the_page_and_the_choices_are_up_to_date() -> None:
-    assert page.main(["--check"]) == 0, "python -m diffcache.eval.kernels.page --write"
+    assert page.main(["--check"]) == 0, "python -m diffcache.eval.workshop.kernels.page --write"
 
 
 def test_every_operator_has_a_row_and_a_caller() -> None:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from diffcache.eval.bench import kernels as bench
-from diffcache.eval.kernels import tune
-from diffcache.eval.kernels.case import KernelCase
+from diffcache.eval.workshop.bench import kernels as bench
+from diffcache.eval.workshop.kernels import tune
+from diffcache.eval.workshop.kernels.case import KernelCase
 from diffcache.kernels import configs
 
 

@@ -32,6 +32,10 @@ WHOLE = torch.eye(32)
 BASES = (Bases(WHOLE, WHOLE, WHOLE, WHOLE),) * 4
 RETAINING = retaining.fresh(4, 128, 2, width=16)
 MIXING = mixing.fresh(4, 8, 32, taps=5, gate=1.0)
+MERGING = {
+    name: getattr(merging, name)
+    for name in ("d2o", "ems", "elastic_cache", "look_m", "kvmerger", "chelsea")
+}
 # With doors and tests of their own: patches of images, inputs of layers, probes.
 APART = ("scalekv", "rematerialised", "xquant_latent", "epicache", "kvzip")
 
@@ -91,18 +95,95 @@ def examples() -> dict[str, Make]:
     }
 
 
+def variants() -> dict[str, Make]:
+    """Return the same recipes under settings that take another way through the code."""
+    snap = lambda n: eviction.snapkv(n, window=4)  # noqa: E731
+    return {
+        "h2o, mean": lambda: eviction.h2o(0.3, mean=True, every=3),
+        "snapkv, max": lambda: eviction.snapkv(12, window=4, kernel=3, pooling="max", groups="max"),
+        "adakv of h2o": lambda: eviction.adakv(base=eviction.h2o(0.4)),
+        "criticalkv of adakv": lambda: eviction.criticalkv(base=eviction.adakv(base=snap(12))),
+        "streaming_llm, unturned": lambda: streaming.streaming_llm(12, rotate=False),
+        "scissorhands of a share": lambda: eviction_more.scissorhands(0.3, history=16, recent=4),
+        "keyformer of a share": lambda: eviction_more.keyformer(0.3),
+        "windowkv, aggregation": lambda: eviction_more.windowkv(
+            16, window=4, size=4, task="aggregation", best=2, group=3, beta=1.5
+        ),
+        "prefixkv, table": lambda: eviction_offline.prefixkv(14, sinks=2, shares=SHARES),
+        "prefixkv, official": lambda: eviction_offline.prefixkv(
+            14, sinks=2, distance=5, mode="official"
+        ),
+        "d2o, official": lambda: merging.d2o(12, mode="official"),
+        "d2o, pre": lambda: merging.d2o(12, space="pre"),
+        "ems, pre": lambda: merging.ems(16, window=4, threshold=0.0, space="pre"),
+        "elastic_cache, official": lambda: merging.elastic_cache(12, distance=5, mode="official"),
+        "look_m, weighted": lambda: merging.look_m(12, merge="weighted", space="pre"),
+        "kvmerger, pre": lambda: merging.kvmerger(12, threshold=0.0, recent=4, space="pre"),
+        "chelsea, pre": lambda: merging.chelsea(12, chunk=8, recent=4, every=4, space="pre"),
+        "kvcrush, official": lambda: merging.kvcrush(24, recent=4, mode="official"),
+        "snapkv | kivi": lambda: snap(20) | quantized.kivi(4, group=4, residual=8),
+        "snapkv | minicache": lambda: snap(20) | low_rank.minicache(block=8),
+        "snapkv | rotatekv": lambda: snap(20) | quantized.rotatekv(group=8, recent=8),
+    }
+
+
 def lossless() -> dict[str, tuple[Make, float]]:
     """Return recipes that lose nothing, with how far from stock their logits may be."""
+    turned = 1e-5  # keys that are turned back and forth
     rounding = {"rekv": 1e-9, "probe_query": 1e-9, "a2ats": 1e-9, "shadowkv": 1e-6}
-    return {
-        "h2o": (lambda: eviction.h2o(1.0), 0.0),
-        "snapkv": (lambda: eviction.snapkv(1.0, window=4), 0.0),
-        "adakv": (lambda: eviction.adakv(base=eviction.snapkv(1.0, window=4)), 0.0),
-        "streaming_llm": (lambda: streaming.streaming_llm(4096), 1e-6),
+    rows: dict[str, tuple[Callable[[Size], Recipe], float]] = {
+        "random": (eviction.random, 0.0),
+        "knorm": (eviction.knorm, 0.0),
+        "keydiff": (eviction.keydiff, 0.0),
+        "value_norm": (lambda n: eviction.value_norm(n, recent=2), 0.0),
+        "lagkv": (lambda n: eviction.lagkv(n, lag=6), 0.0),
+        "expected_attention": (lambda n: eviction.expected_attention(n, future=64), 1e-4),
+        "h2o": (eviction.h2o, 0.0),
+        "h2o, mean": (lambda n: eviction.h2o(n, mean=True, every=3), 0.0),
+        "tova": (eviction.tova, 0.0),
+        "snapkv": (lambda n: eviction.snapkv(n, window=4), 0.0),
+        "pyramidkv": (lambda n: eviction.pyramidkv(n, window=4, beta=4), 0.0),
+        "cake": (lambda n: eviction.cake(n, window=4), 0.0),
+        "adakv": (lambda n: eviction.adakv(base=eviction.snapkv(n, window=4)), 0.0),
+        "criticalkv": (
+            lambda n: eviction.criticalkv(base=eviction.adakv(base=eviction.snapkv(n))),
+            0.0,
+        ),
+        "streaming_llm, unturned": (lambda n: streaming.streaming_llm(n, rotate=False), 0.0),
+        "streaming_llm": (lambda n: streaming.streaming_llm(n, sinks=2), 1e-4),
+        "duo_attention": (lambda n: streaming.duo_attention(((True, True),) * 4, n), 0.0),
+        "razor_attention": (lambda n: streaming.razor_attention(HEADS, n, least=6), 1e-4),
+        "scissorhands": (lambda n: eviction_more.scissorhands(n, history=16, recent=4), 0.0),
+        "keyformer": (eviction_more.keyformer, 0.0),
+        "lazy_eviction": (lambda n: eviction_more.lazy_eviction(n, lag=3), 0.0),
+        "windowkv": (lambda n: eviction_more.windowkv(n, window=4, size=4, group=2), 0.0),
+        "curdkv": (lambda n: eviction_more.curdkv(n, window=5, sinks=2), 0.0),
+        "compactor": (lambda n: eviction_more.compactor(n, chunk=8), turned),
+        "prefixkv": (lambda n: eviction_offline.prefixkv(n, sinks=2, shares=SHARES), 0.0),
+        "prefixkv, official": (
+            lambda n: eviction_offline.prefixkv(n, sinks=2, mode="official"),
+            0.0,
+        ),
+        "compresskv": (lambda n: eviction_offline.compresskv(n, heads=VOTERS, window=4), 0.0),
         **{
-            name: (lambda make=make: make(1.0), rounding.get(name, 0.0))  # type: ignore[misc]
-            for name, make in _reading().items()
+            f"{name}{', pre' if space == 'pre' else ''}": (
+                lambda n, make=make, space=space: make(n, space=space),  # type: ignore[misc]
+                turned if space == "pre" else 0.0,
+            )
+            for name, make in MERGING.items()
+            for space in ("post", "pre")
         },
+        "d2o, official": (lambda _: merging.d2o(64, mode="official"), 0.0),
+        "elastic_cache, official": (lambda n: merging.elastic_cache(n, mode="official"), 0.0),
+        "lococo": (lambda _: merging.lococo(MIXING, 64), 0.0),
+        "kvcrush": (merging.kvcrush, 0.0),
+        "kvcrush, official": (lambda n: merging.kvcrush(n, mode="official"), 0.0),
+        "locret": (lambda _: merging.locret(RETAINING, 64), 0.0),
+        **{name: (make, rounding.get(name, 0.0)) for name, make in _reading().items()},
+    }
+    return {
+        name: (lambda make=make: make(1.0), tolerance)  # type: ignore[misc]
+        for name, (make, tolerance) in rows.items()
     }
 
 

@@ -24,10 +24,10 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes import eviction, merging, quantized, streaming
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.trigger import EveryStep
-from diffcache.pipelines.zoo.language import build
 from tests.kv.examples import HEADS
 from tests.kv.test_generate import Lots
 from tests.kv.tiny import ALL, GREEDY, gemma, llama, prompts, row, same
+from tests.zoo.language import build
 
 TOKEN = torch.tensor([[7]])
 ROWS = prompts()

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import transformers
 
-from diffcache.eval.kv import coverage
-from diffcache.eval.kv.coverage import COLUMNS, Row, Verdict, row_of, text_of
+from diffcache.eval.workshop.kv import coverage
+from diffcache.eval.workshop.kv.coverage import COLUMNS, Row, Verdict, row_of, text_of
 from diffcache.kv.hf import attention
-from diffcache.pipelines.zoo.language import kinds
+from tests.zoo.language import kinds
 
 PAGE = (Path(__file__).parents[2] / coverage.PAGE).read_text(encoding="utf-8")
 LISTED = {line.split(" | ")[0].removeprefix("| "): line for line in PAGE.splitlines()}

@@ -9,8 +9,8 @@ from diffcache.attach.attention import Door, attention_sites
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.rotary_nd import RotaryND
-from diffcache.pipelines.zoo.catalog import cases
 from tests.kv.tiny import llama
+from tests.zoo.catalog import cases
 
 
 def cached(held, site, call):  # over all that a layer holds, the call's rows at `held.rows`

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from diffcache.eval.kv import oracle
+from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.budget import Budget, Uniform
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.observe import Observation

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diffcache.errors import AttachError
-from diffcache.eval.kv import oracle
+from diffcache.eval.workshop.kv import oracle
 from diffcache.kv import (
     snapkv,
     streaming_llm,
@@ -20,8 +20,8 @@ from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.life import save as life
 from diffcache.kv.rotary_nd import RotaryND
 from diffcache.kv.rotary_table import RotaryTable
-from diffcache.pipelines.zoo.language import build
 from tests.kv.tiny import GREEDY, IDS, generate, same
+from tests.zoo.language import build
 
 
 def with_image(model: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 
 from diffcache.errors import AttachError
-from diffcache.eval.kv import oracle
+from diffcache.eval.workshop.kv import oracle
 from diffcache.kv import (
     criticalkv,
     keydiff,

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 
 from diffcache.errors import AttachError, CacheWarning
-from diffcache.eval.kv import oracle
+from diffcache.eval.workshop.kv import oracle
 from diffcache.foreign import attention_names
 from diffcache.kv import (
     kivi,
@@ -21,8 +21,8 @@ from diffcache.kv import (
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.hf.refresh import recompute
 from diffcache.kv.recipe import Recipe
-from diffcache.pipelines.zoo.language import build
 from tests.kv.tiny import ALL, GREEDY, IDS, ONE, generate, llama, prompts, row, same, zoo
+from tests.zoo.language import build
 
 
 def paligemma(text: str = "gemma") -> Any:

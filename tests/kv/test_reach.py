@@ -13,12 +13,12 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCa
 
 from diffcache import kv
 from diffcache.errors import AttachError
-from diffcache.eval.kv import oracle
+from diffcache.eval.workshop.kv import oracle
 from diffcache.foreign import attention_names
 from diffcache.kv.per_layer import per_layer
 from diffcache.kv.recipe import Recipe
-from diffcache.pipelines.zoo.language import build
 from tests.kv.tiny import GREEDY, gemma, llama, prompts, row, same
+from tests.zoo.language import build
 
 ROWS = prompts()
 ONE = row(ROWS, 1)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from diffcache.pipelines.small import recall, train_recall
-from diffcache.pipelines.small.course import Plan
-from diffcache.pipelines.small.loop import Stopped
+from diffcache.eval.workshop.small import train_recall
+from diffcache.eval.workshop.small.course import Plan
+from diffcache.eval.workshop.small.loop import Stopped
+from diffcache.pipelines.small import recall
 from diffcache.pipelines.small.recall import HELD_OUT, Task, draw, filler_nats, score
 from diffcache.pipelines.small.recall_llama import DIRECTORY, LENGTHS, LONGEST, words
 

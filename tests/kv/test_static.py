@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diffcache.errors import AttachError
-from diffcache.eval.kv import oracle
+from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.budget import Uniform
 from diffcache.kv.hf import static_cache_for
 from diffcache.kv.hf.static import StaticWindow
@@ -16,8 +16,8 @@ from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.trigger import EveryStep
-from diffcache.pipelines.zoo.language import build
 from tests.kv.tiny import GREEDY, gemma, llama, prompts, row, same
+from tests.zoo.language import build
 
 
 def window(capacity: int, sinks: int) -> Recipe:

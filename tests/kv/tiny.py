@@ -9,7 +9,7 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from diffcache.kv import snapkv
-from diffcache.pipelines.zoo.language import build
+from tests.zoo.language import build
 
 GREEDY = {
     "max_new_tokens": 10,

@@ -14,7 +14,7 @@ from tests.pages.blocks import ROOT, blocks
 
 PAGE = "CONTRIBUTING.md"
 COPIED = ("diffcache", "docs", "eval", "kernels", "pipelines", "tests")
-WRITERS = ("eval.method_page", "eval.video.page", "eval.dllm.page")
+WRITERS = ("eval.workshop.method_page", "eval.workshop.video.page", "eval.workshop.dllm.page")
 # File -> tests of the contract of what the page adds, and those that hold lists and pages to it.
 TESTS = {
     "tests/test_contract.py": "alternate and FluxTransformer2DModel",

@@ -5,8 +5,8 @@ import torch
 
 from diffcache.offline.harmonica.mixing import Mixer
 from diffcache.offline.harmonica.replay import Replay
-from diffcache.pipelines.zoo.pipes import pipes
 from tests.router_training.dit_loop import CALL, SITES, STEPS
+from tests.zoo.pipes import pipes
 
 
 @pytest.fixture(scope="module")

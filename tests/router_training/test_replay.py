@@ -6,8 +6,8 @@ import torch
 import diffcache
 from diffcache.errors import AttachError
 from diffcache.offline.harmonica.replay import Replay
-from diffcache.pipelines.zoo.pipes import pipes
 from tests.router_training.dit_loop import CALL, SITES, STEPS, Loop
+from tests.zoo.pipes import pipes
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.eval.video.shapes import by_slice, judge, see, shows, switch_latency
+from diffcache.eval.workshop.video.shapes import by_slice, judge, see, shows, switch_latency
 from diffcache.pipelines.small import causal_scenes
 from diffcache.pipelines.small.causal_scenes import COLORS, HELD_OUT, SHAPES, Clips, draw
 from diffcache.psnr import CAP

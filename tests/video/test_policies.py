@@ -174,19 +174,3 @@ def disturb(layer: KVLayer, slots: range) -> None:
     """Write other keys and values into slots."""
     held = layer.read().narrow(slots.start, slots.stop)
     layer.overwrite(slots, held.k + 1, 3 * held.v)
-
-
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (lambda: InfinityRoPE(numbering="absolute"), "numbering='absolute': must be one of"),  # type: ignore[arg-type]
-        (lambda: InfinityRoPE(0), "window=0"),
-        (lambda: EMASink(alpha=1.5), "alpha=1.5: must be a number from 0 to 1"),
-        (lambda: EMASink(fuses="all"), "fuses='all': must be one of"),  # type: ignore[arg-type]
-        (lambda: Quantized(bits=5), "bits"),
-        (lambda: Quantized(recent=0), "recent=0"),
-    ],
-)
-def test_bad_settings_are_refused(make: Any, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        make()

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from diffcache.eval.bench import causal as bench
-from diffcache.eval.parts import Parts
 from diffcache.eval.record import Setting
-from diffcache.eval.video import page, rollouts
-from diffcache.eval.video.rollouts import Rollouts, summary
-from diffcache.eval.video.rows import CHANGES, ROWS, Change, Row
+from diffcache.eval.workshop.bench import causal as bench
+from diffcache.eval.workshop.parts import Parts
+from diffcache.eval.workshop.video import page, rollouts
+from diffcache.eval.workshop.video.rollouts import Rollouts, summary
+from diffcache.eval.workshop.video.rows import CHANGES, ROWS, Change, Row
 from diffcache.pipelines.small import causal
 from diffcache.video import Keep, Window
 

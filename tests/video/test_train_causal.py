@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffcache.pipelines.small import causal, train_causal
+from diffcache.eval.workshop.small import train_causal
+from diffcache.eval.workshop.small.causal_step import ChunkAttention, Held, draw_held, predict
+from diffcache.eval.workshop.small.course import Plan
+from diffcache.pipelines.small import causal
 from diffcache.pipelines.small.causal_scenes import CHUNK, HELD_OUT, SIZE, draw
-from diffcache.pipelines.small.causal_step import ChunkAttention, Held, draw_held, predict
-from diffcache.pipelines.small.course import Plan
 from diffcache.video import FewSteps, FullHistory, VideoPolicy, Window
 
 CHUNKS = 5
@@ -127,5 +128,3 @@ def test_a_sampler_takes_clean_chunks_as_they_are() -> None:
     assert torch.equal(causal.SAMPLER.clean(x, predicted, 1), predicted)
     velocity = FewSteps(timesteps=(1000, 500), shift=1.0)
     assert torch.equal(velocity.clean(x, predicted, 1), x - 0.5 * predicted)
-    with pytest.raises(ValueError, match="predicts='noise': must be one of 'velocity', 'clean'"):
-        FewSteps(predicts="noise")  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """The tuner without a GPU: what it compiles, drops and keeps."""
 
-from diffcache.eval.kernels import linear, tune
+from diffcache.eval.workshop.kernels import linear, tune
 from diffcache.kernels.gpu import linear as launch
 
 

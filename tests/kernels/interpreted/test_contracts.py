@@ -5,7 +5,7 @@ import torch
 
 import diffcache
 from diffcache.kernels import decode, dispatch, forecast
-from diffcache.pipelines.zoo.catalog import cases
+from tests.zoo.catalog import cases
 
 STEPS = 7
 

@@ -10,8 +10,8 @@ import torch
 from diffcache.kernels import decode
 from diffcache.kv import cache_for, quest, snapkv
 from diffcache.kv.recipes.eviction import tova
-from diffcache.pipelines.zoo.language import build
 from tests.kv.tiny import IDS, llama
+from tests.zoo.language import build
 
 
 @pytest.fixture(name="calls")

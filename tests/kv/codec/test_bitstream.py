@@ -169,8 +169,6 @@ def test_the_level_is_the_finest_in_time() -> None:
 
 def test_bad_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for settings, words in (
-        ({"mode": "other"}, "mode='other'"),
-        ({"group": 1}, "group=1"),
         ({"levels": ()}, "levels="),
         ({"levels": (2.0,)}, "levels="),
         ({"key_bins": ((2, None),)}, "key_bins"),

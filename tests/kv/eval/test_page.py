@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.eval.bench import kv as bench
-from diffcache.eval.kv import held, page, parts
+from diffcache.eval.kv import parts
 from diffcache.eval.record import ROOT, Setting, check, envelope
+from diffcache.eval.workshop.bench import kv as bench
+from diffcache.eval.workshop.kv import held, page
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import recipe_function, recipes
 from diffcache.kv.recipes.eviction import snapkv
@@ -22,7 +23,7 @@ from diffcache.kv.recipes.quantized import kivi
 
 def test_the_page_is_up_to_date() -> None:
     assert page.main(["--check", str(ROOT / page.PAGE)]) == 0, (
-        "run python -m diffcache.eval.kv.page --write"
+        "run python -m diffcache.eval.workshop.kv.page --write"
     )
 
 

@@ -179,14 +179,8 @@ def test_chosen_heads_vote(heads: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: LowCount(0), "history=0"),
-        (lambda: NoisyMass(temperature=0), "temperature=0"),
-        (lambda: Recurrence(0.0), r"threshold=0\.0"),
         (lambda: HeadVote(((),)), r"heads\[0\]"),
-        (lambda: HeadVote(kernel=4), "kernel=4"),
-        (lambda: Shared(Mass(), 0), "group=0"),
         (lambda: PatchCenters(()), "scales="),
-        (lambda: Lag(1), "lag=1"),
         (lambda: scores(HeadVote(((9,),)), Text(12), [12]), "query heads"),
         (lambda: scores(Asked(), Text(4), [4]), "compress_by_probe"),
     ],

@@ -19,7 +19,6 @@ from diffcache.kv.plan import ByAge, Demote, Planner
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.quantized import staircase
 from diffcache.kv.score.recency import Recency
-from diffcache.kv.score.salience import Salience, WithQueries
 from diffcache.kv.segment import Coded
 from diffcache.kv.store import KVStore
 from diffcache.kv.trigger import EveryStep
@@ -183,16 +182,9 @@ def test_statistics_follow_slots_through_levels_and_ragged_rows() -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: Demote(1, 1), "two levels"),
-        (lambda: Demote(recent=2.0), "recent=2.0"),
         (lambda: ByAge((4, 4)), "rise"),
         (lambda: ByAge(()), "rise"),
-        (lambda: ByAge(block=0), "block=0"),
-        (lambda: Stair(3), "bits=3"),
-        (lambda: Stair(8, first=4), "first=4"),
         (lambda: staircase(()), "one to four"),
-        (lambda: Salience(0.0), "share=0.0"),
-        (lambda: WithQueries(0), "size=0"),
     ],
 )
 def test_bad_settings_are_refused(make: Any, match: str) -> None:

@@ -1,0 +1,108 @@
+"""CPU seconds and bytes of 10,000 generated tokens, with every recipe that bounds what it holds.
+
+The caches take one token each in turn, and so does the model without any cache, whose work never
+changes: times are told in multiples of its, so that a slow spell of the machine falls out. A cache
+that is bounded takes as long, and holds as much, in the last third as in the middle third, while
+transformers' own `DynamicCache` grows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from diffcache.eval.cost.interleave import Call, Progress, Turn
+from diffcache.eval.cost.interleave import measure as take_turns
+from diffcache.eval.record import Setting
+from diffcache.eval.workshop.bench.decode import STOCK, Case, contenders
+from diffcache.eval.workshop.thirds import thirds
+from diffcache.kv.recipe import Recipe
+from diffcache.kv.recipes.catalog import recipe_function, recipes
+
+TOKENS, BUDGET = 10_000, 512
+ALONE = "no cache"  # the model on one token
+
+
+def bounded() -> dict[str, Recipe]:
+    """Return the recipes that evict while tokens are generated and bound what they hold, by name.
+
+    Recipes that need tables from elsewhere are left out.
+    """
+    found = {}
+    for name in recipes():
+        make = recipe_function(name)
+        settings = inspect.signature(make).parameters
+        needed = any(setting.default is setting.empty for setting in settings.values())
+        if "budget" in settings and settings["budget"].annotation == "Size" and not needed:
+            recipe = make(budget=BUDGET)
+            if recipe.bounded:
+                found[name] = recipe
+    return found
+
+
+@torch.no_grad()
+def measure(
+    setting: Setting,
+    *,
+    tokens: int = TOKENS,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure generated tokens one by one, and what is held after each third of them.
+
+    Args:
+        setting: Device and dtype.
+        tokens: Tokens that are generated, at least 9.
+        progress: Told (turns done, turns in all, name of the next).
+
+    Raises:
+        ValueError: If there are fewer than 9 tokens.
+    """
+    if tokens < 9:
+        raise ValueError(f"tokens={tokens}: must be at least 9")
+    started = time.monotonic()
+    chosen = {name: Case(recipe) for name, recipe in bounded().items()}
+    run = contenders(chosen, 1, BUDGET + tokens, setting)
+    take_turns({n: partial(c.prefill, BUDGET) for n, c in run.items()}, 1, 0, setting)
+    model, first = run[STOCK].model, run[STOCK].tokens[:, :1]
+    steps: dict[str, Call | Turn] = {ALONE: lambda: model(input_ids=first, use_cache=False)}
+    steps |= {name: each.step for name, each in run.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    held: dict[str, list[int]] = {name: [] for name in run}
+    third = tokens // 3
+    for count in (third, third, tokens - 2 * third):
+        part = take_turns(steps, count, 0, setting, progress)
+        clock = part.cpu_seconds if setting.device.type == "cpu" else part.seconds
+        for name in steps:
+            seconds[name] += clock[name]
+        for name, each in run.items():
+            held[name].append(each.nbytes)
+    return {
+        "shapes": {"layers": 1, "prompt": BUDGET, "budget": BUDGET}, "rounds": tokens,
+        "rows": [
+            {"name": name} | thirds(seconds[name], seconds[ALONE], held[name]) for name in run
+        ],
+        "seconds": round(time.monotonic() - started, 1),
+    }  # fmt: skip
+
+
+def tables(record: Mapping[str, Any]) -> list[Table]:
+    """Return the record as a table."""
+    table = Table(
+        "", "ms a token, by thirds", "of no cache", "last of middle", "bytes, by thirds",
+        "last of middle",
+        title=f"{record['rounds']:,} tokens after a prompt of {BUDGET}: medians",
+    )  # fmt: skip
+    for found in record["rows"]:
+        table.add_row(
+            found["name"], ", ".join(f"{ms:.2f}" for ms in found["ms"]),
+            ", ".join(f"{share:.2f}" for share in found["of_alone"]),
+            f"{found['time_ratio']:.2f}", ", ".join(f"{n:,}" for n in found["bytes"]),
+            f"{found['bytes_ratio']:.2f}",
+        )  # fmt: skip
+    return [table]

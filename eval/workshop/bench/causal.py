@@ -1,0 +1,204 @@
+"""Caches of causal video on the shipped model: what films keep, and time and bytes of a chunk.
+
+Films are made by all policies from the same first frames and the same noise. Chunks are timed one
+by one, all policies in turn in one process, beside one call of the transformer without history,
+whose work never changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from diffcache.eval.cost.interleave import Call, Progress, Turn, summary
+from diffcache.eval.cost.interleave import measure as take_turns
+from diffcache.eval.record import Setting
+from diffcache.eval.workshop.parts import Parts, digest_of
+from diffcache.eval.workshop.thirds import thirds
+from diffcache.eval.workshop.video.rollouts import BEFORE, GIVEN, SLICE, Rollouts
+from diffcache.eval.workshop.video.rows import CHANGES, ROWS, Row
+from diffcache.pipelines.causal_video import CausalVideo
+from diffcache.pipelines.small.causal import CALL, ShapesCausal, load
+from diffcache.pipelines.small.causal_scenes import CHUNK, FRAMES, prompt
+from diffcache.pipelines.stream_batch import StreamBatch
+from diffcache.video import FullHistory, Window
+
+SAMPLES, LENGTH = 64, 480
+CHUNKS = 40 * FRAMES // CHUNK  # forty times what the model was trained on
+ALONE, BATCHED, SEQUENTIAL = "no history", "stream batch", "level by level"
+DEPTHS = (8, 32, 64, 128)  # chunks of history that are computed anew
+
+
+def measure(
+    setting: Setting,
+    *,
+    rounds: int = CHUNKS,
+    samples: int = SAMPLES,
+    frames: int = LENGTH,
+    rows: Sequence[Row] = ROWS,
+    unfinished: Path | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure films, changes of the prompt and chunks.
+
+    Args:
+        setting: Device and dtype.
+        rounds: Timed chunks of every policy, at least 3.
+        samples: Films that are judged, at least 2.
+        frames: Frames of each.
+        rows: Policies, the stock one first.
+        unfinished: File that keeps rows of films as they come, until all is done.
+        progress: Told (turns done, turns in all, name of the next).
+
+    Raises:
+        ValueError: If there are fewer than 3 chunks or 2 films.
+    """
+    if rounds < 3 or samples < 2:
+        raise ValueError(f"rounds={rounds}, samples={samples}: must be at least 3 and 2")
+    started = time.monotonic()
+    model = load(dtype=setting.dtype).to(setting.device)
+    rollouts = Rollouts(model, samples)
+    kept = Parts(unfinished, {"samples": samples, "frames": frames, "dtype": str(setting.dtype),
+                              "model": digest_of(model.transformer)})  # fmt: skip
+    found = rollouts.table(rows, frames, kept, progress)
+    chunks = chunk_times(model, rows, rounds, setting, progress)
+    return {
+        "shapes": {"model": "shapes-causal", "samples": samples, "frames": frames, "given": GIVEN,
+                   "slice": SLICE, "chunk": CHUNK, "horizon": FRAMES, "before": BEFORE},
+        "rounds": rounds,
+        "rows": [{"name": row.name, "role": row.role, **found[row.name], "chunk": chunks[row.name]}
+                 for row in rows],
+        "changes": rollouts.changes(CHANGES, kept, progress),
+        "anew": anew(model, [depth for depth in DEPTHS if depth < rounds], setting),
+        "stream_batch": stream_batch(model, min(rounds, 40), setting),
+        "parts": kept.end(), "seconds": round(time.monotonic() - started, 1),
+    }  # fmt: skip
+
+
+def _text(model: ShapesCausal) -> Tensor:
+    return model.embed([prompt(0, 0)])
+
+
+def chunk_times(
+    model: ShapesCausal, rows: Sequence[Row], rounds: int, setting: Setting,
+    progress: Progress | None,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Return time and bytes of a chunk by thirds of a long film, by row; rows take turns."""
+    with model.video() as video:
+        sessions = {
+            row.name: video.session(_text(model), policy=row.policy, **CALL) for row in rows
+        }
+        steps: dict[str, Call | Turn] = {ALONE: _alone(video, model)}
+        steps |= {name: session.next for name, session in sessions.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        held: dict[str, list[int]] = {name: [] for name in sessions}
+        third = rounds // 3
+        for count in (third, third, rounds - 2 * third):
+            clock = _clock(steps, count, setting, progress)
+            for name in steps:
+                seconds[name] += clock[name]
+            for name, session in sessions.items():
+                held[name].append(session.store.nbytes)
+    return {name: thirds(seconds[name], seconds[ALONE], held[name]) for name in sessions}
+
+
+def _alone(video: CausalVideo, model: ShapesCausal) -> Callable[[], Any]:
+    """Return a call that makes a chunk without history."""
+    text = _text(model)
+    return lambda: video.session(text, recall=0, **CALL).next()
+
+
+def _clock(
+    steps: Mapping[str, Call | Turn], rounds: int, setting: Setting,
+    progress: Progress | None = None,
+) -> dict[str, list[float]]:  # fmt: skip
+    taken = take_turns(steps, rounds, 0, setting, progress)
+    is_alone = setting.device.type == "cpu" and torch.get_num_threads() == 1
+    return taken.cpu_seconds if is_alone else taken.seconds
+
+
+def anew(model: ShapesCausal, depths: Sequence[int], setting: Setting) -> list[dict[str, Any]]:
+    """Return how long a chunk takes whose history is computed anew, against cached histories.
+
+    One clean pass over the history a chunk is counted; without any cache it would be one in every
+    step.
+
+    Args:
+        model: The model.
+        depths: Chunks of history.
+        setting: Device and dtype.
+    """
+    found = []
+    with model.video() as video:
+        for depth in depths:
+            film = torch.zeros(1, 3, depth * CHUNK, *CALL["size"]).to(_text(model))
+
+            def begin(policy: Any, film: Tensor = film) -> Any:
+                session = video.session(_text(model), policy=policy, recall=0, **CALL)
+                session.take(film)
+                return session
+
+            full, window = begin(FullHistory()), begin(Window(12, 3))
+            steps: dict[str, Call | Turn] = {
+                "anew": lambda begin=begin: begin(FullHistory()).next(),  # type: ignore[misc]
+                "cached": full.next, "window": window.next,
+            }  # fmt: skip
+            clock = _clock(steps, 3, setting)
+            found.append({"chunks": depth} | {
+                f"of_{name}": summary([a / b for a, b in zip(clock["anew"], clock[name],
+                                                             strict=True)])
+                for name in ("cached", "window")
+            })  # fmt: skip
+    return found
+
+
+def stream_batch(model: ShapesCausal, rounds: int, setting: Setting) -> dict[str, Any]:
+    """Return how much faster all noise levels are in one batch than one after the other."""
+    policy = Window(12, 3)
+    with model.video() as video:
+        levels = len(video.sampler.levels)
+        streams = {
+            name: StreamBatch(video, _text(model), policy=policy, rows=rows, **CALL)
+            for name, rows in ((SEQUENTIAL, 1), (BATCHED, levels))
+        }
+        films: dict[str, list[Tensor]] = {name: [] for name in streams}
+
+        def step(name: str) -> None:
+            chunk = streams[name].next()
+            if chunk is not None:
+                films[name].append(chunk)
+
+        clock = _clock({name: partial(step, name) for name in streams}, rounds + levels, setting)
+        films[BATCHED] += streams[BATCHED].finish()
+    pairs = zip(clock[SEQUENTIAL][levels:], clock[BATCHED][levels:], strict=True)
+    error = max(
+        float((one - other).abs().max())
+        for one, other in zip(films[SEQUENTIAL], films[BATCHED], strict=True)
+    )
+    return {"levels": levels, "faster": summary([one / other for one, other in pairs]),
+            "largest_difference": error}  # fmt: skip
+
+
+def tables(record: Mapping[str, Any]) -> list[Table]:
+    """Return the record as tables."""
+    last = record["shapes"]["frames"]
+    table = Table(
+        "", "identity", "hue error", "mark", "wall", "speed", "ms a chunk", "last of middle",
+        "bytes", title=f"the last quarter of {last} frames",
+    )  # fmt: skip
+    for row in record["rows"]:
+        late, chunk = row["late"], row["chunk"]
+        table.add_row(
+            row["name"],
+            *(f"{late[key]['value']:.2f}" for key in ("identity", "hue_error", "mark")),
+            f"{late['wall_db']['value']:.1f}", f"{late['speed']['value']:.2f}",
+            f"{chunk['ms'][2]:.1f}", f"{chunk['time_ratio']:.2f}", f"{chunk['bytes'][2]:,}",
+        )  # fmt: skip
+    return [table]

@@ -1,0 +1,100 @@
+"""Caches of diffusion language models: right answers, rows and seconds, on the shipped models.
+
+Every row decodes the same prompts, one token a step where no threshold is named. The row without a
+cache that has the same threshold shows what parallel decoding brings; a cache is judged against the
+uncached row that decodes in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from diffcache.eval.cost.interleave import Progress
+from diffcache.eval.record import Setting
+from diffcache.eval.workshop.dllm import at_size
+from diffcache.eval.workshop.dllm.measure import BATCH, measure_model
+from diffcache.eval.workshop.dllm.replay import replay
+from diffcache.eval.workshop.dllm.rows import Row, rows
+from diffcache.eval.workshop.parts import Parts, digest_of
+from diffcache.eval.workshop.small.chain_llada import BLOCKS, load
+
+MODELS = tuple(BLOCKS)
+SAMPLES, REPLAYED = 400, 4
+
+
+def measure(
+    setting: Setting,
+    *,
+    model: str = MODELS[0],
+    rounds: int = 16,
+    samples: int = SAMPLES,
+    named: Sequence[str] | None = None,
+    unfinished: Path | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure all rows on a shipped model, their errors on one trajectory, and the formulas.
+
+    Args:
+        setting: Device and dtype.
+        model: Name of the model, in `MODELS`.
+        rounds: Timed prompts of every row.
+        samples: Prompts whose answers are judged.
+        named: Names of rows, besides those that they are compared with; None for all.
+        unfinished: File that keeps judged rows as they come, until all is done.
+        progress: Told (turns done, turns in all, name of the next).
+
+    Raises:
+        ValueError: If the model or a row is unknown.
+    """
+    if model not in MODELS:
+        raise ValueError(f"no model {model!r}; there are {', '.join(MODELS)}")
+    started = time.monotonic()
+    chosen = _chosen(model, named)
+    kept = Parts(unfinished, {"samples": samples, "dtype": str(setting.dtype),
+                              "model": digest_of(load(model, setting.dtype))})  # fmt: skip
+    found = measure_model(model, chosen, setting, samples=samples, rounds=rounds, kept=kept,
+                          progress=progress)  # fmt: skip
+    return {
+        "shapes": {"model": model, "samples": samples, "batch": BATCH, "block": BLOCKS[model]},
+        "rounds": rounds, "rows": found,
+        "replay": replay(model, chosen, setting, min(samples, REPLAYED), kept),
+        "at_size": at_size.measure(), "parts": kept.end(),
+        "seconds": round(time.monotonic() - started, 1),
+    }  # fmt: skip
+
+
+def _chosen(model: str, named: Sequence[str] | None) -> list[Row]:
+    """Return the named rows of a model, with those that they are compared with.
+
+    Raises:
+        ValueError: If a name is unknown.
+    """
+    known = {row.name: row for row in rows(model)}
+    if named is None:
+        return list(known.values())
+    unknown = [name for name in named if name not in known]
+    if unknown:
+        raise ValueError(f"no row {unknown[0]!r}; there are {', '.join(known)}")
+    wanted = {"uncached", *named, *(known[name].against for name in named)}
+    return [row for name, row in known.items() if name in wanted]
+
+
+def tables(record: Mapping[str, Any]) -> list[Table]:
+    """Return the record as a table."""
+    title = record["shapes"]["model"]
+    table = Table(
+        "", "exact match", "change", "token-layers", "x at 1", f"x at {BATCH}", title=title
+    )
+    for row in record["rows"]:
+        table.add_row(
+            row["name"], "{value:.3f} [{low:.3f}, {high:.3f}]".format(**row["exact_match"]),
+            "" if row["change"] is None else "{value:+.3f}".format(**row["change"]),
+            f"{row['batch_1']['token_layers']:,.0f}",
+            *(f"{row[f'batch_{size}']['faster']['median']:.2f}" for size in (1, BATCH)),
+        )  # fmt: skip
+    return [table]

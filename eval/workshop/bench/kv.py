@@ -1,0 +1,270 @@
+"""Host time of a cache a layer and step beside its arithmetic, and bytes and error of codes.
+
+Sizes are so small that little of a step is arithmetic; what there is, is measured alone in the same
+process, in turn, and subtracted: a token copied into a buffer and attention over 4096 slots, and
+where slots are coded or rows ragged, reading them into a rectangle. Between steps the token is
+taken back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from diffcache.eval.cost.interleave import Progress, Turn
+from diffcache.eval.cost.interleave import measure as take_turns
+from diffcache.eval.record import Setting, stats
+from diffcache.eval.workshop.kv.held import held_rows, trained_rows
+from diffcache.kv.attend import Query
+from diffcache.kv.hf.attention import attention
+from diffcache.kv.hf.cache import KVCache, cache_for
+from diffcache.kv.recipe import Recipe
+from diffcache.kv.recipes.eviction import adakv, keydiff
+from diffcache.kv.recipes.quantized import kivi
+from diffcache.kv.slots import join
+from diffcache.kv.store import KVStore
+
+SLOTS = 4096
+TARGET = 200.0  # microseconds a layer and step, without the arithmetic
+LAYERS, HEADS, GROUPS, SIZE = 4, 2, 2, 16
+_SCALE = SIZE**-0.5
+_WARMUP, _STEPS = 3, 5
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to take a step.
+
+    Attributes:
+        name: Name in the table.
+        step: Takes a step through all layers.
+        back: Takes the token back; not timed.
+        floor: The variant that is its arithmetic.
+        target: Microseconds above the floor.
+    """
+
+    name: str
+    step: Callable[[], None]
+    back: Callable[[], None]
+    floor: str = ""
+    target: float | None = None
+
+    def turn(self) -> Turn:
+        """Return a few steps, each but the first timed: that one finds the caches cold."""
+
+        def first() -> None:
+            self.step()
+            self.back()
+
+        return Turn(self.step, prepare=first, after=self.back, calls=_STEPS)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Random tensors: a prompt, and one more token.
+
+    Attributes:
+        k, v: [1, H, slots, D].
+        q_all: [1, Hq, slots, D].
+        one: k, v [1, H, 1, D] and q [1, Hq, 1, D] of the next token.
+    """
+
+    k: Tensor
+    v: Tensor
+    q_all: Tensor
+    one: tuple[Tensor, Tensor, Tensor]
+
+    @classmethod
+    def draw(cls, setting: Setting, slots: int) -> Inputs:
+        """Draw them."""
+        drawn = torch.Generator().manual_seed(0)
+
+        def normal(heads: int, count: int) -> Tensor:
+            x = torch.randn(1, heads, count, SIZE, generator=drawn)
+            return x.to(setting.device, setting.dtype)
+
+        one = normal(HEADS, 1), normal(HEADS, 1), normal(HEADS * GROUPS, 1)
+        return cls(normal(HEADS, slots), normal(HEADS, slots), normal(HEADS * GROUPS, slots), one)
+
+
+def store_variant(name: str, floor: str, recipe: Recipe, x: Inputs) -> tuple[Variant, KVStore]:
+    """Return steps of a store: `begin`, and `write` and `attend` of every layer."""
+    store = KVStore(LAYERS, recipe)
+    store.begin(x.k.shape[2])
+    for index, layer in enumerate(store.layers):
+        layer.write(x.k, x.v)
+        store.attend(index, Query(x.q_all, 0, _SCALE))
+    store.settle()
+    k, v, q = x.one
+
+    def step() -> None:
+        store.begin(1)
+        for index, layer in enumerate(store.layers):
+            layer.write(k, v)
+            store.attend(index, Query(q, layer.seen - 1, _SCALE))
+
+    return Variant(name, step, lambda: store.rollback(1), floor, TARGET), store
+
+
+def bare(name: str, x: Inputs, decoded: Callable[[int], tuple[Tensor, Tensor]]) -> Variant:
+    """Return steps that are arithmetic: a token copied to its place, and attention."""
+    k, v, q = x.one
+
+    def step() -> None:
+        for index in range(LAYERS):
+            keys, values = decoded(index)
+            keys[:, :, -1:].copy_(k)
+            values[:, :, -1:].copy_(v)
+            functional.scaled_dot_product_attention(q, keys, values, scale=_SCALE, enable_gqa=True)
+
+    return Variant(name, step, lambda: None)
+
+
+def _buffers(x: Inputs) -> Callable[[int], tuple[Tensor, Tensor]]:
+    pairs = [(torch.cat([x.k, x.one[0]], 2), torch.cat([x.v, x.one[1]], 2)) for _ in range(LAYERS)]
+    return lambda index: pairs[index]
+
+
+def _decoding(store: KVStore) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Return what decodes a layer and joins it to one more token, as any cache of codes must."""
+
+    def decoded(index: int) -> tuple[Tensor, Tensor]:
+        layer = store.layers[index]
+        parts = [segment.read() for segment in layer.segments]
+        tail = layer.tail.read()
+        slots = join([*parts, *([] if tail is None else [tail])])
+        return slots.k, slots.v
+
+    return decoded
+
+
+def _cached(
+    name: str, cache: Any, attend: Callable[..., Any], module: nn.Module, x: Inputs
+) -> Variant:
+    """Return steps of a cache of transformers, as an attention module of a model takes them."""
+    for index in range(LAYERS):
+        keys, values = cache.update(x.k, x.v, index)
+        attend(module, x.q_all, keys, values, None, scaling=_SCALE)
+    k, v, q = x.one
+
+    def step() -> None:
+        for index in range(LAYERS):
+            # As from a projection: a new tensor each time.
+            keys, values = cache.update(k.view_as(k), v.view_as(v), index)
+            attend(module, q, keys, values, None, scaling=_SCALE)
+
+    ours = isinstance(cache, KVCache)
+    return Variant(name, step, lambda: cache.crop(-1), "arithmetic", TARGET if ours else None)
+
+
+def variants(setting: Setting, slots: int = SLOTS) -> list[Variant]:
+    """Return everything that is timed, in turn."""
+    x, twice = Inputs.draw(setting, slots), Inputs.draw(setting, 2 * slots)
+    coded = Inputs.draw(setting, slots + 64)
+    found = [bare("arithmetic", x, _buffers(x))]
+    found.append(store_variant("nothing dropped", "arithmetic", Recipe(), x)[0])
+    found.append(store_variant("keydiff, half dropped", "arithmetic", keydiff(0.5), twice)[0])
+    ragged, store = store_variant("adakv, ragged heads", "reading, adakv", adakv(0.5), twice)
+    found += [bare("reading, adakv", twice, _decoding(store)), ragged]
+    quantized, store = store_variant("kivi 2 bit", "reading, kivi", kivi(bits=2), coded)
+    found += [bare("reading, kivi", coded, _decoding(store)), quantized]
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=HEADS * GROUPS * SIZE, intermediate_size=8,
+        num_hidden_layers=LAYERS, num_attention_heads=HEADS * GROUPS, num_key_value_heads=HEADS,
+    )  # fmt: skip
+    model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
+
+    def ours(*given: Any, **more: Any) -> Any:
+        return attention(sdpa_attention_forward, *given, **more)
+
+    module, stock = model.model.layers[0].self_attn, DynamicCache(config=config)
+    cache = cache_for(model, Recipe(), mode="native")
+    found.append(_cached("in transformers", cache, ours, module, x))
+    found.append(_cached("transformers DynamicCache", stock, sdpa_attention_forward, module, x))
+    return found
+
+
+@torch.no_grad()
+def measure(
+    setting: Setting,
+    *,
+    rounds: int = 50,
+    slots: int = SLOTS,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure host time of a step, and bytes and error of codes.
+
+    Args:
+        setting: Device and dtype; bytes are those of float16.
+        rounds: Turns of a few steps of every variant.
+        slots: Held by every layer.
+        progress: Told (turns done, turns in all, name of the next).
+    """
+    started = time.monotonic()
+    found = variants(setting, slots)
+    turns = {variant.name: variant.turn() for variant in found}
+    timings = take_turns(turns, rounds, _WARMUP, setting, progress)
+    # Other work on the machine does not lengthen CPU time, which knows nothing of an accelerator.
+    is_alone = setting.device.type == "cpu" and torch.get_num_threads() == 1
+    clock, taken = ("process_time", timings.cpu_seconds) if is_alone else (
+        "perf_counter", timings.seconds)  # fmt: skip
+    shapes = {"device": setting.device.type, "slots": slots, "layers": LAYERS, "heads": HEADS,
+              "groups": GROUPS, "head_size": SIZE}  # fmt: skip
+    return {
+        "shapes": shapes, "rounds": rounds, "clock": clock,
+        "rows": times(found, taken), "held": [*held_rows(slots), *trained_rows(slots + 1)],
+        "seconds": round(time.monotonic() - started, 1),
+    }  # fmt: skip
+
+
+def times(found: list[Variant], taken: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Return microseconds a layer and step.
+
+    Args:
+        found: What was timed.
+        taken: Seconds of the steps of each.
+    """
+    took = {name: stats(samples, 1e6 / LAYERS) for name, samples in taken.items()}
+    rows = []
+    for variant in found:
+        mine, floor = took[variant.name], took.get(variant.floor)
+        above = None
+        if floor is not None:
+            above = {key: mine[key] - floor["median"] for key in ("median", "q1", "q3")}
+        rows.append({"name": variant.name, "step_us": mine, "floor": variant.floor or None,
+                     "above_floor_us": above, "target_us": variant.target})  # fmt: skip
+    return rows
+
+
+def tables(record: dict[str, Any]) -> list[Table]:
+    """Return the record as tables."""
+    shapes = record["shapes"]
+    title = f"a layer and step at {shapes['slots']} slots, µs: median and quartiles"
+    first = Table("", "step", "above floor", "floor", "target", title=title)
+    for row in record["rows"]:
+        above, target = row["above_floor_us"], row["target_us"]
+        first.add_row(
+            row["name"], _spread(row["step_us"]), "" if above is None else _spread(above),
+            row["floor"] or "", "" if target is None else f"{target:.0f}",
+        )  # fmt: skip
+    second = Table("", "bytes", "of exact", "at most", "relative error",
+                   title="bytes held, everything included, and error of attention")  # fmt: skip
+    for row in record["held"]:
+        most = row["target_share"]
+        second.add_row(row["name"], f"{row['bytes']:,}", f"{row['share']:.4f}",
+                       "" if most is None else f"{most:.2f}",
+                       "" if row["error"] is None else f"{row['error']:.4f}")  # fmt: skip
+    return [first, second]
+
+
+def _spread(found: dict[str, float]) -> str:
+    return f"{found['median']:,.0f} [{found['q1']:,.0f}, {found['q3']:,.0f}]"

@@ -1,0 +1,256 @@
+"""Host time of a skipped step above its floor, on a deep and narrow FLUX with random weights.
+
+The floor of a method that skips every block is the same model without blocks (embedders and head);
+of one that runs the first block, the model with that one block; of a method at module sites, the
+model whose modules are replaced by ones that return a ready tensor. The 10th percentile of calls
+that take turns is compared: what the machine's other work adds is left out. In its turn a variant
+makes one call that is not timed and finds the processor's caches cold, and then a few that are:
+skipped steps come in rows. Calls are made inside a `cache_context` that is open already, whose own
+cost stands in a column of its own.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
+from rich.table import Table
+
+import diffcache
+from diffcache.eval.cost.interleave import Progress, Turn
+from diffcache.eval.cost.interleave import measure as take_turns
+from diffcache.eval.record import Setting, stats
+from diffcache.eval.workshop.bench.models import Loop, Shape, build, hollow_out, inputs
+from diffcache.features.base import Method
+from diffcache.features.confidence_gated import ConfidenceGatedTaylor
+from diffcache.features.first_block import FirstBlock
+from diffcache.features.interval import Interval
+from diffcache.features.taylorseer import TaylorSeer
+from diffcache.step import Site
+
+NEVER = 10**9  # an interval that no run reaches the end of
+TARGETS = {"TaylorSeer stack": 130.0, "TaylorSeer block": 300.0}  # microseconds above the floor
+SITE_TARGET = 15.0  # microseconds a module site
+_SITES = ("attention", "feed-forward", "module")
+_OPENING = "context of {}"
+_WARMUP = 8  # calls until every variant skips
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One model to time.
+
+    Attributes:
+        floor: Name of the variant that it is compared with, empty for floors themselves.
+        model: The model.
+        tick: What happens between calls; not timed.
+        sites: Module sites that a skipped step estimates, 0 where the floor is a model's.
+        calls: Timed calls in a row.
+    """
+
+    floor: str
+    model: Any
+    tick: Callable[[], None] = lambda: None
+    sites: int = 0
+    calls: int = 5
+
+    def turn(self, call: dict[str, Any]) -> Turn:
+        """Return what is timed: calls in an open context."""
+
+        def step() -> Any:
+            return self.model(**call)
+
+        def first() -> None:
+            step()
+            self.tick()
+
+        return Turn(step, lambda: self.model.cache_context("cond"), first, None, self.tick,
+                    self.calls)  # fmt: skip
+
+    def open(self) -> None:
+        """Open a context and close it."""
+        with self.model.cache_context("cond"):
+            pass
+
+
+def methods() -> dict[str, tuple[Method, str]]:
+    """Return the methods of diffcache to time, with their floors."""
+    taylor: dict[str, tuple[Method, str]] = {
+        f"TaylorSeer {site}": (
+            TaylorSeer(NEVER, 1, site=site), f"{site} rest" if site in _SITES else "0 blocks"
+        )
+        for site in ("stack", "model", "block", *_SITES)
+    }  # fmt: skip
+    return {
+        **taylor,
+        "Interval stack": (Interval(NEVER), "0 blocks"),
+        "FirstBlock": (FirstBlock(float("inf")), "1 block"),
+        "ConfidenceGatedTaylor": (ConfidenceGatedTaylor(float("inf")), "1 block"),
+    }
+
+
+def peers(steps: int) -> dict[str, tuple[Any, str]]:
+    """Return the configurations of diffusers to time, with their floors."""
+    lite, attention = (
+        TaylorSeerCacheConfig(
+            cache_interval=NEVER, use_lite_mode=lite, taylor_factors_dtype=torch.float32
+        )
+        for lite in (True, False)
+    )
+    mag = MagCacheConfig(
+        threshold=1e9, max_skip_steps=NEVER, retention_ratio=0.0, num_inference_steps=steps,
+        mag_ratios=[1.0] * steps,
+    )  # fmt: skip
+    return {
+        "diffusers MagCache": (mag, "0 blocks"),
+        "diffusers TaylorSeer lite": (lite, "0 blocks"),
+        "diffusers FirstBlockCache": (FirstBlockCacheConfig(threshold=1e9), "1 block"),
+        "diffusers TaylorSeer": (attention, "attention rest"),
+    }
+
+
+class Variants(dict[str, Variant]):
+    """Variants by name, on models of the same weights.
+
+    Args:
+        setting: Device and dtype.
+        shape: Sizes of the model.
+        steps: Calls that will be made of each.
+        stack: Ends what is wrapped.
+    """
+
+    def __init__(self, setting: Setting, shape: Shape, steps: int, stack: ExitStack) -> None:
+        super().__init__()
+        self.setting, self.shape, self.stack = setting, shape, stack
+        self.call = inputs(shape, setting.device, setting.dtype)
+        self._floors()
+        for name, (method, floor) in methods().items():
+            self._ours(name, method, floor)
+        for name, (config, floor) in peers(_WARMUP + steps).items():
+            model = self._model()
+            model.enable_cache(config)
+            sites = shape.double + shape.single if floor.endswith("rest") else 0
+            self._add(name, floor, model, sites=sites)
+
+    def _model(self, **changes: int) -> Any:
+        return build(replace(self.shape, **changes), self.setting.device, self.setting.dtype)
+
+    def _add(self, name: str, floor: str, model: Any, **more: Any) -> Variant:
+        is_long = name == "full step" or "rest" in name + floor
+        variant = self[name] = Variant(floor, model, calls=2 if is_long else 5, **more)
+        with model.cache_context("cond"):
+            for _ in range(_WARMUP):
+                model(**self.call)
+                variant.tick()
+        return variant
+
+    def _floors(self) -> None:
+        self._add("full step", "", self._model())
+        self._add("0 blocks", "", self._model(double=0, single=0))
+        self._add("1 block", "", self._model(double=1, single=0))
+        for site in _SITES:
+            model = self._model()
+            entries = diffcache.inspect(model).modules_at(Site.of(site))
+            hollow_out(model, [f"{entry.parent}.{entry.child}" for entry in entries], self.call)
+            self._add(f"{site} rest", "", model)
+
+    def _ours(self, name: str, method: Method, floor: str) -> None:
+        model = self._model()
+        loop = self.stack.enter_context(Loop(model, method, self.call))
+        variant = self._add(name, floor, model, tick=loop.tick)
+        counts = diffcache.report(loop).calls[-1].counts
+        skipped = sum(left_out for _, left_out in counts.values())
+        if not skipped:
+            raise RuntimeError(f"{method!r} skips nothing; the benchmark would time full steps")
+        if floor.endswith("rest"):
+            self[name] = replace(variant, sites=skipped)
+
+
+def measure(
+    setting: Setting,
+    *,
+    rounds: int = 50,
+    shape: Shape | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure the host time of skipped steps.
+
+    Args:
+        setting: Device and dtype.
+        rounds: Turns of every variant.
+        shape: Sizes of the model; those of FLUX.1 in depth by default.
+        progress: Told (turns done, turns in all, name of the next).
+    """
+    shape = shape or Shape()
+    started = time.monotonic()
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        variants = Variants(setting, shape, 6 * rounds, stack)
+        turns: dict[str, Turn] = {}
+        for name, variant in variants.items():
+            turns[_OPENING.format(name)] = Turn(variant.open)  # as cold as a step finds it
+            turns[name] = variant.turn(variants.call)
+        seconds = take_turns(turns, rounds, 0, setting, progress).cpu_seconds
+    return {
+        "shapes": {
+            "device": setting.device.type,
+            "model": "tiny FLUX, random weights",
+            **asdict(shape),
+        },
+        "rounds": rounds,
+        "clock": "CPU time of the process until a call returned, 10th percentile",
+        "seconds": round(time.monotonic() - started, 1),
+        "rows": rows(variants, seconds),
+    }
+
+
+def rows(variants: dict[str, Variant], seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Return what was measured, in microseconds.
+
+    Args:
+        variants: Variants by name.
+        seconds: Seconds of the calls of each, and of opening its context.
+    """
+    taken = {name: stats(samples, 1e6) for name, samples in seconds.items()}
+    found = []
+    for name, variant in variants.items():
+        above = taken[name]["p10"] - taken[variant.floor]["p10"] if variant.floor else None
+        sites = variant.sites or None
+        is_ours = not name.startswith("diffusers")
+        found.append({
+            "name": name,
+            "step_us": taken[name],
+            "floor": variant.floor or None,
+            "above_floor_us": above,
+            "sites": sites,
+            "above_floor_us_a_site": above / sites if above is not None and sites else None,
+            "cache_context_us": taken[_OPENING.format(name)]["p10"],
+            "target_us": TARGETS.get(name),
+            "target_us_a_site": SITE_TARGET if sites and is_ours else None,
+        })  # fmt: skip
+    return found
+
+
+def tables(record: dict[str, Any]) -> list[Table]:
+    """Return the record as tables."""
+    shape = record["shapes"]
+    title = f"host time of a skipped step, {shape['double']} + {shape['single']} blocks, µs"
+    table = Table("", "step", "above floor", "floor", "a site", "target", "context", title=title)
+    for row in record["rows"]:
+        target = row["target_us"] or row["target_us_a_site"]
+        per_site = row["above_floor_us_a_site"]
+        table.add_row(
+            row["name"], f"{row['step_us']['p10']:,.0f}",
+            "" if row["floor"] is None else f"{row['above_floor_us']:+,.0f}", row["floor"] or "",
+            "" if per_site is None else f"{per_site:.1f} x {row['sites']}",
+            "" if target is None else f"{target:.0f}", f"{row['cache_context_us']:.0f}",
+        )  # fmt: skip
+    return [table]

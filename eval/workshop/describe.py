@@ -1,0 +1,208 @@
+"""Find the denoisers that a command line names, and describe their anatomy in tables."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import diffcache
+from diffcache.attach.anatomy import Anatomy
+from diffcache.attach.reuse.trace import Wiring
+from diffcache.eval.workshop.coverage import streams, trace
+from diffcache.pipelines.demo.saved import MODELS, locate
+from tests.zoo.case import Case
+from tests.zoo.catalog import EXCLUDED, cases
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+TINY = (
+    "Of the zoo's tiny random {}: names and streams are those of the class, depth and share not "
+    "those of a real model. Name a directory or a Hugging Face model ID to see those."
+)
+
+
+def find(target: str) -> dict[str, tuple[Anatomy, dict[str, Wiring]]]:
+    """Return the anatomy of every denoiser that a name stands for, and its streams.
+
+    Streams are learned from one forward of the zoo's tiny model of the class; they are empty where
+    the zoo has none.
+
+    Args:
+        target: Directory of a saved pipeline or model, of transformers too (its configuration is
+            enough, weights are not read), a shipped name, a Hugging Face model ID of a pipeline, a
+            class name of diffusers, or the name of a zoo case.
+
+    Raises:
+        ValueError: If it is none of these, or a model whose code comes with it.
+        AttachError: If there is no denoiser with lists of blocks.
+    """
+    path = directory_of(target)
+    if (path / "model_index.json").exists():
+        parts = SimpleNamespace(components=dict(_components(path)))
+        anatomies = diffcache.inspect(parts)
+        if isinstance(anatomies, Anatomy):
+            raise TypeError("a pipeline has denoisers by name")
+        return {name: (found, _streams(found.model)) for name, found in anatomies.items()}
+    if (path / "config.json").exists():
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if "auto_map" in config:
+            raise ValueError(
+                f"{target}: comes with code of its own, which is not run here; load it with "
+                "DiffusionLM.from_pretrained(..., trust_remote_code=True) and look at "
+                "diffcache.inspect(lm.model)"
+            )
+        names = config.get("architectures") or [config.get("_class_name")]
+        anatomy = _anatomy(_skeleton(path, str(names[0])))
+        return {target: (anatomy, _streams(anatomy.model))}
+    case = case_of(target)
+    if case is None:
+        raise ValueError(_unknown(target))
+    model = case.build(0)
+    return {case.name: (_anatomy(model), _learned(case, model))}
+
+
+def directory_of(target: str) -> Path:
+    """Return the directory that a name stands for; one that is not there for a class name."""
+    if case_of(target) is not None:
+        return Path(target)
+    for path in (Path(target), MODELS / target):
+        if (path / "config.json").exists():
+            return path
+    try:
+        return locate(target, configs_only=True)
+    except FileNotFoundError:
+        if "/" in target:
+            raise
+        return Path(target)
+
+
+def case_of(name: str) -> Case | None:
+    """Return the zoo's case of that name, else the first of the class of that name."""
+    known = cases()
+    return known.get(name) or next((c for c in known.values() if c.cls == name), None)
+
+
+def describe(
+    name: str, anatomy: Anatomy, wirings: Mapping[str, Wiring]
+) -> Iterator[RenderableType]:
+    """Yield what to print of one denoiser, for `rich`.
+
+    Args:
+        name: Name that the denoiser was found under.
+        anatomy: Anatomy of the denoiser.
+        wirings: List -> how its blocks are chained; may be empty.
+    """
+    from rich import box
+    from rich.table import Table
+
+    title = anatomy.model if name == anatomy.model else f"{name}: {anatomy.model}"
+    yield f"[bold]{title}[/bold]"
+    if case_of(name) is not None:
+        yield TINY.format(anatomy.model)
+    yield f"timestep argument: {anatomy.timestep or 'none; the scheduler tells the steps'}"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("blocks", "depth", "share"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("classes", overflow="fold")
+    for entry in anatomy.lists:
+        table.add_row(entry.key, str(entry.depth), f"{entry.share:.0%}", ", ".join(entry.classes))
+    for key in anatomy.singles:
+        table.add_row(key, "1", "", "a block of its own")
+    for entry in anatomy.excluded:
+        classes = ", ".join(entry.classes)
+        always = f"{classes} (small: always runs)"
+        table.add_row(entry.key, str(entry.depth), f"{entry.share:.0%}", always)
+    yield table
+    yield "streams, output -> argument of the next block:"
+    for entry in anatomy.lists:
+        wiring = wirings.get(entry.key)
+        chain = f"{streams(wiring)} (by {wiring.source})" if wiring else "not traced"
+        yield f"  {entry.key}: {chain}"
+    counts = Counter((m.list_key, m.child, m.kind) for m in anatomy.modules)
+    if not counts:
+        yield "no attention or feed-forward modules inside the blocks"
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("modules in", "child", "kind", "count"):
+        table.add_column(column, overflow="fold")
+    for (key, child, kind), count in counts.items():
+        table.add_row(key, child, kind, str(count))
+    yield table
+
+
+def _components(path: Path) -> Iterator[tuple[str, nn.Module]]:
+    """Yield diffusers' models of a saved pipeline, or its language model, without their weights."""
+    index = json.loads((path / "model_index.json").read_text(encoding="utf-8"))
+    for name, entry in index.items():
+        if not (path / name / "config.json").exists():
+            continue
+        if not isinstance(entry, list):
+            continue
+        if entry[0] == "diffusers" or (entry[0] == "transformers" and name == "model"):
+            yield name, _skeleton(path / name, entry[1])
+
+
+def _skeleton(path: Path, cls: str) -> nn.Module:
+    """Build a model from its configuration, without memory for weights where that works."""
+    import diffusers
+    import transformers
+
+    found: Any = getattr(diffusers, cls, None) or getattr(transformers, cls, None)
+    if found is None:
+        raise ValueError(
+            f"{path} holds a {cls}, which neither the installed diffusers nor transformers has"
+        )
+    if issubclass(found, transformers.PreTrainedModel):
+        make, config = found, found.config_class.from_pretrained(str(path))
+    else:
+        make, config = found.from_config, found.load_config(str(path))
+    try:
+        with torch.device("meta"):
+            model: nn.Module = make(config)
+    except (RuntimeError, NotImplementedError, TypeError):  # constructors that look at values
+        model = make(config)
+    return model
+
+
+def _anatomy(model: nn.Module) -> Anatomy:
+    found = diffcache.inspect(model)
+    if not isinstance(found, Anatomy):
+        raise TypeError(f"{type(model).__name__} is not a model")
+    return found
+
+
+def _streams(cls: str) -> dict[str, Wiring]:
+    """Return the streams of a class, learned from the zoo's tiny model if there is one."""
+    case = case_of(cls)
+    return {} if case is None else _learned(case, case.build(0))
+
+
+def _learned(case: Case, model: nn.Module) -> dict[str, Wiring]:
+    try:
+        return trace(case, model)
+    except diffcache.AttachError:
+        return {}
+
+
+def _unknown(target: str) -> str:
+    """Say what is wrong with a name that stands for nothing."""
+    if target in EXCLUDED:
+        return f"{target} is not cached: {EXCLUDED[target]}"
+    known = sorted({case.cls for case in cases().values()})
+    close = [name for name in known if len(target) > 2 and target.lower() in name.lower()]
+    close = close or difflib.get_close_matches(target, known, n=1)
+    hint = f"; did you mean {' or '.join(close[:3])}?" if close else ""
+    return (
+        f"{target!r} is neither a directory of a pipeline or model, nor a shipped model, a Hugging "
+        f"Face model ID or a known class{hint}"
+    )

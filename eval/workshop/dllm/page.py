@@ -1,0 +1,136 @@
+"""`docs/diffusion_lm.md` behind its introduction: the policies, and what was measured of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from diffcache.catalog import method_class
+from diffcache.eval.pages import keep_pages, table
+from diffcache.eval.record import ROOT
+from diffcache.eval.workshop.dllm.replay import AGES
+from diffcache.eval.workshop.dllm.replay import lines as replay_lines
+from diffcache.eval.workshop.method_page import settings, story
+from diffcache.files import read_json
+from diffcache.names import POLICIES
+
+PAGE = Path("docs/diffusion_lm.md")
+HEAD = "## Policies\n"  # what stands before is written by hand
+TITLES: Mapping[str, str] = {
+    "chain-llada": "128 steps of an automaton of 8 states",
+    "chain-llada-probe": "48 steps of an automaton of 16 states, where a stale token shows at once",
+    "chain-llada-walk": "a walk of 48 steps, where staleness shows by degrees",
+}
+
+MEASURED = """\
+## Measured
+
+Every row answers the same held-out prompts. *Exact match* is the share of answers that are right
+from the first token to the last (Wilson's 95 % interval); *change* is the paired difference to the
+uncached row that decodes in the same order (95 %, Bonett and Price 2012). *Token-layers* are the
+rows that all layers computed for one answer, at batch 1, *fewer* how many times fewer than
+uncached. *Faster* is the time of uncached decoding, one token a step, by the row's: medians of
+answers taken in turn in one process. Below 1, the cache's own work in every layer takes longer than
+the rows that it saves on a model this small. Rows in *italics* are controls, which are built to
+lose.
+"""
+REPLAYED = """\
+## Errors on one trajectory
+
+A cache that decides one token otherwise decodes another text from there on. Here every step has the
+tokens of the uncached run, and the cache is only asked. *Same masks* is the share of computed masks
+of the block whose most probable token is the uncached one, *same commits* that of the tokens that
+were decided. The other columns are relative errors of keys and values in the layers after the
+first, by the steps since all rows were computed.
+"""
+
+
+def page(directory: Path = ROOT) -> str:
+    """Return the whole page.
+
+    Args:
+        directory: The project, for its record and the introduction of the page.
+    """
+    introduction, _, _ = (directory / PAGE).read_text(encoding="utf-8").partition(HEAD)
+    parts = [introduction + HEAD, *map(_section, POLICIES)]
+    folder = directory / "assets" / "bench"
+    records = [read_json(folder / f"dllm-{model}.json") for model in TITLES]
+    records = [record for record in records if record]
+    if records:
+        parts += [MEASURED, *map(_measured, records)]
+        parts += [REPLAYED, *map(_replayed, records), _at_size(records[0])]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _section(name: str) -> str:
+    cls = method_class(name)
+    lines = [f"### {name}", "", f"`{cls.__module__}:{cls.__name__}`", "", story(cls), ""]
+    lines += [f"Source: {cls.source}.", ""] if cls.source else []
+    known = settings(cls)
+    lines += [*table(["setting", "default", "meaning"], known), ""] if known else []
+    return "\n".join(lines)
+
+
+def _measured(record: Mapping[str, Any]) -> str:
+    """Return the table of a model."""
+    shapes, rows = record["shapes"], record["rows"]
+    about = (
+        f"{TITLES[shapes['model']].capitalize()}; blocks of {shapes['block']}, "
+        f"{shapes['samples']} prompts, {record['dtype']}, {record['threads']} thread, "
+        f"{record['device']} (`{record['command']}`)."
+    )
+    heads = ["", "exact match", "change", "against", "forwards", "token-layers", "fewer",
+             "faster, batch 1", f"batch {shapes['batch']}"]  # fmt: skip
+    whole = rows[0]["batch_1"]["token_layers"]
+    lines = table(heads, [_row(row, whole, shapes["batch"]) for row in rows])
+    return "\n".join([f"### {shapes['model']}\n", about, "", *lines, ""])
+
+
+def _row(row: Mapping[str, Any], whole: float, batch: int) -> list[str]:
+    name = f"*{row['name']}*" if row["role"] == "control" else row["name"]
+    one, many = row["batch_1"], row[f"batch_{batch}"]
+    share = "{value:.3f} ({low:.3f} to {high:.3f})".format(**row["exact_match"])
+    change = row["change"]
+    return [
+        name, share,
+        "" if change is None else "{value:+.3f} ({low:+.3f} to {high:+.3f})".format(**change),
+        "" if change is None else row["against"], f"{one['forwards']:.1f}",
+        f"{one['token_layers']:,.0f}", f"{whole / one['token_layers']:.2f}",
+        f"{one['faster']['median']:.2f}", f"{many['faster']['median']:.2f}",
+    ]  # fmt: skip
+
+
+def _replayed(record: Mapping[str, Any]) -> str:
+    """Return the table of the errors on the uncached run's own trajectory."""
+    heads = ["", "same masks", "same commits", *(f"age {age}" for age in AGES)]
+    lines = table(heads, replay_lines(record["replay"]))
+    return "\n".join([f"### {record['shapes']['model']}, replayed\n", *lines, ""])
+
+
+def _at_size(record: Mapping[str, Any]) -> str:
+    """Return the formulas at LLaDA-8B's size beside published speeds."""
+    rows = [
+        [row["name"], f"{row['flops_ratio']:.2f}", f"{row['bytes_ratio']:.2f}",
+         f"{row['seconds_ratio']:.2f}", row["device"], f"{row['reported']:.2f}", row["source"],
+         row["why"]]
+        for row in record["at_size"]
+    ]  # fmt: skip
+    heads = ["", "fewer operations", "fewer bytes", "faster at most", "on", "reported", "source",
+             "why less"]  # fmt: skip
+    about = (
+        "Row sets of a decoding of 256 tokens in blocks of 32, one token a step, after a prompt of "
+        "1,000; operations and bytes of their forwards by formula, bfloat16, batch 1. *Faster at "
+        "most* takes the longer of operations and bytes of each forward at the device's peaks. "
+        "Nothing of this was run. `python -m diffcache.eval.workshop.bench full-size-dllm "
+        "--device cuda --dtype bfloat16` times whole answers at this size on a GPU, with random "
+        "weights, four tokens a step; not measured yet."
+    )
+    return "\n".join(["## At the size of LLaDA-8B\n", about, "", *table(heads, rows)])
+
+
+main = keep_pages(lambda text: page(), ROOT / PAGE)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,314 @@
+"""`docs/kv.md` behind its introduction: every recipe with its docstring, parts and figures."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from diffcache.eval.kv.parts import composition, example
+from diffcache.eval.kv.peer import PREFIX
+from diffcache.eval.kv.recall import hits_of
+from diffcache.eval.metrics.intervals import share_change
+from diffcache.eval.pages import keep_pages, table
+from diffcache.eval.record import ROOT
+from diffcache.files import read_json
+from diffcache.kv.recipe import Recipe
+from diffcache.kv.recipes.catalog import recipe_function, reference
+from diffcache.names import RECIPES
+
+Row = Mapping[str, Any]
+PAGE = Path("docs/kv.md")
+DERIVED = "test_official_"  # and the name of a recipe
+RECORD, TIMES, TOKENS, FLAT = "kv-recall.json", "kv.json", "decode.json", "capacity.json"
+# Module of recipes -> its title; another module gets its own name.
+TITLES: Mapping[str, str] = {
+    "streaming": "First and latest tokens",
+    "eviction": "Eviction by a score",
+    "eviction_more": "Eviction by statistics, windows and probes",
+    "eviction_offline": "Eviction by tables found beforehand",
+    "merging": "Merging and diversity",
+    "quantized": "Quantization and sparsity",
+    "low_rank": "Low rank and layers in terms of one another",
+    "retrieval": "Retrieval: nothing is dropped",
+}
+METHODS = "## Methods\n"  # what stands before is written by hand
+METHODS_HEAD = f"""\
+{METHODS}
+`budget` is what a row holds on average, or for retrieval what a query reads. Parts with their
+defaults are written by name; settings are those of the recipe's defaults where they differ from the
+part's own. Figures: the share of whole answers, both tokens right, after a context was compressed
+before anybody asked (95 % Wilson interval, which counts the questions of a context as a cluster);
+then the look-up, the share of right first tokens, which must be found in the context, and the copy,
+that of second tokens right after the right first one. Greedy generation gives the same whole
+answers. All on recall-llama, at the share of an exact cache's bytes that is really held (or, for
+retrieval, of the slots that a query reads). Where a recipe has modes, the first is the
+default. The column of official code says what a test in `tests/kv/official` compares with the
+algorithm of the authors' code, derived anew; where it is empty, none does.
+"""
+ALIKE = (
+    "kvpress 0.5.5 says which slots stay, our store holds exactly those, and both are asked alike. "
+    "The first row of ours in the record that has the name and the budget stands beside a press. "
+    "Differences of the whole answers are of the same questions, with 95 % intervals for paired "
+    "shares (Bonett and Price 2012) over contexts."
+)
+HELD = (
+    "Bytes held for a context, scales, zeros, positions, exact rest and kept queries included, and "
+    "the relative error of the attention output for later queries."
+)
+# Caches of the table of tokens -> what takes their time where they miss their aim.
+SLOW: Mapping[str, str] = {
+    "streaming_llm 25 %": "the first keys are turned anew in every layer",
+    "quest 256": "the first two layers read everything; choosing takes many small operations",
+    "tidal_decode 256": "the two layers that choose and the two before them read everything",
+    "kivi 2": "all codes are decoded at every token, which wants a fused kernel",
+    "kivi 4": "all codes are decoded at every token, which wants a fused kernel",
+    "kivi 4 + quest 256": "the first two layers decode everything; values are coded one by one",
+    "xkv": "the whole prefix is multiplied by its basis at every token, in float64, so that the "
+    "numbers do not depend on how many tokens are decoded at once",
+    "shadowkv 512": "each head multiplies the joint basis for the slots that any head chose",
+    "gear 2": "all codes, outliers and residuals are put together at every token",
+    "rotatekv 4": "the whole prefix is decoded, transformed back and rotated at every token",
+}
+# Presses that are called otherwise here, and what else our word says.
+OURS: Mapping[str, tuple[str, str]] = {
+    "observed_attention": ("h2o", ""), "cur": ("curdkv", ""),
+    "critical_adakv": ("criticalkv", "base='adakv"),
+}  # fmt: skip
+
+
+def page(directory: Path = ROOT) -> str:
+    """Return the whole page.
+
+    Args:
+        directory: The project, for its records and the introduction of the page.
+    """
+    record, times, tokens, flat = (
+        read_json(directory / "assets" / "bench" / name) for name in (RECORD, TIMES, TOKENS, FLAT)
+    )
+    introduction, _, _ = (directory / PAGE).read_text(encoding="utf-8").partition(METHODS)
+    parts, equal = [introduction + METHODS_HEAD], compared(directory)
+    for module, names in RECIPES.items():
+        rows = [_recipe(recipe_function(name), name, record, equal) for name in names]
+        title = TITLES.get(module, module.replace("_", " ").capitalize())
+        titles = ["recipe", "what it does", "parts", "source", "mode", "departures",
+                  "equal to official code", "figures"]  # fmt: skip
+        lines = [*table(titles if record else titles[:-1], rows), ""]
+        parts.append("\n".join([f"### {title}\n\n`diffcache.kv.recipes.{module}`\n", *lines]))
+    parts += [results(record), ""] if record else []
+    parts += [seconds(tokens)] if tokens else []
+    parts += [capacity(flat)] if flat else []
+    parts += [timing(times)] if times else []
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _recipe(
+    function: Callable[..., Recipe],
+    name: str,
+    record: Mapping[str, Any] | None,
+    equal: Mapping[str, str],
+) -> list[str]:
+    said = story(function)
+    cells = [f"`{name}`", said["what"], composition(example(function)), said["source"],
+             modes(function), said["departures"], equal.get(name, "")]  # fmt: skip
+    return [*cells, "<br>".join(figures_of(record, name))] if record else cells
+
+
+def story(function: Callable[..., Recipe]) -> dict[str, str]:
+    """Return what a docstring says: `what` it does, `source` and `departures`.
+
+    Raises:
+        ValueError: If it names no reference.
+    """
+    what = inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0]
+    source, *rest = re.split(r"\s*Departures?:\s*", reference(function), maxsplit=1)
+    return {"what": " ".join(what.split()).rstrip("."), "source": source.rstrip("."),
+            "departures": "".join(rest).rstrip(".")}  # fmt: skip
+
+
+def compared(directory: Path = ROOT) -> dict[str, str]:
+    """Return what of each recipe a test compares with official code, from its docstring.
+
+    Args:
+        directory: Root of the project, for its tests.
+    """
+    found = {}
+    for file in sorted((directory / "tests" / "kv" / "official").glob("test_*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith(DERIVED):
+                said = (ast.get_docstring(node) or "").partition("\n\n")[0]
+                found[node.name.removeprefix(DERIVED)] = " ".join(said.split()).rstrip(".")
+    return found
+
+
+def modes(function: Callable[..., Recipe]) -> str:
+    """Return the modes of a recipe, the default first; nothing if it has none."""
+    default = inspect.signature(function).parameters.get("mode")
+    if default is None:
+        return ""
+    others = [
+        mode for mode in get_args(get_type_hints(function)["mode"]) if mode != default.default
+    ]
+    return ", ".join(f"`{mode}`" for mode in (default.default, *others))
+
+
+def figures_of(record: Mapping[str, Any], name: str) -> list[str]:
+    """Return a line for every row of one recipe alone."""
+    lines = []
+    for row in record["rows"]:
+        if _first(row) == name and "|" not in row["name"]:
+            settings = row["name"].partition(":")[2] or "defaults"
+            where = f"{row['share']:.1%}" if row["read"] == 1 else f"{row['read']:.0%} read"
+            halves = f"look-up {_value(row, 'lookup')}, copy {_value(row, 'copy')}"
+            lines.append(f"`{settings}` {_share(row['whole'])}, {halves}, at {where}")
+    return lines
+
+
+def results(record: Mapping[str, Any]) -> str:
+    """Return the tables of recipes that are joined, and of recipes beside kvpress."""
+    shapes, joined = record["shapes"], [row for row in record["rows"] if "|" in row["name"]]
+    about = (
+        f"recall-llama, contexts of {shapes['context']} tokens with {shapes['facts']} facts, "
+        f"{shapes['samples']} contexts, {shapes['queries']} questions each, {shapes['dtype']}; "
+        f"transformers {record['versions']['transformers']}. All figures: "
+        f"`assets/bench/{RECORD}`; to measure them again: `{record['command']}`."
+    )
+    lines = ["## Together and beside kvpress\n", about, ""]
+    lines += table(
+        ["recipes", "whole answers", "look-up", "copy", "bytes held", "slots read"],
+        [[f"`{row['name']}`", _share(row["whole"]), _value(row, "lookup"), _value(row, "copy"),
+          f"{row['share']:.1%}", f"{row['read']:.0%}"] for row in joined],
+    )  # fmt: skip
+    beside = [
+        [f"`{ours['name']}`", _share(ours["whole"]), f"`{peer['name']}`", _share(peer["whole"]),
+         _share(share_change(_whole(peer), _whole(ours)).to_dict(), "+")]
+        for ours, peer in pairs(record)
+    ]  # fmt: skip
+    if beside:
+        titles = ["ours", "whole answers", "kvpress", "whole answers", "difference"]
+        lines += ["", ALIKE, "", *table(titles, beside)]
+    return "\n".join(lines)
+
+
+def pairs(record: Mapping[str, Any]) -> list[tuple[Row, Row]]:
+    """Return each row of kvpress behind ours of the same method and budget, the first there is."""
+    found = []
+    for peer in record["rows"]:
+        if not peer["name"].startswith(PREFIX):
+            continue
+        press = _first(peer).removeprefix(PREFIX)
+        name, inside = OURS.get(press, (press, ""))
+        ours = [
+            row for row in record["rows"]
+            if _first(row) == name and _budget(row) == _budget(peer)
+            and "|" not in row["name"] and inside in row["name"]
+        ]  # fmt: skip
+        found += [(row, peer) for row in ours[:1]]
+    return found
+
+
+def timing(record: Mapping[str, Any]) -> str:
+    """Return the tables of host time and of bytes."""
+    shapes = record["shapes"]
+    about = (
+        f"Host time of a layer and step, without the arithmetic, at {shapes['slots']:,} slots on "
+        f"{record['device']}, {record['threads']} thread, {record['dtype']}; torch "
+        f"{record['versions']['torch']}; median and quartiles of {record['rounds']} rounds in turn "
+        f"(`{record['command']}`). The arithmetic is a token copied into a buffer and attention; "
+        "of coded or ragged rows also reading them into a rectangle. Its median is subtracted."
+    )
+
+    def spread(found: Mapping[str, float] | None) -> str:
+        quartiles = "{median:.0f} ({q1:.0f} to {q3:.0f})"
+        return quartiles.format(**found) if found else ""
+
+    def some(text: str, value: float | None) -> str:
+        return "" if value is None else text.format(value)
+
+    steps = [[row["name"], spread(row["step_us"]), spread(row["above_floor_us"]),
+              some("at most {:.0f}", row["target_us"])] for row in record["rows"]]  # fmt: skip
+    held = [[row["name"], f"{row['share']:.4f}", some("at most {}", row["target_share"]),
+             some("{:.4f}", row["error"])] for row in record["held"]]  # fmt: skip
+    lines = ["## Host time and bytes\n", about, ""]
+    lines += table(["", "µs in all", "µs above the arithmetic", "aim"], steps)
+    lines += ["", HELD, "", *table(["", "share of exact bytes", "aim", "error"], held)]
+    return "\n".join(lines)
+
+
+def seconds(record: Mapping[str, Any]) -> str:
+    """Return the table of a generated token beside `DynamicCache`, with what takes the time."""
+    shapes = record["shapes"]
+    about = (
+        "CPU seconds of a generated token beside `DynamicCache` with sdpa, in turn in one process: "
+        f"a Llama of {shapes['parameters'] / 1e6:.0f} M random weights, {shapes['layers']} layers, "
+        f"{shapes['heads']} query and {shapes['kv_heads']} key-value heads of "
+        f"{shapes['head_size']}, a prompt of {shapes['prompt']:,} tokens, {record['dtype']}, "
+        f"{record['threads']} thread, {record['device']}; median and quartiles of "
+        f"{record['rounds']} tokens (`{record['command']}`). Nothing here is a fused kernel: a "
+        "cache that decodes what it holds at every token saves memory, not time. At the size of "
+        "LLaMA-3.1-8B, with fused kernels and without, beside caches of other libraries on a GPU "
+        "(`python -m diffcache.eval.workshop.bench full-size-decode --device cuda "
+        "--dtype bfloat16`): not measured yet."
+    )
+    rows = []
+    for row in record["rows"]:
+        aim = "" if row["target"] is None else f"at most {row['target']:.2f}"
+        slow = f"missed: {SLOW[row['name']]}" if row["missed"] else ""
+        ratio = "{median:.2f} ({q1:.2f} to {q3:.2f})".format(**row["ratio"])
+        rows.append([row["name"], f"{row['token_ms']['median']:.1f}", ratio, aim,
+                     f"{row['share']:.1%}", f"{row['prefill_ratio']:.2f}", slow])  # fmt: skip
+    heads = ["cache", "ms a token", "of DynamicCache", "aim", "bytes", "prefill", ""]
+    return "\n".join(["## A generated token\n", about, "", *table(heads, rows), ""])
+
+
+def capacity(record: Mapping[str, Any]) -> str:
+    """Return the table of time and bytes over many generated tokens."""
+    about = (
+        f"{record['rounds']:,} tokens, generated one by one after a prompt of "
+        f"{record['shapes']['prompt']}, with every recipe that bounds what it holds at "
+        f"{record['shapes']['budget']} slots: the time of a token in each third of them, as a "
+        "multiple of the model's time for one token without any cache, bytes after each third, "
+        "and the last third by the middle one. The model of the table above, with "
+        f"{record['shapes']['layers']} layer; all take turns in one process "
+        f"(`{record['command']}`)."
+    )
+    rows = []
+    for row in record["rows"]:
+        times, sizes = ([f"{value:{form}}" for value in row[key]]
+                        for key, form in (("of_alone", ".2f"), ("bytes", ",")))  # fmt: skip
+        rows.append([row["name"], *times, f"{row['time_ratio']:.2f}", *sizes,
+                     f"{row['bytes_ratio']:.2f}"])  # fmt: skip
+    heads = ["cache", "first third", "middle", "last", "last by middle", "first, bytes", "middle",
+             "last", "last by middle"]  # fmt: skip
+    return "\n".join(["## Ten thousand tokens\n", about, "", *table(heads, rows), ""])
+
+
+def _share(found: Mapping[str, float], sign: str = "") -> str:
+    value, low, high = (f"{found[name]:{sign}.3f}" for name in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
+
+
+def _value(row: Row, name: str) -> str:
+    return f"{row[name]['value']:.3f}"
+
+
+def _whole(row: Row) -> Any:
+    return hits_of(row).all(-1)
+
+
+def _first(row: Row) -> str:
+    return str(row["name"]).partition(":")[0].replace("-", "_")
+
+
+def _budget(row: Row) -> str:
+    return next(iter(re.findall(r"[:,]budget=([^,]*)", row["name"])), "")
+
+
+main = keep_pages(lambda text: page(), ROOT / PAGE)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""Measure what the offline `-lite` metrics see, and write the model card of their weights.
+
+    python -m diffcache.eval.workshop.lite_card
+
+writes `README.md` and `sensitivity.json` into assets/models/shapes-features, from 4,000 held-out
+pictures and 512 held-out films. No number in the card is typed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor
+
+from diffcache.command import Threads, script
+from diffcache.eval.metrics import lite
+from diffcache.eval.metrics.distances import inception_score
+from diffcache.eval.metrics.frechet import frechet, moments
+from diffcache.eval.pages import environment
+from diffcache.eval.workshop.small.train_matcher import alter
+from diffcache.files import write_file, write_json
+from diffcache.pipelines.small import features
+from diffcache.pipelines.small.corruptions import corrupt
+from diffcache.pipelines.small.moving import draw_films
+from diffcache.pipelines.small.scenes import Scene, draw, prompt
+
+PICTURES = 2_000
+FILMS = 512
+SEED = 2_000
+LADDER = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.0)
+CASES = (
+    ("noise", 0.015), ("noise", 0.075), ("ghost", 0.1), ("ghost", 0.5), ("echo", 0.1),
+    ("echo", 0.5), ("patch", 0.01), ("patch", 0.05), ("grid", 0.006), ("grid", 0.03),
+    ("color", 0.1),
+)  # fmt: skip
+
+Row = tuple[str, float]
+
+
+def fid_lite(pictures: Tensor) -> float:
+    """Return FID-lite of pictures against the shipped reference.
+
+    Args:
+        pictures: uint8 [N, 3, H, W].
+    """
+    return frechet(moments(lite.embed(pictures)), lite.reference().moments)
+
+
+def picture_rows(scenes: Sequence[Scene], pictures: Tensor) -> Iterator[Row]:
+    """Yield FID-lite of clean pictures and of pictures with known artefacts.
+
+    Args:
+        scenes: Scenes of the pictures.
+        pictures: uint8 [4000, 3, 64, 64], clean; all but one row use the first half of them.
+    """
+    yield f"clean, {len(pictures):,} pictures", fid_lite(pictures)
+    pictures = pictures[:PICTURES]
+    yield f"clean, {len(pictures):,} pictures", fid_lite(pictures)
+    for strength in LADDER[:-1]:
+        yield f"blur {strength:g}", fid_lite(corrupt(pictures, "blur", strength))
+    for kind, strength in CASES:
+        yield f"{kind} {strength:g}", fid_lite(corrupt(pictures, kind, strength))
+    kept = [all(one.shape != "triangle" for one in scene.figures) for scene in scenes[:PICTURES]]
+    yield "no triangles", fid_lite(pictures[torch.tensor(kept)])
+    yield "moved by 1 pixel", fid_lite(pictures.roll(1, -1))
+    half = pictures[: len(pictures) // 2]
+    yield "every picture twice", fid_lite(torch.cat([half, half]))
+
+
+def prompt_rows(scenes: Sequence[Scene], pictures: Tensor) -> Iterator[Row]:
+    """Yield the mean CLIPScore-lite of right prompts, of wrong ones, and of corrupted pictures."""
+    rng = np.random.default_rng(SEED)
+    right = [prompt(scene) for scene in scenes]
+
+    def mean(shown: Tensor, texts: Sequence[str]) -> float:
+        return float(lite.clip_score_lite(shown, texts).mean())
+
+    yield "matched", mean(pictures, right)
+    for name in ("size", "shape", "color", "place", "background"):
+        yield f"wrong {name}", mean(pictures, [prompt(alter(scene, name, rng)) for scene in scenes])
+    two = [len({one.color for one in scene.figures}) == 2 for scene in scenes]
+    swapped = [prompt(alter(s, "swap", rng)) for s, both in zip(scenes, two, strict=True) if both]
+    yield "colors swapped", mean(pictures[torch.tensor(two)], swapped)
+    yield "prompt of another picture", mean(pictures, right[1:] + right[:1])
+    for kind, strength in (("blur", 1.0), ("noise", 0.1), ("patch", 0.08)):
+        yield f"matched, {kind} {strength:g}", mean(corrupt(pictures, kind, strength), right)
+
+
+def class_rows(scenes: Sequence[Scene], pictures: Tensor) -> Iterator[Row]:
+    """Yield IS-lite of all pictures, blurred ones, and those that hold only circles."""
+    circles = [all(one.shape == "circle" for one in scene.figures) for scene in scenes]
+    sets = {
+        "clean": pictures,
+        "blur 1": corrupt(pictures, "blur", 1.0),
+        "circles only": pictures[torch.tensor(circles)],
+    }
+    for name, chosen in sets.items():
+        yield name, inception_score(lite.class_probabilities(chosen), splits=1)[0]
+
+
+def film_rows(films: Sequence[Tensor]) -> Iterator[Row]:
+    """Yield FVD-lite, and of two cases that single frames cannot tell from clean ones."""
+    generator = torch.Generator().manual_seed(SEED)
+
+    def each(change: Callable[[Tensor], Tensor]) -> float:
+        return fvd_lite([change(film) for film in films])
+
+    yield f"clean, {len(films)} films", fvd_lite(films)
+    yield f"clean, {len(films) // 4} films", fvd_lite(films[: len(films) // 4])
+    yield "every second frame repeated", each(lambda film: film[torch.arange(len(film)) // 2 * 2])
+    yield "frozen", each(lambda film: film[:1].expand_as(film))
+    yield "frames shuffled", each(lambda f: f[torch.randperm(len(f), generator=generator)])
+    yield "each frame 30 % of the one before", each(_trail)
+    yield "noise 0.02", each(lambda film: corrupt(film, "noise", 0.02))
+    yield "blur 0.5", each(lambda film: corrupt(film, "blur", 0.5))
+
+
+def _trail(film: Tensor) -> Tensor:
+    before = torch.cat([film[:1], film[:-1]]).float()
+    return (0.7 * film.float() + 0.3 * before).round().to(torch.uint8)
+
+
+def fvd_lite(films: Sequence[Tensor]) -> float:
+    """Return FVD-lite of films against the shipped reference.
+
+    Args:
+        films: Each uint8 [F, 3, H, W].
+    """
+    return frechet(moments(lite.clip_features(films)), lite.reference().films)
+
+
+def measure() -> dict[str, dict[str, float]]:
+    """Return every table: title, then case, then value."""
+    scenes, pictures = draw(2 * PICTURES, SEED, held=True)
+    few, shown = scenes[:PICTURES], pictures[:PICTURES]
+    return {
+        "FID-lite": dict(picture_rows(scenes, pictures)),
+        "CLIPScore-lite": dict(prompt_rows(few, shown)),
+        "IS-lite": dict(class_rows(few, shown)),
+        "FVD-lite": dict(film_rows(draw_films(FILMS, SEED))),
+    }
+
+
+LEGENDS = {
+    "FID-lite": "lower is better; times: to the clean pictures of the same number",
+    "CLIPScore-lite": "higher is better, at most 100",
+    "IS-lite": "higher is better, at most 5: the shape of the first object in reading order",
+    "FVD-lite": "lower is better; times: to the clean films of the same number",
+}
+
+
+def card(tables: dict[str, dict[str, float]]) -> str:
+    """Write the model card.
+
+    Args:
+        tables: Tables that `measure` returned.
+    """
+    shipped = features.load()
+    weights = (one.numel() for model in (shipped.extractor, shipped.matcher)
+               for one in model.parameters())  # fmt: skip
+    floors = {"FID-lite": f"clean, {PICTURES:,} pictures", "FVD-lite": f"clean, {FILMS} films"}
+    text: str = environment().get_template("lite_card.md.jinja").render(
+        weights=sum(weights), config=features.read_config(), films=FILMS, held=PICTURES,
+        tables=tables, legends=LEGENDS, floors=floors,
+    )  # fmt: skip
+    return text
+
+
+def lite_card(
+    out: Annotated[Path, typer.Option(help="Folder of the card.")] = features.DIRECTORY,
+    threads: Threads = 1,
+) -> None:
+    """Measure what the -lite metrics see and write their model card."""
+    torch.set_num_threads(threads)
+    tables = measure()
+    exact = {t: {k: float(f"{v:.6g}") for k, v in rows.items()} for t, rows in tables.items()}
+    write_json(out / "sensitivity.json", exact, indent=2)
+    write_file(out / "README.md", card(tables))
+    print(card(tables))
+
+
+main = script(lite_card)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""`docs/methods.md`: every method, from its docstring, the models it runs on and its figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from diffcache.catalog import METHODS, method_class
+from diffcache.eval.pages import keep_pages, table
+from diffcache.eval.record import ROOT
+from diffcache.eval.report.records import timing_of
+from diffcache.features.base import Method
+from diffcache.features.collect import Calibrated
+from diffcache.files import read_json
+from tests.zoo.families import ELSEWHERE, FAMILIES, KINDS
+
+PAGE = Path("docs/methods.md")
+RECORDS = "eval-*.json"
+# title, where the value lies in a row of a record, how it is written
+FIGURES = (
+    ("evaluations", ("evaluations",), "{:.1f}"),
+    ("FLOPs ratio", ("flops_ratio",), "{:.2f}"),
+    ("seconds ratio", ("seconds_ratio",), "{:.2f}"),
+    ("PSNR dB", ("fidelity", "psnr_db"), "{:.1f}"),
+    ("SSIM", ("fidelity", "ssim"), "{:.4f}"),
+    ("LPIPS-lite", ("fidelity", "lpips_lite"), "{:.4f}"),
+    ("FID-lite change", ("quality", "fid_lite_change"), "{:+.3f}"),
+    ("prompt accuracy", ("quality", "prompt_accuracy"), "{:.4f}"),
+    ("whole scenes right", ("quality", "whole_right"), "{:.3f}"),
+    ("its change", ("quality", "whole_right_change"), "{:+.3f}"),
+    ("success rate", ("quality", "success_rate"), "{:.3f}"),
+    ("its change", ("quality", "success_rate_change"), "{:+.3f}"),
+    ("action error", ("fidelity", "action_error"), "{:.2g}"),
+    ("bytes held", ("held_bytes",), "{:,.0f}"),
+)
+HEAD = """# Methods
+
+Every method of the catalogue: what it does, where it comes from, its settings, where it differs
+from its source, what it ran on, and what it measured. Written by `python -m
+diffcache.eval.workshop.method_page --write` from the docstrings, the table of tested models and the
+records in `assets/bench/`; a test holds it to them.
+
+Use any of them by name, `diffcache.wrap(pipe, "taylorseer", every=5)`, as a class, or on the
+command line, `--method taylorseer:every=5`. Those marked *calibrated* need tables that are
+measured on the model first: `diffcache.calibrate(pipe, method, prompts)` or `diffcache calibrate`.
+`diffcache.tune` chooses among methods and settings. Every method can hold its features as bf16,
+int8 or on the host: `hold="int8"`.
+
+Ratios are how many times less than uncached; those of seconds are measured in turn with uncached
+runs in one process (median and quartiles of the rounds). Other ranges are 95 % intervals.
+"""
+
+
+def page(directory: Path = ROOT) -> str:
+    """Return the whole page.
+
+    Args:
+        directory: The project, for its records.
+    """
+    folder = directory / "assets" / "bench"
+    records = [read_json(file) for file in sorted(folder.glob(RECORDS))]
+    parts = [HEAD, _overview(), *[_section(name, records) for name in METHODS]]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _overview() -> str:
+    rows = []
+    for name in METHODS:
+        cls = method_class(name)
+        needs = "yes" if issubclass(cls, Calibrated) else ""
+        summary = _doc(cls).partition("\n")[0].rstrip(".")
+        rows.append([f"[`{name}`](#{name})", summary, needs])
+    return "\n".join([*table(["method", "what it does", "calibrated"], rows), ""])
+
+
+def _section(name: str, records: list[dict[str, Any]]) -> str:
+    cls = method_class(name)
+    lines = [f"## {name}", "", f"`{cls.__module__}:{cls.__name__}`", ""]
+    lines += [story(cls), ""]
+    if cls.source:
+        lines += [f"Source: {cls.source}.", ""]
+    known = settings(cls)
+    if known:
+        lines += [*table(["setting", "default", "meaning"], known), ""]
+    ran = [KINDS[pipeline] for pipeline in FAMILIES[name].pipelines] if name in FAMILIES else []
+    ran += ELSEWHERE.get(name, ())
+    lines += [f"Run by the tests on: {'; '.join(ran)}.", ""]
+    lines += _measured(name, records)
+    if cls.bibtex:
+        lines += ["```bibtex", cls.bibtex, "```", ""]
+    return "\n".join(lines)
+
+
+def story(cls: type[Method]) -> str:
+    """Return the docstring up to its first section, paragraphs on one line each."""
+    text = re.split(r"\n(?:Args|Attributes|Raises|Example):\n", _doc(cls))[0]
+    return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))
+
+
+def _doc(cls: type[Method]) -> str:
+    return inspect.cleandoc(cls.__doc__ or "")
+
+
+def settings(cls: type[Method]) -> list[list[str]]:
+    """Return a row for every setting, with what the docstring says of it."""
+    match = re.search(r"\nArgs:\n(.*?)(?=\n\S|\Z)", _doc(cls), re.DOTALL)
+    said: dict[str, str] = {}
+    current = ""
+    for line in (match.group(1) if match else "").splitlines():
+        entry = re.match(r"    (\w+): (.*)", line)
+        if entry:
+            current = entry.group(1)
+            said[current] = entry.group(2)
+        elif current and line.strip():
+            said[current] += " " + line.strip()
+    rows = []
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        default = "required"
+        if field.default is not dataclasses.MISSING:
+            default = f"`{field.default!r}`"
+        elif field.default_factory is not dataclasses.MISSING:
+            default = f"`{field.default_factory()!r}`"
+        rows.append([f"`{field.name}`", default, said.get(field.name, "")])
+    return rows
+
+
+def _measured(name: str, records: list[dict[str, Any]]) -> list[str]:
+    """Return the table of every record's row of a method; columns without a number are left out."""
+    rows = []
+    for record in records:
+        for row in record["rows"]:
+            called, _, settings = str(row["name"]).partition(":")
+            if row["kind"] != "method" or called != name:
+                continue
+            task = record["task"]
+            shown = {**row, "seconds_ratio": timing_of(record, row["name"]).get("ratio")}
+            values = [_figure(shown, place, form) for _, place, form in FIGURES]
+            about = f"{Path(task['model']).name}, {row['steps']} steps, {task['samples']} samples"
+            rows.append([about, f"`{settings or 'defaults'}`", *values])
+    if not rows:
+        return []
+    titles = ["model", "settings", *(title for title, _, _ in FIGURES)]
+    held = [place for place in range(len(titles)) if any(row[place] for row in rows)]
+    return [*table([titles[at] for at in held], ([row[at] for at in held] for row in rows)), ""]
+
+
+def _figure(row: dict[str, Any], place: tuple[str, ...], form: str) -> str:
+    """Return one value of a row with its interval or quartiles, an empty cell without one."""
+    value: Any = row
+    for key in place:
+        value = value.get(key) if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        names = ("median", "q1", "q3") if "median" in value else ("value", "low", "high")
+        middle, low, high = (value.get(key) for key in names)
+        text = form.format(middle)
+        return text if low is None else f"{text} ({form.format(low)} to {form.format(high)})"
+    return form.format(value) if isinstance(value, (int, float)) else ""
+
+
+main = keep_pages(lambda text: page(), ROOT / PAGE)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Draw samples of the shipped models, each from noise of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline, FluxKontextPipeline, WanPipeline
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from diffcache.eval.workshop.small import sticker_flux
+from diffcache.pipelines.small import flux, kontext, wan
+
+
+def outputs_of(
+    pipe: DiffusionPipeline, columns: Sequence[Any], steps: int, seed: int, batch: int, **call: Any
+) -> Iterator[Any]:
+    """Call a pipeline on some samples at a time; sample i starts from the noise of seed + i.
+
+    Args:
+        pipe: The pipeline.
+        columns: First arguments of the call, each with an entry for every sample.
+        steps: Sampling steps.
+        seed: Seed of the first sample.
+        batch: Samples drawn at once.
+        **call: Further arguments.
+    """
+    for start in tqdm(range(0, len(columns[0]), batch), desc=f"{steps} steps", leave=False):
+        part = [column[start : start + batch] for column in columns]
+        seeds = range(seed + start, seed + start + len(part[0]))
+        noise = [torch.Generator("cpu").manual_seed(number) for number in seeds]
+        yield pipe(*part, num_inference_steps=steps, generator=noise, **call)
+
+
+def draw_pictures(
+    pipe: DiffusionPipeline, prompts: Sequence[Any], *, steps: int, seed: int, batch: int = 32,
+    call: Mapping[str, Any] = flux.CALL,
+) -> list[Image.Image]:  # fmt: skip
+    """Draw one picture for each prompt, a text or class; see `outputs_of`."""
+    made = outputs_of(pipe, [list(prompts)], steps, seed, batch, **call)
+    return [picture for output in made for picture in output.images]
+
+
+def draw_stickers(
+    pipe: DiffusionPipeline, texts: Sequence[str], *, steps: int, seed: int
+) -> NDArray[np.uint8]:
+    """Draw one picture for each sentence, with guidance; see `outputs_of`.
+
+    Args:
+        pipe: The pipeline.
+        texts: Sentences.
+        steps: Sampling steps.
+        seed: Seed of the first picture.
+
+    Returns:
+        Pictures, uint8 [B, 64, 64, 3].
+    """
+    call = {**sticker_flux.CALL, "output_type": "np"}
+    unsaid = [call.pop("negative_prompt")] * len(texts)  # as many as sentences, in a batch
+    made = outputs_of(pipe, [list(texts), list(texts), unsaid], steps, seed, 32, **call)
+    return np.concatenate([np.round(output.images * 255).astype(np.uint8) for output in made])
+
+
+def draw_films(
+    pipe: WanPipeline, prompts: Sequence[str], *, steps: int, seed: int, **call: Any
+) -> Tensor:
+    """Film each prompt; see `outputs_of`.
+
+    Args:
+        pipe: The pipeline.
+        prompts: Prompts to film.
+        steps: Sampling steps.
+        seed: Seed of the first film.
+        **call: Arguments that replace those of `wan.CALL`.
+
+    Returns:
+        Films uint8 [B, F, 64, 64, 3].
+    """
+    made = outputs_of(pipe, [list(prompts)], steps, seed, 16, **{**wan.CALL, **call})
+    films = [torch.from_numpy(output.frames) for output in made]
+    return torch.cat(films).mul(255).round().to(torch.uint8)
+
+
+def edit_pictures(
+    pipe: FluxKontextPipeline, before: Tensor, texts: Sequence[str], *, steps: int, seed: int,
+    batch: int = 16, each: Callable[[int], None] = lambda count: None,
+) -> Tensor:  # fmt: skip
+    """Edit pictures; see `outputs_of`.
+
+    Args:
+        pipe: The pipeline.
+        before: Reference pictures, uint8 [B, 3, 64, 64].
+        texts: One instruction for each.
+        steps: Sampling steps.
+        seed: Seed of the first picture.
+        batch: Pictures edited at once.
+        each: Callback that is given the number of pictures of every run, after it.
+
+    Returns:
+        The results, uint8 [B, 3, 64, 64].
+    """
+    columns, made = (before.float() / 255, list(texts)), []
+    for output in outputs_of(pipe, columns, steps, seed, batch, output_type="np", **kontext.CALL):
+        each(len(output.images))
+        made.append(torch.from_numpy(np.round(output.images * 255).astype(np.uint8)))
+    return torch.cat(made).permute(0, 3, 1, 2).contiguous()
+
+
+def image_of(picture: Tensor) -> Image.Image:
+    """Return a picture, uint8 [3, H, W], as PIL takes it."""
+    return Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())

@@ -1,0 +1,319 @@
+"""Measure the shipped models: how many of their held-out samples are right in everything?
+
+    python -m diffcache.eval.workshop.shipped.quality                      # all of them
+    python -m diffcache.eval.workshop.shipped.quality shapes-unet --samples 256
+
+A sample is right where the shipped classifier, the task or the answer's key finds nothing wrong in
+it. Records go to `assets/bench/<model>-quality.json`, samples of the models that draw to a labeled
+picture beside the weights; `diffcache.eval.workshop.shipped.cards` puts the numbers into the model
+cards.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from PIL import Image
+from torch import Tensor
+
+from diffcache.command import Seed, Threads, script
+from diffcache.eval.metrics.bootstrap import mean_interval
+from diffcache.eval.metrics.intervals import share_interval
+from diffcache.eval.record import FOLDER, Setting, check, envelope
+from diffcache.eval.runs.task import directory_sha256
+from diffcache.eval.workshop.shipped import causal_films, chain, recall
+from diffcache.eval.workshop.shipped.draw import (
+    draw_films,
+    draw_pictures,
+    draw_stickers,
+    edit_pictures,
+    image_of,
+)
+from diffcache.eval.workshop.shipped.kontext import instructions
+from diffcache.eval.workshop.small import chain_llada, dit, small_unet, sticker_flux
+from diffcache.eval.workshop.small.chain import WORLDS
+from diffcache.eval.workshop.small.grid import draw_grid
+from diffcache.eval.workshop.small.loop import to_unit
+from diffcache.eval.workshop.small.sticker_judge import read_faults
+from diffcache.eval.workshop.small.stickers import held_out_captions
+from diffcache.eval.workshop.small.stickers import parse as parse_sentence
+from diffcache.files import write_json
+from diffcache.pipelines.demo.saved import MODELS
+from diffcache.pipelines.policy import rollout
+from diffcache.pipelines.small import causal, flux, kontext, reach, recall_llama, wan
+from diffcache.pipelines.small.classifier import ATTRIBUTES, compare, read
+from diffcache.pipelines.small.edits import draw_edits, judge
+from diffcache.pipelines.small.recall import Task
+from diffcache.pipelines.small.scenes import (
+    held_out_prompts,
+    held_out_singles,
+    parse,
+    shipped_prompts,
+)
+
+Outcomes = Mapping[str, Tensor]  # name -> [N] or [N, Q]; `whole_right` first, `_db` are no shares
+WHOLE = "whole_right"
+SETTING = Setting(torch.device("cpu"))
+ALL: list[str] = []
+
+
+@dataclass(frozen=True)
+class Model:
+    """Measurement of a shipped model.
+
+    Attributes:
+        what: Samples that are right in everything, as a title.
+        load: Returns the pipeline or model.
+        measure: Takes it with steps, samples and seed; returns outcomes.
+        steps: Sampling steps, each a row; contexts of a language model.
+        samples: Samples of a row.
+        grid: Draws the picture of samples, None for models that draw none.
+    """
+
+    what: str
+    load: Callable[[], Any]
+    measure: Callable[[Any, Any, int, int], Outcomes]
+    steps: Sequence[Any] = (28, 50)
+    samples: int = 256
+    grid: Callable[[Any], tuple[str, Image.Image]] | None = None
+
+
+def of_prompts(pictures: Any, prompts: Sequence[str]) -> Outcomes:
+    """Return which pictures show everything their prompt states, and the share of each attribute.
+
+    Args:
+        pictures: Pictures as the classifier takes them.
+        prompts: Prompt of each picture, in the words of the shapes generator.
+    """
+    rows = [
+        compare(scene, parse(text)) for scene, text in zip(read(pictures), prompts, strict=True)
+    ]
+    every = [[mark for values in marks.values() for mark in values] for marks in rows]
+    found = {WHOLE: torch.tensor([all(marks) for marks in every])}
+    found["prompt_accuracy"] = torch.tensor([sum(marks) / len(marks) for marks in every])
+    for name in ATTRIBUTES:
+        found[name] = torch.tensor([sum(marks[name]) / len(marks[name]) for marks in rows])
+    return found
+
+
+def _of_flux(pipe: Any, steps: int, samples: int, seed: int, call: Any = flux.CALL) -> Outcomes:
+    prompts = held_out_prompts(samples, seed)
+    return of_prompts(draw_pictures(pipe, prompts, steps=steps, seed=seed, call=call), prompts)
+
+
+def _of_stickers(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+    """Judge pictures of held-out sentences, and those of one object and of two apart."""
+    texts = held_out_captions(samples, seed)
+    wrong = read_faults(texts, draw_stickers(pipe, texts, steps=steps, seed=seed))
+    right = torch.tensor([not faults for faults in wrong])
+    alone = torch.tensor([len(parse_sentence(text)[0]) == 1 for text in texts])
+    return {WHOLE: right, "right_of_one_object": right[alone], "right_of_two": right[~alone]}
+
+
+def _of_wan(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+    """Judge the middle frame, where the object passes its stated place."""
+    prompts = held_out_singles(seed)[:samples]
+    films = draw_films(pipe, prompts, steps=steps, seed=seed)
+    return of_prompts(films[:, wan.FRAMES // 2].permute(0, 3, 1, 2), prompts)
+
+
+def of_classes(pictures: Sequence[Image.Image], labels: Sequence[int]) -> Outcomes:
+    """Return which pictures show one object of their class, its shape and its color."""
+    marks = []
+    for scene, label in zip(read(pictures), labels, strict=True):
+        color, shape = dit.LABELS[label].split()
+        one = len(scene.figures) == 1
+        shaped = one and scene.figures[0].shape == shape
+        colored = one and scene.figures[0].color == color
+        marks.append((shaped and colored, one, shaped, colored))
+    names = (WHOLE, "count", "shape", "color")
+    return {
+        name: torch.tensor(column)
+        for name, column in zip(names, zip(*marks, strict=True), strict=True)
+    }
+
+
+def _of_dit(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+    labels = [number % len(dit.LABELS) for number in range(samples)]
+    pictures = draw_pictures(pipe, labels, steps=steps, seed=seed, batch=35, call=dit.CALL)
+    return of_classes(pictures, labels)
+
+
+@torch.no_grad()
+def _of_kontext(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+    edits, before, after = draw_edits(samples, seed, held=True)
+    texts = instructions(samples, seed)
+    made = edit_pictures(pipe, before, texts, steps=steps, seed=seed)
+    found = judge(made, edits, before, after)
+    decoded = pipe.vae.decode(pipe.vae.encode(to_unit(after)).latent_dist.mode()).sample
+    pictures = ((decoded.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    best = judge(pictures, edits, before, after)
+    by_kind = {
+        f"target_right_{kind}": found["target_right"][[edit.kind == kind for edit in edits]]
+        for kind in sorted({edit.kind for edit in edits})
+    }
+    autoencoder = {"autoencoder_untouched_psnr_db": best["untouched_psnr_db"]}
+    return {**found, **by_kind, **autoencoder}
+
+
+def _of_reach(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+    """Judge half of the episodes with the seed, half with the next: scenes of one may be easy."""
+    halves = []
+    for number, count in enumerate((samples - samples // 2, samples // 2), seed):
+        episodes = reach.Reach(reach.draw_scenes(count, reach.HELD_OUT + number))
+        rollout(pipe, episodes, num_inference_steps=steps, seed=number)
+        halves.append(episodes)
+    return {
+        WHOLE: torch.cat([each.succeeded for each in halves]),
+        "touched": torch.cat([each.touched for each in halves]),
+        **{f"right_of_seed_{seed + k}": each.succeeded for k, each in enumerate(halves)},
+    }
+
+
+def _texts_grid(pipe: Any, call: Mapping[str, Any]) -> tuple[str, Image.Image]:
+    texts = shipped_prompts()[:24]
+    pictures = draw_pictures(pipe, texts, steps=28, seed=0, call=call)
+    return "grid.png", draw_grid([[one] for one in pictures], texts, scale=3, columns=6)
+
+
+def _sticker_grid(pipe: Any) -> tuple[str, Image.Image]:
+    texts = held_out_captions(24, 1)
+    pictures = map(Image.fromarray, draw_stickers(pipe, texts, steps=28, seed=0))
+    return "grid.png", draw_grid([[one] for one in pictures], texts, scale=2, columns=6)
+
+
+def _dit_grid(pipe: Any) -> tuple[str, Image.Image]:
+    labels = range(len(dit.LABELS))
+    pictures = draw_pictures(pipe, labels, steps=28, seed=0, batch=35, call=dit.CALL)
+    return "grid.png", draw_grid([[one] for one in pictures], dit.LABELS, scale=3, columns=7)
+
+
+def _kontext_grid(pipe: Any) -> tuple[str, Image.Image]:
+    _, before, _ = draw_edits(24, 0, held=True)
+    texts = instructions(24, 0)
+    made = edit_pictures(pipe, before, texts, steps=28, seed=0)
+    pairs = [[image_of(picture) for picture in pair] for pair in zip(before, made, strict=True)]
+    return "grid.png", draw_grid(pairs, texts, scale=2, columns=6)
+
+
+def _wan_strips(pipe: Any) -> tuple[str, Image.Image]:
+    texts = held_out_singles()[:10]
+    films = draw_films(pipe, texts, steps=20, seed=0)[:, ::2].permute(0, 1, 4, 2, 3)
+    strips = [[image_of(frame) for frame in film] for film in films]
+    return "strips.png", draw_grid(strips, texts, scale=2, columns=1)
+
+
+QUALITIES: Mapping[str, Model] = {
+    "shapes-flux": Model(
+        "pictures", flux.load, _of_flux, grid=lambda pipe: _texts_grid(pipe, flux.CALL)
+    ),
+    "sticker-flux": Model("pictures", sticker_flux.load, _of_stickers, grid=_sticker_grid),
+    "shapes-dit": Model("pictures", dit.load, _of_dit, (28,), 280, _dit_grid),
+    "shapes-unet": Model(
+        "pictures", small_unet.load, partial(_of_flux, call=small_unet.CALL), (28,), 256,
+        lambda pipe: _texts_grid(pipe, small_unet.CALL),
+    ),
+    "shapes-wan": Model("films", wan.load, _of_wan, (20,), 128, _wan_strips),
+    "shapes-causal": Model("films", causal.load, causal_films.measure, (causal.STEPS,), 128),
+    "shapes-kontext": Model("edits", kontext.load, _of_kontext, (28,), 256, _kontext_grid),
+    "reach-policy": Model("episodes", reach.load, _of_reach, (100,), 512),
+    "recall-llama": Model("answers", recall_llama.load, recall.measure, recall.TASKS, 128),
+    **{
+        name: Model(
+            "traces", partial(chain_llada.load, name), partial(chain.measure, name),
+            (WORLDS[name].length,), 400,
+        )
+        for name in chain_llada.SIZES
+    },
+}  # fmt: skip
+
+
+def measure(name: str, samples: int, seed: int) -> dict[str, Any]:
+    """Measure a model and return its record.
+
+    Args:
+        name: One of `QUALITIES`.
+        samples: Samples of a row.
+        seed: Seed of what is asked for and of the noise.
+    """
+    model, started = QUALITIES[name], time.monotonic()
+    pipe = model.load()
+    rows = []
+    for steps in model.steps:
+        begun = time.monotonic()
+        outcomes = model.measure(pipe, steps, samples, seed)
+        about = {"steps": steps}
+        if isinstance(steps, Task):
+            about = {"tokens": steps.context, "facts": steps.facts}
+        found = {key: _interval(key, column) for key, column in outcomes.items()}
+        rows.append({
+            "name": ", ".join(f"{value} {key}" for key, value in about.items()), **about,
+            "samples": samples, "quality": found,
+            "seconds_per_sample": round((time.monotonic() - begun) / samples, 4),
+        })  # fmt: skip
+    body = {
+        "seed": seed, "rounds": 1, "seconds": round(time.monotonic() - started, 1), "rows": rows,
+        "shapes": {"device": "cpu", "model": name, "what": model.what,
+                   "model_sha256": directory_sha256(MODELS / name)},
+    }  # fmt: skip
+    module = "diffcache.eval.workshop.shipped.quality"
+    command = f"python -m {module} {name} --samples {samples} --seed {seed}"
+    record = envelope(f"{name}-quality", SETTING, command, body)
+    check(record)
+    return record
+
+
+def _interval(key: str, column: Tensor) -> dict[str, Any]:
+    if key.endswith("_db"):
+        low, middle = column.double().quantile(0.05), column.double().median()
+        found = mean_interval(column, bounds=(-math.inf, 100.0)).to_dict()
+        return {**found, "median": float(middle), "p5": float(low)}
+    return share_interval(column).to_dict()
+
+
+def file_of(name: str, folder: Path = FOLDER) -> Path:
+    """Return the file of a model's record."""
+    return folder / f"{name}-quality.json"
+
+
+def quality(
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL...", help=f"Of {', '.join(QUALITIES)} (all).")
+    ] = ALL,
+    samples: Annotated[
+        int | None, typer.Option(min=2, help="Samples of a row (default: the model's own).")
+    ] = None,
+    seed: Seed = 0,
+    threads: Threads = 1,
+) -> None:
+    """Measure how many held-out samples of shipped models are right."""
+    for name in models:
+        if name not in QUALITIES:
+            raise ValueError(f"no quality of {name!r}; there are {', '.join(QUALITIES)}")
+    torch.set_num_threads(threads)
+    for name in models or QUALITIES:
+        model = QUALITIES[name]
+        record = measure(name, samples or model.samples, seed)
+        write_json(file_of(name), record)
+        for row in record["rows"]:
+            whole = row["quality"][WHOLE]
+            print(f"{name}, {row['name']}: {whole['value']:.1%} of {whole['n']} {model.what} right "
+                  f"({whole['low']:.1%} to {whole['high']:.1%})", flush=True)  # fmt: skip
+        if model.grid is not None:
+            file, picture = model.grid(model.load())
+            picture.save(MODELS / name / file, optimize=True)
+
+
+main = script(quality)
+
+if __name__ == "__main__":
+    sys.exit(main())

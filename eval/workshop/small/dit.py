@@ -1,0 +1,107 @@
+"""The small DiTPipeline that draws one shape of a class: how it is built, loaded and called.
+
+The shipped directory is an ordinary diffusers pipeline that `DiTPipeline.from_pretrained` loads:
+
+    pipe = load()
+    picture = pipe(pipe.get_label_ids(["red ring"]), guidance_scale=3.0).images[0]
+
+`DiTPipeline` has the number of the empty class, 1000, in its source, so the label table has 1001
+rows: 35 classes, the empty one, and 965 rows of zeros between them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL, DiTPipeline, DiTTransformer2DModel
+from torch import Tensor, nn
+
+from diffcache.eval.workshop.small.diffusion import build_scheduler
+from diffcache.pipelines.small.scenes import COLORS, SHAPES, Figure, Scene, render, sample_scene
+from diffcache.pipelines.small.shipped import load_pipeline
+
+DIRECTORY = Path(__file__).resolve().parents[3] / "assets" / "models" / "shapes-dit"
+CALL: dict[str, Any] = {"guidance_scale": 3.0}
+EMPTY = 1000
+LABELS = tuple(f"{color} {shape}" for shape in SHAPES for color in COLORS)
+
+
+def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) -> DiTPipeline:
+    """Load the shipped pipeline, with its progress bar off.
+
+    Args:
+        dtype: Dtype of every model in it; the files hold bfloat16.
+        directory: Directory of the saved pipeline.
+    """
+    return load_pipeline(DiTPipeline, directory, dtype)
+
+
+def label_of(scene: Scene) -> int:
+    """Return the class of a scene's first object."""
+    figure = scene.figures[0]
+    return LABELS.index(f"{figure.color} {figure.shape}")
+
+
+def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Draw pictures of one large object anywhere on a background of another color.
+
+    Args:
+        count: Number of pictures.
+        seed: Seed of the draw.
+
+    Returns:
+        Classes, int64 [B], and pictures, uint8 [B, 3, 64, 64].
+    """
+    rng = np.random.default_rng([seed, 35])
+    labels, pictures = [], []
+    for _ in range(count):
+        drawn = sample_scene(rng, held=None, figures=1)
+        one = drawn.figures[0]
+        scene = Scene(drawn.background, (Figure(one.shape, one.color, "large", one.position),))
+        labels.append(label_of(scene))
+        pictures.append(render(scene, rng))
+    stacked = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
+    return torch.tensor(labels), stacked
+
+
+def build_transformer() -> DiTTransformer2DModel:
+    """Build the denoiser: 8 blocks of width 128 over 64 tokens, adaLN-zero start."""
+    model = DiTTransformer2DModel(
+        num_attention_heads=4,
+        attention_head_dim=32,
+        in_channels=4,
+        out_channels=4,  # `DiTPipeline` divides it
+        num_layers=8,
+        sample_size=16,
+        patch_size=2,
+        num_embeds_ada_norm=EMPTY,
+    )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            if name.startswith("proj_out") or name.endswith("norm1.linear"):
+                nn.init.zeros_(module.weight)
+            else:
+                nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.1)
+            nn.init.zeros_(module.weight[len(LABELS) : EMPTY])
+    # Training drops classes itself: in training mode every block would drop its own.
+    return model.eval()
+
+
+def build_pipeline(autoencoder: AutoencoderKL) -> DiTPipeline:
+    """Put an untrained pipeline round a trained autoencoder."""
+    names = dict(enumerate(LABELS))
+    pipe = DiTPipeline(
+        transformer=build_transformer(),
+        vae=autoencoder,
+        scheduler=build_scheduler(),
+        id2label=names,
+    )
+    pipe.register_to_config(id2label=names)  # `DiTPipeline` reads it from there but does not put it
+    return pipe

@@ -1,0 +1,317 @@
+"""The FluxPipeline that draws stickers: how it is built, trained, loaded and called.
+
+The shipped directory is an ordinary diffusers pipeline that `FluxPipeline.from_pretrained` loads.
+It is no distilled model: guidance takes a second call a step, and a call has to pass `CALL`:
+
+    pipe = load()
+    picture = pipe("a fox left of an owl on grass", **CALL).images[0]
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from diffcache.eval.workshop.small.export import save_pipeline
+from diffcache.eval.workshop.small.grid import draw_grid
+from diffcache.eval.workshop.small.plain_attention import PlainFluxAttention
+from diffcache.eval.workshop.small.sticker_autoencoder import (
+    CHANNELS,
+    draw_pictures,
+    load_autoencoder,
+    to_unit,
+)
+from diffcache.eval.workshop.small.sticker_text import TEXT_TOKENS, Encoder
+from diffcache.eval.workshop.small.stickers import (
+    Scene,
+    caption,
+    held_out_captions,
+    sample_scene,
+    true_relations,
+)
+from diffcache.eval.workshop.small.trainer import MODELS, Job, Settings
+from diffcache.pipelines.small.shipped import load_pipeline
+
+DIRECTORY = MODELS / "sticker-flux"
+GUIDANCE = 3.0
+CALL: dict[str, Any] = {
+    "height": 64,
+    "width": 64,
+    "max_sequence_length": TEXT_TOKENS,
+    "negative_prompt": "",
+    "true_cfg_scale": GUIDANCE,
+}
+PROMPT_DROPOUT = 0.1
+HELD = 256
+_SIDE = 8  # packed tokens across a picture
+_WIDTH = 160
+
+
+def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) -> FluxPipeline:
+    """Load the shipped pipeline, with its progress bar off and 64x64 as its default size.
+
+    Args:
+        dtype: Dtype of every model in it; the files hold bfloat16.
+        directory: Directory of the saved pipeline.
+    """
+    pipe = load_pipeline(FluxPipeline, directory, dtype)
+    pipe.default_sample_size = CALL["height"] // pipe.vae_scale_factor
+    return pipe
+
+
+def build_transformer(text_width: int = 64) -> FluxTransformer2DModel:
+    """Build the denoiser: 2 double and 6 single blocks of width 160, adaLN-zero start.
+
+    Args:
+        text_width: Width of the text states and of the pooled vector.
+    """
+    model = FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4 * CHANNELS,
+        num_layers=2,
+        num_single_layers=6,
+        attention_head_dim=32,
+        num_attention_heads=_WIDTH // 32,
+        joint_attention_dim=text_width,
+        pooled_projection_dim=text_width,
+        guidance_embeds=False,
+        axes_dims_rope=(8, 12, 12),
+    )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            modulation = name == "proj_out" or name.endswith(("norm.linear", "norm_out.linear"))
+            if modulation or ".norm1" in name:
+                nn.init.zeros_(module.weight)
+            else:
+                nn.init.xavier_uniform_(module.weight)
+            nn.init.zeros_(module.bias)
+    return model
+
+
+def build_pipeline(
+    autoencoder: AutoencoderKL, models: nn.ModuleDict, encoder: Encoder
+) -> FluxPipeline:
+    """Put trained parts together.
+
+    Args:
+        autoencoder: Autoencoder with its shift and scaling factors set.
+        models: Denoiser and text encoders by their names in the pipeline.
+        encoder: Tokenizers that the encoders were trained with.
+    """
+    return FluxPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False),
+        vae=autoencoder,
+        tokenizer=encoder.clip,
+        tokenizer_2=encoder.t5,
+        **dict(models.items()),
+    )
+
+
+@torch.no_grad()
+def encode(autoencoder: AutoencoderKL, pictures: Tensor) -> Tensor:
+    """Encode pictures uint8 [B, 64, 64, 3] into packed, scaled latents, float16 [B, 64, 48].
+
+    The first 2,000 set the shift and scaling factors if the autoencoder has none.
+    """
+    means = torch.cat(
+        [autoencoder.encode(to_unit(part)).latent_dist.mean for part in pictures.split(100)]
+    )
+    if autoencoder.config.shift_factor is None:
+        autoencoder.register_to_config(
+            shift_factor=round(float(means[:2000].mean()), 5),
+            scaling_factor=round(1 / float(means[:2000].std()), 5),
+        )
+    scaled = (means - autoencoder.config.shift_factor) * autoencoder.config.scaling_factor
+    packed: Tensor = FluxPipeline._pack_latents(scaled, *scaled.shape)
+    return packed.half()
+
+
+def retell(scene: Scene, rng: np.random.Generator) -> str:
+    """Write a scene as a sentence with another choice of what is said; at times as none."""
+    if rng.random() < PROMPT_DROPOUT:
+        return ""
+    stickers = scene.stickers if rng.random() < 0.5 else scene.stickers[::-1]
+    relation = ""
+    if len(stickers) == 2 and rng.random() < 0.7:
+        relation = str(rng.choice(true_relations(*stickers)))
+    says_ground = scene.ground != "gradient" and bool(rng.random() < 0.5)
+    return caption(Scene(stickers, scene.ground, scene.seed, relation, says_ground))
+
+
+class Flux(Job):
+    """Train denoiser and text encoders by flow matching at logit-normal times.
+
+    The model sees what `FluxPipeline` will show it: packed latents, the same position ids, text
+    padded to the same length without a mask, sigma as the timestep, `noise - latents` as target.
+    The folder holds `sticker-autoencoder.state` and `sticker-text.state`.
+    """
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        super().__init__(settings, folder)
+        self.encoder = Encoder()
+        self.autoencoder = load_autoencoder(folder / "sticker-autoencoder.state")
+        rng = np.random.default_rng(settings.seed + 1)
+        self.scenes = [sample_scene(rng) for _ in range(settings.examples)]
+        held = np.random.default_rng(settings.seed + 2)
+        self.held_texts = [caption(sample_scene(held, held=True)) for _ in range(HELD)]
+        self.latents, self.held = self._latents()
+        self.image_ids = FluxPipeline._prepare_latent_image_ids(
+            1, _SIDE, _SIDE, "cpu", torch.float32
+        )
+        self.text_ids = torch.zeros(TEXT_TOKENS, 3)
+
+    def _latents(self) -> tuple[Tensor, Tensor]:
+        path = self.folder / "latents.safetensors"
+        if not path.exists() or len(load_file(path)["latents"]) != self.settings.examples:
+            kept = {
+                name: encode(
+                    self.autoencoder, draw_pictures(self.folder / file, *given, held=held)[0]
+                )
+                for name, file, given, held in (
+                    (
+                        "latents",
+                        "flux.npz",
+                        (self.settings.examples, self.settings.seed + 1),
+                        False,
+                    ),
+                    ("held", "held.npz", (HELD, self.settings.seed + 2), True),
+                )
+            }
+            config = self.autoencoder.config
+            kept["factors"] = torch.tensor([config.shift_factor, config.scaling_factor]).double()
+            save_file(kept, path)
+        kept = load_file(path)
+        shift, scale = (round(float(value), 5) for value in kept["factors"])
+        self.autoencoder.register_to_config(shift_factor=shift, scaling_factor=scale)
+        return kept["latents"], kept["held"].float()
+
+    def build(self) -> nn.ModuleDict:
+        """Build the denoiser, and the text encoders as their own training left them."""
+        clip, t5 = self.encoder.build()
+        understood = torch.load(self.folder / "sticker-text.state", weights_only=True)["average"]
+        models = nn.ModuleDict({"text_encoder": clip, "text_encoder_2": t5})
+        models.load_state_dict({k: v for k, v in understood.items() if k.startswith("text_")})
+        transformer = build_transformer()
+        transformer.set_attn_processor(PlainFluxAttention())
+        models["transformer"] = transformer
+        return models
+
+    def velocity(
+        self, models: nn.ModuleDict, tokens: Tensor, sigmas: Tensor, texts: list[str]
+    ) -> Tensor:
+        """Return what the denoiser answers to tokens [B, 64, 48] at sigmas [B]."""
+        states, pooled = self.encoder.encode(models, texts)
+        call = _compiled() if self.compiled and torch.is_grad_enabled() else _call
+        given = (tokens, sigmas, pooled, states, self.text_ids, self.image_ids)
+        answer: Tensor = call(models["transformer"], *given)
+        return answer.float()
+
+    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the mean square error of the velocity."""
+        rng = np.random.default_rng(int(torch.randint(1 << 62, (), generator=generator)))
+        texts = [retell(self.scenes[i], rng) for i in chosen]
+        return self._error(models, self.latents[chosen].float(), texts, generator)
+
+    def _error(
+        self, models: nn.ModuleDict, latents: Tensor, texts: list[str], generator: torch.Generator
+    ) -> Tensor:
+        sigmas = torch.sigmoid(torch.randn(len(latents), generator=generator))
+        noise = torch.randn(latents.shape, generator=generator)
+        tokens = torch.lerp(latents, noise, sigmas[:, None, None])
+        answer = self.velocity(models, tokens, sigmas, texts)
+        return functional.mse_loss(answer, noise - latents)
+
+    @torch.no_grad()
+    def measure(self, models: nn.ModuleDict) -> dict[str, float]:
+        """Measure the loss on held-out combinations, with the same noise each time."""
+        generator = torch.Generator().manual_seed(5)
+        losses = [
+            float(
+                self._error(models, self.held[i : i + 64], self.held_texts[i : i + 64], generator)
+            )
+            for i in range(0, HELD, 64)
+        ]
+        return {"held_loss": sum(losses) / len(losses)}
+
+    @torch.no_grad()
+    def sample(
+        self,
+        models: nn.ModuleDict,
+        texts: list[str],
+        *,
+        steps: int = 28,
+        guidance: float = GUIDANCE,
+    ) -> Tensor:
+        """Draw pictures as the pipeline does, uint8 [B, 64, 64, 3]."""
+        tokens = torch.randn(
+            len(texts), _SIDE**2, 4 * CHANNELS, generator=torch.Generator().manual_seed(0)
+        )
+        sigmas = [*torch.linspace(1, 1 / steps, steps).tolist(), 0.0]
+        both = texts + [""] * len(texts)
+        for sigma, following in pairwise(sigmas):
+            level = torch.full((2 * len(texts),), sigma)
+            said, unsaid = self.velocity(models, tokens.repeat(2, 1, 1), level, both).chunk(2)
+            tokens = tokens + (following - sigma) * (unsaid + guidance * (said - unsaid))
+        config = self.autoencoder.config
+        latents = FluxPipeline._unpack_latents(tokens, 64, 64, 4)
+        latents = latents / config.scaling_factor + config.shift_factor
+        made: Tensor = self.autoencoder.decode(latents).sample
+        return ((made.clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 1).byte()
+
+    def show(self, models: nn.ModuleDict) -> Image.Image:
+        """Draw held-out sentences, the same and with the same noise each time."""
+        texts = held_out_captions(24, seed=1)
+        drawn = [[Image.fromarray(picture)] for picture in self.sample(models, texts).numpy()]
+        return draw_grid(drawn, texts, scale=2, columns=6)
+
+    def pipeline(self, models: nn.ModuleDict) -> FluxPipeline:
+        """Put the pipeline together, with diffusers' own attention."""
+        transformer: Any = models["transformer"]
+        transformer.set_attn_processor(FluxAttnProcessor())
+        return build_pipeline(self.autoencoder, models, self.encoder)
+
+    def export(self, models: nn.ModuleDict, directory: Path) -> None:
+        """Save the pipeline in bfloat16."""
+        save_pipeline(self.pipeline(models), directory, CALL)
+
+
+def _call(
+    transformer: FluxTransformer2DModel,
+    tokens: Tensor,
+    sigmas: Tensor,
+    pooled: Tensor,
+    states: Tensor,
+    text_ids: Tensor,
+    image_ids: Tensor,
+) -> Tensor:
+    answer: Tensor = transformer(
+        hidden_states=tokens,
+        timestep=sigmas,
+        pooled_projections=pooled,
+        encoder_hidden_states=states,
+        txt_ids=text_ids,
+        img_ids=image_ids,
+        return_dict=False,
+    )[0]
+    return answer
+
+
+@cache
+def _compiled() -> Any:
+    return torch.compile(_call, dynamic=False)

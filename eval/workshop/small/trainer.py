@@ -1,0 +1,453 @@
+"""Train a small model: one loop for all of them, with checkpoints that a run goes on from.
+
+    python -m diffcache.eval.workshop.small.trainer sticker-flux --out runs/stickers --minutes 90
+
+`assets/models/MODEL/train.toml` holds the settings, a table for each name. A job says what is
+trained and what its loss is; the loop takes care of precision, learning rates, averaged weights,
+checkpoints, the curve and the pictures to look at. Seed, settings and precision give the same
+weights on one machine, broken off or not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MODELS = Path(__file__).resolve().parents[3] / "assets" / "models"
+JOBS = {  # name -> class, and the shipped model it is for
+    "sticker-autoencoder": ("sticker_autoencoder:Autoencoder", "sticker-flux"),
+    "sticker-text": ("sticker_text:Text", "sticker-flux"),
+    "sticker-judge": ("sticker_judge:JudgeJob", "sticker-judge"),
+    "sticker-flux": ("sticker_flux:Flux", "sticker-flux"),
+}
+PRECISIONS = ("float32", "bfloat16", "compiled")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a training, read from `train.toml`.
+
+    Attributes:
+        steps: Length of the run in steps.
+        batch: Examples in a step.
+        examples: Number of different examples.
+        seed: Seed of weights, examples, order and noise.
+        rate: Highest learning rate of AdamW.
+        muon: Highest learning rate of Muon, which trains the matrices and kernels of `muon_in`;
+            0 trains them with AdamW.
+        muon_in: Regular expression found in the names of the parameters that Muon trains.
+        factors: Factors of the learning rate by module; 1 where it says nothing.
+        average: Decay of the averaged weights a step.
+        warmup: Steps over which the learning rate rises.
+        cooldown: Last share of the run, over which the learning rate falls to a fiftieth.
+        save_every: Steps between two checkpoints.
+        measure_every: Steps between two measurements on held-out examples.
+    """
+
+    steps: int
+    batch: int
+    examples: int
+    seed: int = 0
+    rate: float = 1e-3
+    muon: float = 0.0
+    muon_in: str = "blocks"
+    factors: Mapping[str, float] = field(default_factory=dict)
+    average: float = 0.999
+    warmup: int = 100
+    cooldown: float = 0.3
+    save_every: int = 250
+    measure_every: int = 1000
+
+
+class Job(ABC):
+    """A model to train: its modules, its loss, and measures on held-out examples.
+
+    Args:
+        settings: Settings of the training.
+        folder: Folder of the run, where examples are kept.
+    """
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.compiled = False  # whether the loss may compile its costly part
+
+    @abstractmethod
+    def build(self) -> nn.ModuleDict:
+        """Build the modules, untrained."""
+
+    @abstractmethod
+    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the loss of the examples with these numbers, int64 [B].
+
+        Args:
+            models: Modules as `build` makes them.
+            chosen: Numbers of the examples.
+            generator: Source of the step's randomness.
+        """
+
+    @abstractmethod
+    def measure(self, models: nn.ModuleDict) -> dict[str, float]:
+        """Measure averaged weights on held-out examples, by name."""
+
+    def show(self, models: nn.ModuleDict) -> Image.Image | None:
+        """Draw a picture to look at; None where there is nothing to see."""
+        del models
+        return None
+
+    def export(self, models: nn.ModuleDict, directory: Path) -> None:
+        """Write averaged weights as they are shipped; nothing where another training ships them.
+
+        Args:
+            models: Averaged modules.
+            directory: Directory of the shipped model.
+        """
+        del models, directory
+
+
+class Muon(torch.optim.Optimizer):
+    """Step along the nearest orthogonal matrix to the momentum, in float32.
+
+    `torch.optim.Muon` rounds to bfloat16, which is slow on processors without hardware for it,
+    and takes matrices alone; kernels of convolutions are flattened here.
+
+    Reference: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], rate: float) -> None:
+        super().__init__(groups, {"lr": rate, "momentum": 0.95, "weight_decay": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Take one step."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                momentum = state.setdefault("momentum", torch.zeros_like(weight))
+                momentum.lerp_(weight.grad, 1 - group["momentum"])
+                moved = weight.grad.lerp(momentum, group["momentum"]).flatten(1)
+                change = orthogonal(moved).view_as(weight)
+                size = max(1.0, moved.shape[0] / moved.shape[1]) ** 0.5
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(change, alpha=-group["lr"] * size)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return about the nearest orthogonal matrix [M, N], by five steps of Newton-Schulz."""
+    wide: Tensor = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    wide = wide / (wide.norm() + 1e-7)
+    for _ in range(5):
+        square = wide @ wide.T
+        wide = 3.4445 * wide + (-4.775 * square + 2.0315 * square @ square) @ wide
+    return wide.T if matrix.shape[0] > matrix.shape[1] else wide
+
+
+def build_optimizers(models: nn.ModuleDict, settings: Settings) -> list[torch.optim.Optimizer]:
+    """Build AdamW, and Muon for the matrices that settings name; groups hold their factors."""
+    matrices = {
+        name: weight
+        for name, weight in models.named_parameters()
+        if settings.muon and weight.dim() > 1 and re.search(settings.muon_in, name)
+    }
+    rest: list[dict[str, Any]] = []
+    orthogonalized: list[dict[str, Any]] = []
+    for module in models:
+        factor = settings.factors.get(module, 1.0)
+        own = [(n, w) for n, w in models.named_parameters() if n.startswith(f"{module}.")]
+        plain = [weight for name, weight in own if name not in matrices]
+        rest.append({"params": plain, "peak": settings.rate * factor})
+        if taken := [weight for name, weight in own if name in matrices]:
+            orthogonalized.append({"params": taken, "peak": settings.muon * factor})
+    adam = torch.optim.AdamW(rest, settings.rate, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
+    return [adam, Muon(orthogonalized, settings.muon)] if orthogonalized else [adam]
+
+
+def pace(step: int, settings: Settings) -> float:
+    """Return the share of the peak learning rate: a rise, level, then a fall to a fiftieth."""
+    left = (settings.steps - step) / max(settings.cooldown * settings.steps, 1)
+    return min(1.0, (step + 1) / max(settings.warmup, 1)) * max(0.02, min(1.0, left))
+
+
+def order(settings: Settings, start: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield the steps of a run from one on, each with the numbers of its examples."""
+    per_round = max(settings.examples // settings.batch, 1)
+    shuffled = torch.empty(0, dtype=torch.long)
+    for step in range(start, settings.steps):
+        number, place = divmod(step, per_round)
+        if place == 0 or step == start:
+            generator = torch.Generator().manual_seed(settings.seed * 7_919 + number)
+            shuffled = torch.randperm(settings.examples, generator=generator)
+        yield step, shuffled[place * settings.batch : (place + 1) * settings.batch]
+
+
+def choose_precision(job: Job, models: nn.ModuleDict) -> dict[str, float]:
+    """Time one step in float32 and in bfloat16: CPU seconds by precision, compiling aside."""
+    seconds = {}
+    for precision in PRECISIONS[:2]:
+        times = []
+        for step in range(3):
+            chosen = torch.arange(job.settings.batch) % job.settings.examples
+            begun = time.process_time()
+            with autocast(precision):
+                job.loss(models, chosen, torch.Generator().manual_seed(step)).backward()
+            times.append(time.process_time() - begun)
+            models.zero_grad(set_to_none=True)
+        seconds[precision] = round(min(times), 4)
+    return seconds
+
+
+def autocast(precision: str) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which a loss is computed in a precision."""
+    if precision == "bfloat16":
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+    return contextlib.nullcontext()
+
+
+class Training:
+    """A training under way: weights, their average, optimizers and the curve.
+
+    Args:
+        job: Model to train.
+        precision: One of `PRECISIONS`; "auto" times float32 and bfloat16 and takes the faster.
+    """
+
+    def __init__(self, job: Job, precision: str) -> None:
+        torch.manual_seed(job.settings.seed)
+        self.job = job
+        self.models = job.build()
+        self.average = copy.deepcopy(self.models).requires_grad_(False)
+        self.optimizers = build_optimizers(self.models, job.settings)
+        self.step = 0
+        self.rows: list[dict[str, Any]] = []
+        self.seconds = {"wall": 0.0, "cpu": 0.0}
+        self.timed: dict[str, float] = {}
+        self.commits: list[str] = []  # of the code of each part of a run
+        if precision == "auto":
+            self.timed = choose_precision(job, self.models)
+            precision = min(self.timed, key=self.timed.__getitem__)
+        self.precision = precision
+        job.compiled = precision == "compiled"
+
+    def update(self, chosen: Tensor) -> float:
+        """Take one step on examples with these numbers, and return its loss."""
+        settings = self.job.settings
+        generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + self.step)
+        with autocast(self.precision):
+            loss = self.job.loss(self.models, chosen, generator)
+        self.models.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.models.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * pace(self.step, settings)
+            optimizer.step()
+        self.step += 1
+        self._average()
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        # Early averages forget faster, so that they are not held back by the first weights.
+        decay = min(self.job.settings.average, (1 + self.step) / (10 + self.step))
+        kept = [value for value in self.average.state_dict().values() if value.is_floating_point()]
+        new = [value for value in self.models.state_dict().values() if value.is_floating_point()]
+        torch._foreach_lerp_(kept, new, 1 - decay)
+
+    def save(self, path: Path) -> None:
+        """Write all that a run needs to go on, whole or not at all."""
+        state = {
+            "models": self.models.state_dict(),
+            "average": self.average.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": self.step,
+            "rows": self.rows,
+            "seconds": self.seconds,
+            "precision": self.precision,
+            "timed": self.timed,
+            "commits": self.commits,
+        }
+        part = path.with_name(path.name + ".part")
+        torch.save(state, part)
+        part.replace(path)
+
+    def restore(self, path: Path) -> None:
+        """Take up what `save` wrote."""
+        state = torch.load(path, weights_only=True)
+        self.models.load_state_dict(state["models"])
+        self.average.load_state_dict(state["average"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            peaks = [group["peak"] for group in optimizer.param_groups]
+            optimizer.load_state_dict(saved)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["peak"] = peak  # settings may be changed between two parts of a run
+        self.step, self.rows, self.seconds = state["step"], state["rows"], state["seconds"]
+        self.timed, self.precision = state["timed"], state["precision"]
+        self.commits = state.get("commits", [])
+
+
+def train(job: Job, name: str, *, precision: str = "auto", minutes: float = math.inf) -> Training:
+    """Train from the last checkpoint on, or from the start, until the end or a time limit.
+
+    Args:
+        job: Model to train.
+        name: Name of the files in the job's folder: `NAME.state`, `NAME.jsonl`, `NAME-STEP.png`.
+        precision: One of `PRECISIONS`, or "auto".
+        minutes: Minutes after which to stop at a checkpoint.
+    """
+    settings = job.settings
+    state = job.folder / f"{name}.state"
+    run = Training(job, precision)
+    if state.exists():
+        run.restore(state)
+    if commit() not in run.commits:
+        run.commits.append(commit())
+    begun, begun_cpu = time.monotonic(), time.process_time()
+    before = dict(run.seconds)
+    losses: list[float] = []
+    for step, chosen in order(settings, run.step):
+        losses.append(run.update(chosen))
+        run.seconds = {
+            "wall": before["wall"] + time.monotonic() - begun,
+            "cpu": before["cpu"] + time.process_time() - begun_cpu,
+        }
+        late = time.monotonic() - begun > 60 * minutes
+        last = late or run.step == settings.steps
+        measured = last or run.step % settings.measure_every == 0
+        if measured or run.step % 50 == 0:
+            row = {"step": run.step, "loss": sum(losses) / len(losses)}
+            row |= {"rate": pace(step, settings), "cpu_seconds": run.seconds["cpu"]}
+            if measured:
+                row |= job.measure(run.average.eval())
+                if picture := job.show(run.average):
+                    picture.save(job.folder / f"{name}-{run.step:06d}.png")
+            run.rows.append({key: float(f"{value:.5g}") for key, value in row.items()})
+            print(json.dumps(run.rows[-1]), flush=True)
+            losses = []
+        if last or run.step % settings.save_every == 0:
+            run.save(state)
+        if last:
+            break
+    return run
+
+
+def read_settings(name: str) -> Settings:
+    """Read the settings of a training from the `train.toml` of its model.
+
+    Args:
+        name: One of `JOBS`.
+
+    Raises:
+        ValueError: If there is no such training, or the file names a setting that there is not.
+    """
+    if name not in JOBS:
+        raise ValueError(f"unknown training {name!r}; use one of {', '.join(JOBS)}")
+    path = MODELS / JOBS[name][1] / "train.toml"
+    values = tomllib.loads(path.read_text(encoding="utf-8"))[name]
+    known = [one.name for one in fields(Settings)]
+    if unknown := [key for key in values if key not in known]:
+        raise ValueError(f"{path}: no setting {unknown[0]!r}; use {', '.join(known)}")
+    return Settings(**values)
+
+
+def commit() -> str:
+    """Return the commit of the working tree, with "+" where files differ from it; "" outside."""
+    asked = ["git", "-C", str(MODELS), "describe", "--always", "--abbrev=40", "--dirty=+"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def record(run: Training, name: str, command: str) -> dict[str, Any]:
+    """Describe how a model was trained, with a curve of at most 150 rows."""
+    every = -(-len(run.rows) // 150)
+    settings = run.job.settings
+    return {
+        "model": name,
+        "commits": run.commits,
+        "command": command,
+        "settings": {one.name: getattr(settings, one.name) for one in fields(settings)},
+        "steps": run.step,
+        "samples": run.step * settings.batch,
+        "precision": run.precision,
+        "seconds_a_step_by_precision": run.timed,
+        "cpu_hours": round(run.seconds["cpu"] / 3600, 3),
+        "wall_hours": round(run.seconds["wall"] / 3600, 3),
+        "torch": torch.__version__,
+        "weights": sum(weight.numel() for weight in run.models.parameters()),
+        "curve": [r for i, r in enumerate(run.rows) if i % every == 0 or r is run.rows[-1]],
+    }
+
+
+def load_job(name: str, folder: Path) -> Job:
+    """Build a training from its settings.
+
+    Args:
+        name: One of `JOBS`.
+        folder: Folder of the run, with the checkpoints of the trainings that it builds on.
+    """
+    settings = read_settings(name)
+    module, _, member = JOBS[name][0].partition(":")
+    made: Job = getattr(import_module(f"diffcache.eval.workshop.small.{module}"), member)(
+        settings, folder
+    )
+    return made
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train a model, or ship its last checkpoint with the record of its training."""
+    parser = argparse.ArgumentParser("trainer", description=__doc__.split("\n")[0])
+    parser.add_argument("model", choices=JOBS)
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of checkpoints and examples"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="stop after so many minutes"
+    )
+    parser.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--export", action="store_true", help="train no more; ship the last checkpoint"
+    )
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(chosen.threads)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    job = load_job(chosen.model, chosen.out)
+    if not chosen.export:
+        train(job, chosen.model, precision=chosen.precision, minutes=chosen.minutes)
+        return
+    run = Training(job, "float32")
+    run.restore(chosen.out / f"{chosen.model}.state")
+    directory = MODELS / JOBS[chosen.model][1]
+    job.export(run.average.eval(), directory)
+    command = f"python -m diffcache.eval.workshop.small.trainer {chosen.model} --out DIR"
+    path = directory / f"training-{chosen.model}.json"
+    path.write_text(
+        json.dumps(record(run, chosen.model, command), indent=1) + "\n", encoding="utf-8"
+    )
+
+
+if __name__ == "__main__":
+    main()

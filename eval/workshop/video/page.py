@@ -1,0 +1,187 @@
+"""`docs/causal_video.md` behind its introduction: the policies, and what was measured of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from diffcache.eval.pages import keep_pages, table
+from diffcache.eval.record import ROOT
+from diffcache.eval.workshop.method_page import settings, story
+from diffcache.files import read_json
+from diffcache.video import POLICIES
+
+PAGE = Path("docs/causal_video.md")
+RECORD, CA2 = "causal.json", "ca2-vdm.json"
+HEAD = "## Policies\n"  # what stands before is written by hand
+
+MEASURED = """\
+## Measured
+
+Every policy begins with the same three frames of {samples} held-out films of shapes-causal and goes
+on with the same noise, for {frames} frames: twenty times as many as a training film has. The prompt
+states a shape and a color; the exact hue, the size, the velocity, the wall and the mark are known
+from history alone. The table is of the last quarter of the films, with 95 % intervals. *Identity*
+is the share of frames that show the stated shape and color, *hue error* in degrees, *size* the area
+by the true one, *mark* the share of its four cells that are right, *wall* the PSNR of the
+background against the first frame, *speed* by the true one, *static* the share of slices in which
+the shape hardly moves, *jump* how far it moves between chunks by how far within them (median).
+Rows in *italics* are controls, which are built to lose.
+"""
+TIMED = """\
+## Time and bytes of a chunk
+
+{rounds} chunks of every policy, one film each, all policies in turn in one process: the time of a
+chunk in each third of them, as a multiple of a chunk that has no history, bytes after each third,
+and the last third by the middle one.
+"""
+CHANGED = """\
+## A new prompt
+
+After {before} frames the prompt changes to another shape and another color. *Shown* is the share of
+films of which some chunk shows nothing but the new prompt, *chunks* how many come before the first
+such chunk (median). *Identity*, *mark* and *wall* are of the frames from the change on.
+"""
+
+
+def page(directory: Path = ROOT) -> str:
+    """Return the whole page.
+
+    Args:
+        directory: The project, for its record and the introduction of the page.
+    """
+    introduction, _, _ = (directory / PAGE).read_text(encoding="utf-8").partition(HEAD)
+    parts = [introduction + HEAD, *map(_section, POLICIES)]
+    record = read_json(directory / "assets" / "bench" / RECORD)
+    if record:
+        parts += [_measured(record), _timed(record), _anew(record), _changed(record)]
+    record = read_json(directory / "assets" / "bench" / CA2)
+    parts += [_ca2(record)] if record else []
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _section(cls: type) -> str:
+    lines = [f"### {cls.__name__}", "", f"`{cls.__module__}`", "", story(cls), ""]
+    source = getattr(cls, "source", "")
+    lines += [f"Source: {source}.", ""] if source else []
+    known = settings(cls)
+    lines += [*table(["setting", "default", "meaning"], known), ""] if known else []
+    return "\n".join(lines)
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return f"*{row['name']}*" if row["role"] == "control" else str(row["name"])
+
+
+def _value(found: Mapping[str, float], digits: int) -> str:
+    value, low, high = (f"{found[key]:.{digits}f}" for key in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
+
+
+def _measured(record: Mapping[str, Any]) -> str:
+    digits = {"identity": 2, "hue_error": 1, "size": 2, "mark": 2, "wall_db": 1, "speed": 2,
+              "static": 2}  # fmt: skip
+    rows = []
+    for row in record["rows"]:
+        jumps = row["slices"]["jump"]
+        quarter = jumps[3 * len(jumps) // 4 :]
+        rows.append([
+            _name(row), *(_value(row["late"][key], places) for key, places in digits.items()),
+            f"{sorted(quarter)[len(quarter) // 2]:.2f}",
+        ])  # fmt: skip
+    heads = ["", "identity", "hue error", "size", "mark", "wall, dB", "speed", "static", "jump"]
+    about = MEASURED.format(**record["shapes"])
+    told = f"{record['dtype']}, {record['threads']} thread, {record['device']} "
+    return "\n".join([about, *table(heads, rows), "", f"{told}(`{record['command']}`).", "",
+                      *_drift(record)])  # fmt: skip
+
+
+def _drift(record: Mapping[str, Any]) -> list[str]:
+    """Return identity by slices of time."""
+    step = record["shapes"]["slice"]
+    count = len(record["rows"][0]["slices"]["identity"])
+    chosen = sorted({0, 1, count // 4, count // 2, 3 * count // 4, count - 1})
+    rows = [
+        [_name(row), *(f"{row['slices']['identity'][at]:.2f} / {row['slices']['wall_db'][at]:.1f}"
+                       for at in chosen)]
+        for row in record["rows"]
+    ]  # fmt: skip
+    heads = ["identity / wall, dB", *(f"frames {at * step} to {(at + 1) * step}" for at in chosen)]
+    return [*table(heads, rows), ""]
+
+
+def _timed(record: Mapping[str, Any]) -> str:
+    rows = []
+    for row in record["rows"]:
+        chunk = row["chunk"]
+        times, sizes = ([f"{value:{form}}" for value in chunk[key]]
+                        for key, form in (("of_alone", ".2f"), ("bytes", ",")))  # fmt: skip
+        rows.append([_name(row), f"{chunk['ms'][2]:.1f}", *times, f"{chunk['time_ratio']:.2f}",
+                     *sizes, f"{chunk['bytes_ratio']:.2f}"])  # fmt: skip
+    heads = ["", "ms", "first third", "middle", "last", "last by middle", "first, bytes", "middle",
+             "last", "last by middle"]  # fmt: skip
+    return "\n".join([TIMED.format(rounds=record["rounds"]), *table(heads, rows), ""])
+
+
+def _anew(record: Mapping[str, Any]) -> str:
+    rows = [
+        [str(row["chunks"]), *(f"{row[key]['median']:.2f}" for key in ("of_cached", "of_window"))]
+        for row in record["anew"]
+    ]
+    batch = record["stream_batch"]
+    about = (
+        "The time of a chunk whose history is computed anew, once a chunk, by that of a chunk with "
+        "a cache of the whole history, and of twelve frames and three sinks:"
+    )
+    stream = (
+        f"All {batch['levels']} noise levels in one batch are {batch['faster']['median']:.2f} "
+        f"({batch['faster']['q1']:.2f} to {batch['faster']['q3']:.2f}) times faster than one after "
+        f"the other; the films differ by at most {batch['largest_difference']:.1e}."
+    )
+    heads = ["chunks before", "by the whole history cached", "by a window cached"]
+    return "\n".join([about, "", *table(heads, rows), "", stream, ""])
+
+
+def _changed(record: Mapping[str, Any]) -> str:
+    rows = [
+        [row["name"], _value(row["shown"], 2), _count(row["chunks"]), _value(row["identity"], 2),
+         _value(row["mark"], 2), _value(row["wall_db"], 1)]
+        for row in record["changes"]
+    ]  # fmt: skip
+    heads = ["", "shown", "chunks", "identity", "mark", "wall, dB"]
+    about = CHANGED.format(before=record["shapes"]["before"])
+    return "\n".join([about, *table(heads, rows)])
+
+
+def _ca2(record: Mapping[str, Any]) -> str:
+    """Return what a chunk of Ca2-VDM costs, cached and computed anew."""
+    shapes = record["shapes"]
+    height, width = shapes["latents"]
+    about = (
+        f"Chunks of {shapes['chunk_frames']} frames of {height} x {width} latents, "
+        f"{shapes['steps']} steps and the clean pass, on a small factorized transformer with "
+        "random weights: all frames before computed anew in every step, as by the paper's "
+        f"baseline, beside the cache. {record['rounds']} rounds in turn, medians, "
+        f"{record['dtype']}, {record['threads']} thread, {record['device']} "
+        f"(`{record['command']}`)."
+    )
+    rows = [
+        [str(row["prefix_chunks"]), f"{1e3 * row['recompute_seconds']['median']:.0f}",
+         f"{1e3 * row['cached_seconds']['median']:.0f}", f"{row['ratio']['median']:.1f}",
+         f"{row['flops_ratio']:.1f}", f"{row['cache_bytes']:,}"]
+        for row in record["rows"]
+    ]  # fmt: skip
+    heads = ["chunks before", "anew, ms", "cached, ms", "time ratio", "FLOPs ratio", "bytes"]
+    return "\n".join(["## A chunk of Ca2-VDM\n", about, "", *table(heads, rows), ""])
+
+
+def _count(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
+
+
+main = keep_pages(lambda text: page(), ROOT / PAGE)
+
+if __name__ == "__main__":
+    sys.exit(main())

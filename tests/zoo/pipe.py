@@ -1,0 +1,224 @@
+"""One tiny random pipeline of the zoo: how to build it and how to call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.zoo.case import randomize
+from tests.zoo.catalog import cases
+
+TEXT_TOKENS, TEXT_DIM, POOLED_DIM = 6, 24, 12
+
+Build = Callable[[int], Any]
+Call = Callable[[Any, int, int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class PipeCase:
+    """A diffusers pipeline at a tiny size, without tokenizers and text encoders.
+
+    Attributes:
+        name: Unique id: the class name, with a suffix where one class has several cases.
+        build: Makes the pipeline from a seed of the weights.
+        call: Makes the arguments of the call from (pipeline, seed, steps).
+        denoisers: Names of the components that run in the sampling loop, in their order.
+        branches: Calls of the denoiser in most steps.
+        batched: Guidance branches in the batch of one call, 0 where the model has no batch.
+        note: Remark on what is unusual about the pipeline.
+    """
+
+    name: str
+    build: Build
+    call: Call
+    denoisers: tuple[str, ...] = ("transformer",)
+    branches: int = 1
+    batched: int = 1
+    note: str = ""
+
+    def run(self, pipe: Any, seed: int = 0, steps: int = 6) -> torch.Tensor:
+        """Call a pipeline and return its result as one tensor.
+
+        Args:
+            pipe: A pipeline made by `build`.
+            seed: Seed of the prompt and of the initial noise.
+            steps: Number of inference steps.
+
+        Returns:
+            The latents, or decoded images for the few pipelines that always decode.
+        """
+        return result(pipe(**self.call(pipe, seed, steps)))
+
+
+def result(output: Any) -> torch.Tensor:
+    """Return the images or frames of a pipeline's output as one tensor.
+
+    Args:
+        output: Output of the pipeline.
+
+    Returns:
+        The main result; lists are stacked.
+    """
+    first = output[0]
+    if isinstance(first, (list, tuple)):
+        first = torch.stack([torch.as_tensor(part) for part in first])
+    return torch.as_tensor(first)
+
+
+def denoiser(name: str, seed: int, **config: Any) -> nn.Module:
+    """Build the denoiser of a zoo case, with some of its configuration replaced.
+
+    Args:
+        name: Name of the case.
+        seed: Seed of the weights.
+        **config: Constructor arguments that differ from the case's.
+
+    Returns:
+        The model in eval mode.
+    """
+    case = cases()[name]
+    return replace(case, config={**case.config, **config}).build(seed)
+
+
+def settings(model: Any, *names: str) -> dict[str, Any]:
+    """Read some settings from a model's configuration.
+
+    Args:
+        model: Any diffusers model.
+        *names: Names of the settings.
+
+    Returns:
+        The settings by name.
+    """
+    return {name: model.config[name] for name in names}
+
+
+def component(cls: str, seed: int, *, module: str = "diffusers", **config: Any) -> nn.Module:
+    """Build another model of diffusers with random weights, such as an autoencoder.
+
+    Args:
+        cls: Name of the class.
+        seed: Seed of the weights.
+        module: Name of the module that exports the class.
+        **config: Constructor arguments.
+
+    Returns:
+        The model in eval mode.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = getattr(import_module(module), cls)(**config)
+    return randomize(model, seed).eval()
+
+
+def assemble(cls: str, scheduler: Any, **components: Any) -> Any:
+    """Put a pipeline together; components that are not given are None.
+
+    Args:
+        cls: Name of the pipeline class.
+        scheduler: The scheduler.
+        **components: Models and settings by the name of the constructor argument.
+
+    Returns:
+        The pipeline, with its progress bar off.
+    """
+    import inspect
+
+    import diffusers
+
+    found = getattr(diffusers, cls)
+    absent = {
+        name: None
+        for name, argument in inspect.signature(found.__init__).parameters.items()
+        if name != "self" and argument.default is argument.empty
+    }
+    pipe = found(**{**absent, "scheduler": scheduler, **components})
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def flow_euler(**config: Any) -> Any:
+    """Make a flow-matching Euler scheduler."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(**config)
+
+
+def tiny_vae(seed: int, channels: int) -> nn.Module:
+    """Build an image autoencoder that halves the resolution.
+
+    Args:
+        seed: Seed of the weights.
+        channels: Latent channels.
+
+    Returns:
+        The autoencoder in eval mode.
+    """
+    return component(
+        "AutoencoderKL",
+        seed,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 8),
+        layers_per_block=1,
+        latent_channels=channels,
+        norm_num_groups=4,
+        sample_size=16,
+        scaling_factor=1.0,
+        shift_factor=0.0,
+    )
+
+
+def noise(seed: int, *shape: int) -> torch.Tensor:
+    """Draw a standard normal tensor from a seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def common(seed: int, steps: int, size: int) -> dict[str, Any]:
+    """Make the arguments that nearly all pipelines take.
+
+    Args:
+        seed: Seed of the initial noise.
+        steps: Number of inference steps.
+        size: Height and width in pixels.
+
+    Returns:
+        The arguments, with latents as output.
+    """
+    return dict(
+        height=size,
+        width=size,
+        num_inference_steps=steps,
+        generator=torch.Generator().manual_seed(seed),
+        output_type="latent",
+    )
+
+
+def prompt(
+    seed: int, *, negative: bool = False, pooled: bool = False, mask: str = ""
+) -> dict[str, Any]:
+    """Make prompt embeddings in place of a prompt.
+
+    Args:
+        seed: Seed of the embeddings.
+        negative: Whether to make those of a negative prompt too.
+        pooled: Whether to make pooled embeddings too.
+        mask: Name of the argument for the attention mask, if there is one.
+
+    Returns:
+        The arguments for the pipeline.
+    """
+    made: dict[str, Any] = {}
+    for offset, prefix in enumerate(("", "negative_")[: 1 + negative]):
+        draw = 1000 + 10 * seed + offset
+        made[f"{prefix}prompt_embeds"] = noise(draw, 1, TEXT_TOKENS, TEXT_DIM)
+        if pooled:
+            made[f"{prefix}pooled_prompt_embeds"] = noise(draw + 5, 1, POOLED_DIM)
+        if mask:
+            made[f"{prefix}{mask}"] = torch.ones(1, TEXT_TOKENS, dtype=torch.long)
+    return made
