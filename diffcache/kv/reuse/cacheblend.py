@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.kv.hf.refresh import Host, probe, recompute
+from diffcache.kv.hf.refresh import probe, recompute
+from diffcache.kv.hf.writer import Host
 from diffcache.kv.refresh import TopDeviation, slots_of
 from diffcache.kv.reuse.piece import Piece, joined, lay_out
 from diffcache.kv.rotary import Rotation

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from diffcache.kv.hf.refresh import Host, probe, recompute
+from diffcache.kv.hf.refresh import probe, recompute
+from diffcache.kv.hf.writer import Host
 from diffcache.kv.refresh import EditScript, TopDeviation, align, slots_of
 from diffcache.kv.reuse.piece import Piece, lay_out
 from diffcache.kv.rotary import Rotation

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.kv.hf.refresh import Host, check_whole, recompute
+from diffcache.kv.hf.refresh import check_whole, recompute
+from diffcache.kv.hf.writer import Host
 from diffcache.kv.refresh import align
 from diffcache.kv.reuse.piece import cut, lay_out, turns_of
 from diffcache.kv.rotary import Rotation
