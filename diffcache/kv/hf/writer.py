@@ -20,8 +20,7 @@ from diffcache.kv.hf.refresh import Refreshing
 from diffcache.kv.hf.rotary import RotaryReader
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.rotary import Rotation
-from diffcache.kv.rotary_nd import RotaryND
-from diffcache.kv.rotary_table import RotaryTable
+from diffcache.kv.rotary_nd import RotaryND, RotaryTable
 from diffcache.kv.slots import span
 from diffcache.kv.store import CUT_OFF, KVStore
 
