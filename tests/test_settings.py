@@ -20,8 +20,7 @@ from typing import Any
 
 from diffcache.catalog import make_method
 from diffcache.kv.recipes.catalog import recipe_function
-from diffcache.names import recipe_names
-from diffcache.pipelines.zoo.families import FAMILIES
+from diffcache.registry import rows_of
 from tests.dllm.cases import CASES
 from tests.kv.examples import examples
 from tests.kv.test_settings import TABLES
@@ -53,9 +52,9 @@ def parts(thing: Any, seen: set[int]) -> Iterator[Any]:
 def known() -> dict[str, Any]:
     """Return an object of every class of settings that there is, by kind and class."""
     methods = []
-    for name, one in FAMILIES.items():
+    for name, row in rows_of("method").items():
         try:
-            methods.append(make_method(name, **one.settings))
+            methods.append(make_method(name, **row.skips or {}))
         except (ValueError, TypeError):  # needs tables that were measured
             continue
     recipes = [make() for make in examples().values()]
@@ -115,7 +114,7 @@ def said() -> dict[tuple[str, str], dict[str, list[Any]]]:
                     return dataclasses.replace(one, **settings)
 
                 note(row, field.name, getattr(one, field.name), str(field.type), make)
-    for row in recipe_names():
+    for row in rows_of("recipe"):
         function, tables = recipe_function(row), TABLES.get(row, {})
         for name, setting in inspect.signature(function).parameters.items():
             if name not in tables:

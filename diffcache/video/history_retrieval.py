@@ -54,7 +54,6 @@ class HistoryRetrieval(VideoPolicy):
     """
 
     name: ClassVar[str] = "history-retrieval"
-    source: ClassVar[str] = "after MagicWorld, arXiv 2511.18886"
     bibtex: ClassVar[str] = """@article{li2025magicworld,
   title={{MagicWorld}: Interactive Geometry-driven Video World Exploration},
   author={Li, Guangyuan and Zheng, Siming and Xu, Shuolin and Chen, Jinwei and Li, Bo and Hu, Xiaobin and Zhao, Lei and Jiang, Peng-Tao},

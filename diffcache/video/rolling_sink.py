@@ -46,7 +46,6 @@ class RollingSink(VideoPolicy):
     """
 
     name: ClassVar[str] = "rolling-sink"
-    source: ClassVar[str] = "Rolling Sink, arXiv 2602.07775"
     bibtex: ClassVar[str] = """@article{li2026rolling,
   title={{Rolling Sink}: Bridging Limited-Horizon Training and Open-Ended Testing in Autoregressive Video Diffusion},
   author={Li, Haodong and Liu, Shaoteng and Lin, Zhe and Chandraker, Manmohan},

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.attach.anchor import owner_of
+from diffcache.anchor import owner_of
 from diffcache.errors import TablesError, UncalibratedError
 from diffcache.features.collect import RunInfo
 from diffcache.features.combine import Combine
