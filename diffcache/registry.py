@@ -133,7 +133,7 @@ stream-diffusion-v2 | stream_diffusion_v2:StreamDiffusionV2 | StreamDiffusionV2,
 history-retrieval | history_retrieval:HistoryRetrieval | after MagicWorld, arXiv 2511.18886 | window=3,pool=4,count=2 |
 flow-cache | flow_cache:FlowCache | FlowCache, arXiv 2602.10825 | window=4,recent=4 |
 quantized | quantized:Quantized | KIVI, arXiv 2402.02750 | |
-# Frames of a factorized transformer
+# A transformer of another build
 ca2-vdm | ca2_vdm:Ca2VDM | Ca2-VDM, arXiv 2411.16375 | |
 """,
     "recipe": """
