@@ -12,9 +12,8 @@ import torch
 import typer
 
 from diffcache import __version__
-from diffcache.catalog import method_class, policies, settings_of
-from diffcache.catalog import methods as method_names
-from diffcache.cite import cite as bibtex
+from diffcache.catalog import settings_of
+from diffcache.citation import cite as bibtex
 from diffcache.command import (
     DEBUG,
     EXIT_LINE,
@@ -37,10 +36,19 @@ from diffcache.files import write_json
 from diffcache.pipelines.demo import serve
 from diffcache.pipelines.demo.console import console, print_rows, progress, quiet
 from diffcache.pipelines.load import Loading
+from diffcache.registry import Kind, rows_of
 
 NO_IMAGES: list[str] = []
 TEXT_METHOD = "dkv-cache"  # of language models
 COMMANDS = {"tuned": "tune"}  # the command that makes a method's tables, if not calibrate
+# Kind -> its title in the list of `diffcache methods`.
+LISTED: dict[Kind, str] = {
+    "method": "method",
+    "dllm": "policy (diffusion language models)",
+    "video": "policy (causal video)",
+    "recipe": "recipe (diffcache.kv)",
+    "reuse": "reuse of keys and values (diffcache.kv)",
+}
 FIRST = (
     "Take taylorseer first: it needs no calibration, and its speed is fixed. first-block decides "
     "by what changes in the sample. diffcache tune searches the best for a model and a speed."
@@ -313,7 +321,7 @@ def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
     from diffcache.eval.cost.formula import resolve
     from diffcache.memory import bytes_of
     from diffcache.pipelines.demo.describe import directory_of
-    from diffcache.report import human
+    from diffcache.run_report import human
 
     denoiser = resolve(directory_of(model))
     built = denoiser.build().to(torch.bfloat16)
@@ -329,7 +337,7 @@ def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
 @app.command(epilog=EXIT_LINE)
 @guarded
 def methods() -> None:
-    """List methods, policies for diffusion language models, and recipes for key-value caches.
+    """List methods, policies, recipes for key-value caches, and what reuses their contents.
 
     Methods that need calibration have tables, which `diffcache calibrate` measures on a model.
 
@@ -337,30 +345,24 @@ def methods() -> None:
 
         diffcache methods
     """
-    from diffcache.kv.recipes.catalog import recipe_function, recipes
-
     rest = ("what it does", "settings and defaults")
-    rows = []
-    for name, sentence in method_names().items():
-        settings = settings_of(method_class(name))
-        tables = COMMANDS.get(name, "calibrate") if "tables=None" in settings else ""
-        rows.append((name, sentence, tables, settings))
-    print_rows(("method", rest[0], "needs", rest[1]), rows)
-    typer.echo(FIRST)
-    policy_rows = [
-        (name, text, settings_of(method_class(name))) for name, text in policies().items()
-    ]
-    print_rows(("policy (diffusion language models)", *rest), policy_rows)
-    recipe_rows = [
-        (name, text, settings_of(recipe_function(name))) for name, text in recipes().items()
-    ]
-    print_rows(("recipe (diffcache.kv)", *rest), recipe_rows)
+    for kind, title in LISTED.items():
+        lines = []
+        for name, row in rows_of(kind).items():
+            settings = settings_of(row.load())
+            tables = COMMANDS.get(name, "calibrate") if "tables=None" in settings else ""
+            needs = (tables,) if kind == "method" else ()
+            lines.append((name, row.sentence, *needs, settings))
+        heads = (title, rest[0], "needs", rest[1]) if kind == "method" else (title, *rest)
+        print_rows(heads, lines)
+        if kind == "method":
+            typer.echo(FIRST)
 
 
 @app.command(epilog=EXIT_LINE)
 @guarded
-def cite(name: Annotated[str, typer.Argument(help="Name of a method or recipe.")]) -> None:
-    """Print the BibTeX entry of the paper of a method or recipe.
+def cite(name: Annotated[str, typer.Argument(help="Name of a method, policy or recipe.")]) -> None:
+    """Print the BibTeX entry of the paper of a method, policy or recipe.
 
     [bold]Try[/bold]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.attach.continuity import FEWEST, glance, goes_on
+from diffcache.attach.continuity import FEWEST, REACH, glance, goes_on, is_stray, items, outside
 from diffcache.attach.run import Branch, Timeline
 from diffcache.foreign import version_of
 
@@ -197,13 +197,15 @@ def is_broken(
     """Return whether a call is given a sample that is no next step of its branch's.
 
     A sample that has moved so far and does not any more is none either: inversion ends, and
-    sampling starts, at the same one. The first time since the timestep turned, another run may have
-    started in place of the one before. After that the timeline is in doubt. So it is where the
-    sample is too small to tell, and no condition does.
+    sampling starts, at the same one. Nor is one that no sampler makes of the steps before without
+    new noise, where all before could be made so. The first time since the timestep turned, another
+    run may have started in place of the one before. After that the timeline is in doubt. So it is
+    where the sample is too small to tell, and no condition does.
     """
     is_first = branch.signature != signature  # or of another look, which is computed
     before, now = branch.glance, glance(sample)
     branch.glance = timeline.glance = now
+    strays = _strays(timeline, branch, sample)
     if is_first:
         return False
     if before is None or now is None:
@@ -212,7 +214,7 @@ def is_broken(
         timeline.doubt = "small sample"
     else:
         has_moved = not torch.equal(before, now)
-        if _goes_on(before, now) and has_moved >= branch.has_moved:
+        if _goes_on(before, now) and has_moved >= branch.has_moved and not strays:
             branch.has_moved = has_moved
             timeline.steady += timeline.calls == 1
             return False
@@ -220,6 +222,26 @@ def is_broken(
             timeline.doubt = "other sample"
     timeline.steady = 0
     return True
+
+
+def _strays(timeline: Timeline, branch: Branch, sample: Any) -> bool:
+    """Note a sample of a branch; return whether it is made of other steps than those before it."""
+    earlier, now = branch.samples, items(sample)[:1]
+    branch.samples = [*earlier[1 - REACH :], *now]
+    outputs = [seen for step, seen in timeline.outputs if step < timeline.index]
+    before = [seen for seen in (*earlier, *outputs) if now and seen.shape == now[0].shape]
+    if not now or not outputs or not earlier:
+        return False
+    most, share = branch.stray, outside(now[0], before)
+    branch.stray = share if most is None else max(most, share)
+    return most is not None and is_stray(share, most)
+
+
+def note_output(timeline: Timeline, out: Any) -> None:
+    """Keep glances at what a call returned, of which a sampler makes the next sample."""
+    index = timeline.index
+    kept = [(step, seen) for step, seen in timeline.outputs if step > index - REACH]
+    timeline.outputs = [*kept, *((index, seen) for seen in items(out))]
 
 
 def turned(timeline: Timeline) -> str:

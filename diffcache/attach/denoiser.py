@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from diffcache.anchor import release
 from diffcache.attach.anatomy import Anatomy
-from diffcache.attach.anchor import release
-from diffcache.attach.branches import doubted, is_broken, tell, turned, watch
+from diffcache.attach.branches import doubted, is_broken, note_output, tell, turned, watch
 from diffcache.attach.cache_context import Context, current_context
 from diffcache.attach.call import Call
-from diffcache.attach.continuity import glance
+from diffcache.attach.continuity import glance, items
 from diffcache.attach.counted import count, only_branch
 from diffcache.attach.extension import Extension, make_extension
 from diffcache.attach.fingerprint import facts_of
@@ -185,6 +185,7 @@ class Denoiser:
                 self._start(timeline, sample)
                 branch, said = tell(timeline, name, signature, conditions)
                 branch.glance = timeline.glance = glance(sample)
+                branch.samples = items(sample)[:1]
         if said := said or turned(timeline):
             self.handle.remark(timeline.run, [f"{self.anatomy.model}: {said}"])
         return branch
@@ -246,6 +247,8 @@ class Denoiser:
         record.reason = record.reason or "method"
         record.seconds = time.perf_counter() - record.started
         run = call.run
+        if call.timeline.is_guessed and not call.timeline.doubt and not call.writes:
+            note_output(call.timeline, out)
         run.record.calls.append(record)
         if record.computed:
             run.record.peak_bytes = max(run.record.peak_bytes, self.handle.bytes_of(run))

@@ -38,6 +38,8 @@ class Branch:
         seen_at: Index of the step of its last call.
         glance: A glance at the sample of its last call, where only samples tell runs apart.
         has_moved: Whether that sample was ever another than the one before.
+        samples: Glances at the first item of the samples of its last steps.
+        stray: The most of a sample so far that no sum of steps before it makes; None for no step.
         storage: Data that extensions keep of the branch, until the run ends.
     """
 
@@ -49,6 +51,8 @@ class Branch:
     seen_at: int = -1
     glance: Tensor | None = None
     has_moved: bool = False
+    samples: list[Tensor] = field(default_factory=list)
+    stray: float | None = None
     storage: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -194,8 +198,8 @@ class Timeline:
     """
 
     __slots__ = ("at", "branches", "calls", "direction", "doubt", "glance", "index", "left",
-                 "mark", "moving", "paused", "ranks", "run", "started_at", "starts", "steady",
-                 "storage", "stride", "timestep", "was_broken")  # fmt: skip
+                 "mark", "moving", "outputs", "paused", "ranks", "run", "started_at", "starts",
+                 "steady", "storage", "stride", "timestep", "was_broken")  # fmt: skip
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -220,6 +224,7 @@ class Timeline:
         self.paused: tuple[float, int] | None = None
         self.was_broken = False  # whether the run started at a sample of another trajectory
         self.glance: Tensor | None = None  # at the sample of the last step
+        self.outputs: list[tuple[int, Tensor]] = []  # step and glance of what last calls returned
         self.moving: set[str] = set()  # paths of the arguments that are samples besides the first
         self.steady = 0  # steps in a row whose sample went on from the one before
         # the glance of a skipped step, from which the timestep turned back by no more than a step

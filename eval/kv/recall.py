@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from diffcache.eval.kv.peer import Peer
 from diffcache.eval.metrics.intervals import share_interval
-from diffcache.kv.attend import Query, View
+from diffcache.kv.attend import Query
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.life.episodes import compress_by_probe
@@ -22,6 +22,7 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.score.probe import Asked
 from diffcache.kv.slots import Slots
+from diffcache.kv.view import View
 from diffcache.pipelines.shipped_models import present
 from diffcache.pipelines.small.recall import F0, RecallBatch, Task, draw, filler
 from diffcache.pipelines.small.recall_llama import DIRECTORY, load

@@ -120,7 +120,7 @@ def _of_wan(pipe: Any, name: str) -> Served:
 
     return Served(CausalVideo(pipe.transformer), embed, lambda: WanDecoder(pipe.vae), WAN_SIZE,
                   pipe.vae_scale_factor_spatial, WAN_PROMPTS, WAN_FPS, name,
-                  beside="window")  # fmt: skip
+                  beside="window:sinks=0")  # fmt: skip
 
 
 def _found(model: str | None) -> Path:

@@ -16,11 +16,11 @@ from diffcache.dllm import Policy, Quota, Sampler, Schedule, Threshold
 from diffcache.dllm.guided import Guided
 from diffcache.dllm.rules import Rule
 from diffcache.method import Method
-from diffcache.names import POLICIES
 from diffcache.pipelines.demo.saved import DTYPES, call_defaults, check_dtype
 from diffcache.pipelines.diffusion_lm import Answer, DiffusionLM
 from diffcache.pipelines.shipped_models import MODELS, places, present
-from diffcache.report import Report
+from diffcache.registry import rows_of
+from diffcache.run_report import Report
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def run(
     if not isinstance(method, Policy):
         raise ValueError(
             f"--method {method.name}: is for pictures; a diffusion language model takes one of "
-            f"{', '.join(POLICIES)}"
+            f"{', '.join(rows_of('dllm'))}"
         )
     schedule = order.schedule(defaults, lm.eos_id, method.schedule.window)
     sampler = order.how()

@@ -194,8 +194,31 @@ def test_conditions_tell_where_a_sample_is_too_small(caught: Any):
     assert caught == []
 
 
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("guided", [False, True], ids=["alone", "guidance in one batch"])
+def test_an_edit_at_low_noise_after_a_run_that_was_cut_short_is_computed(
+    caught: Any, order: int, guided: bool
+):
+    """No sum of the steps before makes its sample, though it is very much like the last one."""
+    model = diffcache.wrap(Toy(), EVERY)
+    cond = torch.tensor([1.0, -1.0])[:, None, None]
+
+    def given(x: Tensor, step: int) -> tuple[Any, ...]:
+        return (torch.cat([x, x]), 20.0 - step, cond) if guided else (x, 20.0 - step, None)
+
+    for steps in (10, 8):  # the second one is cut short before a step that would be skipped
+        x, outs = noise(steps), []
+        for step in range(steps):
+            out = model(*given(x, step))
+            outs.append(2 * out[:1] - out[1:] if guided else out)
+            x = x + sum(0.02 / (back + 1) * o for back, o in enumerate(outs[::-1][:order]))
+        assert marks(model) == "CssCssCssC"[:steps]
+    edit = given(x + 0.03 * x.norm() / 8 * noise(5), 8)
+    assert torch.equal(model(*edit), PLAIN(*edit)) and not caught
+
+
 def test_only_a_run_tells_trajectories_whose_samples_are_alike():
-    """The limit: a second edit of one picture, at low noise, that is first seen lower."""
+    """The limit: a second edit of one picture, at low noise, right after a first step."""
     picture = noise(7)
     first, second = ((picture + 0.1 * noise(k), 9.0 - k) for k in (0, 1))
     model = diffcache.wrap(Toy(), EVERY)
@@ -213,6 +236,7 @@ def test_what_is_kept_of_a_sample_is_small_and_goes_with_its_run():
     (branch,) = handle_of(model).run().timelines[handle_of(model).denoisers[0]].branches
     kept = branch.glance
     assert kept.untyped_storage().nbytes() <= 4 * 8192
+    assert all(seen.untyped_storage().nbytes() <= 4 * 8192 for seen in branch.samples)
     left = weakref.ref(kept)
     del kept, branch
     diffcache.reset(model)

@@ -140,11 +140,6 @@ def test_other_families(name):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"count": 0}, "count=0: must be a whole number of at least 1"),
-        ({"union": -1}, "union=-1"),
-        ({"metric": "12"}, "metric='12': must be one of cosine, mse, l1, l2, wasserstein"),
-        ({"official": "yes"}, "official='yes': must be True or False"),
-        ({"objective": "paper"}, "objective='paper': must be 'anchor' or 'adjacent'"),
         (
             {"tables": tables(random_pairs(0)), "count": 13},
             "count=13: must be at most the 12 steps",

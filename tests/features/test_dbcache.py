@@ -94,20 +94,3 @@ def test_a_forecast_differs_from_reuse(made):
             outs.append(sample(case, model))
     assert torch.equal(outs[0][1], outs[1][1])
     assert not torch.equal(outs[0][2], outs[1][2])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"threshold": -1.0}, "threshold=-1.0"),
-        ({"lead": 0}, "lead=0: must be a whole number of at least 1"),
-        ({"tail": -1}, "tail=-1"),
-        ({"warmup": 0}, "warmup=0"),
-        ({"longest": 0}, r"longest=0: .*\(None for no limit\)"),
-        ({"skips": 0}, "skips=0"),
-        ({"order": 9}, "order=9"),
-    ],
-)
-def test_bad_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        DBCache(**settings)

@@ -22,7 +22,6 @@ from diffcache.errors import AttachError
 from diffcache.foreign import attention_name_of
 from diffcache.kv.hf.attention import forget
 from diffcache.kv.hf.axes import noted_by
-from diffcache.kv.hf.ends import Ending, watch
 from diffcache.kv.hf.latent import check_latent
 from diffcache.kv.hf.layer import FusedLayer, SlotLayer
 from diffcache.kv.hf.model import (
@@ -45,7 +44,7 @@ from diffcache.kv.hf.switch import NAME, switch
 from diffcache.kv.hf.switch import detach as detach
 from diffcache.kv.hf.trial import check_hands_over
 from diffcache.kv.hf.versions import FUSED, has_shared_layers, tokens_to_crop
-from diffcache.kv.hf.writer import Writer
+from diffcache.kv.hf.writer import Ending, Writer, watch
 from diffcache.kv.per_layer import per_layer
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import make_recipe
@@ -235,6 +234,7 @@ class KVCache(Ending, Cache):  # type: ignore[misc]
                 FusedLayer(self, number, stock[index]) if fused else SlotLayer(self, number)
             )
         super().__init__(layers=layers)
+        self._sliding = [x for x in layers if type(x) is DynamicSlidingWindowLayer]
         self.store, self.setup = store, setup
         self.writer = Writer(store, setup, readers, tags)
 
@@ -309,13 +309,13 @@ class KVCache(Ending, Cache):  # type: ignore[misc]
             ValueError: If an earlier forward did not come to its end.
         """
         self._check_used()
-        sliding = [x for x in self.layers if type(x) is DynamicSlidingWindowLayer]
-        if any(x.is_initialized and x.get_seq_length() != self.store.seen for x in sliding):
-            raise ValueError(CUT_OFF)
+        for layer in self._sliding:
+            if layer.is_initialized and layer.get_seq_length() != self.store.seen:
+                raise ValueError(CUT_OFF)
 
     def _check_used(self) -> None:
         used = self.setup.config._attn_implementation
-        if self.mode == "native" and used != NAME:
+        if self.setup.mode == "native" and used != NAME:
             raise AttachError(
                 f"the model was released and uses {used!r}, which sees nothing of this cache; "
                 "call cache_for(model, ...) again, which sets it up for all its caches"

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from diffcache.errors import AttachError
 from diffcache.kv.hf.attention import announce, check_mask_sizes, handed_out
 from diffcache.kv.hf.model import Mode, Setup
-from diffcache.kv.hf.versions import FUSED, query_count
+from diffcache.kv.hf.versions import FUSED
 from diffcache.kv.hf.writer import Writer
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.store import KVStore
@@ -84,7 +84,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
         if self.number == 0 and cache.writer.refreshing is None:
             cache.begin(key_states.shape[2])
-        if cache.mode == "native":
+        if cache.setup.mode == "native":
             announce(cache.writer, self.number, key_states, value_states)
             return key_states, value_states
         count, kept = key_states.shape[2], self._reached()
@@ -103,9 +103,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
         In native mode the mask is by position: all that were ever seen.
         """
-        self.cache.check()  # transformers asks before the first layer
-        if self.cache.mode == "native":
-            return self.core.seen + query_count(query_length), 0
+        cache = self.cache
+        cache.check()  # transformers asks before the first layer
+        if cache.setup.mode == "native":
+            return cache.store.layers[self.number].seen + query_count(query_length), 0
         kept = self._reached()
         self._masked = kept + query_count(query_length)
         return self._masked, self.core.seen - kept
@@ -120,6 +121,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     get_max_cache_shape = get_max_length  # its name in earlier versions
+
+
+def query_count(queries: int | Tensor) -> int:
+    """Return how many queries a mask is for; in 5.0 their positions are given, int64 [n]."""
+    return queries.shape[0] if isinstance(queries, Tensor) else queries
 
 
 class FusedLayer(SlotLayer, FUSED):  # type: ignore[misc]

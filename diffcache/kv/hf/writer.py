@@ -1,15 +1,19 @@
-"""Write into a store what models of transformers give to their caches."""
+"""Write into a store what models of transformers give to their caches, from begin to end."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from diffcache.foreign import CALL_CODE, PREFILL, reads_whole_prompt, take_hooks
 from diffcache.kv.hf.axes import NotedPositions
-from diffcache.kv.hf.model import Setup
+from diffcache.kv.hf.model import Setup, decoder_of
 from diffcache.kv.hf.refresh import Refreshing
 from diffcache.kv.hf.rotary import RotaryReader
 from diffcache.kv.layer import KVLayer
@@ -18,6 +22,8 @@ from diffcache.kv.rotary_nd import RotaryND
 from diffcache.kv.rotary_table import RotaryTable
 from diffcache.kv.slots import span
 from diffcache.kv.store import KVStore
+
+_WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Writer:
@@ -195,3 +201,56 @@ class Writer:
         if not number or self.table is None:
             self.table = self.noted.after(self.table, start, count)
         return RotaryTable.of(rotary, self.table)
+
+
+class Ending:
+    """A cache that is told when the forward that writes to it has ended, and a prompt with it.
+
+    Layers after the last one that writes, and the head, can still fail: what was written would then
+    be written again when the forward is repeated.
+
+    Attributes:
+        store: Keys and values.
+    """
+
+    store: KVStore
+    _ends_prompt = False
+    _runs: weakref.ReferenceType[nn.Module] | None = None
+
+    def await_end(self) -> None:
+        """Expect the end of the outermost module that runs with this cache and tells of its end."""
+        place: FrameType | None = sys._getframe(1)
+        runs, self._ends_prompt = None, False
+        while place is not None:
+            if place.f_code.co_name == PREFILL:
+                self._ends_prompt |= reads_whole_prompt(place)
+            if place.f_code is CALL_CODE:
+                given = place.f_locals
+                if given["self"] in _WATCHED:
+                    for each in (*given["args"], *given["kwargs"].values()):
+                        runs = given["self"] if each is self else runs
+            place = place.f_back
+        self._runs = None if runs is None else weakref.ref(runs)
+        self.store.opened = None if runs is None else self.store.seen
+
+
+def _tell(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, Ending) and each._runs is not None and each._runs() is module:
+            each.store.end(each._ends_prompt)
+
+
+def watch(model: nn.Module) -> None:
+    """Have the decoder of a model, and what it is a part of, tell caches when a forward ends."""
+    decoder = decoder_of(model)
+    for part in model.modules():
+        if part not in _WATCHED and any(each is decoder for each in part.modules()):
+            part.register_forward_hook(_tell, with_kwargs=True)
+            _WATCHED.add(part)
+
+
+def unwatch(model: nn.Module) -> None:
+    """Undo `watch`."""
+    for part in model.modules():
+        take_hooks(part, lambda hook: hook is _tell)
+        _WATCHED.discard(part)
