@@ -210,10 +210,10 @@ shadowkv | retrieval:shadowkv | ShadowKV, arXiv 2410.21465 | budget=44,rank=32,o
     "reuse": """
 name | place | paper
 # Keys and values in other contexts
-cacheblend | reuse.cacheblend:cacheblend | CacheBlend, arXiv 2405.16444
+cacheblend | reuse.recompute:cacheblend | CacheBlend, arXiv 2405.16444
 cachecraft | reuse.cachecraft:cachecraft | Cache-Craft, arXiv 2502.15734
-kvshare | reuse.kvshare:kvshare | KVShare, arXiv 2503.16525
-pie | reuse.pie:pie | Let the Code LLM Edit Itself When You Edit the Code, arXiv 2407.03157
+kvshare | reuse.recompute:kvshare | KVShare, arXiv 2503.16525
+pie | reuse.recompute:pie | Let the Code LLM Edit Itself When You Edit the Code, arXiv 2407.03157
 ape | reuse.ape:ape | APE, arXiv 2502.05431
 hydragen | reuse.hydragen:hydragen | Hydragen, arXiv 2402.05099
 pack | life.pack:pack | Prepacking, arXiv 2404.09529

@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     from diffcache.kv.recipes.retrieval import *  # noqa: F403
     from diffcache.kv.recipes.streaming import *  # noqa: F403
     from diffcache.kv.reuse.ape import ape as ape
-    from diffcache.kv.reuse.cacheblend import cacheblend as cacheblend
     from diffcache.kv.reuse.cachecraft import cachecraft as cachecraft
     from diffcache.kv.reuse.cachecraft import chunks_of as chunks_of
     from diffcache.kv.reuse.hydragen import hydragen as hydragen
-    from diffcache.kv.reuse.kvshare import kvshare as kvshare
-    from diffcache.kv.reuse.pie import pie as pie
     from diffcache.kv.reuse.piece import Piece as Piece
     from diffcache.kv.reuse.piece import cut as cut
     from diffcache.kv.reuse.piece import joined as joined
     from diffcache.kv.reuse.piece import lay_out as lay_out
+    from diffcache.kv.reuse.recompute import cacheblend as cacheblend
+    from diffcache.kv.reuse.recompute import kvshare as kvshare
+    from diffcache.kv.reuse.recompute import pie as pie
 
 # Imported when they are first asked for: transformers takes seconds. Name -> module.
 _LATER = {**places("recipe"), **places("reuse"), "Recipe": f"{__name__}.recipe"}

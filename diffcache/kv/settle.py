@@ -19,6 +19,9 @@ from diffcache.kv.segment import Coded, Segment, leveled
 from diffcache.kv.slots import EMPTY, Slots, chosen, join
 from diffcache.kv.tail import Tail
 
+_SHARE = 8  # more than one slot in so many of those that stay are not dropped in place
+_LATEST = torch.iinfo(torch.int32).max
+
 
 @dataclass
 class _Part:
@@ -310,10 +313,6 @@ def _origin(parts: Sequence[_Part], width: int) -> Tensor:
     found = torch.cat([part.origin.where(part.slots.valid, EMPTY) for part in parts], -1)
     filler = found.new_full((*found.shape[:2], max(width - found.shape[2], 0)), EMPTY)
     return torch.cat([found, filler], -1)
-
-
-_SHARE = 8  # more than one slot in so many of those that stay are not dropped in place
-_LATEST = torch.iinfo(torch.int32).max
 
 
 def slots_to_drop(

@@ -15,6 +15,7 @@ from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import window_variance
 
 _STEPS = 64  # halvings, until neighboring doubles are reached
+_ROUNDS = 60  # of bisection: far below what two slots may differ by
 
 
 def apportion(weights: Tensor, total: Tensor, low: Tensor, high: Tensor) -> Tensor:
@@ -230,9 +231,6 @@ def _evened(slots: Tensor, more: Tensor, room: Tensor) -> Tensor:
     count = takes.sum(0).clamp_min(1)
     first = takes.cumsum(0) <= more % count
     return slots + takes * (more // count + first.long())
-
-
-_ROUNDS = 60  # of bisection: far below what two slots may differ by
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from diffcache.errors import AttachError
 from diffcache.foreign import attention_name_of
 from diffcache.kv.hf.cache import KVCache, cache_for
 from diffcache.kv.hf.cache import Recipes as Recipes
-from diffcache.kv.hf.model import Mode, decoder_config
-from diffcache.kv.hf.switch import NAME, detach
+from diffcache.kv.hf.model import NAME, Mode, decoder_config
+from diffcache.kv.hf.switch import detach
 
 _LOCK = threading.Lock()  # held as a model is taken
 

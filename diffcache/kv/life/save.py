@@ -19,7 +19,7 @@ from diffcache.errors import DiffcacheError
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.layer import Form, KVLayer, LayerSummary
 from diffcache.kv.life.tree import Folded, fold, unfold
-from diffcache.kv.rotary_table import RotaryTable
+from diffcache.kv.rotary_nd import RotaryTable
 from diffcache.kv.segment import Segment
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore

@@ -16,6 +16,12 @@ from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import Mass
 from diffcache.kv.score.base import Score
 
+IDLE, INTERVAL, BORN = "recurrence.idle", "recurrence.interval", "recurrence.born"
+_GLOBAL = Mass(mean=True)
+MASS, STEPS = "keyformer.mass", "keyformer.steps"
+_MASK = (1 << 32) - 1
+_DRAWS = 1 << 20  # of noise in the table
+
 
 @dataclass(frozen=True)
 class LowCount(Score):
@@ -52,9 +58,6 @@ class LowCount(Score):
         share = here.sum(-1, keepdim=True).clamp_min(1).reciprocal()
         low = (probs < share[:, :, None]) & here[:, :, None]
         return -low.sum((2, 3)).float()
-
-
-IDLE, INTERVAL, BORN = "recurrence.idle", "recurrence.interval", "recurrence.born"
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,6 @@ class Recurrence(Score):
         stats[IDLE].copy_(idle.where(stats[BORN] > 0, 0.0))
 
 
-_GLOBAL = Mass(mean=True)
-
-
 @dataclass(frozen=True)
 class GlobalLocal(Score):
     """Score by the attention of all queries and that of the last ones together.
@@ -166,11 +166,6 @@ def _shares(x: Tensor, seen: Observation) -> Tensor:
     """Return [B, H, S] divided by the sums of its rows."""
     x = x.where(seen.valid, 0.0)
     return x / x.sum(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-
-
-MASS, STEPS = "keyformer.mass", "keyformer.steps"
-_MASK = (1 << 32) - 1
-_DRAWS = 1 << 20  # of noise in the table
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import ALWAYS
 from diffcache.kv.score.base import Score
 
+_BLOCK = 4096  # slots that are projected at once
+
 
 @dataclass(frozen=True)
 class KeyNorm(Score):
@@ -126,9 +128,6 @@ class NormProduct(Score):
             score = score * energy / total.gather(2, group).clamp_min(1e-30)
         score = functional.normalize(score, p=1, dim=-1)
         return score.masked_fill((from_first < self.sinks) & there, ALWAYS)
-
-
-_BLOCK = 4096  # slots that are projected at once
 
 
 @dataclass(frozen=True)
