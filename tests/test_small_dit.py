@@ -26,7 +26,6 @@ from diffcache.eval.workshop.small.dit import (
     load,
 )
 from diffcache.eval.workshop.small.export import save_pipeline
-from diffcache.eval.workshop.small.loop import Stopped
 from diffcache.pipelines.small.classifier import read
 
 MEGABYTE = 1_000_000
@@ -159,18 +158,11 @@ class TestTraining:
             losses.append(float(loss.detach()))
         assert losses[-1] < 0.7 * losses[0]
 
-    def test_resumes_and_exports(self, tmp_path, stops_after):
-        course = Course("dit", examples=8, steps=3, batch=2)
-        stops_after(1)
-        with pytest.raises(Stopped, match="dit: stopped after 1 of 3 updates; --resume goes on"):
-            train_dit.fit(tmp_path, Plan(compiled=False, minutes=1), course)
-        train_dit.fit(tmp_path, Plan(compiled=False, resume=True), course)
-        last = torch.load(tmp_path / "dit.state", weights_only=True)["step"]
-        assert last == 3
-        assert not list(tmp_path.glob("*.part"))
+    def test_a_training_is_exported(self, tmp_path):
+        train_dit.fit(tmp_path, Plan(compiled=False), Course("dit", examples=4, steps=1, batch=2))
         pipe = train_dit.assemble(tmp_path)
         kept = pipe.transformer.proj_out_2.weight.detach().bfloat16().float()
         assert save_pipeline(pipe, tmp_path / "model") < 10 * MEGABYTE
         assert torch.equal(load(directory=tmp_path / "model").transformer.proj_out_2.weight, kept)
         done = record(tmp_path, "dit", tmp_path / "some-training.json", seed=3, command="python")
-        assert done["model"] == "some" and done["steps"] == last
+        assert done["model"] == "some" and done["steps"] == 1

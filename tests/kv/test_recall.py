@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diffcache.eval.workshop.small import train_recall
 from diffcache.eval.workshop.small.course import Plan
-from diffcache.eval.workshop.small.loop import Stopped
 from diffcache.pipelines.small import recall
 from diffcache.pipelines.small.recall import HELD_OUT, Task, draw, filler_nats, score
 from diffcache.pipelines.small.recall_llama import DIRECTORY, LENGTHS, LONGEST, words
@@ -174,13 +173,8 @@ class TestTraining:
             assert all(task.queries <= max(task.facts // 4, 2) for task in tasks)
         assert {context for _, lengths in train_recall.MIXED for context in lengths} == set(LENGTHS)
 
-    def test_trains_resumes_and_exports_what_transformers_loads(self, tmp_path, stops_after):
-        stops_after(1)
-        with pytest.raises(Stopped, match="recall: stopped after 1 of 2 updates"):
-            train_recall.fit(tmp_path, Plan(steps=2, compiled=False, minutes=1))
-        model = train_recall.fit(tmp_path, Plan(steps=2, resume=True, compiled=False))
-        rows = [json.loads(line) for line in (tmp_path / "recall.jsonl").read_text().splitlines()]
-        assert rows[-1]["step"] == 2
+    def test_trains_and_exports_what_transformers_loads(self, tmp_path):
+        model = train_recall.fit(tmp_path, Plan(steps=1, compiled=False))
         size = train_recall.export(tmp_path, tmp_path / "model")
         assert size == sum(file.stat().st_size for file in (tmp_path / "model").iterdir())
         assert not list(tmp_path.glob("**/*.part"))
