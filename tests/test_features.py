@@ -21,8 +21,9 @@ from diffcache import (
     Taylor,
     TaylorSeer,
 )
-from diffcache.catalog import METHODS, make_method, method_class
+from diffcache.catalog import make_method, method_class
 from diffcache.features.parts.when import relative_l1
+from diffcache.registry import rows_of
 
 
 def computed_steps(when, total, probes=None):
@@ -194,7 +195,7 @@ def test_relative_l1_of_zeros_and_nan():
     assert when.should_compute(state, Step(1), nan)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", rows_of("method"))
 def test_repr_is_python(name):
     method = make_method(name)
     assert eval(repr(method), {n: getattr(diffcache, n) for n in dir(diffcache)}) == method
@@ -237,5 +238,5 @@ def test_catalogue_errors():
         make_method(Interval(), every=3)
     with pytest.raises(TypeError, match="method=3"):
         make_method(3)
-    assert set(diffcache.methods()) == set(METHODS)
+    assert set(diffcache.methods()) == set(rows_of("method"))
     assert Site.of("stack") is Site.STACK

@@ -21,12 +21,11 @@ from typing import Any
 
 from diffcache.catalog import make_method
 from diffcache.kv.recipes.catalog import recipe_function
-from diffcache.names import recipe_names
+from diffcache.registry import rows_of
 from tests.dllm.cases import CASES
 from tests.kv.examples import examples
 from tests.kv.test_settings import TABLES
 from tests.video.cases import POLICIES
-from tests.zoo.families import FAMILIES
 
 TABLE = Path(__file__).with_name("settings.txt")
 KINDS = ("kv", "features", "video", "dllm", "quant", "offline")
@@ -54,9 +53,9 @@ def parts(thing: Any, seen: set[int]) -> Iterator[Any]:
 def known() -> dict[str, Any]:
     """Return an object of every class of settings that there is, by kind and class."""
     methods = []
-    for name, one in FAMILIES.items():
+    for name, row in rows_of("method").items():
         try:
-            methods.append(make_method(name, **one.settings))
+            methods.append(make_method(name, **row.skips or {}))
         except (ValueError, TypeError):  # needs tables that were measured
             continue
     recipes = [make() for make in examples().values()]
@@ -104,7 +103,7 @@ def rows() -> Iterator[tuple[str, str, Any, str, Callable[..., Any]]]:
             if field.init:
                 value, kind = getattr(one, field.name), str(field.type)
                 yield row, field.name, value, kind, partial(dataclasses.replace, one)
-    for row in recipe_names():
+    for row in rows_of("recipe"):
         function, tables = recipe_function(row), TABLES.get(row, {})
         for name, setting in inspect.signature(function).parameters.items():
             if name not in tables:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from diffcache.anchor import release
 from diffcache.attach.anatomy import Anatomy
-from diffcache.attach.anchor import release
 from diffcache.attach.branches import doubted, is_broken, note_output, tell, turned, watch
 from diffcache.attach.cache_context import Context, current_context
 from diffcache.attach.call import Call

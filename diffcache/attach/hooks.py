@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffcache.attach.anchor import claim, owner_of
+from diffcache.anchor import claim, owner_of
 from diffcache.attach.cache_context import current_context
 from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser

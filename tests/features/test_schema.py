@@ -11,16 +11,17 @@ from safetensors.torch import save_file
 
 import diffcache
 from diffcache import CacheQuant, Combine, FittedForecast, RegionE, Tuned
-from diffcache.catalog import METHODS, make_method, method_class
+from diffcache.catalog import make_method, method_class
 from diffcache.errors import TablesError, UncalibratedError
 from diffcache.features.collect import Calibrated
 from diffcache.features.fitted import Weighted
 from diffcache.features.parts.when import Listed
 from diffcache.features.serialize import to_plain
 from diffcache.features.tables import FORMAT, Tables
+from diffcache.registry import rows_of
 
 SHIPPED = Path(diffcache.__file__).parent / "assets" / "tables"
-WITH_TABLES = [n for n in METHODS if issubclass(method_class(n), (Calibrated, Tuned))]
+WITH_TABLES = [n for n in rows_of("method") if issubclass(method_class(n), (Calibrated, Tuned))]
 # Lists that may be of any length, so that one number less is another list.
 ANY_LENGTH = {"reuse", "starts", "points", "overlap.blocks", "curve"}
 

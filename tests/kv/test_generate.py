@@ -254,6 +254,21 @@ def test_a_cache_that_was_compressed_by_hand(exact: Any) -> None:
     detach(exact)
 
 
+@pytest.mark.parametrize(("chunk", "held"), [(None, 12), (16, 48)])
+def test_a_whole_prompt_is_compressed_where_it_ends(
+    exact: Any, chunk: int | None, held: int
+) -> None:
+    cache, guessing = (cache_for(exact, lots(Uniform(12)), mode="native") for _ in range(2))
+    guessing.activate_past_recording()
+    inputs = {**row(prompts(), 1), "max_new_tokens": 1}
+    exact.generate(**inputs, past_key_values=cache, prefill_chunk_size=chunk)
+    assert {layer.held for layer in cache.store.layers} == {held}  # no chunk is known as the last
+    exact.generate(**inputs, past_key_values=guessing)
+    guessing.crop(-2)
+    assert {layer.held for layer in guessing.store.layers} == {46}
+    detach(exact)
+
+
 def test_a_fork_of_a_cache_goes_on_alone(exact: Any) -> None:
     inputs = row(prompts(), 1)
     cache = cache_for(exact, lots(Uniform(12)), mode="native")

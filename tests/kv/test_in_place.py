@@ -18,9 +18,9 @@ from diffcache.kv.recipes.eviction import h2o, tova
 from diffcache.kv.recipes.eviction_more import keyformer
 from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.recipes.streaming import streaming_llm
-from diffcache.kv.refill import Refill
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.store import KVStore
+from diffcache.kv.tail import Refill
 from tests.kv.examples import examples
 
 LAYERS, HEADS, GROUPS, SIZE = 2, 2, 2, 8

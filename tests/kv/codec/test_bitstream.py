@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.bitstream import BitstreamError, CacheGen, Tables
-from diffcache.kv.codec.sending import choose_level
+from diffcache.kv.codec.bitstream import BitstreamError, CacheGen, Tables, choose_level
 
 torch.set_num_threads(1)
 L, H, D = 3, 2, 8

@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.budget import Budget, Uniform
-from diffcache.kv.budgets.apportion import apportion
-from diffcache.kv.budgets.entropy import EntropyVariance
 from diffcache.kv.budgets.heads import AdaHead, HeadTable
-from diffcache.kv.budgets.pyramid import Pyramid
+from diffcache.kv.budgets.layers import EntropyVariance, Pyramid, apportion
 from diffcache.kv.observe import Observation
-from diffcache.kv.plan import TopK
-from diffcache.kv.planning.critical import TwoStage
+from diffcache.kv.plan import TopK, TwoStage
 from tests.kv.eviction.seen import golden_kept, golden_score, observed, stored
 from tests.kv.kvpress_presses import LAYERS
 

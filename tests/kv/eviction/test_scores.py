@@ -10,19 +10,15 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.attend import Query, probabilities
-from diffcache.kv.budgets.entropy import EntropyVariance
+from diffcache.kv.budgets.layers import EntropyVariance
 from diffcache.kv.observe import Observation
-from diffcache.kv.plan import TopK
-from diffcache.kv.planning.critical import TwoStage
-from diffcache.kv.planning.share import RecentShare
+from diffcache.kv.plan import RecentShare, TopK, TwoStage
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.score.attention import LastQuery, Mass, Window, WindowVariance
 from diffcache.kv.score.base import Score
 from diffcache.kv.score.expected import Expected
-from diffcache.kv.score.norm import KeyNorm
 from diffcache.kv.score.recency import Chance, Recency
-from diffcache.kv.score.similarity import KeyDifference
-from diffcache.kv.score.value import ValueNorm, projected_norm
+from diffcache.kv.score.vectors import KeyDifference, KeyNorm, ValueNorm, projected_norm
 from tests.kv.eviction.seen import golden_kept, golden_score, observed, stored
 from tests.kv.kvpress_presses import GROUPS, HEADS, LAYERS, SIZE, TOKENS, golden
 

@@ -8,11 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kv.budgets.arithmetic import Arithmetic
-from diffcache.kv.budgets.prefix import CDFLevel, prefix_counts
-from diffcache.kv.budgets.scheduled import Scheduled
-from diffcache.kv.budgets.steady import Steady
-from diffcache.kv.budgets.table import LayerTable
+from diffcache.kv.budget import Steady
+from diffcache.kv.budgets.layers import Arithmetic, CDFLevel, LayerTable, Scheduled, prefix_counts
 from diffcache.kv.learn import compresskv, epicache, prefixkv, scalekv
 from diffcache.kv.observe import Observation
 from diffcache.kv.slots import Slots

@@ -11,10 +11,9 @@ from diffcache.kv.observe import Observation
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.score.base import Score
 from diffcache.kv.score.compactor import Compactor, leverage, standard
-from diffcache.kv.score.cur import NormProduct
-from diffcache.kv.score.lag import Lag
 from diffcache.kv.score.patches import PatchCenters, middles
 from diffcache.kv.score.probe import Asked, MaxAttention
+from diffcache.kv.score.vectors import Lag, NormProduct
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
 from tests.kv.eviction_more.plain import GROUPS, HEADS, Text, recipe, scores

@@ -9,7 +9,7 @@ import torch
 
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.learn.scalekv import capacities
-from diffcache.kv.planning.windows import Windows
+from diffcache.kv.plan import Windows
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction_more import (
     keyformer,

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.observe import Observation
-from diffcache.kv.planning.fixed import FixedSlot
-from diffcache.kv.planning.windows import Windows
+from diffcache.kv.plan import FixedSlot, Windows
 from diffcache.kv.slots import Slots
 
 HEADS = 2

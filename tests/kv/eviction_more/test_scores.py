@@ -12,13 +12,11 @@ from diffcache.kv.attend import Query
 from diffcache.kv.attended import Attended
 from diffcache.kv.score.attention import Mass, Window
 from diffcache.kv.score.heads import HeadVote
-from diffcache.kv.score.keyformer import NoisyMass
-from diffcache.kv.score.lag import Lag
+from diffcache.kv.score.history import LowCount, NoisyMass, Recurrence
 from diffcache.kv.score.patches import PatchCenters
 from diffcache.kv.score.probe import Asked, MaxAttention
-from diffcache.kv.score.recurrence import Recurrence
-from diffcache.kv.score.scissorhands import LowCount
-from diffcache.kv.score.shared import Shared
+from diffcache.kv.score.revised import Shared
+from diffcache.kv.score.vectors import Lag
 from diffcache.kv.slots import Slots, span
 from diffcache.kv.store import KVStore
 from tests.kv.eviction_more.plain import GROUPS, HEADS, Text, observed, recipe, scores

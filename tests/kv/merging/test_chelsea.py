@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffcache.kv.attend import Query, View, attend
+from diffcache.kv.attend import Query, attend
 from diffcache.kv.merging.chelsea import SoftMatching
 from diffcache.kv.observe import Observation
 from diffcache.kv.slots import Slots
+from diffcache.kv.view import View
 from tests.kv.merging import rows
 
 

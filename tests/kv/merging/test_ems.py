@@ -7,7 +7,7 @@ import torch
 
 from diffcache.kv.attend import Query
 from diffcache.kv.merging.ems import ZeroClassMerge
-from diffcache.kv.score.global_local import GlobalLocal
+from diffcache.kv.score.history import GlobalLocal
 from tests.kv.merging import rows
 
 

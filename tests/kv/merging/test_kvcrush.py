@@ -7,8 +7,8 @@ from statistics import median_low
 import pytest
 import torch
 
+from diffcache.kv.merging.diversity import Diversity, evenly
 from diffcache.kv.plan import TopK
-from diffcache.kv.planning.diversity import Diversity, evenly
 from tests.kv.merging import rows
 
 ANCHORS = ["random", "zeros", "ones", "mean", "alternating"]

@@ -15,9 +15,7 @@ from diffcache.kv.codec.quant import GroupQuant, Quantized
 from diffcache.kv.codec.stairs import Stair, shifted
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.observe import Observation, observe
-from diffcache.kv.plan import Planner
-from diffcache.kv.planning.age import ByAge
-from diffcache.kv.planning.demote import Demote
+from diffcache.kv.plan import ByAge, Demote, Planner
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.quantized import staircase
 from diffcache.kv.score.recency import Recency

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query, View, attend
+from diffcache.kv.attend import Query, attend
 from diffcache.kv.hf.cache import KVCache, cache_for
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.reuse.ape import ape
@@ -16,6 +16,7 @@ from diffcache.kv.reuse.hydragen import hydragen
 from diffcache.kv.segment import Traits
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
+from diffcache.kv.view import View
 from tests.kv.tiny import llama
 
 torch.set_num_threads(1)
