@@ -17,7 +17,6 @@ from diffcache.citation import cite as bibtex
 from diffcache.command import (
     DEBUG,
     EXIT_LINE,
-    FAILED,
     METHOD,
     MODELS,
     Device,
@@ -25,7 +24,6 @@ from diffcache.command import (
     Seed,
     check_target,
     device_of,
-    fail,
     guarded,
     refuse,
 )
@@ -285,15 +283,8 @@ def _tell(done: Any, record: Path | None) -> None:
 @guarded
 def inspect(
     model: Annotated[
-        str | None, typer.Argument(help=f"{MODELS[0].upper()}{MODELS[1:]}, or a diffusers class.")
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every class; writes the table.")] = False,
-    out: Annotated[Path, typer.Option(help="The table that --all writes.")] = Path(
-        "docs/coverage.md"
-    ),
-    check: Annotated[
-        bool, typer.Option("--check", help="With --all: write nothing, exit 1 if it would change.")
-    ] = False,
+        str, typer.Argument(help=f"{MODELS[0].upper()}{MODELS[1:]}, or a diffusers class.")
+    ],
     method: Annotated[
         str | None, typer.Option(metavar=METHOD, help="Say what a method will hold, in bfloat16.")
     ] = None,
@@ -303,44 +294,23 @@ def inspect(
 ) -> None:
     """Show what a cache finds in a model: block lists, streams, attention and feed-forward.
 
-    Weights are not read. A class name is described at the zoo's tiny size; what a method holds is
-    computed at the class's own size. With --all, every denoiser of diffusers is run at that size.
+    Weights are not read. A class name is described in its default configuration.
 
     [bold]Try[/bold]
 
         diffcache inspect FluxTransformer2DModel
 
         diffcache inspect ./my-pipeline --method taylorseer --height 1024 --width 1024
-
-        diffcache inspect --all
     """
-    if every == (model is not None):
-        raise ValueError("name one model, or pass --all")
-    if every and not check:
-        check_target("--out", out)
     quiet()
-    if model is not None:
-        from diffcache.eval.workshop.describe import describe, find
+    from diffcache.pipelines.demo.describe import describe, find
 
-        screen = console()
-        for name, (anatomy, wirings) in find(model).items():
-            for part in describe(name, anatomy, wirings):
-                screen.print(part, highlight=False)
-        if method is not None:
-            screen.print(_holds(model, method, (height, width, frames)), highlight=False)
-        return
-    from diffcache.eval.workshop.coverage import coverage
-
-    with progress("models") as show:
-        text = coverage(show)
-    if check:
-        if not out.exists() or out.read_text(encoding="utf-8") != text:
-            fail(f"{out} is not what `diffcache inspect --all` would write", FAILED)
-        typer.echo(f"{out} is up to date")
-        return
-    out.write_text(text, encoding="utf-8")
-    typer.echo(text.split("**")[1])
-    typer.echo(f"wrote {out}")
+    screen = console()
+    for name, (anatomy, streams) in find(model).items():
+        for part in describe(name, anatomy, streams):
+            screen.print(part, highlight=False)
+    if method is not None:
+        screen.print(_holds(model, method, (height, width, frames)), highlight=False)
 
 
 def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
@@ -349,8 +319,8 @@ def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
 
     from diffcache.attach.inputs import Size
     from diffcache.eval.cost.formula import resolve
-    from diffcache.eval.workshop.describe import directory_of
     from diffcache.memory import bytes_of
+    from diffcache.pipelines.demo.describe import directory_of
     from diffcache.run_report import human
 
     denoiser = resolve(directory_of(model))

@@ -14,7 +14,6 @@ import ast
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -83,8 +82,8 @@ class Mutant:
 def changed(node: ast.AST) -> ast.AST | None:
     """Return what takes the place of an expression, or None if nothing does."""
     if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
-        if not isinstance(node.left, ast.Constant) or not isinstance(node.left.value, str):
-            return ast.BinOp(node.left, SWAPS[type(node.op)](), node.right)
+        is_text = isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)
+        return None if is_text else ast.BinOp(node.left, SWAPS[type(node.op)](), node.right)
     if isinstance(node, ast.BoolOp):
         return ast.BoolOp(SWAPS[type(node.op)](), node.values)
     if isinstance(node, ast.Compare):
@@ -114,29 +113,29 @@ def expressions(node: ast.AST) -> Iterator[ast.expr]:
                 yield from expressions(child)
 
 
+def pairs_of(function: ast.AST) -> Iterator[tuple[ast.expr, ast.AST]]:
+    """Find expressions of a function with what takes their places."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Return) and not isinstance(node.value, (ast.Constant, type(None))):
+            yield node.value, ast.Constant(None)
+    for statement in function.body:  # type: ignore[attr-defined]
+        for node in expressions(statement):
+            other = changed(node)
+            if other is not None:
+                yield node, other
+
+
 def mutants_of(path: Path) -> Iterator[Mutant]:
     """Find every mutant of a file."""
     source = path.read_bytes()
     starts = [0]
     for row in source.split(b"\n"):
         starts.append(starts[-1] + len(row) + 1)
-    tree = ast.parse(source)
-    functions = [
-        x for x in ast.walk(tree) if isinstance(x, (ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
     seen: set[tuple[int, int]] = set()
-    for function in functions:
-        found: list[tuple[ast.expr, ast.AST]] = []
-        for node in ast.walk(function):
-            if isinstance(node, ast.Return) and node.value is not None:
-                if not isinstance(node.value, ast.Constant):
-                    found.append((node.value, ast.Constant(None)))
-        for statement in function.body:
-            for node in expressions(statement):
-                other = changed(node)
-                if other is not None:
-                    found.append((node, other))
-        for node, other in found:
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        for node, other in pairs_of(function):
             assert node.end_lineno is not None and node.end_col_offset is not None
             start = starts[node.lineno - 1] + node.col_offset
             stop = starts[node.end_lineno - 1] + node.end_col_offset
@@ -202,8 +201,8 @@ def run(
     return None
 
 
-def reached(tree: Path, mutants: list[Mutant], tests: list[str], log: Path) -> dict[int, set[str]]:
-    """Return the tests that evaluate each mutated expression, by number of the mutant."""
+def reached(tree: Path, mutants: list[Mutant], tests: list[str], log: Path) -> Path:
+    """Run all tests and return a file that says which of them evaluate which mutated expression."""
     by_file: dict[str, list[tuple[int, Mutant]]] = {}
     for number, mutant in enumerate(mutants):
         by_file.setdefault(mutant.path, []).append((number, mutant))
@@ -220,14 +219,38 @@ def reached(tree: Path, mutants: list[Mutant], tests: list[str], log: Path) -> d
     notes.write_text("")
     os.environ["REACHED"] = str(notes)
     run(tree, tests, 3600, None, log, "--durations=0", "--durations-min=0.02")
-    for _, group in by_file.items():
+    for group in by_file.values():
         group[0][1].take_back(tree)
-    found: dict[int, set[str]] = {number: set() for number in range(len(mutants))}
+    return notes
+
+
+def read(notes: Path, count: int) -> list[set[str]]:
+    """Return the tests that reach each mutant, from the notes of a run."""
+    found: list[set[str]] = [set() for _ in range(count)]
     for row in notes.read_text().splitlines():
         number, test = row.split("\t")
         if test:
             found[int(number)].add(test)
     return found
+
+
+def killed_by(
+    tree: Path, mutant: Mutant, tests: set[str], seconds: float, log: Path
+) -> tuple[str, str]:
+    """Run the tests that reach a mutant; return what became of it and the test that noticed it."""
+    if not tests:
+        return "survived", "no test reaches it"
+    mutant.put(tree, mutant.after)
+    files = sorted({test.split("::")[0] for test in tests})
+    files = [file for file in files if (tree / file).exists()]
+    status = run(tree, files, seconds, Reaching(tests), log, "-x", "--timeout=60")
+    mutant.take_back(tree)
+    if status == 0:
+        return "survived", f"{len(tests)} tests reach it"
+    noticed = [row for row in log.read_text().splitlines() if row.startswith(("FAILED", "ERROR"))]
+    if status is None and not noticed:
+        return "survived", f"{seconds:.0f} s were not enough for {len(tests)} tests"
+    return "killed", noticed[0].split()[1] if noticed else f"exit status {status}"
 
 
 def main() -> None:
@@ -239,6 +262,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=180, help="time limit of one mutant")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "mutate.log")
+    parser.add_argument(
+        "--reached", type=Path, help="notes of an earlier run, in place of a new one"
+    )
+    parser.add_argument("--only", default="", help="numbers of mutants, with commas; all if empty")
     asked = parser.parse_args()
     mutants = draw(asked.code.split(","), asked.count, asked.seed)
     import diffusers  # noqa: F401  (a forked process does not pay for these imports again)
@@ -246,36 +273,28 @@ def main() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     torch.set_num_threads(1)
-    killed = 0
+    words = []
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
-        names = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT)
-        for name in names.decode().splitlines():
-            if (ROOT / name).exists() or (ROOT / name).is_symlink():
-                (tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)
-        began = time.process_time(), os.times()
-        tests_of = reached(tree, mutants, asked.tests, asked.log)
-        print(
-            f"one run of all tests: {os.times().children_user - began[1].children_user:.0f} CPU s"
-        )
-        for number, mutant in enumerate(mutants):
-            tests = tests_of[number]
-            status: int | None = 0
-            if tests:
-                mutant.put(tree, mutant.after)
-                files = sorted({test.split("::")[0] for test in tests})
-                status = run(
-                    tree, files, asked.seconds, Reaching(tests), asked.log.with_suffix(".one"),
-                    "-x", "--timeout=60",
-                )  # fmt: skip
-                mutant.take_back(tree)
-            word = {0: "survived", None: "survived (time limit)"}.get(status, "killed")
-            killed += word == "killed"
-            where = f"{mutant.path}:{mutant.line}"
-            reach = f"{len(tests)} tests" if tests else "no test reaches it"
-            print(f"{word:9} {where}  {mutant.before!r} -> {mutant.after!r}  ({reach})", flush=True)
-    print(f"{killed} of {len(mutants)} killed")
+        left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", "build", "dist", "runs")
+        shutil.copytree(ROOT, tree, symlinks=True, ignore=left_out)
+        notes = asked.reached
+        if notes is None:
+            began = os.times().children_user
+            notes = reached(tree, mutants, asked.tests, asked.log)
+            print(f"one run of all tests: {os.times().children_user - began:.0f} CPU s")
+        chosen = [int(number) for number in asked.only.split(",") if number] or range(len(mutants))
+        tests_of = read(notes, len(mutants))
+        for number in chosen:
+            mutant = mutants[number]
+            log = asked.log.with_suffix(".one")
+            word, why = killed_by(tree, mutant, tests_of[number], asked.seconds, log)
+            words.append(word)
+            place = f"{mutant.path}:{mutant.line}"
+            print(
+                f"{number} {word} {place} {mutant.before!r} -> {mutant.after!r}: {why}", flush=True
+            )
+    print(f"{words.count('killed')} of {len(words)} killed")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ LAYERS = [
     },
     {"pipelines"},
     {"eval"},
-    {"cli", "__main__", "workshop"},
+    {"cli", "__main__"},
+    {"workshop"},
 ]
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 HEAVY = {"diffusers", "transformers"}

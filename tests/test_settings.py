@@ -14,7 +14,8 @@ import math
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,11 @@ def known() -> dict[str, Any]:
                     found[cls] = cls()
                 except (TypeError, ValueError):  # no settings without a model
                     continue
-    rows: dict[str, Any] = {}
-    for cls, one in sorted(found.items(), key=lambda pair: (pair[0].__module__, pair[0].__name__)):
-        if cls.__module__.startswith("diffcache.") and not cls.__name__.startswith("_"):
-            rows[f"{cls.__module__.split('.')[1]} {cls.__name__}"] = one
-    return rows
+    return {
+        f"{cls.__module__.split('.')[1]} {cls.__name__}": one
+        for cls, one in sorted(found.items(), key=lambda pair: f"{pair[0].__module__} {pair[0]}")
+        if cls.__module__.startswith("diffcache.") and not cls.__name__.startswith("_")
+    }
 
 
 def tried(default: Any, annotation: str) -> tuple[Any, ...]:
@@ -95,43 +96,33 @@ def complaint(make: Any, **settings: Any) -> str | None:
     return None
 
 
-def said() -> dict[tuple[str, str], dict[str, list[Any]]]:
-    """Return the refused values by what is said of them, by row and setting."""
-    found: dict[tuple[str, str], dict[str, list[Any]]] = {}
-
-    def note(row: str, name: str, default: Any, annotation: str, make: Any) -> None:
-        for value in tried(default, annotation):
-            words = complaint(make, **{name: value})
-            if words is not None:
-                words = VALUE.sub(r"\1=..", words)
-                found.setdefault((row, name), {}).setdefault(words, []).append(value)
-
+def rows() -> Iterator[tuple[str, str, Any, str, Callable[..., Any]]]:
+    """Find every setting: row, name, a value that is taken, its type and what makes the object."""
     for row, one in known().items():
         for field in dataclasses.fields(one):
             if field.init:
-
-                def make(one: Any = one, **settings: Any) -> Any:
-                    return dataclasses.replace(one, **settings)
-
-                note(row, field.name, getattr(one, field.name), str(field.type), make)
+                value, kind = getattr(one, field.name), str(field.type)
+                yield row, field.name, value, kind, partial(dataclasses.replace, one)
     for row in rows_of("recipe"):
         function, tables = recipe_function(row), TABLES.get(row, {})
         for name, setting in inspect.signature(function).parameters.items():
             if name not in tables:
-
-                def make(function: Any = function, tables: Any = tables, **settings: Any) -> Any:
-                    return function(**{**tables, **settings})
-
-                note(f"recipe {row}", name, setting.default, str(setting.annotation), make)
-    return found
+                kind, make = str(setting.annotation), partial(function, **tables)
+                yield f"recipe {row}", name, setting.default, kind, make
 
 
 def lines() -> list[str]:
     """Return the table."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for row, name, default, kind, make in rows():
+        for value in tried(default, kind):
+            words = complaint(make, **{name: value})
+            if words is not None:
+                key = row, name, VALUE.sub(r"\1=..", words)
+                found.setdefault(key, []).append(repr(value))
     return [
-        f"{row} {name}: {', '.join(map(repr, values))}: {words}"
-        for (row, name), groups in said().items()
-        for words, values in groups.items()
+        f"{row} {name}: {', '.join(values)}: {words}"
+        for (row, name, words), values in found.items()
     ]
 
 

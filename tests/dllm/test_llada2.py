@@ -16,7 +16,7 @@ import diffcache
 from diffcache.api import handle_of
 from diffcache.dllm import BlockCache, DKVCache
 from diffcache.errors import AttachError, CacheWarning
-from diffcache.eval.workshop.describe import find
+from diffcache.pipelines.demo.describe import find
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from tests.dllm.remote_models import DreamModel
 from tests.dllm.test_diffusion_lm import Reads

@@ -140,7 +140,6 @@ def test_without_a_router_the_error_says_how_to_get_one(pipe):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"method": "bac"}, "made for method 'bac'"),
         ({"sites": []}, r"sites=\[\]; must be a list of different names"),
         ({"sites": SITES[:-1] + SITES[:1]}, "must be a list of different names"),
         ({"sites": SITES[:-1]}, r"'logits' is float32 \[6, 8\]; must be \[6, 7\] real"),

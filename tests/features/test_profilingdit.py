@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 import diffcache
-from diffcache.errors import AttachError, TablesError, UncalibratedError
+from diffcache.errors import AttachError
 from diffcache.features.parts.when import Table
 from diffcache.features.profilingdit import Decreasing, ProfilingDiT, merged
-from diffcache.features.tables import Tables
 from diffcache.step import Step
 from tests.internals import reuse_in
 from tests.zoo.case import randomize
@@ -229,12 +228,7 @@ def test_bad_settings_are_refused(settings, match):
         ProfilingDiT(**settings)
 
 
-def test_blocks_the_model_lacks_and_missing_or_foreign_tables_are_refused():
-    with pytest.raises(UncalibratedError, match=r"diffcache\.calibrate"):
-        ProfilingDiT().parts()
-    foreign = Tables({"method": "harmonica"}, {"overlap.blocks": torch.zeros(4)})
-    with pytest.raises(TablesError, match="made for method 'harmonica'"):
-        ProfilingDiT(tables=foreign)
+def test_blocks_the_model_lacks_are_refused():
     model = toy(4)
     with (
         pytest.raises(AttachError, match="no such block"),

@@ -156,8 +156,6 @@ def test_published_ratios_of_another_model_are_refused(model, denoiser, named) -
 
 
 def test_foreign_and_broken_tables_are_refused(tmp_path) -> None:
-    with pytest.raises(TablesError, match="made for method 'magcache'"):
-        RegionE(tables=tables(28, method="magcache"))
     with pytest.raises(TablesError, match=r"'gamma' is float32 \[26\]; must be \[27\] real"):
         RegionE(tables=tables(28, torch.ones(26)))
     with pytest.raises(ValueError, match="in runs of 4 steps"):

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import diffcache
 from diffcache import CacheQuant, Combine, FittedForecast, RegionE, Tuned
 from diffcache.catalog import make_method, method_class
-from diffcache.errors import TablesError
+from diffcache.errors import TablesError, UncalibratedError
 from diffcache.features.collect import Calibrated
 from diffcache.features.fitted import Weighted
 from diffcache.features.parts.when import Listed
@@ -110,6 +110,17 @@ def test_shipped_tables_are_taken(file):
 @pytest.mark.parametrize("name", WITH_TABLES)
 def test_good_tables_are_taken(name):
     use(name, *good(name))
+
+
+@pytest.mark.parametrize("name", WITH_TABLES)
+def test_tables_of_another_method_and_none_are_refused(name):
+    header, tensors, settings = good(name)
+    other = "bac" if name != "bac" else "harmonica"
+    with pytest.raises(TablesError, match=f"made for method '{other}', not '{name}'"):
+        make_method(name, tables=Tables({**header, "method": other}, tensors), **settings)
+    if name not in ("tuned", "regione"):  # never without them, or with those of its model
+        with pytest.raises(UncalibratedError, match=r"diffcache\.calibrate\(pipe, "):
+            make_method(name, **settings).parts()
 
 
 @pytest.mark.parametrize("name", WITH_TABLES)

@@ -47,11 +47,11 @@ def test_type_checkers_see_every_module_of_recipes() -> None:
         assert f"    from {row.place.partition(':')[0]} import *" in source
 
 
-def test_recipes_need_no_transformers() -> None:
+def test_recipes_need_neither_transformers_nor_lmcache() -> None:
     code = (
-        "import sys, diffcache.kv as kv\n"
+        "import sys, diffcache.kv as kv, diffcache.kv.life.lmcache\n"
         "kv.snapkv(8) | kv.kivi(); dir(kv); kv.recipe_names()\n"
-        "assert 'transformers' not in sys.modules\n"
+        "assert not {'transformers', 'lmcache'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -107,7 +107,7 @@ CODEC = Recipe("bits", codec=Pair(GroupQuant(8, "tokens", 8), GroupQuant(8), blo
 
 
 @pytest.mark.parametrize("other", [snapkv(24), adakv(0.6), CODEC], ids=["snapkv", "adakv", "bits"])
-@pytest.mark.parametrize("name", ["quest", "double_sparsity", "tidal_decode", "sentence_kv"])
+@pytest.mark.parametrize("name", ["quest", "tidal_decode", "sentence_kv"])
 def test_retrieval_composes_with_dropping_and_coding(model: Any, name: str, other: Recipe) -> None:
     inputs = prompts()
     caches = [cache_for(model, x, mode="native") for x in (other, other | RECIPES[name](1.0))]
