@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from diffcache.attach.anatomy import anatomy_of
 from diffcache.attach.anchor import owner_of
 from diffcache.attach.cache_context import listen, unlisten
-from diffcache.attach.denoiser import Denoiser
+from diffcache.attach.denoiser import Denoiser, hook
 from diffcache.attach.fingerprint import facts_of
-from diffcache.attach.hooks import hook
 from diffcache.attach.pipeline_hooks import tap_pipeline, tap_scheduler, untap
 from diffcache.attach.run import Run
 from diffcache.attach.runs import ATTACHING, Runs

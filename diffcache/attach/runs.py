@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
 import warnings
@@ -13,7 +14,6 @@ from contextvars import ContextVar
 from typing import Any
 
 from diffcache.attach.call import Call
-from diffcache.attach.place import Place
 from diffcache.attach.provenance import tables_of
 from diffcache.attach.record import RunRecord
 from diffcache.attach.run import Run, Stream
@@ -24,6 +24,27 @@ from diffcache.features.combine import reuse_of
 from diffcache.step import CURRENT
 
 ATTACHING = threading.RLock()  # held while a method is attached or detached, and as a run begins
+
+
+class Place:
+    """Stands for a run in the context of a thread or task; the handle, not the context, owns it.
+
+    So a run ends with whichever goes first, and no context keeps a model alive.
+    """
+
+    __slots__ = ("__weakref__", "run", "task", "thread")
+
+    def __init__(self, run: Run) -> None:
+        self.run = weakref.ref(run)
+        self.thread, self.task = threading.get_ident(), _task()
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether this very thread and task started the run."""
+        if self.thread != threading.get_ident():
+            return False
+        return self.task == _task()
+
 
 Places = weakref.WeakKeyDictionary["Runs", Place]
 _PLACES: ContextVar[Places | None] = ContextVar("diffcache_places", default=None)
@@ -84,11 +105,10 @@ class Runs(ABC):
         One that nobody began in so many words is its thread's or task's alone: those that are
         started later copy the context, but do their own sampling.
         """
-        place = self._place()
+        places = _PLACES.get()
+        place = None if places is None else places.get(self)
         run = None if place is None else place.run()
-        if place is None or run is None:
-            return self.begin()[0]
-        if run.in_pipeline or run.is_told or place.is_here:
+        if run is not None and (run.in_pipeline or run.is_told or place.is_here):
             return run
         return self.begin()[0]
 
@@ -324,3 +344,12 @@ class Runs(ABC):
 
 def _warn(message: str) -> None:
     warnings.warn(message, CacheWarning, stacklevel=5)
+
+
+def _task() -> Any:
+    """Return a weak reference to the task that is running, None outside of tasks."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        return None
+    return None if task is None else weakref.ref(task)

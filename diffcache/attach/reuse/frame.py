@@ -12,7 +12,6 @@ from diffcache.attach.reuse.layout import Layout, Work
 from diffcache.attach.reuse.random import Random
 from diffcache.attach.reuse.setup import BranchState, Setup
 from diffcache.attach.reuse.trace import Trace
-from diffcache.attach.tap import ITEMS
 from diffcache.errors import AttachError
 from diffcache.step import CURRENT
 
@@ -102,10 +101,6 @@ class Frame:
         self.tally: dict[str, float | None] | None = None
         self._probe_input: Tensor | None = None
 
-    def hand_out(self, items: dict[str, list[Any]]) -> None:
-        """Let these stand for the blocks of the lists in this call."""
-        self.call.storage[ITEMS] = items
-
     def runs(self, site: str) -> bool:
         """Return whether a site is computed in this call; known once the step is decided."""
         if not self.per_site or not self.computes:
@@ -152,9 +147,14 @@ def current_frame() -> Frame:
     """
     call: Call | None = CURRENT.get()
     if call is None:
-        raise AttachError(
-            "a wrapped denoiser was called again from inside a call of its own, so its features "
-            "are lost; call it before or after, or unwrap it"
-        )
+        raise lost()
     frame: Frame = call.storage[FRAME]
     return frame
+
+
+def lost() -> AttachError:
+    """Return the error of a stand-in whose call is over."""
+    return AttachError(
+        "a wrapped denoiser was called again from inside a call of its own, so its features "
+        "are lost; call it before or after, or unwrap it"
+    )

@@ -17,7 +17,6 @@ from diffcache.attach.reuse.stand_in import (
     EstimateTap,
     HollowTap,
     LiveTap,
-    NamedPassTap,
     OpenTap,
     PassTap,
     protect,
@@ -215,9 +214,6 @@ def _skip_tap(module: nn.Module, spec: TapSpec, container: type) -> Any:
         return EstimateTap(module, spec)
     if spec.opens and not spec.live:
         return OpenTap(module, spec, container)
-    named = not spec.opens and all(isinstance(key, str) for key in spec.carry.values())
-    if named and container is (tuple if len(spec.carry) > 1 else Tensor):
-        return NamedPassTap(module, spec)
     return PassTap(module, spec, container)
 
 
