@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -97,14 +96,19 @@ class Denoiser:
             extension.remove()
         self.extensions = []
 
-    def tensors(self, run: Run) -> Iterator[Tensor]:
-        """Yield the tensors that extensions keep of a run."""
+    def tensors(self, run: Run) -> list[Tensor]:
+        """Return the tensors that extensions keep of a run."""
+        found: list[Tensor] = []
         for extension in self.extensions:
-            yield from extension.tensors(run)
+            found += extension.tensors(run)
+        return found
 
     def extra_bytes(self, runs: list[Run]) -> int:
         """Return the bytes that extensions keep of runs besides tensors, or beyond them."""
-        return sum(extension.held_bytes(runs) for extension in self.extensions)
+        total = 0
+        for extension in self.extensions:
+            total += extension.held_bytes(runs)
+        return total
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name."""
