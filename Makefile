@@ -95,8 +95,8 @@ models: $(READY) ## Train the shipped models again (most of a day on one core)
 	$(BIN)/python -m diffcache.eval.workshop.shipped.quality
 	$(BIN)/python -m diffcache.eval.workshop.shipped.cards --write
 
-docs: $(READY) ## Print what diffcache knows of every supported model
-	$(BIN)/diffcache inspect --all $(ARGS)
+docs: $(READY) ## Write the table of what a cache finds in every supported model
+	$(BIN)/python -m diffcache.eval.workshop.coverage --write $(ARGS)
 
 gpu-test: $(READY) $(TRITON) ## Run the tests that need a CUDA device
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m gpu $(ARGS)

@@ -21,9 +21,8 @@ from diffcache.api import unwrap as unwrap
 from diffcache.api import wrap as wrap
 from diffcache.api import wrapped as wrapped
 from diffcache.api import writing as writing
-from diffcache.catalog import METHODS as _METHODS
 from diffcache.catalog import methods as methods
-from diffcache.cite import cite as cite
+from diffcache.citation import cite as cite
 from diffcache.errors import AttachError as AttachError
 from diffcache.errors import CacheWarning as CacheWarning
 from diffcache.errors import DiffcacheError as DiffcacheError
@@ -44,7 +43,8 @@ from diffcache.features.parts.when import Listed as Listed
 from diffcache.features.parts.when import Table as Table
 from diffcache.features.tables import Tables as Tables
 from diffcache.features.taylorseer import TaylorSeer as TaylorSeer
-from diffcache.report import Report as Report
+from diffcache.registry import places
+from diffcache.run_report import Report as Report
 from diffcache.step import Site as Site
 from diffcache.step import Step as Step
 
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from diffcache import dllm as dllm
     from diffcache import kv as kv
     from diffcache import quant as quant
+    from diffcache import video as video
     from diffcache.attach.call import Call as Call
     from diffcache.attach.extension import Extension as Extension
     from diffcache.attach.handle import Handle as Handle
@@ -79,13 +80,25 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # Imported when they are first asked for, so that `import diffcache` stays light: name -> module.
-_LATER = {cls: module for module, cls in (place.split(":") for place in _METHODS.values())}
-_LATER |= {"calibrate": "diffcache.offline.calibrate", "tune": "diffcache.offline.tune.tune"}
-_LATER |= {"Call": "diffcache.attach.call", "Extension": "diffcache.attach.extension"}
-_LATER |= {"FeatureMethod": "diffcache.features.combine", "Handle": "diffcache.attach.handle"}
-_LATER |= dict.fromkeys(("Ability", "Instead", "Method", "When"), "diffcache.features.base")
-_PACKAGES = ("dllm", "kv", "quant")
-_HIDDEN = {"Any", "TYPE_CHECKING", "importlib"}
+_LATER = {
+    **places("method"),
+    "calibrate": "diffcache.offline.calibrate",
+    "tune": "diffcache.offline.tune.tune",
+    "Call": "diffcache.attach.call",
+    "Extension": "diffcache.attach.extension",
+    "FeatureMethod": "diffcache.features.combine",
+    "Handle": "diffcache.attach.handle",
+    **dict.fromkeys(("Ability", "Instead", "Method", "When"), "diffcache.features.base"),
+}
+_PACKAGES = ("dllm", "kv", "quant", "video")
+
+__all__ = sorted({
+    *_LATER, *_PACKAGES, "AttachError", "CacheWarning", "Combine", "DiffcacheError", "Every",
+    "Gate", "Held", "Listed", "Newton", "Report", "Reuse", "Site", "Step", "Table", "Tables",
+    "TablesError", "Taylor", "UncalibratedError", "UnknownMethodError", "branch", "cite",
+    "expected_bytes", "inspect", "methods", "report", "reset", "run", "settings", "stream",
+    "unwrap", "wrap", "wrapped", "writing",
+})  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -97,4 +110,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER, *_PACKAGES} - _HIDDEN)
+    return [*__all__, "__version__"]

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Union, overload
 
 from torch import Tensor, nn
 
+from diffcache.anchor import Attached, Loop, owner_of
 from diffcache.attach.anatomy import Anatomy, anatomy_of
-from diffcache.attach.anchor import owner_of
 from diffcache.attach.cache_context import branch as branch
 from diffcache.attach.cache_context import writing as writing
 from diffcache.attach.denoiser import Denoiser
@@ -30,58 +30,81 @@ from diffcache.features.combine import reuse_of
 from diffcache.features.parts.hold import Form
 from diffcache.foreign import is_cached, is_compiled, is_compiled_in_place
 from diffcache.memory import bytes_of, compression_of, size_of
-from diffcache.report import Report
+from diffcache.registry import WORDS, Kind, find, unknown
+from diffcache.run_report import Report
 from diffcache.step import Site
 
+if TYPE_CHECKING:
+    from diffcache.kv.recipe import Recipe
+    from diffcache.video.policy import VideoPolicy
+
 T = TypeVar("T")
+# What `wrap` takes: a name, a method or policy, a recipe, or recipes of single layers.
+Wrapper = Union[
+    str, Method, "Recipe", "VideoPolicy", "Sequence[Recipe | str]", "Mapping[int, Recipe | str]"
+]
 _DENOISER = re.compile(r"(transformer|unet|dit|denoiser|prior)(_\d+)?")
 
 
 def wrap(
     target: T,
-    method: str | Method = "taylorseer",
+    method: Wrapper = "taylorseer",
     *,
     components: str | Sequence[str] | None = None,
     hold: Form | None = None,
     **settings: Any,
 ) -> T:
-    """Put a feature cache into a pipeline or a denoiser, in place.
+    """Put a cache into a pipeline or model, in place.
+
+    | cache | target | what it does |
+    |---|---|---|
+    | feature method | pipeline of diffusers, or a denoiser | skips parts of steps |
+    | policy of `diffcache.dllm` | diffusion language model, `DiffusionLM` | skips rows |
+    | recipe of `diffcache.kv` | language model of transformers | caches for calls without one |
+    | policy of `diffcache.video` | `CausalVideo` | holds some frames of new streams |
+
+    Calls of a language model that bring a cache of their own stay as they are, and so do streams
+    that are open or name a policy of their own; see `diffcache.kv.caching` and `CausalVideo`.
 
     Args:
-        target: A diffusers pipeline, or a denoiser (any module with lists of blocks). A bare
-            denoiser tells its steps by its timestep argument: a run starts where the timestep
+        target: What is wrapped. A bare denoiser (any module with lists of blocks) tells its steps
+            by its timestep argument: a run starts where the timestep
             turns back, where the sample is not correlated with the one before, or at
             `diffcache.reset(model)`; `diffcache.run` and `diffcache.branch` say which calls belong
             together, and what cannot be told is computed, with a warning: samples of fewer than 64
             numbers without conditions, and samplers that draw new noise at every step.
             Trajectories of the same conditions whose samples are alike, or that small, need
-            `diffcache.run`. Calls that gradients go through are computed.
-        method: A method, or its catalogue name, after which settings may follow as on the command
-            line, `taylorseer:every=4`. A method with tables that is given by name and without
-            them takes the settings that its authors published for the model, if any are. A run
-            that another thread is in the midst of, uncached, is cached from its next call on.
+            `diffcache.run`. Calls that gradients go through are computed. Of an object that calls a
+            network in a loop of its own, a `DiffusionLM` or `CausalVideo`, it is the network.
+        method: A method, policy or recipe, or its name, after which settings may follow as on the
+            command line, `taylorseer:every=4`. A method with tables that is given by name and
+            without them takes the settings that its authors published for the model, if any are. A
+            run that another thread is in the midst of, uncached, is cached from its next call on.
         components: Name or names of the pipeline's denoisers to wrap; all of them by default.
-        hold: Form of the held features: `bf16`; `int8`, with a scale a token, in about half the
-            memory of bf16; `host`, in the host's memory, fetched back ahead of use. None leaves
-            them as they are.
-        **settings: Settings of a method given by name, such as `every=4`.
+        hold: Form of the held features of a method: `bf16`; `int8`, with a scale a token, in about
+            half the memory of bf16; `host`, in the host's memory, fetched back ahead of use. None
+            leaves them as they are.
+        **settings: Settings of what is given by name, such as `every=4`; of a recipe `mode` too, as
+            for `diffcache.kv.cache_for`.
 
     Returns:
         `target` itself.
 
     Raises:
-        AttachError: If the target has no denoiser, cannot be cached with this method, or is
-            cached already.
-        UnknownMethodError: If no method has that name.
+        AttachError: If the target is none that takes it, or is cached already.
+        UnknownMethodError: If nothing has that name.
         ValueError: If a setting is unknown or out of its range.
 
     Example:
         >>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5, order=1))  # doctest: +SKIP
+        >>> model = diffcache.wrap(model, "snapkv", budget=256)  # doctest: +SKIP
+        >>> video = diffcache.wrap(video, "deep-forcing")  # doctest: +SKIP
     """
     wrapped(target, method, components=components, hold=hold, **settings)
     return target
 
 
+@overload
 def wrapped(
     target: Any,
     method: str | Method,
@@ -89,15 +112,101 @@ def wrapped(
     components: str | Sequence[str] | None = None,
     hold: Form | None = None,
     **settings: Any,
-) -> Handle:
+) -> Handle: ...
+@overload
+def wrapped(target: Any, method: Wrapper, **settings: Any) -> Any: ...
+def wrapped(
+    target: Any,
+    method: Wrapper,
+    *,
+    components: str | Sequence[str] | None = None,
+    hold: Form | None = None,
+    **settings: Any,
+) -> Attached:
     """Do as `wrap` and return the handle: `with diffcache.wrapped(pipe, method) as handle: ...`."""
+    kind = kind_of(method)
+    if kind in ("recipe", "video"):
+        for name, value in {"components": components, "hold": hold}.items():
+            if value is not None:
+                raise ValueError(f"{name}={value!r}: is for feature methods; leave it out")
+        with ATTACHING:
+            put = cached if kind == "recipe" else filming
+            return put(target, method, **settings)
+    target = target.network if isinstance(target, Loop) else target
     denoisers = denoisers_of(target, components)
     held = {} if hold is None else {"hold": hold}
-    chosen = method_for(target, denoisers, method, **settings, **held)
+    chosen = method_for(target, denoisers, method, **settings, **held)  # type: ignore[arg-type]
     reuse = reuse_of(chosen)
     with ATTACHING:  # of two threads, the second is refused
         check_free(target, denoisers, Site.MODEL if reuse is None else reuse.site)
         return Handle(target, denoisers, chosen)
+
+
+def kind_of(method: object) -> Kind:
+    """Return the kind of what is about to be put into something.
+
+    Raises:
+        UnknownMethodError: If nothing has that name.
+    """
+    if isinstance(method, str):
+        name = re.split("[:|=]", method)[0].strip()
+        row = find(name, *WORDS)
+        if row is None and name:
+            raise unknown(name, *WORDS)
+        return "method" if row is None else row.kind
+    if isinstance(method, Method):
+        return "method"
+    from diffcache.kv.recipe import Recipe  # here, so that `import diffcache` stays light
+    from diffcache.video.policy import VideoPolicy
+
+    if isinstance(method, VideoPolicy):
+        return "video"
+    place = getattr(method, "__module__", None) or ""  # of a function that nobody called
+    if isinstance(method, (Recipe, Mapping, Sequence)) or place.startswith("diffcache.kv.recipes"):
+        return "recipe"
+    return "method"  # which says what it is not
+
+
+def cached(target: Any, recipe: Any, **settings: Any) -> Attached:
+    """Give the calls of a language model caches of a recipe.
+
+    Raises:
+        AttachError: If it is no such model, or is cached already.
+    """
+    from diffcache.kv.hf.implicit import Caching
+    from diffcache.kv.hf.model import config_of
+
+    try:
+        config_of(target)
+    except AttachError:
+        raise _refusal(target, recipe, "recipe") from None
+    return Caching(target, recipe, **settings)
+
+
+def filming(target: Any, policy: Any, **settings: Any) -> Attached:
+    """Let the new streams of a causal video hold what a policy says.
+
+    Raises:
+        AttachError: If it is no such video, or has been given a policy already.
+    """
+    from diffcache.video.policy import Films, PolicyOf, make_policy
+
+    if not isinstance(target, Films):
+        raise _refusal(target, policy, "video")
+    if owner_of(target) is not None:
+        raise AttachError(
+            f"{type(target).__name__} already runs under {target.policy!r}; unwrap it first"
+        )
+    return PolicyOf(target, make_policy(policy, **settings))
+
+
+def _refusal(target: Any, method: Any, kind: Kind) -> AttachError:
+    """Return the error for a target that does not take what is put into it."""
+    words = WORDS[kind]
+    return AttachError(
+        f"cannot wrap a {type(target).__name__} with {method!r}: a {words.noun} goes into "
+        f"{words.takes}"
+    )
 
 
 def unwrap(target: T) -> T:
@@ -105,18 +214,26 @@ def unwrap(target: T) -> T:
 
     Raises:
         AttachError: If the target is not wrapped, shares a denoiser with the pipeline that is, or
-            is in a pipeline's call, `diffcache.run` or `diffcache.stream` of another thread.
+            is in use in another thread: in a pipeline's call, `diffcache.run`, `diffcache.stream`
+            or `generate`.
     """
     with ATTACHING:
-        handle = handle_of(target)
-        holder = handle.target()
-        if holder is not None and holder is not target and not isinstance(target, nn.Module):
-            raise AttachError(
-                f"this {type(target).__name__} is not wrapped itself: it shares a denoiser with "
-                f"another {type(holder).__name__} that is; unwrap that one, or the denoiser"
-            )
-        handle.check_idle()
-        handle.detach()
+        handles = [attached_to(target)]
+        network = target.network if isinstance(target, Loop) else None
+        if network is not None and owner_of(network) and attached_to(network) not in handles:
+            handles.append(attached_to(network))
+        for handle in handles:
+            holder = handle.target() if isinstance(handle, Handle) else None
+            alone = isinstance(target, (nn.Module, Loop))
+            if holder is not None and holder is not target and not alone:
+                raise AttachError(
+                    f"this {type(target).__name__} is not wrapped itself: it shares a denoiser "
+                    f"with another {type(holder).__name__} that is; unwrap that one, or the "
+                    "denoiser"
+                )
+            handle.check_idle()
+        for handle in handles:
+            handle.detach()
     return target
 
 
@@ -179,12 +296,14 @@ def expected_bytes(
 def reset(target: Any) -> None:
     """Forget every feature held for a wrapped pipeline or denoiser; the next call starts a run.
 
+    Of a language model with a recipe it lets go of the cache that was made last.
+
     Pipelines' calls and `diffcache.run` of other threads go on: they forget at their end.
 
     Raises:
         AttachError: If the target is not wrapped.
     """
-    handle_of(target).reset()
+    attached_to(target).reset()
 
 
 def run(
@@ -305,27 +424,54 @@ def inspect(target: Any) -> Anatomy | dict[str, Anatomy]:
     return {name: anatomy_of(model) for name, model in denoisers_of(target).items()}
 
 
-def handle_of(target: Any) -> Handle:
-    """Return the handle of a wrapped pipeline or denoiser.
+def attached_to(target: Any) -> Attached:
+    """Return what a pipeline, model or video is wrapped with.
 
-    A pipeline that shares a wrapped denoiser (`from_pipe`) answers with that denoiser's handle.
+    A pipeline that shares a wrapped denoiser (`from_pipe`) answers with that denoiser's handle, and
+    an object that calls a network in a loop of its own with that of the network.
 
     Raises:
         AttachError: If the target is not wrapped.
     """
     owner = owner_of(target)
-    if owner is None and not isinstance(target, nn.Module):
+    if owner is None and isinstance(target, Loop):
+        owner = owner_of(target.network)
+    elif owner is None and not isinstance(target, nn.Module):
         owner = shared_with(getattr(target, "components", {}).values())
     if isinstance(owner, Denoiser):
         owner = owner.handle
-    if not isinstance(owner, Handle):
+    if not isinstance(owner, Attached):
         raise AttachError(f"this {type(target).__name__} is not wrapped; call diffcache.wrap first")
+    return owner
+
+
+def method_of(target: Any) -> Any:
+    """Return the method, recipe or policy that something is wrapped with."""
+    return attached_to(target).method
+
+
+def handle_of(target: Any) -> Handle:
+    """Return the handle of a pipeline or denoiser that is wrapped with a method.
+
+    Raises:
+        AttachError: If the target is not wrapped, or with a recipe or a video policy.
+    """
+    owner = attached_to(target)
+    if not isinstance(owner, Handle) and isinstance(target, Loop):
+        owner = attached_to(target.network)  # a video can have a policy and a method
+    if not isinstance(owner, Handle):
+        raise AttachError(
+            f"this {type(target).__name__} is wrapped with {owner.method!r}, which skips no steps "
+            "or rows: this is for feature methods and policies of diffusion language models"
+        )
     return owner
 
 
 def denoisers_of(target: Any, names: str | Sequence[str] | None = None) -> dict[str, nn.Module]:
     """Return the denoisers of a pipeline by name, or a bare one as `model`."""
     names = [names] if isinstance(names, str) else names
+    if isinstance(target, Loop):
+        target = target.network
     if isinstance(target, nn.Module):
         if names is not None:
             raise AttachError(f"components={list(names)!r}: a bare model has none; pass a pipeline")
@@ -341,25 +487,35 @@ def denoisers_of(target: Any, names: str | Sequence[str] | None = None) -> dict[
             f"components={names!r}: is empty; name at least one of {', '.join(modules)}, or leave "
             "it out"
         )
-    if names is None:
-        found = {name: m for name, m in modules.items() if _DENOISER.fullmatch(name)}
-        if not found and "UNet" in type(modules.get("decoder")).__name__:  # of StableCascade
-            found = {"decoder": modules["decoder"]}
-        if not found and "model" in modules:  # of diffusion language models
-            found = {"model": modules["model"]}
-    else:
-        missing = [name for name in names if name not in modules]
-        if missing:
-            raise AttachError(
-                f"components: no {missing[0]!r}; the pipeline has {', '.join(modules)}"
-            )
-        found = {name: modules[name] for name in names}
+    found = _default(modules) if names is None else _named(modules, names)
     if not found:
         raise AttachError(
             f"{type(target).__name__} has no component called transformer, unet, prior or model; "
             f"name its denoiser: components=[...] out of {', '.join(modules)}"
         )
     return found
+
+
+def _default(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the denoisers among the modules of a pipeline."""
+    found = {name: m for name, m in modules.items() if _DENOISER.fullmatch(name)}
+    if not found and "UNet" in type(modules.get("decoder")).__name__:  # of StableCascade
+        found = {"decoder": modules["decoder"]}
+    if not found and "model" in modules:  # of diffusion language models
+        found = {"model": modules["model"]}
+    return found
+
+
+def _named(modules: dict[str, nn.Module], names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the modules of a pipeline that the user named.
+
+    Raises:
+        AttachError: If there is no such module.
+    """
+    missing = [name for name in names if name not in modules]
+    if missing:
+        raise AttachError(f"components: no {missing[0]!r}; the pipeline has {', '.join(modules)}")
+    return {name: modules[name] for name in names}
 
 
 def method_for(

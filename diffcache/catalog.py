@@ -1,34 +1,28 @@
-"""Methods by name, for command lines; code imports the classes."""
+"""Methods and policies by name, for command lines; code imports the classes."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from diffcache.features.base import Method
 from diffcache.features.combine import goes_in_place
 from diffcache.features.parts.hold import Held
-from diffcache.names import METHODS as METHODS
-from diffcache.names import POLICIES, method_key, unknown
-
-_OPEN, _CLOSE, _QUOTES = "([{", ")]}", "'\""
+from diffcache.registry import check_settings, find, read_word, rows_of, unknown
 
 
 def method_class(name: str) -> type[Method]:
-    """Return the class of a method by its catalogue name; "-" and "_" mean the same.
+    """Return the class of a method, or of a policy for language models, by its name.
 
     Raises:
-        UnknownMethodError: If the catalogue has no such name.
+        UnknownMethodError: If the registry has no such name.
     """
-    place = (METHODS | POLICIES).get(method_key(name))
-    if place is None:
-        raise unknown(name, "method")
-    module, cls = place.split(":")
-    found: type[Method] = getattr(importlib.import_module(module), cls)
+    row = find(name, "method", "dllm")
+    if row is None:
+        raise unknown(name, "method", "dllm")
+    found: type[Method] = row.load()
     return found
 
 
@@ -79,7 +73,7 @@ def make_method(
 
 def _made(cls: Any, facts: Callable[[], Mapping[str, Any]] | None, settings: dict[str, Any]) -> Any:
     """Return a method of a class, with published settings where a model's are asked for."""
-    _check_known(cls, settings)
+    check_settings(cls, settings)
     if cls.publishes and not {"tables", cls.numbers} & settings.keys():
         if facts is not None and "model" not in settings:
             settings = {**settings, "model": cls.published_for(facts())}
@@ -97,7 +91,7 @@ def changed(method: Method, settings: Mapping[str, Any]) -> Method:
     """
     if isinstance(method, Held):
         return dataclasses.replace(method, method=changed(method.method, settings))
-    _check_known(type(method), settings)
+    check_settings(type(method), settings)
     new: Method = dataclasses.replace(method, **settings)  # type: ignore[type-var]
     if not goes_in_place(new, method):
         raise ValueError(
@@ -107,25 +101,9 @@ def changed(method: Method, settings: Mapping[str, Any]) -> Method:
     return new
 
 
-def _check_known(cls: type, settings: Mapping[str, Any]) -> None:
-    known = [field.name for field in dataclasses.fields(cls)]
-    unknown = sorted(set(settings) - set(known))
-    if unknown:
-        raise ValueError(f"{cls.__name__} has no setting {unknown[0]!r}; it has {', '.join(known)}")
-
-
 def methods() -> dict[str, str]:
     """Return the names of all feature methods with one sentence each."""
-    return _told(METHODS)
-
-
-def policies() -> dict[str, str]:
-    """Return the names of all policies for diffusion language models with one sentence each."""
-    return _told(POLICIES)
-
-
-def _told(names: Iterable[str]) -> dict[str, str]:
-    return {name: (method_class(name).__doc__ or "").strip().split("\n")[0] for name in names}
+    return {name: row.sentence for name, row in rows_of("method").items()}
 
 
 def settings_of(make: Callable[..., Any]) -> str:
@@ -134,68 +112,3 @@ def settings_of(make: Callable[..., Any]) -> str:
     return ", ".join(
         each.name if each.default is each.empty else f"{each.name}={each.default!r}" for each in own
     )
-
-
-def read_word(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the settings that one word of a command line gives.
-
-    Args:
-        text: `name` or `name:key=value,key=value`, values as Python writes them.
-
-    Raises:
-        ValueError: If the name is missing, or a setting cannot be read or is given twice.
-    """
-    name, colon, rest = (part.strip() for part in text.partition(":"))
-    if not colon and "=" in name:
-        raise ValueError(f"method {text!r}: settings follow a colon, such as taylorseer:every=4")
-    if not name:
-        raise ValueError(f"method {text!r}: a name is missing; `diffcache methods` lists them")
-    if colon and not rest:
-        raise ValueError(f"method {text!r}: settings are missing behind the colon")
-    settings: dict[str, Any] = {}
-    for pair in split(text, rest):
-        key, value = _setting(text, pair)
-        if key in settings:
-            raise ValueError(f"method {text!r}: {key} is given twice")
-        settings[key] = value
-    return name, settings
-
-
-def _setting(text: str, pair: str) -> tuple[str, Any]:
-    key, sign, value = (part.strip() for part in pair.partition("="))
-    if not sign or not key.isidentifier() or not value:
-        raise ValueError(
-            f"method {text!r}: {pair.strip()!r} must be a setting and its value, such as every=4"
-        )
-    try:
-        return key, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return key, {"true": True, "false": False}.get(value, value)
-
-
-def split(text: str, rest: str, at: str = ",") -> list[str]:
-    """Split at the commas that stand outside of brackets and quotes.
-
-    Args:
-        text: The whole word, for the error.
-        rest: Text to split.
-        at: Another sign to split at.
-
-    Raises:
-        ValueError: If a bracket or quote is open.
-    """
-    parts, depth, quote = [""], 0, ""
-    for sign in rest:
-        if quote:
-            quote = "" if sign == quote else quote
-        elif sign in _QUOTES:
-            quote = sign
-        else:
-            depth += (sign in _OPEN) - (sign in _CLOSE)
-        if sign == at and not quote and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += sign
-    if quote or depth:
-        raise ValueError(f"method {text!r}: {rest!r} has an open quote or bracket")
-    return [part for part in parts if part or len(parts) > 1]

@@ -12,13 +12,11 @@ import torch
 import typer
 
 from diffcache import __version__
-from diffcache.catalog import method_class, policies, settings_of
-from diffcache.catalog import methods as method_names
-from diffcache.cite import cite as bibtex
+from diffcache.catalog import settings_of
+from diffcache.citation import cite as bibtex
 from diffcache.command import (
     DEBUG,
     EXIT_LINE,
-    FAILED,
     METHOD,
     MODELS,
     Device,
@@ -26,7 +24,6 @@ from diffcache.command import (
     Seed,
     check_target,
     device_of,
-    fail,
     guarded,
     refuse,
 )
@@ -39,10 +36,19 @@ from diffcache.files import write_json
 from diffcache.pipelines.demo import serve
 from diffcache.pipelines.demo.console import console, print_rows, progress, quiet
 from diffcache.pipelines.load import Loading
+from diffcache.registry import Kind, rows_of
 
 NO_IMAGES: list[str] = []
 TEXT_METHOD = "dkv-cache"  # of language models
 COMMANDS = {"tuned": "tune"}  # the command that makes a method's tables, if not calibrate
+# Kind -> its title in the list of `diffcache methods`.
+LISTED: dict[Kind, str] = {
+    "method": "method",
+    "dllm": "policy (diffusion language models)",
+    "video": "policy (causal video)",
+    "recipe": "recipe (diffcache.kv)",
+    "reuse": "reuse of keys and values (diffcache.kv)",
+}
 FIRST = (
     "Take taylorseer first: it needs no calibration, and its speed is fixed. first-block decides "
     "by what changes in the sample. diffcache tune searches the best for a model and a speed."
@@ -277,15 +283,8 @@ def _tell(done: Any, record: Path | None) -> None:
 @guarded
 def inspect(
     model: Annotated[
-        str | None, typer.Argument(help=f"{MODELS[0].upper()}{MODELS[1:]}, or a diffusers class.")
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every class; writes the table.")] = False,
-    out: Annotated[Path, typer.Option(help="The table that --all writes.")] = Path(
-        "docs/coverage.md"
-    ),
-    check: Annotated[
-        bool, typer.Option("--check", help="With --all: write nothing, exit 1 if it would change.")
-    ] = False,
+        str, typer.Argument(help=f"{MODELS[0].upper()}{MODELS[1:]}, or a diffusers class.")
+    ],
     method: Annotated[
         str | None, typer.Option(metavar=METHOD, help="Say what a method will hold, in bfloat16.")
     ] = None,
@@ -295,44 +294,23 @@ def inspect(
 ) -> None:
     """Show what a cache finds in a model: block lists, streams, attention and feed-forward.
 
-    Weights are not read. A class name is described at the zoo's tiny size; what a method holds is
-    computed at the class's own size. With --all, every denoiser of diffusers is run at that size.
+    Weights are not read. A class name is described in its default configuration.
 
     [bold]Try[/bold]
 
         diffcache inspect FluxTransformer2DModel
 
         diffcache inspect ./my-pipeline --method taylorseer --height 1024 --width 1024
-
-        diffcache inspect --all
     """
-    if every == (model is not None):
-        raise ValueError("name one model, or pass --all")
-    if every and not check:
-        check_target("--out", out)
     quiet()
-    if model is not None:
-        from diffcache.eval.workshop.describe import describe, find
+    from diffcache.pipelines.demo.describe import describe, find
 
-        screen = console()
-        for name, (anatomy, wirings) in find(model).items():
-            for part in describe(name, anatomy, wirings):
-                screen.print(part, highlight=False)
-        if method is not None:
-            screen.print(_holds(model, method, (height, width, frames)), highlight=False)
-        return
-    from diffcache.eval.workshop.coverage import coverage
-
-    with progress("models") as show:
-        text = coverage(show)
-    if check:
-        if not out.exists() or out.read_text(encoding="utf-8") != text:
-            fail(f"{out} is not what `diffcache inspect --all` would write", FAILED)
-        typer.echo(f"{out} is up to date")
-        return
-    out.write_text(text, encoding="utf-8")
-    typer.echo(text.split("**")[1])
-    typer.echo(f"wrote {out}")
+    screen = console()
+    for name, (anatomy, streams) in find(model).items():
+        for part in describe(name, anatomy, streams):
+            screen.print(part, highlight=False)
+    if method is not None:
+        screen.print(_holds(model, method, (height, width, frames)), highlight=False)
 
 
 def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
@@ -341,9 +319,9 @@ def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
 
     from diffcache.attach.inputs import Size
     from diffcache.eval.cost.formula import resolve
-    from diffcache.eval.workshop.describe import directory_of
     from diffcache.memory import bytes_of
-    from diffcache.report import human
+    from diffcache.pipelines.demo.describe import directory_of
+    from diffcache.run_report import human
 
     denoiser = resolve(directory_of(model))
     built = denoiser.build().to(torch.bfloat16)
@@ -359,7 +337,7 @@ def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
 @app.command(epilog=EXIT_LINE)
 @guarded
 def methods() -> None:
-    """List methods, policies for diffusion language models, and recipes for key-value caches.
+    """List methods, policies, recipes for key-value caches, and what reuses their contents.
 
     Methods that need calibration have tables, which `diffcache calibrate` measures on a model.
 
@@ -367,30 +345,24 @@ def methods() -> None:
 
         diffcache methods
     """
-    from diffcache.kv.recipes.catalog import recipe_function, recipes
-
     rest = ("what it does", "settings and defaults")
-    rows = []
-    for name, sentence in method_names().items():
-        settings = settings_of(method_class(name))
-        tables = COMMANDS.get(name, "calibrate") if "tables=None" in settings else ""
-        rows.append((name, sentence, tables, settings))
-    print_rows(("method", rest[0], "needs", rest[1]), rows)
-    typer.echo(FIRST)
-    policy_rows = [
-        (name, text, settings_of(method_class(name))) for name, text in policies().items()
-    ]
-    print_rows(("policy (diffusion language models)", *rest), policy_rows)
-    recipe_rows = [
-        (name, text, settings_of(recipe_function(name))) for name, text in recipes().items()
-    ]
-    print_rows(("recipe (diffcache.kv)", *rest), recipe_rows)
+    for kind, title in LISTED.items():
+        lines = []
+        for name, row in rows_of(kind).items():
+            settings = settings_of(row.load())
+            tables = COMMANDS.get(name, "calibrate") if "tables=None" in settings else ""
+            needs = (tables,) if kind == "method" else ()
+            lines.append((name, row.sentence, *needs, settings))
+        heads = (title, rest[0], "needs", rest[1]) if kind == "method" else (title, *rest)
+        print_rows(heads, lines)
+        if kind == "method":
+            typer.echo(FIRST)
 
 
 @app.command(epilog=EXIT_LINE)
 @guarded
-def cite(name: Annotated[str, typer.Argument(help="Name of a method or recipe.")]) -> None:
-    """Print the BibTeX entry of the paper of a method or recipe.
+def cite(name: Annotated[str, typer.Argument(help="Name of a method, policy or recipe.")]) -> None:
+    """Print the BibTeX entry of the paper of a method, policy or recipe.
 
     [bold]Try[/bold]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from operator import attrgetter
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -57,6 +58,7 @@ def storage_of(tensor: Tensor) -> int:
 # A module's children by name, the very dictionary; `set_children` gives it another.
 children_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
 CALL_CODE = nn.Module._call_impl.__code__  # what runs hooks and forward
+PREFILL = "_prefill"  # what reads the prompt in `generate` (transformers)
 # What `nn.Conv2d` pads by where its padding is no constant.
 padding_of: Callable[[nn.Module], list[int]] = attrgetter("_reversed_padding_repeated_twice")
 _PRE_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
@@ -248,6 +250,17 @@ class AttentionName(str):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.before,)
+
+
+def reads_whole_prompt(frame: FrameType) -> bool:
+    """Return whether a frame named `PREFILL` is of `generate`, and reads a prompt in one forward.
+
+    Args:
+        frame: Frame that runs, or calls what runs.
+    """
+    asked = frame.f_locals.get("generation_config")
+    ours = frame.f_globals.get("__name__") == "transformers.generation.utils"
+    return ours and getattr(asked, "prefill_chunk_size", 0) is None
 
 
 def attention_name_of(config: Any) -> Any:

@@ -29,8 +29,7 @@ class Method(ABC):
 
     Attributes:
         name: Name in the catalogue.
-        source: Paper or project that the method comes from.
-        bibtex: BibTeX entry of the source, to cite it.
+        bibtex: BibTeX entry of what it comes from, to cite it.
         counts_calls: Whether every call of the network is a step of its run. Networks without a
             timestep, such as language models, have no other clock.
         note: Further remark of its reports.
@@ -39,7 +38,6 @@ class Method(ABC):
     """
 
     name: ClassVar[str] = "unnamed"
-    source: ClassVar[str] = ""
     bibtex: ClassVar[str] = ""
     counts_calls: ClassVar[bool] = False
     note: ClassVar[str] = ""

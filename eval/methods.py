@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from diffcache.catalog import make_method, read_word
+from diffcache.catalog import make_method
 from diffcache.errors import TablesError, UnknownMethodError
 from diffcache.features.base import Method, check_int
 from diffcache.features.combine import Combine
 from diffcache.features.parts.instead import Reuse
 from diffcache.features.parts.when import Listed
+from diffcache.registry import read_word
 
 if TYPE_CHECKING:
     from diffcache.eval.runs.peers import Peer

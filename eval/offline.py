@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import diffcache
-from diffcache.catalog import METHODS, method_class
+from diffcache.catalog import method_class
 from diffcache.command import (
     METHOD,
     check_target,
@@ -23,6 +23,7 @@ from diffcache.eval.options import EMPTY, NONE, Settings, with_task
 from diffcache.features.collect import Calibrated
 from diffcache.features.tables import Tables
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
+from diffcache.registry import rows_of
 
 if TYPE_CHECKING:
     from diffcache.eval.runs.task import Task
@@ -170,7 +171,7 @@ def calibrate(
     quiet()
     chosen = parse_method(method)
     if not isinstance(chosen, Calibrated):
-        needing = [n for n in METHODS if issubclass(method_class(n), Calibrated)]
+        needing = [n for n in rows_of("method") if issubclass(method_class(n), Calibrated)]
         raise ValueError(f"method {method!r} takes no tables; these do: {', '.join(needing)}")
     from diffcache.eval.runs.task import Task
 

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,12 +54,22 @@ class FactorizedVideo(CausalVideo):
             )
         self.transformer: Any = transformer
         self.chunk, self.sampler = chunk, sampler
+        self.policy: VideoPolicy = Ca2VDM()
+
+    def check_policy(self, policy: VideoPolicy) -> None:
+        """Raise ValueError unless it is a `Ca2VDM` with room for a chunk."""
+        if not isinstance(policy, Ca2VDM):
+            raise ValueError(f"policy={policy!r}: must be a Ca2VDM")
+        if self.chunk > policy.room:
+            raise ValueError(
+                f"chunk={self.chunk}: must be at most {policy.room}, length - queue of {policy!r}"
+            )
 
     def close(self) -> None:
         """Do nothing: nothing was put into the transformer."""
 
     def session(
-        self, prompt: Tensor, *, size: tuple[int, int], policy: VideoPolicy | None = None,
+        self, prompt: Tensor, *, size: tuple[int, int], policy: VideoPolicy | str | None = None,
         seed: int = 0, negative: Tensor | None = None, guidance: float = 1.0,
         read_once: bool = True, recall: int = 0,
     ) -> FactorizedSession:  # fmt: skip
@@ -69,7 +78,8 @@ class FactorizedVideo(CausalVideo):
         Args:
             prompt: Text embeddings, `[B, S, E]`.
             size: Height and width in latents.
-            policy: A `Ca2VDM`; None for the default one.
+            policy: A `Ca2VDM`, or a name with settings; None for the policy that this is wrapped
+                with, else the default one.
             seed: Seed of the noise.
             negative: Text embeddings of the unguided branch, `[B, S, E]`; needed for guidance.
             guidance: Scale of classifier-free guidance; 1 for none.
@@ -79,19 +89,8 @@ class FactorizedVideo(CausalVideo):
         Raises:
             ValueError: If an argument is out of its range.
         """
-        policy = Ca2VDM() if policy is None else policy
-        if not isinstance(policy, Ca2VDM):
-            raise ValueError(f"policy={policy!r}: must be a Ca2VDM")
-        if self.chunk > policy.room:
-            raise ValueError(
-                f"chunk={self.chunk}: must be at most {policy.room}, length - queue of {policy!r}"
-            )
-        return FactorizedSession(self, prompt, size, policy, seed, negative, guidance, read_once,
-                                 recall)  # fmt: skip
-
-    def restore(self, folder: str | os.PathLike[str], policy: VideoPolicy | None = None) -> Session:
-        """Return a stream that goes on where `Session.save` left it, as `CausalVideo.restore`."""
-        return super().restore(folder, Ca2VDM() if policy is None else policy)
+        return FactorizedSession(self, prompt, size, self._chosen(policy), seed, negative, guidance,
+                                 read_once, recall)  # fmt: skip
 
     def call(self, stream: Any, x: Tensor, times: Tensor, text: Tensor) -> Tensor:
         """Return what the transformer predicts, its attention going through a session."""

@@ -23,11 +23,12 @@ from diffcache.pipelines.saved_stream import restored
 from diffcache.pipelines.video_inputs import check_places, refuse_copy
 from diffcache.pipelines.video_session import Session as Session
 from diffcache.video import FewSteps, FullHistory, VideoPolicy
+from diffcache.video.policy import Films, make_policy
 
 _CURRENT: ContextVar[Any] = ContextVar("diffcache_video_session", default=None)
 
 
-class CausalVideo:
+class CausalVideo(Films):
     """A transformer that films chunk by chunk; attention goes through the session that calls it.
 
     Any number of sessions share the transformer and take turns on it, in threads of their own or in
@@ -38,6 +39,9 @@ class CausalVideo:
             as those of Self-Forcing.
         chunk: Latent frames of a chunk.
         sampler: Noise levels.
+
+    Attributes:
+        policy: Frames that streams hold where nobody says; `diffcache.wrap` changes it.
 
     Raises:
         AttachError: If the transformer is of another class, or has a door already.
@@ -56,12 +60,23 @@ class CausalVideo:
         self.transformer: Any = transformer
         self.chunk = chunk
         self.sampler = FewSteps() if sampler is None else sampler
+        self.policy: VideoPolicy = FullHistory()
         own = [site for site in attention_sites(transformer) if site.kind == "self"]
         self.numbers = {site.path: number for number, site in enumerate(own)}
         self._door = Door(transformer, self, own)
         self._closed = False
 
     __reduce_ex__ = refuse_copy
+
+    @property
+    def network(self) -> nn.Module:
+        """The transformer."""
+        found: nn.Module = self.transformer
+        return found
+
+    def check_policy(self, policy: VideoPolicy) -> None:
+        """Raise ValueError unless streams can be held under a policy."""
+        policy.recipe(64)  # tokens of a frame, as an example
 
     def close(self) -> None:
         """Give the transformer its attention back; sessions end with it."""
@@ -79,7 +94,7 @@ class CausalVideo:
         prompt: Tensor,
         *,
         size: tuple[int, int],
-        policy: VideoPolicy | None = None,
+        policy: VideoPolicy | str | None = None,
         seed: int = 0,
         negative: Tensor | None = None,
         guidance: float = 1.0,
@@ -91,7 +106,8 @@ class CausalVideo:
         Args:
             prompt: Text embeddings, `[B, S, E]`.
             size: Height and width in latents.
-            policy: Frames that are held; None for all of them.
+            policy: Frames that are held, or the name of a policy with settings; None for the
+                policy that this is wrapped with, else all frames.
             seed: Seed of the noise.
             negative: Text embeddings of the unguided branch, `[B, S, E]`; needed for guidance.
             guidance: Scale of classifier-free guidance; 1 for none.
@@ -103,25 +119,33 @@ class CausalVideo:
         Raises:
             ValueError: If an argument is out of its range.
         """
-        session = Session(self, prompt, size, FullHistory() if policy is None else policy, seed,
-                          negative, guidance, read_once, recall)  # fmt: skip
+        session = Session(self, prompt, size, self._chosen(policy), seed, negative, guidance,
+                          read_once, recall)  # fmt: skip
         check_places(self.transformer.config, (*session.shape[:2], self.chunk, *session.size))
         return session
 
-    def restore(self, folder: str | os.PathLike[str], policy: VideoPolicy | None = None) -> Session:
+    def restore(
+        self, folder: str | os.PathLike[str], policy: VideoPolicy | str | None = None
+    ) -> Session:
         """Return a stream that goes on where `Session.save` left it, to the bit.
 
         Args:
             folder: Folder it was saved in.
-            policy: Policy it was made with.
+            policy: Policy it was made with, as for `session`.
 
         Raises:
             FileNotFoundError: If there is no saved stream.
             SavedCacheError: If it is altered, holds what no stream holds, or was made with other
                 weights, another policy, chunk or sampler.
         """
-        session: Session = restored(self, folder, FullHistory() if policy is None else policy)
+        session: Session = restored(self, folder, self._chosen(policy))
         return session
+
+    def _chosen(self, policy: VideoPolicy | str | None) -> VideoPolicy:
+        """Return the policy of a new stream."""
+        chosen = self.policy if policy is None else make_policy(policy)
+        self.check_policy(chosen)
+        return chosen
 
     def call(self, stream: Any, x: Tensor, times: Tensor, text: Tensor) -> Tensor:
         """Return what the transformer predicts, its attention going through a stream.

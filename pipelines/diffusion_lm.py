@@ -1,7 +1,7 @@
 """Decode with a diffusion language model: blocks of masks become words, with a cache or without.
 
->>> model = diffcache.wrap(model, DKVCache(every=8))  # doctest: +SKIP
->>> answer = DiffusionLM(model, tokenizer).generate("What is 2 + 2?", Schedule(length=128))
+>>> lm = diffcache.wrap(DiffusionLM(model, tokenizer), "dkv-cache", every=8)  # doctest: +SKIP
+>>> answer = lm.generate("What is 2 + 2?", Schedule(length=128))
 ... # doctest: +SKIP
 >>> print(answer.texts[0], answer.report)  # doctest: +SKIP
 """
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diffcache.anchor import Loop, owner_of
 from diffcache.api import handle_of, report, run
-from diffcache.attach.anchor import owner_of
 from diffcache.attach.attention_sdpa import calls_sdpa
 from diffcache.attach.extensions.partial import first_position, places_of
 from diffcache.dllm.decode import Decoding, Schedule
@@ -32,7 +32,7 @@ from diffcache.foreign import device_of_model
 from diffcache.method import check_bool, check_int
 from diffcache.pipelines.guide import ModelGuide, check_guide
 from diffcache.pipelines.prompt_tokens import Prompts, tokens_of
-from diffcache.report import Report
+from diffcache.run_report import Report
 
 OnSettled = Callable[[int, "list[int] | str"], None]
 _SHIFTS = {"Dream": True, "llada": False}  # by the configuration's `model_type`
@@ -60,7 +60,7 @@ class Answer:
     guide_rows: int = 0
 
 
-class DiffusionLM:
+class DiffusionLM(Loop):
     """A masked diffusion language model and how it is decoded.
 
     Args:
@@ -143,6 +143,11 @@ class DiffusionLM:
         model = load_language_model(source, dtype, trust_remote_code=trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         return cls(model, tokenizer)
+
+    @property
+    def network(self) -> nn.Module:
+        """The model."""
+        return self.model
 
     @property
     def policy(self) -> Policy | None:

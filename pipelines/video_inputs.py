@@ -11,8 +11,8 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from torch import Tensor
 
+from diffcache.anchor import owner_of
 from diffcache.api import run
-from diffcache.attach.anchor import owner_of
 from diffcache.errors import AttachError
 from diffcache.kv.rotary_nd import RotaryND
 from diffcache.method import check_int, is_number

@@ -61,11 +61,6 @@ class Session:
         read_once: bool,
         recall: int,
     ) -> None:
-        if not isinstance(policy, VideoPolicy):
-            raise ValueError(
-                f"policy={policy!r}: must be a policy of diffcache.video, such as "
-                "Window(6, sinks=3)"
-            )
         self.video, self._policy, self.sampler = video, policy, video.sampler
         config = video.transformer.config
         self.size = checked_size(size, config.patch_size)

@@ -8,19 +8,21 @@ from typing import Any
 from diffcache.catalog import make_method
 from diffcache.features.base import Ability, Probe, When
 from diffcache.features.combine import Combine, FeatureMethod
+from diffcache.registry import rows_of
+from tests.methods import TABLES, fields
 
 TINY = 1e-9
-# What a method needs beside its threshold to decide by what it sees from the second step on.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "first-block": {},
-    "dbcache": {"warmup": 1},
-    "confidence-gated-taylor": {"warmup": 1},
-    "teacache": {"coefficients": (1.0, 0.0)},
-    "magcache": {"ratios": (1.0,) + (0.9,) * 63, "retention": 0.0},
-    "seacache": {},
-}
 # Thresholds of tables, which tests/test_families.py calibrates, and of which tokens are edited.
 NO_GATE = {"ertacache", "harmonica", "regione"}
+# What lets a method decide by what it sees from the second step on, where it has such a setting.
+AT_ONCE: dict[str, Any] = {"warmup": 1, "retention": 0.0}
+RATIOS = {"ratios": (1.0,) + (0.9,) * 63}
+GATED = [name for name in rows_of("method") if "threshold" in fields(name) and name not in NO_GATE]
+SETTINGS: dict[str, dict[str, Any]] = {
+    name: {key: value for key, value in AT_ONCE.items() if key in fields(name)}
+    | (RATIOS if name == "magcache" else TABLES.get(name, {}))
+    for name in GATED
+}
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from torch import nn
 
 from diffcache.attach.anatomy import Anatomy, anatomy_of
 from diffcache.attach.fingerprint import facts_of
-from diffcache.catalog import method_class
+from diffcache.catalog import make_method, method_class
 from diffcache.features.base import Method
 from diffcache.features.ertacache import READINGS
 from diffcache.features.interval import Interval
 from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
+from diffcache.registry import rows_of
 from diffcache.step import Site
-from tests.zoo.families import FAMILIES
 
 STEPS = 2  # the first learns the wiring, from the second on a step may be skipped
 ALWAYS = 20.0  # a router's logit: the sigmoid is 1 in float32
@@ -30,7 +30,7 @@ def off_method(name: str, model: nn.Module) -> Method:
         return method_class(name)(background=blocks, every=1, warmup=0)
     tables = _tables(name, anatomy)
     if tables is None:
-        return FAMILIES[name].method(name, "", off=True)
+        return make_method(name, **rows_of("method")[name].off)
     more, tensors, settings = tables
     header = {"method": name, "steps": STEPS, **facts_of(model, None), **more}
     return method_class(name)(tables=Tables(header, tensors), **settings)

@@ -19,13 +19,14 @@ from diffcache.errors import MissingError
 from diffcache.eval.metrics.weights import MissingWeightsError
 from diffcache.eval.samples import output
 from diffcache.eval.samples.clips import read_clip
+from diffcache.eval.workshop import coverage
 from diffcache.pipelines.demo import compare, generate, inputs
+from diffcache.pipelines.demo.describe import EXCLUDED, STREAMS_FILE
 from diffcache.pipelines.demo.panels import figure
 from diffcache.pipelines.load import load
 from diffcache.pipelines.small import flux
 from diffcache.step import Site
-from tests.zoo import coverage
-from tests.zoo.catalog import EXCLUDED, cases
+from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes
 
 PROMPT = "a small red ring on the left, on a yellow background"
@@ -118,7 +119,6 @@ class TestErrors:
             ),
             (("demo", "--method", "taylorseer:evry=3"), "TaylorSeer has no setting 'evry'"),
             (("demo", "--method", "taylorseer:every"), "'every' must be a setting and its value"),
-            (("inspect",), "name one model, or pass --all"),
             (("inspect", "FluxTransformer"), "did you mean FluxTransformer2DModel?"),
             (("inspect", next(iter(EXCLUDED))), "is not cached: control network"),
         ],
@@ -185,7 +185,7 @@ class TestInspect:
     def test_class_name(self):
         done = call("inspect", "FluxTransformer2DModel")
         assert done.exit_code == 0
-        assert "Of the zoo's tiny random FluxTransformer2DModel" in done.output
+        assert "Of the default configuration of FluxTransformer2DModel" in done.output
         assert "single_transformer_blocks" in done.output
         assert "encoder_hidden_states" in done.output
         assert "fused" in done.output
@@ -194,7 +194,7 @@ class TestInspect:
         done = call("inspect", directory)
         assert done.exit_code == 0
         assert "transformer: FluxTransformer2DModel" in done.output
-        assert "tiny random" not in done.output
+        assert "default configuration" not in done.output
 
     def test_model_directory(self, directory):
         assert "ff_context" in call("inspect", directory / "transformer").output
@@ -204,9 +204,9 @@ class TestInspect:
         chosen = {name: cases()[name] for name in names}
         monkeypatch.setattr(coverage, "cases", lambda: chosen)
         out = tmp_path / "coverage.md"
-        arguments = ("inspect", "--all", "--out", out)
-        assert call(*arguments, "--check").exit_code == 1
-        assert call(*arguments).exit_code == 0
+        coverage._all_rows.cache_clear()
+        assert coverage.main([str(out), "--check"]) == 1
+        assert coverage.main([str(out), "--write"]) == 0
         text = out.read_text(encoding="utf-8")
         flux_row = next(line for line in text.splitlines() if line.startswith("| `FluxTr"))
         assert "| 64/96 | 64/96 |" in flux_row
@@ -214,9 +214,15 @@ class TestInspect:
         assert "the call has no timestep" in text
         assert "0 → `encoder_hidden_states`, 1 → `hidden_states` | identity" in text
         assert all(name in text for name in EXCLUDED)
-        assert call(*arguments, "--check").exit_code == 0
+        assert coverage.main([str(out), "--check"]) == 0
         out.write_text(text + "x", encoding="utf-8")
-        assert call(*arguments, "--check").exit_code == 1
+        assert coverage.main([str(out), "--check"]) == 1
+        table = tmp_path / "streams.json"
+        table.write_text("{}")
+        assert coverage.main([str(table), "--write"]) == 0
+        known = json.loads(STREAMS_FILE.read_text(encoding="utf-8"))
+        assert json.loads(table.read_text()) == {name: known[name] for name in names if name in known}
+        coverage._all_rows.cache_clear()
 
     def test_temporal_part_is_told_its_steps(self):
         case = cases()["TransformerTemporalModel"]

@@ -8,11 +8,11 @@ import torch
 
 import diffcache
 from diffcache.catalog import make_method
-from tests.contract_settings import COMPUTED, MODELS, OFF, ON, STEPS, TENSORS
+from tests.methods import ALONE, COMPUTED, OFF, ON, STEPS, TENSORS
 from tests.zoo.catalog import cases
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=ALONE)
 def made(request):
     case = cases()[request.param]
     return case, case.build()

@@ -11,7 +11,7 @@ from diffcache import Site
 from diffcache.attach.inputs import INPUTS, Size, inputs_of
 from diffcache.cli import app
 from diffcache.memory import compression_of, size_of
-from diffcache.report import human
+from diffcache.run_report import human
 from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.catalog import METHODS, method_class
+from diffcache.catalog import method_class
 from diffcache.features.collect import Calibrated
 from diffcache.features.tables import Tables
-from tests.zoo.families import FAMILIES, KINDS, STEPS
+from diffcache.registry import rows_of
+from tests.methods import ON_PIPELINES, STEPS, method, pipelines_of
 from tests.zoo.pipes import pipes
 
-CASES = [(name, kind) for name, family in FAMILIES.items() for kind in family.pipelines]
+CASES = [(name, kind) for name in ON_PIPELINES for kind in pipelines_of(name)]
 
 
 @pytest.fixture(scope="module")
@@ -36,32 +37,29 @@ def inputs(case, pipe):
     return [{key: value for key, value in call.items() if key != "generator"}]
 
 
-def ready(family, name, kind, case, pipe, *, off=False):
+def ready(name, kind, case, pipe, *, off=False):
     """The method, calibrated where it has to be."""
-    method = family.method(name, kind, off=off)
-    if isinstance(method, Calibrated) and method.tables is None:
+    made = method(name, kind, off=off)
+    if isinstance(made, Calibrated) and made.tables is None:
         try:
-            method.parts()
+            made.parts()
         except diffcache.UncalibratedError:
-            return diffcache.calibrate(pipe, method, inputs(case, pipe))
-    return method
+            return diffcache.calibrate(pipe, made, inputs(case, pipe))
+    return made
 
 
 def test_every_method_is_tried_on_three_kinds():
     # RegionE is for editing pipelines: tests/features/test_region_attention.py runs it on both.
-    assert set(FAMILIES) == set(METHODS) - {"tuned", "regione"}
-    for name, family in FAMILIES.items():
-        assert len(family.pipelines) >= 3, name
-        assert set(family.pipelines) <= set(KINDS)
+    assert set(ON_PIPELINES) == set(rows_of("method")) - {"tuned", "regione"}
+    assert all(len(pipelines_of(name)) >= 3 for name in ON_PIPELINES)
 
 
 @pytest.mark.filterwarnings("ignore::diffcache.CacheWarning")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_it_runs_skips_repeats_and_leaves_no_trace(built, tmp_path, name, kind):
     case, pipe, plain = built(kind)
-    family = FAMILIES[name]
-    method = ready(family, name, kind, case, pipe)
-    with diffcache.wrapped(pipe, method):
+    made = ready(name, kind, case, pipe)
+    with diffcache.wrapped(pipe, made):
         first = case.run(pipe, 0, STEPS)
         report = diffcache.report(pipe)
         again = case.run(pipe, 0, STEPS)
@@ -72,23 +70,21 @@ def test_it_runs_skips_repeats_and_leaves_no_trace(built, tmp_path, name, kind):
     assert torch.equal(first, again)
     assert report.skipped > 0
     assert torch.equal(case.run(pipe, 0, STEPS), plain)
-    if isinstance(getattr(method, "tables", None), Tables):
+    if isinstance(getattr(made, "tables", None), Tables):
         path = tmp_path / "tables.safetensors"
-        method.tables.save(path)
-        settings = {k: v for k, v in family.method(name, kind).__dict__.items() if k != "tables"}
+        made.tables.save(path)
+        settings = {k: v for k, v in method(name, kind).__dict__.items() if k != "tables"}
         loaded = method_class(name)(**settings, tables=str(path))
-        assert loaded == method
+        assert loaded == made
         with diffcache.wrapped(pipe, loaded):
             assert torch.equal(case.run(pipe, 0, STEPS), first)
 
 
-@pytest.mark.parametrize("name", [n for n, family in FAMILIES.items() if family.off is not None])
+@pytest.mark.parametrize("name", ON_PIPELINES)
 def test_off_is_the_uncached_pipeline_bit_for_bit(built, name):
-    family = FAMILIES[name]
-    kind = family.pipelines[0]
+    kind = pipelines_of(name)[0]
     case, pipe, plain = built(kind)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", diffcache.CacheWarning)
-        method = ready(family, name, kind, case, pipe, off=True)
-        with diffcache.wrapped(pipe, method):
+        with diffcache.wrapped(pipe, ready(name, kind, case, pipe, off=True)):
             assert torch.equal(case.run(pipe, 0, STEPS), plain)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from diffcache.attach.anchor import owner_of
+from diffcache.anchor import owner_of
 from diffcache.cli import app
 from diffcache.eval import record
 from diffcache.eval.cost import latency

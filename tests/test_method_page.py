@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from diffcache.catalog import METHODS, method_class
+from diffcache.catalog import method_class
 from diffcache.eval.workshop import method_page
+from diffcache.registry import rows_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,10 +23,10 @@ def test_the_page_is_up_to_date(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 def test_every_method_says_what_it_is() -> None:
     text = method_page.page()
-    for name in METHODS:
+    for name in rows_of("method"):
         section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
         cls = method_class(name)
-        assert cls.__name__ in section and cls.source
+        assert cls.__name__ in section and rows_of("method")[name].paper
         for line in section.splitlines():
             if line.startswith("| `"):
                 cells = [cell.strip() for cell in line.strip("|").split(" | ")]

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from diffcache.pipelines.shipped_models import OTHERS, PACKED
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -21,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 CODE_TOPS = ("eval", "kernels", "pipelines")
 TOPS = ("assets", *CODE_TOPS)
 WORKSHOP = ROOT / "eval" / "workshop"  # comes with the repository alone
+MOST_LINES = 87_000  # of Python in the wheel; it only falls
 TABLE = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 
 
@@ -89,16 +92,45 @@ def files(top: str, pattern: str) -> set[str]:
     return {name if top == "diffcache" else f"diffcache/{name}" for name in shown}
 
 
-ASSETS = set().union(
-    *(files("assets", f"{name}/**/*") for name in ("models", "prompts", "stickers", "tables"))
-)
+PACKED_ASSETS = (*(f"models/{name}" for name in PACKED), "prompts", "tables/shapes-flux")
+ASSETS = set().union(*(files("assets", f"{name}/**/*") for name in PACKED_ASSETS))
 
 
 def test_wheel_holds_the_tree(wheel: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     code = {name for top in ("diffcache", *CODE_TOPS) for name in files(top, "**/*.py")}
-    data = files("eval", "**/*.jinja") | files("pipelines", "**/*.js") | files("kernels", "*.json")
+    data = files("eval", "**/*.jinja") | files("pipelines", "**/*.js*") | files("kernels", "*.json")
     assert held == code | ASSETS | data | {"diffcache/py.typed"}
+
+
+def test_wheel_is_small(wheel: Path) -> None:
+    assert wheel.stat().st_size < 15e6
+    with zipfile.ZipFile(wheel) as held:
+        code = [name for name in held.namelist() if name.endswith(".py")]
+        lines = sum(held.read(name).count(b"\n") for name in code)
+    assert lines < MOST_LINES
+
+
+def test_every_shipped_model_is_known() -> None:
+    shipped = {path.name for path in (ROOT / "assets" / "models").iterdir() if path.is_dir()}
+    assert sorted(PACKED + OTHERS) == sorted(shipped)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", "shapes-dit", "7"),
+        ("run", "chain-llada", "a"),
+        ("kv", "--recipe", "h2o"),
+        ("serve",),
+        ("inspect", "shapes-wan"),
+    ],
+)
+def test_wheel_says_where_the_other_models_are(fresh_python: Path, words: tuple[str, ...]) -> None:
+    command = [str(fresh_python), "-E", "-m", "diffcache", *words]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "the other models come with the repository" in done.stderr
 
 
 def test_wheel_imports_and_finds_its_assets(fresh_python: Path) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 
 import diffcache
 from diffcache.api import handle_of
+from diffcache.registry import MODELS
 from tests.near_zero import TINY, near_zero
-from tests.zoo.families import KINDS
 from tests.zoo.pipe import PipeCase
 from tests.zoo.pipes import pipes
 
@@ -59,7 +59,7 @@ NO_LEVELS = {
 # Its frames go on after the steps that its scheduler announced, where MagCache's ratios are 1.
 LONGER = {"SkyReelsV2DiffusionForcingPipeline"}
 # Where the first attention is looked at: one pipeline of each kind, and those of a text list.
-LOOKED = {*KINDS, *REFUSED, *NO_LEVELS, "BriaPipeline", "WanAnimatePipeline", "Lumina2Pipeline",
+LOOKED = {*MODELS, *REFUSED, *NO_LEVELS, "BriaPipeline", "WanAnimatePipeline", "Lumina2Pipeline",
           "Kandinsky5T2VPipeline", "CogVideoXPipeline", "QwenImagePipeline"} & set(PIPES)  # fmt: skip
 # Runs of a pipeline that makes a video piece by piece.
 RUNS = {"WanAnimatePipeline": 2, "AnyFlowFARPipeline": 2}

@@ -10,7 +10,7 @@ import torch
 import diffcache
 from diffcache import CacheWarning, Combine, Every, Interval, Listed, TaylorSeer
 from diffcache.attach.record import CallRecord
-from diffcache.report import Report, human, share
+from diffcache.run_report import Report, human, share
 from diffcache.timeline import lanes_of, steps_of, timeline_image, timeline_text
 from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes

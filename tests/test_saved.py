@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from diffcache import cli
 from diffcache.pipelines.demo import saved
 from diffcache.pipelines.load import load
+from diffcache.pipelines.shipped_models import MODELS
 
 FLUX = saved.MODELS / "shapes-flux"
 
@@ -59,5 +60,5 @@ def test_a_model_id_is_found_in_the_hub_cache(monkeypatch):
 
 @pytest.mark.parametrize("name", ["shapes-flux", "shapes-unet"])
 def test_every_command_knows_the_shipped_names(name):
-    assert saved.locate(name) == saved.MODELS / name
+    assert saved.locate(name) == MODELS / name
     assert call("inspect", name).exit_code == 0

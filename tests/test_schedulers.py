@@ -13,8 +13,8 @@ import torch
 
 import diffcache
 from diffcache import CacheWarning, Interval
+from diffcache.anchor import owner_of
 from diffcache.api import handle_of
-from diffcache.attach.anchor import owner_of
 from tests.zoo.catalog import cases
 from tests.zoo_runs import EVERY, PIPES, STEPS, flux, marks, run
 

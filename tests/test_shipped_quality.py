@@ -15,7 +15,7 @@ from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.runs.task import directory_sha256
 from diffcache.eval.workshop.shipped import cards, quality, recall
 from diffcache.eval.workshop.small import dit
-from diffcache.pipelines.demo.saved import MODELS
+from diffcache.pipelines.shipped_models import MODELS
 from diffcache.pipelines.small.recall import HELD_OUT, Task
 from diffcache.pipelines.small.scenes import Figure, Scene, prompt, render
 

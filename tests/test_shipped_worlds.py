@@ -14,7 +14,7 @@ from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.task import Task
 from diffcache.eval.workshop.shipped.kontext import instructions
 from diffcache.eval.workshop.small import dit
-from diffcache.pipelines.demo.saved import MODELS
+from diffcache.pipelines.shipped_models import MODELS
 from diffcache.pipelines.small.edits import draw_edits
 from diffcache.pipelines.small.scenes import held_out, parse, prompt, render
 

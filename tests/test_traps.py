@@ -16,8 +16,8 @@ from torch import nn
 
 import diffcache
 from diffcache import AttachError, CacheWarning, Interval
+from diffcache.anchor import owner_of
 from diffcache.api import handle_of
-from diffcache.attach.anchor import owner_of
 from tests.zoo.catalog import cases
 from tests.zoo_runs import EVERY, PIPES, flux, marks, run
 

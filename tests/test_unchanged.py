@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import nullcontext
 
 import pytest
@@ -11,10 +10,10 @@ from torch import Tensor, nn
 
 import diffcache
 from diffcache import AttachError
-from diffcache.catalog import METHODS, method_class
+from diffcache.registry import rows_of
 from tests import off
 from tests.internals import reuse_in
-from tests.near_zero import NO_GATE, SETTINGS, near_zero
+from tests.near_zero import SETTINGS, near_zero
 from tests.zoo.case import Case, output_tensors
 from tests.zoo.catalog import cases
 from tests.zoo_steps import inputs, steps
@@ -24,7 +23,7 @@ Made = tuple[Case, nn.Module, list[list[Tensor]]]
 CASES = cases()
 STEPS = 3
 # Gates are near zero, but for the one that needs the noise levels of a scheduler.
-OFF = sorted(set(METHODS) - set(SETTINGS) | {"seacache"})
+OFF = sorted(set(rows_of("method")) - set(SETTINGS) | {"seacache"})
 # They tap the same blocks and compute the same steps: each model meets one of them in its turn,
 # all of them with `python -m tests.test_unchanged`.
 ALIKE = ["fitted-forecast", "interval", "seacache", "taylorseer", "tuned"]
@@ -95,12 +94,6 @@ def make(name: str) -> Made:
 def made(request) -> Made:
     """Build a model once for the tests of this file."""
     return make(request.param)
-
-
-def test_every_method_with_a_threshold_is_tried_near_zero():
-    fields = {name: {f.name for f in dataclasses.fields(method_class(name))} for name in METHODS}
-    have = {name for name, known in fields.items() if "threshold" in known}
-    assert have == set(SETTINGS) | NO_GATE
 
 
 def test_a_threshold_near_zero_computes_every_step(made: Made):

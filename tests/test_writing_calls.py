@@ -17,10 +17,11 @@ from diffcache.attach.fingerprint import facts_of
 from diffcache.catalog import make_method
 from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
-from diffcache.names import METHODS
+from diffcache.registry import rows_of
 from tests.bare.toys import COND, EVERY, PLAIN, Toy, alone, marks, noise, track
-from tests.contract_settings import COMPUTED, ON, STEPS
 from tests.features import region_pipelines
+from tests.methods import COMPUTED, ON, STEPS
+from tests.methods import STEPS as PIPE_STEPS
 from tests.stream_toys import (
     Kept,
     Pipe,
@@ -29,8 +30,6 @@ from tests.stream_toys import (
 from tests.test_families import ready
 from tests.zoo.case import output_tensors
 from tests.zoo.catalog import cases
-from tests.zoo.families import FAMILIES
-from tests.zoo.families import STEPS as PIPE_STEPS
 from tests.zoo.pipes import pipes
 
 FLUX = "FluxPipeline"
@@ -257,11 +256,13 @@ def on_method(name: str, case: Any, pipe: Any) -> Method:
     if name in MORE:
         return MORE[name]
     with torch.enable_grad():
-        return ready(FAMILIES[name], name, FLUX, case, pipe)
+        return ready(name, FLUX, case, pipe)
 
 
 @pytest.mark.filterwarnings("ignore::diffcache.CacheWarning")
-@pytest.mark.parametrize("name", [*(name for name in METHODS if name != "regione"), *MORE])
+@pytest.mark.parametrize(
+    "name", [*(name for name in rows_of("method") if name != "regione"), *MORE]
+)
 def test_methods_compute_a_call_that_writes_in_a_pipeline(built: Any, name: str) -> None:
     case, pipe = built
     with diffcache.wrapped(pipe, on_method(name, case, pipe)) as handle:

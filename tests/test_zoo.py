@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from diffcache.pipelines.demo.describe import EXCLUDED, exported_denoisers
 from tests.zoo.case import Case, output_tensor, output_tensors
-from tests.zoo.catalog import EXCLUDED, cases, exported_denoisers
+from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes
 
 torch.set_num_threads(1)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diffcache.anchor import claim, owner_of, release
 from diffcache.attach.anatomy import Anatomy
-from diffcache.attach.anchor import claim, owner_of, release
 from diffcache.attach.branches import (
     doubted,
     glance,

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from diffcache.anchor import owner_of
 from diffcache.attach.anatomy import anatomy_of
-from diffcache.attach.anchor import owner_of
 from diffcache.attach.cache_context import listen, unlisten
 from diffcache.attach.denoiser import Denoiser, hook
 from diffcache.attach.fingerprint import facts_of
@@ -142,9 +142,3 @@ class Handle(Runs):
             target = self.target()
             if target is not None:
                 untap(target, self)
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.detach()

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from diffcache.attach.anchor import ATTRIBUTE, claim, owner_of, release
+from diffcache.anchor import ATTRIBUTE, claim, owner_of, release
 from diffcache.attach.call import in_call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.provenance import effective, other_guidance

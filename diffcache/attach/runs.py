@@ -7,12 +7,13 @@ import functools
 import threading
 import warnings
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from diffcache.anchor import Attached
 from diffcache.attach.call import Call
 from diffcache.attach.provenance import tables_of
 from diffcache.attach.record import RunRecord
@@ -52,7 +53,7 @@ Methods = weakref.WeakKeyDictionary["Runs", Method]
 _METHODS: ContextVar[Methods | None] = ContextVar("diffcache_methods", default=None)
 
 
-class Runs(ABC):
+class Runs(Attached):
     """The sampling runs of a pipeline or denoiser.
 
     Args:
@@ -61,6 +62,8 @@ class Runs(ABC):
         observer: Observer of the features, outputs and guided outputs of every step, for
             calibration; None for none.
     """
+
+    method: Method
 
     def __init__(self, target: Any, method: Method, observer: Observer | None = None) -> None:
         self.method, self.observer = method, observer

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diffcache.attach.anchor import ATTRIBUTE, subclass
+from diffcache.anchor import ATTRIBUTE, subclass
 from diffcache.attach.call import Call
 from diffcache.errors import CacheWarning
 from diffcache.foreign import CALL_CODE, children_of, set_children

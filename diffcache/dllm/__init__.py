@@ -4,6 +4,8 @@ No modules: `diffcache.attach.extensions.rows` carries a row plan out on a model
 `diffcache.pipelines.diffusion_lm` decodes with it.
 """
 
+from typing import Any
+
 from diffcache.dllm.block_cache import BlockCache as BlockCache
 from diffcache.dllm.block_cache import FinishedBlocks as FinishedBlocks
 from diffcache.dllm.d2_cache import D2Cache as D2Cache
@@ -29,3 +31,8 @@ from diffcache.dllm.state import RowState as RowState
 from diffcache.dllm.state import State as State
 from diffcache.dllm.state import check_coverage as check_coverage
 from diffcache.dllm.window_diffusion import WindowDiffusion as WindowDiffusion
+from diffcache.registry import exported
+
+
+def __getattr__(name: str) -> Any:
+    return exported(__name__, name, "dllm")

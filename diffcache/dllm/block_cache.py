@@ -50,7 +50,6 @@ class BlockCache(Method):
     """
 
     name: ClassVar[str] = "block-cache"
-    source: ClassVar[str] = "this project, after Block Diffusion, arXiv 2503.09573"
     bibtex: ClassVar[str] = """@inproceedings{arriola2025block,
   title={Block Diffusion: Interpolating Between Autoregressive and Diffusion Language Models},
   author={Arriola, Marianne and Gokaslan, Aaron and Chiu, Justin T and Yang, Zhihan and Qi, Zhixuan and Han, Jiaqi and Sahoo, Subham Sekhar and Kuleshov, Volodymyr},

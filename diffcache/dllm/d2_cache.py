@@ -73,7 +73,6 @@ class D2Cache(Policy):
     """
 
     name: ClassVar[str] = "d2cache"
-    source: ClassVar[str] = "d2Cache, arXiv 2509.23094"
     bibtex: ClassVar[str] = """@article{jiang2025d2cache,
   title={d$^2$Cache: Accelerating Diffusion-Based {LLMs} via Dual Adaptive Caching},
   author={Jiang, Yuchu and Cai, Yue and Luo, Xiangzhong and Fu, Jiale and Wang, Jiarui and Liu, Chonghan and Yang, Xu},

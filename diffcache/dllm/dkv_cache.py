@@ -56,7 +56,6 @@ class DKVCache(Policy):
     """
 
     name: ClassVar[str] = "dkv-cache"
-    source: ClassVar[str] = "dKV-Cache, arXiv 2505.15781"
     bibtex: ClassVar[str] = """@article{ma2025dkv,
   title={{dKV-Cache}: The Cache for Diffusion Language Models},
   author={Ma, Xinyin and Yu, Runpeng and Fang, Gongfan and Wang, Xinchao},

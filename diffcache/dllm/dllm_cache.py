@@ -82,7 +82,6 @@ class DLLMCache(Policy):
     """
 
     name: ClassVar[str] = "dllm-cache"
-    source: ClassVar[str] = "dLLM-Cache, arXiv 2506.06295"
     bibtex: ClassVar[str] = """@article{liu2025dllm,
   title={{dLLM-Cache}: Accelerating Diffusion Large Language Models with Adaptive Caching},
   author={Liu, Zhiyuan and Yang, Yicun and Zhang, Yaojie and Chen, Junjie and Zou, Chang and Wei, Qingyuan and Wang, Shaobo and Zhang, Linfeng},

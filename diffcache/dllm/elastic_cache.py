@@ -88,7 +88,6 @@ class ElasticCache(Policy):
     """
 
     name: ClassVar[str] = "elastic"
-    source: ClassVar[str] = "Elastic-Cache, arXiv 2510.14973"
     bibtex: ClassVar[str] = """@article{nguyentri2025elastic,
   title={Attention Is All You Need for {KV} Cache in Diffusion {LLMs}},
   author={Nguyen-Tri, Quan and Ranjan, Mukul and Shen, Zhiqiang},

@@ -27,7 +27,6 @@ class FastDLLM(Policy):
     """
 
     name: ClassVar[str] = "fast-dllm"
-    source: ClassVar[str] = "Fast-dLLM, arXiv 2505.22618"
     bibtex: ClassVar[str] = """@article{wu2025fastdllm,
   title={Fast-{dLLM}: Training-free Acceleration of Diffusion {LLM} by Enabling {KV} Cache and Parallel Decoding},
   author={Wu, Chengyue and Zhang, Hao and Xue, Shuchen and Liu, Zhijian and Diao, Shizhe and Zhu, Ligeng and Luo, Ping and Han, Song and Xie, Enze},

@@ -29,7 +29,6 @@ class FreeCache(Policy):
     """
 
     name: ClassVar[str] = "free-cache"
-    source: ClassVar[str] = "FlashDLM (FreeCache), arXiv 2505.21467"
     bibtex: ClassVar[str] = """@article{hu2025flashdlm,
   title={Accelerating Diffusion Language Model Inference via Efficient {KV} Caching and Guided Diffusion},
   author={Hu, Zhanqiu and Meng, Jian and Akhauri, Yash and Abdelfattah, Mohamed S and Seo, Jae-sun and Zhang, Zhiru and Gupta, Udit},

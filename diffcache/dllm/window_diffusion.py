@@ -39,7 +39,6 @@ class WindowDiffusion(Policy):
     """
 
     name: ClassVar[str] = "window-diffusion"
-    source: ClassVar[str] = "Window-Diffusion, arXiv 2601.20332"
     bibtex: ClassVar[str] = """@article{zuo2026window,
   title={Window-Diffusion: Accelerating Diffusion Language Model Inference with Windowed Token Pruning and Caching},
   author={Zuo, Fengrui and Ke, Zhiwei and Liu, Yiming and Lou, Wenqi and Wang, Chao and Zhou, Xuehai},

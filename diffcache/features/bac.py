@@ -69,7 +69,6 @@ class BAC(Calibrated):
     """
 
     name: ClassVar[str] = "bac"
-    source: ClassVar[str] = "Block-wise Adaptive Caching for Accelerating Diffusion Policy"
     bibtex: ClassVar[str] = """@inproceedings{ji2026blockwise,
   title={Block-wise Adaptive Caching for Accelerating Diffusion Policy},
   author={Ji, Kangye and Meng, Yuan and Cui, Hanyun and Li, Ye and Hua, Shengjia and Chen, Lei and

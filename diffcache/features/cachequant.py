@@ -186,9 +186,6 @@ class CacheQuant(Calibrated):
     """
 
     name: ClassVar[str] = "cachequant"
-    source: ClassVar[str] = (
-        "CacheQuant: Comprehensively Accelerated Diffusion Models, arXiv 2503.01323"
-    )
     bibtex: ClassVar[str] = """@inproceedings{liu2025cachequant,
   title={CacheQuant: Comprehensively Accelerated Diffusion Models},
   author={Liu, Xuewen and Li, Zhikai and Gu, Qingyi},

@@ -39,7 +39,6 @@ class ConfidenceGatedTaylor(FeatureMethod):
     """
 
     name: ClassVar[str] = "confidence-gated-taylor"
-    source: ClassVar[str] = "Forecasting When to Forecast: Confidence-Gated Taylor"
     bibtex: ClassVar[str] = """@article{guan2025forecasting,
   title={Forecasting When to Forecast: Accelerating Diffusion Models with Confidence-Gated Taylor},
   author={Guan, Xiaoliu and others},

@@ -101,7 +101,6 @@ class DBCache(FeatureMethod):
     """
 
     name: ClassVar[str] = "dbcache"
-    source: ClassVar[str] = "DBCache: Dual Block Cache (cache-dit)"
     bibtex: ClassVar[str] = """@misc{cachedit2025,
   title={cache-dit: A PyTorch-native and Flexible Inference Engine with Hybrid Cache Acceleration
          and Parallelism for DiTs},

@@ -194,9 +194,6 @@ class ERTACache(Calibrated):
     """
 
     name: ClassVar[str] = "ertacache"
-    source: ClassVar[str] = (
-        "ERTACache: Error Rectification and Timesteps Adjustment for Efficient Diffusion"
-    )
     bibtex: ClassVar[str] = """@article{peng2025ertacache,
   title={ERTACache: Error Rectification and Timesteps Adjustment for Efficient Diffusion},
   author={Peng, Xurui and Yan, Chenqian and Liu, Hong and Ma, Rui and Chen, Fangmin and

@@ -34,7 +34,6 @@ class FirstBlock(FeatureMethod):
     """
 
     name: ClassVar[str] = "first-block"
-    source: ClassVar[str] = "First Block Cache (ParaAttention)"
     bibtex: ClassVar[str] = """@misc{paraattention,
   title={ParaAttention: Context parallel attention and first block cache},
   author={Cheng, Zeyi},

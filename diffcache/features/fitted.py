@@ -108,7 +108,6 @@ class FittedForecast(Calibrated):
     """
 
     name: ClassVar[str] = "fitted-forecast"
-    source: ClassVar[str] = "diffcache"
     bibtex: ClassVar[str] = OWN
 
     collected_by: ClassVar[str] = "diffcache.offline.fitted_collect:collector"

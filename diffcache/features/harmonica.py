@@ -69,10 +69,6 @@ class HarmoniCa(Calibrated):
     """
 
     name: ClassVar[str] = "harmonica"
-    source: ClassVar[str] = (
-        "HarmoniCa: Harmonizing Training and Inference for Better Feature Caching in Diffusion "
-        "Transformer Acceleration"
-    )
     bibtex: ClassVar[str] = """@inproceedings{huang2025harmonica,
   title={HarmoniCa: Harmonizing Training and Inference for Better Feature Caching in Diffusion
     Transformer Acceleration},

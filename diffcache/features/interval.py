@@ -32,7 +32,6 @@ class Interval(FeatureMethod):
     """
 
     name: ClassVar[str] = "interval"
-    source: ClassVar[str] = "FORA: Fast-Forward Caching in Diffusion Transformer Acceleration"
     bibtex: ClassVar[str] = """@article{selvaraju2024fora,
   title={FORA: Fast-Forward Caching in Diffusion Transformer Acceleration},
   author={Selvaraju, Pratheba and Ding, Tianyu and Chen, Tianyi and Zharkov, Ilya and

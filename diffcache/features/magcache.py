@@ -149,7 +149,6 @@ class MagCache(Calibrated):
     """
 
     name: ClassVar[str] = "magcache"
-    source: ClassVar[str] = "MagCache: Fast Video Generation with Magnitude-Aware Cache"
     bibtex: ClassVar[str] = """@inproceedings{ma2025magcache,
   title={MagCache: Fast Video Generation with Magnitude-Aware Cache},
   author={Ma, Zehong and Wei, Longhui and Wang, Feng and Zhang, Shiliang and Tian, Qi},

@@ -86,9 +86,6 @@ class ProfilingDiT(Calibrated):
     """
 
     name: ClassVar[str] = "profilingdit"
-    source: ClassVar[str] = (
-        "Model Reveals What to Cache: Profiling-Based Feature Reuse for Video Diffusion Models"
-    )
     bibtex: ClassVar[str] = """@inproceedings{ma2025profilingdit,
   title={Model Reveals What to Cache: Profiling-Based Feature Reuse for Video Diffusion Models},
   author={Ma, Xuran and Liu, Yexin and Liu, Yaofu and Wu, Xianfeng and Zheng, Mingzhe and

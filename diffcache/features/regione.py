@@ -130,7 +130,6 @@ class RegionE(Calibrated):
     """
 
     name: ClassVar[str] = "regione"
-    source: ClassVar[str] = "RegionE: Adaptive Region-Aware Generation for Efficient Image Editing"
     bibtex: ClassVar[str] = """@inproceedings{chen2026regione,
   title={RegionE: Adaptive Region-Aware Generation for Efficient Image Editing},
   author={Chen, Pengtao and Zeng, Xianfang and Zhao, Maosen and Shen, Mingzhu and Ye, Peng and

@@ -158,9 +158,6 @@ class SeaCache(FeatureMethod):
     """
 
     name: ClassVar[str] = "seacache"
-    source: ClassVar[str] = (
-        "SeaCache: Spectral-Evolution-Aware Cache for Accelerating Diffusion Models"
-    )
     bibtex: ClassVar[str] = """@article{chung2026seacache,
   title={SeaCache: Spectral-Evolution-Aware Cache for Accelerating Diffusion Models},
   author={Chung, Jiwoo and Hyun, Sangeek and Lee, MinKyu and Han, Byeongju and Cha, Geonho and

@@ -40,9 +40,6 @@ class TaylorSeer(FeatureMethod):
     """
 
     name: ClassVar[str] = "taylorseer"
-    source: ClassVar[str] = (
-        "From Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers"
-    )
     bibtex: ClassVar[str] = """@inproceedings{liu2025taylorseer,
   title={From Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers},
   author={Liu, Jiacheng and Zou, Chang and Lyu, Yuanhuiyi and Chen, Junjie and Zhang, Linfeng},

@@ -81,9 +81,6 @@ class TeaCache(Calibrated):
     """
 
     name: ClassVar[str] = "teacache"
-    source: ClassVar[str] = (
-        "Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model (TeaCache)"
-    )
     bibtex: ClassVar[str] = """@inproceedings{liu2025teacache,
   title={Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model},
   author={Liu, Feng and Zhang, Shiwei and Wang, Xiaofeng and Wei, Yujie and Qiu, Haonan and

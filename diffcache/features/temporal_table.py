@@ -73,10 +73,6 @@ class TemporalTable(Method):
     """
 
     name: ClassVar[str] = "temporal-table"
-    source: ClassVar[str] = (
-        "TFMQ-DM: Temporal Feature Maintenance Quantization for Diffusion Models; "
-        "Temporal Feature Matters: A Framework for Diffusion Model Quantization"
-    )
     bibtex: ClassVar[str] = """@inproceedings{huang2024tfmq,
   title={{TFMQ-DM}: Temporal Feature Maintenance Quantization for Diffusion Models},
   author={Huang, Yushi and Gong, Ruihao and Liu, Jing and Chen, Tianlong and Liu, Xianglong},

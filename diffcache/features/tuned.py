@@ -34,7 +34,6 @@ class Tuned(FeatureMethod):
     """
 
     name: ClassVar[str] = "tuned"
-    source: ClassVar[str] = "diffcache"
     bibtex: ClassVar[str] = OWN
 
     tables: Tables | str | None = None
@@ -42,7 +41,6 @@ class Tuned(FeatureMethod):
     def __post_init__(self) -> None:
         object.__setattr__(self, "tables", Tables.of(self.tables, self.name))
         if self.tables is not None and self.method.bibtex:  # which checks the choice
-            object.__setattr__(self, "source", self.method.source)
             object.__setattr__(self, "bibtex", self.method.bibtex)
 
     @property

@@ -14,17 +14,24 @@ import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from diffcache.names import RECIPES as _RECIPES
-from diffcache.names import recipe_names as recipe_names
+from diffcache.registry import places
 
 if TYPE_CHECKING:
+    from diffcache.kv.codec.bitstream import choose_level as choose_level
     from diffcache.kv.hf import ask as ask
     from diffcache.kv.hf import cache_for as cache_for
     from diffcache.kv.hf import caching as caching
     from diffcache.kv.hf import detach as detach
     from diffcache.kv.hf import static_cache_for as static_cache_for
+    from diffcache.kv.life.pack import fill as fill
+    from diffcache.kv.life.pack import pack as pack
+    from diffcache.kv.life.prefix import PrefixTree as PrefixTree
+    from diffcache.kv.life.prefix import time_to_live as time_to_live
+    from diffcache.kv.life.save import load as load
+    from diffcache.kv.life.save import save as save
     from diffcache.kv.recipe import Recipe as Recipe
     from diffcache.kv.recipes.catalog import make_recipe as make_recipe
+    from diffcache.kv.recipes.catalog import recipe_names as recipe_names
     from diffcache.kv.recipes.eviction import *  # noqa: F403
     from diffcache.kv.recipes.eviction_more import *  # noqa: F403
     from diffcache.kv.recipes.eviction_offline import *  # noqa: F403
@@ -33,15 +40,33 @@ if TYPE_CHECKING:
     from diffcache.kv.recipes.quantized import *  # noqa: F403
     from diffcache.kv.recipes.retrieval import *  # noqa: F403
     from diffcache.kv.recipes.streaming import *  # noqa: F403
+    from diffcache.kv.reuse.ape import ape as ape
+    from diffcache.kv.reuse.cachecraft import cachecraft as cachecraft
+    from diffcache.kv.reuse.cachecraft import chunks_of as chunks_of
+    from diffcache.kv.reuse.hydragen import hydragen as hydragen
+    from diffcache.kv.reuse.piece import Piece as Piece
+    from diffcache.kv.reuse.piece import cut as cut
+    from diffcache.kv.reuse.piece import joined as joined
+    from diffcache.kv.reuse.piece import lay_out as lay_out
+    from diffcache.kv.reuse.recompute import cacheblend as cacheblend
+    from diffcache.kv.reuse.recompute import kvshare as kvshare
+    from diffcache.kv.reuse.recompute import pie as pie
 
 # Imported when they are first asked for: transformers takes seconds. Name -> module.
-_LATER = {name: f"{__name__}.recipes.{module}" for module in _RECIPES for name in _RECIPES[module]}
-_LATER |= dict.fromkeys(
-    ("ask", "cache_for", "caching", "detach", "static_cache_for"), f"{__name__}.hf"
-)
-_LATER |= {"Recipe": f"{__name__}.recipe", "make_recipe": f"{__name__}.recipes.catalog"}
+_LATER = {**places("recipe"), **places("reuse"), "Recipe": f"{__name__}.recipe"}
+for _module, _names in {
+    "hf": ("ask", "cache_for", "caching", "detach", "static_cache_for"),
+    "recipes.catalog": ("make_recipe", "recipe_names"),
+    "life.save": ("load", "save"),
+    "life.pack": ("fill",),
+    "life.prefix": ("PrefixTree", "time_to_live"),
+    "reuse.cachecraft": ("chunks_of",),
+    "reuse.piece": ("Piece", "cut", "joined", "lay_out"),
+    "codec.bitstream": ("choose_level",),
+}.items():
+    _LATER |= dict.fromkeys(_names, f"{__name__}.{_module}")
 
-__all__ = ["recipe_names", *_LATER]
+__all__ = [*_LATER]
 
 
 def __getattr__(name: str) -> Any:

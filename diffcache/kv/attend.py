@@ -4,48 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from diffcache.kernels import decode
+from diffcache.kernels.coded import attn_decode_kivi, can_attend
 from diffcache.kernels.dense import scaled_dot_product_attention
 from diffcache.kernels.merge import lse_merge
-from diffcache.kv.coded import attend_coded
-from diffcache.kv.segment import PLAIN, Listed, Traits, Unread
+from diffcache.kv.codec.quant import Quantized
+from diffcache.kv.segment import PLAIN, Coded, Traits
 from diffcache.kv.slots import Slots, join
+from diffcache.kv.view import Listed, Unread, View
 
 _CAUSAL = "causal"
-
-
-@dataclass(frozen=True)
-class View:
-    """Slots as queries meet them, keys rotated.
-
-    Attributes:
-        source: Slots that are attended to; codes are decoded, and chosen slots gathered, when
-            `slots` is first asked for.
-        start: The first position where no slot is empty, every slot stands for one token and
-            positions follow one another in every row; None otherwise.
-        traits: Temperature and merging of the logits of these slots.
-        below: Bound above all positions, where no slot is empty; None where it is not known.
-    """
-
-    source: Slots | Unread | Listed
-    start: int | None = None
-    traits: Traits = PLAIN
-    below: int | None = None
-
-    @cached_property
-    def slots(self) -> Slots:
-        """Slots that are attended to, decoded or gathered."""
-        return self.source if isinstance(self.source, Slots) else self.source.read()
-
-    @property
-    def width(self) -> int:
-        """Slots a row, empty ones included."""
-        return self.source.width
 
 
 @dataclass(frozen=True)
@@ -117,14 +89,18 @@ def attend(query: Query, views: Sequence[View]) -> Tensor:
     """
     if not views:
         raise ValueError("views=[]: there is nothing to attend to; write keys and values first")
-    whole = query.softcap is None and query.sinks is None
-    if whole and all(view.traits == PLAIN for view in views):
-        view = views[0] if len(views) == 1 else _joined(views)
-        for way in (_over_codes, _over_list, _by_kernel):
-            found = way(query, view)
-            if found is not None:
-                return found
-        return _fused(query, view)
+    plain = query.softcap is None and query.sinks is None
+    for view in views:
+        plain = plain and view.traits == PLAIN
+    if plain:
+        view, found = views[0] if len(views) == 1 else _joined(views), None
+        if isinstance(view.source, Unread):
+            found = _over_codes(query, view)
+        elif isinstance(view.source, Listed):
+            found = _over_list(query, view)
+        if found is None:
+            found = _by_kernel(query, view)
+        return _fused(query, view) if found is None else found
     out, lse = attend_parts(query, views)
     if query.sinks is not None:
         sinks = query.sinks.to(lse.dtype).view(1, -1, 1)
@@ -227,11 +203,12 @@ def _part(query: Query, view: View) -> tuple[Tensor, Tensor]:
 
 def _over_codes(query: Query, view: View) -> Tensor | None:
     """Return attention over codes as they are; None where they have to be decoded."""
-    if query.count > 1 or query.mask is not None or not isinstance(view.source, Unread):
+    held = view.source
+    if not isinstance(held, Unread) or query.count > 1 or query.mask is not None:
         return None
-    if not _sees_all(query, view):
-        return None
-    found = attend_coded(query.q[:, :, 0], query.scale, view.source)
+    found = None
+    if _sees_all(query, view):
+        found = _attended_codes(query.q[:, :, 0], query.scale, held)
     if found is None:
         return None
     outs, lses, rest = found
@@ -239,6 +216,67 @@ def _over_codes(query: Query, view: View) -> Tensor | None:
         out, lse = _part(query, View(rest))
         outs, lses = [*outs, out[:, :, 0]], [*lses, lse[:, :, 0]]
     return lse_merge(outs, lses)[0][:, :, None].to(query.q.dtype)
+
+
+def _attended_codes(
+    q: Tensor, scale: float, held: Unread
+) -> tuple[list[Tensor], list[Tensor], Slots | None] | None:
+    """Return attention over the coded slots, of which no one is empty, and what is left.
+
+    Args:
+        q: [B, Hq, D]; sees all slots.
+        scale: Factor of the logits.
+        held: Segments and exact slots, keys as queries meet them.
+
+    Returns:
+        The attention over each coded segment, float32 [B, Hq, Dv], its log-sum-exp [B, Hq], and
+        the slots that are not coded, or whose values are not. None where no kernel runs, or the
+        slots of a segment are coded otherwise.
+    """
+    coded = [each for each in held.segments if isinstance(each, Coded)]
+    if not coded or not all(_is_kivi(q, each) for each in coded):
+        return None
+    found = [_over_kivi(q, scale, each) for each in coded]
+    rest = [_uncoded(s) if isinstance(s, Coded) else s.read() for s in held.segments]
+    parts = [part for part in [*rest, held.tail] if part is not None]
+    outs, lses = zip(*found, strict=True)
+    return list(outs), list(lses), join(parts) if parts else None
+
+
+def _is_kivi(q: Tensor, segment: Coded) -> bool:
+    """Return whether a kernel attends to a segment: coded as in KIVI, and a slot is one token."""
+    k, v = segment.k, segment.v
+    if not isinstance(k, Quantized) or not isinstance(v, Quantized) or "logn" in segment.meta:
+        return False
+    kept = k.grid.of is None and v.grid.of is None and v.grid.each == 1
+    if not kept or k.codec.along != "tokens" or v.codec.along != "channels":
+        return False
+    same = q.dtype == k.dtype == v.dtype and q.shape[2] == k.size
+    return same and can_attend(
+        q, k.codes, v.codes, k.codec.bits, v.codec.bits, k.grid.each, v.codec.width(v.size),
+        (k.size, v.size),
+    )  # fmt: skip
+
+
+def _over_kivi(q: Tensor, scale: float, segment: Coded) -> tuple[Tensor, Tensor]:
+    """Return attention over the slots of a segment whose values are coded, and its log-sum-exp."""
+    k, v = segment.k, segment.v
+    assert isinstance(k, Quantized)
+    assert isinstance(v, Quantized)
+    return attn_decode_kivi(
+        q, k.codes, k.grid.values, v.codes, v.grid.values, scale, int(k.codec.bits),
+        int(v.codec.bits), k.grid.each, v.codec.width(v.size), -k.codec.intervals / 2,
+        -v.codec.intervals / 2,
+    )  # fmt: skip
+
+
+def _uncoded(segment: Coded) -> Slots | None:
+    """Return the slots of a segment whose values are not coded; None if all are."""
+    if segment.exact is None or not segment.exact.shape[2]:
+        return None
+    first = segment.size - segment.exact.shape[2]
+    late = torch.arange(first, segment.size, device=segment.exact.device)
+    return segment.read_at(late.expand(*segment.exact.shape[:2], -1))
 
 
 def _over_list(query: Query, view: View) -> Tensor | None:
@@ -278,7 +316,7 @@ def _by_kernel(query: Query, view: View) -> Tensor | None:
 def _fused(query: Query, view: View) -> Tensor:
     """Return attention through the fused kernel, called as transformers calls it."""
     slots, q = view.slots, query.q
-    batch, heads = slots.k.shape[:2]
+    (batch, heads), count = slots.k.shape[:2], q.shape[2]
     groups = q.shape[1] // heads
     seen = _seen(query, view)
     bias = None if isinstance(seen, str) else seen
@@ -293,10 +331,10 @@ def _fused(query: Query, view: View) -> Tensor:
     if groups > 1:
         # Where slots are not all those there ever were, nothing of transformers is matched bit for
         # bit, and one query is several times faster as rows than by the kernel's own grouping.
-        as_rows = view.start is None and query.count == 1
+        as_rows = view.start is None and count == 1
         if bias is None and k.shape[3] == v.shape[3] <= 256 and not as_rows:
             grouped = True
-        elif query.count == 1:  # the queries of a head stand where several queries of one would
+        elif count == 1:  # the queries of a head stand where several queries of one would
             q = q.reshape(len(q), heads, groups, q.shape[3])
         else:
             k, v = _repeat(k, groups), _repeat(v, groups)
@@ -308,7 +346,7 @@ def _fused(query: Query, view: View) -> Tensor:
         q, k, v, bias, is_causal=bias is None and seen == _CAUSAL, scale=query.scale,
         enable_gqa=grouped,
     )  # fmt: skip
-    return out.reshape(len(q), heads * groups, query.count, v.shape[3])
+    return out.reshape(len(q), heads * groups, count, v.shape[3])
 
 
 def _seen(query: Query, view: View) -> Tensor | str | None:
@@ -317,14 +355,14 @@ def _seen(query: Query, view: View) -> Tensor | str | None:
     Nothing is read from the device: all that a fused kernel without a mask takes is known of a
     view beforehand.
     """
-    width, start, mask = view.width, view.start, query.mask
+    width, start, mask = view.slots.k.shape[2], view.start, query.mask
     simple = start is not None and query.window is None and query.pos is None
     if mask is not None:
         if simple and start == 0 and mask.shape[-1] == width:
             return mask
     elif _sees_all(query, view):
         return None
-    elif simple and query.causal and query.start == start and query.count == width:
+    elif simple and query.causal and query.start == start and query.q.shape[2] == width:
         return _CAUSAL
     seen = visible(query, view.slots)
     return seen | ~seen.any(-1, keepdim=True)  # not NaN where nothing is seen
@@ -337,7 +375,7 @@ def _sees_all(query: Query, view: View) -> bool:
         return False
     if query.pos is not None:
         return not query.causal and query.window is None
-    last = query.start + query.count - 1
+    last = query.start + query.q.shape[2] - 1
     cut = query.window is not None and last - query.window >= (view.start or 0)
     return not cut and (not query.causal or query.start >= below - 1)
 

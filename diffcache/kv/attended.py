@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ class Attended:
         q = query.grouped(heads)
         groups = q.shape[2]
         wide, count = self._sizes(batch * groups * width, heads)
-        if wide == heads and count == query.count:  # a token that is generated, most of all
+        if wide == heads and count == q.shape[3]:  # a token that is generated, most of all
             part = range(count)
             total = self._block(q, slots.k.to(dtype), range(heads), part, change)
             return total.to(torch.float32) / groups
@@ -134,7 +135,9 @@ class Attended:
         """Return how many queries could see each slot, float32 [B, 1 or H, S]."""
         if self.sees_all and self.valid is None:
             shape = self.slots.pos.shape
-            return torch.full(shape, self.query.count, dtype=torch.float32, device=self._device)
+            return torch.full(
+                shape, self.query.count, dtype=torch.float32, device=self.query.q.device
+            )
         batch, width = self.query.q.shape[0], self.slots.width
         _, count = self._sizes(batch * width * self.slots.pos.shape[1], 1)
         total = torch.zeros_like(self.slots.pos, dtype=torch.float32)
@@ -146,7 +149,7 @@ class Attended:
             total = total + seen.sum(2)
         return total
 
-    @property
+    @cached_property
     def sees_all(self) -> bool:
         """Whether every query is known to see every slot."""
         query = self.query
@@ -156,7 +159,7 @@ class Attended:
             return not query.causal
         return not query.causal or query.start >= self.below - 1
 
-    @property
+    @cached_property
     def _is_causal(self) -> bool:
         """Whether queries see the slots up to their own, which stand in the order of positions."""
         query = self.query
@@ -171,12 +174,8 @@ class Attended:
         return self.sees_all or (self._is_causal and self.query.start >= (self.start or 0))
 
     @property
-    def _device(self) -> torch.device:
-        return self.query.q.device
-
-    @property
     def _bytes(self) -> int:
-        return _CPU_BYTES if self._device.type == "cpu" else _DEVICE_BYTES
+        return _CPU_BYTES if self.query.q.device.type == "cpu" else _DEVICE_BYTES
 
     def _sizes(self, a_query: int, heads: int) -> tuple[int, int]:
         """Return how many heads and queries are looked at together.
@@ -186,7 +185,7 @@ class Attended:
             heads: Key-value heads.
         """
         room = self._bytes // 4 // max(a_query, 1)
-        count = min(max(room, _LEAST), self.query.count)
+        count = min(max(room, _LEAST), self.query.q.shape[2])
         return min(max(room // count, 1), heads), count
 
     def _reach(self, part: range) -> int:

@@ -1,33 +1,74 @@
-"""The keys and values of one attention layer: settled segments and a growing tail."""
+"""The keys and values of one attention layer: what is written, dropped and taken back."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import View
 from diffcache.kv.codec.base import tensors
-from diffcache.kv.contents import first_of, kept, metadata, parts_of, placed_parts, stored, unread
-from diffcache.kv.form import Form
 from diffcache.kv.mover import Mover
-from diffcache.kv.positions import PositionMap, Slot, key_places, own_places, placed
-from diffcache.kv.reading import Reading
-from diffcache.kv.refill import Refill
+from diffcache.kv.positions import PositionMap
 from diffcache.kv.rotary import Rotation
-from diffcache.kv.segment import PLAIN, Dense, Flat, Segment
-from diffcache.kv.slots import EMPTY, SlotIndex, Slots, named, one_row, span, writable
-from diffcache.kv.summary import LayerSummary, known_before
-from diffcache.kv.tail import Tail
+from diffcache.kv.segment import Dense, Flat, Segment, leveled
+from diffcache.kv.slots import EMPTY, SlotIndex, Slots, chosen, named, one_row, span, writable
+from diffcache.kv.tail import Refill, Tail
+from diffcache.kv.view import KVView, Reads
 
 FIXED = "count={}: {} tokens can be taken back, those before are settled"
 
 
-class KVLayer:
+class Form(NamedTuple):
+    """Shapes, dtype and device that all keys and values of a layer have in common."""
+
+    batch: int
+    heads: int
+    size: int
+    value_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor) -> Form:
+        """Return the form of keys [B, H, n, D] and values [B, H, n, Dv]."""
+        return cls(len(k), k.shape[1], k.shape[3], v.shape[3], k.dtype, k.device)
+
+    def check_fits(self, before: Form | None, layer: int, empty: bool) -> None:
+        """Raise unless a layer that holds tokens of a form, nothing in its tail, takes these too.
+
+        Raises:
+            ValueError: If it cannot.
+        """
+        if before is None or self == before:
+            return
+        if self[1:] != before[1:] or before.batch != 1 or not empty:
+            raise ValueError(
+                f"layer {layer}: keys and values of [B, H, D, Dv]={list(self[:4])} in "
+                f"{self.dtype} on {self.device} do not fit the {list(before[:4])} in "
+                f"{before.dtype} on {before.device} that are held; reset the cache, or make a new "
+                "one"
+            )
+
+
+class LayerSummary(ABC):
+    """Summary of the slots of a layer; never written to, so that forks share it."""
+
+    @abstractmethod
+    def rows(self, index: Tensor) -> LayerSummary:
+        """Keep batch rows, int64 [m]."""
+
+    @abstractmethod
+    def shortened(self, width: int) -> LayerSummary | None:
+        """Forget all slots but the first `width`; None if it cannot, as queries said more."""
+
+
+@final
+class KVLayer(KVView):
     """Keys and values of one layer.
 
     Two lengths are apart: `seen`, the tokens that were written, and `held`, the slots that are
@@ -63,30 +104,14 @@ class KVLayer:
         mover: Mover | None = None,
         read_once: bool = False,
     ) -> None:
-        if positions is not None and rotary is None and mover is None:
-            raise ValueError(
-                f"positions={positions!r}: keys are rotated when they are read, which takes a "
-                "rotary"
-            )
-        if mover is not None and (rotary is not None or positions != Slot()):
-            raise ValueError("mover: goes with positions=Slot() and keys that come rotated")
-        self.index = index
-        self.rotary = rotary
-        self.positions = positions
-        self.mover = mover
-        self.seen = 0
+        super().__init__(index, rotary, positions, mover, read_once)
         self.form: Form | None = None
         self.padding: Tensor | None = None  # tokens of each row that are none, int64 [B]
-        self.segments: list[Segment] = []
-        self.tail = Tail()
         self.stats: dict[str, Tensor] = {}
         self.summary: LayerSummary | None = None
         self.marked: tuple[int, LayerSummary | None] | None = None
-        self.latent = False
-        self.read_once = read_once
-        self._reading = Reading()
 
-    # the four verbs ------------------------------------------------------------------------
+    # writing -------------------------------------------------------------------------------
 
     def write(
         self,
@@ -107,7 +132,14 @@ class KVLayer:
         Raises:
             ValueError: If shapes do not fit each other or what is there.
         """
-        self._check(k, v)
+        if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
+            raise ValueError(
+                f"k={list(k.shape)}, v={list(v.shape)}: must be [B, H, n, D] and [B, H, n, Dv]"
+            )
+        form = Form.of(k, v)
+        if form != self.form:
+            form.check_fits(self.form, self.index, not self.tail.length)
+            self.form = form
         if valid is None:
             self.tail.extend(k, v, self.seen, meta)
         else:
@@ -141,121 +173,11 @@ class KVLayer:
         self.tail.overwrite(index, columns, self.held - self.tail.length)
         self.summary = None
 
-    def read(self) -> Slots:
-        """Return all slots, segments first; keys as they are stored.
-
-        Raises:
-            ValueError: If nothing was written.
-        """
-        slots = stored(self.segments, self.tail)
-        if slots is None:
-            raise ValueError(f"layer {self.index} is empty: write keys and values first")
-        return slots
-
-    def meta(self) -> dict[str, Tensor]:
-        """Return the metadata of all slots, as `read` orders them; nothing is decoded.
-
-        Raises:
-            ValueError: If nothing was written.
-        """
-        meta = metadata(self.segments, self.tail)
-        if meta is None:
-            raise ValueError(f"layer {self.index} is empty: write keys and values first")
-        return meta
-
     def reset(self) -> None:
         """Forget everything."""
         self.seen, self.padding, self.segments, self.tail = 0, None, [], Tail()
         self.stats, self.summary, self.marked, self.form = {}, None, None, None
-        self._reading.clear()
-
-    # reading for attention -----------------------------------------------------------------
-
-    def views(self) -> list[View]:
-        """Return what queries attend to: keys rotated, segments of their own kind apart."""
-        if self._plain():
-            turned = self.rotary or self.mover or self.latent or self.read_once
-            source = (None if turned else unread(self.segments, self.tail)) or self.met()
-            return [View(source, first_of(self.segments, self.tail), below=self._below())]
-        found = parts_of(self.segments, self.tail, self.seen)
-        if self.positions is None:
-            return [replace(view, source=self.rotated(view.slots)) for view in found]
-        return placed_parts(found, self.placed(self.meta()), self._turned)
-
-    def _plain(self) -> bool:
-        """Whether all slots are attended to alike."""
-        return all(segment.traits == PLAIN for segment in self.segments)
-
-    def _below(self) -> int | None:
-        """Return what all positions are below, where no slot is known to be empty."""
-        whole = self.tail.whole and all(segment.whole for segment in self.segments)
-        return self.seen if whole else None
-
-    def meeting(self) -> AbstractContextManager[list[View]]:
-        """Return a context that gives `views` for one attention; few moved keys take no copy."""
-        if self.mover is None or self.segments:
-            return nullcontext(self.views())
-        return self.mover.meeting(self.tail, self.seen, self.views)
-
-    def _turned(self, k: Tensor, at: Tensor, meta: Mapping[str, Tensor]) -> Tensor:
-        """Return keys as they are met at positions, int [B, 1 or H, S]."""
-        if self.mover is not None:
-            return self.mover.turned(k, at, meta)
-        return k if self.rotary is None else self.rotary.rotate(k, at)
-
-    def met(self) -> Slots:
-        """Return all slots as queries meet them; as far as they were kept, they are not read again.
-
-        Raises:
-            ValueError: If nothing was written.
-        """
-        fresh = self.rotary is not None or bool(self.segments)  # else it is the tail's own memory
-        if self.read_once and fresh and self.held and self._plain() and not self.latent:
-            return self._reading.read(self.segments, self.tail, self.rotary, self.positions)
-        return self.rotated(self.read())
-
-    def rotated(self, slots: Slots) -> Slots:
-        """Return slots with their keys as queries meet them."""
-        if self.latent:
-            return Slots(torch.cat([slots.k, slots.v], -1), slots.k, slots.meta)
-        if self.rotary is None and self.mover is None:
-            return slots
-        k = self._turned(slots.k, self.placed(slots.meta), slots.meta)
-        return Slots(k, slots.v, slots.meta)
-
-    def rotate(self, q: Tensor, pos: Tensor) -> Tensor:
-        """Return queries as keys at the same positions are rotated, given what is held now.
-
-        Args:
-            q: [B, Hq, n, D], before rotation.
-            pos: int [n] or [B, n], positions as they are counted by `seen`, or as `rpos` has them.
-
-        Raises:
-            ValueError: If the layer has no rotary, or nothing was written.
-        """
-        if self.rotary is None:
-            raise ValueError("rotate: this layer has no rotary; its keys come rotated")
-        at = (pos if pos.dim() == 2 else pos[None])[:, None]
-        return self.rotary.rotate(q, self.query_places(at, q.shape[1]))
-
-    def query_places(self, at: Tensor, heads: int) -> Tensor:
-        """Return the positions that queries are rotated under, given what is held now.
-
-        Args:
-            at: int [B or 1, 1, n], their own positions.
-            heads: Query heads.
-        """
-        if self.positions is None:
-            return at
-        assert self.rotary is not None
-        at = placed(self.positions, at, own_places(self.meta()), self.rotary.unit)
-        return at if at.shape[1] == 1 else at.repeat_interleave(heads // at.shape[1], 1)
-
-    def placed(self, meta: Mapping[str, Tensor]) -> Tensor:
-        """Return the positions that keys of these slots are rotated under."""
-        rotation = self.rotary if self.mover is None else self.mover.rotation
-        assert rotation is not None
-        return key_places(self.positions, meta, rotation)
+        self._reads = Reads()
 
     # changing what is held -----------------------------------------------------------------
 
@@ -279,23 +201,37 @@ class KVLayer:
         assert self.form is not None
         mask = named(which, self.meta()["pos"])
         mask = mask.expand(self.form.batch, self.form.heads, -1)
-        found = kept(self.segments, self.tail, mask, last)
-        self.segments, self.summary = [], None
-        self._reading.clear()
-        if found.exact is not None:
-            self.replace(found.exact, flat=flat)
-        if last and found.last is not None:
-            self.tail.append(found.last)
-        self.segments[:0] = found.segments
+        held: list[Segment] = []
+        origins, first = [], 0  # where each slot was, -1 for none
+        for segment in self.segments:
+            index, there = chosen(mask[..., first : first + segment.width])
+            if index.shape[2]:
+                held.append(leveled(segment.take(index, there)))
+                origins.append((index + first).where(there, EMPTY))
+            first += segment.width
+        slots, exact, newest = self.tail.read(), None, None
+        if slots is not None:
+            stop = slots.width - last
+            index, there = chosen(mask[..., first : first + stop])
+            own = torch.arange(first + stop, first + slots.width, device=mask.device)
+            origins += [(index + first).where(there, EMPTY), own.expand(*mask.shape[:2], -1)]
+            exact, newest = slots.gather(index, there), slots.narrow(stop, slots.width).clone()
+        self.segments, self.summary, self._reads = [], None, Reads()
+        if exact is not None:
+            self.replace(exact, flat=flat)
+        if last and newest is not None:
+            self.tail.append(newest)
+        self.segments[:0] = held
+        origin = torch.cat(origins, -1)
         for name, value in self.stats.items():
-            there = (found.origin >= 0) & (found.origin < value.shape[2])  # newer have none yet
-            self.stats[name] = value.gather(2, found.origin.where(there, 0)) * there
+            there = (origin >= 0) & (origin < value.shape[2])  # newer have none yet
+            self.stats[name] = value.gather(2, origin.where(there, 0)) * there
 
     def replace(self, slots: Slots, *, flat: bool = False) -> None:
         """Hold these slots instead of all there are."""
         slots = replace(slots, meta=one_row(slots.meta))
         self.segments, self.summary = [], None
-        self._reading.clear()
+        self._reads = Reads()
         if flat and not bool(slots.valid.all()):
             self.segments.append(Flat.of(slots))
             self.tail = Tail(self.seen)
@@ -311,9 +247,9 @@ class KVLayer:
         """
         if self.mover is not None and not oldest:
             self.mover.forget()
-        refill = Refill.of(index, self.tail.length)
+        refill, left = Refill.of(index, self.tail.length), self.tail.length - index.shape[2]
         for name, value in self.stats.items():
-            self.stats[name] = refill.apply(writable(value))[..., : -refill.count]
+            self.stats[name] = refill.apply(writable(value))[..., :left]
         self.tail.refill(refill)
         self.summary = None
 
@@ -332,7 +268,7 @@ class KVLayer:
         """
         self.check_rollback(count)
         self.padding = None if self.padding is None else self.padding - self.tail.empty(count)
-        self.summary = known_before(self, count)
+        self.summary = self._known_before(count)
         self.tail.drop_last(count)
         self.seen -= count
         self.stats = {name: value[..., : self.held] for name, value in self.stats.items()}
@@ -346,7 +282,26 @@ class KVLayer:
         """
         if not 0 <= count <= self.tail.loose:
             raise ValueError(FIXED.format(count, self.tail.loose))
-        known_before(self, count)
+        self._known_before(count)
+
+    def _known_before(self, count: int) -> LayerSummary | None:
+        """Return what a retriever knew before the last tokens.
+
+        Raises:
+            ValueError: If it knows more of them than it can forget.
+        """
+        if self.summary is None or not count:
+            return self.summary
+        if self.marked is not None and self.seen - count >= self.marked[0]:
+            return self.marked[1]
+        found = self.summary.shortened(self.held - count)
+        if found is None:
+            raise ValueError(
+                f"count={count}: queries choose by what is known of these tokens, which cannot be "
+                "forgotten; announce it (cache.activate_past_recording()) before they are read and "
+                "take back no more than the last forward wrote, or go on from a fork of before"
+            )
+        return found
 
     def mark(self) -> None:
         """Remember what a retriever knows, so that `rollback` can go back to it."""
@@ -359,7 +314,7 @@ class KVLayer:
             self.summary = self.summary.rows(index)
         self.marked = None
         self.tail.map(index)
-        self._reading.clear()
+        self._reads = Reads()
         if self.form is not None:
             self.form = self.form._replace(batch=len(index))
         if self.padding is not None:
@@ -371,29 +326,15 @@ class KVLayer:
         other = copy(self)
         other.segments = list(self.segments)
         other.tail = self.tail.fork()
-        other._reading = Reading()
+        other._reads = Reads()
         other.mover = None if self.mover is None else Mover(self.mover.rotation)
         other.stats = {name: value.clone() for name, value in self.stats.items()}
         return other
 
     # account -------------------------------------------------------------------------------
 
-    @property
-    def held(self) -> int:
-        """Slots of the longest row, empty ones included."""
-        return sum(segment.width for segment in self.segments) + self.tail.length
-
     def tensors(self) -> list[Tensor]:
         """Return every tensor that is held."""
         own = [*self.segments, *self.stats.values(), self.summary, self.padding, self.marked]
         found = [*tensors([part for part in own if part is not None]), *self.tail.tensors()]
-        return [*found, *self._reading.tensors()]
-
-    def _check(self, k: Tensor, v: Tensor) -> None:
-        if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
-            raise ValueError(
-                f"k={list(k.shape)}, v={list(v.shape)}: must be [B, H, n, D] and [B, H, n, Dv]"
-            )
-        form = Form.of(k, v)
-        form.check_fits(self.form, self.index, not self.tail.length)
-        self.form = form
+        return [*found, *self._reads.tensors()]

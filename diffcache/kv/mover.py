@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import View
-from diffcache.kv.contents import parts_of
 from diffcache.kv.positions import own_places
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.tail import Tail
@@ -72,28 +70,21 @@ class Mover:
         return self._count
 
     @contextmanager
-    def meeting(
-        self, tail: Tail, seen: int, views: Callable[[], list[View]]
-    ) -> Iterator[list[View]]:
-        """Give what queries attend to, the keys before the gap moved where they are meanwhile.
+    def moved(self, tail: Tail, count: int, gap: int) -> Iterator[None]:
+        """Have the first keys moved where they are, for one attention.
 
         Args:
             tail: Tail that holds all slots of the layer.
-            seen: Position after the newest.
-            views: Function that makes copies of all keys instead, where there is no such lead.
+            count: Keys before the gap.
+            gap: Positions that they move closer by.
         """
-        count = self.lead(tail, seen)
-        if count is None:
-            yield views()
-            return
-        gap = seen - tail.length
         if not count or not gap:
-            yield parts_of([], tail, seen)
+            yield
             return
         keys = tail.keys(count)
         own = keys.clone()
         try:
             keys.copy_(self.rotation.shift(own, gap))
-            yield parts_of([], tail, seen)
+            yield
         finally:
             keys.copy_(own)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from diffcache.kv.attend import Query, logits
 from diffcache.kv.attended import Attended
-from diffcache.kv.contents import first_of
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.rotary import Rotation
-from diffcache.kv.slots import Slots, is_frozen
+from diffcache.kv.slots import Slots, writable
+from diffcache.kv.view import View
 
 if TYPE_CHECKING:
     from diffcache.kv.score.base import Score
@@ -267,7 +267,8 @@ def lengthen(layer: KVLayer, names: Sequence[str]) -> None:
     shape = (form.batch, form.heads, layer.held)
     for name in names:
         old = layer.stats.get(name)
-        if old is not None and old.shape == shape and not is_frozen(old):
+        if old is not None and old.shape == shape:
+            layer.stats[name] = writable(old)
             continue
         new = torch.zeros(shape, dtype=torch.float32, device=form.device)
         if old is not None:
@@ -275,35 +276,30 @@ def lengthen(layer: KVLayer, names: Sequence[str]) -> None:
         layer.stats[name] = new
 
 
-def attended(layer: KVLayer, query: Query, slots: Slots, valid: Tensor | None) -> Attended:
-    """Return what queries asked of all slots of a layer, and what is known without a look at them.
-
-    Args:
-        layer: The layer, which has the queries' own keys.
-        query: The queries.
-        slots: Its slots, keys rotated.
-        valid: bool [B, n]; False are queries of padding.
-    """
-    whole = layer.tail.whole and all(segment.whole for segment in layer.segments)
-    start = first_of(layer.segments, layer.tail)
-    return Attended(query, slots, valid, start, layer.seen if whole else None, layer.padding)
-
-
-def note(score: Score, layer: KVLayer, query: Query, valid: Tensor | None) -> None:
+def note(
+    score: Score, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None = None
+) -> None:
     """Have a score take note, in the statistics of a layer, of what queries asked of its slots.
 
     Args:
-        score: The score, which has statistics.
+        score: The score; one without statistics takes no note.
         layer: The layer, which has the queries' own keys.
         query: The queries.
         valid: bool [B, n]; False are queries of padding.
+        view: View of all slots that the queries attended to, where there is one.
     """
-    slots = layer.met()
-    lengthen(layer, score.statistics)
+    names = score.statistics
+    if not names:
+        return
+    if view is None:
+        view = View(layer.met(), layer.first, below=layer.below)
+    slots = view.slots
+    lengthen(layer, names)
     if score.attends:
-        score.note(layer.stats, attended(layer, query, slots, valid))
+        seen = Attended(query, slots, valid, view.start, view.below, layer.padding)
+        score.note(layer.stats, seen)
         return
     start = slots.width - (layer.seen - query.start)
     stop = start + query.count
-    stats = {name: layer.stats[name][..., start:stop] for name in score.statistics}
+    stats = {name: layer.stats[name][..., start:stop] for name in names}
     score.enter(stats, query, slots.narrow(start, stop), layer.index)

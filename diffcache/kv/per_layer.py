@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query, View
+from diffcache.kv.attend import Query
 from diffcache.kv.attended import Attended
 from diffcache.kv.budget import Budget
 from diffcache.kv.codec.held import ByLayer, KVCodec
@@ -21,6 +21,7 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.score.base import Score
 from diffcache.kv.slots import Slots
+from diffcache.kv.view import View
 
 _ALIKE = ("trigger", "ladder", "space", "positions", "layout")  # a cache has one of each
 

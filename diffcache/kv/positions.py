@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.rotary import Rotation
-from diffcache.kv.rotary_table import RotaryTable
+from diffcache.kv.rotary_nd import RotaryTable
 from diffcache.kv.slots import EMPTY
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Literal
 
 from diffcache.kv.budget import Budget
@@ -83,7 +84,7 @@ class Recipe:
         if all(evicting) and self.trigger is None:
             object.__setattr__(self, "trigger", AfterPrefill())
 
-    @property
+    @cached_property
     def evicts(self) -> bool:
         """Whether slots are scored at all."""
         return self.score is not None
@@ -105,7 +106,7 @@ class Recipe:
         """Whether keys are rotated, or turned on, when they are read."""
         return self.space == "pre" or self.positions is not None
 
-    @property
+    @cached_property
     def observes(self) -> bool:
         """Whether it has to see queries."""
         score = self.score

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import final
 
 import torch
 from torch import Tensor
 
 from diffcache.kv.rotary import Position, Rotation, frequencies, place
+
+_FAR = 2**40  # beyond every position
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,3 +135,113 @@ class RotaryND(Rotation):
             found.append(pos % size)
             pos = pos.div(size, rounding_mode="floor")
         return torch.stack([pos, *reversed(found)], -1)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class RotaryTable(Rotation):
+    """Turn each pair of channels by the position that a token has on the pair's axis.
+
+    A slot notes one number, that of its token, and the table says where the token is: the tokens
+    of an image share a time and differ in height and width.
+
+    Reference: Qwen2-VL, arXiv 2409.12191 (M-RoPE).
+
+    Args:
+        inv_freq: `[P]` float32 or float64, radians per position of each pair.
+        scale: Multiplies cos and sin; dimensionless, positive.
+        interleaved: Pairs are channels `(2i, 2i + 1)` instead of `(i, i + P)`.
+        start: First of the `2 * P` turned channels.
+        varies: Frequencies change with the length of the sequence.
+        axes: The axis of each pair, `P` numbers from 0.
+        table: Positions int `[B or 1, T, A]` of the tokens of each row.
+    """
+
+    axes: tuple[int, ...] = ()
+    table: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    @staticmethod
+    def of(rotary: RotaryND, table: Tensor) -> RotaryTable:
+        """Return a rotary over several axes with the positions of tokens `[B or 1, T, A]`."""
+        return RotaryTable(
+            rotary.inv_freq, rotary.scale, rotary.interleaved, rotary.start, rotary.varies,
+            rotary.axes, table,
+        )  # fmt: skip
+
+    @property
+    def unit(self) -> int:
+        """One: every token has a number of its own."""
+        return 1
+
+    def angles(self, pos: Position, like: Tensor) -> Tensor:
+        """Return `[..., S, P]` angles.
+
+        Args:
+            pos: Numbers of tokens, int `[S]`, `[B, 1, S]` or `[B, H, S]`; or positions
+                `[B, H, S, A]`, as `closed` returns them.
+            like: Gives the device, and float64 if it is float64.
+
+        Raises:
+            ValueError: If a number is not that of a token that was read.
+        """
+        at = torch.as_tensor(pos, device=like.device)
+        found = at if at.ndim == 4 else self.positions(at)
+        count = found.shape[-1]
+        inner = RotaryND(self.inv_freq, self.scale, self.interleaved, axes=self.axes, count=count)
+        return inner.angles(found, like)
+
+    def positions(self, token: Tensor) -> Tensor:
+        """Return the positions `[..., S, A]` of tokens.
+
+        Args:
+            token: Numbers, int `[S]`, `[B, 1, S]` or `[B, H, S]`.
+
+        Raises:
+            ValueError: If a number is not that of a token that was read.
+        """
+        table = self.table
+        most = int(token.max()) if token.numel() else 0
+        if table is None or token.is_floating_point() or most >= table.shape[1]:
+            raise ValueError(
+                f"positions up to {most} of {0 if table is None else table.shape[1]} tokens read: "
+                "positions of several axes are known of those tokens alone, and this recipe turns "
+                "keys or queries elsewhere; use one that reads keys where they are"
+            )
+        table = table.to(token.device)
+        if token.ndim < 2:
+            rows = table[:, token.view(-1)]
+            return rows[0] if len(rows) == 1 else rows[:, None]
+        batch = max(len(table), len(token))
+        index = token.long().expand(batch, -1, -1)
+        wide = table[:, None].expand(batch, index.shape[1], -1, -1)
+        return wide.gather(2, index[..., None].expand(-1, -1, -1, table.shape[2]))
+
+    def closed(self, pos: Tensor) -> Tensor:
+        """Return the positions of slots with the gaps closed that dropped tokens left.
+
+        All axes of a slot move by as much, so that what is left of an image keeps its shape. After
+        a gap the earliest position of what follows comes right behind the latest of what is before;
+        where these overlap, as within an image, nothing moves. The newest slots stay.
+
+        Args:
+            pos: Numbers of tokens, int `[B, 1 or H, S]`, -1 where a slot is empty.
+
+        Returns:
+            int64 `[B, 1 or H, S, A]`.
+        """
+        order = torch.argsort(pos, dim=-1, stable=True)
+        token = pos.gather(-1, order)
+        at = self.positions(token.clamp_min(0)).long()
+        token = token.expand(at.shape[:3])
+        empty = token < 0
+        reached = at.amax(-1).masked_fill(empty, -_FAR).cummax(-1).values
+        coming = at.amin(-1).flip(-1).cummin(-1).values.flip(-1)
+        gap = (coming[..., 1:] - reached[..., :-1] - 1).clamp_min(0)
+        dropped = (token.diff(dim=-1) > 1) & ~empty[..., :-1]
+        moves = gap.where(dropped, 0).flip(-1).cumsum(-1).flip(-1)
+        at = at + torch.nn.functional.pad(moves, (0, 1))[..., None]
+        index = order.expand(at.shape[:3])[..., None].expand_as(at)
+        return torch.empty_like(at).scatter_(2, index, at)

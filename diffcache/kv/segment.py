@@ -332,59 +332,6 @@ def read_all(segments: Sequence[Segment], tail: Slots | None) -> Slots:
     return Slots(k, v, join_meta([*metas, tail.meta]))
 
 
-@dataclass(frozen=True)
-class Unread:
-    """Slots that are decoded when they are asked for: segments, and exact slots after them.
-
-    Attributes:
-        segments: First slots; at least one segment.
-        tail: Last slots, None for none.
-    """
-
-    segments: tuple[Segment, ...]
-    tail: Slots | None
-
-    @property
-    def width(self) -> int:
-        """Slots of the longest row."""
-        own = 0 if self.tail is None else self.tail.width
-        return sum(segment.width for segment in self.segments) + own
-
-    def read(self) -> Slots:
-        """Return the slots, decoded."""
-        return read_all(self.segments, self.tail)
-
-
-@dataclass(frozen=True)
-class Listed:
-    """Chosen slots, which are gathered when they are asked for.
-
-    Attributes:
-        slots: What they are chosen from, keys as queries meet them.
-        index: int64 [B, 1 or H, n], slots of each row, none of which is empty.
-        keep: bool like `index`, False where it is filled up; None where it is not.
-        below: What the positions of all chosen slots are below.
-    """
-
-    slots: Slots
-    index: Tensor
-    keep: Tensor | None
-    below: int
-
-    @property
-    def width(self) -> int:
-        """Slots of the longest row."""
-        return self.index.shape[2]
-
-    def read(self) -> Slots:
-        """Return the slots; those that fill up come out empty."""
-        return self.slots.gather(self.index, self.keep)
-
-    def places(self) -> Tensor:
-        """Return the slots by number, -1 where rows are filled up."""
-        return self.index if self.keep is None else self.index.where(self.keep, -1)
-
-
 def leveled(segment: Segment) -> Segment:
     """Return a segment whose coded slots have one row of metadata, where all heads have the same.
 

@@ -241,8 +241,13 @@ def filled(name: str, pos: Tensor) -> Tensor:
     """Return what slots at these positions [B, 1 or H, S] have where nothing was said of it."""
     if name == "rpos":
         return pos
-    dtype, value = _FILL.get(name, (torch.float32, 0.0))
+    dtype, value = fill_of(name)
     return torch.full(pos.shape, value, dtype=dtype, device=pos.device)
+
+
+def fill_of(name: str) -> tuple[torch.dtype, float]:
+    """Return the dtype of a metadata, and what slots have where nothing was said of it."""
+    return _FILL.get(name, (torch.float32, 0.0))
 
 
 def level_heads(columns: Sequence[Tensor]) -> list[Tensor]:
@@ -268,9 +273,5 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def writable(tensor: Tensor) -> Tensor:
     """Return a tensor, or a copy of it where torch lets nobody write to it."""
-    return tensor.clone() if is_frozen(tensor) else tensor
-
-
-def is_frozen(tensor: Tensor) -> bool:
-    """Return whether torch lets nobody write to a tensor, as it was made in inference mode."""
-    return tensor.is_inference() and not torch.is_inference_mode_enabled()
+    frozen = tensor.is_inference() and not torch.is_inference_mode_enabled()
+    return tensor.clone() if frozen else tensor

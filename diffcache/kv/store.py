@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query, View, attend
+from diffcache.kv.attend import Query, attend
 from diffcache.kv.codec.base import nbytes, tensors
-from diffcache.kv.in_place import slots_to_drop
 from diffcache.kv.layer import FIXED, KVLayer
 from diffcache.kv.mover import Mover
 from diffcache.kv.observe import Observation, Pending, Ring, lengthen, note, observe
 from diffcache.kv.plan import KEEP
-from diffcache.kv.planned import check_alone, check_queries, planned
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.rotary import Rotation
-from diffcache.kv.settle import carry_out, flush
+from diffcache.kv.settle import carry_out, check_alone, check_queries, flush, planned, slots_to_drop
 from diffcache.kv.slots import named
 from diffcache.kv.trigger import Event
+from diffcache.kv.view import View
 
+_SEEN = attrgetter("seen")
 CUT_OFF = "an earlier forward was cut off and left the cache half changed: reset it, or use a fork"
 
 
@@ -29,7 +30,8 @@ class KVStore:
     """The cache of a model, or of those of its layers that are compressed.
 
     A recipe does its work at the start of the next forward (`begin`), when the tokens of the
-    last one can no longer be taken back and all layers have been seen.
+    last one can no longer be taken back and all layers have been seen; after a prompt that is known
+    to be whole, and not to be taken back, at its end (`end`).
 
     Attributes:
         recipe: Recipe of the cache.
@@ -89,13 +91,10 @@ class KVStore:
         self._check_uncut()
         self.opened = None
         self._commit()
-        trigger = self.recipe.trigger
-        if self.recipe.evicts and trigger is not None and self.seen:
-            held = max(layer.held for layer in self.layers)
-            event = Event(count, self._since, held, self._fresh, self.speculative, self.seen)
-            if trigger.due(event):
-                self.compress()
-        self._flush()
+        if self._is_due(count):
+            self.compress()
+        if self.recipe.codec is not None:
+            self._flush()
         self._wrote, self._was_fresh = count, self._fresh
         self._since += count
         self._fresh |= (count > 1 and not self.speculative) or not self.seen
@@ -103,8 +102,25 @@ class KVStore:
             for layer in self.layers:
                 layer.mark()
 
+    def end(self, prompt: bool) -> None:
+        """Close a forward that came to its end; a whole prompt is compressed at once.
+
+        Args:
+            prompt: Whether a prompt is known to end with it. Nothing is compressed before the next
+                forward where its tokens may be taken back.
+        """
+        self.opened = None
+        if prompt and self._fresh and not self.speculative and self._is_due(1):
+            self.compress()
+
     def attend(
-        self, index: int, query: Query, valid: Tensor | None = None, *, observe: bool = True
+        self,
+        index: int,
+        query: Query,
+        valid: Tensor | None = None,
+        *,
+        observe: bool = True,
+        noted: Query | None = None,
     ) -> Tensor:
         """Return the attention of queries over a layer, [B, Hq, n, Dv], and take note of them.
 
@@ -113,24 +129,30 @@ class KVStore:
             query: The queries; their own keys are written already.
             valid: bool [B, n]; False are queries of padding.
             observe: Whether scorers take note; a chunk computed several times should count once.
+            noted: The queries as scorers are told of them; None for `query`.
         """
-        if self.recipe.retrieve is None:
-            with self.layers[index].meeting() as views:
+        layer, whole = self.layers[index], None
+        if self.recipe.retrieve is not None:
+            out = attend(query, self.views(index, query))
+        elif layer.mover is not None:
+            with layer.meeting() as views:
                 out = attend(query, views)
         else:
-            out = attend(query, self.views(index, query))
-        if observe:
-            self.take_note(index, query, valid)
+            views = layer.views()
+            out = attend(query, views)
+            whole = views[0] if len(views) == 1 else None
+        if observe and index >= self.recipe.skip:
+            self._take_note(layer, noted or query, valid, whole)
         return out
 
-    def take_note(self, index: int, query: Query, valid: Tensor | None = None) -> None:
-        """Let scorers look at queries, as `attend` does, if these will ever be looked at."""
-        if index < self.recipe.skip:
-            return
+    def _take_note(
+        self, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None
+    ) -> None:
+        """Let scorers look at queries, at once or when their tokens can no more be taken back."""
         if not self.speculative:
-            self._note(self.layers[index], query, valid)
+            self._note(layer, query, valid, view)
         elif self.recipe.observes or self.recipe.retrieve is not None:
-            self._rings[index].pending.append(Pending(query, valid))
+            self._rings[layer.index].pending.append(Pending(query, valid))
 
     def views(self, index: int, query: Query) -> list[View]:
         """Return what queries of a layer read."""
@@ -338,7 +360,7 @@ class KVStore:
     @property
     def seen(self) -> int:
         """Logical length in tokens."""
-        return max((layer.seen for layer in self.layers), default=0)
+        return max(map(_SEEN, self.layers), default=0)
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that is held."""
@@ -359,9 +381,18 @@ class KVStore:
     # within --------------------------------------------------------------------------------
 
     def _check_uncut(self) -> None:
-        seen = {layer.seen for layer in self.layers}
+        seen = set(map(_SEEN, self.layers))
         if self.torn or len(seen) > 1 or (self.opened is not None and seen != {self.opened}):
             raise ValueError(CUT_OFF)
+
+    def _is_due(self, count: int) -> bool:
+        """Return whether slots are scored before so many tokens are written."""
+        trigger = self.recipe.trigger
+        if trigger is None or not self.recipe.evicts or not (self._fresh or trigger.decoding):
+            return False  # what rests while tokens are generated is due after a prompt alone
+        held, seen = max([layer.held for layer in self.layers]), self.seen
+        event = Event(count, self._since, held, self._fresh, self.speculative, seen)
+        return seen > 0 and trigger.due(event)
 
     def _commit(self) -> None:
         for layer, ring in zip(self.layers, self._rings, strict=True):
@@ -382,16 +413,18 @@ class KVStore:
             self._settled = self.seen
         self.torn = False
 
-    def _note(self, layer: KVLayer, query: Query, valid: Tensor | None) -> None:
+    def _note(
+        self, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None = None
+    ) -> None:
         score, trigger = self.recipe.score, self.recipe.trigger
-        counts = trigger is None or trigger.decoding or query.count > 1 or self._fresh
-        if score is None or not self.recipe.observes or not counts:
+        if score is None or not self.recipe.observes:
+            return
+        if trigger is not None and not (trigger.decoding or query.count > 1 or self._fresh):
             return
         self._noted = max(self._noted, layer.seen)
         if score.window:
             self._rings[layer.index].push(query, valid)
-        if score.statistics:
-            note(score, layer, query, valid)
+        note(score, layer, query, valid, view)
 
     def _observation(self, layer: KVLayer, ring: Ring) -> Observation:
         if self.recipe.score is not None:

@@ -3,17 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from diffcache.kernels.move import kv_scatter, write_slots
-from diffcache.kv.refill import Refill
-from diffcache.kv.slots import SlotIndex, Slots, filled, is_frozen, outside, span
+from diffcache.kv.slots import SlotIndex, Slots, fill_of, filled, outside, span
 
 # Slots that are made room for when the tail is full: an eighth of those there are, within bounds.
 # With 64 the others are copied at every 64th token, a little of what attention reads meanwhile.
 _LEAST, _SHARE, _MOST = 16, 8, 64
+
+
+@dataclass(frozen=True)
+class Refill:
+    """Which of the last slots go where; a slot that goes itself stays put and is cut off.
+
+    Attributes:
+        source: int64 [B, 1 or H, n], slots that are read, the last of their rows.
+        target: int64 [B, 1 or H, n], slots that are written, each once.
+    """
+
+    source: Tensor
+    target: Tensor
+
+    @classmethod
+    def of(cls, index: Tensor, width: int) -> Refill:
+        """Return what fills the places of slots that go.
+
+        Args:
+            index: int64 [B, 1 or H, n], different slots of each row.
+            width: Slots of a row; the last n are free afterwards.
+        """
+        count = index.shape[2]
+        last = torch.arange(width - count, width, device=index.device)
+        if count == 1:
+            return cls(last.expand_as(index), index)
+        # Of the last slots those that stay move, in order, into the places before them; as many
+        # places as slots are left, which are those of the last slots that go, in the same order.
+        target = index.sort(-1).values
+        goes = (target[..., None, :] == last[:, None]).any(-1)
+        order = torch.argsort(goes.to(torch.int8), dim=-1, stable=True)
+        return cls(last.expand_as(index).gather(-1, order), target)
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        """Move what is known of slots, in place, and return it.
+
+        Args:
+            tensor: [B, H, S, ...], or [B, 1, S, ...] where all heads drop the same slots.
+        """
+        source, target = self.source, self.target
+        for _ in tensor.shape[3:]:
+            source, target = source.unsqueeze(-1), target.unsqueeze(-1)
+        wide = (-1, tensor.shape[1], -1, *tensor.shape[3:])
+        moved = tensor.gather(2, source.expand(wide))
+        return tensor.scatter_(2, target.expand(wide), moved)
 
 
 class Tail:
@@ -77,30 +122,42 @@ class Tail:
         self, k: Tensor, v: Tensor, start: int, meta: Mapping[str, Tensor] | None = None
     ) -> None:
         """Add tokens [B, H, n, D] at positions from `start` on, the common case."""
-        count = k.shape[2]
-        follows = self.start is not None and self.start + self.length == start
-        if meta or not follows or len(self._buffers) > 2:
+        count, follows = k.shape[2], start
+        if self.start is not None:
+            follows = self.start + self.length
+        if meta or not self._buffers or follows != start:
             pos = span(start, start + count, len(k), k.device)
             self._add(Slots(k, v, {"pos": pos, **(meta or {})}), start, True)
             return
-        if not self._buffers:
-            self._buffers = {"k": k[:, :, :0], "v": v[:, :, :0]}
         self.moves += 1
         self._make_room(count)
-        self._buffers["k"].narrow(2, self.length, count).copy_(k)
-        self._buffers["v"].narrow(2, self.length, count).copy_(v)
+        for name, buffer in self._buffers.items():
+            place = buffer.narrow(2, self.length, count)
+            if name == "k":
+                place.copy_(k)
+            elif name == "v":
+                place.copy_(v)
+            elif name in ("pos", "rpos"):
+                place.copy_(torch.arange(start, start + count, device=k.device))
+            else:
+                place.fill_(fill_of(name)[1])
         self.length += count
 
     def read(self) -> Slots | None:
         """Return views of all slots, or None where nothing was ever written."""
-        if not self._buffers:
+        held = self._buffers
+        if not held:
             return None
-        meta = dict(self._buffers)
-        if meta["k"].shape[2] > self.length:  # room at the end
-            meta = {name: value.narrow(2, 0, self.length) for name, value in meta.items()}
-        k, v = meta.pop("k"), meta.pop("v")
+        k, v, length = held["k"], held["v"], self.length
+        has_room, meta = k.shape[2] > length, {}
+        for name in held:
+            if name not in ("k", "v"):
+                meta[name] = held[name].narrow(2, 0, length) if has_room else held[name]
         if self.start is not None:
-            meta["pos"] = span(self.start, self.start + self.length, k.shape[0], k.device)
+            pos = torch.arange(self.start, self.start + length, dtype=torch.int32, device=k.device)
+            meta["pos"] = pos.expand(k.shape[0], 1, -1)
+        if has_room:
+            k, v = k.narrow(2, 0, length), v.narrow(2, 0, length)
         return Slots(k, v, meta)
 
     def overwrite(
@@ -164,15 +221,16 @@ class Tail:
     def refill(self, refill: Refill) -> None:
         """Drop slots by putting the last ones in their places; what is left is settled."""
         self._own()
+        heads = refill.target.shape[1]
         if self.start is not None:
             room = self._buffers["k"].shape[2]
             pos = span(self.start, self.start + room, len(refill.target), refill.target.device)
             self._buffers["pos"], self.start = pos.clone(), None
         for name, buffer in self._buffers.items():
-            if buffer.shape[1] < refill.heads:
-                buffer = self._buffers[name] = buffer.expand(-1, refill.heads, -1).clone()
+            if buffer.shape[1] < heads:
+                buffer = self._buffers[name] = buffer.expand(-1, heads, -1).clone()
             refill.apply(buffer)
-        self.length -= refill.count
+        self.length -= refill.target.shape[2]
         self._settled, self.clean = self.length, 0
         self.moves += 1
 
@@ -261,8 +319,10 @@ class Tail:
         return slots.meta[name] if name in slots.meta else filled(name, slots.pos)
 
     def _make_room(self, count: int) -> None:
-        need = self.length + count
-        if all(buffer.shape[2] >= need for buffer in self._buffers.values()):
+        need, fits = self.length + count, True
+        for buffer in self._buffers.values():
+            fits = fits and buffer.shape[2] >= need
+        if fits:
             self._own()
             return
         # What comes first, a prompt or what is kept of one, takes no more than it needs.
@@ -274,7 +334,12 @@ class Tail:
         self._lent = False
 
     def _own(self) -> None:
-        if self._lent or any(map(is_frozen, self._buffers.values())):
+        """Have buffers that no fork sees and that torch lets be written to."""
+        shared = self._lent
+        if not shared and not torch.is_inference_mode_enabled():
+            for buffer in self._buffers.values():
+                shared = shared or buffer.is_inference()
+        if shared:
             self._buffers = {name: value.clone() for name, value in self._buffers.items()}
             self._lent = False
 

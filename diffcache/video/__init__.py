@@ -4,6 +4,9 @@ No modules: `diffcache.pipelines.causal_video` rolls a transformer out with them
 `diffcache.pipelines.ca2_vdm` one in which attention over space and over time take turns.
 """
 
+from typing import Any
+
+from diffcache.registry import exported
 from diffcache.video.ca2_vdm import Ca2VDM as Ca2VDM
 from diffcache.video.deep_forcing import DeepForcing as DeepForcing
 from diffcache.video.ema_sink import EMASink as EMASink
@@ -14,6 +17,7 @@ from diffcache.video.infinity_rope import InfinityRoPE as InfinityRoPE
 from diffcache.video.motion_noise import MotionNoise as MotionNoise
 from diffcache.video.policy import FullHistory as FullHistory
 from diffcache.video.policy import VideoPolicy as VideoPolicy
+from diffcache.video.policy import make_policy as make_policy
 from diffcache.video.quantized import Quantized as Quantized
 from diffcache.video.rolling_sink import RollingSink as RollingSink
 from diffcache.video.stream_diffusion_v2 import StreamDiffusionV2 as StreamDiffusionV2
@@ -24,7 +28,6 @@ from diffcache.video.switch import Recache as Recache
 from diffcache.video.switch import Switch as Switch
 from diffcache.video.window import Window as Window
 
-POLICIES: tuple[type[VideoPolicy], ...] = (
-    FullHistory, Window, InfinityRoPE, DeepForcing, EMASink, RollingSink, StreamDiffusionV2,
-    HistoryRetrieval, FlowCache, Quantized, Ca2VDM,
-)  # fmt: skip
+
+def __getattr__(name: str) -> Any:
+    return exported(__name__, name, "video")

@@ -51,7 +51,6 @@ class Ca2VDM(VideoPolicy):
     """
 
     name: ClassVar[str] = "ca2-vdm"
-    source: ClassVar[str] = "Ca2-VDM, arXiv 2411.16375"
     bibtex: ClassVar[str] = """@inproceedings{gao2025ca2vdm,
   title={{Ca2-VDM}: Efficient Autoregressive Video Diffusion Model with Causal Generation and Cache Sharing},
   author={Gao, Kaifeng and Shi, Jiaxin and Zhang, Hanwang and Wang, Chunping and Xiao, Jun and Chen, Long},

@@ -61,7 +61,6 @@ class DeepForcing(VideoPolicy):
     """
 
     name: ClassVar[str] = "deep-forcing"
-    source: ClassVar[str] = "Deep Forcing, arXiv 2512.05081"
     bibtex: ClassVar[str] = """@article{yi2025deepforcing,
   title={Deep Forcing: Training-Free Long Video Generation with Deep Sink and Participative Compression},
   author={Yi, Jung and Jang, Wooseok and Cho, Paul Hyunbin and Nam, Jisu and Yoon, Heeji and Kim, Seungryong},

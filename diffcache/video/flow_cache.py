@@ -56,7 +56,6 @@ class FlowCache(VideoPolicy):
     """
 
     name: ClassVar[str] = "flow-cache"
-    source: ClassVar[str] = "FlowCache, arXiv 2602.10825"
     bibtex: ClassVar[str] = """@inproceedings{ma2026flow,
   title={Flow Caching for Autoregressive Video Generation},
   author={Ma, Yuexiao and Zheng, Xuzhe and Xu, Jing and Xu, Xiwei and Ling, Feng and Zheng, Xiawu and Kuang, Huafeng and Li, Huixia and Wang, Xing and Xiao, Xuefeng and Chao, Fei and Ji, Rongrong},

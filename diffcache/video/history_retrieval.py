@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.kv.attend import Query, View
+from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.positions import Absolute, Slot
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.retrieval.summary import Summary, known
 from diffcache.kv.retrieve import Retriever
+from diffcache.kv.view import View
 from diffcache.method import check_int
 from diffcache.video.policy import VideoPolicy, frames_of
 from diffcache.video.window import rolling
@@ -53,7 +54,6 @@ class HistoryRetrieval(VideoPolicy):
     """
 
     name: ClassVar[str] = "history-retrieval"
-    source: ClassVar[str] = "after MagicWorld, arXiv 2511.18886"
     bibtex: ClassVar[str] = """@article{li2025magicworld,
   title={{MagicWorld}: Interactive Geometry-driven Video World Exploration},
   author={Li, Guangyuan and Zheng, Siming and Xu, Shuolin and Chen, Jinwei and Li, Bo and Hu, Xiaobin and Zhao, Lei and Jiang, Peng-Tao},

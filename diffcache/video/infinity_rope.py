@@ -41,7 +41,6 @@ class InfinityRoPE(VideoPolicy):
     """
 
     name: ClassVar[str] = "infinity-rope"
-    source: ClassVar[str] = "Infinity-RoPE, arXiv 2511.20649"
     bibtex: ClassVar[str] = """@article{yesiltepe2025infinityrope,
   title={{Infinity-RoPE}: Action-Controllable Infinite Video Generation Emerges From Autoregressive Self-Rollout},
   author={Yesiltepe, Hidir and Meral, Tuna Han Salih and Akan, Adil Kaan and Oktay, Kaan and Yanardag, Pinar},

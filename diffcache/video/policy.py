@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from diffcache.anchor import Attached, Loop, claim, owner_of, release
 from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.store import KVStore
+from diffcache.registry import check_settings, find, read_word, unknown
 
 
 class VideoPolicy(ABC):
@@ -22,7 +24,6 @@ class VideoPolicy(ABC):
 
     Attributes:
         name: Name in the catalogue.
-        source: Paper that the policy is from.
         bibtex: Entry to cite it by.
         sinks: First frames, held for ever, and through a flush of the cache.
         by_query: Whether `first_step` drops anything, which cannot be taken back.
@@ -31,7 +32,6 @@ class VideoPolicy(ABC):
     """
 
     name: ClassVar[str] = "unnamed"
-    source: ClassVar[str] = ""
     bibtex: ClassVar[str] = ""
     sinks: int = 0
     by_query: ClassVar[bool] = False
@@ -78,7 +78,6 @@ class FullHistory(VideoPolicy):
     """
 
     name: ClassVar[str] = "full"
-    source: ClassVar[str] = "Self-Forcing, arXiv 2506.08009"
     bibtex: ClassVar[str] = """@article{huang2025selfforcing,
   title={Self Forcing: Bridging the Train-Test Gap in Autoregressive Video Diffusion},
   author={Huang, Xun and Li, Zhengqi and He, Guande and Zhou, Mingyuan and Shechtman, Eli},
@@ -90,6 +89,84 @@ class FullHistory(VideoPolicy):
     def recipe(self, unit: int) -> Recipe:
         """Return the recipe that drops nothing."""
         return Recipe(self.name, space="pre")
+
+
+def make_policy(policy: str | VideoPolicy, **settings: Any) -> VideoPolicy:
+    """Return a policy from its name and settings; a policy is returned as it is.
+
+    Args:
+        policy: A policy, or its name, after which settings may follow: `window:window=12,sinks=3`.
+        **settings: Settings of a policy given by name.
+
+    Raises:
+        UnknownMethodError: If the registry has no such name.
+        ValueError: If a setting is unknown, given twice or out of its range, or `policy` is neither
+            a name nor a policy.
+    """
+    if isinstance(policy, VideoPolicy) and not settings:
+        return policy
+    if not isinstance(policy, str):
+        raise ValueError(
+            f"policy={policy!r}: must be a policy of diffcache.video, such as Window(6, sinks=3), "
+            "or a name and its settings, such as 'window:window=6,sinks=3'"
+        )
+    name, own = read_word(policy)
+    row = find(name, "video")
+    if row is None:
+        raise unknown(name, "video")
+    twice = sorted(own.keys() & settings.keys())
+    if twice:
+        raise ValueError(f"policy {policy!r}: {twice[0]} is given twice")
+    settings = own | settings
+    check_settings(row.load(), settings)
+    if isinstance(settings.get("policy"), str):  # of `quantized`
+        settings["policy"] = make_policy(settings["policy"])
+    made: VideoPolicy = row.load()(**settings)
+    return made
+
+
+class Films(Loop):
+    """An object that films chunk by chunk, each stream under a policy.
+
+    Attributes:
+        policy: Policy of the streams that name none.
+    """
+
+    policy: VideoPolicy
+
+    @abstractmethod
+    def check_policy(self, policy: VideoPolicy) -> None:
+        """Raise ValueError unless streams can be held under a policy."""
+
+
+class PolicyOf(Attached):
+    """A policy that `diffcache.wrap` put on what films; streams that are open keep theirs.
+
+    Args:
+        films: Object whose new streams take the policy.
+        policy: The policy.
+
+    Raises:
+        ValueError: If it does not go with the transformer.
+    """
+
+    def __init__(self, films: Films, policy: VideoPolicy) -> None:
+        films.check_policy(policy)
+        self.method, self.films, self.before = policy, films, films.policy
+        films.policy = policy
+        claim(films, self)
+
+    def check_idle(self) -> None:
+        """Do nothing: streams that are open keep their policy."""
+
+    def reset(self) -> None:
+        """Do nothing: streams hold frames, and are reset one by one."""
+
+    def detach(self) -> None:
+        """Give the object its own policy back."""
+        if owner_of(self.films) is self:
+            self.films.policy = self.before
+            release(self.films)
 
 
 def frames_of(layer: KVLayer, unit: int) -> Tensor:

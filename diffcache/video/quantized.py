@@ -35,7 +35,6 @@ class Quantized(VideoPolicy):
     """
 
     name: ClassVar[str] = "quantized"
-    source: ClassVar[str] = "KIVI, arXiv 2402.02750"
     bibtex: ClassVar[str] = """@article{liu2024kivi,
   title={{KIVI}: A Tuning-Free Asymmetric 2bit Quantization for {KV} Cache},
   author={Liu, Zirui and Yuan, Jiayi and Jin, Hongye and Zhong, Shaochen and Xu, Zhaozhuo and Braverman, Vladimir and Chen, Beidi and Hu, Xia},

@@ -8,11 +8,12 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query, View
+from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.positions import Absolute
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.retrieve import Retriever
+from diffcache.kv.view import View
 from diffcache.method import check_int
 from diffcache.video.policy import VideoPolicy, frames_of
 from diffcache.video.window import rolling
@@ -45,7 +46,6 @@ class RollingSink(VideoPolicy):
     """
 
     name: ClassVar[str] = "rolling-sink"
-    source: ClassVar[str] = "Rolling Sink, arXiv 2602.07775"
     bibtex: ClassVar[str] = """@article{li2026rolling,
   title={{Rolling Sink}: Bridging Limited-Horizon Training and Open-Ended Testing in Autoregressive Video Diffusion},
   author={Li, Haodong and Liu, Shaoteng and Lin, Zhe and Chandraker, Manmohan},

@@ -233,35 +233,3 @@ def simulate(
     late = sum(at > wanted + 1e-9 for at, wanted in zip(shown, needed, strict=True))
     rate = (chunks - 1) * frames / (shown[-1] - shown[0])
     return Simulated(shown[0], rate, late / chunks)
-
-
-def rebalanced(
-    layers: Sequence[int], seconds: Sequence[float], layer_seconds: float
-) -> tuple[int, ...]:
-    """Return how many layers each device should run so that the slowest is as fast as can be.
-
-    Departure: the released code moves every device towards the mean and rounds; here layers are
-    dealt out one by one to the device that ends first, which is the best split of whole layers.
-
-    Args:
-        layers: Layers that each device runs, 1 or more.
-        seconds: Measured seconds of each device, its part of the autoencoder included.
-        layer_seconds: Seconds of one layer.
-
-    Raises:
-        ValueError: If numbers do not go together.
-
-    Reference: StreamDiffusionV2, arXiv 2511.07399 (layers split again by measured times).
-    """
-    if len(layers) != len(seconds) or not layers or min(layers) < 1 or not layer_seconds > 0:
-        raise ValueError(
-            f"layers={list(layers)!r}, seconds={list(seconds)!r}, layer_seconds={layer_seconds!r}: "
-            "must be as many times as devices, a layer or more each, and a time above 0"
-        )
-    ends = [t - (n - 1) * layer_seconds for n, t in zip(layers, seconds, strict=True)]
-    counts = [1] * len(layers)
-    for _ in range(sum(layers) - len(layers)):
-        soonest = min(range(len(ends)), key=ends.__getitem__)
-        ends[soonest] += layer_seconds
-        counts[soonest] += 1
-    return tuple(counts)

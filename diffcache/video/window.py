@@ -41,7 +41,6 @@ class Window(VideoPolicy):
     """
 
     name: ClassVar[str] = "window"
-    source: ClassVar[str] = "MotionStream, arXiv 2511.01266; Self-Forcing, arXiv 2506.08009"
     bibtex: ClassVar[str] = """@article{shin2025motionstream,
   title={{MotionStream}: Real-Time Video Generation with Interactive Motion Controls},
   author={Shin, Joonghyuk and Li, Zhengqi and Zhang, Richard and Zhu, Jun-Yan and Park, Jaesik and Shechtman, Eli and Huang, Xun},

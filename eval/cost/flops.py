@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import diffcache
-from diffcache.attach.anchor import owner_of
+from diffcache.anchor import owner_of
 from diffcache.attach.flops import counted
 
 

@@ -14,7 +14,7 @@ from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.record import row
 from diffcache.eval.runs.task import Case
 from diffcache.pipelines.demo.saved import DTYPES
-from diffcache.report import human
+from diffcache.run_report import human
 
 Table = tuple[list[str], list[list[str]]]
 _COUNTED = (

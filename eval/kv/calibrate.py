@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from diffcache.catalog import read_word
 from diffcache.command import Device, Seed, check_target, device_of, guarded
-from diffcache.names import recipe_key
 from diffcache.pipelines.demo.console import progress, quiet
+from diffcache.registry import read_word
 
 _SHORTEST = 32  # tokens of a context, so that spans of 16 differ
 
@@ -58,7 +57,7 @@ def calibrate(
     """
     check_target("--out", out, (".safetensors",))
     name, settings = read_word(recipe)
-    name = recipe_key(name)
+    name = name.replace("-", "_")
     quiet()
     from diffcache.eval.kv.offline import TextSamples
     from diffcache.eval.kv.prepare import check, make, shown

@@ -31,6 +31,7 @@ from diffcache.eval.record import Setting
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.probe import Asked
+from diffcache.pipelines.shipped_models import present
 from diffcache.pipelines.small.recall_llama import DIRECTORY
 
 BENCHMARK = "kv-tasks"
@@ -73,7 +74,7 @@ class Questions:
 
     def load(self) -> RecipeLM:
         """Return the model."""
-        place = str(DIRECTORY) if self.model == SHIPPED else self.model
+        place = str(present(DIRECTORY)) if self.model == SHIPPED else self.model
         made = RecipeLM(pretrained=place, device=self.device, batch_size=self.batch)
         made.model.generation_config.max_new_tokens = None  # a task says how many
         return made

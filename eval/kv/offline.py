@@ -10,13 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query, View, probabilities
+from diffcache.kv.attend import Query, probabilities
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.observe import Observation, observe
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.slots import Slots
+from diffcache.kv.view import View
 from diffcache.pipelines.small.recall import Task, draw
 
 SEED = 3 << 41  # apart from those of every measurement

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from diffcache.errors import AttachError
 from diffcache.eval.kv.offline import Prepared, Report, Sample, Samples, following
 from diffcache.eval.kv.tables import basis_tensors
-from diffcache.kv.attend import Query, View
+from diffcache.kv.attend import Query
 from diffcache.kv.hf.cache import cache_for
 from diffcache.kv.hf.model import attentions
 from diffcache.kv.layer import KVLayer
@@ -22,6 +22,7 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.retrieval.a2ats import rotary_of
 from diffcache.kv.retrieval.summary import news
 from diffcache.kv.retrieve import Retriever
+from diffcache.kv.view import View
 
 _NEAR = 1e-2  # of the largest; rotating there and back in bfloat16 is off by up to 4e-3
 SHARES = (0.75, 0.5, 0.375, 0.25)  # of the channels of all key-value heads

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from diffcache.report import human
+from diffcache.run_report import human
 
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 

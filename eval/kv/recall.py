@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from diffcache.eval.kv.peer import Peer
 from diffcache.eval.metrics.intervals import share_interval
-from diffcache.kv.attend import Query, View
+from diffcache.kv.attend import Query
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.life.episodes import compress_by_probe
@@ -22,6 +22,8 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.score.probe import Asked
 from diffcache.kv.slots import Slots
+from diffcache.kv.view import View
+from diffcache.pipelines.shipped_models import present
 from diffcache.pipelines.small.recall import F0, RecallBatch, Task, draw, filler
 from diffcache.pipelines.small.recall_llama import DIRECTORY, load
 
@@ -76,12 +78,14 @@ class KVTask:
         Raises:
             ValueError: If there is none.
         """
-        directory = DIRECTORY if self.model == SHIPPED else Path(self.model)
+        if self.model == SHIPPED:
+            return present(DIRECTORY)
+        directory = Path(self.model)
         if not (directory / "config.json").is_file():
-            way = f"give one, or {SHIPPED!r}"
-            if self.model == SHIPPED:
-                way = "`make models` trains it"
-            raise ValueError(f"model={self.model!r}: not a directory with a config.json; {way}")
+            raise ValueError(
+                f"model={self.model!r}: not a directory with a config.json; give one, "
+                f"or {SHIPPED!r}"
+            )
         return directory
 
     def load(self) -> nn.Module:

@@ -17,6 +17,7 @@ from torch import Tensor
 from diffcache.errors import MissingError
 from diffcache.eval.kv.recall import SHIPPED
 from diffcache.eval.kv.tables import weights_digest
+from diffcache.pipelines.shipped_models import present
 from diffcache.pipelines.small.recall_llama import DIRECTORY
 
 _UNKNOWN = 0.1  # most of the tokens that a tokenizer may not know
@@ -97,7 +98,7 @@ class TextModel:
     @property
     def place(self) -> str:
         """Name or path that transformers loads."""
-        return str(DIRECTORY) if self.name == SHIPPED else self.name
+        return str(present(DIRECTORY)) if self.name == SHIPPED else self.name
 
     @cached_property
     def tokenizer(self) -> Any:

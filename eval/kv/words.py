@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffcache.catalog import read_word, split
 from diffcache.eval.kv.peer import PREFIX, Peer, peer
 from diffcache.eval.kv.tables import MARK, read_table, settings_of
 from diffcache.eval.methods import naming
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.catalog import make_recipe
-from diffcache.names import recipe_key
+from diffcache.kv.recipes.catalog import read_recipe
+from diffcache.registry import read_word
 
 NONE = "none"
 BASE = "base"  # a setting that is a recipe, in quotes
@@ -56,23 +55,15 @@ def parse_recipe(text: str, weights: str | None = None) -> Recipe:
     """
     if not text.strip():
         raise ValueError("recipe '': a name is missing; `diffcache kv --list` lists them")
-    whole = Recipe()
-    for part in split(text, text, "|"):
-        if not part.partition(":")[0].strip():
-            raise ValueError(
-                f"recipe {text!r}: a name is missing between the signs |; `diffcache kv --list` "
-                "lists them"
-            )
-        name, settings = read_word(part.strip())
-        if name == NONE and not settings:
-            continue
-        with naming(f"recipe {text!r}"):
-            found: dict[str, Any] = {}
-            if TABLES in settings:
-                found = settings_of(settings.pop(TABLES), recipe_key(name), weights)
-            given = {key: _value(key, value, weights) for key, value in settings.items()}
-            whole = whole | make_recipe(name, **found | given)
-    return whole
+
+    def settled(name: str, given: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if TABLES in given:
+            found = settings_of(given.pop(TABLES), name.replace("-", "_"), weights)
+        return found | {key: _value(key, value, weights) for key, value in given.items()}
+
+    with naming(f"recipe {text!r}"):
+        return read_recipe(text, settled)
 
 
 def names_tables(text: str) -> bool:

@@ -1,9 +1,17 @@
-"""Blocks that a cache finds and skips in every case of the zoo: the table of docs/coverage.md."""
+"""Write what a cache finds and skips in every case of the zoo: the table of docs/coverage.md.
+
+    python -m diffcache.eval.workshop.coverage --write
+
+How blocks are chained goes into a table of `diffcache inspect` as well.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import json
 import re
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +24,13 @@ import diffcache
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.reuse.extension import FeatureReuse
 from diffcache.attach.reuse.trace import Wiring
+from diffcache.eval.pages import keep_pages
+from diffcache.eval.record import ROOT
+from diffcache.pipelines.demo.console import progress
+from diffcache.pipelines.demo.describe import EXCLUDED, STREAMS_FILE
 from diffcache.step import Site
 from tests.zoo.case import Case
-from tests.zoo.catalog import EXCLUDED, cases
+from tests.zoo.catalog import cases
 
 STEPS, EVERY = 12, 3
 SITES = tuple(
@@ -27,8 +39,9 @@ SITES = tuple(
 _HEAD = """# Coverage
 
 What diffcache finds in the denoisers of diffusers, and what it skips in them. Written by
-`diffcache inspect --all`; every number is counted in a real run of a tiny random model of the class
-({steps} steps, `Interval(every={every})`, which computes {computed} of them), none is estimated.
+`python -m diffcache.eval.workshop.coverage --write`; every number is counted in a real run of a
+tiny random model of the class ({steps} steps, `Interval(every={every})`, which computes {computed}
+of them), none is estimated.
 
 """
 
@@ -142,21 +155,21 @@ def look(case: Case) -> Row:
     return Row(case, anatomy, wirings, outcomes)
 
 
-def coverage(progress: Callable[[int, int, str], None] = lambda done, total, name: None) -> str:
-    """Return the text of docs/coverage.md, the same on every run with the same versions.
+def look_at_all(show: Callable[[int, int, str], None]) -> list[Row]:
+    """Run every case of the zoo.
 
     Args:
-        progress: Called before every case with (cases done, cases in all, name of the case).
+        show: Called before every case with (cases done, cases in all, name of the case).
     """
     chosen = sorted(cases().values(), key=lambda case: case.name)
     rows = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number, case in enumerate(chosen):
-            progress(number, len(chosen), case.name)
+            show(number, len(chosen), case.name)
             rows.append(look(case))
-    progress(len(chosen), len(chosen), "")
-    return markdown(rows)
+    show(len(chosen), len(chosen), "")
+    return rows
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -192,10 +205,21 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(parts)
 
 
-def streams(wiring: Wiring) -> str:
-    """Say in one line how the blocks of a list are chained."""
+def streams(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
+    """Return how the lists of every class are chained, a line each, as `diffcache inspect` prints.
+
+    Of a class with several cases it is the one without a suffix.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if row.case.name == row.case.cls and row.wirings:
+            found[row.case.cls] = {key: _line(wiring) for key, wiring in row.wirings.items()}
+    return found
+
+
+def _line(wiring: Wiring) -> str:
     pairs = [f"{number} -> {key}" for number, key in wiring.carry.items()]
-    return ", ".join(pairs) or "nothing is carried"
+    return f"{', '.join(pairs) or 'nothing is carried'} (by {wiring.source})"
 
 
 def _summary(rows: Sequence[Row], version: str) -> str:
@@ -247,3 +271,24 @@ def _table(titles: Sequence[str], lines: Sequence[Sequence[str]], right: int = 0
         for row in rows
     )
     return text + "\n"
+
+
+def made(text: str) -> str:
+    """Return docs/coverage.md, or the table of streams where the text that is there is JSON.
+
+    Both are the same on every run with the same versions.
+    """
+    rows = _all_rows()
+    return json.dumps(streams(rows), indent=1) + "\n" if text.startswith("{") else markdown(rows)
+
+
+@functools.cache
+def _all_rows() -> list[Row]:
+    with progress("models") as show:
+        return look_at_all(show)
+
+
+main = keep_pages(made, ROOT / "docs" / "coverage.md", STREAMS_FILE)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -165,7 +165,7 @@ def card(tables: dict[str, dict[str, float]]) -> str:
     weights = (one.numel() for model in (shipped.extractor, shipped.matcher)
                for one in model.parameters())  # fmt: skip
     floors = {"FID-lite": f"clean, {PICTURES:,} pictures", "FVD-lite": f"clean, {FILMS} films"}
-    text: str = environment().get_template("lite_card.md.jinja").render(
+    text: str = environment().get_template("workshop/lite_card.md.jinja").render(
         weights=sum(weights), config=features.read_config(), films=FILMS, held=PICTURES,
         tables=tables, legends=LEGENDS, floors=floors,
     )  # fmt: skip

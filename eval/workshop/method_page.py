@@ -9,14 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from diffcache.catalog import METHODS, method_class
 from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import ROOT
 from diffcache.eval.report.records import timing_of
-from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
 from diffcache.files import read_json
-from tests.zoo.families import ELSEWHERE, FAMILIES, KINDS
+from diffcache.registry import MODELS, Row, rows_of
 
 PAGE = Path("docs/methods.md")
 RECORDS = "eval-*.json"
@@ -63,49 +61,53 @@ def page(directory: Path = ROOT) -> str:
     """
     folder = directory / "assets" / "bench"
     records = [read_json(file) for file in sorted(folder.glob(RECORDS))]
-    parts = [HEAD, _overview(), *[_section(name, records) for name in METHODS]]
+    parts = [HEAD, _overview(), *[_section(row, records) for row in rows_of("method").values()]]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def _overview() -> str:
     rows = []
-    for name in METHODS:
-        cls = method_class(name)
-        needs = "yes" if issubclass(cls, Calibrated) else ""
-        summary = _doc(cls).partition("\n")[0].rstrip(".")
-        rows.append([f"[`{name}`](#{name})", summary, needs])
-    return "\n".join([*table(["method", "what it does", "calibrated"], rows), ""])
+    for name, row in rows_of("method").items():
+        needs = "yes" if issubclass(row.load(), Calibrated) else ""
+        rows.append([f"[`{name}`](#{name})", row.family, row.sentence.rstrip("."), needs])
+    return "\n".join([*table(["method", "decides by", "what it does", "calibrated"], rows), ""])
 
 
-def _section(name: str, records: list[dict[str, Any]]) -> str:
-    cls = method_class(name)
-    lines = [f"## {name}", "", f"`{cls.__module__}:{cls.__name__}`", ""]
-    lines += [story(cls), ""]
-    if cls.source:
-        lines += [f"Source: {cls.source}.", ""]
-    known = settings(cls)
-    if known:
-        lines += [*table(["setting", "default", "meaning"], known), ""]
-    ran = [KINDS[pipeline] for pipeline in FAMILIES[name].pipelines] if name in FAMILIES else []
-    ran += ELSEWHERE.get(name, ())
-    lines += [f"Run by the tests on: {'; '.join(ran)}.", ""]
-    lines += _measured(name, records)
-    if cls.bibtex:
-        lines += ["```bibtex", cls.bibtex, "```", ""]
+def _section(row: Row, records: list[dict[str, Any]]) -> str:
+    ran = [MODELS.get(each, each) for each in row.tried]
+    lines = [section(row, "##"), f"Run by the tests on: {'; '.join(ran)}.", ""]
+    lines += _measured(row.name, records)
+    if row.load().bibtex:
+        lines += ["```bibtex", row.load().bibtex, "```", ""]
     return "\n".join(lines)
 
 
-def story(cls: type[Method]) -> str:
+def section(row: Row, depth: str = "###") -> str:
+    """Return what the registry and the docstring say of a method or policy.
+
+    Args:
+        row: Its row.
+        depth: Signs before the heading.
+    """
+    cls = row.load()
+    lines = [f"{depth} {row.name}", "", f"`{row.place}`", "", story(cls), ""]
+    lines += [f"Source: {row.paper}.", ""] if row.paper else []
+    known = settings(cls)
+    lines += [*table(["setting", "default", "meaning"], known), ""] if known else []
+    return "\n".join(lines)
+
+
+def story(cls: type) -> str:
     """Return the docstring up to its first section, paragraphs on one line each."""
     text = re.split(r"\n(?:Args|Attributes|Raises|Example):\n", _doc(cls))[0]
     return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))
 
 
-def _doc(cls: type[Method]) -> str:
+def _doc(cls: type) -> str:
     return inspect.cleandoc(cls.__doc__ or "")
 
 
-def settings(cls: type[Method]) -> list[list[str]]:
+def settings(cls: type) -> list[list[str]]:
     """Return a row for every setting, with what the docstring says of it."""
     match = re.search(r"\nArgs:\n(.*?)(?=\n\S|\Z)", _doc(cls), re.DOTALL)
     said: dict[str, str] = {}
@@ -118,7 +120,7 @@ def settings(cls: type[Method]) -> list[list[str]]:
         elif current and line.strip():
             said[current] += " " + line.strip()
     rows = []
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+    for field in dataclasses.fields(cls):
         default = "required"
         if field.default is not dataclasses.MISSING:
             default = f"`{field.default!r}`"

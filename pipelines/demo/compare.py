@@ -22,7 +22,7 @@ from diffcache.features.base import Method
 from diffcache.pipelines.demo.saved import DTYPES, dtype_of
 from diffcache.pipelines.small import flux, scenes
 from diffcache.psnr import CAP, psnr
-from diffcache.report import Report, human, share
+from diffcache.run_report import Report, human, share
 
 PROMPT = (
     "a large red circle on the left and a small blue square at the top right, "

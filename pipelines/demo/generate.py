@@ -19,7 +19,7 @@ from diffcache.api import denoisers_of
 from diffcache.features.base import Method
 from diffcache.pipelines.demo.compare import closeness, decibels
 from diffcache.pipelines.demo.inputs import check_required, class_number
-from diffcache.report import Report
+from diffcache.run_report import Report
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def run(
     """
     _check_divides(pipe, order)
     with diffcache.wrapped(pipe, method) as handle:
-        method = handle.method  # what cannot be cached is refused before an uncached run
-    short = order if method.total else replace(order, steps=2)  # tables are for one length
+        chosen = handle.method  # what cannot be cached is refused before an uncached run
+    short = order if chosen.total else replace(order, steps=2)  # tables are for one length
     plain: list[Image.Image] = []
     plain_seconds = None
     if compare:
@@ -119,7 +119,7 @@ def run(
         start = time.perf_counter()
         plain = generate(pipe, order, defaults)
         plain_seconds = time.perf_counter() - start
-    diffcache.wrap(pipe, method)
+    diffcache.wrap(pipe, chosen)
     if compare:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", diffcache.CacheWarning)

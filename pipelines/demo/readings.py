@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from diffcache.pipelines.demo.stream import Chunk
-from diffcache.report import human
+from diffcache.run_report import human
 
 _BYTES = {
     "bytes": "held in all",

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from diffcache.pipelines.shipped_models import MODELS, places
+
 Parameters = Mapping[str, inspect.Parameter]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-MODELS = Path(__file__).resolve().parents[2] / "assets" / "models"
 MOST_LAYERS = 10_000
 _DENOISERS = ("transformer", "unet", "prior")
 _OWN = {"DiffusionPolicyPipeline": "diffcache.pipelines.policy"}
@@ -34,14 +35,14 @@ def locate(
     Raises:
         FileNotFoundError: If there is no saved pipeline.
     """
-    for path in (Path(model), MODELS / model):
+    for path in places(model):
         if (path / "model_index.json").exists():
             return path
     if model.count("/") == 1 and not model.startswith((".", "/")) and not Path(model).exists():
         chosen = {"variant": variant, "revision": revision}
         return _from_hub(model, configs_only, {k: v for k, v in chosen.items() if v})
     what = f"no pipeline at {model!r}"
-    if any(_field(path / "config.json", "model_type") for path in (Path(model), MODELS / model)):
+    if any(_field(path / "config.json", "model_type") for path in places(model)):
         what = (
             f"{model!r} is for `diffcache kv --model {model}`, as a language model, and no pipeline"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from torch import Tensor
 
-from diffcache.errors import MissingError
 from diffcache.pipelines.causal_checkpoint import load_causal
 from diffcache.pipelines.causal_video import CausalVideo
-from diffcache.pipelines.demo.saved import DTYPES, MODELS, check_dtype
+from diffcache.pipelines.demo.saved import DTYPES, check_dtype
 from diffcache.pipelines.demo.session_film import Served
+from diffcache.pipelines.shipped_models import places, present
 from diffcache.pipelines.small import causal
 from diffcache.pipelines.small.causal_scenes import (
     CHUNK,
@@ -121,20 +120,14 @@ def _of_wan(pipe: Any, name: str) -> Served:
 
     return Served(CausalVideo(pipe.transformer), embed, lambda: WanDecoder(pipe.vae), WAN_SIZE,
                   pipe.vae_scale_factor_spatial, WAN_PROMPTS, WAN_FPS, name,
-                  beside="window")  # fmt: skip
+                  beside="window:sinks=0")  # fmt: skip
 
 
 def _found(model: str | None) -> Path:
     """Return the folder or file that a command line names."""
     if model is None:
-        if not (causal.DIRECTORY / "transformer" / "config.json").exists():
-            raise MissingError(
-                f"the shipped model is not at {causal.DIRECTORY}: name a folder, or make it with "
-                "`python -m diffcache.eval.workshop.small.train_causal`"
-            )
-        return causal.DIRECTORY
-    places: Sequence[Path] = (Path(model), MODELS / model)
-    for path in places:
+        return present(causal.DIRECTORY)
+    for path in places(model):
         config = path / "transformer" / "config.json"
         if config.exists():
             cls = WanTransformer3DModel.load_config(str(config.parent)).get("_class_name")

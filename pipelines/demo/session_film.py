@@ -13,30 +13,14 @@ from torch import Tensor
 from diffcache.kv.codec.base import tensors
 from diffcache.pipelines.causal_video import CausalVideo, Session
 from diffcache.pipelines.demo.program import Asked, Program, checked_prompt
-from diffcache.report import human
-from diffcache.video import POLICIES as CATALOG
-from diffcache.video import (
-    Ca2VDM,
-    Cut,
-    FewSteps,
-    Flush,
-    FullHistory,
-    Keep,
-    Quantized,
-    Recache,
-    Switch,
-    VideoPolicy,
-    Window,
-)
+from diffcache.registry import rows_of
+from diffcache.run_report import human
+from diffcache.video import Cut, FewSteps, Flush, Keep, Recache, Switch
 
-# Ca2VDM is for transformers of another build.
-POLICIES: dict[str, VideoPolicy] = {
-    "window with sinks": Window(),
-    "window": Window(sinks=0),
-    **{cls.name: cls() for cls in CATALOG if cls not in (Window, Quantized, FullHistory, Ca2VDM)},
-    "quantized window": Quantized(),
-    "full history": FullHistory(),
-}
+# Policies of a page, its first choice first: those of the registry, but for Ca2-VDM, which is for
+# transformers of another build.
+_NAMES = [name for name, row in rows_of("video").items() if row.family == "Frames"]
+POLICIES = ("window", "window:sinks=0", *(n for n in _NAMES if n not in ("window", "full")), "full")
 SWITCHES: dict[str, Switch] = {
     "keep": Keep(), "flush": Flush(), "re-cache": Recache(), "cut": Cut(),
 }  # fmt: skip
@@ -81,7 +65,7 @@ class Served:
     fps: int
     name: str
     opening: Callable[[str, int], Tensor] | None = None
-    beside: str = "full history"
+    beside: str = "full"
 
     def program(self, viewers: int, most_bytes: int) -> Program:
         """Return what a page can show of it.
@@ -177,7 +161,7 @@ class SessionFilm:
     def _begun(self, policy: str, text: Tensor) -> Session:
         height, width = (pixels // self.served.scale for pixels in self.asked.size)
         return self.served.video.session(
-            text, size=(height, width), policy=POLICIES[policy], seed=self.asked.seed, recall=RECALL
+            text, size=(height, width), policy=policy, seed=self.asked.seed, recall=RECALL
         )
 
     def _use(self, policy: str) -> None:

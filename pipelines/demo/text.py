@@ -16,10 +16,11 @@ from diffcache.dllm import Policy, Quota, Sampler, Schedule, Threshold
 from diffcache.dllm.guided import Guided
 from diffcache.dllm.rules import Rule
 from diffcache.method import Method
-from diffcache.names import POLICIES
-from diffcache.pipelines.demo.saved import DTYPES, MODELS, call_defaults, check_dtype
+from diffcache.pipelines.demo.saved import DTYPES, call_defaults, check_dtype
 from diffcache.pipelines.diffusion_lm import Answer, DiffusionLM
-from diffcache.report import Report
+from diffcache.pipelines.shipped_models import MODELS, places, present
+from diffcache.registry import rows_of
+from diffcache.run_report import Report
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def find(model: str) -> str | None:
     Args:
         model: A directory, a shipped name, or a Hugging Face model ID.
     """
-    for path in (Path(model), MODELS / model):
+    for path in places(model):
         if path.is_dir():
             is_pipeline = (path / "model_index.json").exists()
             return str(path) if not is_pipeline and _has_mask(path) else None
@@ -203,7 +204,7 @@ def load(
     if guide is not None:
         from transformers import AutoModelForCausalLM
 
-        shipped = MODELS / guide
+        shipped = present(MODELS / guide)
         place = str(shipped) if shipped.is_dir() else guide
         try:
             judge = AutoModelForCausalLM.from_pretrained(place, dtype=chosen)
@@ -239,7 +240,7 @@ def run(
     if not isinstance(method, Policy):
         raise ValueError(
             f"--method {method.name}: is for pictures; a diffusion language model takes one of "
-            f"{', '.join(POLICIES)}"
+            f"{', '.join(rows_of('dllm'))}"
         )
     schedule = order.schedule(defaults, lm.eos_id, method.schedule.window)
     sampler = order.how()

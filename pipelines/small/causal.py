@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import T5TokenizerFast, UMT5EncoderModel
 
 from diffcache.pipelines.causal_video import CausalVideo
+from diffcache.pipelines.shipped_models import present
 from diffcache.pipelines.small import wan
 from diffcache.pipelines.small.causal_scenes import CHUNK, SIZE, parse
 from diffcache.video import FewSteps
@@ -84,7 +85,7 @@ def load(directory: str | Path = DIRECTORY, dtype: torch.dtype = torch.float32) 
         directory: Directory of the saved model.
         dtype: Data type of all weights; the files hold bfloat16.
     """
-    path = Path(directory)
+    path = present(directory)
     transformer = WanTransformer3DModel.from_pretrained(path / "transformer", torch_dtype=dtype)
     encoder = UMT5EncoderModel.from_pretrained(path / "text_encoder", dtype=dtype)
     tokenizer = T5TokenizerFast.from_pretrained(path / "tokenizer")

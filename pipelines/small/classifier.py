@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from diffcache.pipelines.shipped_models import MODELS
 from diffcache.pipelines.small.scenes import (
     COLORS,
     POSITIONS,
@@ -29,7 +29,7 @@ from diffcache.pipelines.small.scenes import (
     parse,
 )
 
-DIRECTORY = Path(__file__).resolve().parents[2] / "assets" / "models" / "shapes-classifier"
+DIRECTORY = MODELS / "shapes-classifier"
 WIDTH = 96
 ATTRIBUTES = ("background", "count", "position", "shape", "color", "size")
 

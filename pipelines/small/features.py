@@ -21,6 +21,7 @@ from safetensors.torch import load as parse_safetensors
 from torch import Tensor, nn
 from torch.nn import functional
 
+from diffcache.pipelines.shipped_models import MODELS
 from diffcache.pipelines.small.classifier import Reading
 from diffcache.pipelines.small.scenes import (
     COLORS,
@@ -33,7 +34,7 @@ from diffcache.pipelines.small.scenes import (
     sample_scene,
 )
 
-DIRECTORY = Path(__file__).resolve().parents[2] / "assets" / "models" / "shapes-features"
+DIRECTORY = MODELS / "shapes-features"
 WIDTHS = (16, 32, 64, 96)
 FEATURES = 64
 JOINT = 32

@@ -32,12 +32,13 @@ from transformers import (
     T5TokenizerFast,
 )
 
+from diffcache.pipelines.shipped_models import MODELS
 from diffcache.pipelines.small.scenes import COLORS, POSITIONS, SHAPES, SIZES
 from diffcache.pipelines.small.shipped import load_pipeline
 
 TEXT_TOKENS = 24
 CALL: dict[str, Any] = {"height": 64, "width": 64, "max_sequence_length": TEXT_TOKENS}
-DIRECTORY = Path(__file__).resolve().parents[2] / "assets" / "models" / "shapes-flux"
+DIRECTORY = MODELS / "shapes-flux"
 
 LATENT_CHANNELS = 4
 _TEXT_WIDTH = 64

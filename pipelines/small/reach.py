@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from diffcache.pipelines.policy import DiffusionPolicyPipeline, scheduler
 from diffcache.pipelines.policy_transformer import TransformerForDiffusion
+from diffcache.pipelines.shipped_models import MODELS, present
 
-DIRECTORY = Path(__file__).resolve().parents[2] / "assets" / "models" / "reach-policy"
+DIRECTORY = MODELS / "reach-policy"
 OBSTACLES = 3
 REACH = 0.1  # longest move in one time step; the arena is about 2 wide
 NEAR = 0.05  # distance at which the goal is reached
@@ -231,6 +232,6 @@ def build() -> DiffusionPolicyPipeline:
 
 def load(directory: str | Path = DIRECTORY) -> DiffusionPolicyPipeline:
     """Load the shipped policy in float32, with its progress bar off."""
-    pipe: DiffusionPolicyPipeline = DiffusionPolicyPipeline.from_pretrained(str(directory))
+    pipe: DiffusionPolicyPipeline = DiffusionPolicyPipeline.from_pretrained(present(directory))
     pipe.set_progress_bar_config(disable=True)
     return pipe

@@ -15,9 +15,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from diffcache.pipelines.shipped_models import MODELS, present
 from diffcache.pipelines.small.recall import BOS, EOS, K0, NF, NK, NV, PAD, VOCABULARY
 
-DIRECTORY = Path(__file__).resolve().parents[2] / "assets" / "models" / "recall-llama"
+DIRECTORY = MODELS / "recall-llama"
 # Contexts that were trained on.
 LENGTHS = (33, 65, 129, 193, 257, 321, 385, 513, 769, 1025, 2049)
 LONGEST = LENGTHS[-1]
@@ -88,7 +89,7 @@ def load(
         attention: transformers' name of the attention.
     """
     model = LlamaForCausalLM.from_pretrained(
-        str(directory), dtype=dtype, attn_implementation=attention
+        present(directory), dtype=dtype, attn_implementation=attention
     )
     return model.eval()
 
@@ -99,4 +100,4 @@ def load_tokenizer(directory: str | Path = DIRECTORY) -> PreTrainedTokenizerFast
     Args:
         directory: Directory of the saved model.
     """
-    return PreTrainedTokenizerFast.from_pretrained(str(directory))
+    return PreTrainedTokenizerFast.from_pretrained(present(directory))

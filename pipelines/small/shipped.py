@@ -9,6 +9,8 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from diffcache.pipelines.shipped_models import present
+
 P = TypeVar("P", bound=DiffusionPipeline)
 
 
@@ -20,7 +22,7 @@ def load_pipeline(kind: type[P], directory: str | Path, dtype: torch.dtype) -> P
         directory: Directory of the saved pipeline.
         dtype: Dtype of every model in it; the files hold bfloat16.
     """
-    pipe: P = kind.from_pretrained(str(directory))
+    pipe: P = kind.from_pretrained(present(directory))
     for part in pipe.components.values():
         if isinstance(part, nn.Module):
             nn.Module.to(part, dtype)

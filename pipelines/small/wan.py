@@ -23,6 +23,7 @@ from diffusers import (
 from torch import nn
 from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
+from diffcache.pipelines.shipped_models import MODELS
 from diffcache.pipelines.small.flux import build_tokenizers
 from diffcache.pipelines.small.shipped import load_pipeline
 from diffcache.pipelines.small.wan_places import start_with_places
@@ -37,7 +38,7 @@ CALL: dict[str, Any] = {
     "max_sequence_length": TEXT_TOKENS,
     "guidance_scale": 3.0,
 }
-DIRECTORY = Path(__file__).resolve().parents[2] / "assets" / "models" / "shapes-wan"
+DIRECTORY = MODELS / "shapes-wan"
 
 LATENT_CHANNELS = 6
 _TEXT_WIDTH = 64

@@ -34,8 +34,10 @@ def test_a_pipeline_of_wan_is_filmed_through_its_text_encoder_and_autoencoder(
     opened = served.open_model(str(wan.DIRECTORY), None, "auto", CPU)
     assert (opened.scale, opened.size, opened.name) == (8, (480, 832), "shapes-wan")
     program = opened.program(1, 1)
-    assert program.multiple == 16 and program.beside == "window"  # its full history is of gigabytes
-    film = SessionFilm(opened, Asked("a red ring", "full history", 0, 2, (32, 48)), 10**9)
+    assert (
+        program.multiple == 16 and program.beside == "window:sinks=0"
+    )  # full history is of gigabytes
+    film = SessionFilm(opened, Asked("a red ring", "full", 0, 2, (32, 48)), 10**9)
     first, second = film.next(), film.next()
     assert first.shape[1:] == second.shape[1:] == (32, 48, 3) and len(second) > len(first)
     assert film.readings()["decoder_bytes"] == film.decoder.nbytes > 0  # type: ignore[comparison-overlap]

@@ -24,7 +24,7 @@ from diffcache.pipelines.demo.session_film import POLICIES, SWITCHES, Served, Se
 from diffcache.pipelines.demo.showing import ALONE, Viewers, show
 from diffcache.pipelines.small import causal
 from diffcache.pipelines.small.causal_scenes import COLORS, SHAPES
-from diffcache.video import FewSteps
+from diffcache.video import FewSteps, FullHistory, Window
 from tests.demo.test_stream import films
 
 PLENTY = 10**9
@@ -50,13 +50,13 @@ def served() -> Iterator[Served]:
         yield Served(video, words, Pixels, (24, 24), 1, ("a red ring",), 12, "tiny")
 
 
-def asked(policy: str = "window with sinks", **changes: Any) -> Asked:
+def asked(policy: str = "window", **changes: Any) -> Asked:
     return replace(Asked("a red ring", policy, 3, 2, (24, 24)), **changes)
 
 
 def test_every_policy_films_and_tells_what_it_holds(served: Served) -> None:
     assert served.program(2, PLENTY).multiple == 6
-    for name, policy in POLICIES.items():
+    for name in POLICIES:
         film = SessionFilm(served, asked(name), PLENTY)
         frames, known = [], []
         for _ in range(14):
@@ -67,14 +67,14 @@ def test_every_policy_films_and_tells_what_it_holds(served: Served) -> None:
         last = known[-1]
         roles = [last[f"{role}_bytes"] for role in ("sinks", "history", "working")]
         assert sum(roles) == pytest.approx(last["bytes"]) and last["bytes"] > 0
-        if name == "full history":
+        if name == "full":
             assert roles[:2] == [0, 42 * FRAME_BYTES]
         else:
             assert last["bytes"] <= 1.5 * max(one["bytes"] for one in known[:9])
-        if name == "window with sinks":  # before a chunk: 3 first and 6 later; with it 3 more
+        if name == "window":  # before a chunk: 3 first and 6 later; with it 3 more
             assert roles[:2] == [3 * FRAME_BYTES, 9 * FRAME_BYTES]
-        if name == "quantized window":
-            assert roles[0] < policy.sinks * FRAME_BYTES / 4
+        if name == "quantized":
+            assert roles[0] < 3 * FRAME_BYTES / 4
         assert known[0]["drift"] == 0 and last["drift"] > 0
 
 
@@ -83,7 +83,7 @@ def test_films_in_threads_are_the_films_made_alone(served: Served) -> None:
         film = SessionFilm(served, request, PLENTY)
         return [film.next() for _ in range(6)]
 
-    requests = [asked(), asked("window", seed=4), asked("full history", prompt="a blue cross")]
+    requests = [asked(), asked("window:sinks=0", seed=4), asked("full", prompt="a blue cross")]
     alone = [filmed(request) for request in requests]
     with ThreadPoolExecutor(3) as pool:
         together = list(pool.map(filmed, requests))
@@ -91,7 +91,7 @@ def test_films_in_threads_are_the_films_made_alone(served: Served) -> None:
 
 
 def test_orders_do_what_a_session_does(served: Served) -> None:
-    film = SessionFilm(served, asked("full history", steps=4), PLENTY)
+    film = SessionFilm(served, asked("full", steps=4), PLENTY)
     session = served.video.session(words("a red ring"), size=(24, 24), seed=3)
     session.sampler = FewSteps((1000, 750, 500, 250), shift=1.0, predicts="clean")
 
@@ -102,25 +102,25 @@ def test_orders_do_what_a_session_does(served: Served) -> None:
     assert all(same() for _ in range(5))
     with pytest.raises(ValueError, match="a dog"):
         film.apply({"prompt": "a dog", "policy": "window", "switch": "cut"})
-    assert film.session.policy == POLICIES["full history"]
+    assert film.session.policy == FullHistory()
     for switch in SWITCHES:
         film.apply({"prompt": switch, "switch": switch})
         session.switch(words(switch), SWITCHES[switch])
         assert same() and film.readings()["drift"] == 0
 
-    policy = POLICIES["window with sinks"]
+    policy = Window()
     later = served.video.session(words("cut"), size=(24, 24), policy=policy)
     assert session.latents is not None and session.latents.shape[2] == 12
     later.sampler = session.sampler
     later.take(session.latents)
     later.generator.set_state(session.generator.get_state())
     session = later
-    film.apply({"policy": "window with sinks"})
+    film.apply({"policy": "window"})
     assert same() and same() and film.session.policy == policy
 
 
 def test_a_film_ends_when_its_cache_has_grown_to_the_bound(served: Served) -> None:
-    film = SessionFilm(served, asked("full history"), 40 * FRAME_BYTES)
+    film = SessionFilm(served, asked("full"), 40 * FRAME_BYTES)
     with pytest.raises(
         ValueError, match=r"the film is over: its cache grew to .* take a smaller window"
     ):
@@ -191,7 +191,7 @@ def test_a_film_of_shapes_begins_with_the_prompt_and_goes_on(served: Served) -> 
     stated = (torch.full((1, 3), list(names).index(name)) for names, name in
               ((SHAPES, "ring"), (COLORS, "blue")))  # fmt: skip
     assert shows(one, *stated).all()
-    film = SessionFilm(replace(served, opening=opening_of_shapes), asked("full history"), PLENTY)
+    film = SessionFilm(replace(served, opening=opening_of_shapes), asked("full"), PLENTY)
     begun, going = film.next(), film.next()
     wanted = (127.5 * opening_of_shapes(film.asked.prompt, film.asked.seed) + 127.5).byte()
     assert np.array_equal(begun, wanted[0].movedim(0, -1).numpy())

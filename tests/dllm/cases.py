@@ -18,9 +18,9 @@ from diffcache.dllm import (
     Sampler,
     Schedule,
     Threshold,
-    Uncached,
     WindowDiffusion,
 )
+from diffcache.registry import rows_of
 from tests.dllm.toys import Noted, bidirectional, prompts, trace
 
 LENGTHS = (9, 5)  # of the prompts
@@ -54,31 +54,43 @@ class Case:
     computes_its_plan: bool = True
 
 
+def of(name: str, *, off: bool = False) -> Policy:
+    """Return a policy with the settings of its row."""
+    row = rows_of("dllm")[name]
+    return row.load()(**(row.off if off else row.skips))
+
+
 CASES = {
-    "decode": Case(DKVCache(every=4)),
+    "decode": Case(of("dkv-cache")),
     "decode, no delay": Case(DKVCache(every=4, delay=False), freezes_masks=True),
     "greedy": Case(DKVCache("greedy", every=3, window=2), RANDOM, Schedule(ANSWER, BLOCK, 8)),
     "greedy, previous": Case(DKVCache("greedy", every=3, window=3, center="previous"), RANDOM),
     "prefill": Case(DKVCache("prefill")),
     "pd": Case(DKVCache("pd", every=4)),
-    "prefix": Case(FastDLLM()),
+    "prefix": Case(of("fast-dllm")),
     "dual": Case(FastDLLM(dual=True)),
-    "free": Case(FreeCache(), freezes_masks=True),
+    "free": Case(of("free-cache"), freezes_masks=True),
     "free, commit": Case(FreeCache(commit=True)),
-    "window": Case(WindowDiffusion(ANSWER, 5), schedule=WINDOW),
+    "window": Case(of("window-diffusion"), schedule=WINDOW),
     "window, narrow": Case(WindowDiffusion(7, 6), schedule=WINDOW, hides=True),
-    "dllm": Case(DLLMCache(5, 3), computes_its_plan=False),
+    "dllm": Case(of("dllm-cache"), computes_its_plan=False),
     "dllm, half": Case(DLLMCache(3, 8, 0.5), computes_its_plan=False),
-    "elastic": Case(ElasticCache(0.8), schedule=WINDOW, computes_its_plan=False),
+    "elastic": Case(of("elastic"), schedule=WINDOW, computes_its_plan=False),
     "elastic, keys": Case(ElasticCache(0.5, "key", 2), CONFIDENT, WINDOW, computes_its_plan=False),
-    "d2": Case(D2Cache(3, 2.0, 0.3, 3), computes_its_plan=False),
+    "d2": Case(of("d2cache"), computes_its_plan=False),
     "d2, wide": Case(D2Cache(9, inflate_w=0), schedule=WINDOW, computes_its_plan=False),
+}
+# What has no line above is decoded as most are.
+CASES |= {
+    name: Case(of(name))
+    for name, row in rows_of("dllm").items()
+    if row.skips is not None and name not in {case.policy.name for case in CASES.values()}
 }
 ROW_PLANS = [name for name, case in CASES.items() if case.computes_its_plan]
 
 LIMITS = {  # where a policy computes everything
-    "all rows": Case(Uncached()),
-    "decode, every step": Case(DKVCache(every=1)),
+    "all rows": Case(of("uncached", off=True)),
+    "decode, every step": Case(of("dkv-cache", off=True)),
     "decode, every step, threshold": Case(DKVCache(every=1), Sampler(rule=Threshold(0.3))),
     "decode, blocks of two steps": Case(DKVCache(every=9), schedule=Schedule(ANSWER, BLOCK, 4)),
     "decode, threshold 0": Case(DKVCache(), Sampler(rule=Threshold(0))),
@@ -88,11 +100,17 @@ LIMITS = {  # where a policy computes everything
     "prefix, blocks of a step": Case(FastDLLM(), schedule=Schedule(ANSWER, BLOCK, 2)),
     "dual, threshold 0": Case(FastDLLM(dual=True), Sampler(rule=Threshold(0))),
     "free, a step": Case(FreeCache(), schedule=AT_ONCE),
-    "dllm, every step": Case(DLLMCache(1, 1, 0.3)),
+    "dllm, every step": Case(of("dllm-cache", off=True)),
     "dllm, every step, no rows": Case(DLLMCache(1, 1, 0)),
-    "window, every step": Case(WindowDiffusion(7, 1), schedule=WINDOW),
+    "window, every step": Case(of("window-diffusion", off=True), schedule=WINDOW),
     "d2, a step": Case(D2Cache(), schedule=AT_ONCE),
-    "elastic, all rows": Case(ElasticCache(force_full=True), schedule=WINDOW),
+    "elastic, all rows": Case(of("elastic", off=True), schedule=WINDOW),
+}
+
+LIMITS |= {
+    name: Case(of(name, off=True))
+    for name, row in rows_of("dllm").items()
+    if row.off is not None and name not in {case.policy.name for case in LIMITS.values()}
 }
 
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import diffcache
 from diffcache.cli import app
 from diffcache.dllm import FastDLLM, Sampler, Schedule
-from diffcache.names import POLICIES
 from diffcache.pipelines.diffusion_lm import DiffusionLM
+from diffcache.registry import WORDS, rows_of
 from tests.dllm.toys import EOS, MASK, bidirectional
 
 PROMPT = "w7 w8 w9"
@@ -116,7 +116,11 @@ def test_text_settings_are_refused_for_pictures() -> None:
 
 def test_policies_by_name() -> None:
     assert diffcache.catalog.make_method("fast_dllm", dual=True) == FastDLLM(dual=True)
-    for name in POLICIES:
+    for name, row in rows_of("dllm").items():
         assert diffcache.catalog.method_class(name).name == name
-        assert "@" in diffcache.cite(name)
-    assert not set(POLICIES) & (set(diffcache.methods()) | set(diffcache.names.recipe_names()))
+        assert not row.paper or "@" in diffcache.cite(name)
+
+
+def test_no_two_caches_share_a_name() -> None:
+    names = [name.replace("_", "-") for kind in WORDS for name in rows_of(kind)]
+    assert len(names) == len(set(names))

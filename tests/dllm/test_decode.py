@@ -277,29 +277,29 @@ def test_masks_that_nothing_decides_are_noticed(schedule: Schedule, rule: Any, s
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DKVCache("decod"), r"variant='decod': must be one of 'decode', 'greedy'"),  # type: ignore[arg-type]
-        (lambda: DKVCache(every=0), r"every=0: must be a whole number of at least 1"),
+          # type: ignore[arg-type]
+
         (lambda: DKVCache("prefill", every=2), r"every=2: variant='prefill' has no refresh"),
-        (lambda: DKVCache(window=2), r"window=2.*variant='decode' has no window"),
+
         (lambda: DKVCache("greedy", delay=False), r"delay=False: variant='greedy' has no delay"),
-        (lambda: FastDLLM(dual=1), r"dual=1: must be True or False"),  # type: ignore[arg-type]
-        (lambda: FreeCache(commit="x"), r"commit='x': must be True or False"),  # type: ignore[arg-type]
-        (lambda: Threshold(-1), r"threshold=-1: must be a number from 0 to 1; for one"),
-        (lambda: Threshold(2), r"threshold=2: must be a number from 0 to 1; for one token a step"),
-        (lambda: Factor(float("nan")), r"factor=nan: must be a number of at least 0"),
-        (lambda: Quota("odd"), r"schedule='odd': must be one of 'even', 'time'"),  # type: ignore[arg-type]
-        (lambda: Sampler(by="best"), r"by='best': must be one of 'confidence'"),  # type: ignore[arg-type]
+          # type: ignore[arg-type]
+          # type: ignore[arg-type]
+
+
+
+          # type: ignore[arg-type]
+          # type: ignore[arg-type]
         (lambda: Sampler(by="random", rule=Threshold()), r"looks at confidence; use by='conf"),
-        (lambda: Sampler(temperature=-1), r"temperature=-1: must be a number from 0 to 1000"),
-        (lambda: Sampler(temperature=1e300), r"temperature=1e\+300: must be a number from 0 to 1000"),
-        (lambda: Sampler(cfg_scale=-0.5), r"cfg_scale=-0.5: must be a number from 0 to 1000"),
+
+
+
         (lambda: Sampler(late=[1]), r"late=\[1\]: must be a tuple of tokens"),  # type: ignore[arg-type]
         (lambda: Sampler(banned=5), r"banned=5: must be a tuple of tokens"),  # type: ignore[arg-type]
         (lambda: Sampler(banned=("a",)), r"banned='a': must be a whole number"),  # type: ignore[arg-type]
-        (lambda: Schedule(eos_id="</s>"), r"eos_id='</s>': must be a whole number"),  # type: ignore[arg-type]
+          # type: ignore[arg-type]
         (lambda: decoding_of([[1]], eos_id=MASK), r"eos_id=15: is the mask"),
-        (lambda: Schedule(10, 4), r"block=4: must divide length=10; use block=None"),
-        (lambda: Schedule(window=0), r"window=0: must be a whole number of at least 1"),
+
+
         (lambda: decoding_of([[1]], window=3, block=None, steps=32),
          r"window=3: a step commits 4 masks; use more steps, or a window of at least 4"),
         (lambda: Schedule(8, 4, 3), r"steps=3: must be a multiple of the 2 blocks"),

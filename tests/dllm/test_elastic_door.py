@@ -104,21 +104,6 @@ def test_a_layer_reads_one_number_where_it_is_tested(
 # what is refused -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"gamma": float("nan")}, r"gamma=nan: must be a number"),
-        ({"similarity": "heads"}, r"similarity='heads': must be one of 'head', 'key'"),
-        ({"track": 0}, r"track=0: must be a whole number of at least 1"),
-        ({"block_caching": 1}, r"block_caching=1: must be True or False"),
-        ({"force_full": None}, r"force_full=None: must be True or False"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ElasticCache(**settings)
-
-
 class Lexical(torch.nn.Module):
     """A rotary embedding that depends on the tokens, not on their positions alone."""
 

@@ -36,8 +36,8 @@ from diffcache.dllm import (
     Uncached,
 )
 from diffcache.errors import AttachError, CacheWarning
-from diffcache.eval.workshop.describe import find
 from diffcache.kv.hf import cache_for
+from diffcache.pipelines.demo.describe import find
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.pipelines.language_model import _earlier_transformers, load_language_model
 from tests.dllm import remote_models

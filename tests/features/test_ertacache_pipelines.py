@@ -9,7 +9,7 @@ import torch
 
 import diffcache
 from diffcache.attach.fingerprint import facts_of
-from diffcache.errors import AttachError, TablesError
+from diffcache.errors import AttachError
 from diffcache.features.ertacache import ERTACache, adjust
 from diffcache.features.tables import Tables
 from tests.zoo.pipes import pipes
@@ -90,16 +90,6 @@ def test_other_schedulers_and_lengths_are_refused_and_told_the_way_out(flux):
         diffcache.wrap(pipe, noisy)
 
 
-def test_threshold_zero_is_bit_exact_on_a_pipeline(flux):
-    case, pipe = flux
-    plain = case.run(pipe, steps=8)
-    with diffcache.wrapped(pipe, ERTACache(0)):
-        assert torch.equal(case.run(pipe, steps=8), plain)
-    empty, _ = method_for(pipe, [])
-    with diffcache.wrapped(pipe, empty):
-        assert torch.equal(case.run(pipe, steps=8), plain)
-
-
 @pytest.mark.parametrize("name", ["FluxPipeline", "WanPipeline", "StableDiffusion3Pipeline"])
 def test_calibration_measures_and_the_method_runs(name, tmp_path):
     """Guidance in the batch, in two calls, and none; pictures, packed pictures and films."""
@@ -128,30 +118,3 @@ def test_calibration_measures_and_the_method_runs(name, tmp_path):
             assert computed == {0, 5}
             assert torch.equal(case.run(pipe, steps=6), first)
         assert torch.isfinite(first).all()
-
-
-def test_an_interrupted_calibration_goes_on_from_its_file(flux, tmp_path):
-    case, pipe = flux
-    prompts = [case.call(pipe, seed, 6) for seed in range(2)]
-    for prompt in prompts:
-        prompt.pop("generator", None)
-    call = {"steps": 6, "batch_size": 1}
-    whole = diffcache.calibrate(pipe, ERTACache(0.5), prompts, **call)
-    file, seen = tmp_path / "tables.safetensors", []
-
-    def stop(done, total, word):
-        seen.append(done)
-        if done == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        diffcache.calibrate(pipe, ERTACache(0.5), prompts, out=file, progress=stop, **call)
-    assert not file.exists() and seen == [0, 1, 2, 3, 4, 5]
-    seen.clear()
-    note = lambda done, total, word: seen.append(done)  # noqa: E731
-    made = diffcache.calibrate(pipe, ERTACache(0.5), prompts, out=file, progress=note, **call)
-    assert seen == [5, 6]
-    for name in whole.tables.names():
-        assert torch.equal(made.tables[name], whole.tables[name])
-    with pytest.raises(TablesError, match="threshold"):
-        replace(made, threshold=0.25)

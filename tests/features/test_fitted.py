@@ -114,8 +114,6 @@ def test_bad_settings_and_tables_are_refused():
         FittedForecast(computed=4, site="model", tables=tables())
     with pytest.raises(TablesError, match="made for method 'bac'"):
         FittedForecast(computed=4, tables=tables(method="bac"))
-    with pytest.raises(ValueError, match="ridge=0"):
-        FittedForecast(ridge=0)
 
 
 def test_a_tuned_method_survives_a_file(tmp_path):

@@ -138,27 +138,8 @@ def test_without_a_router_the_error_says_how_to_get_one(pipe):
 
 
 @pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"threshold": -0.1}, "threshold=-0.1"),
-        ({"threshold": float("nan")}, "threshold=nan"),
-        ({"epochs": 0}, "epochs=0"),
-        ({"rate": -1.0}, "rate=-1.0"),
-        ({"beta": float("inf")}, "beta=inf"),
-        ({"beta_sites": 0}, "beta_sites=0"),
-        ({"proxy": "code"}, "proxy='code': must be 'paper', 'official' or 'typical'"),
-        ({"refresh": 0}, "refresh=0"),
-    ],
-)
-def test_bad_settings_are_refused(setting, message):
-    with pytest.raises(ValueError, match=message):
-        HarmoniCa(**setting)
-
-
-@pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"method": "bac"}, "made for method 'bac'"),
         ({"sites": []}, r"sites=\[\]; must be a list of different names"),
         ({"sites": SITES[:-1] + SITES[:1]}, "must be a list of different names"),
         ({"sites": SITES[:-1]}, r"'logits' is float32 \[6, 8\]; must be \[6, 7\] real"),

@@ -122,4 +122,4 @@ def test_a_wrong_form_is_refused():
     model = cases()["DiTTransformer2DModel"].build()
     with pytest.raises(ValueError, match="hold='int4': must be one of 'bf16', 'int8', 'host'"):
         diffcache.wrap(model, "interval", hold="int4")
-    assert not diffcache.attach.anchor.owner_of(model)
+    assert not diffcache.anchor.owner_of(model)

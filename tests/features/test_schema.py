@@ -11,16 +11,17 @@ from safetensors.torch import save_file
 
 import diffcache
 from diffcache import CacheQuant, Combine, FittedForecast, RegionE, Tuned
-from diffcache.catalog import METHODS, make_method, method_class
-from diffcache.errors import TablesError
+from diffcache.catalog import make_method, method_class
+from diffcache.errors import TablesError, UncalibratedError
 from diffcache.features.collect import Calibrated
 from diffcache.features.fitted import Weighted
 from diffcache.features.parts.when import Listed
 from diffcache.features.serialize import to_plain
 from diffcache.features.tables import FORMAT, Tables
+from diffcache.registry import rows_of
 
 SHIPPED = Path(diffcache.__file__).parent / "assets" / "tables"
-WITH_TABLES = [n for n in METHODS if issubclass(method_class(n), (Calibrated, Tuned))]
+WITH_TABLES = [n for n in rows_of("method") if issubclass(method_class(n), (Calibrated, Tuned))]
 # Lists that may be of any length, so that one number less is another list.
 ANY_LENGTH = {"reuse", "starts", "points", "overlap.blocks", "curve"}
 
@@ -109,6 +110,17 @@ def test_shipped_tables_are_taken(file):
 @pytest.mark.parametrize("name", WITH_TABLES)
 def test_good_tables_are_taken(name):
     use(name, *good(name))
+
+
+@pytest.mark.parametrize("name", WITH_TABLES)
+def test_tables_of_another_method_and_none_are_refused(name):
+    header, tensors, settings = good(name)
+    other = "bac" if name != "bac" else "harmonica"
+    with pytest.raises(TablesError, match=f"made for method '{other}', not '{name}'"):
+        make_method(name, tables=Tables({**header, "method": other}, tensors), **settings)
+    if name not in ("tuned", "regione"):  # never without them, or with those of its model
+        with pytest.raises(UncalibratedError, match=r"diffcache\.calibrate\(pipe, "):
+            make_method(name, **settings).parts()
 
 
 @pytest.mark.parametrize("name", WITH_TABLES)

@@ -20,12 +20,8 @@ from tests.features.temporal_toys import toy
     [
         ({"method": "taylorseer"}, "method='taylorseer'"),
         ({"method": TemporalTable()}, "has temporal tables already"),
-        ({"entries": 0}, "entries=0"),
-        ({"bits": 4}, "bits=4"),
         ({"scale": "site"}, "scale='site' with bits=None"),
-        ({"bits": 8, "scale": "row"}, "scale='row'"),
         ({"keep": "closer"}, "keep='closer' with bits=None"),
-        ({"bits": 8, "keep": "best"}, "keep='best'"),
         ({"bits": 8, "by": "site"}, "by='site' with keep='table'"),
     ],
 )

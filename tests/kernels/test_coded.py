@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from diffcache.kernels import coded
-from diffcache.kv.attend import Query, View, attend
+from diffcache.kv.attend import Query, attend
 from diffcache.kv.codec.quant import Quantized
-from diffcache.kv.segment import Unread
+from diffcache.kv.view import Unread, View
 from tests.kernels.attended import layer, pair, query
 
 

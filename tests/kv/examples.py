@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
-from diffcache.kv.budget import Size
 from diffcache.kv.learn import lococo as mixing
 from diffcache.kv.learn import locret as retaining
 from diffcache.kv.learn.cskv import Bases
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes import (
-    eviction,
-    eviction_more,
-    eviction_offline,
-    low_rank,
-    merging,
-    quantized,
-    retrieval,
-    streaming,
-)
+from diffcache.kv.recipes.catalog import make_recipe
+from diffcache.registry import rows_of
 
 Make = Callable[[], Recipe]
 # Of the four layers of two heads that `tiny.llama` has.
@@ -36,89 +29,83 @@ MIXING = mixing.fresh(4, 8, 32, taps=5, gate=1.0)
 APART = ("scalekv", "rematerialised", "xquant_latent", "epicache", "kvzip")
 
 
+# Settings without a default.
+TABLES: dict[str, dict[str, Any]] = {
+    "duo_attention": {"heads": HEADS},
+    "razor_attention": {"heads": HEADS},
+    "compresskv": {"heads": VOTERS, "weights": SHARES},
+    "locret": {"heads": RETAINING},
+    "lococo": {"weights": MIXING},
+    "double_sparsity": {"channels": CHANNELS},
+    "cskv": {"bases": BASES},
+    "kv_heads": {"bases": BASES},
+}
+# How far the logits of what loses nothing may be from stock: keys that are turned, other sums.
+TURNED = 1e-5
+ROUNDING = {
+    "expected_attention": 1e-4, "streaming_llm": 1e-4, "razor_attention": 1e-4,
+    "compactor": TURNED, "rekv": 1e-9, "probe_query": 1e-9, "a2ats": 1e-9, "shadowkv": 1e-6,
+}  # fmt: skip
+# Other ways through the code of recipes: name in tests -> word of a command line.
+VARIANTS = {
+    "h2o, mean": "h2o:budget=0.3,mean=True,every=3",
+    "snapkv, max": "snapkv:budget=12,window=4,kernel=3,pooling=max,groups=max",
+    "adakv of h2o": "adakv:base='h2o:budget=0.4'",
+    "criticalkv of adakv": """criticalkv:base="adakv:base='snapkv:budget=12,window=4'\"""",
+    "streaming_llm, unturned": "streaming_llm:budget=12,rotate=False",
+    "scissorhands of a share": "scissorhands:budget=0.3,history=16,recent=4",
+    "keyformer of a share": "keyformer:budget=0.3",
+    "windowkv, aggregation":
+        "windowkv:budget=16,window=4,size=4,task=aggregation,best=2,group=3,beta=1.5",
+    "prefixkv, table": f"prefixkv:budget=14,sinks=2,shares={SHARES}",
+    "prefixkv, official": "prefixkv:budget=14,sinks=2,distance=5,mode=official",
+    "d2o, official": "d2o:budget=12,mode=official",
+    "d2o, pre": "d2o:budget=12,space=pre",
+    "ems, pre": "ems:budget=16,window=4,threshold=0.0,space=pre",
+    "elastic_cache, official": "elastic_cache:budget=12,distance=5,mode=official",
+    "look_m, weighted": "look_m:budget=12,merge=weighted,space=pre",
+    "kvmerger, pre": "kvmerger:budget=12,threshold=0.0,recent=4,space=pre",
+    "chelsea, pre": "chelsea:budget=12,chunk=8,recent=4,every=4,space=pre",
+    "kvcrush, official": "kvcrush:budget=24,recent=4,mode=official",
+    "snapkv | kivi": "snapkv:budget=20,window=4|kivi:bits=4,group=4,residual=8",
+    "snapkv | minicache": "snapkv:budget=20,window=4|minicache:block=8",
+    "snapkv | rotatekv": "snapkv:budget=20,window=4|rotatekv:group=8,recent=8",
+}  # fmt: skip
+LOSSLESS_VARIANTS = {
+    "h2o, mean": "h2o:budget=1.0,mean=True,every=3",
+    "streaming_llm, unturned": "streaming_llm:budget=1.0,rotate=False",
+    "prefixkv, official": "prefixkv:budget=1.0,sinks=2,mode=official",
+    "d2o, official": "d2o:budget=64,mode=official",
+    "elastic_cache, official": "elastic_cache:budget=1.0,mode=official",
+    "kvcrush, official": "kvcrush:budget=1.0,mode=official",
+    **{
+        f"{name}, pre": f"{name}:budget=1.0,space=pre"
+        for name in ("d2o", "ems", "elastic_cache", "look_m", "kvmerger", "chelsea")
+    },
+}
+
+
 def examples() -> dict[str, Make]:
-    """Return one recipe for each name."""
+    """Return one recipe for each name, with `skips` of its row."""
     return {
-        "streaming_llm": lambda: streaming.streaming_llm(12),
-        "duo_attention": lambda: streaming.duo_attention(HEADS, 12),
-        "razor_attention": lambda: streaming.razor_attention(HEADS, 0.3, least=8),
-        "random": lambda: eviction.random(12),
-        "knorm": lambda: eviction.knorm(12),
-        "value_norm": lambda: eviction.value_norm(12),
-        "keydiff": lambda: eviction.keydiff(0.4),
-        "lagkv": lambda: eviction.lagkv(16, lag=8),
-        "expected_attention": lambda: eviction.expected_attention(14, future=32),
-        "h2o": lambda: eviction.h2o(0.3),
-        "tova": lambda: eviction.tova(12),
-        "snapkv": lambda: eviction.snapkv(12, window=4),
-        "pyramidkv": lambda: eviction.pyramidkv(14, window=4),
-        "cake": lambda: eviction.cake(14, window=4),
-        "adakv": lambda: eviction.adakv(base=eviction.snapkv(12, window=4)),
-        "criticalkv": lambda: eviction.criticalkv(base=eviction.snapkv(12, window=4)),
-        "scissorhands": lambda: eviction_more.scissorhands(12, history=16, recent=4),
-        "keyformer": lambda: eviction_more.keyformer(12),
-        "lazy_eviction": lambda: eviction_more.lazy_eviction(12, lag=3, threshold=0.02),
-        "windowkv": lambda: eviction_more.windowkv(16, window=4, size=4, group=2),
-        "curdkv": lambda: eviction_more.curdkv(12, window=5, sinks=2),
-        "compactor": lambda: eviction_more.compactor(20, chunk=8),
-        "prefixkv": lambda: eviction_offline.prefixkv(14, sinks=2),
-        "compresskv": lambda: eviction_offline.compresskv(
-            16, heads=VOTERS, weights=SHARES, window=4, kernel=3, least=6
-        ),
-        "d2o": lambda: merging.d2o(12),
-        "ems": lambda: merging.ems(16, window=4, threshold=0.0),
-        "elastic_cache": lambda: merging.elastic_cache(12, distance=5),
-        "look_m": lambda: merging.look_m(12),
-        "kvmerger": lambda: merging.kvmerger(12, threshold=0.0, recent=4),
-        "chelsea": lambda: merging.chelsea(12, chunk=8, recent=4, every=4),
-        "lococo": lambda: merging.lococo(MIXING, 12, recent=4, chunk=4),
-        "kvcrush": lambda: merging.kvcrush(12, recent=4),
-        "locret": lambda: merging.locret(RETAINING, 12, stabilizers=4, chunk=4),
-        "kivi": lambda: quantized.kivi(4, group=8, residual=16),
-        "gear": lambda: quantized.gear(4, group=8, buffer=16),
-        "zipcache": lambda: quantized.zipcache(every=16),
-        "mikv": lambda: quantized.mikv(16, every=4, queries=8, group=8, bits=4),
-        "rotatekv": lambda: quantized.rotatekv(4, group=8, heads=2, recent=8),
-        "vidkv": lambda: quantized.vidkv(group=8, residual=16),
-        "xquant": lambda: quantized.xquant(group=8, residual=16),
-        "staircase": lambda: quantized.staircase((8, 16, 32), group=8),
-        "mustafar": lambda: quantized.mustafar(recent=8),
-        "xkv": lambda: low_rank.xkv(block=16),
-        "minicache": lambda: low_rank.minicache(block=16, bits=4, skip=2),
-        "cskv": lambda: low_rank.cskv(BASES, recent=8, bits=8),
-        "kv_heads": lambda: low_rank.kv_heads(BASES, bits=8),
-        **{name: lambda make=make: make(24) for name, make in _reading().items()},  # type: ignore[misc]
+        name: partial(make_recipe, name, **TABLES.get(name, {}) | row.skips)
+        for name, row in rows_of("recipe").items()
+        if row.skips is not None
     }
+
+
+def variants() -> dict[str, Make]:
+    """Return the same recipes under settings that take another way through the code."""
+    return {name: partial(make_recipe, word) for name, word in VARIANTS.items()}
 
 
 def lossless() -> dict[str, tuple[Make, float]]:
     """Return recipes that lose nothing, with how far from stock their logits may be."""
-    rounding = {"rekv": 1e-9, "probe_query": 1e-9, "a2ats": 1e-9, "shadowkv": 1e-6}
-    return {
-        "h2o": (lambda: eviction.h2o(1.0), 0.0),
-        "snapkv": (lambda: eviction.snapkv(1.0, window=4), 0.0),
-        "adakv": (lambda: eviction.adakv(base=eviction.snapkv(1.0, window=4)), 0.0),
-        "streaming_llm": (lambda: streaming.streaming_llm(4096), 1e-6),
-        **{
-            name: (lambda make=make: make(1.0), rounding.get(name, 0.0))  # type: ignore[misc]
-            for name, make in _reading().items()
-        },
+    found: dict[str, tuple[Make, float]] = {
+        name: (partial(make_recipe, name, **TABLES.get(name, {}) | row.off), ROUNDING.get(name, 0))
+        for name, row in rows_of("recipe").items()
+        if row.off is not None
     }
-
-
-def _reading() -> dict[str, Callable[[Size], Recipe]]:
-    return {
-        "quest": lambda n: retrieval.quest(n, page=4, skip=1),
-        "mpcache_select": lambda n: retrieval.mpcache_select(n, large=8, small=4),
-        "double_sparsity": lambda n: retrieval.double_sparsity(
-            CHANNELS, n, recent=4, bits=4, skip=0
-        ),
-        "tidal_decode": lambda n: retrieval.tidal_decode(n, select=(1, 3), recent=4),
-        "sentence_kv": lambda n: retrieval.sentence_kv(n, sinks=2, recent=4, block=4),
-        "rekv": lambda n: retrieval.rekv(n, recent=4, sinks=2, block=4),
-        "probe_query": lambda n: retrieval.probe_query(n, density=1.0, block=4, recent=4),
-        "a2ats": lambda n: retrieval.a2ats(n, codes=16, far=4, recent=4),
-        "shadowkv": lambda n: retrieval.shadowkv(
-            44 if n == 24 else n, rank=32, outliers=1, block=8
-        ),
-    }
+    for name, word in LOSSLESS_VARIANTS.items():
+        found[name] = partial(make_recipe, word), TURNED if name.endswith("pre") else 0
+    return found

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from diffcache.kernels.merge import lse_merge
-from diffcache.kv.attend import Query, View, attend, attend_parts
+from diffcache.kv.attend import Query, attend, attend_parts
 from diffcache.kv.codec.base import nbytes
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.positions import Slot
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.segment import Dense, Flat, Traits
 from diffcache.kv.slots import Slots, chosen, span
+from diffcache.kv.view import View
 
 B, H, D = 2, 2, 8
 

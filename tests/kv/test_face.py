@@ -16,16 +16,26 @@ from diffcache import kv
 from diffcache.cli import app
 from diffcache.errors import AttachError, UnknownMethodError
 from diffcache.kv.recipe import Recipe
-from diffcache.names import METHODS, RECIPES
+from diffcache.registry import rows_of
 
 
 def test_every_recipe_and_door_is_there_and_nothing_else() -> None:
     doors = {"Recipe", "make_recipe", "recipe_names", "ask", "cache_for", "caching", "detach"}
-    doors.add("static_cache_for")
+    doors |= {
+        "static_cache_for",
+        "load",
+        "save",
+        "fill",
+        "PrefixTree",
+        "time_to_live",
+        "choose_level",
+    }
+    doors |= {"Piece", "chunks_of", "cut", "joined", "lay_out", *rows_of("reuse")}
     assert set(dir(kv)) == set(kv.__all__) == doors | set(kv.recipe_names())
-    for module, names in RECIPES.items():
-        for name in names:
-            assert getattr(kv, name).__module__ == f"diffcache.kv.recipes.{module}"
+    for name in kv.__all__:
+        assert getattr(kv, name) is not None
+    for name, row in {**rows_of("recipe"), **rows_of("reuse")}.items():
+        assert getattr(kv, name).__module__ == row.place.partition(":")[0]
     assert kv.cache_for is sys.modules["diffcache.kv.hf.cache"].cache_for
     with pytest.raises(AttributeError, match="'diffcache.kv' has no .* 'snapkw'; did you mean 'sn"):
         kv.snapkw  # noqa: B018
@@ -33,23 +43,23 @@ def test_every_recipe_and_door_is_there_and_nothing_else() -> None:
 
 def test_type_checkers_see_every_module_of_recipes() -> None:
     source = open(kv.__file__, encoding="utf-8").read()  # noqa: SIM115
-    for module in RECIPES:
-        assert f"    from diffcache.kv.recipes.{module} import *" in source
+    for row in rows_of("recipe").values():
+        assert f"    from {row.place.partition(':')[0]} import *" in source
 
 
-def test_recipes_need_no_transformers() -> None:
+def test_recipes_need_neither_transformers_nor_lmcache() -> None:
     code = (
-        "import sys, diffcache.kv as kv\n"
+        "import sys, diffcache.kv as kv, diffcache.kv.life.lmcache\n"
         "kv.snapkv(8) | kv.kivi(); dir(kv); kv.recipe_names()\n"
-        "assert 'transformers' not in sys.modules\n"
+        "assert not {'transformers', 'lmcache'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", [*METHODS, *kv.recipe_names()])
+@pytest.mark.parametrize("name", [*rows_of("method"), *kv.recipe_names()])
 def test_dashes_and_underscores_mean_the_same(name: str) -> None:
     for other in (name.replace("-", "_"), name.replace("_", "-")):
-        if name in METHODS:
+        if name in rows_of("method"):
             assert diffcache.catalog.method_class(other).name == name
         else:
             assert kv.recipes.catalog.recipe_function(other).__name__ == name  # type: ignore[attr-defined]
@@ -58,14 +68,15 @@ def test_dashes_and_underscores_mean_the_same(name: str) -> None:
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda: diffcache.wrap(torch.nn.Linear(2, 2), "streaming-llm"),
+        (lambda: diffcache.catalog.make_method("streaming-llm"),
          "'streaming-llm'; this is 'streaming_llm'. It is a recipe .* diffcache.kv.cache_for"),
-        (lambda: diffcache.wrap(torch.nn.Linear(2, 2), "snapkw"), "did you mean 'snapkv'. It is a"),
+        (lambda: diffcache.catalog.make_method("snapkw"), "did you mean 'snapkv'. It is a"),
+        (lambda: diffcache.wrap(torch.nn.Linear(2, 2), "snapkw"), "did you mean 'snapkv'.$"),
         (lambda: kv.make_recipe("first_block"), "this is 'first-block'. .* diffcache.wrap"),
         (lambda: kv.make_recipe("teacach"), "did you mean 'teacache'. It is a method"),
         (lambda: kv.make_recipe("snapkw"), "unknown recipe 'snapkw'; did you mean 'snapkv'.$"),
         (lambda: kv.make_recipe("xyzzy"), "unknown recipe 'xyzzy'; known: streaming_llm, duo"),
-        (lambda: diffcache.cite("xyzzy"), "unknown method 'xyzzy'; known: interval, first-block"),
+        (lambda: diffcache.cite("xyzzy"), "unknown name 'xyzzy'; `diffcache methods` lists"),
     ],
 )  # fmt: skip
 def test_unknown_names_say_where_they_belong(ask: Callable[[], Any], message: str) -> None:
@@ -77,7 +88,7 @@ def test_objects_of_the_other_kind_say_where_they_belong() -> None:
     with pytest.raises(TypeError, match=r"recipe=TaylorSeer\(.*methods go to diffcache.wrap"):
         kv.make_recipe(diffcache.TaylorSeer())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"method=Recipe\(.*go to diffcache.kv.cache_for"):
-        diffcache.wrap(torch.nn.Linear(2, 2), kv.snapkv())  # type: ignore[arg-type]
+        diffcache.catalog.make_method(kv.snapkv())  # type: ignore[arg-type]
 
 
 def test_recipes_are_cited() -> None:
@@ -89,7 +100,7 @@ def test_recipes_are_cited() -> None:
     assert diffcache.cite(both).count("@misc{") == 3
     with pytest.raises(ValueError, match="'random' has no paper of its own: the baseline"):
         diffcache.cite("random")
-    with pytest.raises(ValueError, match="has no paper of its own; cite those of its parts"):
+    with pytest.raises(ValueError, match="has no paper of its own; cite those of the parts"):
         diffcache.cite(Recipe("mine"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -111,9 +112,15 @@ def test_sliding_layers_of_a_hybrid_stay_stock(way: str) -> None:
     same(ours, theirs, grouped_rounding())
 
 
-@pytest.mark.parametrize("layout", ["flat", "padded"])
-@pytest.mark.parametrize("budget", [Uniform(12), Uniform(0.4), Ragged()], ids=repr)
-@pytest.mark.parametrize("trigger", [None, EveryStep(), EveryStep(4)], ids=repr)
+@pytest.mark.parametrize(
+    ("budget", "layout", "trigger"),
+    [
+        (Uniform(0.4), "flat", None),
+        (Uniform(12), "padded", EveryStep(4)),
+        *product([Ragged()], ["flat", "padded"], [None, EveryStep(), EveryStep(4)]),
+    ],
+    ids=repr,
+)
 def test_dropping_is_hiding(exact: Any, budget: Budget, layout: Layout, trigger: Any) -> None:
     inputs = prompts()
     recipe = lots(budget, trigger=trigger, layout=layout)
@@ -244,6 +251,21 @@ def test_a_cache_that_was_compressed_by_hand(exact: Any) -> None:
     cache.settle()
     assert {layer.held for layer in cache.store.layers} == {12}
     assert cache.get_seq_length() == 48
+    detach(exact)
+
+
+@pytest.mark.parametrize(("chunk", "held"), [(None, 12), (16, 48)])
+def test_a_whole_prompt_is_compressed_where_it_ends(
+    exact: Any, chunk: int | None, held: int
+) -> None:
+    cache, guessing = (cache_for(exact, lots(Uniform(12)), mode="native") for _ in range(2))
+    guessing.activate_past_recording()
+    inputs = {**row(prompts(), 1), "max_new_tokens": 1}
+    exact.generate(**inputs, past_key_values=cache, prefill_chunk_size=chunk)
+    assert {layer.held for layer in cache.store.layers} == {held}  # no chunk is known as the last
+    exact.generate(**inputs, past_key_values=guessing)
+    guessing.crop(-2)
+    assert {layer.held for layer in guessing.store.layers} == {46}
     detach(exact)
 
 

@@ -18,8 +18,7 @@ from diffcache.kv import (
 )
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.life import save as life
-from diffcache.kv.rotary_nd import RotaryND
-from diffcache.kv.rotary_table import RotaryTable
+from diffcache.kv.rotary_nd import RotaryND, RotaryTable
 from tests.kv.tiny import GREEDY, IDS, generate, same
 from tests.zoo.language import build
 

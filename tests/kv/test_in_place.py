@@ -18,9 +18,9 @@ from diffcache.kv.recipes.eviction import h2o, tova
 from diffcache.kv.recipes.eviction_more import keyformer
 from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.recipes.streaming import streaming_llm
-from diffcache.kv.refill import Refill
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.store import KVStore
+from diffcache.kv.tail import Refill
 from tests.kv.examples import examples
 
 LAYERS, HEADS, GROUPS, SIZE = 2, 2, 2, 8
@@ -69,12 +69,11 @@ class Run:
         return torch.stack(outs)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("name", "batch"), [("h2o", 1), *((name, 2) for name in RECIPES)])
 def test_what_is_kept_is_what_sorting_all_slots_keeps(
     name: str, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunks = [40] + [1 if step % 7 else 2 for step in range(60)]
+    chunks = [40] + [1 if step % 7 else 2 for step in range(44)]
     quick, sorting = Run(RECIPES[name], batch), Run(RECIPES[name], batch)
     choose, done = store_module.slots_to_drop, Counter[bool]()
 
@@ -91,7 +90,7 @@ def test_what_is_kept_is_what_sorting_all_slots_keeps(
         for one, other in zip(quick.store.layers, sorting.store.layers, strict=True):
             kept, wanted = (layer.meta()["pos"].sort(-1).values for layer in (one, other))
             assert torch.equal(*torch.broadcast_tensors(kept, wanted))
-    assert done[True] >= 10 > done[False]
+    assert done[True] >= 8 > done[False]
 
 
 def test_slots_that_go_are_replaced_by_the_last_and_others_stay() -> None:
@@ -122,7 +121,7 @@ def test_keys_held_rotated_are_read_as_those_rotated_on_reading(rotary: Rotary) 
             valid[0, :pad] = False
             held = Run(recipe, 2, rotary)
             read = Run(replace(recipe, space="pre"), 2, rotary)
-            for count in (40, 1, 1, 3, *[1] * 20):
+            for count in (40, 1, 1, 3, *[1] * 8):
                 given = valid if count == 40 and pad else None
                 one, other = (run.feed(count, given)[:, :, :, -1:] for run in (held, read))
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -180,17 +179,17 @@ DECODING = {
 
 
 @pytest.mark.parametrize("name", DECODING)
-def test_a_recipe_that_bounds_what_is_held_holds_no_more_after_10000_tokens(name: str) -> None:
+def test_a_recipe_that_bounds_what_is_held_holds_no_more_after_3000_tokens(name: str) -> None:
     recipe = DECODING[name]
     run = Run(recipe, size=16, layers=1 if recipe.bounded else 4)
     run.feed(48)
     held = []
-    for _ in range(100 if recipe.bounded else 12):
+    for _ in range(30 if recipe.bounded else 12):
         for count in (99, 1):
             run.feed(count)
         held.append(run.store.nbytes)
     if recipe.bounded:
-        assert run.store.seen == 48 + 10_000
+        assert run.store.seen == 48 + 3000
         assert max(held[10:]) == max(held[:10])
     else:
         assert held[-1] > 2 * held[2]

@@ -58,7 +58,7 @@ def test_calls_that_give_no_cache_get_one_each_and_the_model_is_given_back(model
         assert out.past_key_values is used.cache and used.count == 3
         model(input_ids=ONE["input_ids"][:, :1], past_key_values=out.past_key_values)
         assert used.cache.get_seq_length() == 49 and model(**ONE, use_cache=False) is not None
-        with pytest.raises(ValueError, match="cache_implementation='static': in a block"):
+        with pytest.raises(ValueError, match="cache_implementation='static': the cache is"):
             model.generate(**ONE, cache_implementation="static", **GREEDY)
         assert used.count == 3
     assert left_of(model) == before
@@ -93,7 +93,7 @@ def test_a_block_serves_other_threads_and_is_alone(model: Any) -> None:
         thread.start()
         thread.join()
         assert used.count == 1 and len(found) == 1
-        with pytest.raises(AttachError, match="is in a block of caching"), kv.caching(model, SNAP):
+        with pytest.raises(AttachError, match="already runs under Recipe"), kv.caching(model, SNAP):
             pass
         same(model.generate(**ONE, **GREEDY), found[0])
 

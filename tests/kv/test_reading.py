@@ -160,7 +160,7 @@ def test_segments_of_their_own_kind_are_read_anew() -> None:
     layer.write(*drawn(4, 1))
     layer.settle_tail(Dense(layer.read().clone(), Traits(apart=True)))
     layer.write(*drawn(2, 2))
-    assert len(layer.views()) == 2 and not layer._reading.tensors()
+    assert len(layer.views()) == 2 and not layer._reads.tensors()
 
 
 def test_heads_that_hold_the_same_share_a_row_of_metadata() -> None:

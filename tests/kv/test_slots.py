@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diffcache.kv.attend import Query, View, _seen, attend
+from diffcache.kv.attend import Query, _seen, attend
 from diffcache.kv.layer import KVLayer
+from diffcache.kv.view import View
 
 B, H, D = 2, 2, 8
 

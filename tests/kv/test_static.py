@@ -11,10 +11,10 @@ from diffcache.errors import AttachError
 from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.budget import Uniform
 from diffcache.kv.hf import static_cache_for
+from diffcache.kv.hf.static import StaticWindow
 from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.recency import Recency
-from diffcache.kv.static import StaticWindow
 from diffcache.kv.trigger import EveryStep
 from tests.kv.tiny import GREEDY, gemma, llama, prompts, row, same
 from tests.zoo.language import build

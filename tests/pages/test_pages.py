@@ -27,10 +27,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import diffcache
-from diffcache.catalog import METHODS, method_class
+from diffcache.catalog import method_class
 from diffcache.cli import app
 from diffcache.eval.runs.sweep import read_sweep, read_values
-from diffcache.names import recipe_names
+from diffcache.registry import rows_of
 from tests.pages import stand_ins
 from tests.pages.blocks import PAGES, ROOT, Block, blocks
 
@@ -280,11 +280,11 @@ def test_sweeps_are_read(tmp_path: Path) -> None:
 def test_the_readme_lists_every_method_and_counts_the_recipes() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z-]+)` (?:\* )?\| `(\w+)` \|", text, re.MULTILINE)
-    assert sorted(rows) == sorted((name, method_class(name).__name__) for name in METHODS)
-    assert f" {len(recipe_names())} recipes " in text
+    assert sorted(rows) == sorted((name, method_class(name).__name__) for name in rows_of("method"))
+    assert f" {len(rows_of('recipe'))} recipes " in text
 
 
 def test_citations_are_those_of_the_methods() -> None:
-    known = {method_class(name).bibtex.strip() for name in METHODS}
+    known = {method_class(name).bibtex.strip() for name in rows_of("method")}
     said = {b.text.strip() for page in PAGES for b in blocks(page) if b.language == "bibtex"}
     assert said == known

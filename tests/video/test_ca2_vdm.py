@@ -363,10 +363,6 @@ def passed(count: int, **change: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("act", "why"),
     [
-        (lambda: Ca2VDM(queue=1), "queue=1"),
-        (lambda: Ca2VDM(prefix=0), "prefix=0"),
-        (lambda: Ca2VDM(queue=4, prefix=5), "prefix=5: must be at most queue=4"),
-        (lambda: Ca2VDM(length=25), "length=25: must be above queue=25"),
         (lambda: OnePass(POLICY, 0), "prefix=0"),
         (lambda: OnePass(POLICY, 1, -1), "start=-1"),
         (lambda: passed(9), "frames=9: must be at most length=8"),

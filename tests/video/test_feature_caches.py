@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 import diffcache
-from diffcache.catalog import METHODS, make_method, method_class
+from diffcache.catalog import make_method, method_class
 from diffcache.features.interval import Interval
 from diffcache.pipelines.causal_video import CausalVideo, Session
 from diffcache.pipelines.stream_batch import StreamBatch
+from diffcache.registry import rows_of
 from diffcache.video import FewSteps, FlowCache, FullHistory, VideoPolicy, Window
-from tests.contract_settings import ON, STEPS
+from tests.methods import ON, STEPS
 from tests.video.test_switch import held
 from tests.video.toys import CHUNK, text, wan
 
@@ -38,7 +39,9 @@ def marks(calls: Any) -> str:
 @pytest.mark.parametrize("name", [*ON, "temporal-table", "guided", "flow-cache"])
 def test_what_is_held_after_a_chunk_is_a_clean_pass_of_it(name: str) -> None:
     """An independent transformer that is given the finished frames holds the same, to the bit."""
-    method = make_method(name, **ON.get(name, {})) if name in METHODS else Interval(every=3)
+    method = (
+        make_method(name, **ON.get(name, {})) if name in rows_of("method") else Interval(every=3)
+    )
     if name == "flow-cache":  # its other half
         method = make_method("teacache", threshold=9.0, coefficients=(1.0, 0.0), input="modulated")
     policy = FlowCache(4) if name == "flow-cache" else Window(3, 3)
@@ -64,7 +67,9 @@ def test_what_is_held_after_a_chunk_is_a_clean_pass_of_it(name: str) -> None:
         assert same == ("s" not in steps)
 
 
-@pytest.mark.parametrize("name", sorted(set(METHODS) - {*ON, "temporal-table", "seacache"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(rows_of("method")) - {*ON, "temporal-table", "seacache"})
+)
 def test_a_method_that_needs_a_pipeline_is_refused_before_a_stream_begins(name: str) -> None:
     model = wan(layers=2)
     with (

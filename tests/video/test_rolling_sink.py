@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -88,16 +86,3 @@ def test_a_flush_leaves_sinks_in_the_place_of_what_goes() -> None:
         frames = (layer.meta()["pos"][0, 0, ::UNIT] // UNIT).tolist()
         assert frames == [0, 1, 2, 3, 4, 5, 14, 15, 16, 17]
         assert session.next().isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (lambda: RollingSink(sinks=0), "sinks=0"),
-        (lambda: RollingSink(recent=0), "recent=0"),
-        (lambda: RollingSink(3, 4), "recent=4: must be at most sinks=3"),
-    ],
-)
-def test_bad_settings_are_refused(make: Any, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        make()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diffcache.video.schedule import CallTime, Goal, choose, rebalanced, scheduled, simulate
+from diffcache.video.schedule import CallTime, Goal, choose, scheduled, simulate
 
 TIME = CallTime(weights_seconds=0.06, frame_seconds=0.004)
 
@@ -65,25 +65,6 @@ def test_the_shortest_chunk_that_holds_is_chosen() -> None:
     assert len(chosen) > 2
 
 
-def test_layers_are_split_so_that_the_slowest_device_is_fastest() -> None:
-    layers, extra, each = (10, 10, 10), (0.0, 0.02, 0.1), 0.01
-    seconds = [n * each + more for n, more in zip(layers, extra, strict=True)]
-    found = rebalanced(layers, seconds, each)
-    assert sum(found) == 30
-    assert min(found) >= 1
-
-    def slowest(counts: Any) -> float:
-        return max(n * each + more for n, more in zip(counts, extra, strict=True))
-
-    splits = [(a, b, 30 - a - b) for a in range(1, 29) for b in range(1, 30 - a)]
-    assert slowest(found) == pytest.approx(min(map(slowest, splits)))
-    assert slowest(found) < slowest(layers)
-    assert rebalanced((2, 2), (0.02, 9.0), 0.01) == (3, 1)
-    assert (
-        rebalanced(found, [n * each + m for n, m in zip(found, extra, strict=True)], each) == found
-    )
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -91,7 +72,6 @@ def test_layers_are_split_so_that_the_slowest_device_is_fastest() -> None:
         (lambda: CallTime.fit([(2, 2, 0.1), (4, 1, 0.1)]), "two or more sizes"),
         (lambda: CallTime.fit([(1, 1, 0.2), (4, 1, 0.1)]), "larger calls were not slower"),
         (lambda: Goal(0, 1), "frames_per_second=0"),
-        (lambda: rebalanced((3, 0), (1.0, 1.0), 0.1), r"layers=\[3, 0\]"),
     ],
 )
 def test_bad_numbers_are_refused(make: Any, said: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from tests.zoo import (
     audio,
     flux_like,
@@ -32,15 +30,6 @@ _MODULES = (
     unet,
     unet_more,
 )
-_DENOISER = re.compile(r"Transformer|DiT|UNet|UVit|UniDiffuser|T5Film|RVQDepth")
-
-EXCLUDED: dict[str, str] = {
-    "HunyuanDiT2DControlNetModel": "control network: makes residuals for a denoiser",
-    "HunyuanDiT2DMultiControlNetModel": "control networks: make residuals for a denoiser",
-    "LongCatAudioDiTVae": "autoencoder, has no denoising forward",
-    "MiniMaxMusic3RVQDepthDecoder": "autoregressive decoder of codebook tokens, no timestep",
-    "UniDiffuserTextDecoder": "language model that decodes text, has no denoising forward",
-}
 
 
 def cases() -> dict[str, Case]:
@@ -62,21 +51,3 @@ def cases() -> dict[str, Case]:
         if case.cls in exported:
             found[case.name] = case
     return found
-
-
-def exported_denoisers() -> list[str]:
-    """List the model classes of the installed diffusers whose name is that of a denoiser.
-
-    Returns:
-        Sorted class names; a few of them denoise nothing, see `EXCLUDED`.
-    """
-    import diffusers
-    from diffusers import ModelMixin
-
-    return sorted(
-        name
-        for name in dir(diffusers)
-        if _DENOISER.search(name)
-        and isinstance(found := getattr(diffusers, name), type)
-        and issubclass(found, ModelMixin)
-    )

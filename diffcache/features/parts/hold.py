@@ -230,7 +230,6 @@ class Held(Method):
             raise ValueError(f"hold={self.hold!r}: must be one of {', '.join(map(repr, FORMS))}")
         if reuse_of(self.method) is None:
             raise ValueError(f"hold={self.hold!r}: {self.method!r} holds no features")
-        object.__setattr__(self, "source", self.method.source)
         object.__setattr__(self, "bibtex", self.method.bibtex)
 
     @property

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from diffcache.kernels.move import gather_slots
+from diffcache.kv.codec.table import SlotTable
 
 
 class Payload(ABC):
@@ -57,6 +59,38 @@ class Payload(ABC):
         Args:
             index: `[m]` int64, rows of the batch; a row may be taken twice (beam search).
         """
+
+
+Q = TypeVar("Q", bound="Parts")
+
+
+class Parts(Payload):
+    """A payload whose fields say by their kind what becomes of them.
+
+    Tensors are `[B, H, S, ...]` and payloads and tables know their slots; other fields, and those
+    that are named in `fixed`, are of no slot.
+    """
+
+    fixed: ClassVar[tuple[str, ...]] = ()
+
+    def take(self: Q, index: Tensor) -> Q:
+        """Keep some slots of every part."""
+        return self._changed(
+            lambda part: gather_slots(part, index) if isinstance(part, Tensor) else part.take(index)
+        )
+
+    def rows(self: Q, index: Tensor) -> Q:
+        """Keep some batch rows of every part."""
+        return self._changed(
+            lambda part: part[index] if isinstance(part, Tensor) else part.rows(index)
+        )
+
+    def _changed(self: Q, change: Callable[[Any], Any]) -> Q:
+        new = copy(self)
+        for name, part in vars(self).items():
+            if name not in self.fixed and isinstance(part, (Tensor, Payload, SlotTable)):
+                object.__setattr__(new, name, change(part))
+        return new
 
 
 class TensorCodec(ABC):
@@ -188,7 +222,7 @@ def nbytes(obj: object) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Dense(Payload):
+class Dense(Parts):
     """A tensor kept as it is, in `values.dtype`; decoded to `dtype`."""
 
     values: Tensor
@@ -197,14 +231,6 @@ class Dense(Payload):
     def decode(self) -> Tensor:
         """Return the values, `[B, H, S, D]`."""
         return self.values.to(self.dtype)
-
-    def take(self, index: Tensor) -> Dense:
-        """Gather slots."""
-        return replace(self, values=gather_slots(self.values, index))
-
-    def rows(self, index: Tensor) -> Dense:
-        """Gather batch rows."""
-        return replace(self, values=self.values[index])
 
 
 @dataclass(frozen=True)

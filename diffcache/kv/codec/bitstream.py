@@ -6,13 +6,13 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal
+from importlib import import_module
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from diffcache.errors import DiffcacheError
-from diffcache.kv.codec import coder
 from diffcache.kv.codec.base import work_dtype
 
 _HEAD = struct.Struct("<4sBBIIIIQ")  # magic, dtype, level, L, H, S, D, bytes of the coded symbols
@@ -244,7 +244,7 @@ class CacheGen:
 
     def _pack(self, symbols: Symbols, k: Tensor, tables: Tables, level: int) -> bytes:
         layers, heads, count, size = k.shape
-        coded = coder.encode(symbols.codes.flatten(0, 1).cpu(), tables.weights[level].flatten(0, 1))
+        coded = _range_coded(symbols.codes.flatten(0, 1).cpu(), tables.weights[level].flatten(0, 1))
         head = _HEAD.pack(
             _MAGIC, _DTYPES.index(k.dtype), level, layers, heads, count, size, len(coded)
         )
@@ -268,7 +268,7 @@ class CacheGen:
         if anchors:
             fine = torch.frombuffer(raw[sizes[0] :], dtype=torch.uint8)
         coded = body[_HEAD.size + sum(sizes) :]
-        codes = coder.decode(coded, tables.weights[level].flatten(0, 1), rest)
+        codes = _range_decoded(coded, tables.weights[level].flatten(0, 1), rest)
         symbols = Symbols(
             codes.unflatten(0, (2, layers)), scales, fine.view(2, layers, anchors, channels)
         )
@@ -289,3 +289,104 @@ def _safe(scales: Tensor) -> Tensor:
 def _bytes(x: Tensor) -> bytes:
     raw: bytes = x.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return raw
+
+
+def _library() -> Any:
+    """Return the package `constriction`.
+
+    Raises:
+        ImportError: If it is not installed; the message says how.
+    """
+    try:
+        return import_module("constriction")
+    except ImportError as error:
+        raise ImportError(
+            "bit streams need the package constriction: pip install 'diffcache[transport]'"
+        ) from error
+
+
+def _range_coded(codes: Tensor, weights: Tensor) -> bytes:
+    """Return symbols as bits, each channel coded by how often its symbols come.
+
+    Reference: range coding, Martin 1979, as in constriction, arXiv 2201.01741.
+
+    Args:
+        codes: int32 [M, S, C] on the CPU, each below N.
+        weights: float64 [M, C, N] on the CPU, at least 0; they need not sum to one.
+    """
+    stream = _library().stream
+    coder = stream.queue.RangeEncoder()
+    symbols = codes.transpose(1, 2).contiguous().numpy()
+    for row, table in zip(symbols, weights.numpy(), strict=True):
+        for line, weight in zip(row, table, strict=True):
+            coder.encode(line, stream.model.Categorical(weight, perfect=False))
+    words: bytes = coder.get_compressed().astype("<u4").tobytes()
+    return words
+
+
+def _range_decoded(coded: bytes, weights: Tensor, count: int) -> Tensor:
+    """Return the symbols that `_range_coded` coded, int32 [M, S, C].
+
+    Args:
+        coded: The bits.
+        weights: Weights that were given to `_range_coded`, float64 [M, C, N] on the CPU.
+        count: Number of symbols of each channel, S.
+    """
+    stream = _library().stream
+    words = torch.frombuffer(bytearray(coded), dtype=torch.int32) if coded else torch.zeros(0).int()
+    coder = stream.queue.RangeDecoder(words.numpy().view("<u4").astype("u4"))
+    rows = [
+        torch.stack(
+            [
+                torch.from_numpy(
+                    coder.decode(stream.model.Categorical(weight, perfect=False), count)
+                )
+                for weight in table
+            ],
+            1,
+        )
+        for table in weights.numpy()
+    ]
+    return torch.stack(rows)
+
+
+def choose_level(
+    sizes: Sequence[Sequence[int]],
+    bytes_per_second: float,
+    seconds: float,
+    compute_seconds: float | None = None,
+) -> int | None:
+    """Return the level the rest of a text is sent at: the finest that arrives in time.
+
+    To be asked again before each chunk, with the bandwidth as it was last seen.
+
+    Reference: CacheGen, arXiv 2310.07240.
+
+    Args:
+        sizes: Bytes of every chunk that is still to be sent, for each level.
+        bytes_per_second: Bandwidth.
+        seconds: Time that is left.
+        compute_seconds: Time to compute the rest from its text instead; None where it cannot be.
+
+    Returns:
+        The level; None for computing, where that is in time and finer than sending; where nothing
+        is in time, whatever comes first.
+
+    Raises:
+        ValueError: If there are no levels, or the bandwidth is not above 0.
+    """
+    if not sizes or not bytes_per_second > 0:
+        raise ValueError(
+            f"sizes={sizes!r}, bytes_per_second={bytes_per_second}: give the chunks of at least "
+            "one level and a bandwidth above 0"
+        )
+    if compute_seconds is not None and compute_seconds <= seconds:
+        return None  # nothing is lost by computing
+    needed = [sum(chunks) / bytes_per_second for chunks in sizes]
+    for level, need in enumerate(needed):
+        if need <= seconds:
+            return level
+    quickest = min(range(len(needed)), key=needed.__getitem__)
+    if compute_seconds is not None and compute_seconds < needed[quickest]:
+        return None
+    return quickest

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diffcache.kernels.move import gather_slots
 from diffcache.kv.codec.base import (
+    Parts,
     Payload,
     TensorCodec,
     all_of,
@@ -165,7 +166,7 @@ class FourierSigns(TensorCodec):
 
 
 @dataclass(frozen=True, eq=False)
-class SplitChannels(Payload):
+class SplitChannels(Parts):
     """Two groups of channels held apart, and their places, `[B, H, T, D]`, the wide ones first."""
 
     wide: Payload | None
@@ -177,18 +178,6 @@ class SplitChannels(Payload):
         both = [part.decode() for part in (self.wide, self.rest) if part is not None]
         sorted_ = torch.cat(both, 3)
         return torch.empty_like(sorted_).scatter_(3, self.order.lookup().long(), sorted_)
-
-    def take(self, index: Tensor) -> SplitChannels:
-        """Gather slots."""
-        wide = None if self.wide is None else self.wide.take(index)
-        rest = None if self.rest is None else self.rest.take(index)
-        return SplitChannels(wide, rest, self.order.take(index))
-
-    def rows(self, index: Tensor) -> SplitChannels:
-        """Gather batch rows."""
-        wide = None if self.wide is None else self.wide.rows(index)
-        rest = None if self.rest is None else self.rest.rows(index)
-        return SplitChannels(wide, rest, self.order.rows(index))
 
 
 TWO_BITS = GroupQuant(2, "tokens", 32)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Exact, Payload, TensorCodec, all_of, checked, work_dtype
+from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, checked, work_dtype
 from diffcache.kv.codec.heads import JoinHeads
 from diffcache.kv.codec.table import SlotTable, join_tables
 
@@ -27,7 +28,7 @@ def steady_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Factors(Payload):
+class Factors(Parts):
     """Coordinates of every slot, and the basis of the block it was encoded in.
 
     Args:
@@ -72,14 +73,6 @@ class Factors(Payload):
                 torch.mul(one, replace(self.basis, values=rows).lookup(), out=part)
             total.add_(part)
         return total
-
-    def take(self, index: Tensor) -> Factors:
-        """Gather coordinates, and the bases they use."""
-        return replace(self, left=self.left.take(index), basis=self.basis.take(index))
-
-    def rows(self, index: Tensor) -> Factors:
-        """Gather batch rows."""
-        return replace(self, left=self.left.rows(index), basis=self.basis.rows(index))
 
 
 @dataclass(frozen=True)
@@ -142,9 +135,10 @@ def join_factors(inner: TensorCodec, parts: Sequence[Factors]) -> Factors:
 
 
 @dataclass(frozen=True, eq=False)
-class Projected(Payload):
+class Projected(Parts):
     """Coordinates `[B, H, S, r]` in a basis `[r, D]` that is not theirs to keep."""
 
+    fixed: ClassVar[tuple[str, ...]] = ("up",)
     left: Payload
     up: Tensor
     dtype: torch.dtype
@@ -153,14 +147,6 @@ class Projected(Payload):
         """Return the coordinates times the basis."""
         wide = work_dtype(self.dtype)
         return steady_product(self.left.decode(), self.up, wide).to(self.dtype)
-
-    def take(self, index: Tensor) -> Projected:
-        """Gather slots."""
-        return replace(self, left=self.left.take(index))
-
-    def rows(self, index: Tensor) -> Projected:
-        """Gather batch rows."""
-        return replace(self, left=self.left.rows(index))
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from torch.nn import functional
 from diffcache.kernels.move import gather_slots
 from diffcache.kernels.quantize import can_quantize, can_restore, dequant_groups, quant_groups
 from diffcache.kv.codec.base import (
+    Parts,
     Payload,
     TensorCodec,
     all_of,
@@ -25,7 +26,7 @@ from diffcache.kv.codec.table import SlotTable, join_tables
 
 
 @dataclass(frozen=True, eq=False)
-class Quantized(Payload):
+class Quantized(Parts):
     """Packed codes and the grid of every group.
 
     Args:
@@ -94,14 +95,6 @@ class Quantized(Payload):
         codes = gather_slots(self.codes, index)
         grid = SlotTable(self.grid.lookup_at(index), 1)
         return replace(self, codes=codes, grid=grid).decode()
-
-    def take(self, index: Tensor) -> Quantized:
-        """Gather codes, and the grids they use."""
-        return replace(self, codes=gather_slots(self.codes, index), grid=self.grid.take(index))
-
-    def rows(self, index: Tensor) -> Quantized:
-        """Gather batch rows."""
-        return replace(self, codes=self.codes[index], grid=self.grid.rows(index))
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.kv.attend import Query, View
-from diffcache.kv.codec.base import Payload, TensorCodec, all_of, work_dtype
+from diffcache.kv.attend import Query
+from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, work_dtype
 from diffcache.kv.codec.layers import LayersCodec
 from diffcache.kv.codec.shared import same
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.slots import Slots
+from diffcache.kv.view import View
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +121,7 @@ class Nothing(TensorCodec):
 
 
 @dataclass(frozen=True, eq=False)
-class Delta(Payload):
+class Delta(Parts):
     """What a layer adds to what the layer before it decodes to."""
 
     before: Payload
@@ -131,14 +132,6 @@ class Delta(Payload):
         """Return the sum."""
         wide = work_dtype(self.dtype)
         return (self.before.decode().to(wide) + self.own.decode().to(wide)).to(self.dtype)
-
-    def take(self, index: Tensor) -> Delta:
-        """Gather slots."""
-        return replace(self, before=self.before.take(index), own=self.own.take(index))
-
-    def rows(self, index: Tensor) -> Delta:
-        """Gather batch rows."""
-        return replace(self, before=self.before.rows(index), own=self.own.rows(index))
 
 
 @dataclass(frozen=True)

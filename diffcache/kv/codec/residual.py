@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Exact, Payload, TensorCodec, all_of, checked, work_dtype
+from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, checked, work_dtype
 from diffcache.kv.codec.lowrank import Factors, join_factors
 from diffcache.kv.codec.quant import GroupQuant, Quantized
 from diffcache.kv.codec.sparse import Outliers, Scattered
@@ -17,7 +17,7 @@ from diffcache.kv.codec.table import SlotTable
 
 
 @dataclass(frozen=True, eq=False)
-class Geared(Payload):
+class Geared(Parts):
     """Quantized elements, outliers in place of some, plus a low rank; the last two may be none."""
 
     quantized: Quantized
@@ -33,24 +33,6 @@ class Geared(Payload):
         if self.factors is not None:
             total += self.factors.decode()
         return total.to(self.dtype)
-
-    def take(self, index: Tensor) -> Geared:
-        """Gather slots of every part."""
-        return replace(
-            self,
-            quantized=self.quantized.take(index),
-            factors=None if self.factors is None else self.factors.take(index),
-            outliers=None if self.outliers is None else self.outliers.take(index),
-        )
-
-    def rows(self, index: Tensor) -> Geared:
-        """Gather batch rows of every part."""
-        return replace(
-            self,
-            quantized=self.quantized.rows(index),
-            factors=None if self.factors is None else self.factors.rows(index),
-            outliers=None if self.outliers is None else self.outliers.rows(index),
-        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Payload, TensorCodec, all_of, checked, work_dtype
+from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, checked, work_dtype
 from diffcache.kv.codec.heads import JoinHeads
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.codec.table import SlotTable, join_tables, narrow
@@ -40,7 +40,7 @@ def hadamard(x: Tensor, block: int) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Rotated(Payload):
+class Rotated(Parts):
     """What an inner codec holds of a tensor whose channels were rotated in blocks."""
 
     inner: Payload
@@ -50,14 +50,6 @@ class Rotated(Payload):
     def decode(self) -> Tensor:
         """Rotate back."""
         return hadamard(self.inner.decode().to(work_dtype(self.dtype)), self.block).to(self.dtype)
-
-    def take(self, index: Tensor) -> Rotated:
-        """Gather slots."""
-        return replace(self, inner=self.inner.take(index))
-
-    def rows(self, index: Tensor) -> Rotated:
-        """Gather batch rows."""
-        return replace(self, inner=self.inner.rows(index))
 
 
 @dataclass(frozen=True)
@@ -129,7 +121,7 @@ class Hadamard(TensorCodec):
 
 
 @dataclass(frozen=True, eq=False)
-class Permuted(Payload):
+class Permuted(Parts):
     """What an inner codec holds of reordered channels, and the order, `[B, H, T, D]`."""
 
     inner: Payload
@@ -140,14 +132,6 @@ class Permuted(Payload):
         sorted_ = self.inner.decode()
         order = replace(self.order, values=self.order.values.long()).lookup()
         return torch.empty_like(sorted_).scatter_(3, order, sorted_)
-
-    def take(self, index: Tensor) -> Permuted:
-        """Gather slots."""
-        return Permuted(self.inner.take(index), self.order.take(index))
-
-    def rows(self, index: Tensor) -> Permuted:
-        """Gather batch rows."""
-        return Permuted(self.inner.rows(index), self.order.rows(index))
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Payload, TensorCodec, all_of, checked, work_dtype
+from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, checked, work_dtype
 from diffcache.kv.codec.table import SlotTable, join_tables
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled(Payload):
+class Scaled(Parts):
     """What an inner codec holds, and the factor `[B, H, T, D]` that its channels are times."""
 
     inner: Payload
@@ -24,14 +24,6 @@ class Scaled(Payload):
         """Return the inner tensor times the factor of each channel."""
         wide = work_dtype(self.dtype)
         return (self.inner.decode().to(wide) * self.factor.lookup().to(wide)).to(self.dtype)
-
-    def take(self, index: Tensor) -> Scaled:
-        """Gather slots."""
-        return replace(self, inner=self.inner.take(index), factor=self.factor.take(index))
-
-    def rows(self, index: Tensor) -> Scaled:
-        """Gather batch rows."""
-        return replace(self, inner=self.inner.rows(index), factor=self.factor.rows(index))
 
 
 def encode_scaled(inner: TensorCodec, x: Tensor, factor: Tensor) -> Scaled:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from diffcache.kv.budget import check_size
 from diffcache.kv.codec.base import (
     Exact,
+    Parts,
     Payload,
     TensorCodec,
     all_of,
@@ -134,7 +135,7 @@ class SharedBasis(LayersCodec):
 
 
 @dataclass(frozen=True, eq=False)
-class Directed(Payload):
+class Directed(Parts):
     """Directions that layers share, and magnitudes; slots of magnitude 0 have a row of their own.
 
     Args:
@@ -154,22 +155,6 @@ class Directed(Payload):
         wide = work_dtype(self.dtype)
         merged = self.direction.decode().to(wide) * self.norm.to(wide)[..., None]
         return (merged + self.kept.lookup().to(wide)).to(self.dtype)
-
-    def take(self, index: Tensor) -> Directed:
-        """Gather slots."""
-        norm = self.norm.gather(2, index)
-        return replace(
-            self, direction=self.direction.take(index), norm=norm, kept=self.kept.take(index)
-        )
-
-    def rows(self, index: Tensor) -> Directed:
-        """Gather batch rows."""
-        return replace(
-            self,
-            direction=self.direction.rows(index),
-            norm=self.norm[index],
-            kept=self.kept.rows(index),
-        )
 
 
 @dataclass(frozen=True)

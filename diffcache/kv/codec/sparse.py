@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.kernels.move import gather_slots
-from diffcache.kv.codec.base import Exact, Payload, TensorCodec, all_of, checked
+from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, checked
 from diffcache.kv.codec.pack import pack
 from diffcache.kv.codec.table import narrow
 
 
 @dataclass(frozen=True, eq=False)
-class Bitmap(Payload):
+class Bitmap(Parts):
     """A bit for every channel of a slot, and the values of those that are set.
 
     Args:
@@ -52,15 +51,6 @@ class Bitmap(Payload):
         earlier = many.cumsum(3) - many  # values of the bytes before
         place = before.index_select(0, byte).view(*self.bits.shape, 8).add_(earlier[..., None])
         return place.flatten(3)[..., : self.size]
-
-    def take(self, index: Tensor) -> Bitmap:
-        """Gather slots."""
-        bits = gather_slots(self.bits, index)
-        return replace(self, bits=bits, values=self.values.take(index))
-
-    def rows(self, index: Tensor) -> Bitmap:
-        """Gather batch rows."""
-        return replace(self, bits=self.bits[index], values=self.values.rows(index))
 
 
 @dataclass(frozen=True)

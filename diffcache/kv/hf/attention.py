@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from diffcache.errors import AttachError
 from diffcache.kernels import decode
-from diffcache.kv.attend import Query, View, attend
+from diffcache.kv.attend import Query, attend
 from diffcache.kv.hf.latent import absorbed, check_made, values_of
-from diffcache.kv.hf.trial import changes, leave_trial
+from diffcache.kv.hf.trial import TRIAL, changes, leave_trial
 from diffcache.kv.hf.writer import Writer
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.segment import PLAIN
 from diffcache.kv.slots import Slots, span
+from diffcache.kv.view import View
 
 Attention = Callable[..., tuple[Tensor, None]]
 # What models give their attention function that is served here, or says nothing of attention.
@@ -110,56 +111,71 @@ def attention(
             attends to them twice, or is not the one that the cache was made for.
         ValueError: If something is asked for that slots cannot give.
     """
-    leave_trial(key, value)
+    if TRIAL.get() is not None:
+        leave_trial(key, value)
     handle = _CURRENT.get()
     if not isinstance(handle, _Handle):
         _check_first(handle, module, query, key)
         return _foreign(stock, module, query, key, value, attention_mask, **kwargs)
     _CURRENT.set(None)
+    writer, count, number = handle.writer, key.shape[2], handle.number
+    layer = writer.store.layers[number]
     _check_meant(handle, module, key, value)
-    writer, count = handle.writer, key.shape[2]
     _CURRENT.set(_Served(weakref.ref(query), writer.handed))
-    start = writer.store.layers[handle.number].seen
-    refreshing = writer.refreshing is not None
-    _check(module, attention_mask, None if refreshing else start + count, kwargs)
-    window = writer.setup.windows[handle.number]
+    start, refreshing = layer.seen, writer.refreshing
+    _check(module, attention_mask, None if refreshing is not None else start + count, kwargs)
+    scaling, window = kwargs.get("scaling"), writer.setup.windows[number]
     asked = Query(
-        query, start, _scale(query, kwargs), mask=attention_mask,
-        causal=_causal(module, kwargs, writer.setup.eager),
+        query, start, query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        mask=attention_mask, causal=_causal(module, kwargs, writer.setup.eager),
         window=kwargs.get("sliding_window") if window is None else window,
         softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"),
     )  # fmt: skip
-    latent = writer.store.layers[handle.number].latent
-    few = not refreshing and not latent and decode.takes(query, key, value)
-    in_order = few and writer.is_in_order(attention_mask, start, asked.window)
+    if refreshing is not None:
+        return _refreshed(handle, module, asked, (key, value)), None
+    in_order = (
+        attention_mask is not None
+        and not layer.latent
+        and decode.takes(query, key, value)
+        and writer.is_in_order(attention_mask, start, asked.window)
+    )
     noted = asked
-    if window is not None and not refreshing and (writer.store.recipe.observes or not in_order):
+    if window is not None and (writer.store.recipe.observes or not in_order):
         noted = replace(asked, mask=_reached(asked, window), window=None)
     if in_order:
         asked = replace(asked, mask=None, causal=True)
         noted = asked if window is None else noted  # scorers are told the same with kernels on
     else:
         asked = noted
-    if writer.refreshing is not None:
-        if latent:
-            raise AttachError(
-                f"{type(module).__name__} caches latents: tokens are not computed anew in place; "
-                "read them again with a new cache"
-            )
-        if writer.readers is not None and writer.store.layers[handle.number].mover is None:
-            writer.store.layers[handle.number].rotary = writer.readers[handle.number].read()
-        out = writer.refreshing.attend(handle.number, key, value, asked)
-        return out.transpose(1, 2).contiguous(), None
-    if window is None or start + count <= window:
-        writer.check_past(attention_mask)
-    valid = None if in_order else writer.valid(attention_mask, start, count, len(key))
-    if latent:
+    valid = None
+    if attention_mask is not None:
+        if window is None or start + count <= window:
+            writer.check_past(attention_mask)
+        if not in_order:
+            valid = writer.valid(attention_mask, start, count, len(key))
+    if layer.latent:
         out = _over_latents(handle, module, asked, (key, value), valid)
-        return out.transpose(1, 2).contiguous(), None
-    writer.write(handle.number, key, value, valid=valid, position_ids=kwargs.get("position_ids"))
-    out = writer.store.attend(handle.number, asked, valid, observe=False)
-    writer.store.take_note(handle.number, noted, valid)
+    else:
+        writer.write(number, key, value, valid=valid, position_ids=kwargs.get("position_ids"))
+        out = writer.store.attend(number, asked, valid, noted=noted)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _refreshed(
+    handle: _Handle, module: nn.Module, asked: Query, made: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Return attention of tokens that are computed anew in place, [B, n, Hq, Dv]."""
+    writer, layer = handle.writer, handle.writer.store.layers[handle.number]
+    assert writer.refreshing is not None
+    if layer.latent:
+        raise AttachError(
+            f"{type(module).__name__} caches latents: tokens are not computed anew in place; "
+            "read them again with a new cache"
+        )
+    if writer.readers is not None and layer.mover is None:
+        layer.rotary = writer.readers[handle.number].read()
+    out = writer.refreshing.attend(handle.number, *made, asked)
+    return out.transpose(1, 2).contiguous()
 
 
 def _over_latents(
@@ -200,20 +216,19 @@ def _check_first(served: _Served | None, module: nn.Module, query: Tensor, key: 
 
 def _check_meant(handle: _Handle, module: nn.Module, key: Tensor, value: Tensor) -> None:
     """Refuse other keys and values than those that the cache was given."""
-    name, known = type(module).__name__, handle.writer.setup.modules
+    known = handle.writer.setup.modules
     if known and module not in known:
         raise AttachError(
-            f"{name} is of another model than this cache; make a cache for it with "
-            "cache_for(model, ...)"
+            f"{type(module).__name__} is of another model than this cache; make a cache for it "
+            "with cache_for(model, ...)"
         )
-    pairs = {"keys": (key, handle.key), "values": (value, handle.value)}
     if handle.writer.store.layers[handle.number].latent:
         return  # it makes them of what the cache was given; see `check_made`
-    changed = [word for word, (one, other) in pairs.items() if one is not other]
+    changed = ["keys"] * (key is not handle.key) + ["values"] * (value is not handle.value)
     if changed:
         raise AttachError(
-            f"{changes(name, changed)} (or an earlier forward was cut off between the two: then "
-            "call it again)"
+            f"{changes(type(module).__name__, changed)} (or an earlier forward was cut off between "
+            "the two: then call it again)"
         )
 
 
@@ -276,18 +291,14 @@ def _foreign(
     """Attend without a cache of ours."""
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
         return stock(module, query, key, value, mask, **kwargs)
-    width = key.shape[2]
+    width, scaling = key.shape[2], kwargs.get("scaling")
     slots = Slots(key, value, {"pos": span(0, width, len(key), key.device)})
     asked = Query(
-        query, width - query.shape[2], _scale(query, kwargs), mask=mask,
+        query, width - query.shape[2],
+        query.shape[-1] ** -0.5 if scaling is None else float(scaling), mask=mask,
         softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"),
     )  # fmt: skip
     return attend(asked, [View(slots)]).transpose(1, 2).contiguous(), None
-
-
-def _scale(query: Tensor, kwargs: dict[str, Any]) -> float:
-    scaling = kwargs.get("scaling")
-    return float(query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
 def _causal(module: nn.Module, kwargs: dict[str, Any], eager: bool) -> bool:
@@ -320,11 +331,8 @@ def _check(
         raise ValueError(
             f"dropout={kwargs['dropout']}: a cache is for inference; call model.eval() first"
         )
-    unknown = [
-        name
-        for name, given in kwargs.items()
-        if name not in _KNOWN and given is not None and given is not False
-    ]
+    unknown = kwargs.keys() - _KNOWN
+    unknown -= {name for name in unknown if kwargs[name] is None or kwargs[name] is False}
     if unknown:
         raise AttachError(
             f"{type(module).__name__} gives its attention {', '.join(sorted(unknown))}, which "

@@ -22,10 +22,10 @@ from diffcache.errors import AttachError
 from diffcache.foreign import attention_name_of
 from diffcache.kv.hf.attention import forget
 from diffcache.kv.hf.axes import noted_by
-from diffcache.kv.hf.ends import Ending, watch
 from diffcache.kv.hf.latent import check_latent
 from diffcache.kv.hf.layer import FusedLayer, SlotLayer
 from diffcache.kv.hf.model import (
+    NAME,
     Mode,
     Setup,
     attentions,
@@ -41,15 +41,15 @@ from diffcache.kv.hf.model import (
 )
 from diffcache.kv.hf.past import check_past, dynamic_of, take_over
 from diffcache.kv.hf.rotary import RotaryReader
-from diffcache.kv.hf.switch import NAME, switch
 from diffcache.kv.hf.switch import detach as detach
+from diffcache.kv.hf.switch import switch
 from diffcache.kv.hf.trial import check_hands_over
 from diffcache.kv.hf.versions import FUSED, has_shared_layers, tokens_to_crop
-from diffcache.kv.hf.writer import Writer
+from diffcache.kv.hf.writer import Host, Writer, watch
 from diffcache.kv.per_layer import per_layer
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import make_recipe
-from diffcache.kv.store import CUT_OFF, KVStore
+from diffcache.kv.store import KVStore
 
 Recipes: TypeAlias = "Recipe | str | Sequence[Recipe | str] | Mapping[int, Recipe | str]"
 
@@ -211,14 +211,8 @@ def owned_layers(model: nn.Module, stock: Sequence[Any]) -> list[int]:
     return owned
 
 
-class KVCache(Ending, Cache):  # type: ignore[misc]
-    """A cache of transformers whose layers of full attention follow a recipe.
-
-    Attributes:
-        store: Keys and values, and what is done to them.
-        setup: Mode, layers and decoder of the model that the cache was made for.
-        writer: Writer of the model's keys and values into the store.
-    """
+class KVCache(Host, Cache):  # type: ignore[misc]
+    """A cache of transformers whose layers of full attention follow a recipe."""
 
     def __init__(
         self,
@@ -237,11 +231,6 @@ class KVCache(Ending, Cache):  # type: ignore[misc]
         super().__init__(layers=layers)
         self.store, self.setup = store, setup
         self.writer = Writer(store, setup, readers, tags)
-
-    @property
-    def mode(self) -> Mode:
-        """`"native"` or `"stock"`."""
-        return self.setup.mode
 
     @property
     def why(self) -> str:
@@ -294,32 +283,6 @@ class KVCache(Ending, Cache):  # type: ignore[misc]
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a cache of a model is not pickled; use diffcache.kv.life.save")
-
-    def begin(self, count: int) -> None:
-        """Settle what is due, at the first layer of a forward of `count` tokens; see `check`."""
-        self._check_used()
-        self.store.begin(count)
-        self.await_end()
-
-    def check(self) -> None:
-        """Check, before a forward, that the model and this cache are as they were left.
-
-        Raises:
-            AttachError: If the model uses another attention function by now.
-            ValueError: If an earlier forward did not come to its end.
-        """
-        self._check_used()
-        sliding = [x for x in self.layers if type(x) is DynamicSlidingWindowLayer]
-        if any(x.is_initialized and x.get_seq_length() != self.store.seen for x in sliding):
-            raise ValueError(CUT_OFF)
-
-    def _check_used(self) -> None:
-        used = self.setup.config._attn_implementation
-        if self.mode == "native" and used != NAME:
-            raise AttachError(
-                f"the model was released and uses {used!r}, which sees nothing of this cache; "
-                "call cache_for(model, ...) again, which sets it up for all its caches"
-            )
 
     # what generate calls -------------------------------------------------------------------
 

@@ -4,42 +4,16 @@ from __future__ import annotations
 
 import weakref
 from copy import deepcopy
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from diffcache.errors import AttachError
 from diffcache.kv.hf.attention import announce, check_mask_sizes, handed_out
-from diffcache.kv.hf.model import Mode, Setup
-from diffcache.kv.hf.versions import FUSED, query_count
-from diffcache.kv.hf.writer import Writer
+from diffcache.kv.hf.versions import FUSED
+from diffcache.kv.hf.writer import Host
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.store import KVStore
-
-
-class Owner(Protocol):
-    """The cache that a layer belongs to.
-
-    Attributes:
-        store: Keys and values.
-        setup: Mode, layers and decoder of the model that the cache was made for.
-        writer: Writer of the model's keys and values into the store.
-    """
-
-    store: KVStore
-    setup: Setup
-    writer: Writer
-
-    @property
-    def mode(self) -> Mode:
-        """`"native"` or `"stock"`."""
-
-    def begin(self, count: int) -> None:
-        """Settle what is due, at the first layer of a forward of `count` tokens."""
-
-    def check(self) -> None:
-        """Check that the model and the cache are as they were left."""
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -50,14 +24,14 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: Owner, number: int) -> None:
+    def __init__(self, cache: Host, number: int) -> None:
         super().__init__()
         self._cache = weakref.ref(cache)
         self.number = number
         self._masked = 0  # keys that the mask of this forward is for, where that is known
 
     @property
-    def cache(self) -> Owner:
+    def cache(self) -> Host:
         """The cache it belongs to."""
         cache = self._cache()
         if cache is None:
@@ -84,7 +58,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
         if self.number == 0 and cache.writer.refreshing is None:
             cache.begin(key_states.shape[2])
-        if cache.mode == "native":
+        if cache.setup.mode == "native":
             announce(cache.writer, self.number, key_states, value_states)
             return key_states, value_states
         count, kept = key_states.shape[2], self._reached()
@@ -103,9 +77,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
         In native mode the mask is by position: all that were ever seen.
         """
-        self.cache.check()  # transformers asks before the first layer
-        if self.cache.mode == "native":
-            return self.core.seen + query_count(query_length), 0
+        cache = self.cache
+        cache.check()  # transformers asks before the first layer
+        if cache.setup.mode == "native":
+            return cache.store.layers[self.number].seen + query_count(query_length), 0
         kept = self._reached()
         self._masked = kept + query_count(query_length)
         return self._masked, self.core.seen - kept
@@ -122,6 +97,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     get_max_cache_shape = get_max_length  # its name in earlier versions
 
 
+def query_count(queries: int | Tensor) -> int:
+    """Return how many queries a mask is for; in 5.0 their positions are given, int64 [n]."""
+    return queries.shape[0] if isinstance(queries, Tensor) else queries
+
+
 class FusedLayer(SlotLayer, FUSED):  # type: ignore[misc]
     """A layer of full attention, by slots, and of linear attention, whose states are as they were.
 
@@ -133,7 +113,7 @@ class FusedLayer(SlotLayer, FUSED):  # type: ignore[misc]
         states: A layer of transformers, or one of these, whose states it begins with.
     """
 
-    def __init__(self, cache: Owner, number: int, states: Any) -> None:
+    def __init__(self, cache: Host, number: int, states: Any) -> None:
         SlotLayer.__init__(self, cache, number)
         LinearAttentionLayer.__init__(self, number_of_states=states.number_of_states)
         copy_states(states, self)

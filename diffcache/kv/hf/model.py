@@ -16,6 +16,7 @@ from diffcache.kv.hf.rotary import RotaryReader, rotary_of
 from diffcache.kv.recipe import Recipe
 
 Mode = Literal["auto", "native", "stock"]
+NAME = "diffcache"  # what the attention function of caches is registered as
 _DIFFUSION = ("llada", "Dream")  # `model_type` of code that fills in masks and takes no cache
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 

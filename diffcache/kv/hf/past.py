@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from diffcache.errors import AttachError
 from diffcache.kv.hf.layer import FusedLayer, copy_states
-from diffcache.kv.hf.model import Setup
-from diffcache.kv.hf.writer import Writer
+from diffcache.kv.hf.writer import Host
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.segment import PLAIN
 from diffcache.kv.slots import Slots
@@ -21,22 +20,6 @@ from diffcache.kv.store import KVStore
 from diffcache.kv.tail import Tail
 
 _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)
-
-
-class Taking(Protocol):
-    """A cache of `cache_for`, as far as it takes over and hands out.
-
-    Attributes:
-        store: Keys and values of the layers that follow a recipe.
-        setup: Mode, layers and decoder of the model that the cache was made for.
-        writer: Writer of the model's keys and values into the store.
-        layers: All layers, as transformers sees them.
-    """
-
-    store: KVStore
-    setup: Setup
-    writer: Writer
-    layers: list[Any]
 
 
 def check_past(past: Any, stock: Sequence[Any], owned: Sequence[int]) -> int:
@@ -99,7 +82,7 @@ def check_unobserved(store: KVStore) -> None:
         )
 
 
-def take_over(cache: Taking, past: DynamicCache, mask: Tensor | None, seen: int) -> None:
+def take_over(cache: Host, past: DynamicCache, mask: Tensor | None, seen: int) -> None:
     """Write copies of what a cache of transformers holds, as if the prompt had been read.
 
     Args:
@@ -148,7 +131,7 @@ def take_over(cache: Taking, past: DynamicCache, mask: Tensor | None, seen: int)
         cache.writer.past = valid if valid is not None else first.new_ones(1, seen).bool()
 
 
-def dynamic_of(cache: Taking) -> DynamicCache:
+def dynamic_of(cache: Host) -> DynamicCache:
     """Return a cache of transformers with the same content, keys and values decoded.
 
     Raises:

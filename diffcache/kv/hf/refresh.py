@@ -5,29 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from diffcache.errors import AttachError
 from diffcache.kv.attend import Query, attend
-from diffcache.kv.hf.model import decoder_config
+from diffcache.kv.hf.model import NAME, decoder_config
 from diffcache.kv.refresh import Stale
 from diffcache.kv.slots import SlotIndex, Slots, checked
 from diffcache.kv.store import KVStore
 
-_NAME = "diffcache"  # what the attention function of caches is registered as
+if TYPE_CHECKING:
+    from diffcache.kv.hf.writer import Host
+
 Watch: TypeAlias = "Callable[[int, Query, Slots], None]"
-
-
-class Host(Protocol):
-    """A cache of `cache_for`, as far as refreshing needs it."""
-
-    store: KVStore
-    mode: Any
-    writer: Any
-    layers: Any
 
 
 class _Enough(Exception):  # noqa: N818 - nothing is wrong
@@ -136,7 +129,7 @@ def _forward(
 ) -> tuple[Any, Refreshing]:
     pos = _positions(cache, ids)
     used = decoder_config(model)._attn_implementation
-    if used != _NAME:
+    if used != NAME:
         raise AttachError(
             f"{type(model).__name__} uses the attention function {used!r}, not this cache: it was "
             "released, or the cache is another model's; make a new one with cache_for"

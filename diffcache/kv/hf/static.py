@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache, StaticLayer
 
 from diffcache.errors import AttachError
+from diffcache.kv.hf.layer import query_count
 from diffcache.kv.hf.model import decoder_config
-from diffcache.kv.hf.versions import query_count
-from diffcache.kv.static import StaticWindow
 
 
 def static_cache_for(model: nn.Module, capacity: int, *, sinks: int = 4) -> Cache:
@@ -81,3 +80,103 @@ class _Static(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget everything, in place."""
         self.core.reset()
+
+
+class StaticWindow:
+    """Keys and values of the first tokens and of the latest, in two buffers that never move.
+
+    Decoding a token reads no number back from the device and changes no shape, so that a compiled
+    graph, or a captured one, serves every step. Keys are stored as given: rotated, at the positions
+    they had in the text. While the buffers are not full nothing is lost.
+
+    Attributes:
+        capacity: Slots.
+        sinks: First tokens that always stay.
+        seen: Tokens written, int64 [], changed in place.
+
+    Reference: StreamingLLM, arXiv 2309.17453, section 3.2, without rotating keys anew.
+    """
+
+    def __init__(self, capacity: int, sinks: int = 4) -> None:
+        if not 0 <= sinks < capacity:
+            raise ValueError(
+                f"sinks={sinks}: must be from 0 to less than capacity={capacity} slots"
+            )
+        self.capacity, self.sinks = capacity, sinks
+        self.seen = torch.zeros((), dtype=torch.int64)
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def allocate(self, k: Tensor, v: Tensor) -> None:
+        """Make the buffers for tensors like these, [B, H, n, D] and [B, H, n, Dv]."""
+        self.k, self.v = (x.new_zeros(*x.shape[:2], self.capacity, x.shape[3]) for x in (k, v))
+        self.seen = self.seen.to(k.device)
+
+    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add tokens and return what their queries attend to.
+
+        Args:
+            k: [B, H, n, D].
+            v: [B, H, n, Dv].
+
+        Returns:
+            For one token the buffers, whole; for several what was held, in the order of positions,
+            and the new ones.
+        """
+        if self.k is None or self.v is None:
+            self.allocate(k, v)
+        assert self.k is not None
+        assert self.v is not None
+        count = k.shape[2]
+        if count == 1:
+            at = self._slot(self.seen)[None]
+            self._put(at, k, v)
+            self.seen.add_(1)
+            return self.k, self.v
+        before = int(self.seen)
+        held = self._slot(self._kept(before))
+        whole = tuple(
+            torch.cat([old.index_select(2, held), new], 2)
+            for old, new in ((self.k, k), (self.v, v))
+        )
+        at = self._kept(before + count)
+        at = at[at >= before]
+        self._put(self._slot(at), k.index_select(2, at - before), v.index_select(2, at - before))
+        self.seen.add_(count)
+        return whole[0], whole[1]
+
+    def sizes(self, count: int) -> tuple[int, int]:
+        """Return how many keys a mask is for, and the position it gives the first of them.
+
+        Args:
+            count: Tokens about to be written. For one the mask covers the buffers, whose slots fill
+                in order; once they are full every slot is seen.
+        """
+        if count == 1:
+            return self.capacity, 0
+        before = int(self.seen)
+        held = min(before, self.capacity)
+        return held + count, before - held
+
+    def reset(self) -> None:
+        """Forget everything, in place."""
+        self.seen.zero_()
+
+    def _slot(self, pos: Tensor) -> Tensor:
+        """Return the slots of positions."""
+        ring = self.sinks + (pos - self.sinks).remainder(self.capacity - self.sinks)
+        return torch.where(pos < self.sinks, pos, ring)
+
+    def _kept(self, seen: int) -> Tensor:
+        """Return the positions that are held after so many tokens."""
+        device = self.seen.device
+        if seen <= self.capacity:
+            return torch.arange(seen, device=device)
+        latest = torch.arange(seen - (self.capacity - self.sinks), seen, device=device)
+        return torch.cat([torch.arange(self.sinks, device=device), latest])
+
+    def _put(self, at: Tensor, k: Tensor, v: Tensor) -> None:
+        assert self.k is not None
+        assert self.v is not None
+        self.k.index_copy_(2, at, k)
+        self.v.index_copy_(2, at, v)

@@ -18,10 +18,8 @@ from diffcache.foreign import (
     use_attention,
 )
 from diffcache.kv.hf.attention import attention
-from diffcache.kv.hf.ends import unwatch
-from diffcache.kv.hf.model import config_of, decoder_of
-
-NAME = "diffcache"
+from diffcache.kv.hf.model import NAME, config_of, decoder_of
+from diffcache.kv.hf.writer import unwatch
 
 
 def switch(model: nn.Module) -> str:

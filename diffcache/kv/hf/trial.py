@@ -33,12 +33,12 @@ class _Trial(Exception):  # noqa: N818 - no error: how a layer that is tried is 
         return 0
 
 
-_TRIAL: ContextVar[_Trial | None] = ContextVar("diffcache_kv_trial", default=None)
+TRIAL: ContextVar[_Trial | None] = ContextVar("diffcache_kv_trial", default=None)
 
 
 def leave_trial(key: Tensor, value: Tensor) -> None:
     """Leave a layer that is tried, with the keys and values that attention is given."""
-    trial = _TRIAL.get()
+    trial = TRIAL.get()
     if trial is not None:
         trial.met = key, value
         raise trial
@@ -57,12 +57,12 @@ def check_hands_over(module: nn.Module, embedding: nn.Module | None) -> None:
         AttachError: If it does not.
     """
     trial = _Trial()
-    token = _TRIAL.set(trial)
+    token = TRIAL.set(trial)
     try:
         with torch.no_grad(), suppress(Exception):
             LayerProbe(module, deepcopy(embedding), 1.0, ()).attend(trial)
     finally:
-        _TRIAL.reset(token)
+        TRIAL.reset(token)
     if trial.cached is None or trial.met is None:
         return
     pairs = zip(("keys", "values"), trial.cached, trial.met, strict=True)

@@ -45,11 +45,6 @@ def tokens_to_crop(given: int | Tensor, store: KVStore) -> int:
     return max(store.seen - given, 0)
 
 
-def query_count(queries: int | Tensor) -> int:
-    """Return how many queries a mask is for; in 5.0 their positions are given, int64 [n]."""
-    return queries.shape[0] if isinstance(queries, Tensor) else queries
-
-
 def has_shared_layers(config: Any, layers: Sequence[Any]) -> bool:
     """Return whether layers of a model read the keys of others.
 

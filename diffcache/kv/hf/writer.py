@@ -1,23 +1,30 @@
-"""Write into a store what models of transformers give to their caches."""
+"""Write into a store what models of transformers give to their caches, from begin to end."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from diffcache.errors import AttachError
+from diffcache.foreign import CALL_CODE, PREFILL, reads_whole_prompt, take_hooks
 from diffcache.kv.hf.axes import NotedPositions
-from diffcache.kv.hf.model import Setup
+from diffcache.kv.hf.model import NAME, Mode, Setup, decoder_of
 from diffcache.kv.hf.refresh import Refreshing
 from diffcache.kv.hf.rotary import RotaryReader
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.rotary import Rotation
-from diffcache.kv.rotary_nd import RotaryND
-from diffcache.kv.rotary_table import RotaryTable
+from diffcache.kv.rotary_nd import RotaryND, RotaryTable
 from diffcache.kv.slots import span
-from diffcache.kv.store import KVStore
+from diffcache.kv.store import CUT_OFF, KVStore
+
+_WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Writer:
@@ -195,3 +202,95 @@ class Writer:
         if not number or self.table is None:
             self.table = self.noted.after(self.table, start, count)
         return RotaryTable.of(rotary, self.table)
+
+
+class Host:
+    """A cache of `cache_for`, as its layers and what reads, fills or refreshes it know it.
+
+    Attributes:
+        store: Keys and values of the layers that follow a recipe, and what is done to them.
+        setup: Mode, layers and decoder of the model that the cache was made for.
+        writer: Writer of the model's keys and values into the store.
+        layers: All layers, as transformers sees them.
+    """
+
+    store: KVStore
+    setup: Setup
+    writer: Writer
+    layers: list[Any]
+    _ends_prompt = False
+    _runs: weakref.ReferenceType[nn.Module] | None = None
+
+    @property
+    def mode(self) -> Mode:
+        """`"native"` or `"stock"`."""
+        return self.setup.mode
+
+    def begin(self, count: int) -> None:
+        """Settle what is due, at the first layer of a forward of `count` tokens; see `check`."""
+        self._check_used()
+        self.store.begin(count)
+        self.await_end()
+
+    def check(self) -> None:
+        """Check, before a forward, that the model and this cache are as they were left.
+
+        Raises:
+            AttachError: If the model uses another attention function by now.
+            ValueError: If an earlier forward did not come to its end.
+        """
+        self._check_used()
+        for layer in self.layers:
+            known = type(layer) is DynamicSlidingWindowLayer and layer.is_initialized
+            if known and layer.get_seq_length() != self.store.seen:
+                raise ValueError(CUT_OFF)
+
+    def _check_used(self) -> None:
+        used = self.setup.config._attn_implementation
+        if self.setup.mode == "native" and used != NAME:
+            raise AttachError(
+                f"the model was released and uses {used!r}, which sees nothing of this cache; "
+                "call cache_for(model, ...) again, which sets it up for all its caches"
+            )
+
+    def await_end(self) -> None:
+        """Expect the end of the outermost module that runs with this cache and tells of its end.
+
+        Layers after the last one that writes, and the head, can still fail: what was written would
+        then be written again when the forward is repeated.
+        """
+        place: FrameType | None = sys._getframe(1)
+        runs, whole = None, None
+        while place is not None:
+            if place.f_code.co_name == PREFILL and whole is None:
+                whole = reads_whole_prompt(place)
+            if place.f_code is CALL_CODE:
+                given = place.f_locals
+                if given["self"] in _WATCHED:
+                    for each in (*given["args"], *given["kwargs"].values()):
+                        runs = given["self"] if each is self else runs
+            place = place.f_back
+        self._runs, self._ends_prompt = None if runs is None else weakref.ref(runs), bool(whole)
+        self.store.opened = None if runs is None else self.store.seen
+
+
+def _tell(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, Host) and each._runs is not None and each._runs() is module:
+            each.store.end(each._ends_prompt)
+
+
+def watch(model: nn.Module) -> None:
+    """Have the decoder of a model, and what it is a part of, tell caches when a forward ends."""
+    decoder = decoder_of(model)
+    for part in model.modules():
+        if part not in _WATCHED and any(each is decoder for each in part.modules()):
+            part.register_forward_hook(_tell, with_kwargs=True)
+            _WATCHED.add(part)
+
+
+def unwatch(model: nn.Module) -> None:
+    """Undo `watch`."""
+    for part in model.modules():
+        take_hooks(part, lambda hook: hook is _tell)
+        _WATCHED.discard(part)

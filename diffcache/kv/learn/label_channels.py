@@ -7,11 +7,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query, View
+from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.summary import news
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.slots import Slots
+from diffcache.kv.view import View
 
 By = Literal["qk", "q", "k"]
 

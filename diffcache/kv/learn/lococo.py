@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query, View, attend
+from diffcache.kv.attend import Query, attend
 from diffcache.kv.merging.lococo import ConvolutionMerge, MixWeights
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import KEEP
 from diffcache.kv.slots import EMPTY
+from diffcache.kv.view import View
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from diffcache.kv.budgets.prefix import prefix_counts
+from diffcache.kv.budgets.layers import prefix_counts
 
 
 def layer_shares(samples: Iterable[Sequence[Tensor]], share: float) -> tuple[float, ...]:
     """Return the share of its tokens that each layer keeps, the mean over samples.
 
     The mean over layers is `share`, give or take a slot; the numbers are the `weights` of
-    `diffcache.kv.budgets.table.LayerTable`.
+    `diffcache.kv.budgets.layers.LayerTable`.
 
     Args:
         samples: Scores of every layer, [B, H, S], none negative, for each sample.

@@ -17,14 +17,12 @@ from torch import Tensor
 
 from diffcache.errors import DiffcacheError
 from diffcache.kv.attend import Query, attend
-from diffcache.kv.form import Form
-from diffcache.kv.layer import KVLayer
+from diffcache.kv.layer import Form, KVLayer, LayerSummary
 from diffcache.kv.life.tree import Folded, fold, unfold
-from diffcache.kv.rotary_table import RotaryTable
+from diffcache.kv.rotary_nd import RotaryTable
 from diffcache.kv.segment import Segment
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
-from diffcache.kv.summary import LayerSummary
 from diffcache.kv.tail import Tail
 
 VERSION = 1

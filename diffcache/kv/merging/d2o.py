@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diffcache.kv.attended import Attended
 from diffcache.kv.budget import Budget, Size, check_size, slots_for
-from diffcache.kv.budgets.apportion import apportion
+from diffcache.kv.budgets.layers import apportion
 from diffcache.kv.merge import Merger, check_space
 from diffcache.kv.merging.absorb import absorb, by_cosine, parted, total
 from diffcache.kv.observe import Observation

@@ -11,8 +11,7 @@ from torch import Tensor
 from diffcache.kv.merge import Merger, check_space
 from diffcache.kv.merging.absorb import absorb, by_position, parted
 from diffcache.kv.observe import Observation
-from diffcache.kv.plan import Planner
-from diffcache.kv.planning.fixed import FixedSlot
+from diffcache.kv.plan import FixedSlot, Planner
 from diffcache.kv.slots import Slots
 
 

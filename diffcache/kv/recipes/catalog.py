@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from diffcache.kv.recipe import Recipe
-from diffcache.names import RECIPES, recipe_key, recipe_names, unknown
+from diffcache.registry import find, read_word, rows_of, split, unknown
 
 
 def recipe_function(name: str) -> Callable[..., Recipe]:
     """Return what makes a recipe, by its name; "-" and "_" mean the same.
 
     Raises:
-        UnknownMethodError: If the catalogue has no such name.
+        UnknownMethodError: If the registry has no such name.
     """
-    key = recipe_key(name)
-    for module, names in RECIPES.items():
-        if key in names:
-            function: Callable[..., Recipe] = getattr(
-                importlib.import_module(f"diffcache.kv.recipes.{module}"), key
-            )
-            return function
-    raise unknown(name, "recipe")
+    row = find(name, "recipe")
+    if row is None:
+        raise unknown(name, "recipe")
+    function: Callable[..., Recipe] = row.load()
+    return function
+
+
+def recipe_names() -> list[str]:
+    """Return the names of all recipes, in the order of the registry."""
+    return list(rows_of("recipe"))
 
 
 def make_recipe(recipe: str | Recipe, **settings: Any) -> Recipe:
     """Return a recipe from its name and settings; a recipe is returned as it is.
+
+    Args:
+        recipe: A recipe, its name, or a word as on the command line, `snapkv:budget=0.5|kivi`.
+        **settings: Settings of a recipe given by name; `base` may be such a word itself.
 
     Raises:
         UnknownMethodError: If the catalogue has no such name.
@@ -48,6 +53,10 @@ def make_recipe(recipe: str | Recipe, **settings: Any) -> Recipe:
             f"recipe={recipe!r}: must be a name, such as 'snapkv', or a recipe, such as "
             "diffcache.kv.snapkv(budget=256); feature methods go to diffcache.wrap"
         )
+    if set(recipe) & set(":=|"):
+        return read_recipe(recipe, **settings)
+    if isinstance(settings.get("base"), str):
+        settings["base"] = make_recipe(settings["base"])
     function = recipe_function(recipe)
     taken = inspect.signature(function)
     unknown_settings = sorted(set(settings) - set(taken.parameters))
@@ -60,6 +69,43 @@ def make_recipe(recipe: str | Recipe, **settings: Any) -> Recipe:
     except TypeError as error:
         raise ValueError(f"{recipe}: {error}; its settings are {taken}") from error
     return function(**settings)
+
+
+def read_recipe(
+    text: str,
+    settle: Callable[[str, dict[str, Any]], Mapping[str, Any]] = lambda name, given: given,
+    **settings: Any,
+) -> Recipe:
+    """Return the recipe that a word describes, of one name or of several joined by `|`.
+
+    Args:
+        text: `name` or `name:key=value,...`; `none` does nothing.
+        settle: Function of a name and the settings of the word; it returns the settings to take.
+        **settings: Further settings, for a word of one name.
+
+    Raises:
+        UnknownMethodError: If the registry has no such name.
+        ValueError: If a setting cannot be read, is unknown, given twice, or does not go with the
+            others.
+    """
+    parts = split(text, text, "|")
+    if settings and len(parts) > 1:
+        raise ValueError(f"settings {sorted(settings)} go with one name, not with {text!r}")
+    whole = Recipe()
+    for part in parts:
+        if not part.partition(":")[0].strip():
+            raise ValueError(
+                f"a name is missing between the signs | of {text!r}; `diffcache kv --list` lists "
+                "them"
+            )
+        name, own = read_word(part.strip())
+        if name == "none" and not own:
+            continue
+        twice = sorted(own.keys() & settings.keys())
+        if twice:
+            raise ValueError(f"recipe {text!r}: {twice[0]} is given twice")
+        whole = whole | make_recipe(name, **settle(name, own), **settings)
+    return whole
 
 
 def reference(make: Callable[..., Recipe]) -> str:
@@ -75,32 +121,6 @@ def reference(make: Callable[..., Recipe]) -> str:
     return " ".join(match.group(1).split())
 
 
-def bibtex(name: str) -> str:
-    """Return the BibTeX entry of a recipe's paper, under the name the method goes by.
-
-    Raises:
-        UnknownMethodError: If the catalogue has no such name.
-        ValueError: If no paper describes it.
-    """
-    source = reference(recipe_function(name))
-    match = re.match(r"(?!none)(.*?),? arXiv ((\d\d)\d\d\.\d{5})", source)
-    if match is None:
-        why = source.removeprefix("none; ")
-        raise ValueError(f"{recipe_key(name)!r} has no paper of its own: {why}")
-    title, number, year = match.groups()
-    return "\n".join([
-        "% The title is the name the method goes by; its page has the full title and the authors.",
-        f"@misc{{{recipe_key(name)}20{year},",
-        f"  title={{{title.strip(chr(34))}}},",
-        f"  eprint={{{number}}},",
-        "  archivePrefix={arXiv},",
-        f"  url={{https://arxiv.org/abs/{number}}},",
-        f"  year={{20{year}}}",
-        "}",
-    ])  # fmt: skip
-
-
 def recipes() -> dict[str, str]:
     """Return the names of all recipes with one sentence each."""
-    functions = {name: recipe_function(name) for name in recipe_names()}
-    return {name: (inspect.getdoc(make) or "").split("\n")[0] for name, make in functions.items()}
+    return {name: row.sentence for name, row in rows_of("recipe").items()}

@@ -6,12 +6,9 @@ from dataclasses import replace
 from typing import Literal
 
 from diffcache.kv.budget import Size, Uniform
-from diffcache.kv.budgets.entropy import EntropyVariance
 from diffcache.kv.budgets.heads import AdaHead, Safeguard
-from diffcache.kv.budgets.pyramid import Pyramid
-from diffcache.kv.plan import TopK
-from diffcache.kv.planning.critical import TwoStage
-from diffcache.kv.planning.share import RecentShare
+from diffcache.kv.budgets.layers import EntropyVariance, Pyramid
+from diffcache.kv.plan import RecentShare, TopK, TwoStage
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.settings import Count, Share, Whole, checked
 from diffcache.kv.score.attention import (
@@ -23,11 +20,8 @@ from diffcache.kv.score.attention import (
     WindowVariance,
 )
 from diffcache.kv.score.expected import Expected
-from diffcache.kv.score.lag import Lag
-from diffcache.kv.score.norm import KeyNorm
 from diffcache.kv.score.recency import Chance
-from diffcache.kv.score.similarity import KeyDifference
-from diffcache.kv.score.value import ValueNorm
+from diffcache.kv.score.vectors import KeyDifference, KeyNorm, Lag, ValueNorm
 from diffcache.kv.trigger import EveryStep
 
 
@@ -213,7 +207,7 @@ def pyramidkv(
         window: Last queries of the prompt, whose slots always stay.
         kernel: Neighboring slots whose average is taken, odd.
         mode: `"official"` rounds budgets down by its own steps, and gives all layers of a short
-            prompt the same, see `diffcache.kv.budgets.pyramid.Pyramid`.
+            prompt the same, see `diffcache.kv.budgets.layers.Pyramid`.
 
     Reference: PyramidKV, arXiv 2406.02069, section 4.2. Departure: one set of slots for each
     key-value head, as in `snapkv`.

@@ -5,23 +5,18 @@ from __future__ import annotations
 from typing import Literal
 
 from diffcache.kv.budget import Size, Uniform
-from diffcache.kv.budgets.arithmetic import Arithmetic
 from diffcache.kv.budgets.heads import AdaHead
-from diffcache.kv.budgets.table import LayerTable
+from diffcache.kv.budgets.layers import Arithmetic, LayerTable
 from diffcache.kv.life.episodes import AfterProbe
-from diffcache.kv.plan import TopK
-from diffcache.kv.planning.share import RecentShare
-from diffcache.kv.planning.windows import Windows
+from diffcache.kv.plan import RecentShare, TopK, Windows
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.settings import Count, Share, checked
 from diffcache.kv.score.attention import Window
 from diffcache.kv.score.compactor import Compactor
-from diffcache.kv.score.cur import NormProduct
-from diffcache.kv.score.keyformer import NoisyMass
+from diffcache.kv.score.history import LowCount, NoisyMass, Recurrence
 from diffcache.kv.score.probe import Asked
-from diffcache.kv.score.recurrence import Recurrence
-from diffcache.kv.score.scissorhands import LowCount
-from diffcache.kv.score.shared import Shared
+from diffcache.kv.score.revised import Shared
+from diffcache.kv.score.vectors import NormProduct
 from diffcache.kv.trigger import EveryStep, Overflow
 
 
@@ -105,7 +100,7 @@ def lazy_eviction(budget: Size = 1024, *, lag: Count = 32, threshold: float = 1e
         ValueError: If `budget` is not above `lag`.
 
     Reference: LazyEviction, arXiv 2506.15969. Departure: the lag is a number, where the paper takes
-    it from intervals that it measures on samples; see `diffcache.kv.score.recurrence`.
+    it from intervals that it measures on samples; see `diffcache.kv.score.history.Recurrence`.
     """
     if isinstance(budget, int) and budget <= lag:
         raise ValueError(f"budget={budget}, lag={lag}: the budget must be above the lag")

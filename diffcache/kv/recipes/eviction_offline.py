@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from diffcache.kv.budget import Size
-from diffcache.kv.budgets.prefix import CDFLevel
-from diffcache.kv.budgets.scheduled import Scheduled
-from diffcache.kv.budgets.steady import Steady
-from diffcache.kv.budgets.table import LayerTable
-from diffcache.kv.plan import Planner, TopK
-from diffcache.kv.planning.fixed import FixedSlot
+from diffcache.kv.budget import Size, Steady
+from diffcache.kv.budgets.layers import CDFLevel, LayerTable, Scheduled
+from diffcache.kv.plan import FixedSlot, Planner, TopK
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.settings import Count, checked
 from diffcache.kv.score.attention import Mass
 from diffcache.kv.score.heads import HeadVote
 from diffcache.kv.score.patches import PatchCenters
-from diffcache.kv.score.shared import Shared
+from diffcache.kv.score.revised import Shared
 from diffcache.kv.trigger import EveryStep
 
 Mode = Literal["paper", "official"]

@@ -8,22 +8,20 @@ from diffcache.kv.budget import Size, Uniform
 from diffcache.kv.budgets.heads import AdaHead
 from diffcache.kv.merging.chelsea import SoftMatching
 from diffcache.kv.merging.d2o import DenseLayers, Density, EmaMerge
+from diffcache.kv.merging.diversity import Anchor, Diversity
 from diffcache.kv.merging.elastic import BucketMerge, SingleArgsort
 from diffcache.kv.merging.ems import ZeroClassMerge
 from diffcache.kv.merging.kvmerger import ContiguousMerge
 from diffcache.kv.merging.lococo import ConvolutionMerge, MixWeights
 from diffcache.kv.merging.look_m import AllText, NearestMerge, TextFirst, Way
-from diffcache.kv.plan import Planner, TopK
-from diffcache.kv.planning.diversity import Anchor, Diversity
-from diffcache.kv.planning.fixed import FixedSlot
-from diffcache.kv.planning.share import RecentShare
+from diffcache.kv.plan import FixedSlot, Planner, RecentShare, TopK
 from diffcache.kv.recipe import Recipe, Space
 from diffcache.kv.recipes.settings import Count, Share, Whole, checked
 from diffcache.kv.score.attention import Mass
-from diffcache.kv.score.global_local import GlobalLocal
+from diffcache.kv.score.history import GlobalLocal
 from diffcache.kv.score.learned import Retained, RetainingHeads
 from diffcache.kv.score.recency import Recency
-from diffcache.kv.score.shared import Shared
+from diffcache.kv.score.revised import Shared
 from diffcache.kv.trigger import EveryStep
 
 Mode = Literal["paper", "official"]
@@ -84,7 +82,7 @@ def ems(
         space: `"pre"` holds and merges unrotated keys, which the paper does not.
 
     Reference: EMS, arXiv 2412.08521. Departures: see `diffcache.kv.merging.ems` and
-    `diffcache.kv.score.global_local`.
+    `diffcache.kv.score.history.GlobalLocal`.
     """
     return Recipe(
         "ems", score=GlobalLocal(window), budget=AdaHead(Uniform(budget), floor),
@@ -257,7 +255,7 @@ def kvcrush(
     Args:
         budget: Slots of a row, or a share of the tokens it has seen.
         share: Share of the budget that goes to slots that differ, 0 to 1.
-        anchor: Vector that distances are taken to, see `diffcache.kv.planning.diversity.Diversity`.
+        anchor: Vector that distances are taken to, see `diffcache.kv.merging.diversity.Diversity`.
         sinks: First tokens that are always kept.
         recent: Last tokens that are always kept.
         mode: `"official"` works on blocks of 16 tokens, each head by itself, as OpenVINO GenAI.

@@ -20,8 +20,7 @@ from diffcache.kv.codec.scaled import ChannelSeparable
 from diffcache.kv.codec.shared import SharedCodes
 from diffcache.kv.codec.sparse import BitmapSparse
 from diffcache.kv.codec.stairs import BalancedRung, Stair
-from diffcache.kv.planning.age import ByAge
-from diffcache.kv.planning.demote import Demote
+from diffcache.kv.plan import ByAge, Demote
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.settings import (
     Bits,

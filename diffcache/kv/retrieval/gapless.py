@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.kv.attend import Query, View
+from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.gather import met_slots
 from diffcache.kv.retrieval.summary import Summary
-from diffcache.kv.segment import PLAIN, Coded, Listed, Segment
+from diffcache.kv.segment import PLAIN, Coded, Segment
 from diffcache.kv.slots import EMPTY, Slots
+from diffcache.kv.view import Listed, View
 
 
 @dataclass(frozen=True)

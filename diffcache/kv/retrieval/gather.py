@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import View
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.segment import PLAIN, Listed
+from diffcache.kv.segment import PLAIN
 from diffcache.kv.slots import EMPTY, Slots, join
+from diffcache.kv.view import Listed, View
 
 
 def packed(mask: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:

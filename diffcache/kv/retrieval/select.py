@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import CacheWarning
-from diffcache.kv.attend import Query, View
+from diffcache.kv.attend import Query
 from diffcache.kv.budget import Size, check_size, count_for, slots_for
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.gapless import Pick, Run, heads_of, is_gapless, views_at
@@ -21,6 +21,7 @@ from diffcache.kv.retrieval.probe import probe, query_valid
 from diffcache.kv.retrieval.summary import Summary, known, news
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.slots import Slots
+from diffcache.kv.view import View
 
 Group = Literal["mean", "max", "sum"]
 _OLDEST = torch.iinfo(torch.int32).max

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.codec.base import Payload
-from diffcache.kv.layer import KVLayer
+from diffcache.kv.layer import KVLayer, LayerSummary
 from diffcache.kv.slots import Slots, filled, level_heads
-from diffcache.kv.summary import LayerSummary
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.attend import Query, probabilities
-from diffcache.kv.hf.refresh import Host, recompute
+from diffcache.kv.hf.refresh import recompute
+from diffcache.kv.hf.writer import Host
 from diffcache.kv.reuse.piece import Piece, cut, joined, lay_out
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.slots import Slots

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from diffcache import api
+from diffcache.anchor import owner_of
 from diffcache.attach.anatomy import Anatomy
-from diffcache.attach.anchor import owner_of
 from diffcache.errors import AttachError
 from diffcache.offline.tracing import call_pipeline
 from diffcache.step import Site

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diffcache.catalog import method_class
 from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import ROOT
 from diffcache.eval.workshop.dllm.replay import AGES
 from diffcache.eval.workshop.dllm.replay import lines as replay_lines
-from diffcache.eval.workshop.method_page import settings, story
+from diffcache.eval.workshop.method_page import section
 from diffcache.files import read_json
-from diffcache.names import POLICIES
+from diffcache.registry import rows_of
 
 PAGE = Path("docs/diffusion_lm.md")
 HEAD = "## Policies\n"  # what stands before is written by hand
@@ -54,7 +53,7 @@ def page(directory: Path = ROOT) -> str:
         directory: The project, for its record and the introduction of the page.
     """
     introduction, _, _ = (directory / PAGE).read_text(encoding="utf-8").partition(HEAD)
-    parts = [introduction + HEAD, *map(_section, POLICIES)]
+    parts = [introduction + HEAD, *map(section, rows_of("dllm").values())]
     folder = directory / "assets" / "bench"
     records = [read_json(folder / f"dllm-{model}.json") for model in TITLES]
     records = [record for record in records if record]
@@ -62,15 +61,6 @@ def page(directory: Path = ROOT) -> str:
         parts += [MEASURED, *map(_measured, records)]
         parts += [REPLAYED, *map(_replayed, records), _at_size(records[0])]
     return "\n".join(parts).rstrip() + "\n"
-
-
-def _section(name: str) -> str:
-    cls = method_class(name)
-    lines = [f"### {name}", "", f"`{cls.__module__}:{cls.__name__}`", "", story(cls), ""]
-    lines += [f"Source: {cls.source}.", ""] if cls.source else []
-    known = settings(cls)
-    lines += [*table(["setting", "default", "meaning"], known), ""] if known else []
-    return "\n".join(lines)
 
 
 def _measured(record: Mapping[str, Any]) -> str:

@@ -20,13 +20,6 @@ WAN: Sizes = (12, 12, 1560, 32760, 128)  # one frame of queries
 CHUNK: Sizes = (12, 12, 4680, 32760, 128)  # three
 LLAMA: Sizes = (32, 8, 1, 32768, 128)
 TINY: Sizes = (4, 2, 8, 160, 32)
-USED = {
-    "lse_merge": "attention to parts: shared prefixes, contexts encoded side by side",
-    "attn_lse": "scores by attention, before their masses are added up",
-    "attn_mass": "scores by attention: H2O, Scissorhands and others",
-    "attn_decode": "generated and drafted tokens, sliding windows, slots that a retriever chose",
-    dense.NAME: "attention of many queries without a mask, where torch's own choice is plain",
-}
 
 
 def _attention(

@@ -11,7 +11,6 @@ from diffcache.eval.workshop.kernels.case import KernelCase
 from diffcache.eval.workshop.kernels.forecast import SIZES
 from diffcache.kernels import codes
 
-USED = {"int8_codes": "inputs of the quantized layers of CacheQuant"}
 SCALE, ZERO = 6 / 255, 128
 
 

@@ -12,8 +12,6 @@ from diffcache.eval.workshop.kernels.case import KernelCase
 from diffcache.eval.workshop.kernels.forecast import SIZES
 from diffcache.kernels import distance
 
-USED = {"l1_sums": "gates: FirstBlock, TeaCache and all that compare a probe"}
-
 
 def _ratio(values: Tensor, reference: Tensor) -> Tensor:
     """Divide means in the dtype of the probe, as TeaCache's own code does."""

@@ -14,10 +14,6 @@ from diffcache.kernels import forecast
 
 SIZES = {"FLUX.1-dev": (4608, 3072), "Wan2.1-1.3B": (4680, 1536)}
 DISTANCE = 3
-USED = {
-    "weighted_sum": "forecasts of TaylorSeer, confidence-gated Taylor and Newton",
-    "finite_differences": "their computed steps",
-}
 
 
 def _terms(

@@ -13,7 +13,6 @@ from diffcache.kernels import linear
 from diffcache.quant.integer import int_matmul
 
 SIZES = {"FLUX.1-dev": (4608, 3072, 12288), "Wan2.1-1.3B": (4680, 1536, 8960)}
-USED = {"linear_of_codes": "quantized linear layers of CacheQuant"}
 ZERO = 3
 
 

@@ -20,10 +20,6 @@ KEPT = {
     "Llama-3-8B": (8, 32768, 128, 128, 4096),
     "DeepSeek-V3": (1, 32768, 512, 64, 4096),
 }
-USED = {
-    "kv_scatter": "row plans of diffusion language models, edited regions, refreshed tokens",
-    "kv_gather": "what is kept when slots are dropped or settled",
-}
 Size = tuple[int, int, int, int, int]
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import ROOT
-from diffcache.eval.workshop import kernels
 from diffcache.eval.workshop.kernels.case import KernelCase
 from diffcache.files import read_json
+from diffcache.registry import rows_of
 
 PAGE, RECORD, CHOICES = Path("docs/kernels.md"), "kernels.json", Path("kernels/choices.json")
 HEAD = "## Operators\n"  # what stands before is written by hand
@@ -36,20 +36,18 @@ def page(directory: Path = ROOT) -> str:
     timed = {(row["operator"], row["model"], row["shapes"]): row for row in record["rows"]}
     titles = ("Operator", "Model and shapes", "Bytes", "Limit", "Kernel", "Others", "Used by")
     lines = []
+    used = {name: row.cells["used"] for name, row in rows_of("kernel").items()}
     for module in families():
         for case in module.cases():
             row = timed.get((case.operator, case.model, case.shapes))
-            lines.append(_line(case, row, module.USED[case.operator]))
+            lines.append(_line(case, row, used[case.operator]))
     return "\n".join([introduction + HEAD, EXPLAINED, *table(titles, lines), ""])
 
 
 def families() -> list[Any]:
     """Return the modules of rows, one for each family of kernels."""
-    files = sorted(Path(next(iter(kernels.__path__))).glob("*.py"))
-    found = [
-        importlib.import_module(f"diffcache.eval.workshop.kernels.{file.stem}") for file in files
-    ]
-    return [module for module in found if hasattr(module, "USED")]
+    names = dict.fromkeys(row.family for row in rows_of("kernel").values())
+    return [importlib.import_module(f"diffcache.eval.workshop.kernels.{name}") for name in names]
 
 
 def _line(case: KernelCase, row: Mapping[str, Any] | None, used: str) -> list[str]:

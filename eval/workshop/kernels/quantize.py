@@ -16,12 +16,6 @@ MODEL = "Llama-3.1-8B"
 HEADS, QUERIES, SLOTS, SIZE = 8, 32, 32768, 128
 GROUP = 32
 
-USED = {
-    "quant_groups": "KIVI and other codecs of groups, when slots settle",
-    "dequant_groups": "the same codecs, when slots are read",
-    "attn_decode_kivi": "a generated token over keys and values of KIVI in native mode",
-}
-
 
 def _tensor(device: torch.device, tiny: bool) -> Tensor:
     slots = 64 if tiny else SLOTS

@@ -18,7 +18,6 @@ SIZES = {
     "Llama-3-8B, one token": ((1, 32, 1, 128), False, torch.float32),
     "Wan2.1-1.3B": ((1, 12, 32760, 128), True, torch.float64),
 }
-USED = {"rotate": "keys that are rotated when they are read, turned back, or moved"}
 
 
 def _inputs(

@@ -12,10 +12,6 @@ from diffcache.eval.workshop.kernels.case import KernelCase
 from diffcache.eval.workshop.kernels.forecast import SIZES, weights
 from diffcache.kernels import forecast, rows
 
-USED = {
-    "pack_rows": '`hold="int8"`, on computed steps',
-    "weighted_sum_int8": '`hold="int8"`: forecasts, and unpacking on computed steps',
-}
 TERMS = 3
 
 

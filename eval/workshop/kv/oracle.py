@@ -55,16 +55,9 @@ def logged() -> Iterator[Log]:
     log: Log = {}
     attend = KVStore.attend
 
-    def spy(
-        self: KVStore,
-        index: int,
-        query: Query,
-        valid: Tensor | None = None,
-        *,
-        observe: bool = True,
-    ) -> Tensor:
+    def spy(self: KVStore, index: int, query: Query, *given: Any, **more: Any) -> Tensor:
         log[index, query.start] = self.layers[index].read().pos.clone()
-        return attend(self, index, query, valid, observe=observe)
+        return attend(self, index, query, *given, **more)
 
     KVStore.attend = spy  # type: ignore[method-assign]
     try:

@@ -18,24 +18,13 @@ from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import ROOT
 from diffcache.files import read_json
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.catalog import recipe_function, reference
-from diffcache.names import RECIPES
+from diffcache.kv.recipes.catalog import reference
+from diffcache.registry import rows_of
 
 Row = Mapping[str, Any]
 PAGE = Path("docs/kv.md")
 DERIVED = "test_official_"  # and the name of a recipe
 RECORD, TIMES, TOKENS, FLAT = "kv-recall.json", "kv.json", "decode.json", "capacity.json"
-# Module of recipes -> its title; another module gets its own name.
-TITLES: Mapping[str, str] = {
-    "streaming": "First and latest tokens",
-    "eviction": "Eviction by a score",
-    "eviction_more": "Eviction by statistics, windows and probes",
-    "eviction_offline": "Eviction by tables found beforehand",
-    "merging": "Merging and diversity",
-    "quantized": "Quantization and sparsity",
-    "low_rank": "Low rank and layers in terms of one another",
-    "retrieval": "Retrieval: nothing is dropped",
-}
 METHODS = "## Methods\n"  # what stands before is written by hand
 METHODS_HEAD = f"""\
 {METHODS}
@@ -92,13 +81,15 @@ def page(directory: Path = ROOT) -> str:
     )
     introduction, _, _ = (directory / PAGE).read_text(encoding="utf-8").partition(METHODS)
     parts, equal = [introduction + METHODS_HEAD], compared(directory)
-    for module, names in RECIPES.items():
-        rows = [_recipe(recipe_function(name), name, record, equal) for name in names]
-        title = TITLES.get(module, module.replace("_", " ").capitalize())
-        titles = ["recipe", "what it does", "parts", "source", "mode", "departures",
-                  "equal to official code", "figures"]  # fmt: skip
+    titles = ["recipe", "what it does", "parts", "source", "mode", "departures",
+              "equal to official code", "figures"]  # fmt: skip
+    listed = rows_of("recipe").values()
+    for title in dict.fromkeys(row.family for row in listed):
+        family = [row for row in listed if row.family == title]
+        rows = [_recipe(row.load(), row.name, record, equal) for row in family]
         lines = [*table(titles if record else titles[:-1], rows), ""]
-        parts.append("\n".join([f"### {title}\n\n`diffcache.kv.recipes.{module}`\n", *lines]))
+        place = family[0].place.partition(":")[0]
+        parts.append("\n".join([f"### {title}\n\n`{place}`\n", *lines]))
     parts += [results(record), ""] if record else []
     parts += [seconds(tokens)] if tokens else []
     parts += [capacity(flat)] if flat else []

@@ -19,7 +19,7 @@ from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import FOLDER, ROOT
 from diffcache.eval.workshop.shipped.quality import QUALITIES, WHOLE, file_of
 from diffcache.files import read_json
-from diffcache.pipelines.demo.saved import MODELS
+from diffcache.pipelines.shipped_models import MODELS
 
 _PLACE = re.compile(r"(<!-- quality: (\S+) -->\n).*?(<!-- /quality -->)", re.DOTALL)
 _TITLES = {

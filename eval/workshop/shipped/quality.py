@@ -47,8 +47,8 @@ from diffcache.eval.workshop.small.sticker_judge import read_faults
 from diffcache.eval.workshop.small.stickers import held_out_captions
 from diffcache.eval.workshop.small.stickers import parse as parse_sentence
 from diffcache.files import write_json
-from diffcache.pipelines.demo.saved import MODELS
 from diffcache.pipelines.policy import rollout
+from diffcache.pipelines.shipped_models import MODELS
 from diffcache.pipelines.small import causal, flux, kontext, reach, recall_llama, wan
 from diffcache.pipelines.small.classifier import ATTRIBUTES, compare, read
 from diffcache.pipelines.small.edits import draw_edits, judge

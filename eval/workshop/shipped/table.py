@@ -30,7 +30,7 @@ from diffcache.eval.workshop.figures import write_plot
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
 from diffcache.files import read_json, write_json
-from diffcache.report import Report
+from diffcache.run_report import Report
 
 UNCACHED = "uncached"
 ALL: list[str] = []

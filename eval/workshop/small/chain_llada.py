@@ -10,7 +10,6 @@ of its input at once. `chain-guide` is a causal Llama.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
@@ -29,8 +28,8 @@ from diffcache.eval.workshop.small.chain import (
     WORLDS,
     World,
 )
+from diffcache.pipelines.shipped_models import MODELS
 
-MODELS = Path(__file__).resolve().parents[3] / "assets" / "models"
 MARKS = {"pad_token": "[PAD]", "bos_token": "[BOS]", "eos_token": "[EOS]", "unk_token": "[UNK]"}
 
 

@@ -20,10 +20,11 @@ from diffusers import AutoencoderKL, DiTPipeline, DiTTransformer2DModel
 from torch import Tensor, nn
 
 from diffcache.eval.workshop.small.diffusion import build_scheduler
+from diffcache.pipelines.shipped_models import MODELS
 from diffcache.pipelines.small.scenes import COLORS, SHAPES, Figure, Scene, render, sample_scene
 from diffcache.pipelines.small.shipped import load_pipeline
 
-DIRECTORY = Path(__file__).resolve().parents[3] / "assets" / "models" / "shapes-dit"
+DIRECTORY = MODELS / "shapes-dit"
 CALL: dict[str, Any] = {"guidance_scale": 3.0}
 EMPTY = 1000
 LABELS = tuple(f"{color} {shape}" for shape in SHAPES for color in COLORS)

@@ -17,10 +17,11 @@ from torch import nn
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from diffcache.eval.workshop.small.diffusion import build_scheduler
+from diffcache.pipelines.shipped_models import MODELS
 from diffcache.pipelines.small.flux import DIRECTORY as FLUX
 from diffcache.pipelines.small.shipped import load_pipeline
 
-DIRECTORY = Path(__file__).resolve().parents[3] / "assets" / "models" / "shapes-unet"
+DIRECTORY = MODELS / "shapes-unet"
 CALL: dict[str, Any] = {"guidance_scale": 3.0}
 
 

@@ -45,7 +45,8 @@ from diffcache.eval.workshop.small.stickers import (
     sample_scene,
     true_relations,
 )
-from diffcache.eval.workshop.small.trainer import MODELS, Job, Settings
+from diffcache.eval.workshop.small.trainer import Job, Settings
+from diffcache.pipelines.shipped_models import MODELS
 from diffcache.pipelines.small.shipped import load_pipeline
 
 DIRECTORY = MODELS / "sticker-flux"

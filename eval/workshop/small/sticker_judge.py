@@ -34,7 +34,8 @@ from diffcache.eval.workshop.small.stickers import (
     sample_scene,
     true_relations,
 )
-from diffcache.eval.workshop.small.trainer import MODELS, Job, Settings
+from diffcache.eval.workshop.small.trainer import Job, Settings
+from diffcache.pipelines.shipped_models import MODELS
 
 DIRECTORY = MODELS / "sticker-judge"
 LEAST_LIKENESS = 0.84  # a few butterflies fall below it after the autoencoder; see `likeness`

@@ -24,7 +24,6 @@ from transformers import LlamaForCausalLM
 from diffcache.eval.workshop.small.chain import MASK, WORLDS, World, draw
 from diffcache.eval.workshop.small.chain_llada import (
     BLOCKS,
-    MODELS,
     SIZES,
     build_model,
     build_tokenizer,
@@ -34,6 +33,7 @@ from diffcache.eval.workshop.small.diffusion import record_accuracies
 from diffcache.eval.workshop.small.loop import Log, training_parser
 from diffcache.eval.workshop.small.train_recall import change
 from diffcache.files import write_json
+from diffcache.pipelines.shipped_models import MODELS
 
 BATCH = 32  # sequences in a step
 WINDOW = 32  # tokens of a block that is partly decided

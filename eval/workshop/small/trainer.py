@@ -30,12 +30,13 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from diffcache.pipelines.shipped_models import MODELS
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-MODELS = Path(__file__).resolve().parents[3] / "assets" / "models"
 JOBS = {  # name -> class, and the shipped model it is for
     "sticker-autoencoder": ("sticker_autoencoder:Autoencoder", "sticker-flux"),
     "sticker-text": ("sticker_text:Text", "sticker-flux"),

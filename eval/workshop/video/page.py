@@ -9,9 +9,9 @@ from typing import Any
 
 from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import ROOT
-from diffcache.eval.workshop.method_page import settings, story
+from diffcache.eval.workshop.method_page import section
 from diffcache.files import read_json
-from diffcache.video import POLICIES
+from diffcache.registry import rows_of
 
 PAGE = Path("docs/causal_video.md")
 RECORD, CA2 = "causal.json", "ca2-vdm.json"
@@ -53,22 +53,13 @@ def page(directory: Path = ROOT) -> str:
         directory: The project, for its record and the introduction of the page.
     """
     introduction, _, _ = (directory / PAGE).read_text(encoding="utf-8").partition(HEAD)
-    parts = [introduction + HEAD, *map(_section, POLICIES)]
+    parts = [introduction + HEAD, *map(section, rows_of("video").values())]
     record = read_json(directory / "assets" / "bench" / RECORD)
     if record:
         parts += [_measured(record), _timed(record), _anew(record), _changed(record)]
     record = read_json(directory / "assets" / "bench" / CA2)
     parts += [_ca2(record)] if record else []
     return "\n".join(parts).rstrip() + "\n"
-
-
-def _section(cls: type) -> str:
-    lines = [f"### {cls.__name__}", "", f"`{cls.__module__}`", "", story(cls), ""]
-    source = getattr(cls, "source", "")
-    lines += [f"Source: {source}.", ""] if source else []
-    known = settings(cls)
-    lines += [*table(["setting", "default", "meaning"], known), ""] if known else []
-    return "\n".join(lines)
 
 
 def _name(row: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from diffcache.kernels import decode, mass, merge, move
 from diffcache.kernels.decode import attn_decode
 from diffcache.kernels.mass import attn_lse, attn_mass
 from diffcache.kernels.merge import lse_merge
-from diffcache.kv.attend import Query, View, attend
+from diffcache.kv.attend import Query, attend
 from diffcache.kv.attended import Attended
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.quest import Quest
@@ -22,6 +22,7 @@ from diffcache.kv.retrieval.select import Selecting
 from diffcache.kv.retrieval.tidal import LayerReuse
 from diffcache.kv.segment import Traits
 from diffcache.kv.slots import Slots, span
+from diffcache.kv.view import View
 
 B, HQ, H, N, D = 2, 4, 2, 140, 32
 SCALE = D**-0.5

@@ -10,8 +10,9 @@ import torch
 
 from diffcache.kernels import coded
 from diffcache.kernels.gpu import coded as launched
-from diffcache.kv.attend import View, attend
+from diffcache.kv.attend import attend
 from diffcache.kv.codec.held import Pair
+from diffcache.kv.view import View
 from tests.kernels.attended import layer, pair, query
 from tests.kernels.cases import copied
 from tests.kernels.families.coded import attention

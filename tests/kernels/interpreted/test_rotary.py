@@ -10,8 +10,7 @@ from diffcache.kernels import rotary
 from diffcache.kernels.gpu import rotary as gpu
 from diffcache.kernels.rotary import rotate
 from diffcache.kv.rotary import Rotary, Rotation
-from diffcache.kv.rotary_nd import RotaryND
-from diffcache.kv.rotary_table import RotaryTable
+from diffcache.kv.rotary_nd import RotaryND, RotaryTable
 
 LAYOUTS = pytest.mark.parametrize("interleaved", [False, True])
 AXES = RotaryND.sections((4, 2, 2))

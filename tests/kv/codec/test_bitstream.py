@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.bitstream import BitstreamError, CacheGen, Tables
-from diffcache.kv.codec.sending import choose_level
+from diffcache.kv.codec.bitstream import BitstreamError, CacheGen, Tables, choose_level
 
 torch.set_num_threads(1)
 L, H, D = 3, 2, 8
@@ -170,8 +169,6 @@ def test_the_level_is_the_finest_in_time() -> None:
 
 def test_bad_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for settings, words in (
-        ({"mode": "other"}, "mode='other'"),
-        ({"group": 1}, "group=1"),
         ({"levels": ()}, "levels="),
         ({"levels": (2.0,)}, "levels="),
         ({"key_bins": ((2, None),)}, "key_bins"),

@@ -123,5 +123,3 @@ def test_bad_settings_are_refused() -> None:
         StaticLowRank(torch.randn(4, 2), torch.randn(4, 2))
     with pytest.raises(ValueError, match="down has 12 rows: no multiple of D=8"):
         StaticLowRank(torch.randn(12, 2), torch.randn(2, 12)).encode(torch.randn(1, 2, 3, 8))
-    with pytest.raises(ValueError, match="heads=-1: must be at least 1, or None"):
-        JoinHeads(LowRank(1), -1)

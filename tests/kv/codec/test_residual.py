@@ -101,17 +101,3 @@ def test_bytes_by_part() -> None:
     assert nbytes(found.outliers) == slots * (1 + 4 * 3)
     assert nbytes(found.factors) == 2 * 3 * (slots + 4 * 32)
     assert nbytes(found) == sum(map(nbytes, (found.quantized, found.outliers, found.factors)))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(rank=-1), "rank=-1: must be at least 0"),
-        (dict(outliers=2), "outliers=2: must be a share, 0 to 1"),
-        (dict(iterations=0), "iterations=0: must be at least 1"),
-        (dict(bits=7), "bits=7: must be one of"),
-    ],
-)
-def test_bad_settings_are_refused(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Gear(**settings)

@@ -119,10 +119,6 @@ def test_rotatekv_rounds_to_the_nearest_of_its_grid(bits: int) -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="heads=0: must be at least 1"):
-        Hadamard(Exact(), heads=0)
-    with pytest.raises(ValueError, match="block=12: must be a power of two"):
-        Hadamard(Exact(), block=12)
     with pytest.raises(ValueError, match="no Hadamard block divides 15 channels"):
         Hadamard(Exact()).encode(torch.randn(1, 1, 2, 15))
     with pytest.raises(
@@ -135,7 +131,5 @@ def test_bad_settings_are_refused() -> None:
         ChannelPermute(Exact(), torch.tensor([0, 0, 1]))
     with pytest.raises(ValueError, match="x has 1 heads, 4 channels"):
         ChannelPermute(Exact(), torch.arange(3)).encode(torch.randn(1, 1, 2, 4))
-    with pytest.raises(ValueError, match="mode='both': must be 'paper' or 'official'"):
-        rotatekv(mode="both")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bits=1: mode='official' has 2, 3 or 4"):
         rotatekv(1, mode="official")

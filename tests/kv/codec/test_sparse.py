@@ -93,14 +93,3 @@ def test_a_slot_may_hold_every_outlier_or_none() -> None:
     assert payload.counts[0, 0].tolist() == [8 if s in (7, 9) else 0 for s in range(40)]
     kept = payload.take(torch.tensor([[[9, 0, 9], [1, 2, 3]]]))
     assert kept.values.numel() == 16 and kept.counts.tolist() == [[[8, 0, 8], [0, 0, 0]]]
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="sparsity=1: must be at least 0 and below 1"):
-        BitmapSparse(1)
-    with pytest.raises(ValueError, match="mode='code': must be 'paper' or 'official'"):
-        BitmapSparse(0.5, mode="code")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="share=-1: must be 0 to 1"):
-        Outliers(-1)
-    with pytest.raises(ValueError, match="along='x': must be 'tokens' or 'channels'"):
-        Outliers(0.1, "x")  # type: ignore[arg-type]

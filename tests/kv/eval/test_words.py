@@ -29,7 +29,7 @@ def test_words_are_recipes() -> None:
 
 def test_recipes_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"half": Recipe("half", layout="padded"), "pre": Recipe("pre", space="pre")}
-    monkeypatch.setattr(words, "make_recipe", lambda name, **settings: parts[name])
+    monkeypatch.setattr(catalog, "make_recipe", lambda name, **settings: parts[name])
     assert words.parse_recipe("half|pre") == parts["half"] | parts["pre"]
 
 
@@ -89,7 +89,6 @@ def test_weights_come_back_as_what_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "FOLDER", tmp_path)
-    monkeypatch.setattr(catalog, "RECIPES", {"merging": ("locret",)})
     heads = RetainingHeads(torch.randn(2, 6, 4), torch.randn(2, 4, 2))
     tables.write_table(tmp_path / "locret.safetensors", vars(heads), {"kind": "RetainingHeads"})
     found = words.parse_recipe("locret:budget=0.5,heads=@locret,stabilizers=2").score

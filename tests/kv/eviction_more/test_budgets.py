@@ -8,11 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kv.budgets.arithmetic import Arithmetic
-from diffcache.kv.budgets.prefix import CDFLevel, prefix_counts
-from diffcache.kv.budgets.scheduled import Scheduled
-from diffcache.kv.budgets.steady import Steady
-from diffcache.kv.budgets.table import LayerTable
+from diffcache.kv.budget import Steady
+from diffcache.kv.budgets.layers import Arithmetic, CDFLevel, LayerTable, Scheduled, prefix_counts
 from diffcache.kv.learn import compresskv, epicache, prefixkv, scalekv
 from diffcache.kv.observe import Observation
 from diffcache.kv.slots import Slots
@@ -232,13 +229,7 @@ def test_selectivity_is_attention_on_the_map_and_on_few_slots() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: CDFLevel(0), "size=0"),
-        (lambda: CDFLevel(2, -1), "least=-1"),
-        (lambda: LayerTable(1.5), r"size=1\.5"),
         (lambda: LayerTable(4, (0.0, 0.0)), "weights="),
-        (lambda: LayerTable(4, least=-1), "least=-1"),
-        (lambda: Arithmetic(4, 0), "group=0"),
-        (lambda: Arithmetic(4, 1, 0.5), r"beta=0\.5"),
         (lambda: Scheduled(4, ()), "scales="),
         (lambda: Scheduled(4, (3, 4), ((1,),)), r"table\[0\]"),
     ],

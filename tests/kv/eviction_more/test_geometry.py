@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,10 +11,9 @@ from diffcache.kv.observe import Observation
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.score.base import Score
 from diffcache.kv.score.compactor import Compactor, leverage, standard
-from diffcache.kv.score.cur import NormProduct
-from diffcache.kv.score.lag import Lag
 from diffcache.kv.score.patches import PatchCenters, middles
 from diffcache.kv.score.probe import Asked, MaxAttention
+from diffcache.kv.score.vectors import Lag, NormProduct
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
 from tests.kv.eviction_more.plain import GROUPS, HEADS, Text, recipe, scores
@@ -186,20 +183,6 @@ def test_the_projection_follows_its_seed() -> None:
     one, same, other = (Compactor(attention=0, seed=seed)(seen) for seed in (0, 0, 1))
     assert torch.equal(one, same) and not torch.equal(one, other)
     assert Compactor(attention=0).window == 0 and Compactor(queries=7).window == 7
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: NormProduct(0), "size=0"),
-        (lambda: Compactor(chunk=0), "chunk=0"),
-        (lambda: Compactor(blend=-1), "blend=-1"),
-        (lambda: Compactor(mode="other"), "mode='other'"),  # type: ignore[arg-type]
-    ],
-)
-def test_bad_settings_are_refused(make: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        make()
 
 
 def test_keys_before_rotation_are_asked_for() -> None:

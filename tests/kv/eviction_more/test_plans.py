@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from diffcache.kv.observe import Observation
-from diffcache.kv.planning.fixed import FixedSlot
-from diffcache.kv.planning.windows import Windows
+from diffcache.kv.plan import FixedSlot, Windows
 from diffcache.kv.slots import Slots
 
 HEADS = 2
@@ -100,16 +97,3 @@ def test_a_prompt_is_planned_by_score_and_ends() -> None:
             assert bool(keep[row, head, best].all()) and int(keep[row, head].sum()) == 5
     whole = FixedSlot()(score, seen.lengths, seen)
     assert bool(((whole == 0) == seen.valid).all())
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: Windows(0), "size=0"),
-        (lambda: Windows(4, best=5), "best=5"),
-        (lambda: FixedSlot(0), "distance=0"),
-    ],
-)
-def test_bad_settings_are_refused(make: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        make()

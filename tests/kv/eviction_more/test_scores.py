@@ -12,13 +12,11 @@ from diffcache.kv.attend import Query
 from diffcache.kv.attended import Attended
 from diffcache.kv.score.attention import Mass, Window
 from diffcache.kv.score.heads import HeadVote
-from diffcache.kv.score.keyformer import NoisyMass
-from diffcache.kv.score.lag import Lag
+from diffcache.kv.score.history import LowCount, NoisyMass, Recurrence
 from diffcache.kv.score.patches import PatchCenters
 from diffcache.kv.score.probe import Asked, MaxAttention
-from diffcache.kv.score.recurrence import Recurrence
-from diffcache.kv.score.scissorhands import LowCount
-from diffcache.kv.score.shared import Shared
+from diffcache.kv.score.revised import Shared
+from diffcache.kv.score.vectors import Lag
 from diffcache.kv.slots import Slots, span
 from diffcache.kv.store import KVStore
 from tests.kv.eviction_more.plain import GROUPS, HEADS, Text, observed, recipe, scores
@@ -181,14 +179,8 @@ def test_chosen_heads_vote(heads: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: LowCount(0), "history=0"),
-        (lambda: NoisyMass(temperature=0), "temperature=0"),
-        (lambda: Recurrence(0.0), r"threshold=0\.0"),
         (lambda: HeadVote(((),)), r"heads\[0\]"),
-        (lambda: HeadVote(kernel=4), "kernel=4"),
-        (lambda: Shared(Mass(), 0), "group=0"),
         (lambda: PatchCenters(()), "scales="),
-        (lambda: Lag(1), "lag=1"),
         (lambda: scores(HeadVote(((9,),)), Text(12), [12]), "query heads"),
         (lambda: scores(Asked(), Text(4), [4]), "compress_by_probe"),
     ],

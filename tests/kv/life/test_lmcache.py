@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from hashlib import blake2b
 from pathlib import Path
@@ -106,8 +105,6 @@ def test_what_is_no_chunk_is_refused() -> None:
     for wrong in (chunk()[0], chunk().double(), chunk()[:1], chunk(0)):
         with pytest.raises(ValueError, match="must be keys and values"):
             KiviBlocks().encode(wrong)
-    with pytest.raises(ValueError, match="bits"):
-        KiviBlocks(5)
     with pytest.raises(BlockError, match="decode it with the codec that it was encoded with"):
         cachegen().decode(KiviBlocks().encode(chunk()))
     with pytest.raises(ValueError, match="measure them on this model"):
@@ -118,12 +115,6 @@ def test_without_lmcache_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "lmcache.v1.distributed.serde", None)
     with pytest.raises(MissingError, match="pip install lmcache"):
         lmcache.register()
-
-
-def test_nothing_imports_lmcache_by_itself() -> None:
-    code = "import sys, diffcache.kv.life.lmcache; print('lmcache' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
 
 
 # Against the real interface ----------------------------------------------------------------------

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diffcache.kv.attend import Query, View, attend
+from diffcache.kv.attend import Query, attend
 from diffcache.kv.merging.chelsea import SoftMatching
 from diffcache.kv.observe import Observation
 from diffcache.kv.slots import Slots
+from diffcache.kv.view import View
 from tests.kv.merging import rows
 
 
@@ -117,10 +118,3 @@ def test_all_protected_falls_back_to_the_latest() -> None:
     slots, plan = SoftMatching(4, recent=12)(seen, score, rows.plan(seen, score, 5))
     assert ((plan >= 0).sum(-1) == 5).all() and (plan[..., -5:] >= 0).all()
     assert torch.equal(slots.k[..., -5:, :], seen.slots.k[..., -5:, :])
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="chunk=1"):
-        SoftMatching(1)
-    with pytest.raises(ValueError, match="sinks=-2"):
-        SoftMatching(sinks=-2)

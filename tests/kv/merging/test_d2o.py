@@ -149,12 +149,6 @@ def test_layers_never_hold_more_than_there_is_nor_less_than_the_least() -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="beta=2"):
-        EmaMerge(2)
-    with pytest.raises(ValueError, match="least=-1"):
-        DenseLayers(4, least=-1)
-    with pytest.raises(ValueError, match="size=0"):
-        DenseLayers(0)
     with pytest.raises(ValueError, match="must keep column sums"):
         Density(Recency())
     with pytest.raises(ValueError, match="wrap the score"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from diffcache.kv.merging.elastic import BucketMerge
@@ -36,8 +35,3 @@ def test_a_row_that_loses_one_slot_only_drops_it() -> None:
     plan[:, 0, 7] = -1
     slots, _ = BucketMerge()(seen, rows.scores(seen), plan)
     assert torch.equal(slots.k, seen.slots.k)
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="space='key'"):
-        BucketMerge(space="key")  # type: ignore[arg-type]

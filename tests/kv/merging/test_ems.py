@@ -7,7 +7,7 @@ import torch
 
 from diffcache.kv.attend import Query
 from diffcache.kv.merging.ems import ZeroClassMerge
-from diffcache.kv.score.global_local import GlobalLocal
+from diffcache.kv.score.history import GlobalLocal
 from tests.kv.merging import rows
 
 
@@ -73,14 +73,3 @@ def test_score_is_the_sum_of_shares() -> None:
             mean = (drawn[b, h] / asked[b, h])[pad:]
             wanted = 0.75 * mean / mean.sum() + 0.25 * (near / near.sum())[pad:]
             torch.testing.assert_close(found[b, h, pad:].double(), wanted.double())
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="reach=-1"):
-        ZeroClassMerge(-1)
-    with pytest.raises(ValueError, match="threshold=2"):
-        ZeroClassMerge(threshold=2)
-    with pytest.raises(ValueError, match="size=0"):
-        GlobalLocal(0)
-    with pytest.raises(ValueError, match="local=1.5"):
-        GlobalLocal(local=1.5)

@@ -7,8 +7,8 @@ from statistics import median_low
 import pytest
 import torch
 
+from diffcache.kv.merging.diversity import Diversity, evenly
 from diffcache.kv.plan import TopK
-from diffcache.kv.planning.diversity import Diversity, evenly
 from tests.kv.merging import rows
 
 ANCHORS = ["random", "zeros", "ones", "mean", "alternating"]
@@ -125,12 +125,3 @@ def test_even_steps() -> None:
                 {j * count // want for j in range(want)} if want <= count else set(range(count))
             )
             assert set(found.nonzero()[:, 0].tolist()) == wanted
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="share=2"):
-        Diversity(2)
-    with pytest.raises(ValueError, match="anchor='median'"):
-        Diversity(anchor="median")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="block=0"):
-        Diversity(block=0)

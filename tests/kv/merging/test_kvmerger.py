@@ -81,10 +81,3 @@ def test_unlike_neighbors_are_dropped_rather_than_merged() -> None:
     slots, plan = ContiguousMerge(0.5)(seen, score, rows.plan(seen, score, 2))
     assert torch.equal(slots.k, k)
     assert (plan[0, 0] >= 0).tolist() == [False, False, True, True]
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="threshold=1.5"):
-        ContiguousMerge(1.5)
-    with pytest.raises(ValueError, match="recent=-1"):
-        ContiguousMerge(recent=-1)

@@ -87,7 +87,5 @@ def test_what_does_not_fit_is_refused() -> None:
         ConvolutionMerge(weights())(seen, score, rows.plan(seen, score, 4))
     with pytest.raises(ValueError, match="2 taps"):
         weights(taps=2)
-    with pytest.raises(ValueError, match="recent=-1"):
-        ConvolutionMerge(weights(), -1)
     with pytest.raises(ValueError, match="steps=0"):
         lococo.train(weights(), [], steps=0)

@@ -102,8 +102,3 @@ def test_padding_is_no_text() -> None:
     seen = rows.layer()
     plan = AllText(TopK())(rows.scores(seen), torch.full((2, 2), 2), seen)
     assert torch.equal(plan >= 0, seen.valid.expand(plan.shape))
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="way='mean'"):
-        NearestMerge("mean")  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from diffcache.kv.recipes import merging
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.store import KVStore
-from tests.kv.tiny import GREEDY, llama, prompts, row, same, second_turn
+from tests.kv.tiny import GREEDY, llama, prompts, same, second_turn
 
 HEADS = learn_locret.fresh(4, 4 * 16 + 2 * 16 + 2 * 16, 2, width=16)
 MEMORY = learn_lococo.fresh(4, 8, 32, taps=5, gate=1.0)
@@ -110,40 +110,6 @@ def test_two_turns_hold_what_the_budget_says(model: Any, name: str) -> None:
     assert all(logits.isfinite().all() for logits in second.logits)
     assert all((layer.seen, layer.held < 40) == (72, True) for layer in cache.store.layers)
     detach(model)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_row_alone_gives_what_it_gives_in_a_batch(model: Any, name: str) -> None:
-    case, inputs = CASES[name], prompts(2)
-    whole, _, _ = oracle.run(model, case.recipe, inputs, **GREEDY)
-    one, _, _ = oracle.run(model, case.recipe, row(inputs, 0), **GREEDY)
-    assert torch.equal(one.sequences[0, -10:], whole.sequences[0, -10:])
-    for a, b in zip(one.logits, whole.logits, strict=True):
-        torch.testing.assert_close(a[0], b[0], rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_with_room_for_all_nothing_changes(model: Any, name: str) -> None:
-    recipe = CASES[name].recipe
-    function = getattr(merging, recipe.name)
-    given = {"lococo": (MEMORY,), "locret": (HEADS,)}.get(recipe.name, ())
-    mode = {"mode": "official"} if name.endswith("official") else {}
-    space = {"space": "pre"} if name.endswith("pre") else {}
-    inputs = prompts()
-    detach(model)
-    stock = model.generate(**inputs, **GREEDY)
-    out, cache, _ = oracle.run(
-        model, function(*given, budget=64, **mode, **space), inputs, **GREEDY
-    )
-    same(out, stock, 1e-5 if space else 0.0)
-    assert not any("logn" in layer.read().meta for layer in cache.store.layers)
-
-
-@pytest.mark.parametrize("name", ["kvcrush", "kvcrush-official", "locret"])
-def test_what_only_drops_is_as_if_it_were_hidden(model: Any, name: str) -> None:
-    inputs = prompts()
-    out, cache, log = oracle.run(model, CASES[name].recipe, inputs, **GREEDY)
-    same(out, oracle.expected(model, cache, log, inputs, **GREEDY), 1e-5)
 
 
 def test_modes_and_spaces_differ(model: Any) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kernels.merge import lse_merge
-from diffcache.kv.attend import Query, View, attend, attend_parts
+from diffcache.kv.attend import Query, attend
 from diffcache.kv.hf.cache import KVCache, cache_for
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.reuse.ape import ape
@@ -19,6 +16,7 @@ from diffcache.kv.reuse.hydragen import hydragen
 from diffcache.kv.segment import Traits
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
+from diffcache.kv.view import View
 from tests.kv.tiny import llama
 
 torch.set_num_threads(1)
@@ -50,28 +48,6 @@ def run(model: Any, cache: KVCache, ids: Tensor) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(input_ids=ids, past_key_values=cache).logits
     return logits
-
-
-@pytest.mark.parametrize("cuts", [[5], [1, 2, 3], [10, 20, 29], []])
-def test_any_partition_merges_to_the_whole(cuts: list[int]) -> None:
-    whole, asked = slots(30), query(7, 23)
-    bounds = [0, *cuts, 30]
-    parts = [View(whole.narrow(a, b), None, Traits(apart=True)) for a, b in pairwise(bounds)]
-    wanted = attend(asked, [View(whole)])
-    torch.testing.assert_close(attend(asked, parts), wanted, atol=1e-14, rtol=0)
-    outs, lses = zip(*(attend_parts(asked, [part]) for part in parts), strict=True)
-    out, lse = lse_merge(outs, lses)
-    torch.testing.assert_close(out, wanted, atol=1e-14, rtol=0)
-    torch.testing.assert_close(lse, attend_parts(asked, [View(whole)])[1], atol=1e-13, rtol=0)
-
-
-def test_identical_keys_are_one_with_its_multiplicity() -> None:
-    one, rest = slots(1), slots(6, 1, start=1)
-    many = [View(one), View(one), View(one), View(rest)]
-    meta = {"pos": one.pos, "logn": torch.full((2, 1, 1), math.log(3.0), dtype=torch.float64)}
-    single = [View(Slots(one.k, one.v, meta)), View(rest)]
-    asked = query(3, 7)
-    torch.testing.assert_close(attend(asked, single), attend(asked, many), atol=1e-14, rtol=0)
 
 
 @pytest.mark.parametrize("space", ["post", "pre"])

@@ -15,11 +15,9 @@ from diffcache.kv.hf.refresh import recompute
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.refresh import slots_of
 from diffcache.kv.reuse.ape import ape
-from diffcache.kv.reuse.cacheblend import cacheblend
 from diffcache.kv.reuse.cachecraft import Chunk, cachecraft, chunks_of, to_fix
-from diffcache.kv.reuse.kvshare import kvshare
-from diffcache.kv.reuse.pie import pie
 from diffcache.kv.reuse.piece import Piece, cut, joined, lay_out
+from diffcache.kv.reuse.recompute import cacheblend, kvshare, pie
 from diffcache.kv.slots import Slots
 from tests.kv.tiny import gemma, llama
 

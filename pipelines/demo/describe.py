@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,32 +16,57 @@ from torch import nn
 
 import diffcache
 from diffcache.attach.anatomy import Anatomy
-from diffcache.attach.reuse.trace import Wiring
-from diffcache.eval.workshop.coverage import streams, trace
-from diffcache.pipelines.demo.saved import MODELS, locate
-from tests.zoo.case import Case
-from tests.zoo.catalog import EXCLUDED, cases
+from diffcache.files import read_json
+from diffcache.pipelines.demo.saved import locate
+from diffcache.pipelines.shipped_models import places
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-TINY = (
-    "Of the zoo's tiny random {}: names and streams are those of the class, depth and share not "
-    "those of a real model. Name a directory or a Hugging Face model ID to see those."
+EXCLUDED: dict[str, str] = {
+    "HunyuanDiT2DControlNetModel": "control network: makes residuals for a denoiser",
+    "HunyuanDiT2DMultiControlNetModel": "control networks: make residuals for a denoiser",
+    "LongCatAudioDiTVae": "autoencoder, has no denoising forward",
+    "MiniMaxMusic3RVQDepthDecoder": "autoregressive decoder of codebook tokens, no timestep",
+    "UniDiffuserTextDecoder": "language model that decodes text, has no denoising forward",
+}
+# class -> list -> how its blocks are chained; written by diffcache.eval.workshop.coverage
+STREAMS_FILE = Path(__file__).with_name("streams.json")
+_DENOISER = re.compile(r"Transformer|DiT|UNet|UVit|UniDiffuser|T5Film|RVQDepth")
+_DEFAULT = (
+    "Of the default configuration of {}, which may be none of a real model. Name a directory or a "
+    "Hugging Face model ID to see that of one."
 )
 
 
-def find(target: str) -> dict[str, tuple[Anatomy, dict[str, Wiring]]]:
+def exported_denoisers() -> list[str]:
+    """List the model classes of the installed diffusers whose name is that of a denoiser.
+
+    Returns:
+        Sorted class names; a few of them denoise nothing, see `EXCLUDED`.
+    """
+    import diffusers
+    from diffusers import ModelMixin
+
+    return sorted(
+        name
+        for name in dir(diffusers)
+        if _DENOISER.search(name)
+        and isinstance(found := getattr(diffusers, name), type)
+        and issubclass(found, ModelMixin)
+    )
+
+
+def find(target: str) -> dict[str, tuple[Anatomy, dict[str, str]]]:
     """Return the anatomy of every denoiser that a name stands for, and its streams.
 
-    Streams are learned from one forward of the zoo's tiny model of the class; they are empty where
-    the zoo has none.
+    Streams are those of the class in a table; they are empty where it is not in it.
 
     Args:
         target: Directory of a saved pipeline or model, of transformers too (its configuration is
-            enough, weights are not read), a shipped name, a Hugging Face model ID of a pipeline, a
-            class name of diffusers, or the name of a zoo case.
+            enough, weights are not read), a shipped name, a Hugging Face model ID of a pipeline, or
+            a class name of diffusers.
 
     Raises:
         ValueError: If it is none of these, or a model whose code comes with it.
@@ -64,18 +90,16 @@ def find(target: str) -> dict[str, tuple[Anatomy, dict[str, Wiring]]]:
         names = config.get("architectures") or [config.get("_class_name")]
         anatomy = _anatomy(_skeleton(path, str(names[0])))
         return {target: (anatomy, _streams(anatomy.model))}
-    case = case_of(target)
-    if case is None:
+    if target in EXCLUDED or target not in exported_denoisers():
         raise ValueError(_unknown(target))
-    model = case.build(0)
-    return {case.name: (_anatomy(model), _learned(case, model))}
+    return {target: (_anatomy(_of_class(target)), _streams(target))}
 
 
 def directory_of(target: str) -> Path:
     """Return the directory that a name stands for; one that is not there for a class name."""
-    if case_of(target) is not None:
+    if target.isidentifier() and target in exported_denoisers():
         return Path(target)
-    for path in (Path(target), MODELS / target):
+    for path in places(target):
         if (path / "config.json").exists():
             return path
     try:
@@ -86,29 +110,21 @@ def directory_of(target: str) -> Path:
         return Path(target)
 
 
-def case_of(name: str) -> Case | None:
-    """Return the zoo's case of that name, else the first of the class of that name."""
-    known = cases()
-    return known.get(name) or next((c for c in known.values() if c.cls == name), None)
-
-
-def describe(
-    name: str, anatomy: Anatomy, wirings: Mapping[str, Wiring]
-) -> Iterator[RenderableType]:
+def describe(name: str, anatomy: Anatomy, streams: Mapping[str, str]) -> Iterator[RenderableType]:
     """Yield what to print of one denoiser, for `rich`.
 
     Args:
         name: Name that the denoiser was found under.
         anatomy: Anatomy of the denoiser.
-        wirings: List -> how its blocks are chained; may be empty.
+        streams: List -> how its blocks are chained; may be empty.
     """
     from rich import box
     from rich.table import Table
 
     title = anatomy.model if name == anatomy.model else f"{name}: {anatomy.model}"
     yield f"[bold]{title}[/bold]"
-    if case_of(name) is not None:
-        yield TINY.format(anatomy.model)
+    if name == anatomy.model:
+        yield _DEFAULT.format(name)
     yield f"timestep argument: {anatomy.timestep or 'none; the scheduler tells the steps'}"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("blocks", "depth", "share"):
@@ -125,9 +141,7 @@ def describe(
     yield table
     yield "streams, output -> argument of the next block:"
     for entry in anatomy.lists:
-        wiring = wirings.get(entry.key)
-        chain = f"{streams(wiring)} (by {wiring.source})" if wiring else "not traced"
-        yield f"  {entry.key}: {chain}"
+        yield f"  {entry.key}: {streams.get(entry.key, 'not traced')}"
     counts = Counter((m.list_key, m.child, m.kind) for m in anatomy.modules)
     if not counts:
         yield "no attention or feed-forward modules inside the blocks"
@@ -181,24 +195,36 @@ def _anatomy(model: nn.Module) -> Anatomy:
     return found
 
 
-def _streams(cls: str) -> dict[str, Wiring]:
-    """Return the streams of a class, learned from the zoo's tiny model if there is one."""
-    case = case_of(cls)
-    return {} if case is None else _learned(case, case.build(0))
+def _streams(cls: str) -> dict[str, str]:
+    """Return how the blocks of the lists of a class are chained; empty where nobody traced it."""
+    found: dict[str, str] = read_json(STREAMS_FILE).get(cls, {})
+    return found
 
 
-def _learned(case: Case, model: nn.Module) -> dict[str, Wiring]:
+def _of_class(cls: str) -> nn.Module:
+    """Build a model of a class in its default configuration, without memory for weights.
+
+    Raises:
+        ValueError: If the class has no configuration that is complete by default.
+    """
+    import diffusers
+
     try:
-        return trace(case, model)
-    except diffcache.AttachError:
-        return {}
+        with torch.device("meta"):
+            model: nn.Module = getattr(diffusers, cls)()
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{cls}: has no default configuration that is complete; name a directory that holds "
+            "one, or a Hugging Face model ID"
+        ) from error
+    return model
 
 
 def _unknown(target: str) -> str:
     """Say what is wrong with a name that stands for nothing."""
     if target in EXCLUDED:
         return f"{target} is not cached: {EXCLUDED[target]}"
-    known = sorted({case.cls for case in cases().values()})
+    known = [name for name in exported_denoisers() if name not in EXCLUDED]
     close = [name for name in known if len(target) > 2 and target.lower() in name.lower()]
     close = close or difflib.get_close_matches(target, known, n=1)
     hint = f"; did you mean {' or '.join(close[:3])}?" if close else ""

@@ -3,9 +3,48 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import Any, TypeVar
 
 ATTRIBUTE = "_diffcache"
+Self = TypeVar("Self", bound="Attached")
+
+
+class Attached(ABC):
+    """What `diffcache.wrapped` returns; a context manager that detaches at its end.
+
+    Attributes:
+        method: Method, recipe or policy that was put on the object.
+    """
+
+    method: Any
+
+    @abstractmethod
+    def check_idle(self) -> None:
+        """Raise AttachError if another thread or task is in the midst of using it."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget what is held."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Leave everything as it was found; detaching twice does nothing."""
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.detach()
+
+
+class Loop(ABC):
+    """An object that calls a network in a loop of its own, and is wrapped in its place."""
+
+    @property
+    @abstractmethod
+    def network(self) -> Any:
+        """The network."""
 
 
 class Anchor:

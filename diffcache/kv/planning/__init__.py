@@ -1,1 +1,0 @@
-"""Planners that do more than keep the highest scores."""

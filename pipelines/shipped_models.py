@@ -1,0 +1,45 @@
+"""The folder of shipped models, of which an installed wheel holds only those of the demo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from diffcache.errors import MissingError
+
+MODELS = Path(__file__).resolve().parents[1] / "assets" / "models"
+PACKED = ("shapes-classifier", "shapes-features", "shapes-flux")  # what a wheel holds
+OTHERS = (
+    "chain-guide", "chain-llada", "chain-llada-probe", "chain-llada-walk", "reach-policy",
+    "recall-llama", "shapes-causal", "shapes-dit", "shapes-kontext", "shapes-unet", "shapes-wan",
+    "sticker-flux", "sticker-judge",
+)  # fmt: skip
+
+
+def present(directory: str | Path) -> Path:
+    """Return the directory of a model, after a check that this installation has it.
+
+    Args:
+        directory: Directory of any model, shipped or not.
+
+    Raises:
+        MissingError: If it is that of a shipped model that is not here.
+    """
+    path = Path(directory)
+    if path.parent == MODELS and path.name in (*PACKED, *OTHERS) and not path.exists():
+        raise MissingError(
+            f"{path.name}: this installation does not hold it, since a wheel carries shapes-flux "
+            "alone; the other models come with the repository: clone it and install it from there "
+            "(`pip install -e .`), or name the directory of a model of your own"
+        )
+    return path
+
+
+def places(model: str) -> Iterator[Path]:
+    """Yield where a model may be that a command line names: its path, then a shipped one.
+
+    Raises:
+        MissingError: If it is the name of a shipped model that is not here.
+    """
+    yield Path(model)
+    yield present(MODELS / model)
