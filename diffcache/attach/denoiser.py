@@ -124,7 +124,7 @@ class Denoiser:
         """
         anatomy, run = self.anatomy, self.handle.run()
         given = self.named(args, kwargs) if args else kwargs
-        timestep = given.get(anatomy.timestep)
+        timestep = given.get(anatomy.timestep or "")
         sample = given.get(anatomy.sample, args[0] if args else None)
         timeline = run.timelines.get(self) or run.timeline(self)
         context = current_context(self.model)
@@ -181,7 +181,8 @@ class Denoiser:
         conditions = all_conditions_of(given, self.anatomy)
         branch, said = tell(timeline, name, signature, conditions)
         if timeline.is_guessed:
-            if timeline.doubt:
+            doubt = timeline.doubt
+            if doubt:
                 watch(timeline, sample)
             elif is_broken(timeline, branch, signature, conditions, sample):
                 if timeline.doubt:

@@ -44,7 +44,7 @@ class Place:
         """Return whether this very thread and task started the run."""
         if self.thread != threading.get_ident():
             return False
-        return self.task == _task()
+        return bool(self.task == _task())
 
 
 Places = weakref.WeakKeyDictionary["Runs", Place]
@@ -111,8 +111,9 @@ class Runs(Attached):
         places = _PLACES.get()
         place = None if places is None else places.get(self)
         run = None if place is None else place.run()
-        if run is not None and (run.in_pipeline or run.is_told or place.is_here):
-            return run
+        if place is not None and run is not None:
+            if run.in_pipeline or run.is_told or place.is_here:
+                return run
         return self.begin()[0]
 
     def _place(self) -> Place | None:

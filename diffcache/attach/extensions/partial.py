@@ -116,6 +116,11 @@ class HeldKV:
         query = Query(q.transpose(1, 2), 0, scale, mask=mask, causal=False)
         return logits(query, Slots(self.k, self.v, {"pos": pos})).softmax(-1)
 
+    @property
+    def length(self) -> int:
+        """Positions that are held."""
+        return 0 if self.k is None else self.k.shape[2]
+
     def tensors(self) -> Iterator[Tensor]:
         """Yield what is held."""
         yield from (x for x in (self.k, self.v) if x is not None)
@@ -157,8 +162,8 @@ class Partial(Extension):
         layer: Class of what is held of an attention.
     """
 
-    plans: ClassVar[type]
-    wanted: ClassVar[str]
+    plans: ClassVar[type[Any]]
+    wanted: str
     holds: ClassVar[type[Held[Any]]] = Held
     layer: ClassVar[type[HeldKV]] = HeldKV
 

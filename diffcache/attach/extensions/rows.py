@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class Rows(Partial):
         ability: Ability that the policy asks for.
     """
 
-    plans = RowPlan
+    plans: ClassVar[type[RowPlan]] = RowPlan
     wanted = "a RowPlan of diffcache.dllm"
 
     def __init__(self, denoiser: Denoiser, ability: FedRows) -> None:
@@ -86,7 +86,7 @@ class Rows(Partial):
         return plan.rows is None
 
     def begin(
-        self, call: Call, plan: RowPlan, held: Held[HeldKV], given: dict[str, Any]
+        self, call: Call, plan: Any, held: Held[HeldKV], given: dict[str, Any]
     ) -> dict[str, Any]:
         """Note what attention does, and give the model the planned rows alone."""
         rows, width, mask = self.rows_of(plan, held), held.shape[1], held.mask
@@ -104,7 +104,7 @@ class Rows(Partial):
         turn = call.storage[self] = self.turn_of(plan, Turn(held, rows, count, mask))
         return self._cut(given, turn)
 
-    def rows_of(self, plan: RowPlan, held: Any) -> Tensor | range | None:
+    def rows_of(self, plan: Any, held: Any) -> Tensor | range | None:
         """Return the rows that are computed: those of a plan, or more."""
         return plan.rows
 

@@ -13,12 +13,11 @@ from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.attach.reuse.deep import split
-from diffcache.attach.reuse.frame import FRAME, Frame
+from diffcache.attach.reuse.frame import FRAME, Frame, Random
 from diffcache.attach.reuse.gated import gated_items
 from diffcache.attach.reuse.learn import learn, verify
 from diffcache.attach.reuse.modulated_probe import Peek
 from diffcache.attach.reuse.output import keep_output, stand_in
-from diffcache.attach.reuse.random import Random
 from diffcache.attach.reuse.setup import BranchState, Decision, Setup
 from diffcache.attach.reuse.taps import Taps
 from diffcache.attach.reuse.time_probe import time_peek
