@@ -111,10 +111,9 @@ class Runs(Attached):
         places = _PLACES.get()
         place = None if places is None else places.get(self)
         run = None if place is None else place.run()
-        if place is not None and run is not None:
-            if run.in_pipeline or run.is_told or place.is_here:
-                return run
-        return self.begin()[0]
+        if place is None or run is None:
+            return self.begin()[0]
+        return run if run.in_pipeline or run.is_told or place.is_here else self.begin()[0]
 
     def _place(self) -> Place | None:
         places = _PLACES.get()
