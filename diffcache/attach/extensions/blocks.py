@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
-from diffcache.attach.call import Call, in_call
+from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extensions.partial import (
     IDS,
@@ -215,8 +215,7 @@ class Blocks(Rows):
     def _alone(self, call: Call, part: Part) -> Any:
         """Return what the model makes of the positions of a part."""
         given = _cut(self.denoiser.named(call.args, call.kwargs), part)
-        with in_call(replace(call, repeats=True, storage={self: part})):
-            return self.denoiser.model.forward(**given)
+        return self.again(call, {self: part}, given)
 
     def _say(self, run: Run, kind: Kind | None) -> None:
         """Put into the report what the cache is to the model."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
 from diffcache.attach.attention_sdpa import Placed
-from diffcache.attach.call import Call, in_call
+from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extensions.partial import (
     IDS,
@@ -389,7 +389,6 @@ class Branches(Partial):
         check_same(self.model, self.paths[number], row, held.attention[:, -1:])
         turn.held.layers[number], turn.rows[number] = kept, ALL
 
-    @torch.no_grad()
     def _check_alone(self, call: Call, turn: BranchTurn, logits: Tensor) -> None:
         """Raise AttachError unless the last row alone in every layer is what it was."""
         width, held = turn.held.shape[1], turn.held
@@ -397,8 +396,7 @@ class Branches(Partial):
         trial = BranchTurn(turn.plan, replace(held, layers=layers))
         trial.rows |= dict.fromkeys(range(len(layers)), RowPlan(range(width - 1, width)))
         given = self.denoiser.named(call.args, call.kwargs)
-        with in_call(replace(call, repeats=True, storage={self: trial})):
-            again = self.denoiser.model.forward(**given)[0]
+        again = self.again(call, {self: trial}, given)[0]
         check_same(self.model, self.layers[0].path, again[:, -1:], logits[:, -1:])
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from diffcache.attach.attention import Door
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
 from diffcache.attach.attention_sdpa import Placed, calls_sdpa, place_rows
-from diffcache.attach.call import Call
+from diffcache.attach.call import Call, in_call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.attach.run import Run
@@ -246,6 +246,17 @@ class Partial(Extension):
         if call is None or call.owner is not self.denoiser:
             return None
         return call.storage.get(self if kind is None else kind)
+
+    def again(self, call: Call, storage: dict[Any, Any], given: dict[str, Any]) -> Any:
+        """Run the model once more inside a call, to compare; what it keeps is the caller's to say.
+
+        Args:
+            call: The call at hand.
+            storage: Storage of the inner call, which has a turn of its own.
+            given: Arguments of the model.
+        """
+        with torch.no_grad(), in_call(replace(call, repeats=True, storage=storage)):
+            return self.denoiser.model.forward(**given)
 
     @abstractmethod
     def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:

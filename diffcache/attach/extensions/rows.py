@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
 from diffcache.attach.attention_sdpa import Placed
-from diffcache.attach.call import Call, in_call
+from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extensions.partial import (
     IDS,
@@ -159,7 +159,6 @@ class Rows(Partial):
                 "or tokens meet outside of attention; run it as it is"
             )
 
-    @torch.no_grad()
     def run_alone(
         self, call: Call, held: Held[HeldKV], places: range, **storage: Any
     ) -> tuple[Turn, Any]:
@@ -174,8 +173,7 @@ class Rows(Partial):
         given = self.denoiser.named(call.args, call.kwargs)
         index = torch.tensor(places, device=given[IDS].device).expand(held.shape[0], -1)
         turn = Turn(held, index, len(places), held.mask)
-        with in_call(replace(call, repeats=True, storage={TRIAL: turn, **storage})):
-            return turn, self.denoiser.model.forward(**self._cut(given, turn))
+        return turn, self.again(call, {TRIAL: turn, **storage}, self._cut(given, turn))
 
     def counts(self, call: Call) -> dict[str, tuple[int, int]]:
         """Return how many tokens all layers together computed and left out.
