@@ -29,8 +29,9 @@ def present(directory: str | Path) -> Path:
     if path.parent == MODELS and path.name in (*PACKED, *OTHERS) and not path.exists():
         raise MissingError(
             f"{path.name}: this installation does not hold it, since a wheel carries shapes-flux "
-            "alone; the other models come with the repository: clone it and install it from there "
-            "(`pip install -e .`), or name the directory of a model of your own"
+            "alone; the other models come with the repository: install a clone of it "
+            "(`pip install -e .`), or name the directory of a model, such as "
+            f"assets/models/{path.name} of a clone"
         )
     return path
 

@@ -50,7 +50,7 @@ def _case(name: str, table: dict[str, Any]) -> Case:
     fields = {key: _tuples(table[key]) for key in (*INHERITED, *OWN) if key in table}
     extras = {key: _inputs(value) for key, value in table.get("extras", {}).items()}
     return Case(
-        name, name.partition("-")[0], _tuples(read(table["config"])), _inputs(table["inputs"]),
+        name, name.partition("-")[0], read(_tuples(table["config"])), _inputs(table["inputs"]),
         extras=extras, **fields,
     )  # fmt: skip
 
@@ -64,7 +64,7 @@ def _inputs(said: Any) -> Inputs:
 
 
 def _tuples(value: Any) -> Any:
-    """Return a value with tuples for lists, as configurations have them."""
+    """Return a value with tuples for lists, as configurations have them; "list(...)" stays one."""
     if isinstance(value, dict):
         return {name: _tuples(inner) for name, inner in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -147,8 +147,8 @@ def read(value: Any) -> Any:
     """
     if isinstance(value, dict):
         return {name: read(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [read(inner) for inner in value]
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(read, value))
     if isinstance(value, str) and value.partition("(")[0] in WORDS:
         return eval(value, {"__builtins__": {}, **WORDS})
     return None if value == "None" else value
