@@ -147,6 +147,12 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
                 yield Mutant(relative, node.lineno, start, stop, before, after)
 
 
+def left_out(folder: str, names: list[str]) -> set[str]:
+    """Name what no test needs: caches, and at the root what was built or trained."""
+    built = {".git", ".venv", "build", "dist", "runs"} if Path(folder) == ROOT else set()
+    return {"__pycache__", *built} & set(names)
+
+
 def draw(folders: list[str], count: int, seed: int) -> list[Mutant]:
     """Draw lines of folders by seed, and one mutant of each."""
     rows: dict[tuple[str, int], list[Mutant]] = {}
@@ -276,7 +282,6 @@ def main() -> None:
     words = []
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
-        left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", "build", "dist", "runs")
         shutil.copytree(ROOT, tree, symlinks=True, ignore=left_out)
         notes = asked.reached
         if notes is None:

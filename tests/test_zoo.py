@@ -76,20 +76,31 @@ def test_case(name: str):
     check_blocks(case, model, out)
 
 
+# Their attention has no backward pass on a CPU: blocks are changed one by one.
+NO_SLOPES = (
+    "AnyFlowFARTransformer3DModel", "Kandinsky6SRTransformer3DModel", "WanAnimate2Transformer3DModel",
+)  # fmt: skip
+
+
 def check_blocks(case: Case, model: nn.Module, out: torch.Tensor) -> None:
     """Every list is long enough, and the output depends on every block."""
+    if case.name not in NO_SLOPES:
+        with torch.enable_grad():
+            flat(model(**case.kwargs(model, 0, 3))).square().sum().backward()
     for path in case.blocks:
         blocks = block_list(model, path)
         assert isinstance(blocks, nn.ModuleList)
         assert len(blocks) >= 4 or case.short.get(path), f"{path} has {len(blocks)} blocks"
         for index, block in enumerate(blocks):
             weights = [p for p in block.parameters() if p.is_floating_point()]
-            saved = [p.clone() for p in weights]
-            for p in weights:
-                p.mul_(1.1)
-            moved = far(flat(model(**case.kwargs(model, 0, 3))), out)
-            for p, old in zip(weights, saved, strict=True):
-                p.copy_(old)
+            if case.name not in NO_SLOPES:
+                moved = max(float(p.grad.abs().max()) for p in weights if p.grad is not None)
+            else:
+                for p in weights:
+                    p.mul_(1.1)
+                moved = far(flat(model(**case.kwargs(model, 0, 3))), out)
+                for p in weights:
+                    p.div_(1.1)
             assert moved > 1e-4, f"the output does not depend on {path}[{index}]"
 
 

@@ -21,7 +21,6 @@ from transformers import (
 )
 
 import diffcache
-from diffcache.api import handle_of
 from diffcache.dllm import (
     D2Cache,
     Decoding,
@@ -189,67 +188,6 @@ def test_a_model_whose_weights_accelerate_offloads_is_served() -> None:
 
 
 # lifetimes ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", [DKVCache(every=3), DLLMCache(5, 3)], ids=repr)
-def test_two_decodings_in_turns_and_one_after_the_other_are_apart(policy: Policy) -> None:
-    model = bidirectional()
-    wanted = [answer_of(model, policy, [row]) for row in prompts(*LENGTHS)]
-    diffcache.wrap(model, policy)
-    lm = DiffusionLM(model)
-    first, second = (lm.steps([row], SCHEDULE) for row in prompts(*LENGTHS))
-    last = [None, None]
-    for one, other in zip(first, second, strict=True):
-        last = [one, other]
-    found = [decoding.ids[:, decoding.prompt :] for decoding in last if decoding is not None]
-    assert all(map(torch.equal, found, wanted))
-    again = [lm.generate([row], SCHEDULE).ids for row in prompts(*LENGTHS)]
-    assert all(map(torch.equal, again, wanted))
-    assert handle_of(model).held_bytes() == 0
-
-
-@pytest.mark.parametrize("policy", [FastDLLM(dual=True), DLLMCache(5, 3)], ids=repr)
-def test_an_aborted_decoding_leaves_nothing_behind(policy: Policy) -> None:
-    model = bidirectional()
-    wanted = answer_of(model, policy, prompts(6))
-    diffcache.wrap(model, policy)
-    lm, handle = DiffusionLM(model), handle_of(model)
-    steps = lm.steps(prompts(9), SCHEDULE)
-    next(steps), next(steps)
-    assert handle.held_bytes() > 0
-    steps.close()
-    assert handle.held_bytes() == 0
-
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        lm.generate(prompts(9), SCHEDULE, on_settled=stop)
-    assert handle.held_bytes() == 0
-    layer = model.model.layers[1].mlp
-    hook = layer.register_forward_pre_hook(lambda *_: stop())
-    with pytest.raises(KeyboardInterrupt):
-        lm.generate(prompts(9), SCHEDULE)
-    hook.remove()
-    assert handle.held_bytes() == 0
-    assert torch.equal(lm.generate(prompts(6), SCHEDULE).ids, wanted)
-
-
-@pytest.mark.parametrize("policy", [DKVCache(), DLLMCache()], ids=repr)
-def test_unwrapping_gives_the_model_back(policy: Policy) -> None:
-    model = bidirectional()
-    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    ids = torch.tensor(prompts(7))
-    with torch.no_grad():
-        wanted = model(ids).logits
-        diffcache.wrap(model, policy)
-        assert torch.equal(model(ids).logits, wanted)  # no plan: the model's own
-        diffcache.unwrap(model)
-        assert torch.equal(model(ids).logits, wanted)
-    after = {name: dict(module.__dict__) for name, module in model.named_modules()}
-    for name, entries in before.items():
-        assert entries.keys() == after[name].keys()
-        assert type(entries["_modules"]) is type(after[name]["_modules"])
 
 
 @pytest.mark.parametrize("policy", [DKVCache(), DLLMCache()], ids=repr)

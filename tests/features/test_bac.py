@@ -21,7 +21,6 @@ from tests.features.bac_policy import (
     tables,
     tiny_policy,
 )
-from tests.zoo.pipes import pipes
 
 
 def independent_loop(pipe, schedules, steps=STEPS):
@@ -98,30 +97,6 @@ def test_modules_run_as_often_as_scheduled():
         assert ran == both
         draw(pipe)  # the second run starts anew
     assert ran == {name: 2 * count for name, count in both.items()}
-
-
-@pytest.mark.parametrize("name", ["FluxPipeline", "WanPipeline", "StableDiffusionPipeline"])
-def test_other_families(name):
-    """An image and a video transformer and a UNet: sites run as often as their schedules say."""
-    case = pipes()[name]
-    pipe = case.build(0)
-    pipe.set_progress_bar_config(disable=True)
-    call = {k: v for k, v in case.call(pipe, 0, 5).items() if k != "generator"}
-    call.pop("num_inference_steps")
-    method = calibrate(pipe, BAC(2, union=2), [call], steps=5)
-    schedules = method.schedules()
-    assert {len(steps) for steps in schedules.values()} >= {2}
-    model, ran = getattr(pipe, case.denoisers[0]), dict.fromkeys(schedules, 0)
-    for site in schedules:
-        model.get_submodule(site).register_forward_hook(
-            lambda *_, site=site: ran.__setitem__(site, ran[site] + 1)
-        )
-    with diffcache.wrapped(pipe, method):
-        case.run(pipe, steps=5)
-        report = diffcache.report(pipe)
-    calls = len(report.calls) // 5
-    assert ran == {site: calls * len(steps) for site, steps in schedules.items()}
-    assert report.skipped > 0
 
 
 @pytest.mark.parametrize(

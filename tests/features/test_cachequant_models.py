@@ -106,23 +106,6 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_cache_alone_from_end_to_end(name: str) -> None:
-    model = MODELS[name]()
-    expected = sample(model)
-    method = calibrated(model, CacheQuant(every=2))
-    starts = method.tables["starts"].tolist()
-    feature = "up_blocks.1.resnets.0" if name == "unet" else "transformer_blocks.2"
-    assert {n for n in method.tables.names() if n.endswith("/a")} == {f"cache/{feature}/0/a"}
-    assert len(starts) == 2 and torch.equal(sample(model), expected)
-    with attached(model, method) as handle:
-        out = sample(model)
-        computed = [call.index for call in handle.last.calls if call.computed]
-    assert computed == starts
-    assert 0 < relative(out, expected) < 0.5
-    assert torch.equal(sample(model), expected)
-
-
 @pytest.mark.parametrize(("name", "bits"), [("unet", "w4a8"), ("dit", "w8a8")])
 def test_joint_from_end_to_end(name: str, bits: Any) -> None:
     model = MODELS[name]()

@@ -175,11 +175,6 @@ def test_pipelines_of_three_kinds(name):
     case = PIPES[name]
     pipe = case.build(0)
     plain = case.run(pipe, steps=STEPS)
-    with diffcache.wrapped(pipe, SeaCache(0.0)):
-        assert torch.equal(case.run(pipe, steps=STEPS), plain)
-    with diffcache.wrapped(pipe, SeaCache(1e-12)) as handle:
-        assert torch.equal(case.run(pipe, steps=STEPS), plain)
-        assert handle.last.skipped == 0
     with diffcache.wrapped(pipe, SeaCache(math.inf, order=1, warmup=2, longest=3)) as handle:
         first = case.run(pipe, steps=STEPS)
         assert [c.index for c in handle.last.calls if c.computed and c.branch in (0, "cond")] == [

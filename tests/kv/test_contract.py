@@ -19,11 +19,13 @@ from diffcache.kv.life.save import load, save
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import make_recipe, recipe_function, recipes
 from diffcache.kv.recipes.retrieval import a2ats
+from tests.kv import tiny
 from tests.kv.examples import APART, examples, lossless, variants
-from tests.kv.tiny import GREEDY, llama, prompts, row, same, second_turn
+from tests.kv.tiny import llama, prompts, row, same, second_turn
 
 NAMES = [name for name in recipes() if name not in APART]
 EVERY = {**examples(), **variants()}
+GREEDY = {**tiny.GREEDY, "max_new_tokens": 6}
 WAYS: dict[str, dict[str, Any]] = {
     "chunks": {"prefill_chunk_size": 16},
     "beams": {"num_beams": 3},

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diffcache.eval.workshop.small import train_recall
-from diffcache.eval.workshop.small.course import Plan
-from diffcache.eval.workshop.small.loop import Stopped
+from diffcache.eval.workshop.small.trainer import Settings, train
 from diffcache.pipelines.small import recall
 from diffcache.pipelines.small.recall import HELD_OUT, Task, draw, filler_nats, score
 from diffcache.pipelines.small.recall_llama import DIRECTORY, LENGTHS, LONGEST, words
@@ -174,19 +173,16 @@ class TestTraining:
             assert all(task.queries <= max(task.facts // 4, 2) for task in tasks)
         assert {context for _, lengths in train_recall.MIXED for context in lengths} == set(LENGTHS)
 
-    def test_trains_resumes_and_exports_what_transformers_loads(self, tmp_path, stops_after):
-        stops_after(1)
-        with pytest.raises(Stopped, match="recall: stopped after 1 of 2 updates"):
-            train_recall.fit(tmp_path, Plan(steps=2, compiled=False, minutes=1))
-        model = train_recall.fit(tmp_path, Plan(steps=2, resume=True, compiled=False))
-        rows = [json.loads(line) for line in (tmp_path / "recall.jsonl").read_text().splitlines()]
-        assert rows[-1]["step"] == 2
-        size = train_recall.export(tmp_path, tmp_path / "model")
-        assert size == sum(file.stat().st_size for file in (tmp_path / "model").iterdir())
+    def test_trains_and_exports_what_transformers_loads(self, tmp_path):
+        settings = Settings(steps=2, batch=1, examples=1, rate=1e-3)
+        job = train_recall.Recall(settings, tmp_path)
+        run = train(job, "recall", precision="float32")
+        assert {"first_129", "second_1025"} <= set(run.rows[-1])
+        job.export(run.average.eval(), tmp_path / "model")
         assert not list(tmp_path.glob("**/*.part"))
         loaded = AutoModelForCausalLM.from_pretrained(str(tmp_path / "model"))
         for (name, trained), kept in zip(
-            model.named_parameters(), loaded.parameters(), strict=True
+            run.average["model"].named_parameters(), loaded.parameters(), strict=True
         ):
             assert torch.equal(trained.bfloat16().float(), kept), name
 
@@ -246,7 +242,7 @@ class TestShipped:
         assert sum(path.stat().st_size for path in files) < 2_000_000
 
     def test_reports_are_of_this_model(self):
-        bench = train_recall.BENCH
+        bench = DIRECTORY.parents[1] / "bench"
         quality = json.loads((bench / "recall-llama-quality.json").read_text())
         training = json.loads((bench / "recall-llama-training.json").read_text())
         assert quality["shapes"]["model"] == training["model"] == "recall-llama"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,9 +19,13 @@ from diffcache.video import (
     DeepForcing,
     EMASink,
     FewSteps,
+    FlowCache,
     FullHistory,
+    HistoryRetrieval,
     InfinityRoPE,
     Quantized,
+    RollingSink,
+    StreamDiffusionV2,
     VideoPolicy,
     Window,
 )
@@ -106,10 +111,34 @@ def test_a_sink_moves_towards_the_frames_that_go() -> None:
         assert held.pos[0, 0].tolist() == [0, 1, 2, 3, 14, 15, 16, 17]
 
 
-def test_a_share_of_one_leaves_sinks_as_they_are() -> None:
-    still, window = (film(policy, 4)[1][-1] for policy in (EMASink(3, 3, 1.0), Window(3, 3)))
-    torch.testing.assert_close(still, window, atol=1e-6, rtol=0)
-    assert (film(EMASink(3, 3, 0.5), 4)[1][-1] - window).abs().max() > 1e-3
+# Policy, the one that it is at this limit, how far their films are apart, and one that is not there.
+LIMITS: list[tuple[VideoPolicy, VideoPolicy, float, VideoPolicy | None]] = [
+    (EMASink(3, 3, 1.0), Window(3, 3), 1e-6, EMASink(3, 3, 0.5)),
+    (FlowCache(15), FullHistory(), 1e-6, FlowCache(8)),
+    (DeepForcing(15, 3, 8, 4), FullHistory(), 1e-6, DeepForcing(9, 3, 8, 4)),
+    (HistoryRetrieval(3, 5, count=0), Window(3, 0), 1e-5, HistoryRetrieval(3, 5, count=2)),
+    (HistoryRetrieval(3, 5, count=5), Window(7, 1), 1e-5, None),
+    (StreamDiffusionV2(3, 3, threshold=-1.0, refresh=1000), Window(3, 3, "absolute"), 1e-5,
+     StreamDiffusionV2(3, 3, threshold=1.0, refresh=1000)),
+    # A refresh moves all frames of a window alike, which rotary embedding does not see.
+    (StreamDiffusionV2(3, 0, refresh=7), Window(3, 0), 1e-5, None),
+    (Quantized(HistoryRetrieval(3, 4, count=2), 8, recent=8, group=8),
+     HistoryRetrieval(3, 4, count=2), 0.05, None),
+    (Quantized(RollingSink(6, 3), 8, group=8), RollingSink(6, 3), 0.05, None),
+]  # fmt: skip
+
+
+@cache
+def filmed(policy: VideoPolicy) -> Tensor:
+    return torch.cat(film(policy, 5)[1], 2)
+
+
+@pytest.mark.parametrize(("policy", "limit", "apart", "other"), LIMITS, ids=repr)
+def test_a_policy_at_its_limit_is_another(
+    policy: VideoPolicy, limit: VideoPolicy, apart: float, other: VideoPolicy | None
+) -> None:
+    torch.testing.assert_close(filmed(policy), filmed(limit), atol=apart, rtol=0)
+    assert other is None or (filmed(other) - filmed(limit)).abs().max() > 1e-4
 
 
 def test_old_frames_are_coded_and_new_ones_are_not() -> None:
