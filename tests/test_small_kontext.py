@@ -207,7 +207,7 @@ def test_a_training_is_exported(tmp_path: Path, monkeypatch: Any) -> None:
     from diffcache.eval.workshop.small.train_kontext import Plan, train
 
     monkeypatch.setattr(train_kontext, "COURSE", replace(train_kontext.COURSE, batch=2))
-    pipe = train(tmp_path, Plan(steps=1, text_steps=1, edits=4))
+    pipe = train(tmp_path, Plan(steps=2, text_steps=2, edits=4))
     kept = assemble(tmp_path)
     weight = pipe.transformer.x_embedder.weight
     assert torch.equal(kept.transformer.x_embedder.weight, weight)
@@ -220,7 +220,7 @@ def test_a_training_is_exported(tmp_path: Path, monkeypatch: Any) -> None:
     assert torch.equal(again, weight.to(torch.bfloat16).float())
     assert again.dtype == torch.float32
     done = record(tmp_path, {"seed": 0}, tmp_path / "record.json")
-    assert done["steps"] == 1
+    assert done["steps"] == 2
 
 
 # ----------------------------------------------------------------------------- what is shipped

@@ -98,7 +98,9 @@ class TestTraining:
         assert len(used) == len(list(pipe.text_encoder.parameters()))
 
     def test_a_training_is_exported(self, tmp_path):
-        train_unet.fit(tmp_path, Plan(compiled=False), Course("unet", examples=4, steps=1, batch=2))
+        train_unet.fit(
+            tmp_path, Plan(compiled=False), Course("unet", examples=12, steps=2, batch=2)
+        )
         pipe = train_unet.assemble(tmp_path)
         kept = pipe.unet.conv_out.weight.detach().bfloat16().float()
         assert save_pipeline(pipe, tmp_path / "model") < 7 * MEGABYTE
