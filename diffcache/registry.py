@@ -84,25 +84,25 @@ _TABLES: Mapping[Kind, str] = {
     "method": """
 name | place | paper | tried | skips | off | computed | holds | aliases
 # A fixed schedule
-interval | interval:Interval | FORA: Fast-Forward Caching in Diffusion Transformer Acceleration | every, policies | every=3 | every=1 | 0 3 6 | 1 0 | fora
-taylorseer | taylorseer:TaylorSeer | From Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers | every | every=3,warmup=2 | every=1 | 0 1 4 7 | 2 0 | taylor-seer
+interval | interval:Interval | FORA: Fast-Forward Caching in Diffusion Transformer Acceleration, arXiv 2407.01425 | every, policies | every=3 | every=1 | 0 3 6 | 1 0 | fora
+taylorseer | taylorseer:TaylorSeer | From Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers, arXiv 2503.06923 | every | every=3,warmup=2 | every=1 | 0 1 4 7 | 2 0 | taylor-seer
 # A gate on what changes in the sample
 first-block | first_block:FirstBlock | First Block Cache (ParaAttention) | every | threshold=1e9 | threshold=0.0 | 0 | 1 1 | fbcache, fb-cache, first-block-cache
-confidence-gated-taylor | confidence_gated:ConfidenceGatedTaylor | Forecasting When to Forecast: Confidence-Gated Taylor | every | threshold=1e9,warmup=3 | threshold=0.0 | 0 1 2 | 2 2 |
-teacache | teacache:TeaCache | Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model (TeaCache) | tokens | threshold=1e9 | threshold=0.0 | 0 | 1 1 | tea-cache
-magcache | magcache:MagCache | MagCache: Fast Video Generation with Magnitude-Aware Cache | every | threshold=1e9,retention=0.0 | threshold=0.0 | 0 4 | 1 0 | mag-cache
+confidence-gated-taylor | confidence_gated:ConfidenceGatedTaylor | Forecasting When to Forecast: Confidence-Gated Taylor, arXiv 2508.02240 | every | threshold=1e9,warmup=3 | threshold=0.0 | 0 1 2 | 2 2 |
+teacache | teacache:TeaCache | Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model (TeaCache), arXiv 2411.19108 | tokens | threshold=1e9 | threshold=0.0 | 0 | 1 1 | tea-cache
+magcache | magcache:MagCache | MagCache: Fast Video Generation with Magnitude-Aware Cache, arXiv 2506.09045 | every | threshold=1e9,retention=0.0 | threshold=0.0 | 0 4 | 1 0 | mag-cache
 dbcache | dbcache:DBCache | DBCache: Dual Block Cache (cache-dit) | every | threshold=1e9,warmup=2,longest=2 | threshold=0.0 | 0 1 4 7 | 1 1 | db-cache, cache-dit
-seacache | seacache:SeaCache | SeaCache: Spectral-Evolution-Aware Cache for Accelerating Diffusion Models | every | threshold=1e9 | threshold=0.0 | | | sea-cache
+seacache | seacache:SeaCache | SeaCache: Spectral-Evolution-Aware Cache for Accelerating Diffusion Models, arXiv 2602.18993 | every | threshold=1e9 | threshold=0.0 | | | sea-cache
 # Tables measured on the model
-ertacache | ertacache:ERTACache | ERTACache: Error Rectification and Timesteps Adjustment for Efficient Diffusion | flow | threshold=1e9 | threshold=0.0 | | |
+ertacache | ertacache:ERTACache | ERTACache: Error Rectification and Timesteps Adjustment for Efficient Diffusion, arXiv 2508.21091 | flow | threshold=1e9 | threshold=0.0 | | |
 fitted-forecast | fitted:FittedForecast | diffcache | every | computed=4 | computed=8 | | |
-bac | bac:BAC | Block-wise Adaptive Caching for Accelerating Diffusion Policy | every, policies | count=3,union=2 | count=8 | | |
+bac | bac:BAC | Block-wise Adaptive Caching for Accelerating Diffusion Policy, arXiv 2506.13456 | every, policies | count=3,union=2 | count=8 | | |
 cachequant | cachequant:CacheQuant | CacheQuant: Comprehensively Accelerated Diffusion Models, arXiv 2503.01323 | every | every=3 | every=1 | | |
-harmonica | harmonica:HarmoniCa | HarmoniCa: Harmonizing Training and Inference for Better Feature Caching in Diffusion Transformer Acceleration | tokens | threshold=0.5,epochs=2,refresh=14,rate=1.0,beta=0.01 | threshold=0,epochs=2,refresh=14,rate=1.0,beta=0.01 | | |
-profilingdit | profilingdit:ProfilingDiT | Model Reveals What to Cache: Profiling-Based Feature Reuse for Video Diffusion Models | attention | every=3,warmup=1,share=0.5 | background=() | | |
+harmonica | harmonica:HarmoniCa | HarmoniCa: Harmonizing Training and Inference for Better Feature Caching in Diffusion Transformer Acceleration, arXiv 2410.01723 | tokens | threshold=0.5,epochs=2,refresh=14,rate=1.0,beta=0.01 | threshold=0,epochs=2,refresh=14,rate=1.0,beta=0.01 | | |
+profilingdit | profilingdit:ProfilingDiT | Model Reveals What to Cache: Profiling-Based Feature Reuse for Video Diffusion Models, arXiv 2504.03140 | attention | every=3,warmup=1,share=0.5 | background=() | | |
 # Parts of an edit, and what depends on the timestep alone
-regione | regione:RegionE | RegionE: Adaptive Region-Aware Generation for Efficient Image Editing | editing | | | | |
-temporal-table | temporal_table:TemporalTable | TFMQ-DM: Temporal Feature Maintenance Quantization for Diffusion Models; Temporal Feature Matters: A Framework for Diffusion Model Quantization | every | defaults | defaults | | |
+regione | regione:RegionE | RegionE: Adaptive Region-Aware Generation for Efficient Image Editing, arXiv 2510.25590 | editing | | | | |
+temporal-table | temporal_table:TemporalTable | TFMQ-DM: Temporal Feature Maintenance Quantization for Diffusion Models, arXiv 2311.16503; Temporal Feature Matters: A Framework for Diffusion Model Quantization, arXiv 2407.19547 | every | defaults | defaults | | |
 # A search over all of them
 tuned | tuned:Tuned | diffcache | chosen | | | | |
 """,
@@ -133,7 +133,7 @@ stream-diffusion-v2 | stream_diffusion_v2:StreamDiffusionV2 | StreamDiffusionV2,
 history-retrieval | history_retrieval:HistoryRetrieval | after MagicWorld, arXiv 2511.18886 | window=3,pool=4,count=2 |
 flow-cache | flow_cache:FlowCache | FlowCache, arXiv 2602.10825 | window=4,recent=4 |
 quantized | quantized:Quantized | KIVI, arXiv 2402.02750 | |
-# Frames of a factorized transformer
+# A transformer of another build
 ca2-vdm | ca2_vdm:Ca2VDM | Ca2-VDM, arXiv 2411.16375 | |
 """,
     "recipe": """

@@ -64,6 +64,19 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = 
     return [head.replace("|  |", "| |"), f"|---|{others}", *lines]
 
 
+def between(page: str, begin: str, end: str, text: str) -> str:
+    """Return a page with a text between two of its lines.
+
+    Raises:
+        ValueError: If the page does not have the two lines in order.
+    """
+    before, found, rest = page.partition(begin)
+    _, also, after = rest.partition(end)
+    if not found or not also:
+        raise ValueError(f"the page needs the lines {begin!r} and {end!r}")
+    return f"{before}{begin}\n\n{text}\n{end}{after}"
+
+
 @functools.cache
 def environment() -> Any:
     """Return what finds the templates of this folder, by their paths in it; made by jinja2."""

@@ -41,6 +41,15 @@ class Setting:
     device: torch.device
     dtype: torch.dtype = torch.float32
 
+    @property
+    def clock(self) -> str:
+        """Clock of the work: CPU time where one thread does it and no accelerator, else wall time.
+
+        Other work on the machine does not lengthen CPU time, which knows nothing of an accelerator.
+        """
+        is_alone = self.device.type == "cpu" and torch.get_num_threads() == 1
+        return "process_time" if is_alone else "perf_counter"
+
     def wait(self) -> None:
         """Let an accelerator finish."""
         if self.device.type == "cuda":

@@ -44,13 +44,16 @@ def weighted_sum(
             f"terms: must be 1 to {MOST} tensors with a weight each, got {len(terms)} and "
             f"{len(weights)} weights"
         )
-    run = SUM if _alike(terms, base, gate) and SUM.takes(*terms, base, gate) else sum_twin
-    found: Tensor = run(list(terms), [float(weight) for weight in weights], base, gate)
+    run = SUM if SUM.takes(*terms, base, gate) and _alike(terms, base, gate) else sum_twin
+    found: Tensor = run(list(terms), list(map(float, weights)), base, gate)
     return found
 
 
 def sum_twin(
-    terms: list[Tensor], weights: list[float], base: Tensor | None, gate: Tensor | None
+    terms: list[Tensor],
+    weights: list[float],
+    base: Tensor | None = None,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """Return what `weighted_sum` returns, in plain PyTorch."""
     total = terms[0] if weights[0] == 1 else terms[0] * weights[0]

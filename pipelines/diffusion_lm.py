@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from diffcache.anchor import Loop, owner_of
 from diffcache.api import handle_of, report, run
 from diffcache.attach.attention_sdpa import calls_sdpa
-from diffcache.attach.extensions.row_inputs import first_position, places_of
+from diffcache.attach.extensions.partial import first_position, places_of
 from diffcache.dllm.decode import Decoding, Schedule
 from diffcache.dllm.guided import Guided
 from diffcache.dllm.policy import Policy

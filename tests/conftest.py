@@ -2,9 +2,6 @@
 
 import gc
 import os
-import time
-from collections.abc import Callable
-from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -28,23 +25,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=gpu_tests)
         items[:] = [item for item in items if item not in gpu_tests]
     items.sort(key=lambda item: item.path.name not in LONGEST)
-
-
-@pytest.fixture
-def stops_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Let the next training that has a time limit of a minute reach it after so many steps."""
-    from diffcache.eval.workshop.small import loop
-
-    asked: list[float] = []  # what the clock says next; it is asked at the start and each step
-
-    def stops(steps: int) -> None:
-        asked[:] = [*[0.0] * (steps + 1), 60.0]
-        clock = SimpleNamespace(
-            monotonic=lambda: asked.pop(0) if asked else 0.0, perf_counter=time.perf_counter
-        )
-        monkeypatch.setattr(loop, "time", clock)
-
-    return stops
 
 
 @pytest.fixture

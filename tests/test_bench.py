@@ -20,6 +20,7 @@ from diffcache.eval.workshop.bench import (
     overhead,
 )
 from diffcache.eval.workshop.bench.models import Shape
+from diffcache.eval.workshop.bench.runner import Bench, cell, tables
 from diffcache.eval.workshop.thirds import thirds
 
 SETTING = record.Setting(torch.device("cpu"))
@@ -27,6 +28,7 @@ TINY = Shape(double=2, single=3, image_tokens=4, text_tokens=3)
 
 
 def written(name, body, folder: Path):
+    body = {"seconds": 1.0, **body}
     file = record.write(record.envelope(name, SETTING, "python -m ...", body), folder)
     return json.loads(file.read_text())
 
@@ -41,7 +43,7 @@ def test_overhead(tmp_path: Path):
     assert rows["TaylorSeer attention"]["sites"] == TINY.double + TINY.single
     calls = {name: row["step_us"]["n"] for name, row in rows.items()}
     assert calls["TaylorSeer stack"] == calls["0 blocks"] == 10 and calls["full step"] == 4
-    assert overhead.tables(found)[0].row_count == len(found["rows"])
+    assert next(tables(found)).row_count == len(found["rows"])
 
 
 @pytest.mark.slow
@@ -55,7 +57,7 @@ def test_compile(tmp_path: Path, monkeypatch):
         if not name.startswith("diffusers"):
             assert (row["graphs"], row["breaks"]) == (rows["uncached"]["graphs"], 0)
             assert row["error"] is None and row["difference"] < 1e-5
-    assert compiled.tables(found)[0].row_count == len(rows)
+    assert next(tables(found)).row_count == len(rows)
 
 
 def test_decode(tmp_path: Path):
@@ -69,8 +71,6 @@ def test_decode(tmp_path: Path):
     assert stock["bytes"] == 2 * 2 * 4 * 64 * 4 * (256 + 1 + 2 + 1) <= full["bytes"]
     assert evicting["share"] < 0.35 and evicting["target"] == 0.75
     assert evicting["missed"] == (evicting["ratio"]["median"] > 0.75)
-    table = decode.tables(found)[0]
-    assert ("streaming" in str(table.caption)) == evicting["missed"]
     with pytest.raises(ValueError, match=r"no cache 'h3o' is timed; there are full, snapkv"):
         decode.measure(SETTING, **sizes, recipes=["h3o"])
     with pytest.raises(ValueError, match="prompt=255: must be at least 256"):
@@ -104,7 +104,17 @@ def test_ca2_vdm(tmp_path: Path):
     # 4 steps of 2 and 4 chunks, against 4 steps and a clean pass of one
     assert short["flops_ratio"] == pytest.approx(8 / 5, rel=0.1)
     assert long["flops_ratio"] == pytest.approx(16 / 5, rel=0.1)
-    assert ca2_vdm.tables(found)[0].row_count == 2
+    assert next(tables(found)).row_count == 2
+
+
+def test_cells_are_short():
+    quartiles, interval = (
+        {"median": 1.5, "q1": 1.0, "q3": 2.0, "n": 3},
+        dict(value=9, low=1, high=3),
+    )
+    assert cell(quartiles) == "1.5 [1, 2]" and cell(interval) == "9 [1, 3]"
+    assert cell([1, 2.0, None]) == "1, 2, " and cell({"a": 12345}) == "a 12,345"
+    assert cell(True) == "True" and len(cell("long " * 20)) == 44
 
 
 def test_stats():
@@ -132,7 +142,8 @@ def test_broken_records_are_refused(change, text):
 
 
 def test_command_line(tmp_path: Path, capsys, monkeypatch):
-    monkeypatch.setitem(bench.SMALL, "overhead", {"rounds": 2, "shape": TINY})
+    little = Bench(overhead.measure, "", quick={"rounds": 2, "shape": TINY})
+    monkeypatch.setitem(bench.BENCHMARKS, "overhead", little)
     assert bench.main(["overhead", "--quick", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "overhead.json").read_text())
     assert found["command"] == (
@@ -158,7 +169,7 @@ def test_every_way_to_a_kernels_result_is_right(tmp_path: Path, monkeypatch):
             row["ways"]["kernel"]["error"] == row["ways"]["plain"]["error"] == 0
         )  # both plain here
         assert all("us" in way for way in row["ways"].values()), row
-    assert found["choices"] == {} and kernels.tables(found)[0].row_count == len(found["rows"])
+    assert found["choices"] == {} and next(tables(found)).row_count == len(found["rows"])
 
 
 def test_full_size_counts_what_is_computed(tmp_path: Path, monkeypatch):
@@ -172,7 +183,7 @@ def test_full_size_counts_what_is_computed(tmp_path: Path, monkeypatch):
             *(f"TaylorSeer {s}" for s in ("stack", "model", "block", "module")),
         ):
             assert rows[f"{model}, {name}"]["computed"] == 2
-    assert full_size.tables(found)[0].row_count == len(rows)
+    assert next(tables(found)).row_count == len(rows)
 
 
 def test_full_size_language_models_name_every_row(tmp_path: Path, monkeypatch):
@@ -189,7 +200,7 @@ def test_full_size_language_models_name_every_row(tmp_path: Path, monkeypatch):
     fp8, stock = rows["QuantizedCache fp8"], rows["DynamicCache"]
     assert fp8["bytes"] == stock["bytes"] // 4 + 3 * 2 * 4 and rows["kivi 4"]["share"] < 0.5
     assert "kvpress is not installed: pip" in rows["kvpress snapkv 25 %"]["failed"]
-    assert full_size_decode.tables(found)[0].row_count == len(rows)
+    assert next(tables(found)).row_count == len(rows)
 
     found = written("full-size-dllm", full_size_dllm.measure(SETTING, rounds=1), tmp_path)
     rows = {row["name"]: row for row in found["rows"]}
@@ -199,4 +210,4 @@ def test_full_size_language_models_name_every_row(tmp_path: Path, monkeypatch):
     assert rows["uncached"]["token_layers"] == 40 * 8 * 3 and not rows["uncached"]["held_bytes"]
     assert rows["Fast-dLLM dual"]["token_layers"] == 2 * (40 + 3 * 8) * 3
     assert rows["Fast-dLLM dual"]["held_bytes"] == 2 * 3 * 40 * 32 * 4
-    assert full_size_dllm.tables(found)[0].row_count == len(rows)
+    assert next(tables(found)).row_count == len(rows)

@@ -221,7 +221,9 @@ class TestInspect:
         table.write_text("{}")
         assert coverage.main([str(table), "--write"]) == 0
         known = json.loads(STREAMS_FILE.read_text(encoding="utf-8"))
-        assert json.loads(table.read_text()) == {name: known[name] for name in names if name in known}
+        assert json.loads(table.read_text()) == {
+            name: known[name] for name in names if name in known
+        }
         coverage._all_rows.cache_clear()
 
     def test_temporal_part_is_told_its_steps(self):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pkgutil
+import re
 import subprocess
 import sys
 import threading
@@ -65,6 +66,14 @@ def test_every_row_has_its_class_or_function_under_its_name(kind: Any) -> None:
             continue
         assert getattr(made, "name", made.__name__) == name
         assert row.sentence.endswith(".")
+
+
+@pytest.mark.parametrize("kind", ["method", "dllm", "video"])
+def test_a_row_has_the_paper_that_is_cited(kind: Any) -> None:
+    for row in rows_of(kind).values():
+        said = (row.load().__doc__ or "") + row.load().bibtex
+        for number in re.findall(r"\d{4}\.\d{5}", row.paper):
+            assert number in said, row.name
 
 
 @pytest.mark.parametrize("kind", ["recipe", "reuse"])

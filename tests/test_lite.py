@@ -12,7 +12,7 @@ from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.distances import inception_score
 from diffcache.eval.metrics.frechet import frechet, moments
 from diffcache.eval.workshop.lite_card import card
-from diffcache.eval.workshop.small.train_matcher import alter
+from diffcache.eval.workshop.small.train_features import alter
 from diffcache.pipelines.small import features
 from diffcache.pipelines.small.corruptions import corrupt
 from diffcache.pipelines.small.moving import draw_films, film_statistics

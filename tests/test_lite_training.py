@@ -1,14 +1,19 @@
 """The damage that the offline extractor is trained on, and its training."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 
-from diffcache.eval.workshop.small import train_features, train_matcher
-from diffcache.eval.workshop.small.train_features import disturb, tally
-from diffcache.eval.workshop.small.train_matcher import alter, contrast
+from diffcache.eval.workshop.small import train_features
+from diffcache.eval.workshop.small.train_features import (
+    ExtractorJob,
+    MatcherJob,
+    alter,
+    contrast,
+    disturb,
+    tally,
+)
+from diffcache.eval.workshop.small.trainer import Settings, train
 from diffcache.pipelines.small import features
 from diffcache.pipelines.small.corruptions import RANGES, corrupt
 from diffcache.pipelines.small.scenes import SHAPES, Figure, Scene, draw
@@ -80,18 +85,23 @@ class TestTraining:
 
 
 def test_training_runs_from_end_to_end(tmp_path, monkeypatch):
-    small = {"PICTURES": 256, "STEPS": 3, "REFERENCE": 12, "KEPT": 5, "FILMS": 6, "COMPONENTS": 4}
+    small = {"PART": 32, "REFERENCE": 12, "KEPT": 5, "FILMS": 6, "COMPONENTS": 4}
     for name, value in small.items():
         monkeypatch.setattr(train_features, name, value)
-    monkeypatch.setattr(train_features, "MATCHER_STEPS", 3)
-    monkeypatch.setattr(train_matcher, "STEPS", 3)
-    train_features.main(["--out", str(tmp_path), "--seed", "3"])
-    extractor, _, config = features.load(tmp_path)
+    settings = Settings(steps=3, batch=32, examples=256, seed=3, measure_every=3)
+    job = ExtractorJob(settings, tmp_path)
+    rows = train(job, "shapes-extractor", precision="float32").rows
+    assert {"scene", "number", "artefact", "severity"} <= set(rows[-1])
+    job = MatcherJob(settings, tmp_path)
+    run = train(job, "shapes-matcher", precision="float32")
+    assert 0 <= run.rows[-1]["right"] <= 1
+    job.export(run.average.eval(), tmp_path)
+    extractor, matcher, config = features.load(tmp_path)
     assert config["seed"] == 3 and config["pictures"] == 256
+    for one, other in zip(matcher.parameters(), run.average["matcher"].parameters(), strict=True):
+        assert torch.equal(one, other.half().float())
     kept = features.load_reference(tmp_path)
     found = features.in_batches(extractor, features.reference_pictures(12, seed=44))
     assert torch.allclose(found.double().mean(0), kept["mean"], atol=1e-5)
     assert torch.allclose(found[:5], kept["features"].float(), atol=0.02)
     assert kept["film_components"].shape == (256, 4) and int(kept["film_count"]) == 6
-    rows = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
-    assert [row["part"] for row in rows] == ["extractor"] * 2 + ["matcher"] * 2 + ["done"]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 
 from diffcache.eval.workshop.small import train_reach
-from diffcache.eval.workshop.small.loop import Stopped
-from diffcache.pipelines.policy import rollout
+from diffcache.eval.workshop.small.trainer import Settings, train
+from diffcache.pipelines.policy import DiffusionPolicyPipeline, rollout
 from diffcache.pipelines.small import demonstrations, reach
 
 # The task ------------------------------------------------------------------------------------
@@ -142,33 +141,29 @@ def test_a_rollout_does_not_depend_on_its_neighbors():
     torch.testing.assert_close(whole.position[:2], part.position)
 
 
-def test_training_lowers_the_loss_and_resumes(tmp_path, stops_after):
-    """A tiny run; its continuation starts where it ended."""
-    plan = train_reach.Plan(demonstrations=40, steps=30)
-    pipe = train_reach.train(tmp_path, plan)
-    seen, moves = demonstrations.demonstrate(40, 0)
-    torch.manual_seed(0)
-    untrained = reach.build()
-    with torch.no_grad():
-        losses = [
-            float(train_reach.policy_loss(p, seen, moves, torch.Generator().manual_seed(1)))
-            for p in (untrained, pipe)
-        ]
+def test_training_lowers_the_loss_and_ships_a_pipeline(tmp_path):
+    settings = Settings(steps=30, batch=128, examples=640, rate=1.5e-3, average=0.9, warmup=1)
+    job = train_reach.Reach(settings, tmp_path)
+    job.measure = lambda models: {}  # its rollouts take longer than all the rest
+    run = train(job, "reach", precision="float32")
+    chosen = torch.arange(640)
+    losses = [
+        float(job.loss(models, chosen, torch.Generator().manual_seed(1)).detach())
+        for models in (job.build(), run.average)
+    ]
     assert losses[1] < 0.8 * losses[0]
-    state = torch.load(tmp_path / "reach.state", weights_only=True)
-    assert state["step"] == 30
-    again = train_reach.train(tmp_path, replace(plan, resume=True))
-    stops_after(7)
-    with pytest.raises(Stopped, match="reach: stopped after 7 of 30 updates"):
-        train_reach.train(tmp_path / "parts", replace(plan, minutes=1))
-    resumed = train_reach.train(tmp_path / "parts", replace(plan, resume=True))
-    for same in (again, resumed):
-        for one, other in zip(
-            same.transformer.parameters(), pipe.transformer.parameters(), strict=True
-        ):
-            assert torch.equal(one, other)
-    with pytest.raises(ValueError, match="updates=31: .*reach.state is of a run of 30"):
-        train_reach.train(tmp_path, replace(plan, steps=31, resume=True))
+    job.export(run.average.eval(), tmp_path / "model")
+    loaded = DiffusionPolicyPipeline.from_pretrained(str(tmp_path / "model"))
+    for one, other in zip(
+        loaded.transformer.parameters(), run.average["transformer"].parameters(), strict=True
+    ):
+        assert torch.equal(one, other.bfloat16().float())
+
+
+def test_examples_that_there_are_not_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_reach, "WINDOWS", 100)
+    with pytest.raises(ValueError, match="examples=300, but there are"):
+        train_reach.Reach(Settings(steps=1, batch=1, examples=300), tmp_path)
 
 
 def test_building_is_deterministic():

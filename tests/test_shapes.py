@@ -5,7 +5,6 @@ import pytest
 import torch
 from PIL import Image
 
-from diffcache.eval.workshop.small.loop import Average, Log, rate, shuffled
 from diffcache.pipelines.small import scenes
 from diffcache.pipelines.small.classifier import features, prompt_accuracy, read
 from diffcache.pipelines.small.scenes import (
@@ -104,63 +103,6 @@ class TestScenes:
         prompts = scenes.shipped_prompts()
         assert len(set(prompts)) == 64
         assert all(scenes.held_out(parse(text)) for text in prompts)
-
-
-class TestLoop:
-    def test_order_goes_on_where_it_stopped(self):
-        whole, late = shuffled(40, 8, 0), shuffled(40, 8, 0, start=7)
-        batches = [next(whole) for _ in range(9)]
-        assert torch.equal(next(late), batches[7])
-        assert torch.equal(torch.cat(batches[:5]).sort().values, torch.arange(40))
-
-    def test_rate_rises_and_falls(self):
-        assert rate(0.0) < rate(0.02) < rate(0.03) == pytest.approx(1.0)
-        assert rate(0.5) > rate(1.0) == pytest.approx(0.02)
-
-    def test_average_follows_the_weights(self):
-        layer = torch.nn.Linear(2, 2)
-        average = Average(layer)
-        with torch.no_grad():
-            layer.weight.add_(1.0)
-        wanted = layer.weight.detach().clone()
-        for _ in range(60):
-            average.update(layer)
-        average.copy_to(layer)
-        assert torch.allclose(layer.weight, wanted, atol=0.05)
-
-    def test_resumed_log_keeps_its_rows(self, tmp_path):
-        Log(tmp_path / "log.jsonl").write(step=1, loss=0.1234567)
-        log = Log(tmp_path / "log.jsonl", resume=True)
-        log.write(step=2, loss=1.0)
-        assert [row["step"] for row in log.rows()] == [1, 2]
-        assert log.rows()[0]["loss"] == 0.12346
-
-
-class TestTraining:
-    def test_noise_levels_move_down_as_training_goes_on(self):
-        from diffcache.eval.workshop.small.train_flux import draw_sigmas
-
-        early, late = (draw_sigmas(4000, torch.Generator().manual_seed(0), p) for p in (0.0, 1.0))
-        assert early.min() > 0 and early.max() < 1
-        assert early.mean() > 0.65 > late.mean() == pytest.approx(0.5, abs=0.02)
-
-    def test_written_prompts_say_the_scene_in_any_order(self):
-        from diffcache.eval.workshop.small.train_flux import write_prompts
-
-        drawn, _ = draw(64, 3)
-        texts = write_prompts(drawn, np.random.default_rng(0), dropout=0.0)
-        assert [parse(text).key() for text in texts] == [scene.key() for scene in drawn]
-        assert len({text[0] for text in texts}) == 2
-
-    def test_tokens_are_told_which_object_they_belong_to(self):
-        from diffcache.eval.workshop.small.train_text import token_targets
-        from diffcache.pipelines.small.flux import build_tokenizers
-
-        scene = parse("a small red ring on the left, on a white background")
-        found = token_targets([scene], [prompt(scene)], build_tokenizers()[1])[0]
-        assert found.shape == (24, 5)
-        assert found[:, 1].tolist() == [scenes.SHAPES.index("ring")] * 7 + [-1] * 17
-        assert set(found[:, 0].tolist()) == {list(scenes.COLORS).index("white")}
 
 
 class TestReader:

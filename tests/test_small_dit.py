@@ -5,27 +5,14 @@ import torch
 
 from diffcache.eval.workshop.shipped.draw import draw_pictures
 from diffcache.eval.workshop.shipped.quality import of_classes
-from diffcache.eval.workshop.small import train_dit
-from diffcache.eval.workshop.small.course import Course, Plan
-from diffcache.eval.workshop.small.diffusion import (
-    build_scheduler,
-    disturb,
-    draw_timesteps,
-    load_autoencoder,
-    noise_error,
-    record,
-)
 from diffcache.eval.workshop.small.dit import (
     CALL,
     DIRECTORY,
     EMPTY,
     LABELS,
-    build_pipeline,
-    build_transformer,
     draw,
     load,
 )
-from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.pipelines.small.classifier import read
 
 MEGABYTE = 1_000_000
@@ -96,73 +83,3 @@ class TestPictures:
     def test_the_same_for_the_same_seed(self):
         one, same, other = draw(3, 3), draw(3, 3), draw(3, 4)
         assert torch.equal(one[1], same[1]) and not torch.equal(one[1], other[1])
-
-
-class TestNoise:
-    def test_mixes_as_the_scheduler_does(self):
-        scheduler, generator = build_scheduler(), torch.Generator().manual_seed(0)
-        times = draw_timesteps(6, generator)
-        latents, noise = torch.randn(2, 6, 4, 16, 16, generator=generator)
-        mixed = disturb(latents, noise, scheduler.alphas_cumprod[times])
-        assert torch.equal(mixed, scheduler.add_noise(latents, noise, times))
-
-    def test_error_is_that_of_the_velocity(self):
-        generator = torch.Generator().manual_seed(0)
-        latents, noise, off = torch.randn(3, 5, 4, 8, 8, generator=generator)
-        signal = torch.tensor([0.03, 0.1, 0.4, 0.8, 0.99])
-        mixed = disturb(latents, noise, signal)
-        predicted = noise + 0.1 * off
-        share = signal[:, None, None, None]
-        guess = (mixed - (1 - share).sqrt() * predicted) / share.sqrt()
-        velocity = share.sqrt() * predicted - (1 - share).sqrt() * guess
-        truth = share.sqrt() * noise - (1 - share).sqrt() * latents
-        torch.testing.assert_close(
-            noise_error(predicted, noise, signal), (velocity - truth).square().mean()
-        )
-
-    def test_the_weight_is_held_below_two_hundredths(self):
-        signal = torch.tensor([1e-5])
-        found = noise_error(torch.ones(1, 1, 2, 2), torch.zeros(1, 1, 2, 2), signal)
-        assert found == pytest.approx(50.0)
-
-    def test_timesteps_are_in_range_and_lean_to_the_middle(self):
-        times = draw_timesteps(4000, torch.Generator().manual_seed(0))
-        assert times.min() >= 0 and times.max() <= 999
-        assert ((times > 150) & (times < 550)).float().mean() > 0.5
-
-
-class TestTraining:
-    def test_building_is_deterministic_and_predicts_nothing_at_first(self):
-        built = []
-        for _ in range(2):
-            torch.manual_seed(1)
-            built.append(build_transformer())
-        pairs = zip(*(model.state_dict().items() for model in built), strict=True)
-        assert all(torch.equal(one, other) for (_, one), (_, other) in pairs)
-        given = torch.randn(1, 4, 16, 16)
-        called = built[0](given, timestep=torch.tensor([9]), class_labels=torch.tensor([EMPTY]))
-        assert not called.sample.any() and not built[0].training
-
-    def test_steps_lower_the_loss(self):
-        torch.manual_seed(0)
-        pipe = build_pipeline(load_autoencoder())
-        step = train_dit.Step(pipe, compiled=False)
-        labels, latents = torch.arange(4), torch.randn(4, 4, 1, 1).expand(4, 4, 16, 16)
-        optimizer = torch.optim.AdamW(pipe.transformer.parameters(), lr=1e-3)
-        losses = []
-        for _ in range(8):
-            loss = step(latents, labels, torch.Generator().manual_seed(0))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-        assert losses[-1] < 0.7 * losses[0]
-
-    def test_a_training_is_exported(self, tmp_path):
-        train_dit.fit(tmp_path, Plan(compiled=False), Course("dit", examples=4, steps=2, batch=2))
-        pipe = train_dit.assemble(tmp_path)
-        kept = pipe.transformer.proj_out_2.weight.detach().bfloat16().float()
-        assert save_pipeline(pipe, tmp_path / "model") < 10 * MEGABYTE
-        assert torch.equal(load(directory=tmp_path / "model").transformer.proj_out_2.weight, kept)
-        done = record(tmp_path, "dit", tmp_path / "some-training.json", seed=3, command="python")
-        assert done["model"] == "some" and done["steps"] == 2

@@ -1,9 +1,7 @@
-"""The editing data set, the shipped FluxKontextPipeline and its training."""
+"""The editing data set and the shipped FluxKontextPipeline."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +21,9 @@ from diffcache.pipelines.small.edits import (
     untouched_psnr,
 )
 from diffcache.pipelines.small.scenes import (
-    SHAPES,
     Figure,
     Scene,
     held_out,
-    held_out_prompts,
     prompt,
 )
 
@@ -129,98 +125,6 @@ def test_untouched_psnr_is_that_of_the_untouched_pixels() -> None:
     after[..., :4], made[..., :4] = 200, 7  # what is touched may be anything
     made[..., 4:] += 10
     assert float(untouched_psnr(made, before, after)) == pytest.approx(20 * np.log10(255 / 10))
-
-
-# -------------------------------------------------------------------------------- the pipeline
-
-
-@pytest.fixture(scope="module")
-def built() -> Any:
-    from diffcache.pipelines.small.kontext import build_pipeline
-
-    return build_pipeline()
-
-
-def test_the_tokenizers_know_old_words_by_their_numbers_and_new_ones_as_one(built: Any) -> None:
-    from diffcache.pipelines.small.flux import build_tokenizers
-
-    for old, new in zip(build_tokenizers(), (built.tokenizer, built.tokenizer_2), strict=True):
-        texts = held_out_prompts(50)
-        assert new(texts).input_ids == old(texts).input_ids
-        extra = len(new("red").input_ids) - 1
-        for edit in edits_of(100):
-            text = instruction(edit, np.random.default_rng(0))
-            ids = new(text).input_ids
-            assert len(ids) == len(text.split()) + extra
-            assert new.unk_token_id not in ids or old is not built.tokenizer_2
-        assert len(new("Make the ring green.").input_ids) == 5 + extra
-
-
-def test_what_the_old_model_knew_is_still_there(built: Any) -> None:
-    from diffcache.pipelines.small.flux import load
-
-    old = load()
-    ids = old.tokenizer_2(held_out_prompts(3), padding=True, return_tensors="pt").input_ids
-    with torch.no_grad():
-        assert torch.equal(built.text_encoder_2(ids)[0], old.text_encoder_2(ids)[0])
-    for mine, theirs in zip(
-        built.transformer.parameters(), old.transformer.parameters(), strict=True
-    ):
-        assert torch.equal(mine, theirs)
-
-
-def test_the_text_stage_knows_what_instructions_state() -> None:
-    from diffcache.eval.workshop.small.train_kontext_text import stated
-
-    new = Figure("square", "red", "small", "left")
-    edit = Edit("shape", SCENE, Scene("yellow", (new, OTHER)), 0)
-    gone = Edit("remove", SCENE, Scene("yellow", (RING,)), 1)
-    texts = ["turn the ring on the left into a square", "Remove the blue ring."]
-    rows = stated([edit, gone], texts)
-    kind, value, shape, place, color = rows[0].tolist()
-    assert (KINDS[kind], SHAPES[shape], place, color) == ("shape", "ring", 3, 7)
-    assert rows[1].tolist() == [4, 14, SHAPES.index("ring"), 9, 2]
-    assert value == 7 + 2 + SHAPES.index("square")
-
-
-def test_a_training_step_learns(built: Any) -> None:
-    from torch import nn
-
-    from diffcache.eval.workshop.small.course import build_optimizer, update
-    from diffcache.eval.workshop.small.export import TRAINED
-    from diffcache.eval.workshop.small.train_kontext import COURSE, Step, _batch
-    from diffcache.pipelines.small.kontext import build_pipeline
-
-    pipe = build_pipeline()
-    step = Step(pipe, compiled=False)
-    weights = nn.ModuleDict({name: getattr(pipe, name) for name in TRAINED})
-    latents = torch.randn(2, 4, 64, 16, generator=torch.Generator().manual_seed(0))
-    batch = _batch(edits_of(4), (latents[0], latents[1]), torch.arange(4), (0, 0), 0.5)
-    optimizer = build_optimizer(weights, COURSE)
-    losses = [update(weights, optimizer, step, batch, 3e-4) for _ in range(5)]
-    assert losses[-1] < 0.9 * losses[0]
-
-
-def test_a_training_is_exported(tmp_path: Path, monkeypatch: Any) -> None:
-    from diffcache.eval.workshop.small import train_kontext
-    from diffcache.eval.workshop.small.export_kontext import assemble, export, record
-    from diffcache.eval.workshop.small.train_kontext import Plan, train
-
-    monkeypatch.setattr(train_kontext, "COURSE", replace(train_kontext.COURSE, batch=2))
-    pipe = train(tmp_path, Plan(steps=2, text_steps=2, edits=4))
-    kept = assemble(tmp_path)
-    weight = pipe.transformer.x_embedder.weight
-    assert torch.equal(kept.transformer.x_embedder.weight, weight)
-    size = export(tmp_path, tmp_path / "model")
-    assert 1e6 < size < 11e6
-    from diffusers import FluxKontextPipeline
-
-    loaded = FluxKontextPipeline.from_pretrained(str(tmp_path / "model"))
-    again = loaded.transformer.x_embedder.weight
-    assert torch.equal(again, weight.to(torch.bfloat16).float())
-    assert again.dtype == torch.float32
-    done = record(tmp_path, {"seed": 0}, tmp_path / "record.json")
-    assert done["steps"] == 2
 
 
 # ----------------------------------------------------------------------------- what is shipped

@@ -102,11 +102,10 @@ def test_muon_steps_along_a_matrix_whose_singular_values_are_alike(shape):
 def test_settings_are_read_and_a_wrong_name_is_refused(tmp_path: Path, monkeypatch):
     for name in trainer.JOBS:
         assert trainer.read_settings(name).steps > 0
-    (tmp_path / "sticker-flux").mkdir()
-    (tmp_path / "sticker-flux" / "train.toml").write_text(
+    (tmp_path / "sticker-flux.toml").write_text(
         "[sticker-text]\nsteps = 1\nbatch = 1\nexamples = 1\nspeed = 2\n"
     )
-    monkeypatch.setattr(trainer, "MODELS", tmp_path)
+    monkeypatch.setattr(trainer, "SETTINGS", tmp_path)
     with pytest.raises(ValueError, match="no setting 'speed'; use steps, batch"):
         trainer.read_settings("sticker-text")
     with pytest.raises(ValueError, match="unknown training 'mine'; use one of sticker-autoencoder"):

@@ -1,21 +1,29 @@
-"""The attachment to one network: its clock, branches, record and extensions."""
+"""The attachment to one network: its hooks, clock, branches, record and extensions."""
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterator
+import warnings
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from diffcache.anchor import release
+from diffcache.anchor import claim, owner_of, release
 from diffcache.attach.anatomy import Anatomy
-from diffcache.attach.branches import doubted, is_broken, note_output, tell, turned, watch
+from diffcache.attach.branches import (
+    doubted,
+    glance,
+    is_broken,
+    note_output,
+    tell,
+    turned,
+    watch,
+)
 from diffcache.attach.cache_context import Context, current_context
 from diffcache.attach.call import Call
-from diffcache.attach.continuity import glance, items
-from diffcache.attach.counted import count, only_branch
 from diffcache.attach.extension import Extension, make_extension
 from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.peers import check_alone
@@ -24,8 +32,12 @@ from diffcache.attach.record import CallRecord
 from diffcache.attach.run import Branch, Run, Timeline
 from diffcache.attach.runs import Runs
 from diffcache.attach.signature import all_conditions_of, conditions_of, signature_of
-from diffcache.errors import AttachError
-from diffcache.foreign import process_group_of
+from diffcache.attach.tree import leaves
+from diffcache.errors import AttachError, CacheWarning
+from diffcache.foreign import own_hooks, process_group_of, take_hooks, without_dynamo
+from diffcache.step import CURRENT
+
+TOKEN = "token"  # of the context variable, in a call's storage
 
 
 class Denoiser:
@@ -43,7 +55,8 @@ class Denoiser:
     Attributes:
         arguments: Names of the forward's arguments in their order.
         is_noticed: Whether it was said that the forward is called directly.
-        hooks: Handles of the forward hooks, which `attach.hooks` registers.
+        hooks: Handles of the forward hooks.
+        counts_calls: Whether every call is a step.
 
     Raises:
         AttachError: If the network cannot have an ability of the method.
@@ -54,7 +67,7 @@ class Denoiser:
         self.arguments = list(inspect.signature(type(model).forward).parameters)[1:]
         self.is_noticed = False
         self.hooks: list[Any] = []
-        self.total = handle.method.total
+        self.total, self.counts_calls = handle.method.total, handle.method.counts_calls
         self.extensions: list[Extension] = []
         _check_kind(model, anatomy, handle)
         handle.method.check_model(facts_of(model, handle.scheduler, handle.target()))
@@ -83,14 +96,19 @@ class Denoiser:
             extension.remove()
         self.extensions = []
 
-    def tensors(self, run: Run) -> Iterator[Tensor]:
-        """Yield the tensors that extensions keep of a run."""
+    def tensors(self, run: Run) -> list[Tensor]:
+        """Return the tensors that extensions keep of a run."""
+        found: list[Tensor] = []
         for extension in self.extensions:
-            yield from extension.tensors(run)
+            found += extension.tensors(run)
+        return found
 
     def extra_bytes(self, runs: list[Run]) -> int:
         """Return the bytes that extensions keep of runs besides tensors, or beyond them."""
-        return sum(extension.held_bytes(runs) for extension in self.extensions)
+        total = 0
+        for extension in self.extensions:
+            total += extension.held_bytes(runs)
+        return total
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name."""
@@ -105,28 +123,25 @@ class Denoiser:
             AttachError: If the run is not what the method is made for, or an extension refuses.
         """
         anatomy, run = self.anatomy, self.handle.run()
-        timestep = kwargs.get(anatomy.timestep) if anatomy.timestep else None
-        named = kwargs
-        if timestep is None:
-            named = self.named(args, kwargs)
-            timestep = named.get(anatomy.timestep or "")
-            positional: tuple[Any, ...] = ()
-        else:
-            positional = args
-        timeline = run.timeline(self)
+        given = self.named(args, kwargs) if args else kwargs
+        timestep = given.get(anatomy.timestep or "")
+        sample = given.get(anatomy.sample, args[0] if args else None)
+        timeline = run.timelines.get(self) or run.timeline(self)
         context = current_context(self.model)
+        signature = signature_of(given, anatomy.timestep)
         writes = context is not None and context.writes
-        sample = named.get(anatomy.sample, positional[0] if positional else None)
-        if writes:
+        if context is not None and context.writes:  # no step of the run
+            branch, step = Branch(0, context.name, {}), timeline.aside(timestep)
             if timeline.index < 0:  # no first step has looked
                 check_alone(self.model)
-        elif self._arrive(timeline, context, timestep):
-            self._check_length(timeline)
-            if timeline.index == 0:
+        else:
+            begins = timeline.count() if self.counts_calls else timeline.arrive(context, timestep)
+            if begins and (self.total is not None or run.steps is not None):
+                self._check_length(timeline)
+            if begins and timeline.index == 0:
                 self._start(timeline, sample)
-        signature = signature_of(positional, named, anatomy.timestep)
-        branch = self._branch(timeline, context, signature, (positional, named), sample)
-        step = timeline.aside(timestep) if writes else timeline.step(branch.number)
+            branch = self._branch(timeline, context, signature, given, sample)
+            step = timeline.step(branch.number)
         record = CallRecord(
             self.name, step.index, step.timestep, branch.name or branch.number,
             started=time.perf_counter(), writes=writes,
@@ -144,49 +159,44 @@ class Denoiser:
         branch.signature = signature
         return call
 
-    def _arrive(self, timeline: Timeline, context: Context | None, timestep: Any) -> bool:
-        """Note a call; return whether it starts a step."""
-        if not self.handle.method.counts_calls:
-            return timeline.arrive(context, timestep)
-        count(timeline)
-        return True
-
     def _branch(
         self,
         timeline: Timeline,
         context: Context | None,
         signature: Any,
-        given: tuple[Any, Any],
+        given: dict[str, Any],
         sample: Any,
     ) -> Branch:
         """Return the branch of a call; warn where nothing tells it.
 
         A bare denoiser's run starts at the call if its sample is another trajectory's.
         """
-        args, kwargs = given
-        if context is not None and context.writes:  # no step of the run
-            return Branch(0, context.name, {})
-        if self.handle.method.counts_calls:
-            return only_branch(timeline)
+        if self.counts_calls:
+            return timeline.only_branch()
         if timeline.run.in_pipeline:
             return timeline.branch_of(
-                context, signature, lambda: conditions_of(args, kwargs, self.anatomy.timestep)
+                context, signature, lambda: conditions_of(given, self.anatomy)
             )
         name = None if context is None else context.name
-        conditions = all_conditions_of(self.named(args, kwargs), self.anatomy)
+        conditions = all_conditions_of(given, self.anatomy)
         branch, said = tell(timeline, name, signature, conditions)
-        if timeline.is_guessed and timeline.doubt:
-            watch(timeline, sample)
-        elif timeline.is_guessed and is_broken(timeline, branch, signature, conditions, sample):
-            if timeline.doubt:
-                branch, said = doubted(timeline, name)
-            else:
-                timeline.restart()
-                self._start(timeline, sample)
-                branch, said = tell(timeline, name, signature, conditions)
-                branch.glance = timeline.glance = glance(sample)
-                branch.samples = items(sample)[:1]
-        if said := said or turned(timeline):
+        if timeline.is_guessed:
+            doubt = timeline.doubt
+            if doubt:
+                watch(timeline, sample)
+            elif is_broken(timeline, branch, signature, conditions, sample):
+                if timeline.doubt:
+                    branch, said = doubted(timeline, name)
+                else:
+                    timeline.restart()
+                    self._start(timeline, sample)
+                    branch, said = tell(timeline, name, signature, conditions)
+                    branch.glance = timeline.glance = glance(sample)
+                    first = glance(sample, 0)
+                    branch.samples = [] if first is None else [first]
+        if not said and timeline.left is not None:
+            said = turned(timeline)
+        if said:
             self.handle.remark(timeline.run, [f"{self.anatomy.model}: {said}"])
         return branch
 
@@ -246,9 +256,10 @@ class Denoiser:
             record.computed = True
         record.reason = record.reason or "method"
         record.seconds = time.perf_counter() - record.started
-        run = call.run
-        if call.timeline.is_guessed and not call.timeline.doubt and not call.writes:
-            note_output(call.timeline, out)
+        timeline = call.timeline
+        run = timeline.run
+        if call.branch.samples and not timeline.doubt:  # where samples tell runs apart
+            note_output(timeline, out)
         run.record.calls.append(record)
         if record.computed:
             run.record.peak_bytes = max(run.record.peak_bytes, self.handle.bytes_of(run))
@@ -268,4 +279,110 @@ def _check_kind(model: nn.Module, anatomy: Anatomy, handle: Runs) -> None:
     raise AttachError(
         f"{anatomy.model} is {kind}: it takes no timestep, so {handle.method!r} has no steps to "
         "skip; wrap the pipeline, or its transformer or unet"
+    )
+
+
+# the two hooks: top-level functions, so that copies and pickles work
+
+
+def hook(denoiser: Denoiser) -> None:
+    """Let every call of a denoiser's network be one of the denoiser."""
+    model = denoiser.model
+    pre = model.register_forward_pre_hook(open_call, prepend=True, with_kwargs=True)
+    post = model.register_forward_hook(close_call, with_kwargs=True, always_call=True)
+    denoiser.hooks = [pre, post]
+    claim(model, denoiser)
+
+
+def open_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of a wrapped denoiser; does nothing on a copy of one."""
+    if torch.compiler.is_compiling():
+        _refuse_compiled(module)
+        return None
+    denoiser: Denoiser | None = owner_of(module)
+    if denoiser is None:
+        _orphan(module)
+        return None
+    stale: Call | None = CURRENT.get()
+    if stale is not None and stale.owner is denoiser:
+        denoiser.handle.settle()
+    if torch.is_grad_enabled() and _trains(denoiser, args, kwargs):
+        return None
+    try:
+        call = denoiser.open(args, kwargs)
+    except BaseException:
+        denoiser.handle.abandon(writes=_writes(denoiser))
+        raise
+    call.storage[TOKEN] = CURRENT.set(call)
+    if call.args is args and call.kwargs is kwargs:
+        return None
+    return call.args, call.kwargs
+
+
+def _trains(denoiser: Denoiser, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether gradients go through a call; it then runs as if it were not wrapped.
+
+    No call is open: what is skipped has no gradient, and checkpointed blocks run once more when
+    the call is over. Features of this run are forgotten, which are of earlier steps.
+    """
+    tensors = chain(denoiser.model.parameters(), leaves(args), leaves(kwargs))  # mostly the first
+    if not any(tensor.requires_grad for tensor in tensors):
+        return False
+    run = denoiser.handle.run()
+    if not _writes(denoiser):  # which is no step
+        run.timeline(denoiser).clear()
+    text = (
+        f"{denoiser.anatomy.model}: gradients are on, so every block is computed and nothing is "
+        "kept; to sample, call it under torch.no_grad()"
+    )
+    denoiser.handle.remark(run, [text])
+    return True
+
+
+def _writes(denoiser: Denoiser) -> bool:
+    """Return whether it was said that the call at hand writes to a stream."""
+    context = current_context(denoiser.model)
+    return context is not None and context.writes
+
+
+def close_call(module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
+    """Forward hook of a wrapped denoiser, called after exceptions as well."""
+    if torch.compiler.is_compiling():
+        return None
+    call: Call | None = CURRENT.get()
+    denoiser: Any = None if call is None else call.owner
+    if call is None or getattr(denoiser, "model", None) is not module:  # none, another's, a copy
+        return None
+    CURRENT.reset(call.storage.pop(TOKEN))
+    try:
+        if out is not None:
+            return denoiser.close(call, out)
+        denoiser.handle.abandon(call)  # an exception is on its way
+        return None
+    except BaseException:  # the step is half done
+        denoiser.handle.abandon(call)
+        raise
+    finally:
+        call.storage.clear()  # which may refer to the call, and so keep the model alive
+
+
+@without_dynamo
+def _refuse_compiled(module: nn.Module) -> None:
+    """Raise for a wrapped model that is being compiled as a whole; a copy of one may be."""
+    if owner_of(module) is not None:
+        raise AttachError(
+            f"{type(module).__name__} is compiled as a whole, which fixes what runs; compile its "
+            "blocks instead: model.compile_repeated_blocks(fullgraph=True)"
+        )
+    _orphan(module)
+
+
+def _orphan(module: nn.Module) -> None:
+    """Take the hooks off a copy of a wrapped model and say that it runs uncached."""
+    own_hooks(module)  # a shallow copy shares them with the original
+    take_hooks(module, lambda hook: hook is open_call or hook is close_call)
+    warnings.warn(
+        f"this {type(module).__name__} is a copy of a wrapped one and runs uncached; wrap it too",
+        CacheWarning,
+        stacklevel=4,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -78,9 +78,9 @@ class Extension:
         """Return, per site of its own, evaluations that ran and that were skipped in a call."""
         return {}
 
-    def tensors(self, run: Run) -> Iterator[Tensor]:
-        """Yield the tensors that it keeps of a run, for the account of memory."""
-        return iter(())
+    def tensors(self, run: Run) -> Iterable[Tensor]:
+        """Return the tensors that it keeps of a run, for the account of memory."""
+        return ()
 
     def held_bytes(self, runs: list[Run]) -> int:
         """Return the bytes it keeps besides `tensors`, of these runs and beyond them."""

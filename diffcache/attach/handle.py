@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from diffcache.anchor import owner_of
 from diffcache.attach.anatomy import anatomy_of
 from diffcache.attach.cache_context import listen, unlisten
-from diffcache.attach.denoiser import Denoiser
+from diffcache.attach.denoiser import Denoiser, hook
 from diffcache.attach.fingerprint import facts_of
-from diffcache.attach.hooks import hook
 from diffcache.attach.pipeline_hooks import tap_pipeline, tap_scheduler, untap
 from diffcache.attach.run import Run
 from diffcache.attach.runs import ATTACHING, Runs
 from diffcache.features.base import Method
 from diffcache.features.collect import Observer
+
+_BYTES = attrgetter("nbytes")
 
 
 class Handle(Runs):
@@ -92,22 +93,19 @@ class Handle(Runs):
 
     def bytes_of(self, run: Run) -> int:
         """Return the bytes that all denoisers keep of a run."""
-        kept = sum(tensor.nbytes for tensor in self._tensors([run]))
-        return kept + sum(denoiser.extra_bytes([run]) for denoiser in self.denoisers)
+        total = 0
+        for denoiser in self.denoisers:
+            total += sum(map(_BYTES, denoiser.tensors(run))) + denoiser.extra_bytes([run])
+        return total
 
     def held_bytes(self) -> int:
         """Return the bytes of all features held now, each storage once."""
         runs = [run for _, run in self.live()]
         storages: dict[int, int] = {}
-        for tensor in self._tensors(runs):
+        for tensor in (t for run in runs for d in self.denoisers for t in d.tensors(run)):
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
         return sum(storages.values()) + sum(d.extra_bytes(runs) for d in self.denoisers)
-
-    def _tensors(self, runs: list[Run]) -> Iterator[Tensor]:
-        for run in runs:
-            for denoiser in self.denoisers:
-                yield from denoiser.tensors(run)
 
     # attaching -----------------------------------------------------------------------------
 

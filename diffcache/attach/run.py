@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from diffcache.attach.cache_context import Context
-from diffcache.attach.clock import cheap_value, clock_value, timestep_value
 from diffcache.attach.record import RunRecord
 from diffcache.errors import AttachError
 from diffcache.step import Step
@@ -339,9 +338,11 @@ class Timeline:
 
     def step(self, branch: int) -> Step:
         """Return the current step for a method."""
+        run = self.run
+        total = None if run.steps is None and run.length is None else self.total
         return Step(
-            self.index, self.timestep, self.total, branch, max(self.run.stream.chunk, 0),
-            self.ranks, None, self.index in self.run.left_out,
+            self.index, self.timestep, total, branch, max(run.stream.chunk, 0),
+            self.ranks, None, self.index in run.left_out,
         )  # fmt: skip
 
     def add(self, name: str | None, conditions: dict[Any, Any]) -> Branch:
@@ -350,6 +351,27 @@ class Timeline:
         branch = Branch(max((b.number for b in kept), default=-1) + 1, name, conditions)
         self.branches = [*kept, branch]
         return branch
+
+    def count(self) -> bool:
+        """Note a call that is a step of its own, and a run of its own where nobody told one.
+
+        So is every call of a network without a timestep, such as a language model. It always starts
+        a step.
+        """
+        run = self.run
+        if not (run.is_told or run.in_pipeline):
+            self.clear()
+        self.index += 1
+        self.calls = 1
+        self.mark = (run.epoch, "call", self.index)
+        return True
+
+    def only_branch(self) -> Branch:
+        """Return the one guidance branch of a network whose every call is a step."""
+        if not self.branches:
+            self.branches = [Branch(0, None, {})]
+        self.branches[0].seen_at = self.index
+        return self.branches[0]
 
     def branch_of(
         self, context: Context | None, signature: Any, conditions: Callable[[], dict[Any, Tensor]]
@@ -401,3 +423,34 @@ def _shared(held: dict[Any, Tensor], given: dict[Any, Tensor]) -> frozenset[Any]
         for name, tensor in given.items()
         if name in held and held[name].data_ptr() == tensor.data_ptr()
     )
+
+
+def timestep_value(timestep: Any) -> float | None:
+    """Return a timestep as a number; waits for the device; the largest of several."""
+    if isinstance(timestep, Tensor):
+        if timestep.numel() > 1:
+            timestep = timestep.max()
+        return float(timestep.item()) if timestep.numel() else None
+    if isinstance(timestep, (list, tuple)):
+        return timestep_value(timestep[0]) if timestep else None
+    return None if timestep is None else float(timestep)
+
+
+def clock_value(timestep: Any) -> float | None:
+    """Return a number that changes whenever a timestep does; waits for the device.
+
+    The mean of several: where every frame or token has its own, they need not all move.
+    """
+    if isinstance(timestep, Tensor):
+        return float(timestep.detach().cpu().double().mean()) if timestep.numel() else None
+    if isinstance(timestep, (list, tuple)):
+        values = [value for value in map(clock_value, timestep) if value is not None]
+        return sum(values) / len(values) if values else None
+    return None if timestep is None else float(timestep)
+
+
+def cheap_value(timestep: Any) -> float | None:
+    """Return a timestep as a number if no device has to be waited for, else None."""
+    if isinstance(timestep, Tensor) and timestep.device.type != "cpu":
+        return None
+    return timestep_value(timestep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import threading
 import warnings
@@ -14,7 +15,6 @@ from typing import Any
 
 from diffcache.anchor import Attached
 from diffcache.attach.call import Call
-from diffcache.attach.place import Place
 from diffcache.attach.provenance import tables_of
 from diffcache.attach.record import RunRecord
 from diffcache.attach.run import Run, Stream
@@ -25,6 +25,27 @@ from diffcache.features.combine import reuse_of
 from diffcache.step import CURRENT
 
 ATTACHING = threading.RLock()  # held while a method is attached or detached, and as a run begins
+
+
+class Place:
+    """Stands for a run in the context of a thread or task; the handle, not the context, owns it.
+
+    So a run ends with whichever goes first, and no context keeps a model alive.
+    """
+
+    __slots__ = ("__weakref__", "run", "task", "thread")
+
+    def __init__(self, run: Run) -> None:
+        self.run = weakref.ref(run)
+        self.thread, self.task = threading.get_ident(), _task()
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether this very thread and task started the run."""
+        if self.thread != threading.get_ident():
+            return False
+        return bool(self.task == _task())
+
 
 Places = weakref.WeakKeyDictionary["Runs", Place]
 _PLACES: ContextVar[Places | None] = ContextVar("diffcache_places", default=None)
@@ -87,13 +108,12 @@ class Runs(Attached):
         One that nobody began in so many words is its thread's or task's alone: those that are
         started later copy the context, but do their own sampling.
         """
-        place = self._place()
+        places = _PLACES.get()
+        place = None if places is None else places.get(self)
         run = None if place is None else place.run()
         if place is None or run is None:
             return self.begin()[0]
-        if run.in_pipeline or run.is_told or place.is_here:
-            return run
-        return self.begin()[0]
+        return run if run.in_pipeline or run.is_told or place.is_here else self.begin()[0]
 
     def _place(self) -> Place | None:
         places = _PLACES.get()
@@ -327,3 +347,12 @@ class Runs(Attached):
 
 def _warn(message: str) -> None:
     warnings.warn(message, CacheWarning, stacklevel=5)
+
+
+def _task() -> Any:
+    """Return a weak reference to the task that is running, None outside of tasks."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no loop runs in this thread
+        return None
+    return None if task is None else weakref.ref(task)

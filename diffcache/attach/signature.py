@@ -14,21 +14,26 @@ from diffcache.attach.argument_digest import values_in
 _CONTROL = re.compile("control|residual")
 
 
-def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any], timestep: str | None) -> Any:
+def signature_of(given: dict[str, Any], timestep: str | None) -> Any:
     """Return a hashable description of a call.
 
     Tensors count with shape, dtype and device, None and strings and whole numbers inside lists
     (skipped layers, image shapes) with their value, other numbers with their type. Features of a
     call stand in for those of another only if both look alike.
+
+    Args:
+        given: All arguments of the call by name.
+        timestep: Name of the one that is left out; None for none.
     """
-    parts: list[Any] = [_look(value) for value in args]
-    for name, value in kwargs.items():
+    parts: list[Any] = []
+    for name, value in given.items():
         if name == timestep:
             continue
         if type(value) is Tensor:
             parts += (name, value.shape, value.dtype, value.device)
         else:
-            parts += (name, value if value is None else _look(value))
+            plain = value is None or value is True or value is False
+            parts += (name, value if plain else _look(value))
     return tuple(parts)
 
 
@@ -50,26 +55,23 @@ def _item(value: Any) -> Any:
     return value if type(value) is int else _look(value)
 
 
-def conditions_of(args: tuple[Any, ...], kwargs: dict[str, Any], timestep: str | None) -> Any:
-    """Return the tensor arguments besides the sample and the timestep, by name or place."""
-    named: dict[Any, Tensor] = {i: a for i, a in enumerate(args) if i and isinstance(a, Tensor)}
-    for name, value in kwargs.items():
-        if name not in (timestep, "hidden_states", "sample") and isinstance(value, Tensor):
-            named[name] = value
-    return named
+def conditions_of(given: dict[str, Any], anatomy: Anatomy) -> dict[str, Tensor]:
+    """Return the tensor arguments besides the sample and the timestep, by name."""
+    left_out = (anatomy.timestep, anatomy.sample, "hidden_states", "sample")
+    return {n: v for n, v in given.items() if isinstance(v, Tensor) and n not in left_out}
 
 
-def all_conditions_of(kwargs: dict[str, Any], anatomy: Anatomy) -> dict[str, Any]:
+def all_conditions_of(given: dict[str, Any], anatomy: Anatomy) -> dict[str, Any]:
     """Return what a call is conditioned on, by path: what stays the same from step to step.
 
     Left out are the sample, the time and the outputs of control networks, which move with them.
 
     Args:
-        kwargs: All arguments of the call by name.
+        given: All arguments of the call by name.
         anatomy: Anatomy of the model, which names its sample.
     """
     found: dict[str, Any] = {}
-    for name, value in kwargs.items():
+    for name, value in given.items():
         if name == anatomy.sample or _moves(name):
             continue
         if type(value) is Tensor or value is None:  # most are: the fast way

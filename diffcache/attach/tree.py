@@ -22,11 +22,14 @@ def leaves(value: Any) -> list[Tensor]:
     """Return the tensors inside nested tuples, lists and dicts, in order."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, (tuple, list)):
-        return [leaf for item in value for leaf in leaves(item)]
-    if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in leaves(item)]
-    return []
+    found: list[Tensor] = []
+    if isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, Tensor):
+                found.append(item)
+            elif item is not None:
+                found += leaves(item)
+    return found
 
 
 class Template:

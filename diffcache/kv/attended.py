@@ -12,6 +12,7 @@ from torch import Tensor
 from diffcache.kernels import mass
 from diffcache.kv.attend import Query, probabilities, visible
 from diffcache.kv.slots import Slots
+from diffcache.kv.view import View
 
 # Bytes of the logits that are held at once: those of a CPU stay in the cache of its core.
 _CPU_BYTES, _DEVICE_BYTES = 1 << 22, 1 << 27
@@ -26,20 +27,20 @@ class Attended:
 
     Attributes:
         query: The queries.
-        slots: All slots, keys rotated, the queries' own among them.
+        view: View of all slots, the queries' own among them.
         valid: bool [B, n]; False are queries of padding, which count for nothing.
-        start: The first position, where no slot is empty and positions follow one another in every
-            row; None otherwise.
-        below: Bound above all positions, where no slot is empty; None where it is not known.
         padding: Tokens of each row that are none, int64 [B]; None where there are none.
     """
 
     query: Query
-    slots: Slots
+    view: View
     valid: Tensor | None = None
-    start: int | None = None
-    below: int | None = None
     padding: Tensor | None = None
+
+    @cached_property
+    def slots(self) -> Slots:
+        """All slots, keys rotated."""
+        return self.view.slots
 
     def blocks(self) -> Iterator[tuple[Query, Tensor, Tensor]]:
         """Yield the queries in blocks, with their logits and probabilities over all slots.
@@ -49,10 +50,9 @@ class Attended:
         """
         first = self.query.start
         batch, heads = self.query.q.shape[:2]
-        many = self._bytes // max(4 * batch * heads * self.slots.width, 1)
-        for part, found, probs in probabilities(
-            self.query, self.slots, min(max(many, _LEAST), _MOST)
-        ):
+        _, count = self._sizes(batch * heads * self.slots.width, 1)
+        block = min(max(count, 1), _MOST)
+        for part, found, probs in probabilities(self.query, self.slots, block):
             if self.valid is not None:
                 rows = self.valid[:, part.start - first :][:, : part.count, None]
                 probs = probs * rows[:, None, None]
@@ -99,7 +99,7 @@ class Attended:
     def _streamed(self) -> Tensor:
         """Return what `sums` returns, of kernels that hold no logits in memory."""
         q, k, scale = self.query.q, self.slots.k, self.query.scale
-        offset = None if self.sees_all else self.query.start - (self.start or 0)
+        offset = None if self.sees_all else self.query.start - (self.view.start or 0)
         lse = mass.attn_lse(q, k, scale, offset)
         if self.valid is not None:
             lse = lse.masked_fill(~self.valid[:, None], torch.inf)
@@ -153,29 +153,25 @@ class Attended:
     def sees_all(self) -> bool:
         """Whether every query is known to see every slot."""
         query = self.query
-        if self.below is None or query.mask is not None or query.window is not None:
+        if self.view.below is None or query.mask is not None or query.window is not None:
             return False
         if query.pos is not None:
             return not query.causal
-        return not query.causal or query.start >= self.below - 1
+        return not query.causal or query.start >= self.view.below - 1
 
     @cached_property
     def _is_causal(self) -> bool:
         """Whether queries see the slots up to their own, which stand in the order of positions."""
         query = self.query
         plain = query.mask is None and query.window is None and query.pos is None
-        return plain and query.causal and self.start is not None
+        return plain and query.causal and self.view.start is not None
 
     @property
     def _is_plain(self) -> bool:
         """Return whether logits are products and queries see all slots or those up to their own."""
         if self.query.softcap is not None or "logn" in self.slots.meta:
             return False
-        return self.sees_all or (self._is_causal and self.query.start >= (self.start or 0))
-
-    @property
-    def _bytes(self) -> int:
-        return _CPU_BYTES if self.query.q.device.type == "cpu" else _DEVICE_BYTES
+        return self.sees_all or (self._is_causal and self.query.start >= (self.view.start or 0))
 
     def _sizes(self, a_query: int, heads: int) -> tuple[int, int]:
         """Return how many heads and queries are looked at together.
@@ -184,7 +180,8 @@ class Attended:
             a_query: Logits of a query and key-value head, over all rows and groups.
             heads: Key-value heads.
         """
-        room = self._bytes // 4 // max(a_query, 1)
+        most = _CPU_BYTES if self.query.q.device.type == "cpu" else _DEVICE_BYTES
+        room = most // 4 // max(a_query, 1)
         count = min(max(room, _LEAST), self.query.q.shape[2])
         return min(max(room // count, 1), heads), count
 
@@ -192,8 +189,8 @@ class Attended:
         """Return how many of the first slots these queries may see."""
         if self.sees_all or not self._is_causal:
             return self.slots.width
-        assert self.start is not None
-        return min(self.query.start + part.stop - self.start, self.slots.width)
+        assert self.view.start is not None
+        return min(self.query.start + part.stop - self.view.start, self.slots.width)
 
     def _changed(self, found: Tensor, heads: range, part: range, change: Change | None) -> Tensor:
         softcap, meta = self.query.softcap, self.slots.meta
@@ -210,8 +207,8 @@ class Attended:
         if self.sees_all:
             return found
         if self._is_causal:
-            assert self.start is not None
-            own = self.query.start + part.start - self.start  # the slot of the first query
+            assert self.view.start is not None
+            own = self.query.start + part.start - self.view.start  # the slot of the first query
             last = found[..., own:]
             later = torch.ones(last.shape[-2:], dtype=torch.bool, device=found.device).triu(1)
             last.masked_fill_(later, float("-inf"))

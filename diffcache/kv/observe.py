@@ -112,7 +112,7 @@ class Observation:
         asked = self.last(count)
         known = self.below is not None and asked.pos is None
         valid = None if known else asked.positions() >= 0
-        return Attended(asked, self.slots, valid, below=self.below).sums()
+        return Attended(asked, View(self.slots, below=self.below), valid).sums()
 
     def window_mean(self, per_query: Tensor) -> Tensor:
         """Average [B, H, G, w, ...] over the queries that are of tokens."""
@@ -296,8 +296,7 @@ def note(
     slots = view.slots
     lengthen(layer, names)
     if score.attends:
-        seen = Attended(query, slots, valid, view.start, view.below, layer.padding)
-        score.note(layer.stats, seen)
+        score.note(layer.stats, Attended(query, view, valid, layer.padding))
         return
     start = slots.width - (layer.seen - query.start)
     stop = start + query.count

@@ -57,6 +57,10 @@ class Timings:
     load: float | None = None
     cores: int = 1
 
+    def own(self, setting: Setting) -> dict[str, list[float]]:
+        """Return contender -> seconds by the clock of a setting."""
+        return self.cpu_seconds if setting.clock == "process_time" else self.seconds
+
     def ratios(self, reading: str = "seconds") -> dict[str, list[float]]:
         """Return the first contender's seconds over each one's own, call by call.
 

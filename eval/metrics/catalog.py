@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from diffcache.eval.metrics.weights import WEIGHTS
-from diffcache.eval.pages import keep_pages, table
+from diffcache.eval.pages import between, keep_pages, table
 from diffcache.eval.record import ROOT
 from diffcache.registry import Row, rows_of
 
@@ -97,16 +97,8 @@ def _row(metric: Metric) -> list[str]:
 
 
 def insert(page: str) -> str:
-    """Return a page with the table between its two markers.
-
-    Raises:
-        ValueError: If the page does not have the two markers once and in order.
-    """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page needs the lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n\n{markdown()}\n{END}{after}"
+    """Return a page with the table between its two markers."""
+    return between(page, BEGIN, END, markdown())
 
 
 main = keep_pages(insert, ROOT / "docs" / "evaluation.md")

@@ -23,7 +23,7 @@ from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.distances import inception_score
 from diffcache.eval.metrics.frechet import frechet, moments
 from diffcache.eval.pages import environment
-from diffcache.eval.workshop.small.train_matcher import alter
+from diffcache.eval.workshop.small.train_features import alter
 from diffcache.files import write_file, write_json
 from diffcache.pipelines.small import features
 from diffcache.pipelines.small.corruptions import corrupt

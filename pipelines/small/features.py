@@ -245,7 +245,7 @@ def _checked(file: Path, sha256: str) -> dict[str, Tensor]:
     if found != sha256:
         raise ValueError(
             f"{file} has sha256 {found} but config.json says {sha256}; restore both, or train "
-            "again with python -m diffcache.eval.workshop.small.train_features"
+            "again with python -m diffcache.eval.workshop.small.trainer shapes-matcher"
         )
     loaded: dict[str, Tensor] = parse_safetensors(content)
     return loaded

@@ -20,7 +20,7 @@ from torch import Tensor
 import diffcache
 from diffcache import CacheWarning
 from diffcache.api import handle_of
-from diffcache.attach.continuity import FEWEST, glance, goes_on
+from diffcache.attach.branches import FEWEST, glance, goes_on
 from diffcache.eval.workshop.small.small_unet import DIRECTORY
 from diffcache.pipelines.small.shipped import load_pipeline
 from tests.bare.toys import (

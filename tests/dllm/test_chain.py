@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from diffcache.dllm import DKVCache, FastDLLM, FreeCache, Policy, Schedule
 from diffcache.eval.workshop.small import chain, train_chain
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, ChainBatch, World, draw, solve
 from diffcache.eval.workshop.small.chain_llada import BLOCKS, build_tokenizer, load
-from diffcache.eval.workshop.small.course import Plan
+from diffcache.eval.workshop.small.trainer import Settings, train
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 
 WALK = World("walk", 16, 7, 64)
@@ -103,29 +102,22 @@ def test_masks_are_those_of_a_diffusion_and_of_a_block_decoder() -> None:
         assert clean - first <= train_chain.WINDOW  # clean, a partly masked block, all masked
 
 
-@pytest.mark.parametrize("name", ["chain-llada-probe", "chain-guide"])
-def test_a_training_is_repeatable_and_exported(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [train_chain.Probe, train_chain.Guide])
+def test_a_training_is_exported_as_transformers_loads_it(
+    kind: type[train_chain.Chain], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(train_chain, "BATCH", 2)
-    whole = train_chain.fit(name, tmp_path / "whole", Plan(steps=2, compiled=False))
-    again = train_chain.fit(name, tmp_path / "again", Plan(steps=2, compiled=False))
-    for one, other in zip(whole.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other)
-    train_chain.export(name, tmp_path / "whole", tmp_path / "out")
+    job = kind(Settings(steps=2, batch=2, examples=2, rate=1e-3), tmp_path)
+    run = train(job, "chain", precision="float32")
+    assert 0 <= run.rows[-1]["masked"] <= 1 and 0 <= run.rows[-1]["frontier"] <= 1
+    job.export(run.average.eval(), tmp_path / "out")
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= files
-    assert ("diffcache.json" in files) == (name in BLOCKS)
+    masked = job.name in BLOCKS
+    assert ("diffcache.json" in files) == masked != ("generation_config.json" in files)
     model = load(str(tmp_path / "out"))
     assert model.dtype == torch.float32
-    for one, other in zip(whole.parameters(), model.parameters(), strict=True):
+    for one, other in zip(run.average["model"].parameters(), model.parameters(), strict=True):
         assert torch.equal(one.bfloat16().float(), other)
-    monkeypatch.setattr(train_chain, "MODELS", tmp_path / "models")
-    log = [{"step": 50, "masked": 0.5, "frontier": 0.75, "seconds": 1.0}]
-    (tmp_path / "whole" / "accuracy.jsonl").write_text(json.dumps(log[0]) + "\n")
-    record = train_chain.keep(name, tmp_path / "whole", 0, 2)
-    assert record == json.loads((tmp_path / "bench" / f"{name}-training.json").read_text())
-    assert record["weights"] == model.num_parameters() and record["accuracy"] == log
 
 
 # the shipped models ------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import torch
 
 from diffcache.eval.record import Setting
 from diffcache.eval.workshop.bench import dllm
+from diffcache.eval.workshop.bench.runner import tables
 from diffcache.eval.workshop.dllm import page
 from diffcache.eval.workshop.dllm.at_size import A100, Size, schedule_cost
 from diffcache.eval.workshop.dllm.replay import replay
@@ -64,7 +65,7 @@ def test_a_measured_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert uncached["batch_1"]["forwards"] == dual["batch_8"]["forwards"] == ANSWER
     assert uncached["exact_match"]["value"] == dual["exact_match"]["value"] == 1
     assert control["exact_match"]["value"] == 0 and control["change"]["value"] == -1
-    assert dllm.tables(found)[0].row_count == 3
+    assert next(tables({"benchmark": "dllm", **found})).row_count == 3
     with pytest.raises(ValueError, match="no row 'x'; there are uncached"):
         dllm.measure(SETTING, model=PROBE, named=["x"])
     with pytest.raises(ValueError, match="no model 'x'"):

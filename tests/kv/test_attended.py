@@ -10,6 +10,7 @@ from diffcache.kv import attended
 from diffcache.kv.attend import Query, probabilities, visible
 from diffcache.kv.attended import Attended
 from diffcache.kv.slots import Slots, span
+from diffcache.kv.view import View
 
 BATCH, HEADS, GROUPS, TOKENS, SIZE = 2, 3, 2, 50, 4
 
@@ -54,7 +55,7 @@ def test_sums_and_counts_are_those_of_the_whole_matrix(
     elif case == "unordered":
         order = torch.rand(BATCH, HEADS, TOKENS).argsort(-1)
         slots, known = slots.gather(order), {"below": TOKENS}
-    asked = Attended(query, slots, valid, **known)
+    asked = Attended(query, View(slots, **known), valid)
     sums, counts = whole(query, slots, valid)
     torch.testing.assert_close(asked.sums(), sums, rtol=1e-5, atol=1e-5)
     assert torch.equal(asked.counts().expand_as(counts), counts)
@@ -77,5 +78,5 @@ def test_logits_held_at_once_stay_within_the_budget(monkeypatch: pytest.MonkeyPa
 
     for name, room in (("_CPU_BYTES", 1 << 13), ("_LEAST", 1)):
         monkeypatch.setattr(attended, name, room)
-    Attended(query, slots, start=0, below=TOKENS).sums(seen)
+    Attended(query, View(slots, 0, below=TOKENS)).sums(seen)
     assert 0 < most <= 1 << 13

@@ -65,7 +65,9 @@ def test_the_page_shows_what_is_wrong() -> None:
 
 def test_a_cache_that_is_off_is_found_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness itself: attention that leaves something out is seen in every column."""
-    scale = attention._scale
-    monkeypatch.setattr(attention, "_scale", lambda *given: 0.9 * scale(*given))
+    asked = attention.Query
+    monkeypatch.setattr(
+        attention, "Query", lambda q, start, scale, **more: asked(q, start, 0.9 * scale, **more)
+    )
     words = [verdict.word for verdict in row_of("LlamaForCausalLM", "llama").verdicts]
     assert words == ["wrong"] * 5 + ["exact"], "the last goes through stock attention"

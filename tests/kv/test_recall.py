@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diffcache.eval.workshop.small import train_recall
-from diffcache.eval.workshop.small.course import Plan
+from diffcache.eval.workshop.small.trainer import Settings, train
 from diffcache.pipelines.small import recall
 from diffcache.pipelines.small.recall import HELD_OUT, Task, draw, filler_nats, score
 from diffcache.pipelines.small.recall_llama import DIRECTORY, LENGTHS, LONGEST, words
@@ -174,13 +174,15 @@ class TestTraining:
         assert {context for _, lengths in train_recall.MIXED for context in lengths} == set(LENGTHS)
 
     def test_trains_and_exports_what_transformers_loads(self, tmp_path):
-        model = train_recall.fit(tmp_path, Plan(steps=1, compiled=False))
-        size = train_recall.export(tmp_path, tmp_path / "model")
-        assert size == sum(file.stat().st_size for file in (tmp_path / "model").iterdir())
+        settings = Settings(steps=2, batch=1, examples=1, rate=1e-3)
+        job = train_recall.Recall(settings, tmp_path)
+        run = train(job, "recall", precision="float32")
+        assert {"first_129", "second_1025"} <= set(run.rows[-1])
+        job.export(run.average.eval(), tmp_path / "model")
         assert not list(tmp_path.glob("**/*.part"))
         loaded = AutoModelForCausalLM.from_pretrained(str(tmp_path / "model"))
         for (name, trained), kept in zip(
-            model.named_parameters(), loaded.parameters(), strict=True
+            run.average["model"].named_parameters(), loaded.parameters(), strict=True
         ):
             assert torch.equal(trained.bfloat16().float(), kept), name
 
@@ -240,7 +242,7 @@ class TestShipped:
         assert sum(path.stat().st_size for path in files) < 2_000_000
 
     def test_reports_are_of_this_model(self):
-        bench = train_recall.BENCH
+        bench = DIRECTORY.parents[1] / "bench"
         quality = json.loads((bench / "recall-llama-quality.json").read_text())
         training = json.loads((bench / "recall-llama-training.json").read_text())
         assert quality["shapes"]["model"] == training["model"] == "recall-llama"

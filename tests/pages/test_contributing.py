@@ -14,20 +14,30 @@ from tests.pages.blocks import ROOT, blocks
 
 PAGE = "CONTRIBUTING.md"
 COPIED = ("diffcache", "docs", "eval", "kernels", "pipelines", "tests")
-WRITERS = ("eval.workshop.method_page", "eval.workshop.video.page", "eval.workshop.dllm.page")
+WRITERS = (
+    "workshop.method_page", "workshop.video.page", "workshop.dllm.page", "workshop.kv.page",
+    "metrics.catalog",
+)  # fmt: skip
 # File -> tests of the contract of what the page adds, and those that hold lists and pages to it.
 TESTS = {
     "tests/test_contract.py": "alternate and FluxTransformer2DModel",
     "tests/test_families.py": "alternate and DiTPipeline or three_kinds",
     "tests/test_features.py": "repr_is_python and alternate or catalogue",
+    "tests/test_face.py": "row",
     "tests/test_method_page.py": "up_to_date or every_method",
     "tests/test_unchanged.py": "changes_nothing and UniDiffuserModel",
     "tests/video/test_policies.py": "latest or every_policy",
     "tests/dllm/test_invariants.py": "open or every_policy_has",
+    "tests/kv/test_contract.py": "unlike_keys",
+    "tests/kv/test_face.py": "there or unlike",
+    "tests/weights/test_catalog.py": "metric or page",
+    "tests/weights/test_doctor.py": "says_what_each",
+    "tests/kernels/test_operators.py": "halve or every_operator",
 }
+FOLDERS = ("# diffcache/", "# eval/", "# kernels/", "# tests/")
 
 
-@pytest.mark.timeout(900)  # fifteen seconds of a core of its own
+@pytest.mark.timeout(900)  # half a minute of a core of its own
 def test_what_it_adds_keeps_every_contract(tmp_path: Path) -> None:
     copy_tree(tmp_path)
     follow(tmp_path)
@@ -46,11 +56,13 @@ def copy_tree(place: Path) -> None:
 def follow(place: Path) -> None:
     """Write the files and lines of the page."""
     for block in blocks(PAGE):
-        if block.language == "python" and block.text.startswith("# diffcache/"):
-            name, _, text = block.text.partition("\n")
-            file = place / name.removeprefix("# ")
-            assert not file.exists()
-            file.write_text(text)
+        if block.language == "python" and block.text.startswith(FOLDERS):
+            head, _, text = block.text.partition("\n")
+            name, _, at_its_end = head.removeprefix("# ").partition(", ")
+            file = place / name
+            assert file.exists() == bool(at_its_end)
+            before = file.read_text() + "\n\n" if at_its_end else ""
+            file.write_text(before + text)
         if block.language == "diff":
             for change in block.text.split("@@ ")[1:]:
                 where, *added = change.splitlines()
@@ -73,7 +85,7 @@ def run(place: Path) -> None:
     program = f"""
 import importlib, sys, pytest
 for name in {WRITERS}:
-    assert importlib.import_module("diffcache." + name).main(["--write"]) == 0, name
+    assert importlib.import_module("diffcache.eval." + name).main(["--write"]) == 0, name
 sys.exit(pytest.main({words}))
 """
     done = subprocess.run(

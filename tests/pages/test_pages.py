@@ -49,7 +49,7 @@ STOPPED = {
         "diffcache.eval.vbench.layout.find_info",
     "diffcache eval vbench wan/films --backend official": "diffcache.eval.vbench.driver.run",
     "diffcache eval vbench score": "diffcache.eval.vbench.scores.read_results",
-    "python -m diffcache.eval.workshop.bench": "diffcache.eval.workshop.bench.__main__._measure",
+    "python -m diffcache.eval.workshop.bench": "diffcache.eval.workshop.bench.runner.Bench.run",
     "python -m diffcache.eval.workshop.kernels.tune": "diffcache.kernels.dispatch.has_triton",
 }  # fmt: skip
 # Commands that run -> words behind them that make them short.

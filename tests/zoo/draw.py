@@ -71,6 +71,16 @@ def grid_ids(*sizes: int, axes: int = 3) -> Draw:
     return Draw(make)
 
 
+def pair(*draws: Draw) -> Draw:
+    """Make a tuple of several draws."""
+    return Draw(lambda generator: tuple(draw.make(generator) for draw in draws))
+
+
+def literal(value: Any) -> Draw:
+    """Hand over a value that TOML cannot write."""
+    return Draw(lambda _: value)
+
+
 def given(**specs: Any) -> Inputs:
     """Turn argument specifications into the `inputs` of a case.
 
@@ -118,3 +128,27 @@ def _resolve(spec: Any, generator: torch.Generator) -> Any:
     if isinstance(spec, (list, tuple)):
         return type(spec)(_resolve(value, generator) for value in spec)
     return spec
+
+
+# What the strings of `cases.toml` may call and name.
+WORDS: dict[str, Any] = {
+    word.__name__: word
+    for word in (
+        normal, integers, ones, zeros, tensor, time, long_time, grid_ids, pair, literal, residuals,
+        list, range,
+    )
+} | {"bool": torch.bool, "long": torch.long}  # fmt: skip
+
+
+def read(value: Any) -> Any:
+    """Return what a value of `cases.toml` stands for: calls are made, "None" is None.
+
+    Tables and arrays are read through.
+    """
+    if isinstance(value, dict):
+        return {name: read(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [read(inner) for inner in value]
+    if isinstance(value, str) and value.partition("(")[0] in WORDS:
+        return eval(value, {"__builtins__": {}, **WORDS})
+    return None if value == "None" else value

@@ -14,15 +14,21 @@ import torch
 from torch import Tensor
 
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
-from diffcache.attach.call import Call, in_call
+from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
-from diffcache.attach.extensions.row_inputs import IDS, POSITIONS, VALID, Held
-from diffcache.attach.extensions.rows import Rows, Turn, check_arguments, check_sites
+from diffcache.attach.extensions.partial import (
+    IDS,
+    POSITIONS,
+    VALID,
+    Held,
+    HeldKV,
+    check_arguments,
+    check_sites,
+)
+from diffcache.attach.extensions.rows import Rows, Turn
 from diffcache.attach.run import Run
 from diffcache.dllm.block_cache import FinishedBlocks
 from diffcache.errors import AttachError
-from diffcache.kv.attend import Query, attend
-from diffcache.kv.layer import KVLayer
 
 EXACT = "exact: attention is causal by blocks of {} tokens, checked against an uncached call"
 APPROXIMATE = (
@@ -49,7 +55,7 @@ class Kind(NamedTuple):
 
 
 @dataclass(eq=False)
-class Window(Held[KVLayer]):
+class Window(Held[HeldKV]):
     """Keys, values and tokens of one run.
 
     Attributes:
@@ -165,7 +171,7 @@ class Blocks(Rows):
     ) -> Part:
         """Return what attention does in a call of the model's own, with an empty window."""
         batch, width = tokens.shape[1:]
-        layers = [KVLayer(number) for number in range(len(self.numbers))]
+        layers = [HeldKV() for _ in self.numbers]
         held = Window((batch, width), layers, tokens[2], tokens=tokens, block=block)
         return Part(held, range(width), width, None, kind=kind, cached=cached)
 
@@ -209,8 +215,7 @@ class Blocks(Rows):
     def _alone(self, call: Call, part: Part) -> Any:
         """Return what the model makes of the positions of a part."""
         given = _cut(self.denoiser.named(call.args, call.kwargs), part)
-        with in_call(replace(call, repeats=True, storage={self: part})):
-            return self.denoiser.model.forward(**given)
+        return self.again(call, {self: part}, given)
 
     def _say(self, run: Run, kind: Kind | None) -> None:
         """Put into the report what the cache is to the model."""
@@ -228,20 +233,14 @@ class Blocks(Rows):
         if not isinstance(part, Part):
             return None
         number = self.numbers[site.path]
-        self._count(part, number, call)
+        self.count(part, number, call)
         layer = part.held.layers[number]
-        k, v = call.k.transpose(1, 2), call.v.transpose(1, 2)
         if not part.start:
             self._look(site, call, part)
-            layer.write(k, v)
+        layer.write(range(part.start, part.start + part.rows), call.k, call.v)
+        if not part.start:
             return None
-        old = layer.seen - part.start
-        if old:
-            layer.overwrite(range(part.start, layer.seen), k[:, :, :old], v[:, :, :old])
-        if old < part.rows:
-            layer.write(k[:, :, old:], v[:, :, old:])
-        query = Query(call.q.transpose(1, 2), 0, call.scale, mask=part.mask, causal=False)
-        return attend(query, layer.views()).transpose(1, 2).contiguous()
+        return layer.attend(call.q, call.scale, part.mask).contiguous()
 
     def _look(self, site: AttentionSite, call: AttentionCall, part: Part) -> None:
         """Note who sees whom in a call of the model's own; the host waits where it is checked.

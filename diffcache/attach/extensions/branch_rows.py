@@ -8,59 +8,133 @@ the linear layers are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from diffcache.attach.attention import Door
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
-from diffcache.attach.attention_sdpa import Placed, calls_sdpa, place_rows
-from diffcache.attach.call import Call, current_call, in_call
+from diffcache.attach.attention_sdpa import Placed
+from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
-from diffcache.attach.extension import Extension
-from diffcache.attach.extensions.branch_layers import (
-    ENTRIES,
-    EXITS,
-    BranchTap,
-    BranchTurn,
-    HeldLayer,
-    check_plain,
-    check_same,
-    layers_of,
-    put,
-)
-from diffcache.attach.extensions.row_inputs import (
+from diffcache.attach.extensions.partial import (
     IDS,
-    PLAN,
     POSITIONS,
     VALID,
     Held,
-    check_held,
+    HeldKV,
+    Partial,
+    check_arguments,
     check_sees_all,
-    first_position,
-    given_tokens,
-    mark_of,
-    places_of,
+    linear_weights,
 )
-from diffcache.attach.extensions.rows import check_arguments
 from diffcache.attach.record import TOKEN_LAYERS
 from diffcache.attach.run import Run
 from diffcache.attach.tap import Tap, tap_children, untap_children
 from diffcache.dllm.dllm_cache import BranchPlan, BranchRows
 from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.errors import AttachError
-from diffcache.kv.attend import Query, attend
-from diffcache.kv.layer import KVLayer
-from diffcache.kv.slots import SlotIndex
+from diffcache.foreign import is_compiled
 
 HIDDEN, TABLES, CACHE = "hidden_states", "position_embeddings", "past_key_values"  # of attention
 
+# Linear layers of LLaDA's blocks, which attend and feed forward themselves: the first are given the
+# rows that are computed, and the outputs of the last are held.
+ENTRIES = ("q_proj", "k_proj", "v_proj", "ff_proj", "up_proj")
+EXITS = {"attn_out": "attention", "ff_out": "mlp"}
 
-class Branches(Extension):
+
+@dataclass(frozen=True)
+class Layer:
+    """Place and size of one layer.
+
+    Attributes:
+        path: Its path in the model.
+        attention: Name of its attention module; empty where the block itself attends.
+        mlp: Name of its feed-forward module; empty where that is the block itself.
+        weights: Weights of the linear layers of both.
+        value_weights: Weights of the projection to values.
+    """
+
+    path: str
+    attention: str
+    mlp: str
+    weights: int
+    value_weights: int
+
+
+@dataclass(eq=False)
+class HeldLayer(HeldKV):
+    """Keys, values and outputs of one layer in a run.
+
+    Attributes:
+        attention: Output of its attention, `[B, T, D]`.
+        mlp: Output of its feed-forward, `[B, T, D]`.
+        products: Multiply-adds of a row's attention.
+    """
+
+    attention: Tensor | None = None
+    mlp: Tensor | None = None
+    products: int = 0
+
+    def values(self, start: int) -> Tensor:
+        """Return the values of rows from `start` on, all heads together, `[B, T, D]`."""
+        assert self.v is not None
+        return self.v[:, :, start:].transpose(1, 2).flatten(2)
+
+    def renew_values(self, start: int, values: Tensor) -> None:
+        """Write the values of rows from `start` on, `[B, T, D]`; their keys stay."""
+        assert self.k is not None
+        keys = self.k[:, :, start:].transpose(1, 2)
+        fresh = values.unflatten(-1, (keys.shape[2], -1))
+        self.write(range(start, start + keys.shape[1]), keys, fresh)
+
+    def fork(self) -> HeldLayer:
+        """Return a copy whose keys and values are its own."""
+        assert self.k is not None
+        assert self.v is not None
+        return replace(self, k=self.k.clone(), v=self.v.clone())
+
+
+@dataclass(eq=False)
+class BranchTurn:
+    """Plan of the layers in one call.
+
+    Attributes:
+        plan: Plan of the call: the parts of each layer that are computed.
+        held: Keys, values and outputs of the run.
+        rows: Layer -> its rows; None where it computes none.
+        number: Layer whose attention ran last.
+        attended: Whether the door was met by that.
+        finished: Layers whose feed-forward took part.
+    """
+
+    plan: BranchPlan
+    held: Held[HeldLayer]
+    rows: dict[int, RowPlan | None] = field(default_factory=dict)
+    number: int = 0
+    attended: bool = False
+    finished: set[int] = field(default_factory=set)
+
+
+class BranchTap(Tap):
+    """An attention or feed-forward module that computes some of its rows."""
+
+    __slots__ = ("serve",)
+
+    def __init__(self, module: nn.Module, serve: Callable[..., Any]) -> None:
+        super().__init__(module)
+        self.serve = serve
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the layer's call of the module."""
+        return self.serve(self.module, *args, **kwargs)
+
+
+class Branches(Partial):
     """Computes the rows of every layer that are due, and serves the others.
 
     Args:
@@ -68,24 +142,18 @@ class Branches(Extension):
         ability: Ability that chooses rows of the answer.
     """
 
+    plans = BranchPlan
+    layer = HeldLayer
+
     def __init__(self, denoiser: Denoiser, ability: BranchRows) -> None:
-        self.denoiser, self.ability = denoiser, ability
-        self.model = denoiser.anatomy.model
         self.layers = layers_of(denoiser)
+        super().__init__(denoiser)
+        self.ability = ability
+        self.wanted = f"what plan() of {denoiser.handle.method!r} returns"
         self.paths = [f"{layer.path}.{layer.attention}".rstrip(".") for layer in self.layers]
         self.numbers = {path: number for number, path in enumerate(self.paths)}
-        self.first = first_position(denoiser.model)
-        self.is_direct = calls_sdpa(denoiser.model)  # and leaves padding to us
         self.others: tuple[None, ...] = (None,)  # that attention returns besides its output
         self.is_tried = False  # whether a row alone was computed of blocks that attend themselves
-        self.door = Door(denoiser.model, self)
-        self.displace: Callable[[], None] | None = None
-        if POSITIONS not in denoiser.arguments:
-            try:
-                self.displace = place_rows(denoiser.model, self.door.sites, self._placed)
-            except BaseException:
-                self.door.remove()
-                raise
         self.parents = [denoiser.model.get_submodule(layer.path) for layer in self.layers]
         self.values = [getattr(parent, "v_proj", None) for parent in self.parents]
         for number, (parent, layer) in enumerate(zip(self.parents, self.layers, strict=True)):
@@ -102,62 +170,34 @@ class Branches(Extension):
 
     def remove(self) -> None:
         """Give the model its attention function and modules back."""
-        if self.displace is not None:
-            self.displace()
-        self.door.remove()
+        super().remove()
         for parent in self.parents:
             untap_children(parent)
 
-    def tensors(self, run: Run) -> Iterator[Tensor]:
-        """Yield what is held of a run."""
+    def tensors(self, run: Run) -> Iterable[Tensor]:
+        """Return what is held of a run."""
         held: Held[HeldLayer] | None = run.storage.get(self)
-        layers = [] if held is None else held.layers
-        for layer in layers:
-            yield from layer.kv.tensors()
-        for layer in layers:
-            yield from (x for x in (layer.attention, layer.mlp) if x is not None)
+        outputs = [x for layer in held.layers for x in (layer.attention, layer.mlp)] if held else []
+        return [*super().tensors(run), *(x for x in outputs if x is not None)]
 
     # a call ----------------------------------------------------------------------------------
 
-    def open(self, call: Call) -> Call:
-        """Note what layers do in this call."""
-        given = self.denoiser.named(call.args, call.kwargs)
-        plan = given.pop(PLAN, None)
-        if plan is None:
-            return call
-        if not isinstance(plan, BranchPlan):
-            raise AttachError(
-                f"{PLAN}={plan!r}: must be what plan() of {self.denoiser.handle.method!r} returns"
-            )
+    def is_whole(self, plan: BranchPlan) -> bool:
+        """Return whether a plan computes all rows."""
+        return plan.renews_prompt and plan.renews_answer
+
+    def begin(
+        self, call: Call, plan: BranchPlan, held: Held[HeldLayer], given: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Note what layers do in this call, and give the model all rows."""
         for layer, parent in zip(self.layers, self.parents, strict=True):
             check_plain(layer.path, parent)  # which may be compiled since it was wrapped
-        ids, valid = given_tokens(self.model, given)
-        shape = ids.shape[0], ids.shape[1]
-        held: Held[HeldLayer] | None = call.run.storage.get(self)
-        if plan.renews_prompt and plan.renews_answer:
-            held = self._start(held, ids, valid)
-        else:
-            check_held(self.model, held, ids, valid)
-        assert held is not None
-        if call.run.is_told or call.run.in_pipeline:  # else no call comes after this one
-            call.run.storage[self] = held
         call.storage[self] = BranchTurn(plan, held)
         if self.is_direct:  # each takes padding in another form, and we mask it
             given[VALID] = None
-        if self.displace is None:
-            given[POSITIONS] = held.positions.expand(*shape)
-        return replace(call, args=(), kwargs=given)
-
-    def _start(
-        self, held: Held[HeldLayer] | None, ids: Tensor, valid: Tensor | None
-    ) -> Held[HeldLayer]:
-        """Return what a call of all rows writes to."""
-        shape = ids.shape[0], ids.shape[1]
-        at, mask = places_of(ids, valid, self.first)
-        if held is not None and held.shape == shape:
-            return replace(held, positions=at, mask=mask, mark=mark_of(valid))
-        layers = [HeldLayer(KVLayer(number)) for number in range(len(self.layers))]
-        return Held[HeldLayer](shape, layers, at, mask, mark_of(valid))
+        if self.takes_positions:
+            given[POSITIONS] = held.positions.expand(*held.shape)
+        return given
 
     def close(self, call: Call, out: Any) -> Any:
         """Raise AttachError unless every layer took part, and once unless rows can be alone."""
@@ -199,7 +239,7 @@ class Branches(Extension):
 
     def attention(self, number: int, module: Any, *args: Any, **given: Any) -> Any:
         """Return the output of a layer's attention, some rows of it computed."""
-        turn = self._turn()
+        turn: BranchTurn | None = self.turn()
         if turn is None:
             return module(*args, **given)
         held = turn.held.layers[number]
@@ -208,7 +248,7 @@ class Branches(Extension):
         rows = turn.rows[number] = self._rows(turn, number, module.v_proj, given[HIDDEN])
         if rows is None:
             return held.attention, *self.others
-        is_first = not held.kv.seen
+        is_first = held.k is None
         out = self._run(turn, number, module, given)
         held.attention = put(held.attention, rows, out)
         if is_first:
@@ -217,7 +257,7 @@ class Branches(Extension):
 
     def feed_forward(self, number: int, module: Any, *args: Any, **given: Any) -> Any:
         """Return the output of a layer's feed-forward, some rows of it computed."""
-        turn = self._turn()
+        turn: BranchTurn | None = self.turn()
         if turn is None:
             return module(*args, **given)
         path = f"{self.layers[number].path}.{self.layers[number].mlp}"
@@ -243,7 +283,7 @@ class Branches(Extension):
 
     def linear(self, name: str, number: int, module: Any, x: Tensor) -> Tensor:
         """Return the output of a linear layer of a block that attends itself."""
-        turn = self._turn()
+        turn: BranchTurn | None = self.turn()
         if turn is None:
             return module(x)  # type: ignore[no-any-return]
         if name == ENTRIES[0]:
@@ -262,7 +302,7 @@ class Branches(Extension):
 
     def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
         """Write keys and values of the rows; where they are some, attend to all that is held."""
-        turn = self._turn()
+        turn: BranchTurn | None = self.turn()
         if turn is None:
             return None
         number = self.numbers[site.path]
@@ -271,31 +311,15 @@ class Branches(Extension):
             return call.q
         turn.attended = True
         held.products = 2 * turn.held.shape[1] * call.q.shape[2] * call.q.shape[3]
-        k, v = call.k.transpose(1, 2), call.v.transpose(1, 2)
-        if not held.kv.seen:
+        if held.k is None:
             check_sees_all(self.model, site, call, None if self.is_direct else turn.held.mask)
-            held.kv.write(k, v)
-        else:
-            at: SlotIndex | range = range(k.shape[2])
-            if isinstance(rows.rows, range):
-                at = rows.rows
-            elif rows.rows is not None:  # found among the answer's rows, so that all are there
-                at = SlotIndex(rows.rows, 0, turn.held.shape[1])
-            held.kv.overwrite(at, k, v)
+        # rows that are chosen are found among the answer's, so that all are there
+        held.write(range(call.k.shape[1]) if rows.rows is None else rows.rows, call.k, call.v)
         if rows.rows is None and not self.is_direct:
             return None  # the model's own
         mask = turn.held.mask
         mask = None if mask is None else mask.expand(-1, -1, call.q.shape[1], -1)
-        query = Query(call.q.transpose(1, 2), 0, call.scale, mask=mask, causal=False)
-        return attend(query, held.kv.views()).transpose(1, 2).contiguous()
-
-    def _turn(self) -> BranchTurn | None:
-        """Return what layers do in the call that this thread is in; None for the model's own."""
-        around = current_call()
-        if around is None or around.owner is not self.denoiser:
-            return None
-        turn: BranchTurn | None = around.storage.get(self)
-        return turn
+        return held.attend(call.q, call.scale, mask).contiguous()
 
     # rows ------------------------------------------------------------------------------------
 
@@ -305,7 +329,7 @@ class Branches(Extension):
 
     def _placed(self) -> Placed | None:
         """Return the rows of the layer at hand, None where these are all or there is no plan."""
-        turn = self._turn()
+        turn: BranchTurn | None = self.turn()
         rows = ALL if turn is None else turn.rows[turn.number] or RowPlan(range(0))
         return None if turn is None or rows.rows is None else (rows.rows, turn.held.shape[1])
 
@@ -358,24 +382,79 @@ class Branches(Extension):
         """Raise AttachError unless the last row alone is what it was; the host waits."""
         held, prompt, width = turn.held.layers[number], turn.plan.prompt, turn.held.shape[1]
         assert held.attention is not None
-        kept, held.kv = held.kv, held.kv.fork()
+        kept = held.fork()
         turn.rows[number] = RowPlan(range(width - 1, width))
         held.renew_values(prompt, module.v_proj(given[HIDDEN][:, prompt:]))
         row = self._run(turn, number, module, given)
         check_same(self.model, self.paths[number], row, held.attention[:, -1:])
-        held.kv, turn.rows[number] = kept, ALL
+        turn.held.layers[number], turn.rows[number] = kept, ALL
 
-    @torch.no_grad()
     def _check_alone(self, call: Call, turn: BranchTurn, logits: Tensor) -> None:
         """Raise AttachError unless the last row alone in every layer is what it was."""
         width, held = turn.held.shape[1], turn.held
-        layers = [replace(layer, kv=layer.kv.fork()) for layer in held.layers]
+        layers = [layer.fork() for layer in held.layers]
         trial = BranchTurn(turn.plan, replace(held, layers=layers))
         trial.rows |= dict.fromkeys(range(len(layers)), RowPlan(range(width - 1, width)))
         given = self.denoiser.named(call.args, call.kwargs)
-        with in_call(replace(call, repeats=True, storage={self: trial})):
-            again = self.denoiser.model.forward(**given)[0]
+        again = self.again(call, {self: trial}, given)[0]
         check_same(self.model, self.layers[0].path, again[:, -1:], logits[:, -1:])
+
+
+def put(held: Tensor | None, rows: RowPlan, fresh: Tensor) -> Tensor:
+    """Return what is held, `[B, T, D]`, with fresh rows in it, as a tensor of its own."""
+    if rows.rows is None or held is None:
+        return fresh
+    index = rows.index(len(held), held.shape[1], held.device)
+    return held.scatter(1, index[..., None].expand_as(fresh), fresh)
+
+
+def layers_of(denoiser: Denoiser) -> list[Layer]:
+    """Return the layers of a model.
+
+    Raises:
+        AttachError: If one has not one attention with a `v_proj` and one feed-forward, or is
+            compiled.
+    """
+    anatomy, found = denoiser.anatomy, []
+    for path in (f"{entry.key}.{i}" for entry in anatomy.lists for i in range(entry.depth)):
+        block: Any = denoiser.model.get_submodule(path)
+        check_plain(path, *block.modules())
+        if all(hasattr(block, name) for name in (*ENTRIES, *EXITS)):
+            found.append(Layer(path, "", "", linear_weights(block), linear_weights(block.v_proj)))
+            continue
+        own = {site.kind: site.child for site in anatomy.modules if site.parent == path}
+        attention: Any = getattr(block, own.get("attention", ""), None)
+        mlp: Any = getattr(block, own.get("feed-forward", ""), None)
+        if mlp is None or not hasattr(attention, "v_proj"):
+            raise AttachError(
+                f"{anatomy.model}: {path} is not a layer of an attention with a v_proj and a "
+                "feed-forward, whose outputs could be held; use a policy of rows, such as "
+                "DKVCache()"
+            )
+        weights = linear_weights(attention) + linear_weights(mlp)
+        values = linear_weights(attention.v_proj)
+        found.append(Layer(path, own["attention"], own["feed-forward"], weights, values))
+    return found
+
+
+def check_plain(path: str, *modules: nn.Module) -> None:
+    """Raise AttachError if one of a layer's modules is compiled."""
+    if any(map(is_compiled, modules)):
+        raise AttachError(
+            f"{path} is compiled, so its attention and feed-forward cannot be told apart; wrap a "
+            "model whose layers are not compiled"
+        )
+
+
+def check_same(model: str, path: str, ours: Tensor, theirs: Tensor) -> None:
+    """Raise AttachError unless two outputs of a row agree to half of their digits."""
+    bound = torch.finfo(theirs.dtype).eps ** 0.5 * theirs.abs().max()
+    if not bool((ours - theirs).abs().max() <= bound):
+        raise AttachError(
+            f"{model}: {path} computes another output for a row alone than among all (it "
+            "mixes rows, or does more than softmax attention of its queries, keys and values), "
+            "so that some rows cannot be computed without the others"
+        )
 
 
 def install(denoiser: Denoiser, ability: BranchRows) -> Branches:

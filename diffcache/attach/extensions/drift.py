@@ -9,16 +9,17 @@ that each is what it would be alone. The last block hands on the planned rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
-from diffcache.attach.call import Call, current_call
+from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
-from diffcache.attach.extensions.drift_state import HeldInputs, Spots, Way, batch_of, planned_rows
-from diffcache.attach.extensions.row_inputs import PLAN, Held
+from diffcache.attach.extensions.partial import Held, HeldKV
 from diffcache.attach.extensions.rows import Rows, Turn
 from diffcache.attach.extensions.rows import install as install_rows
 from diffcache.attach.run import Run
@@ -28,10 +29,105 @@ from diffcache.dllm.elastic_cache import WatchedPlan, WideningRows, likeness, mo
 from diffcache.dllm.rows import RowPlan
 from diffcache.errors import AttachError
 from diffcache.foreign import children_of
-from diffcache.kv.attend import Query, logits
-from diffcache.kv.layer import KVLayer
+from diffcache.kv.refresh import slots_of
 
-WAY = "way"  # in a call's storage
+
+@dataclass(eq=False)
+class HeldInputs(Held[HeldKV]):
+    """Keys, values and inputs of one run; every row is as it was when it was last computed.
+
+    Attributes:
+        inputs: Hidden states that each block was given, `[B, T, C]`.
+        queries: Queries of each attention, `[B, T, H, D]`.
+        arguments: Other arguments that the model gave each block at the last forward of all rows.
+        tracked: Tokens whose attention is compared, bool `[B, T]`.
+        starts: First block of each sequence that computed all rows at the last call; the number of
+            blocks where none did.
+    """
+
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    queries: dict[int, Tensor] = field(default_factory=dict)
+    arguments: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    tracked: Tensor | None = None
+    starts: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class Spots:
+    """Some positions of each sequence, filled up to one number.
+
+    Attributes:
+        places: Positions, int64 `[B, n]`.
+        real: Mask of the positions that do not just fill up a sequence, bool `[B, n]`.
+    """
+
+    places: Tensor
+    real: Tensor
+
+    @classmethod
+    def of(cls, chosen: Tensor) -> Spots:
+        """Return the positions that a bool `[B, T]` names."""
+        places = slots_of(chosen)
+        number = torch.arange(places.shape[1], device=chosen.device)
+        return cls(places, number < chosen.sum(1, keepdim=True))
+
+
+@dataclass(eq=False)
+class Way(Turn):
+    """One call on its way through the blocks.
+
+    Attributes:
+        plan: The plan that was asked for.
+        planned: Its rows and the tracked tokens, bool `[B, T]`.
+        tracked: Tokens to compare; None at a forward of all rows.
+        window: Positions whose queries choose the tokens to track.
+        starts: First block of each sequence that computes all rows; the number of blocks for none.
+        fed: Positions that the current block computes, bool `[B, T]`.
+        is_wide: Whether blocks run at full length.
+        found: Tokens to track next, bool `[B, T]`.
+        blocks: Blocks that ran so far.
+    """
+
+    held: HeldInputs
+    plan: WatchedPlan = field(kw_only=True)
+    planned: Tensor = field(kw_only=True)
+    tracked: Spots | None = field(kw_only=True)
+    window: Spots = field(kw_only=True)
+    starts: list[int] = field(kw_only=True)
+    fed: Tensor = field(kw_only=True)
+    is_wide: bool = field(kw_only=True)
+    found: Tensor = field(kw_only=True)
+    blocks: set[int] = field(default_factory=set)
+
+    def widen(self, block: int) -> bool:
+        """Go on to a block; return whether it runs at full length."""
+        if min(self.starts) > block:
+            return False
+        width = self.held.shape[1]
+        if not self.is_wide:
+            mask = self.held.mask
+            self.index, self.rows = range(width), width
+            self.mask = None if mask is None else mask.expand(-1, -1, width, -1)
+            self.is_wide = True
+        whole = torch.tensor([[start <= block] for start in self.starts], device=self.fed.device)
+        self.fed = self.planned | whole
+        return True
+
+    def merged(self, held: Tensor | None, fresh: Tensor) -> Tensor:
+        """Return what is held with the computed rows written over it.
+
+        Args:
+            held: `[B, T, ...]`, which may be written into; None where nothing is held.
+            fresh: `[B, n, ...]`, n = T at full length.
+        """
+        if held is None:
+            return fresh.clone()
+        if self.is_wide:
+            return fresh.where(self.fed.view(*self.fed.shape, *[1] * (fresh.dim() - 2)), held)
+        index = self.index
+        assert isinstance(index, Tensor)
+        held[batch_of(index), index] = fresh
+        return held
 
 
 class Seam(Tap):
@@ -67,6 +163,8 @@ class Drift(Rows):
         ability: Ability that the policy asks for.
     """
 
+    plans = WatchedPlan
+    wanted = "the plan of an ElasticCache, which says what to track"
     holds = HeldInputs
 
     def __init__(self, denoiser: Denoiser, ability: WideningRows) -> None:
@@ -84,60 +182,50 @@ class Drift(Rows):
         for blocks in self.lists.values():
             untap_list(blocks)
 
-    def tensors(self, run: Run) -> Any:
-        """Yield keys, values, inputs, queries and arguments of a run."""
-        yield from super().tensors(run)
+    def tensors(self, run: Run) -> Iterable[Tensor]:
+        """Return keys, values, inputs, queries and arguments of a run."""
         held: HeldInputs | None = run.storage.get(self)
-        if held is not None:
-            yield from held.inputs.values()
-            yield from held.queries.values()
-            yield from {id(leaf): leaf for leaf in leaves(held.arguments)}.values()
+        if held is None:
+            return []
+        arguments = {id(leaf): leaf for leaf in leaves(held.arguments)}.values()
+        more = (*held.inputs.values(), *held.queries.values(), *arguments)
+        return [*super().tensors(run), *more]
 
     # a call ----------------------------------------------------------------------------------
 
-    def open(self, call: Call) -> Call:
-        """Give the model the planned rows and the tracked tokens, and its blocks stand-ins."""
-        plan = self.denoiser.named(call.args, call.kwargs).get(PLAN)
-        call = super().open(call)
-        turn: Turn | None = call.storage.get(self)
-        if plan is None or turn is None:
-            return call
+    def rows_of(self, plan: WatchedPlan, held: HeldInputs) -> Tensor | range | None:
+        """Return the rows of a plan, and the tracked tokens."""
+        if plan.rows is None:
+            return None
+        assert held.tracked is not None
+        chosen = plan.mask(*held.shape, held.tracked.device) | held.tracked
+        return RowPlan.of(chosen, plan.multiple).rows
+
+    def turn_of(self, plan: WatchedPlan, turn: Turn) -> Turn:
+        """Return the way of a call through the blocks."""
         held = turn.held
         assert isinstance(held, HeldInputs)
         is_whole = isinstance(turn.index, range)
         planned = RowPlan(turn.index).mask(*held.shape, plan.window.device)
-        call.storage[WAY] = Way(
-            held, turn, plan, planned,
+        return Way(
+            held, turn.index, turn.rows, turn.mask, plan=plan, planned=planned,
             tracked=None if held.tracked is None or is_whole else Spots.of(held.tracked),
             window=Spots.of(plan.window),
             starts=[0 if is_whole else len(self.numbers)] * len(planned),
             fed=planned, is_wide=is_whole, found=torch.zeros_like(planned),
         )  # fmt: skip
-        call.storage[ITEMS], number = {}, 0
+
+    def begin(
+        self, call: Call, plan: WatchedPlan, held: Any, given: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Give the model the planned rows and the tracked tokens, and its blocks stand-ins."""
+        some = super().begin(call, plan, held, given)
+        items, number = call.storage.setdefault(ITEMS, {}), 0
         for key, blocks in self.lists.items():
             modules = list(children_of(blocks).values())
-            call.storage[ITEMS][key] = [
-                Seam(module, self, number + place) for place, module in enumerate(modules)
-            ]
+            items[key] = [Seam(each, self, number + at) for at, each in enumerate(modules)]
             number += len(modules)
-        return call
-
-    def completed(self, plan: RowPlan, held: Held[KVLayer]) -> RowPlan:
-        """Return the plan with the tracked tokens.
-
-        Raises:
-            AttachError: If the plan does not say what to track.
-        """
-        if not isinstance(plan, WatchedPlan):
-            raise AttachError(
-                f"{PLAN}={plan!r}: must be the plan of an ElasticCache, which says what to track"
-            )
-        if plan.rows is None:
-            return plan
-        assert isinstance(held, HeldInputs)
-        assert held.tracked is not None
-        chosen = plan.mask(*held.shape, held.tracked.device) | held.tracked
-        return RowPlan.of(chosen, plan.multiple)
+        return some
 
     def close(self, call: Call, out: Any) -> Any:
         """Check that every block took part, and note what is tracked from now on.
@@ -146,8 +234,8 @@ class Drift(Rows):
             AttachError: If one did not.
         """
         super().close(call, out)
-        way: Way | None = call.storage.get(WAY)
-        if way is None:
+        way = call.storage.get(self)
+        if not isinstance(way, Way):
             return
         if len(way.blocks) != len(self.numbers):
             raise AttachError(
@@ -156,7 +244,7 @@ class Drift(Rows):
             )
         way.held.tracked, way.held.starts = way.found, way.starts
 
-    def _try_alone(self, call: Call, held: Held[KVLayer]) -> None:
+    def _try_alone(self, call: Call, held: Held[HeldKV]) -> None:
         """Compute some rows alone, and let the last block hand on fewer than the first was given.
 
         Raises:
@@ -181,9 +269,8 @@ class Drift(Rows):
 
     def run_block(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block on the rows, or on all tokens."""
-        call, number = current_call(), seam.number
-        assert call is not None
-        way: Way = call.storage[WAY]
+        way, number = self.turn(), seam.number
+        assert isinstance(way, Way)
         held = way.held
         if not args or not isinstance(args[0], Tensor) or args[0].dim() != 3:
             raise AttachError(
@@ -198,7 +285,7 @@ class Drift(Rows):
             hidden = held.inputs[number].clone()
             rest, kwargs = held.arguments[number]
         else:
-            self._compare(number, (rest, kwargs), held.arguments[number], way.turn.index)
+            self._compare(number, (rest, kwargs), held.arguments[number], way.index)
         way.blocks.add(number)
         out = seam.module(hidden, *rest, **kwargs)
         return out if number + 1 < len(self.numbers) else planned_rows(way, out)
@@ -225,20 +312,19 @@ class Drift(Rows):
 
     def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
         """Attend as `Rows` does, compare the tracked tokens' attention, and track anew."""
-        around = current_call()
-        if self.turn() is None or around is None:
+        way = self.turn()
+        if not isinstance(way, Way):
             return super().attend(site, call)
-        way: Way = around.storage[WAY]
         held, number = way.held, self.numbers[site.path]
         layer = held.layers[number]
         blocks = len(self.numbers)
         tests = blocks in way.starts and number + 1 < blocks  # no block follows the last
         tests = tests and self.ability.gamma > 0  # a cosine of weights is never negative
         before = self._weights(way, way.tracked, number, call) if tests else None
-        if way.is_wide and layer.seen:  # rows that are not computed stay as they are to the bit
-            kept = layer.read()
-            call.k = way.merged(kept.k.transpose(1, 2), call.k)
-            call.v = way.merged(kept.v.transpose(1, 2), call.v)
+        if way.is_wide and layer.k is not None and layer.v is not None:
+            # rows that are not computed stay as they are to the bit
+            call.k = way.merged(layer.k.transpose(1, 2), call.k)
+            call.v = way.merged(layer.v.transpose(1, 2), call.v)
         out = super().attend(site, call)
         held.queries[number] = way.merged(held.queries.get(number), call.q)
         if before is not None:
@@ -251,11 +337,10 @@ class Drift(Rows):
         """Return the attention of some positions to all, by what is held, `[B, H, n, T]`."""
         held = way.held
         assert spots is not None
-        q = held.queries[number][batch_of(spots.places), spots.places].transpose(1, 2)
-        mask = None if held.mask is None else held.mask.expand(-1, -1, q.shape[2], -1)
-        way.turn.products += q.numel() * held.shape[1]
-        query = Query(q, 0, call.scale, mask=mask, causal=False)
-        return logits(query, held.layers[number].read()).softmax(-1).flatten(1, 2)
+        q = held.queries[number][batch_of(spots.places), spots.places]
+        mask = None if held.mask is None else held.mask.expand(-1, -1, q.shape[1], -1)
+        way.products += q.numel() * held.shape[1]
+        return held.layers[number].weights(q, call.scale, mask).flatten(1, 2)
 
     def _test(self, way: Way, number: int, before: Tensor, after: Tensor) -> None:
         """Let sequences whose attention drifted widen at the next block; the host waits."""
@@ -270,6 +355,25 @@ class Drift(Rows):
             number + 1 if start == blocks and has_drifted else start
             for start, has_drifted in zip(way.starts, drifted, strict=True)
         ]
+
+
+def planned_rows(way: Way, out: Any) -> Any:
+    """Return the output of the last block, of the planned rows alone."""
+    if way.plan.rows is None:
+        return out
+    hidden = out if isinstance(out, Tensor) else out[0]
+    batch, width = way.fed.shape
+    places = way.plan.index(batch, width, hidden.device).contiguous()
+    if not way.is_wide:
+        assert isinstance(way.index, Tensor)
+        places = torch.searchsorted(way.index.contiguous(), places)
+    picked = hidden[batch_of(places), places]
+    return picked if isinstance(out, Tensor) else (picked, *out[1:])
+
+
+def batch_of(index: Tensor) -> Tensor:
+    """Return the numbers of the sequences, int64 `[B, 1]`."""
+    return torch.arange(len(index), device=index.device)[:, None]
 
 
 def _by_token(arguments: Any) -> list[Tensor]:

@@ -10,18 +10,20 @@ its scheduler go on as they are, and every step leaves complete latents behind.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from diffcache.attach.attention import Door, attention_sites
-from diffcache.attach.call import Call, current_call
+from diffcache.attach.attention_call import AttentionCall, AttentionSite, Rotary
+from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
-from diffcache.attach.extensions.region_attention import KeptRows, Store, Turn
-from diffcache.attach.extensions.region_models import KINDS, Kind
+from diffcache.attach.extensions.partial import HeldKV
 from diffcache.attach.run import Run
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError
@@ -33,12 +35,110 @@ from diffcache.features.parts.region_mask import (
     scatter,
 )
 from diffcache.foreign import is_split
+from diffcache.kv.slots import SlotIndex
+from diffcache.step import CURRENT
 
 EULER = "FlowMatchEulerDiscreteScheduler"
 PIPELINES = ("FluxKontextPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline")
 SAMPLE = "hidden_states"
 TEXT = "encoder_hidden_states"
 TOKENS = "tokens"  # the site they are counted at
+
+
+def _flux_grid(given: dict[str, Any]) -> tuple[int, int]:
+    ids = given["img_ids"]
+    ids = ids[0] if ids.dim() == 3 else ids
+    first = ids[ids[:, 0] == 0]
+    height, width = (first[:, 1:].amax(dim=0) + 1).long().tolist()
+    return int(height), int(width)
+
+
+def _qwen_grid(given: dict[str, Any]) -> tuple[int, int]:
+    shapes = given["img_shapes"][0]
+    frames, height, width = shapes[0] if isinstance(shapes, list) else shapes
+    return int(frames * height), int(width)
+
+
+def _qwen_shapes(given: dict[str, Any], rows: int) -> dict[str, Any]:
+    # which only tells it which rows are noisy: all that are present
+    return {"img_shapes": [[(1, 1, rows)]] * len(given["img_shapes"])}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Support of one class of denoisers.
+
+    Attributes:
+        grid: Reads height and width of the token grid off a call's arguments.
+        reshape: Returns the other arguments to change when only M rows are given; None for none.
+    """
+
+    grid: Callable[[dict[str, Any]], tuple[int, int]]
+    reshape: Callable[[dict[str, Any], int], dict[str, Any]] | None = None
+
+
+KINDS = {
+    "FluxTransformer2DModel": Kind(_flux_grid),
+    "QwenImageTransformer2DModel": Kind(_qwen_grid, _qwen_shapes),
+}
+
+
+@dataclass(eq=False)
+class Store:
+    """Keys and values of one guidance branch, after norm and rotation, text rows first.
+
+    Attributes:
+        signature: Signature of the calls that it is for.
+        text: Number of text rows.
+        velocity: The last full output of the denoiser, `[B, T, C]`.
+        layers: Site -> keys and values of all rows.
+        rotary: Rotation of all rows, as the model computed it.
+        present: Indices of the text rows and the edited rows, `[B, text + M]`, and their rotation;
+            made at its first use.
+    """
+
+    signature: Any
+    text: int
+    velocity: Tensor | None = None
+    layers: dict[AttentionSite, HeldKV] = field(default_factory=dict)
+    rotary: Rotary | None = None
+    present: tuple[Tensor, Rotary | None] | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Return every tensor that is held."""
+        held = [tensor for kept in self.layers.values() for tensor in kept.tensors()]
+        held += [] if self.velocity is None else [self.velocity]
+        return held + ([] if self.rotary is None else list(self.rotary.tables))
+
+
+@dataclass(eq=False)
+class Turn:
+    """Plan of the attention modules for one denoiser call.
+
+    Attributes:
+        store: Store of the call's branch.
+        rows: Indices of the present picture rows, `[B, M]`; None when all are there, to be kept.
+        visits: Number of attention modules that took part.
+    """
+
+    store: Store
+    rows: Tensor | None
+    visits: int = 0
+
+    def present(self) -> tuple[Tensor, Rotary | None]:
+        """Return the indices of the present rows among all, and their rotation.
+
+        Raises:
+            ValueError: If one is no row; on CUDA, its own error, later.
+        """
+        store = self.store
+        if store.present is None:
+            assert self.rows is not None
+            text = torch.arange(store.text, device=self.rows.device).expand(len(self.rows), -1)
+            rows = torch.cat([text, store.text + self.rows], dim=1)
+            SlotIndex.of(rows, min(kept.length for kept in store.layers.values()))
+            store.present = rows, None if store.rotary is None else store.rotary.at(rows)
+        return store.present
 
 
 @dataclass(eq=False)
@@ -76,7 +176,7 @@ class Regions(Extension):
     def __init__(self, denoiser: Denoiser, plan: RegionPlan, kind: Kind) -> None:
         self.denoiser, self.plan, self.kind = denoiser, plan, kind
         self.model = denoiser.anatomy.model
-        self.door = Door(denoiser.model, KeptRows(self))
+        self.door = Door(denoiser.model, self)
 
     def remove(self) -> None:
         """Give every attention module its processor back."""
@@ -84,7 +184,7 @@ class Regions(Extension):
 
     def turn(self) -> Turn | None:
         """Return what attention does in the current call."""
-        call = current_call()
+        call: Call | None = CURRENT.get()
         if call is None or call.owner is not self.denoiser or call.repeats:
             return None
         progress = self._progress(call.run)
@@ -227,6 +327,38 @@ class Regions(Extension):
         tokens = mask.shape[1]
         edited = torch.where(mask[..., None], whole[:, :tokens], kept[:, :tokens])
         return Template(out).build([torch.cat([edited, kept[:, tokens:]], dim=1), *others])
+
+    def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
+        """Return the attention of the present rows over all; None where all are, which are kept.
+
+        Rows that are not present have kept keys and values. A step writes its rows in place: the
+        same rows are present until the store is made anew.
+        """
+        turn = self.turn()
+        if turn is None:
+            return None
+        turn.visits += 1
+        mask = call.mask
+        if mask is not None and (mask.dim() != 4 or mask.shape[2] != 1):
+            raise AttachError("attention_mask: cannot be given with attention over kept rows")
+        store = turn.store
+        if turn.rows is None:
+            store.rotary, store.present = call.rotary, None
+            kept = store.layers[site] = HeldKV()
+            k = call.rotated()[1].detach()
+            kept.write(range(k.shape[1]), k, call.v.detach())
+            return None
+        rows, angles = turn.present()
+        q, k = call.q, call.k
+        if angles is not None:
+            q, k = angles.apply(q), angles.apply(k)
+        kept = store.layers[site]
+        kept.write(rows, k.detach(), call.v.detach())
+        assert kept.k is not None
+        assert kept.v is not None
+        if mask is not None:  # which hides text; all picture rows are seen
+            mask = functional.pad(mask, (0, kept.length - mask.shape[3]), value=True)
+        return call.attend(q, kept.k.transpose(1, 2), kept.v.transpose(1, 2), mask)
 
     def counts(self, call: Call) -> dict[str, tuple[int, int]]:
         """Return how many tokens of text and picture the call computed and left out.

@@ -6,31 +6,25 @@ of attention are computed besides the model's own attention, which does not hand
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
-from diffcache.attach.call import Call, current_call
+from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
-from diffcache.attach.extensions.row_inputs import PLAN, Held
-from diffcache.attach.extensions.rows import Rows
+from diffcache.attach.extensions.partial import Held, HeldKV
+from diffcache.attach.extensions.rows import Rows, Turn
 from diffcache.attach.extensions.rows import install as install_rows
 from diffcache.attach.run import Run
 from diffcache.dllm.d2_cache import CONFIDENCE, INFLUENCE, NotedPlan, NotedRows, influence
-from diffcache.dllm.rows import RowPlan
-from diffcache.errors import AttachError
-from diffcache.kv.attend import Query, logits
-from diffcache.kv.layer import KVLayer
-
-NOTED = "noted"  # in a call's storage: the plan, and attention of every layer so far
 
 
 @dataclass(eq=False)
-class HeldConfidence(Held[KVLayer]):
+class HeldConfidence(Held[HeldKV]):
     """Keys, values and confidence of one run.
 
     Attributes:
@@ -41,47 +35,44 @@ class HeldConfidence(Held[KVLayer]):
     confidence: Tensor | None = None
 
 
+@dataclass(eq=False)
+class NotedTurn(Turn):
+    """Plan of attention in one call that notes are taken of.
+
+    Attributes:
+        plan: The plan that was asked for, on which they are left.
+        attention: Mean attention of the rows in every layer so far, `[B, n, T]` each.
+    """
+
+    plan: NotedPlan = field(kw_only=True)
+    attention: list[Tensor] = field(default_factory=list)
+
+
 class Rollout(Rows):
     """Computes the planned rows and notes confidence and influence on the plan."""
 
+    plans = NotedPlan
+    wanted = "the plan of a D2Cache, which takes notes of the forward"
     holds = HeldConfidence
 
-    def tensors(self, run: Run) -> Iterator[Tensor]:
-        """Yield the keys, values and confidence of a run."""
-        yield from super().tensors(run)
+    def tensors(self, run: Run) -> Iterable[Tensor]:
+        """Return the keys, values and confidence of a run."""
         held: HeldConfidence | None = run.storage.get(self)
-        if held is not None and held.confidence is not None:
-            yield held.confidence
+        more = [] if held is None or held.confidence is None else [held.confidence]
+        return [*super().tensors(run), *more]
 
-    def open(self, call: Call) -> Call:
-        """Give the model the planned rows alone."""
-        plan = self.denoiser.named(call.args, call.kwargs).get(PLAN)
-        call = super().open(call)
-        if plan is not None:
-            call.storage[NOTED] = (plan, [])
-        return call
-
-    def completed(self, plan: RowPlan, held: Held[KVLayer]) -> RowPlan:
-        """Return the plan.
-
-        Raises:
-            AttachError: If nothing can be noted on it.
-        """
-        if not isinstance(plan, NotedPlan):
-            raise AttachError(
-                f"{PLAN}={plan!r}: must be the plan of a D2Cache, which takes notes of the forward"
-            )
-        return plan
+    def turn_of(self, plan: NotedPlan, turn: Turn) -> Turn:
+        """Return what attention does in a call, with what is noted besides."""
+        return NotedTurn(turn.held, turn.index, turn.rows, turn.mask, plan=plan)
 
     def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
         """Attend as `Rows` does, and keep the mean attention of the rows."""
-        out, turn, around = super().attend(site, call), self.turn(), current_call()
-        if turn is None or around is None:
-            return out
-        query = Query(call.q.transpose(1, 2), 0, call.scale, mask=turn.mask, causal=False)
-        weights = logits(query, turn.held.layers[self.numbers[site.path]].read()).softmax(-1)
-        turn.products += call.q.numel() * turn.held.shape[1]
-        around.storage[NOTED][1].append(weights.mean((1, 2)))
+        out, turn = super().attend(site, call), self.turn()
+        if isinstance(turn, NotedTurn):
+            layer = turn.held.layers[self.numbers[site.path]]
+            weights = layer.weights(call.q, call.scale, turn.mask)
+            turn.products += call.q.numel() * turn.held.shape[1]
+            turn.attention.append(weights.mean((1, 2)))
         return out
 
     def close(self, call: Call, out: Any) -> Any:
@@ -92,9 +83,10 @@ class Rollout(Rows):
         """
         super().close(call, out)
         turn = call.storage.get(self)
-        if turn is None:
+        if not isinstance(turn, NotedTurn):
             return
-        (plan, attention), held = call.storage[NOTED], turn.held
+        plan, attention, held = turn.plan, turn.attention, turn.held
+        assert isinstance(held, HeldConfidence)
         batch, width = held.shape
         index = plan.index(batch, width, attention[0].device)
         real = torch.ones_like(index, dtype=torch.bool)

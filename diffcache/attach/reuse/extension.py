@@ -13,19 +13,18 @@ from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.attach.reuse.deep import split
-from diffcache.attach.reuse.frame import FRAME, Frame
+from diffcache.attach.reuse.frame import FRAME, Frame, Random
 from diffcache.attach.reuse.gated import gated_items
-from diffcache.attach.reuse.layout import Work
 from diffcache.attach.reuse.learn import learn, verify
 from diffcache.attach.reuse.modulated_probe import Peek
 from diffcache.attach.reuse.output import keep_output, stand_in
-from diffcache.attach.reuse.random import Random
 from diffcache.attach.reuse.setup import BranchState, Decision, Setup
 from diffcache.attach.reuse.taps import Taps
 from diffcache.attach.reuse.time_probe import time_peek
 from diffcache.attach.reuse.trace import Trace
 from diffcache.attach.run import Run, Timeline
 from diffcache.attach.signature import writes_cache
+from diffcache.attach.tap import ITEMS
 from diffcache.attach.tree import unshared
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine, reuse_of
@@ -125,25 +124,30 @@ class FeatureReuse(Extension):
         if call.writes:
             return call
         setup, record = self.setup, call.record
-        state = self._state_of(call)
+        state: BranchState = call.branch.storage.get(self) or self._new_state(call)
         frame = call.storage[FRAME] = Frame(setup, call, state)
         reason = record.reason = self.must_compute(call, state)
-        self._decide(frame, reason)
+        decision = state.decision
+        frame.decides = decision.index != call.step.index
+        if not frame.decides:  # a forced first branch decides for all
+            frame.computes = decision.computes or bool(reason)
+        elif reason:
+            frame.computes = True
+        if frame.decides and setup.probe is None:
+            frame.decide(None)
         if call.branch.signature != call.signature:
             state.layout = setup.layouts.recall(call.signature)
         frame.per_site = bool(setup.own_sites) and not reason
-        self._hand_out(frame)
+        call.storage[ITEMS] = self._items(frame)
         record.computed = frame.computes
         return call if frame.trace is None else replace(call, learns=True)
 
-    def _state_of(self, call: Call) -> BranchState:
-        """Return what is kept of the branch of a call."""
-        state: BranchState | None = call.branch.storage.get(self)
-        if state is None:
-            own: Decision = call.timeline.storage[self]
-            if own.parts.when.by_branch:
-                own = Decision(own.parts, own.parts.when.init())
-            state = call.branch.storage[self] = BranchState(own)
+    def _new_state(self, call: Call) -> BranchState:
+        """Return what will be kept of the branch of a call, its first."""
+        own: Decision = call.timeline.storage[self]
+        if own.parts.when.by_branch:
+            own = Decision(own.parts, own.parts.when.init())
+        state = call.branch.storage[self] = BranchState(own)
         return state
 
     def must_compute(self, call: Call, state: BranchState) -> str:
@@ -161,40 +165,28 @@ class FeatureReuse(Extension):
             return "output not finite"  # so that nothing could be learned from it
         return "writes a KV cache" if self._has_cache and writes_cache(call.kwargs) else ""
 
-    def _decide(self, frame: Frame, reason: str) -> None:
-        """Decide now where the probe is not needed; a forced first branch decides for all."""
-        frame.decides = frame.decision.index != frame.step.index
-        if not frame.decides:
-            frame.computes = frame.decision.computes or bool(reason)
-        elif reason:
-            frame.computes = True
-        if frame.decides and self.setup.probe is None:
-            frame.decide(None)
-
-    def _hand_out(self, frame: Frame) -> None:
-        """Choose what stands for the blocks in this call."""
+    def _items(self, frame: Frame) -> dict[str, list[Any]]:
+        """Return what stands for the blocks in this call."""
         setup = self.setup
         if setup.is_module:
             whole = frame.computes and not frame.per_site
             frame.tally = {} if whole and frame.call.signature not in setup.costs else None
-            frame.hand_out(setup.module_items)
-            return
+            return setup.module_items
         layout = frame.layout = frame.state.layout
         if layout is None:
-            self._trace(frame)
-        elif frame.decides and setup.probe is not None:
-            frame.hand_out(gated_items(layout, setup.blocks, setup.probe))
-        elif frame.computes and frame.per_site:
+            return self._trace(frame)
+        if frame.decides and setup.probe is not None:
+            return gated_items(layout, setup.blocks, setup.probe)
+        if frame.computes and frame.per_site:
             skipped = frozenset(site for site in layout.sites if not frame.runs(site))
             items, frame.mixed = layout.mix(skipped)
-            frame.hand_out(items)
-        elif frame.computes:
-            frame.hand_out(layout.compute)
-        else:
-            frame.hand_out(layout.skip if frame.decides else layout.follow)
+            return items
+        if frame.computes:
+            return layout.compute
+        return layout.skip if frame.decides else layout.follow
 
-    def _trace(self, frame: Frame) -> None:
-        """Record the blocks' calls, to learn how they are wired."""
+    def _trace(self, frame: Frame) -> dict[str, list[Any]]:
+        """Return stand-ins that record the blocks' calls, to learn how they are wired."""
         setup, parts = self.setup, self.setup.parts
         frame.computes = True
         spread = setup.site in (Site.BLOCK, Site.RUN)
@@ -204,7 +196,7 @@ class FeatureReuse(Extension):
             frame.features.clear()
             frame.instead = hold.inner
         opened = setup.anatomy.opened
-        frame.hand_out({k: frame.trace.items(k, g, opened) for k, g in setup.blocks.items()})
+        return {k: frame.trace.items(k, g, opened) for k, g in setup.blocks.items()}
 
     def given(self, call: Call) -> None:
         """Keep the arguments of a traced call, which models may change."""
@@ -229,7 +221,7 @@ class FeatureReuse(Extension):
             return
         assert frame.layout is not None
         setup.layouts[call.signature] = state.layout = frame.layout
-        frame.hand_out(frame.layout.compute)
+        call.storage[ITEMS] = frame.layout.compute
         hold = frame.decision.hold
         if hold is not None:
             frame.instead = hold
@@ -272,7 +264,12 @@ class FeatureReuse(Extension):
         if layout is None:
             counts, record.flops = _of_modules(frame, setup.costs.recall(call.signature))
         else:
-            work = _of_blocks(frame)
+            if frame.mixed is not None:
+                work = frame.mixed
+            elif frame.computes:
+                work = layout.whole
+            else:
+                work = layout.less if frame.decides else layout.follow_less
             counts, record.flops = work.counts, work.flops
             if frame.looked and work.flops is not None and layout.look is not None:
                 record.flops = work.flops[0] + layout.look, work.flops[1] - layout.look
@@ -305,14 +302,3 @@ def _of_modules(
         known = known and cost is not None
     totals = {key: (ran, skipped) for key, (ran, skipped) in counts.items()}
     return totals, (flops[0], flops[1]) if known else None
-
-
-def _of_blocks(frame: Frame) -> Work:
-    """Return how many blocks ran and were skipped."""
-    layout = frame.layout
-    assert layout is not None
-    if frame.mixed is not None:
-        return frame.mixed
-    if frame.computes:
-        return layout.whole
-    return layout.less if frame.decides else layout.follow_less

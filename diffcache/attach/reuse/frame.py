@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from diffcache.attach.call import Call
 from diffcache.attach.flops import counted
 from diffcache.attach.reuse.layout import Layout, Work
-from diffcache.attach.reuse.random import Random
 from diffcache.attach.reuse.setup import BranchState, Setup
 from diffcache.attach.reuse.trace import Trace
-from diffcache.attach.tap import ITEMS
+from diffcache.attach.tree import leaves
 from diffcache.errors import AttachError
 from diffcache.step import CURRENT
 
 FRAME = "frame"  # in a call's storage
+
+
+class Random:
+    """The states of the host's and the devices' random generators at the start of a call.
+
+    Args:
+        call: Positional and keyword arguments of the call, which say the devices.
+    """
+
+    def __init__(self, call: Any) -> None:
+        devices = {tensor.device for tensor in leaves(call) if tensor.device.type == "cuda"}
+        self._devices = sorted(devices, key=str)
+        self._start = self._now()
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Draw what the call drew; what is drawn afterwards is what would have been."""
+        now = self._now()
+        self._set(self._start)
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    def _now(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+
+    def _set(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for state, device in zip(states[1:], self._devices, strict=True):
+            torch.cuda.set_rng_state(state, device)
 
 
 class Frame:
@@ -102,10 +135,6 @@ class Frame:
         self.tally: dict[str, float | None] | None = None
         self._probe_input: Tensor | None = None
 
-    def hand_out(self, items: dict[str, list[Any]]) -> None:
-        """Let these stand for the blocks of the lists in this call."""
-        self.call.storage[ITEMS] = items
-
     def runs(self, site: str) -> bool:
         """Return whether a site is computed in this call; known once the step is decided."""
         if not self.per_site or not self.computes:
@@ -152,9 +181,14 @@ def current_frame() -> Frame:
     """
     call: Call | None = CURRENT.get()
     if call is None:
-        raise AttachError(
-            "a wrapped denoiser was called again from inside a call of its own, so its features "
-            "are lost; call it before or after, or unwrap it"
-        )
+        raise lost()
     frame: Frame = call.storage[FRAME]
     return frame
+
+
+def lost() -> AttachError:
+    """Return the error of a stand-in whose call is over."""
+    return AttachError(
+        "a wrapped denoiser was called again from inside a call of its own, so its features "
+        "are lost; call it before or after, or unwrap it"
+    )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffcache.attach.reuse.grouping import Place
 from diffcache.attach.reuse.trace import Wiring
+
+Place = tuple[str, int]  # a list of blocks and an index in it
 
 
 @dataclass(frozen=True)

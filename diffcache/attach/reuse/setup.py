@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from diffcache.attach.anatomy import Anatomy
-from diffcache.attach.latest import Latest
 from diffcache.attach.reuse.layout import Layout
 from diffcache.features.base import Instead, Method
 from diffcache.features.collect import Observer
@@ -17,6 +16,31 @@ from diffcache.features.parts.hold import Hold
 from diffcache.step import Site
 
 KINDS = 32  # kinds of calls that are remembered; a run rarely has more than a few
+V = TypeVar("V")
+
+
+class Latest(dict[Any, V], Generic[V]):
+    """A dictionary that forgets the entry that was not asked for the longest.
+
+    Args:
+        size: Entries that are kept.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def recall(self, key: Any) -> V | None:
+        """Return an entry, which is the newest from now on; None if there is none."""
+        value = self.pop(key, None)
+        if value is not None:
+            self[key] = value
+        return value
+
+    def __setitem__(self, key: Any, value: V) -> None:
+        super().__setitem__(key, value)
+        if len(self) > self.size:
+            del self[next(iter(self))]
 
 
 class Probing(Protocol):

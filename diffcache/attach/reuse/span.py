@@ -16,7 +16,7 @@ from diffcache.attach.reuse.trace import Key
 from diffcache.attach.tree import Template, hollow, leaves, outputs_of
 
 Kind = tuple[str, int]  # what an output is on a skipped step, and which base or input it needs
-Picker = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Picker = Callable[[dict[Any, Any]], Any]  # takes arguments by name or place
 OWN: Kind = ("own", 0)  # an estimate of the output itself
 
 
@@ -67,7 +67,15 @@ class TapSpec:
 
 @dataclass(eq=False)
 class BlockFeatures:
-    """The features of one block call: a state for every kept tensor, and how they go together."""
+    """The features of one block call: a state for every kept tensor, and how they go together.
+
+    Attributes:
+        states: States of the kept tensors.
+        kinds: Kinds of the call's outputs on a skipped step.
+        template: Form that the outputs are in.
+        hollow: Zeros in the shapes of the outputs, where nobody reads them.
+        shapes: Shapes, dtypes and devices of the kept tensors.
+    """
 
     states: list[Any]
     kinds: list[Kind]
@@ -76,30 +84,31 @@ class BlockFeatures:
     shapes: list[Any] = field(default_factory=list)
 
 
-def picker(keys: list[Key], container: type) -> Picker:
-    """Return a function that takes the arguments `keys` out of a call, in `container`.
+def by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+    """Return the arguments of a call by name or place, as pickers take them."""
+    return {**kwargs, **dict(enumerate(args))}
 
-    A lone tensor is returned as itself for `container=Tensor`.
+
+def picker(keys: list[Key], container: type) -> Picker:
+    """Return a function that takes some arguments of a call, in a container.
+
+    Args:
+        keys: Names or places of the arguments.
+        container: Type that holds what is taken; `Tensor` for a lone one as it is.
     """
-    if all(isinstance(key, str) for key in keys):
-        named = itemgetter(*keys)
-        one = len(keys) == 1
-        if container is Tensor or (container is tuple and not one):
-            return lambda args, kwargs: named(kwargs)
-        return lambda args, kwargs: container((named(kwargs),) if one else named(kwargs))
-    if container is Tensor:
-        place = int(keys[0])
-        return lambda args, kwargs: args[place]
-    return lambda args, kwargs: container(
-        [kwargs[key] if isinstance(key, str) else args[key] for key in keys]
-    )
+    take = itemgetter(*keys)
+    if container is Tensor or (container is tuple and len(keys) > 1):
+        return take  # the fastest way through
+    if len(keys) == 1:
+        return lambda given: container((take(given),))
+    return lambda given: container(take(given))
 
 
 def copied(pick: Picker) -> Picker:
     """Return a function that takes copies of what `pick` takes."""
 
-    def copies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        taken = pick(args, kwargs)
+    def copies(given: dict[Any, Any]) -> Any:
+        taken = pick(given)
         if isinstance(taken, Tensor):
             return taken.clone()
         return type(taken)([tensor.clone() for tensor in taken])
@@ -190,6 +199,9 @@ def estimates(frame: Frame, held: BlockFeatures, base: Sequence[Tensor] = ()) ->
         base: Streams that residuals are added to, by their place.
     """
     instead, states = frame.instead, held.states
+    if len(states) == 1 and held.kinds == [OWN]:  # as of a module: the shortest way
+        guess = instead.estimate(states[0], frame.step)
+        return [guess.clone() if instead.is_held(states[0]) else guess]
     kinds = [kind for kind in held.kinds if kind[0] != "pass"]
     if kinds and all(what == "residual" for what, _ in kinds):
         return instead.estimate_all(states, frame.step, [base[place] for _, place in kinds])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from operator import add, itemgetter
+from operator import add
 from typing import Any
 
 from torch import Tensor, nn
 
-from diffcache.attach.reuse.frame import current_frame
+from diffcache.attach.call import Call
+from diffcache.attach.reuse.frame import FRAME, Frame, current_frame, lost
 from diffcache.attach.reuse.span import (
     BlockFeatures,
     TapSpec,
+    by_place,
     copied,
     estimate,
     foresee,
@@ -19,6 +21,7 @@ from diffcache.attach.reuse.span import (
 )
 from diffcache.attach.tap import Tap
 from diffcache.attach.tree import Template, leaves, outputs_of
+from diffcache.step import CURRENT
 
 
 class ComputeTap(Tap):
@@ -35,7 +38,8 @@ class ComputeTap(Tap):
         """Answer the model's call of the block."""
         frame = current_frame()
         if self.base_of is not None:
-            frame.bases[self.spec.span] = self.base_of(args, kwargs)
+            given = kwargs if not args else by_place(args, kwargs)
+            frame.bases[self.spec.span] = self.base_of(given)
         out = self.module(*args, **kwargs)
         if self.spec.records:
             record(frame, self.spec, out)
@@ -60,7 +64,8 @@ class LiveTap(Tap):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
         frame = current_frame()
-        spec, given = self.spec, self.input_of(args, kwargs)
+        spec = self.spec
+        given = self.input_of(kwargs if not args else by_place(args, kwargs))
         if spec.opens:
             base = tuple([tensor.clone() for tensor in given]) if self.copies else given
         else:
@@ -89,7 +94,7 @@ class PassTap(Tap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
-        return self.streams_of(args, kwargs)
+        return self.streams_of(kwargs if not args else by_place(args, kwargs))
 
 
 class CloseTap(Tap):
@@ -107,27 +112,20 @@ class CloseTap(Tap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
-        frame = current_frame()
+        call: Call | None = CURRENT.get()
+        if call is None:
+            raise lost()
+        frame: Frame = call.storage[FRAME]  # written out: the shortest way through a span
         frame.closed += 1
         held: BlockFeatures = frame.features[self.spec.key]
         live = self.input_of
-        base = frame.bases[self.spec.span] if live is None else live(args, kwargs)
+        base = (
+            frame.bases[self.spec.span]
+            if live is None
+            else live(kwargs if not args else by_place(args, kwargs))
+        )
         found = frame.instead.estimate_all(held.states, frame.step, base)
         return found[0] if self.container is Tensor else self.container(found)
-
-
-class NamedPassTap(Tap):
-    """A `PassTap` whose streams are passed by name in a tuple or alone: the fastest way through."""
-
-    __slots__ = ("take",)
-
-    def __init__(self, module: nn.Module, spec: TapSpec) -> None:
-        super().__init__(module)
-        self.take = itemgetter(*[spec.carry[number] for number in sorted(spec.carry)])
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        return self.take(kwargs)
 
 
 class OpenTap(PassTap):
@@ -141,9 +139,13 @@ class OpenTap(PassTap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
-        frame = current_frame()
-        frame.bases[self.spec.span] = self.base_of(args, kwargs)
-        return self.streams_of(args, kwargs)
+        call: Call | None = CURRENT.get()
+        if call is None:
+            raise lost()
+        frame: Frame = call.storage[FRAME]  # written out: the shortest way through a span
+        given = kwargs if not args else by_place(args, kwargs)
+        frame.bases[self.spec.span] = self.base_of(given)
+        return self.streams_of(given)
 
 
 class EstimateTap(Tap):
@@ -160,7 +162,9 @@ class EstimateTap(Tap):
         """Answer the model's call of the block."""
         frame = current_frame()
         spec = self.spec
-        given = self.input_of(args, kwargs) if self.input_of is not None else ()
+        given: tuple[Any, ...] = ()
+        if self.input_of is not None:
+            given = self.input_of(kwargs if not args else by_place(args, kwargs))
         if spec.opens and not spec.live:
             frame.bases[spec.span] = given
         return estimate(frame, spec, given)
@@ -182,7 +186,7 @@ class AddTap(Tap):
         """Answer the model's call of the block."""
         frame = current_frame()
         guesses = (frame.foreseen or foresee(frame))[self.number]
-        streams = self.input_of(args, kwargs)
+        streams = self.input_of(kwargs if not args else by_place(args, kwargs))
         if frame.adds_at_once:
             sums = frame.instead.estimate_all(guesses, frame.step, streams)
             return sums[0] if self.container is Tensor else self.container(sums)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diffcache.features.base import Instead, check_int
 from diffcache.foreign import add_all
-from diffcache.kernels.forecast import SUM, finite_differences, weighted_sum
+from diffcache.kernels.forecast import SUM, finite_differences, sum_twin, weighted_sum
 from diffcache.step import Step
 
 MAX_ORDER = 4
@@ -62,10 +62,24 @@ class Summed(Instead):
         self, states: Sequence[Any], step: Step, bases: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
         """Return every state's estimate; a base is added in the same pass."""
+        if len(states) >= FUSED:
+            found = self.fused(states, step, bases)
+            if found is not None:
+                return found
         if bases is None:
             return super().estimate_all(states, step)
-        pairs = zip(states, bases, strict=True)
-        return [weighted_sum(s.factors, self.weights(s, step), base) for s, base in pairs]
+        weights = self.weights(states[0], step)  # all of a call have the same age
+        add_up = weighted_sum if SUM.takes(*states[0].factors) else sum_twin
+        sums: list[Tensor] = []
+        for state, base in zip(states, bases, strict=True):
+            sums.append(add_up(state.factors, weights, base))
+        return sums
+
+    def fused(
+        self, states: Sequence[Any], step: Step, bases: Sequence[Tensor] | None
+    ) -> list[Tensor] | None:
+        """Return every state's estimate, made together; None where that is not possible."""
+        return None
 
     def adds_at_once(self, state: Any) -> bool:
         """Return whether the kernel of weighted sums runs."""
@@ -126,21 +140,19 @@ class Taylor(Summed):
 
     def weights(self, state: Differences, step: Step) -> list[float]:
         """Return the weight of every factor."""
-        distance = step.index - state.anchor
-        return [distance**power / math.factorial(power) for power in range(len(state.factors))]
+        distance, found = step.index - state.anchor, [1.0]
+        for power in range(1, len(state.factors)):
+            found.append(distance**power / math.factorial(power))
+        return found
 
-    def estimate_all(
-        self, states: Sequence[Differences], step: Step, bases: Sequence[Tensor] | None = None
-    ) -> list[Tensor]:
-        """Return every state's estimate; of many states with one fused launch an order."""
+    def fused(
+        self, states: Sequence[Differences], step: Step, bases: Sequence[Tensor] | None
+    ) -> list[Tensor] | None:
+        """Return every state's estimate, with one fused launch an order."""
         factors = [state.factors for state in states]
         anchor = states[0].anchor
-        if (
-            len(states) < FUSED
-            or len(set(map(len, factors))) > 1
-            or any(state.anchor != anchor for state in states)
-        ):
-            return super().estimate_all(states, step, bases)
+        if len(set(map(len, factors))) > 1 or any(state.anchor != anchor for state in states):
+            return None
         levels = zip(*factors, strict=True)
         totals = list(next(levels))
         for weight, terms in zip(self.weights(states[0], step)[1:], levels, strict=True):

@@ -15,7 +15,7 @@ from diffcache.errors import AttachError
 from diffcache.kernels import decode
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.hf.latent import absorbed, check_made, values_of
-from diffcache.kv.hf.trial import TRIAL, changes, leave_trial
+from diffcache.kv.hf.probe import TRIAL, changes, leave_trial
 from diffcache.kv.hf.writer import Writer
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.segment import PLAIN

@@ -21,7 +21,6 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from diffcache.errors import AttachError
 from diffcache.foreign import attention_name_of
 from diffcache.kv.hf.attention import forget
-from diffcache.kv.hf.axes import noted_by
 from diffcache.kv.hf.latent import check_latent
 from diffcache.kv.hf.layer import FusedLayer, SlotLayer
 from diffcache.kv.hf.model import (
@@ -40,10 +39,10 @@ from diffcache.kv.hf.model import (
     rotary_embedding,
 )
 from diffcache.kv.hf.past import check_past, dynamic_of, take_over
-from diffcache.kv.hf.rotary import RotaryReader
+from diffcache.kv.hf.probe import check_hands_over
+from diffcache.kv.hf.rotary import RotaryReader, noted_by
 from diffcache.kv.hf.switch import detach as detach
 from diffcache.kv.hf.switch import switch
-from diffcache.kv.hf.trial import check_hands_over
 from diffcache.kv.hf.versions import FUSED, has_shared_layers, tokens_to_crop
 from diffcache.kv.hf.writer import Host, Writer, watch
 from diffcache.kv.per_layer import per_layer

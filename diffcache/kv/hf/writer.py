@@ -14,10 +14,9 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from diffcache.errors import AttachError
 from diffcache.foreign import CALL_CODE, PREFILL, reads_whole_prompt, take_hooks
-from diffcache.kv.hf.axes import NotedPositions
 from diffcache.kv.hf.model import NAME, Mode, Setup, decoder_of
 from diffcache.kv.hf.refresh import Refreshing
-from diffcache.kv.hf.rotary import RotaryReader
+from diffcache.kv.hf.rotary import NotedPositions, RotaryReader
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.rotary_nd import RotaryND, RotaryTable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diffcache.kv.budget import Size, Uniform
 from diffcache.kv.budgets.heads import Heads, HeadTable
-from diffcache.kv.merging.compensation import Compensation
+from diffcache.kv.merge import Compensation
 from diffcache.kv.plan import TopK
 from diffcache.kv.positions import Slot
 from diffcache.kv.recipe import Recipe

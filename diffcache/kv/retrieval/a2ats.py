@@ -11,9 +11,8 @@ from torch import Tensor
 from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.learn.codebook import Codebook, covariance, fit, nearest
-from diffcache.kv.retrieval.probe import query_valid
 from diffcache.kv.retrieval.select import Ask, Selecting, grouped, top
-from diffcache.kv.retrieval.summary import Summary, news
+from diffcache.kv.retrieval.summary import Summary, news, query_valid
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.slots import Slots
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.blocks import Blocks, mean_keys, sizes, slots_of
-from diffcache.kv.retrieval.probe import probe, query_valid, stored_query
 from diffcache.kv.retrieval.select import Ask, Selecting, asked, fill, grouped
-from diffcache.kv.retrieval.summary import Summary
+from diffcache.kv.retrieval.summary import Summary, probe, query_valid, stored_query
 from diffcache.kv.slots import Slots
 
 

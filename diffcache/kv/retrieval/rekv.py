@@ -13,9 +13,8 @@ from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.blocks import Blocks, mean_keys, sizes, slots_of
 from diffcache.kv.retrieval.gather import at_positions
-from diffcache.kv.retrieval.probe import probe, query_valid, stored_query
 from diffcache.kv.retrieval.select import Ask, Selecting, fill
-from diffcache.kv.retrieval.summary import Summary, news, tags
+from diffcache.kv.retrieval.summary import Summary, news, probe, query_valid, stored_query, tags
 from diffcache.kv.slots import Slots
 
 

@@ -17,8 +17,7 @@ from diffcache.kv.budget import Size, check_size, count_for, slots_for
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.gapless import Pick, Run, heads_of, is_gapless, views_at
 from diffcache.kv.retrieval.gather import positions_of, views_of
-from diffcache.kv.retrieval.probe import probe, query_valid
-from diffcache.kv.retrieval.summary import Summary, known, news
+from diffcache.kv.retrieval.summary import Summary, known, news, probe, query_valid
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.slots import Slots
 from diffcache.kv.view import View

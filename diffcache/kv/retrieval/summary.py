@@ -1,4 +1,4 @@
-"""What a retriever knows of the slots of a layer, added to as slots come."""
+"""What a retriever knows of the slots of a layer, added to as slots come, and who asks for them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from diffcache.kv.attend import Query
 from diffcache.kv.codec.base import Payload
 from diffcache.kv.layer import KVLayer, LayerSummary
 from diffcache.kv.slots import Slots, filled, level_heads
@@ -118,3 +119,36 @@ def slots_read(layers: list[KVLayer]) -> Tensor:
         mean = float(layer.held) if found is None else float(found.float().mean())
         counts.append(mean)
     return torch.tensor(counts)
+
+
+def stored_query(query: Query, layer: KVLayer) -> Query:
+    """Return queries before rotation, if the layer's keys are held so; as they are otherwise.
+
+    Their own keys are the last that were written, which says at which rotary positions they are.
+    """
+    if layer.rotary is None:
+        return query
+    rpos = news(layer, layer.held - query.count, stored=True).rpos[:, :1]
+    at = layer.query_places(rpos, query.q.shape[1])
+    return replace(query, q=layer.rotary.unrotate(query.q, at))
+
+
+def query_valid(query: Query) -> Tensor:
+    """Return which queries are of tokens, not of padding, bool [B, n]."""
+    batch = len(query.q)
+    if query.mask is None:
+        return torch.ones(batch, query.count, dtype=torch.bool, device=query.q.device)
+    at = query.positions().expand(batch, -1).clamp_max(query.mask.shape[-1] - 1)
+    mask = query.mask[:, 0].expand(batch, -1, -1)
+    return mask.gather(2, at[..., None])[..., 0]
+
+
+def probe(query: Query, weight: Tensor) -> Query:
+    """Return one query, the weighted sum of several.
+
+    Args:
+        query: n queries.
+        weight: [B, Hq or 1, n], which add up to 1.
+    """
+    q = (query.q.float() * weight[..., None]).sum(2, keepdim=True)
+    return replace(query, q=q, pos=None, mask=None, start=query.start + query.count - 1)

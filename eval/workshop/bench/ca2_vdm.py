@@ -8,12 +8,10 @@ same, and the record says how nearly.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from diffcache.attach.flops import counted
@@ -46,7 +44,6 @@ def measure(
         prefixes: Chunks before the one that is timed.
         progress: Told (turns done, turns in all, name of the next).
     """
-    started = time.monotonic()
     torch.manual_seed(0)
     model = FactorizedTransformer(num_attention_heads=4, attention_head_dim=32, num_layers=4)
     model = model.to(setting.device, setting.dtype).eval()
@@ -58,15 +55,14 @@ def measure(
         turns[_name("recompute", prefix)] = Turn(pair.recompute)
         turns[_name("cached", prefix)] = Turn(pair.cached, after=pair.forget)
     timed = take_turns(turns, rounds, 1, setting, progress)
-    clock = timed.cpu_seconds if setting.device.type == "cpu" else timed.seconds
     return {
         "shapes": {
             "device": setting.device.type, "model": dict(model.config), "batch": 1,
             "chunk_frames": CHUNK, "latents": list(SIZE), "steps": len(STEPS.levels),
         },
         "rounds": rounds,
-        "rows": [_row(prefix, pair, clock) for prefix, pair in pairs.items()],
-        "warning": timed.warning, "seconds": round(time.monotonic() - started, 1),
+        "rows": [_row(prefix, pair, timed.own(setting)) for prefix, pair in pairs.items()],
+        "warning": timed.warning,
     }  # fmt: skip
 
 
@@ -146,19 +142,3 @@ def _row(prefix: int, pair: _Pair, clock: Mapping[str, list[float]]) -> dict[str
         "recompute_flops": flops[0], "cached_flops": flops[1], "flops_ratio": flops[0] / flops[1],
         "cache_bytes": pair.nbytes, "difference": pair.difference(),
     }  # fmt: skip
-
-
-def tables(record: Mapping[str, Any]) -> list[Table]:
-    """Return the record as a table."""
-    shapes = record["shapes"]
-    table = Table(
-        "prefix", "recompute, ms", "cached, ms", "ratio", "FLOPs ratio", "cache, bytes",
-        title=f"A chunk of {shapes['chunk_frames']} frames, {shapes['steps']} steps: medians",
-    )  # fmt: skip
-    for row in record["rows"]:
-        table.add_row(
-            row["name"], f"{1e3 * row['recompute_seconds']['median']:.0f}",
-            f"{1e3 * row['cached_seconds']['median']:.0f}", f"{row['ratio']['median']:.1f}",
-            f"{row['flops_ratio']:.1f}", f"{row['cache_bytes']:,}",
-        )  # fmt: skip
-    return [table]

@@ -9,13 +9,10 @@ transformers' own `DynamicCache` grows.
 from __future__ import annotations
 
 import inspect
-import time
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from diffcache.eval.cost.interleave import Call, Progress, Turn
 from diffcache.eval.cost.interleave import measure as take_turns
@@ -65,7 +62,6 @@ def measure(
     """
     if tokens < 9:
         raise ValueError(f"tokens={tokens}: must be at least 9")
-    started = time.monotonic()
     chosen = {name: Case(recipe) for name, recipe in bounded().items()}
     run = contenders(chosen, 1, BUDGET + tokens, setting)
     take_turns({n: partial(c.prefill, BUDGET) for n, c in run.items()}, 1, 0, setting)
@@ -76,8 +72,7 @@ def measure(
     held: dict[str, list[int]] = {name: [] for name in run}
     third = tokens // 3
     for count in (third, third, tokens - 2 * third):
-        part = take_turns(steps, count, 0, setting, progress)
-        clock = part.cpu_seconds if setting.device.type == "cpu" else part.seconds
+        clock = take_turns(steps, count, 0, setting, progress).own(setting)
         for name in steps:
             seconds[name] += clock[name]
         for name, each in run.items():
@@ -87,22 +82,4 @@ def measure(
         "rows": [
             {"name": name} | thirds(seconds[name], seconds[ALONE], held[name]) for name in run
         ],
-        "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
-
-
-def tables(record: Mapping[str, Any]) -> list[Table]:
-    """Return the record as a table."""
-    table = Table(
-        "", "ms a token, by thirds", "of no cache", "last of middle", "bytes, by thirds",
-        "last of middle",
-        title=f"{record['rounds']:,} tokens after a prompt of {BUDGET}: medians",
-    )  # fmt: skip
-    for found in record["rows"]:
-        table.add_row(
-            found["name"], ", ".join(f"{ms:.2f}" for ms in found["ms"]),
-            ", ".join(f"{share:.2f}" for share in found["of_alone"]),
-            f"{found['time_ratio']:.2f}", ", ".join(f"{n:,}" for n in found["bytes"]),
-            f"{found['bytes_ratio']:.2f}",
-        )  # fmt: skip
-    return [table]

@@ -7,14 +7,12 @@ whose work never changes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from diffcache.eval.cost.interleave import Call, Progress, Turn, summary
@@ -62,7 +60,6 @@ def measure(
     """
     if rounds < 3 or samples < 2:
         raise ValueError(f"rounds={rounds}, samples={samples}: must be at least 3 and 2")
-    started = time.monotonic()
     model = load(dtype=setting.dtype).to(setting.device)
     rollouts = Rollouts(model, samples)
     kept = Parts(unfinished, {"samples": samples, "frames": frames, "dtype": str(setting.dtype),
@@ -78,7 +75,7 @@ def measure(
         "changes": rollouts.changes(CHANGES, kept, progress),
         "anew": anew(model, [depth for depth in DEPTHS if depth < rounds], setting),
         "stream_batch": stream_batch(model, min(rounds, 40), setting),
-        "parts": kept.end(), "seconds": round(time.monotonic() - started, 1),
+        "parts": kept.end(),
     }  # fmt: skip
 
 
@@ -119,9 +116,7 @@ def _clock(
     steps: Mapping[str, Call | Turn], rounds: int, setting: Setting,
     progress: Progress | None = None,
 ) -> dict[str, list[float]]:  # fmt: skip
-    taken = take_turns(steps, rounds, 0, setting, progress)
-    is_alone = setting.device.type == "cpu" and torch.get_num_threads() == 1
-    return taken.cpu_seconds if is_alone else taken.seconds
+    return take_turns(steps, rounds, 0, setting, progress).own(setting)
 
 
 def anew(model: ShapesCausal, depths: Sequence[int], setting: Setting) -> list[dict[str, Any]]:
@@ -184,21 +179,3 @@ def stream_batch(model: ShapesCausal, rounds: int, setting: Setting) -> dict[str
     )
     return {"levels": levels, "faster": summary([one / other for one, other in pairs]),
             "largest_difference": error}  # fmt: skip
-
-
-def tables(record: Mapping[str, Any]) -> list[Table]:
-    """Return the record as tables."""
-    last = record["shapes"]["frames"]
-    table = Table(
-        "", "identity", "hue error", "mark", "wall", "speed", "ms a chunk", "last of middle",
-        "bytes", title=f"the last quarter of {last} frames",
-    )  # fmt: skip
-    for row in record["rows"]:
-        late, chunk = row["late"], row["chunk"]
-        table.add_row(
-            row["name"],
-            *(f"{late[key]['value']:.2f}" for key in ("identity", "hue_error", "mark")),
-            f"{late['wall_db']['value']:.1f}", f"{late['speed']['value']:.2f}",
-            f"{chunk['ms'][2]:.1f}", f"{chunk['time_ratio']:.2f}", f"{chunk['bytes'][2]:,}",
-        )  # fmt: skip
-    return [table]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,9 +10,9 @@ from typing import Any
 
 import torch
 from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
-from rich.table import Table
 from torch import Tensor, nn
 
+from diffcache.eval.cost.interleave import Progress
 from diffcache.eval.record import Setting
 from diffcache.eval.workshop.bench.models import Loop, Plain, Shape, build, inputs
 from diffcache.features.base import Method
@@ -73,7 +72,9 @@ def _theirs(config: Any) -> Start:
     return start
 
 
-def measure(setting: Setting, *, shape: Shape | None = None) -> dict[str, Any]:
+def measure(
+    setting: Setting, *, shape: Shape | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
     """Count graphs and breaks of `compile_repeated_blocks(fullgraph=True)`.
 
     The cached model is run in eager mode as well: outputs must agree.
@@ -81,14 +82,17 @@ def measure(setting: Setting, *, shape: Shape | None = None) -> dict[str, Any]:
     Args:
         setting: Device and dtype.
         shape: Sizes of the model.
+        progress: Told (subjects done, subjects in all, name of the next).
     """
     shape = shape or Shape(double=2, single=2)
-    started = time.monotonic()
     call = inputs(shape, setting.device, setting.dtype)
     rows = []
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name, start in subjects().items():
+        chosen = subjects()
+        for number, (name, start) in enumerate(chosen.items()):
+            if progress is not None:
+                progress(number, len(chosen), name)
             with start(build(shape, setting.device, setting.dtype), call) as subject:
                 expected = _outputs(subject)
             rows.append({"name": name, **_compiled(setting, shape, call, start, expected)})
@@ -100,7 +104,6 @@ def measure(setting: Setting, *, shape: Shape | None = None) -> dict[str, Any]:
         },
         "rounds": 1,
         "steps": _STEPS,
-        "seconds": round(time.monotonic() - started, 1),
         "rows": rows,
     }
 
@@ -136,16 +139,3 @@ def _compiled(
         error = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:120]}"
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
     return {"graphs": backend.graphs, "breaks": breaks, "difference": difference, "error": error}
-
-
-def tables(record: dict[str, Any]) -> list[Table]:
-    """Return the record as tables."""
-    shape = record["shapes"]
-    title = f"compile_repeated_blocks(fullgraph=True), {shape['double']} + {shape['single']} blocks"
-    table = Table("", "graphs", "breaks", "largest difference to eager", "error", title=title)
-    for row in record["rows"]:
-        difference = "" if row["difference"] is None else f"{row['difference']:.1g}"
-        table.add_row(
-            row["name"], str(row["graphs"]), str(row["breaks"]), difference, row["error"] or ""
-        )
-    return [table]

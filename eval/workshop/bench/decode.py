@@ -10,7 +10,6 @@ layers, so that a model of two layers shows about the ratios of one of ten.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -18,11 +17,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from diffcache.eval.cost.interleave import Call, Progress, Timings, Turn, summary
+from diffcache.eval.cost.interleave import Call, Progress, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting
 from diffcache.kv.hf.cache import KVCache, cache_for
@@ -236,7 +234,6 @@ def measure(
     Raises:
         ValueError: If a number is out of range or a name unknown.
     """
-    started = time.monotonic()
     for name, value, least in (("layers", layers, 2), ("prompt", prompt, 256)):
         if value < least:
             raise ValueError(f"{name}={value}: must be at least {least}")
@@ -253,14 +250,12 @@ def measure(
     prefill = take_turns(reads, 1, 0, setting, progress)
     first = take_turns(steps, 1, 0, setting, progress)
     later = take_turns(steps, rounds, _WARMUP, setting, progress)
-    clock = "process_time" if _is_alone(setting) else "perf_counter"
     return {
         "shapes": {"device": setting.device.type, "layers": layers, "prompt": prompt,
                    "heads": _HEADS, "kv_heads": _KV_HEADS, "head_size": _SIZE, "width": _WIDTH,
                    "parameters": sum(p.numel() for p in run[STOCK].model.parameters())},
-        "rounds": rounds, "clock": clock, "load": later.load, "cores": later.cores,
-        "rows": rows(run, chosen, [_taken(each, setting) for each in (prefill, first, later)]),
-        "seconds": round(time.monotonic() - started, 1),
+        "rounds": rounds, "clock": setting.clock, "load": later.load, "cores": later.cores,
+        "rows": rows(run, chosen, [each.own(setting) for each in (prefill, first, later)]),
     }  # fmt: skip
 
 
@@ -297,34 +292,3 @@ def rows(
             "prefill_ratio": prefill[name][0] / prefill[STOCK][0],
         })  # fmt: skip
     return rows
-
-
-def tables(record: dict[str, Any]) -> list[Table]:
-    """Return the record as a table; its last line names the targets that were missed."""
-    shapes = record["shapes"]
-    missed = [row["name"] for row in record["rows"] if row["missed"]]
-    table = Table(
-        "", "ms a token", "of stock", "at most", "bytes", "of stock", "first ms", "prefill s",
-        "of stock",
-        title=f"a token after {shapes['prompt']}, {shapes['layers']} layers: median and quartiles",
-        caption=f"slower than their targets: {', '.join(missed) or 'none'}",
-    )  # fmt: skip
-    for row in record["rows"]:
-        token, ratio, target = row["token_ms"], row["ratio"], row["target"]
-        most = "" if target is None else f"{target:.2f}" + " missed" * row["missed"]
-        table.add_row(
-            row["name"], f"{token['median']:.1f} [{token['q1']:.1f}, {token['q3']:.1f}]",
-            f"{ratio['median']:.2f} [{ratio['q1']:.2f}, {ratio['q3']:.2f}]", most,
-            f"{row['bytes']:,}", f"{row['share']:.3f}", f"{row['first_ms']:.0f}",
-            f"{row['prefill_seconds']:.2f}", f"{row['prefill_ratio']:.2f}",
-        )  # fmt: skip
-    return [table]
-
-
-def _is_alone(setting: Setting) -> bool:
-    """Whether CPU time is the time of the work: no accelerator, one thread."""
-    return setting.device.type == "cpu" and torch.get_num_threads() == 1
-
-
-def _taken(timings: Timings, setting: Setting) -> dict[str, list[float]]:
-    return timings.cpu_seconds if _is_alone(setting) else timings.seconds

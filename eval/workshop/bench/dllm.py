@@ -7,12 +7,9 @@ uncached row that decodes in the same order.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
 
 from diffcache.eval.cost.interleave import Progress
 from diffcache.eval.record import Setting
@@ -53,7 +50,6 @@ def measure(
     """
     if model not in MODELS:
         raise ValueError(f"no model {model!r}; there are {', '.join(MODELS)}")
-    started = time.monotonic()
     chosen = _chosen(model, named)
     kept = Parts(unfinished, {"samples": samples, "dtype": str(setting.dtype),
                               "model": digest_of(load(model, setting.dtype))})  # fmt: skip
@@ -64,7 +60,6 @@ def measure(
         "rounds": rounds, "rows": found,
         "replay": replay(model, chosen, setting, min(samples, REPLAYED), kept),
         "at_size": at_size.measure(), "parts": kept.end(),
-        "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
 
 
@@ -82,19 +77,3 @@ def _chosen(model: str, named: Sequence[str] | None) -> list[Row]:
         raise ValueError(f"no row {unknown[0]!r}; there are {', '.join(known)}")
     wanted = {"uncached", *named, *(known[name].against for name in named)}
     return [row for name, row in known.items() if name in wanted]
-
-
-def tables(record: Mapping[str, Any]) -> list[Table]:
-    """Return the record as a table."""
-    title = record["shapes"]["model"]
-    table = Table(
-        "", "exact match", "change", "token-layers", "x at 1", f"x at {BATCH}", title=title
-    )
-    for row in record["rows"]:
-        table.add_row(
-            row["name"], "{value:.3f} [{low:.3f}, {high:.3f}]".format(**row["exact_match"]),
-            "" if row["change"] is None else "{value:+.3f}".format(**row["change"]),
-            f"{row['batch_1']['token_layers']:,.0f}",
-            *(f"{row[f'batch_{size}']['faster']['median']:.2f}" for size in (1, BATCH)),
-        )  # fmt: skip
-    return [table]

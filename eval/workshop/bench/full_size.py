@@ -8,8 +8,7 @@ the models are tiny, which only shows that every row runs.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,6 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
-from rich.table import Table
 from torch import Tensor, nn
 
 import diffcache
@@ -154,7 +152,7 @@ def measure(
         rounds: Timed runs with each cache.
         progress: Told (turns done, turns in all, name of the next).
     """
-    started, tiny = time.monotonic(), setting.device.type == "cpu"
+    tiny = setting.device.type == "cpu"
     found = []
     for make in (flux, wan):
         model = make(setting, tiny)
@@ -165,7 +163,7 @@ def measure(
             torch.cuda.empty_cache()
     return {
         "shapes": {"device": setting.device.type, "steps": STEPS, "every": EVERY}, "rounds": rounds,
-        "tiny": tiny, "rows": found, "seconds": round(time.monotonic() - started, 1),
+        "tiny": tiny, "rows": found,
     }  # fmt: skip
 
 
@@ -209,22 +207,3 @@ def rows(
             "skipped_step_ms": 1e3 * step if name != "uncached" else None,
         })  # fmt: skip
     return found + [{"name": f"{model.name}, {n}", "refused": why} for n, why in refused.items()]
-
-
-def tables(record: Mapping[str, Any]) -> list[Table]:
-    """Return the record as a table."""
-    title = f"{record['shapes']['steps']} steps" + (", tiny models" if record["tiny"] else "")
-    table = Table("", "computed", "s (quartiles)", "times as fast", "of what that allows",
-                  "a skipped step, ms", "held MB", title=title)  # fmt: skip
-    for row in record["rows"]:
-        if "refused" in row:
-            table.add_row(row["name"], row["refused"])
-            continue
-        taken, skipped = row["seconds"], row["skipped_step_ms"]
-        table.add_row(
-            row["name"], f"{row['computed']:g}",
-            f"{taken['median']:.3f} ({taken['q1']:.3f} to {taken['q3']:.3f})",
-            f"{row['ratio']['median']:.2f}", f"{row['share_of_allowed']:.0%}",
-            "" if skipped is None else f"{skipped:.2f}", f"{row['held_bytes'] / 1e6:.1f}",
-        )  # fmt: skip
-    return [table]

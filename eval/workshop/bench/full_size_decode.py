@@ -23,7 +23,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.table import Table
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache
 
 from diffcache.eval.cost.interleave import Call, Progress, Turn
@@ -214,7 +213,7 @@ def measure(
         rounds: Rounds of ten timed tokens with each cache.
         progress: Told (turns done, turns in all, name of the next).
     """
-    started, tiny = time.monotonic(), setting.device.type == "cpu"
+    tiny = setting.device.type == "cpu"
     config, prompt = (TINY, TINY_PROMPT) if tiny else (CONFIG, PROMPT)
     model = random_model(LlamaForCausalLM, setting, config=LlamaConfig(**config))
     chosen, timed = cases(prompt), rounds * TOKENS
@@ -227,23 +226,4 @@ def measure(
     return {
         "shapes": shapes, "rounds": rounds, "tiny": tiny, "load": later.load,
         "rows": found + [{"name": name, "failed": why} for name, why in failed.items()],
-        "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
-
-
-def tables(record: Mapping[str, Any]) -> list[Table]:
-    """Return the record as a table."""
-    title = f"LLaMA-3.1-8B, a token after {record['shapes']['prompt']:,}"
-    table = Table("", "ms (quartiles)", "of stock", "MB held", "of stock", "prompt, s",
-                  title=title + ", tiny model" * record["tiny"])  # fmt: skip
-    for row in record["rows"]:
-        if "failed" in row:
-            table.add_row(row["name"], row["failed"])
-            continue
-        token = row["token_ms"]
-        table.add_row(
-            row["name"], f"{token['median']:.2f} ({token['q1']:.2f} to {token['q3']:.2f})",
-            f"{row['ratio']['median']:.2f}", f"{row['bytes'] / 1e6:,.2f}", f"{row['share']:.3f}",
-            f"{row['prefill_seconds']:.2f}",
-        )  # fmt: skip
-    return [table]

@@ -13,13 +13,10 @@ rows take 4 * (2 * 3.2 s + 9 * 2 s), 100 s.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from diffcache.eval.cost.interleave import Progress, summary
@@ -79,7 +76,7 @@ def measure(
         rounds: Timed answers with each cache.
         progress: Told (turns done, turns in all, name of the next).
     """
-    started, tiny = time.monotonic(), setting.device.type == "cpu"
+    tiny = setting.device.type == "cpu"
     size, shapes = (TINY, LITTLE) if tiny else (Size(), FULL)
     total = shapes["prompt"] + shapes["length"]
     model = llada(size, total, setting)
@@ -97,24 +94,4 @@ def measure(
         "tiny": tiny, "forward_seconds": summary(alone.seconds["forward"]),
         "rows": [{"name": name, "policy": run[name].row.policy, **told}
                  for name, told in found.items()],
-        "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
-
-
-def tables(record: Mapping[str, Any]) -> list[Table]:
-    """Return the record as a table."""
-    shapes, forward = record["shapes"], record["forward_seconds"]["median"]
-    table = Table(
-        "", "s (quartiles)", "times as fast", "forwards", "token-layers", "MB held",
-        title="LLaDA-8B, {length} tokens after {prompt:,} in {steps} steps".format(**shapes)
-        + ", tiny model" * record["tiny"],
-        caption=f"one uncached forward: {1e3 * forward:.2f} ms",
-    )  # fmt: skip
-    for row in record["rows"]:
-        taken = row["seconds"]
-        table.add_row(
-            row["name"], f"{taken['median']:.3f} ({taken['q1']:.3f} to {taken['q3']:.3f})",
-            f"{row['faster']['median']:.2f}", f"{row['forwards']:.0f}",
-            f"{row['token_layers']:,.0f}", f"{row['held_bytes'] / 1e6:,.2f}",
-        )  # fmt: skip
-    return [table]

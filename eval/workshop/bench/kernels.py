@@ -16,7 +16,6 @@ from itertools import starmap
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from diffcache.eval.cost.interleave import Progress
 from diffcache.eval.record import Setting
@@ -40,7 +39,7 @@ def measure(
         rounds: Timed turns of each way.
         progress: Told (rows done, rows in all, name of the next).
     """
-    started, tiny = time.monotonic(), setting.device.type == "cpu"
+    tiny = setting.device.type == "cpu"
     limits = ceilings(setting.device, tiny)
     rows, cases = [], [case for module in families() for case in module.cases()]
     for number, case in enumerate(cases):
@@ -50,7 +49,6 @@ def measure(
     return {
         "shapes": {"calls": CALLS}, "rounds": rounds, "tiny": tiny, "limits": limits, "rows": rows,
         "choices": {} if tiny else {torch.cuda.get_device_name(setting.device): choices(rows)},
-        "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
 
 
@@ -174,18 +172,3 @@ def choices(rows: list[dict[str, Any]]) -> dict[str, float]:
         ratio = plain[1] / ours[1] if ours and plain else 0.0
         found[each["operator"]] = round(min(found.get(each["operator"], ratio), ratio), 2)
     return found
-
-
-def tables(record: Mapping[str, Any]) -> list[Table]:
-    """Return the record as a table."""
-    title = "kernels" + (", tiny sizes on a CPU" if record["tiny"] else "")
-    table = Table("", "model", "shapes", "ways: µs (quartiles), error", "limit µs", title=title)
-    for each in record["rows"]:
-        ways = [
-            f"{name} {shown['us'][1]:.1f} ({shown['us'][0]:.1f} to {shown['us'][2]:.1f}), "
-            f"{shown['error']:.1g}" if "us" in shown else f"{name}: {shown['error']}"
-            for name, shown in each["ways"].items()
-        ]  # fmt: skip
-        table.add_row(each["operator"], each["model"], each["shapes"], "\n".join(ways),
-                      "" if each["limit_us"] is None else f"{each['limit_us']:.1f}")  # fmt: skip
-    return [table]

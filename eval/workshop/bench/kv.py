@@ -8,13 +8,11 @@ taken back.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -209,20 +207,15 @@ def measure(
         slots: Held by every layer.
         progress: Told (turns done, turns in all, name of the next).
     """
-    started = time.monotonic()
     found = variants(setting, slots)
     turns = {variant.name: variant.turn() for variant in found}
     timings = take_turns(turns, rounds, _WARMUP, setting, progress)
-    # Other work on the machine does not lengthen CPU time, which knows nothing of an accelerator.
-    is_alone = setting.device.type == "cpu" and torch.get_num_threads() == 1
-    clock, taken = ("process_time", timings.cpu_seconds) if is_alone else (
-        "perf_counter", timings.seconds)  # fmt: skip
     shapes = {"device": setting.device.type, "slots": slots, "layers": LAYERS, "heads": HEADS,
               "groups": GROUPS, "head_size": SIZE}  # fmt: skip
     return {
-        "shapes": shapes, "rounds": rounds, "clock": clock,
-        "rows": times(found, taken), "held": [*held_rows(slots), *trained_rows(slots + 1)],
-        "seconds": round(time.monotonic() - started, 1),
+        "shapes": shapes, "rounds": rounds, "clock": setting.clock,
+        "rows": times(found, timings.own(setting)),
+        "held": [*held_rows(slots), *trained_rows(slots + 1)],
     }  # fmt: skip
 
 
@@ -243,28 +236,3 @@ def times(found: list[Variant], taken: dict[str, list[float]]) -> list[dict[str,
         rows.append({"name": variant.name, "step_us": mine, "floor": variant.floor or None,
                      "above_floor_us": above, "target_us": variant.target})  # fmt: skip
     return rows
-
-
-def tables(record: dict[str, Any]) -> list[Table]:
-    """Return the record as tables."""
-    shapes = record["shapes"]
-    title = f"a layer and step at {shapes['slots']} slots, µs: median and quartiles"
-    first = Table("", "step", "above floor", "floor", "target", title=title)
-    for row in record["rows"]:
-        above, target = row["above_floor_us"], row["target_us"]
-        first.add_row(
-            row["name"], _spread(row["step_us"]), "" if above is None else _spread(above),
-            row["floor"] or "", "" if target is None else f"{target:.0f}",
-        )  # fmt: skip
-    second = Table("", "bytes", "of exact", "at most", "relative error",
-                   title="bytes held, everything included, and error of attention")  # fmt: skip
-    for row in record["held"]:
-        most = row["target_share"]
-        second.add_row(row["name"], f"{row['bytes']:,}", f"{row['share']:.4f}",
-                       "" if most is None else f"{most:.2f}",
-                       "" if row["error"] is None else f"{row['error']:.4f}")  # fmt: skip
-    return [first, second]
-
-
-def _spread(found: dict[str, float]) -> str:
-    return f"{found['median']:,.0f} [{found['q1']:,.0f}, {found['q3']:,.0f}]"

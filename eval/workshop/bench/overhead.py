@@ -11,7 +11,6 @@ cost stands in a column of its own.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
-from rich.table import Table
 
 import diffcache
 from diffcache.eval.cost.interleave import Progress, Turn
@@ -188,7 +186,6 @@ def measure(
         progress: Told (turns done, turns in all, name of the next).
     """
     shape = shape or Shape()
-    started = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(warnings.catch_warnings())
@@ -207,7 +204,6 @@ def measure(
         },
         "rounds": rounds,
         "clock": "CPU time of the process until a call returned, 10th percentile",
-        "seconds": round(time.monotonic() - started, 1),
         "rows": rows(variants, seconds),
     }
 
@@ -237,20 +233,3 @@ def rows(variants: dict[str, Variant], seconds: dict[str, list[float]]) -> list[
             "target_us_a_site": SITE_TARGET if sites and is_ours else None,
         })  # fmt: skip
     return found
-
-
-def tables(record: dict[str, Any]) -> list[Table]:
-    """Return the record as tables."""
-    shape = record["shapes"]
-    title = f"host time of a skipped step, {shape['double']} + {shape['single']} blocks, µs"
-    table = Table("", "step", "above floor", "floor", "a site", "target", "context", title=title)
-    for row in record["rows"]:
-        target = row["target_us"] or row["target_us_a_site"]
-        per_site = row["above_floor_us_a_site"]
-        table.add_row(
-            row["name"], f"{row['step_us']['p10']:,.0f}",
-            "" if row["floor"] is None else f"{row['above_floor_us']:+,.0f}", row["floor"] or "",
-            "" if per_site is None else f"{per_site:.1f} x {row['sites']}",
-            "" if target is None else f"{target:.0f}", f"{row['cache_context_us']:.0f}",
-        )  # fmt: skip
-    return [table]

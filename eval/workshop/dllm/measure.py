@@ -157,9 +157,7 @@ def timing(
         return lambda: runner.note(batches[len(runner.told)])
 
     calls: dict[str, Call | Turn] = {name: turn(runner) for name, runner in found.items()}
-    taken = take_turns(calls, len(batches) - 1, 1, setting, progress)
-    is_alone = setting.device.type == "cpu" and torch.get_num_threads() == 1
-    seconds = taken.cpu_seconds if is_alone else taken.seconds
+    seconds = take_turns(calls, len(batches) - 1, 1, setting, progress).own(setting)
     stock = next(iter(found))
     told = {}
     for name, runner in found.items():

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffcache.command import Device, device_of, script
 from diffcache.eval.workshop.bench import kernels as bench
+from diffcache.eval.workshop.bench.runner import tables
 from diffcache.eval.workshop.kernels.case import KernelCase
 from diffcache.eval.workshop.kernels.page import families
 from diffcache.files import read_json, write_json
@@ -112,7 +113,7 @@ def tune(
         if limits:
             kept = [one for one in found if not one.dropped]
             measured = bench.row(trial(case, kept), here, rounds, limits)
-            console.print(*bench.tables({"tiny": False, "rows": [measured]}))
+            console.print(*tables({"benchmark": case.operator, "rows": [measured]}))
             timed += ratios(case, kept, measured["ways"])
     if limits and out is not None:
         name, entries, before = dispatch.device_name(here.index or 0), faster(timed), read_json(out)

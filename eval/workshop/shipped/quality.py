@@ -42,7 +42,6 @@ from diffcache.eval.workshop.shipped.kontext import instructions
 from diffcache.eval.workshop.small import chain_llada, dit, small_unet, sticker_flux
 from diffcache.eval.workshop.small.chain import WORLDS
 from diffcache.eval.workshop.small.grid import draw_grid
-from diffcache.eval.workshop.small.loop import to_unit
 from diffcache.eval.workshop.small.sticker_judge import read_faults
 from diffcache.eval.workshop.small.stickers import held_out_captions
 from diffcache.eval.workshop.small.stickers import parse as parse_sentence
@@ -154,7 +153,7 @@ def _of_kontext(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
     texts = instructions(samples, seed)
     made = edit_pictures(pipe, before, texts, steps=steps, seed=seed)
     found = judge(made, edits, before, after)
-    decoded = pipe.vae.decode(pipe.vae.encode(to_unit(after)).latent_dist.mode()).sample
+    decoded = pipe.vae.decode(pipe.vae.encode(after.float() / 127.5 - 1).latent_dist.mode()).sample
     pictures = ((decoded.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     best = judge(pictures, edits, before, after)
     by_kind = {

@@ -1,4 +1,4 @@
-"""The small DiTPipeline that draws one shape of a class: how it is built, loaded and called.
+"""The small DiTPipeline that draws one shape of a class: how it is loaded and called.
 
 The shipped directory is an ordinary diffusers pipeline that `DiTPipeline.from_pretrained` loads:
 
@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, DiTPipeline, DiTTransformer2DModel
-from torch import Tensor, nn
+from diffusers import DiTPipeline
+from torch import Tensor
 
-from diffcache.eval.workshop.small.diffusion import build_scheduler
 from diffcache.pipelines.shipped_models import MODELS
 from diffcache.pipelines.small.scenes import COLORS, SHAPES, Figure, Scene, render, sample_scene
 from diffcache.pipelines.small.shipped import load_pipeline
@@ -66,43 +65,3 @@ def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
         pictures.append(render(scene, rng))
     stacked = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
     return torch.tensor(labels), stacked
-
-
-def build_transformer() -> DiTTransformer2DModel:
-    """Build the denoiser: 8 blocks of width 128 over 64 tokens, adaLN-zero start."""
-    model = DiTTransformer2DModel(
-        num_attention_heads=4,
-        attention_head_dim=32,
-        in_channels=4,
-        out_channels=4,  # `DiTPipeline` divides it
-        num_layers=8,
-        sample_size=16,
-        patch_size=2,
-        num_embeds_ada_norm=EMPTY,
-    )
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            if name.startswith("proj_out") or name.endswith("norm1.linear"):
-                nn.init.zeros_(module.weight)
-            else:
-                nn.init.xavier_uniform_(module.weight)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.1)
-            nn.init.zeros_(module.weight[len(LABELS) : EMPTY])
-    # Training drops classes itself: in training mode every block would drop its own.
-    return model.eval()
-
-
-def build_pipeline(autoencoder: AutoencoderKL) -> DiTPipeline:
-    """Put an untrained pipeline round a trained autoencoder."""
-    names = dict(enumerate(LABELS))
-    pipe = DiTPipeline(
-        transformer=build_transformer(),
-        vae=autoencoder,
-        scheduler=build_scheduler(),
-        id2label=names,
-    )
-    pipe.register_to_config(id2label=names)  # `DiTPipeline` reads it from there but does not put it
-    return pipe

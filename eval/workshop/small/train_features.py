@@ -1,50 +1,166 @@
 """Train the networks behind the offline `-lite` metrics and save their reference statistics.
 
-    python -m diffcache.eval.workshop.small.train_features --out assets/models/shapes-features
-
-On one CPU core this takes about a quarter of an hour. `python -m diffcache.eval.workshop.lite_card`
-then measures what the features see and writes the model card.
+`shapes-extractor` learns features, `shapes-matcher` two perceptrons on them for CLIPScore-lite; the
+second ships both. `python -m diffcache.eval.workshop.lite_card` then measures what the features see
+and writes the model card.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 from torch.nn import functional
-from tqdm import tqdm
 
-from diffcache.eval.workshop.small.loop import Log, rate, shuffled
-from diffcache.eval.workshop.small.train_classifier import loss_of, targets
-from diffcache.eval.workshop.small.train_matcher import STEPS as MATCHER_STEPS
-from diffcache.eval.workshop.small.train_matcher import train_matcher
+from diffcache.eval.workshop.small.trainer import Job, Settings
 from diffcache.files import write_file, write_json
 from diffcache.pipelines.small import features
 from diffcache.pipelines.small.classifier import Reading
 from diffcache.pipelines.small.corruptions import RANGES, corrupt
-from diffcache.pipelines.small.features import Extractor, slots
+from diffcache.pipelines.small.features import Extractor, Matcher, slots
 from diffcache.pipelines.small.moving import draw_films, film_statistics
 from diffcache.pipelines.small.scenes import COLORS, POSITIONS, SHAPES, SIZES, Scene, draw
 
-PICTURES = 20_000
-STEPS = 1_500
-BATCH = 128
+PART = 128  # pictures that are disturbed at once
 WHITENING = 0.5
-RATE = 3e-3
+HELD = 512  # pictures that are measured on the way
 REFERENCE = 10_000
 KEPT = 2_000
 FILMS = 2_048
 COMPONENTS = 64
+TEMPERATURE = 0.07
+WRONG = ("shape", "color", "swap", "place")
 
 _KINDS = ("clean", *RANGES)
 _PARTS = [1, len(SHAPES), len(COLORS), len(SIZES)]
 _NUMBERS = len(COLORS) + len(POSITIONS) + sum(_PARTS[1:])
+
+
+class ExtractorJob(Job):
+    """Train the extractor on scenes and artefacts at once."""
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        super().__init__(settings, folder)
+        self.scenes, self.pictures = draw(settings.examples, settings.seed + 40)
+        self.background, self.grid = targets(self.scenes)
+        self.numbers = tally(self.scenes)
+
+    def build(self) -> nn.ModuleDict:
+        """Build the extractor, and its heads, which are used nowhere else."""
+        return nn.ModuleDict({"extractor": Extractor(), "heads": Heads()})
+
+    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the error of all answers about disturbed pictures."""
+        return sum(self._errors(models, chosen, generator).values(), torch.zeros(()))
+
+    def _errors(
+        self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator
+    ) -> dict[str, Tensor]:
+        """Return the weighted parts of the loss, 0-d each."""
+        model, heads = models["extractor"], models["heads"]
+        assert isinstance(model, Extractor)
+        background, grid = self.background[chosen], self.grid[chosen]
+        changed, kinds, severities = disturb(self.pictures[chosen], generator)
+        maps = [level.float() for level in model.maps(features.to_unit(changed))]
+        reading, counted, kind, severity = heads(model.raw(maps))
+        return {
+            "scene_of_map": 0.5 * loss_of(model.read(maps[-1]), background, grid),
+            "scene": 0.5 * loss_of(reading, background, grid),
+            "number": (counted - self.numbers[chosen]).square().sum(1).mean(),
+            "artefact": functional.cross_entropy(kind, kinds),
+            "severity": 3 * functional.mse_loss(severity, severities),
+        }
+
+    @torch.no_grad()
+    def measure(self, models: nn.ModuleDict) -> dict[str, float]:
+        """Measure the parts of the loss on the first pictures under new artefacts."""
+        chosen = torch.arange(min(HELD, len(self.pictures)))
+        generator = torch.Generator().manual_seed(self.settings.seed + 1)
+        return {k: float(v) for k, v in self._errors(models, chosen, generator).items()}
+
+
+class MatcherJob(Job):
+    """Train the matcher on pictures, their scenes and scenes altered in one respect.
+
+    The folder holds `shapes-extractor.state`.
+    """
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        super().__init__(settings, folder)
+        scenes, pictures = draw(settings.examples, settings.seed + 40)
+        self.extractor = load_extractor(folder / "shapes-extractor.state")
+        standardise(self.extractor, pictures[:4000], settings.seed)
+        rng = np.random.default_rng(settings.seed + 1)
+        self.inputs = features.in_batches(
+            lambda part: features.picture_inputs(self.extractor, self.extractor.maps(part)),
+            pictures,
+        )
+        self.right = slots(scenes)
+        kinds = (*WRONG, "size", "background")
+        wrong = [slots([alter(one, kind, rng) for one in scenes]) for kind in kinds]
+        self.altered = torch.stack(wrong, 1)
+        numbers: dict[str, int] = {}
+        self.keys = torch.tensor([numbers.setdefault(s.key(), len(numbers)) for s in scenes])
+
+    def build(self) -> nn.ModuleDict:
+        """Build the matcher."""
+        return nn.ModuleDict({"matcher": Matcher()})
+
+    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the contrastive loss."""
+        return self._contrast(models, chosen)[0]
+
+    def _contrast(self, models: nn.ModuleDict, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        model = models["matcher"]
+        assert isinstance(model, Matcher)
+        seen, meant = model(self.inputs[chosen], self.right[chosen])
+        other = functional.normalize(model.prompt(self.altered[chosen]), dim=-1)
+        same = self.keys[chosen][:, None] == self.keys[chosen][None, :]
+        return contrast(seen, meant, other, same)
+
+    @torch.no_grad()
+    def measure(self, models: nn.ModuleDict) -> dict[str, float]:
+        """Measure the share of the first pictures whose own prompt scores highest."""
+        chosen = torch.arange(min(self.settings.batch, len(self.keys)))
+        return {"right": float(self._contrast(models, chosen)[1])}
+
+    def export(self, models: nn.ModuleDict, directory: Path) -> None:
+        """Save both networks in float16, and the reference, with `config.json` that names them."""
+        parts = {"extractor": self.extractor, "matcher": models["matcher"]}
+        weights = {
+            f"{name}.{key}": value.half()
+            for name, model in parts.items()
+            for key, value in model.state_dict().items()
+        }
+        record = {
+            "model": "shapes-features",
+            "seed": self.settings.seed,
+            "pictures": self.settings.examples,
+            "command": "python -m diffcache.eval.workshop.small.trainer shapes-matcher --out DIR",
+            "sha256": save(directory, "model.safetensors", weights),
+            "reference_sha256": "",
+        }
+        write_json(directory / "config.json", record, indent=2)
+        # The reference is of the stored, rounded weights.
+        found = reference(features.load(directory).extractor, self.settings.seed)
+        record["reference_sha256"] = save(directory, "reference.safetensors", found)
+        write_json(directory / "config.json", record, indent=2)
+
+
+def load_extractor(path: Path) -> Extractor:
+    """Load the averaged weights of a trained extractor from its checkpoint."""
+    average = torch.load(path, weights_only=True)["average"]
+    model = Extractor()
+    own = {k: v for k, v in average.items() if k.startswith("extractor.")}
+    model.load_state_dict({k.removeprefix("extractor."): v for k, v in own.items()})
+    return model.eval().requires_grad_(False)
 
 
 class Heads(nn.Module):
@@ -111,47 +227,30 @@ def disturb(pictures: Tensor, generator: torch.Generator) -> tuple[Tensor, Tenso
     return changed, kinds, severities
 
 
-def train_extractor(scenes: list[Scene], pictures: Tensor, log: Log, seed: int) -> Extractor:
-    """Train the extractor on scenes and artefacts at once."""
-    torch.manual_seed(seed)
-    model, heads = Extractor(), Heads()
-    background, grid = targets(scenes)
-    numbers = tally(scenes)
-    weights = [*model.parameters(), *heads.parameters()]
-    optimizer = torch.optim.AdamW(weights, lr=RATE, weight_decay=1e-2)
-    generator = torch.Generator().manual_seed(seed)
-    order = shuffled(len(pictures), BATCH, seed)
-    for step in tqdm(range(STEPS), desc="extractor", mininterval=10):
-        chosen = next(order)
-        optimizer.param_groups[0]["lr"] = RATE * rate(step / STEPS)
-        changed, kinds, severities = disturb(pictures[chosen], generator)
-        with torch.autocast("cpu", torch.bfloat16):
-            maps = model.maps(features.to_unit(changed))
-        maps = [level.float() for level in maps]
-        reading, counted, kind, severity = heads(model.raw(maps))
-        local = loss_of(model.read(maps[-1]), background[chosen], grid[chosen])
-        scene = loss_of(reading, background[chosen], grid[chosen])
-        number = (counted - numbers[chosen]).square().sum(1).mean()
-        artefact = functional.cross_entropy(kind, kinds)
-        strength = functional.mse_loss(severity, severities)
-        loss = 0.5 * local + 0.5 * scene + number + artefact + 3 * strength
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        if step % 20 == 0 or step == STEPS - 1:
-            log.write(
-                part="extractor",
-                step=step,
-                scene_of_map=float(local.detach()),
-                scene=float(scene.detach()),
-                number=float(number.detach()),
-                artefact=float(artefact.detach()),
-                severity=float(strength.detach()),
-                artefact_right=float((kind.argmax(-1) == kinds).float().mean()),
-                lr=optimizer.param_groups[0]["lr"],
+def targets(scenes: list[Scene]) -> tuple[Tensor, Tensor]:
+    """Return class numbers: background [B], and [B, 9, 3] of shape, color, size (-1: nothing)."""
+    colors, sizes, places = list(COLORS), list(SIZES), list(POSITIONS)
+    cells = torch.full((len(scenes), len(places), 3), -1)
+    for row, scene in enumerate(scenes):
+        for figure in scene.figures:
+            cells[row, places.index(figure.position)] = torch.tensor(
+                [
+                    SHAPES.index(figure.shape),
+                    colors.index(figure.color),
+                    sizes.index(figure.size),
+                ]
             )
-    model.eval().requires_grad_(False)
-    return model
+    return torch.tensor([colors.index(scene.background) for scene in scenes]), cells
+
+
+def loss_of(reading: Reading, background: Tensor, cells: Tensor) -> Tensor:
+    """Return the cross entropy; shape, color and size count only where an object is."""
+    there = cells[..., 0] >= 0
+    total = functional.cross_entropy(reading.background, background)
+    total = total + 3 * functional.binary_cross_entropy_with_logits(reading.presence, there.float())
+    for index, logits in enumerate(reading[2:]):
+        total = total + functional.cross_entropy(logits[there], cells[there][:, index])
+    return total
 
 
 @torch.no_grad()
@@ -168,7 +267,7 @@ def standardise(model: Extractor, pictures: Tensor, seed: int) -> None:
         seed: Seed of the artefacts.
     """
     generator = torch.Generator().manual_seed(seed)
-    mixture = torch.cat([disturb(part, generator)[0] for part in pictures.split(BATCH)])
+    mixture = torch.cat([disturb(part, generator)[0] for part in pictures.split(PART)])
     values, vectors = torch.linalg.eigh(torch.cov(features.in_batches(model, mixture).double().T))
     even = (vectors * values.clamp_min(1e-4 * values[-1]) ** (-WHITENING / 2)) @ vectors.T
     for layer in (model.pooled, model.placed):
@@ -209,58 +308,75 @@ def reference(extractor: Extractor, seed: int) -> dict[str, Tensor]:
     }
 
 
+def alter(scene: Scene, wrong: str, rng: np.random.Generator) -> Scene:
+    """Return a scene that differs in one respect.
+
+    Args:
+        scene: Scene to alter.
+        wrong: `shape`, `color`, `size` or `place` of one object, the `background`, or `swap`: the
+            two objects exchange their colors. Where that changes nothing, because there is one
+            object or both are alike, one color is altered instead.
+        rng: Source of randomness.
+    """
+    figures = list(scene.figures)
+    which = int(rng.integers(len(figures)))
+    figure = figures[which]
+    if wrong == "swap":
+        if len({one.color for one in figures}) == 2:
+            first, second = figures
+            figures = [
+                replace(first, color=second.color),
+                replace(second, color=first.color),
+            ]
+            return replace(scene, figures=tuple(figures))
+        wrong = "color"
+    if wrong == "background":
+        used = {scene.background, *(one.color for one in figures)}
+        return replace(scene, background=_another(COLORS, used, rng))
+    if wrong == "color":
+        changed = replace(figure, color=_another(COLORS, {scene.background, figure.color}, rng))
+    elif wrong == "shape":
+        changed = replace(figure, shape=_another(SHAPES, {figure.shape}, rng))
+    elif wrong == "size":
+        changed = replace(figure, size=_another(SIZES, {figure.size}, rng))
+    else:
+        used = {one.position for one in figures}
+        changed = replace(figure, position=_another(POSITIONS, used, rng))
+    figures[which] = changed
+    return replace(scene, figures=tuple(figures))
+
+
+def _another(names: Iterable[str], used: set[str], rng: np.random.Generator) -> str:
+    left = [name for name in names if name not in used]
+    return left[int(rng.integers(len(left)))]
+
+
+def contrast(
+    pictures: Tensor, prompts: Tensor, altered: Tensor, same: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the contrastive loss and the share of pictures whose own prompt scores highest.
+
+    Every picture is compared with all prompts of the batch and its own altered ones, and every
+    prompt with all pictures (InfoNCE, van den Oord et al., arXiv 1807.03748, both ways).
+
+    Args:
+        pictures: Unit vectors [B, 32].
+        prompts: Unit vectors [B, 32].
+        altered: Unit vectors [B, K, 32] of wrong prompts of each picture.
+        same: bool [B, B], pairs of equal prompts, which are no negatives of each other.
+    """
+    score = pictures @ prompts.T
+    score = score.masked_fill(same & ~torch.eye(len(same), dtype=torch.bool), -torch.inf)
+    wrong = torch.einsum("bd,bkd->bk", pictures, altered)
+    right = torch.arange(len(score))
+    logits = torch.cat([score, wrong], 1) / TEMPERATURE
+    loss = functional.cross_entropy(logits, right)
+    loss = loss + functional.cross_entropy(score.T / TEMPERATURE, right)
+    return loss, (logits.argmax(1) == right).float().mean()
+
+
 def save(out: Path, name: str, tensors: dict[str, Tensor]) -> str:
     """Write tensors in one go and return the file's sha256."""
     content: bytes = to_bytes({key: value.contiguous() for key, value in tensors.items()})
     write_file(out / name, content)
     return hashlib.sha256(content).hexdigest()
-
-
-def train(out: Path, *, seed: int) -> None:
-    """Train, measure the reference and save all of it.
-
-    Args:
-        out: Folder for `model.safetensors`, `reference.safetensors`, `config.json` and
-            `training.jsonl`.
-        seed: Seed of the weights, the pictures, the order and the artefacts.
-    """
-    log = Log(out / "training.jsonl")
-    scenes, pictures = draw(PICTURES, seed + 40)
-    extractor = train_extractor(scenes, pictures, log, seed)
-    standardise(extractor, pictures[:4000], seed)
-    matcher = train_matcher(extractor, scenes, pictures, log, seed)
-    weights = {f"extractor.{k}": v for k, v in extractor.state_dict().items()}
-    weights |= {f"matcher.{k}": v for k, v in matcher.state_dict().items()}
-    record = {
-        "model": "shapes-features",
-        "seed": seed,
-        "steps": {"extractor": STEPS, "matcher": MATCHER_STEPS},
-        "pictures": PICTURES,
-        "command": f"python -m diffcache.eval.workshop.small.train_features --seed {seed}",
-        "sha256": save(out, "model.safetensors", {k: v.half() for k, v in weights.items()}),
-        "reference_sha256": "",
-    }
-    write_json(out / "config.json", record, indent=2)
-    # The reference is of the stored, rounded weights.
-    found = reference(features.load(out).extractor, seed)
-    record["reference_sha256"] = save(out, "reference.safetensors", found)
-    write_json(out / "config.json", record, indent=2)
-    log.write(part="done", step=STEPS + MATCHER_STEPS)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train on one thread."""
-    made = argparse.ArgumentParser(
-        prog="python -m diffcache.eval.workshop.small.train_features",
-        description="Train the networks behind the offline -lite metrics, on a CPU.",
-    )
-    made.add_argument("--out", type=Path, default=Path("out/shapes-features"), help="folder")
-    made.add_argument("--seed", type=int, default=0, help="of weights, pictures and artefacts")
-    made.add_argument("--threads", type=int, default=1, help="of torch")
-    chosen = made.parse_args(arguments)
-    torch.set_num_threads(chosen.threads)
-    train(chosen.out, seed=chosen.seed)
-
-
-if __name__ == "__main__":
-    main()

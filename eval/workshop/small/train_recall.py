@@ -1,6 +1,4 @@
-"""Train and export the small language model that recalls facts.
-
-    python -m diffcache.eval.workshop.small.train_recall --out out/recall-llama
+"""Train the small language model that recalls facts.
 
 What was easy to get wrong: where every fact is asked for, the unused value gives the answer away,
 so look-ups are learnt from repeated queries first. Repeated queries show earlier answers, so later
@@ -9,44 +7,19 @@ ones are distinct and few. A model of one length works at no other, so lengths a
 
 from __future__ import annotations
 
-import argparse
-import json
-import shutil
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import GenerationConfig
 
-from diffcache.eval.workshop.small.course import Course, Plan, train
-from diffcache.eval.workshop.small.diffusion import record_accuracies
-from diffcache.eval.workshop.small.loop import Log, training_parser
-from diffcache.files import write_json
-from diffcache.pipelines.small.recall import (
-    BLOCK,
-    BOS,
-    EOS,
-    NK,
-    PAD,
-    RecallBatch,
-    Task,
-    draw,
-    score,
-)
-from diffcache.pipelines.small.recall_llama import (
-    ANSWER,
-    DIRECTORY,
-    build_model,
-    build_tokenizer,
-)
+from diffcache.eval.workshop.small.export import save_language_model
+from diffcache.eval.workshop.small.trainer import Job
+from diffcache.pipelines.small.recall import BLOCK, BOS, EOS, NK, PAD, Task, draw, score
+from diffcache.pipelines.small.recall_llama import ANSWER, build_model, build_tokenizer
 
-# every step draws new samples
-COURSE = Course("recall", examples=1, steps=8920, batch=1, rate=1.5e-3)
 TOKENS = 4096  # in a step
 FIRST = ((0, 33), (1200, 65), (1800, 129))  # from which step on which context, queries repeated
 REPEATED = 2500  # steps, before lengths are mixed
@@ -55,9 +28,6 @@ MIXED = (  # from which share of the run on which contexts, equally likely
     (0.25, (65, 129, 257, 385, 513, 769, 1025)),
     (0.5, (33, 65, 129, 257, 513, 769, 1025, 1025, 2049, 2049, 2049)),
 )
-STAGES = ("train", "export")
-BENCH = DIRECTORY.parents[1] / "bench"
-RUN = "python -m diffcache.eval.workshop.small.train_recall"
 
 
 def choose(index: int, progress: float, rng: np.random.Generator) -> Task:
@@ -78,130 +48,40 @@ def choose(index: int, progress: float, rng: np.random.Generator) -> Task:
     return Task(context, facts, queries=max(facts // 4, 2))
 
 
-class Step:
-    """One training step's loss; accuracies go to a log of their own."""
+class Recall(Job):
+    """Predict the next token; every step draws new texts, of a length that grows with the run."""
 
-    def __init__(self, model: LlamaForCausalLM, log: Log, plan: Plan) -> None:
-        self.model: Callable[..., Any] = torch.compile(model) if plan.compiled else model
-        self.log, self.seed = log, plan.seed
+    def build(self) -> nn.ModuleDict:
+        """Build the model."""
+        return nn.ModuleDict({"model": build_model()})
 
-    def __call__(self, _: Tensor, index: int, progress: float) -> Tensor:
-        """Return the weighted cross-entropy of a step's samples."""
-        seed = self.seed * 1_000_003 + index
-        task = choose(index, progress, np.random.default_rng(seed))
+    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the weighted cross-entropy of a step's texts."""
+        rng = np.random.default_rng(self.settings.seed * 1_000_003 + self.step)
+        task = choose(self.step, self.step / self.settings.steps, rng)
         tokens = task.context + BLOCK * task.queries
-        batch = draw(max(TOKENS // tokens, 1), task, torch.Generator().manual_seed(seed))
-        logits = self.model(batch.ids, use_cache=False).logits.float()
-        if index and index % 50 == 0:  # the step 0 is also taken to compile
-            self.note(index, logits, batch)
-        error = cross_entropy(
-            logits[:, :-1].flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none"
-        )
+        batch = draw(max(TOKENS // tokens, 1), task, generator)
+        model = self.compile(models["model"])
+        logits = model(batch.ids, use_cache=False).logits.float()
+        following = batch.ids[:, 1:].flatten()
+        error = cross_entropy(logits[:, :-1].flatten(0, 1), following, reduction="none")
         weights = batch.weights[:, 1:].flatten()
         return (error * weights).sum() / weights.sum()
 
-    def note(self, index: int, logits: Tensor, batch: RecallBatch) -> None:
-        """Write how many answers of a step were right."""
-        first, second = score(batch.answer_logits(logits), batch).float().mean((0, 1)).tolist()
-        task = batch.task
-        self.log.write(step=index, context=task.context, facts=task.facts, v1=first, v2=second)
+    @torch.no_grad()
+    def measure(self, models: nn.ModuleDict) -> dict[str, float]:
+        """Measure the share of first and second values that are right, of 16 texts a length."""
+        shares: dict[str, float] = {}
+        for context in (129, 1025):
+            task = Task(context, facts=context // 8, queries=8)
+            batch = draw(16, task, torch.Generator().manual_seed(7))
+            logits = models["model"](batch.ids, use_cache=False).logits
+            first, second = score(batch.answer_logits(logits), batch).float().mean((0, 1)).tolist()
+            shares |= {f"first_{context}": first, f"second_{context}": second}
+        return shares
 
-
-def fit(out: Path, plan: Plan, course: Course = COURSE) -> LlamaForCausalLM:
-    """Train the model and return it with averaged weights, in float32.
-
-    Args:
-        out: Folder; gets `accuracy.jsonl` and the files of `course.train`.
-        plan: Settings of the run, as in `course.train`.
-        course: Settings of the training: rate, and how often to save.
-    """
-    torch.manual_seed(plan.seed)
-    model = build_model()
-    log = Log(out / "accuracy.jsonl", resume=plan.resume)
-    train(out, nn.ModuleDict({"model": model}), Step(model, log, plan), course, plan)
-    return model
-
-
-def assemble(out: Path) -> LlamaForCausalLM:
-    """Put the model together from a training folder, in float32, with averaged weights."""
-    model = build_model()
-    weights = nn.ModuleDict({"model": model})
-    weights.load_state_dict(load_file(out / f"{COURSE.name}.safetensors"))
-    return model
-
-
-def export(out: Path, directory: Path = DIRECTORY) -> int:
-    """Save model and tokenizer; files are replaced one by one, each whole.
-
-    Args:
-        out: The training folder.
-        directory: Directory for `from_pretrained`; its other files stay.
-
-    Returns:
-        The size of the directory in bytes.
-    """
-    part = directory.with_name(f".{directory.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    model = assemble(out)
-    marks = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
-    model.generation_config = GenerationConfig(**marks, **ANSWER)
-    nn.Module.to(model, torch.bfloat16).save_pretrained(part)
-    build_tokenizer().save_pretrained(part)
-    # transformers loads in the dtype of the configuration; bfloat16 is for the file alone. Its
-    # version 5 has a new name for the tokenizer's class, and knows the old one as well.
-    change(part / "config.json", dtype="float32")
-    change(part / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
-    directory.mkdir(parents=True, exist_ok=True)
-    for file in sorted(part.iterdir()):
-        file.chmod(0o644)
-        file.replace(directory / file.name)
-    part.rmdir()
-    return sum(path.stat().st_size for path in directory.iterdir())
-
-
-def change(path: Path, **values: Any) -> None:
-    """Change values of a JSON file."""
-    write_json(path, json.loads(path.read_text(encoding="utf-8")) | values)
-
-
-def keep(out: Path, seed: int, updates: int) -> dict[str, Any]:
-    """Write the training record, with the accuracies that were seen on the way.
-
-    Args:
-        out: The training folder.
-        seed: Seed that was used.
-        updates: Number of training steps of the whole run.
-    """
-    path = BENCH / "recall-llama-training.json"
-    command = f"{RUN} --seed {seed} --updates {updates}"
-    return record_accuracies(out, COURSE.name, path, build_model(), seed=seed, command=command)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the command's arguments."""
-    return training_parser(
-        "train_recall",
-        "Train and export the language model that recalls, on a CPU.",
-        out="out/recall-llama",
-        updates=COURSE.steps,
-        stages=STAGES,
-        compiles=True,
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the stages asked for, in order."""
-    chosen = parser().parse_args(arguments)
-    torch.set_num_threads(chosen.threads)
-    if "train" in chosen.stages:
-        chosen.out.mkdir(parents=True, exist_ok=True)
-        settings = (chosen.seed, chosen.updates, chosen.resume, not chosen.eager)
-        fit(chosen.out, Plan(*settings, minutes=chosen.minutes))
-    if "export" in chosen.stages:
-        size = export(chosen.out)
-        done = keep(chosen.out, chosen.seed, chosen.updates)
-        print(f"exported {size / 1e6:.2f} MB after {done['steps']} steps")
-
-
-if __name__ == "__main__":
-    main()
+    def export(self, models: nn.ModuleDict, directory: Path) -> None:
+        """Save model and tokenizer."""
+        marks = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+        models["model"].generation_config = GenerationConfig(**marks, **ANSWER)
+        save_language_model(models["model"], build_tokenizer(), directory)

@@ -2,7 +2,7 @@
 
     python -m diffcache.eval.workshop.small.trainer sticker-flux --out runs/stickers --minutes 90
 
-`assets/models/MODEL/train.toml` holds the settings, a table for each name. A job says what is
+`settings/MODEL.toml` holds the settings, a table for each name. A job says what is
 trained and what its loss is; the loop takes care of precision, learning rates, averaged weights,
 checkpoints, the curve and the pictures to look at. Seed, settings and precision give the same
 weights on one machine, broken off or not.
@@ -37,18 +37,27 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+SETTINGS = Path(__file__).parent / "settings"
 JOBS = {  # name -> class, and the shipped model it is for
     "sticker-autoencoder": ("sticker_autoencoder:Autoencoder", "sticker-flux"),
     "sticker-text": ("sticker_text:Text", "sticker-flux"),
     "sticker-judge": ("sticker_judge:JudgeJob", "sticker-judge"),
     "sticker-flux": ("sticker_flux:Flux", "sticker-flux"),
+    "reach-policy": ("train_reach:Reach", "reach-policy"),
+    "recall-llama": ("train_recall:Recall", "recall-llama"),
+    "chain-llada": ("train_chain:Llada", "chain-llada"),
+    "chain-llada-probe": ("train_chain:Probe", "chain-llada-probe"),
+    "chain-llada-walk": ("train_chain:Walk", "chain-llada-walk"),
+    "chain-guide": ("train_chain:Guide", "chain-guide"),
+    "shapes-extractor": ("train_features:ExtractorJob", "shapes-features"),
+    "shapes-matcher": ("train_features:MatcherJob", "shapes-features"),
 }
 PRECISIONS = ("float32", "bfloat16", "compiled")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a training, read from `train.toml`.
+    """Settings of a training, read from the file of its model in `settings`.
 
     Attributes:
         steps: Length of the run in steps.
@@ -94,6 +103,16 @@ class Job(ABC):
         self.settings = settings
         self.folder = folder
         self.compiled = False  # whether the loss may compile its costly part
+        self.step = 0  # number of the step that a loss is of
+        self._compiled: dict[nn.Module, Any] = {}
+
+    def compile(self, model: nn.Module) -> Any:
+        """Return a model compiled, once, if the run's precision says so; else as it is."""
+        if not self.compiled or not model.training:
+            return model
+        if model not in self._compiled:
+            self._compiled[model] = torch.compile(model)
+        return self._compiled[model]
 
     @abstractmethod
     def build(self) -> nn.ModuleDict:
@@ -257,6 +276,7 @@ class Training:
         """Take one step on examples with these numbers, and return its loss."""
         settings = self.job.settings
         generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + self.step)
+        self.job.step = self.step
         with autocast(self.precision):
             loss = self.job.loss(self.models, chosen, generator)
         self.models.zero_grad(set_to_none=True)
@@ -274,9 +294,11 @@ class Training:
     def _average(self) -> None:
         # Early averages forget faster, so that they are not held back by the first weights.
         decay = min(self.job.settings.average, (1 + self.step) / (10 + self.step))
-        kept = [value for value in self.average.state_dict().values() if value.is_floating_point()]
-        new = [value for value in self.models.state_dict().values() if value.is_floating_point()]
+        kept: list[Tensor] = list(self.average.parameters())
+        new: list[Tensor] = list(self.models.parameters())
         torch._foreach_lerp_(kept, new, 1 - decay)
+        for held, value in zip(self.average.buffers(), self.models.buffers(), strict=True):
+            held.copy_(value)  # such as masks, whose infinities have no mean
 
     def save(self, path: Path) -> None:
         """Write all that a run needs to go on, whole or not at all."""
@@ -356,7 +378,7 @@ def train(job: Job, name: str, *, precision: str = "auto", minutes: float = math
 
 
 def read_settings(name: str) -> Settings:
-    """Read the settings of a training from the `train.toml` of its model.
+    """Read the settings of a training from the file of its model.
 
     Args:
         name: One of `JOBS`.
@@ -366,7 +388,7 @@ def read_settings(name: str) -> Settings:
     """
     if name not in JOBS:
         raise ValueError(f"unknown training {name!r}; use one of {', '.join(JOBS)}")
-    path = MODELS / JOBS[name][1] / "train.toml"
+    path = SETTINGS / f"{JOBS[name][1]}.toml"
     values = tomllib.loads(path.read_text(encoding="utf-8"))[name]
     known = [one.name for one in fields(Settings)]
     if unknown := [key for key in values if key not in known]:

@@ -165,7 +165,7 @@ def test_sums_of_a_layer_are_those_of_plain_pytorch(
     slots = Slots(k, v, {"pos": span(5, N + 5, B, k.device)})
     valid = torch.rand(B, count) > 0.3 if case == "padded" else None
     query = Query(q, N + 5 - count, SCALE, causal=case != "plain")
-    asked = Attended(query, slots, valid, 5, N + 5)
+    asked = Attended(query, View(slots, 5, below=N + 5), valid)
     names = launched(monkeypatch, mass.LSE, mass.MASS)
     found = asked.sums()
     assert names == ["attn_lse", "attn_mass"]

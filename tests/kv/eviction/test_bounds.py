@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.attend import Query
-from diffcache.kv.merging.compensation import Compensation
+from diffcache.kv.merge import Compensation
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import (
     adakv,

@@ -19,6 +19,7 @@ from diffcache.kv.score.revised import Shared
 from diffcache.kv.score.vectors import Lag
 from diffcache.kv.slots import Slots, span
 from diffcache.kv.store import KVStore
+from diffcache.kv.view import View
 from tests.kv.eviction_more.plain import GROUPS, HEADS, Text, observed, recipe, scores
 
 PROMPT = [14, 1, 1, 1]  # tokens of each forward
@@ -124,7 +125,9 @@ def test_without_noise_and_heat_it_is_the_mass_of_attention() -> None:
 def test_noise_is_gumbel_and_no_two_queries_draw_the_same() -> None:
     q, k = torch.zeros(1, 4, 64, 2), torch.zeros(1, 2, 64, 2)
     slots = Slots(k, k, {"pos": span(0, 64, 1, k.device)})
-    drawn = NoisyMass(seed=1)._drawn(Attended(Query(q, 0, 1.0), slots))(range(2), range(64), 64)
+    drawn = NoisyMass(seed=1)._drawn(Attended(Query(q, 0, 1.0), View(slots)))(
+        range(2), range(64), 64
+    )
     assert drawn.shape == (1, 2, 2, 64, 64)
     assert abs(float(drawn.mean()) - 0.5772) < 0.05  # Euler's constant
     assert abs(float(drawn.var()) - math.pi**2 / 6) < 0.1

@@ -16,6 +16,7 @@ from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import Mass
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.slots import Slots, span
+from diffcache.kv.view import View
 from tests.kv.merging import rows
 
 GATE = "d2o_gate"
@@ -112,12 +113,12 @@ def test_density_is_the_variance_of_column_sums() -> None:
     probs = probs.masked_fill(~torch.ones(6, 6, dtype=torch.bool).tril(), -torch.inf).softmax(-1)
     score = Density(Mass())
     stats = {name: torch.zeros(1, 2, 6) for name in score.statistics}
-    score.note(stats, Attended(query, slots, start=0))
+    score.note(stats, Attended(query, View(slots, 0)))
     column = probs.sum(3).mean((1, 2))[0]
     wanted = column.var(unbiased=False) / column.mean() ** 2
     torch.testing.assert_close(stats["d2o_density"], wanted.expand(1, 2, 6))
     before = stats["d2o_density"].clone()
-    score.note(stats, Attended(query.narrow(5, 6), slots))
+    score.note(stats, Attended(query.narrow(5, 6), View(slots)))
     assert torch.equal(stats["d2o_density"], before)  # generated tokens change no share
     torch.testing.assert_close(stats["mass"], (probs.sum(3) + probs[:, :, :, -1]).mean(2))
 

@@ -1,0 +1,426 @@
+"""Computes some rows of a call next to what is held of the others: the core of all that does.
+
+A call of the wrapped model is given all tokens and a plan. Attention writes the keys and values of
+the planned rows over those held, and lets their queries see all that is held. A call without a plan
+is the model's own, and leaves what is held as it is.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from diffcache.attach.attention import Door
+from diffcache.attach.attention_call import AttentionCall, AttentionSite
+from diffcache.attach.attention_sdpa import Placed, calls_sdpa, place_rows
+from diffcache.attach.call import Call, in_call
+from diffcache.attach.denoiser import Denoiser
+from diffcache.attach.extension import Extension
+from diffcache.attach.run import Run
+from diffcache.errors import AttachError
+from diffcache.foreign import version_of
+from diffcache.kernels import decode
+from diffcache.kernels.dense import scaled_dot_product_attention
+from diffcache.kernels.move import kv_scatter
+from diffcache.kv.attend import Query, logits
+from diffcache.kv.slots import Slots, span
+from diffcache.step import CURRENT
+
+PLAN = "row_plan"  # the argument of a call
+IDS, VALID, POSITIONS = "input_ids", "attention_mask", "position_ids"
+GROUPED = 256  # channels of a head up to which torch's fused attention groups query heads by itself
+
+
+@dataclass(eq=False)
+class HeldKV:
+    """Keys and values of one attention, of all positions.
+
+    Every position has its place in memory and none is ever dropped, so this is two tensors and no
+    `KVLayer`.
+
+    Attributes:
+        k: Keys as the model rotated them, `[B, H, T, D]`; None before the first write.
+        v: Values, `[B, H, T, D]`.
+    """
+
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+    def write(self, at: Tensor | range, k: Tensor, v: Tensor) -> None:
+        """Write the keys and values of some positions.
+
+        Args:
+            at: The positions, int64 `[B, n]`, which the caller has checked; or a run of them, which
+                may go on after those that are there. The first write is of all positions.
+            k: Keys, `[B, n, H, D]`.
+            v: Values, `[B, n, H, D]`.
+        """
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if self.k is None or self.v is None:
+            self.k = k.clone(memory_format=torch.contiguous_format)
+            self.v = v.clone(memory_format=torch.contiguous_format)
+            return
+        if self.k.is_inference() and not torch.is_inference_mode_enabled():  # torch lets none write
+            self.k, self.v = self.k.clone(), self.v.clone()
+        if not isinstance(at, range):
+            at = at[0] if len(at) == 1 or at.stride(0) == 0 else at
+            kv_scatter(self.k, self.v, k.to(self.k.dtype), v.to(self.v.dtype), at)
+        elif at.stop <= self.k.shape[2]:
+            self.k[:, :, at.start : at.stop] = k
+            self.v[:, :, at.start : at.stop] = v
+        else:
+            self.k = torch.cat([self.k[:, :, : at.start], k], 2)
+            self.v = torch.cat([self.v[:, :, : at.start], v], 2)
+
+    def attend(self, q: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+        """Return attention of queries to all that is held, `[B, n, H, D]`.
+
+        Args:
+            q: Queries, `[B, n, H, D]`.
+            scale: Factor of the logits.
+            mask: Positions that are seen, bool `[B, 1, n, T]`; None for all.
+        """
+        q, k, v = q.transpose(1, 2), self.k, self.v
+        assert k is not None
+        assert v is not None
+        if mask is None and decode.takes(q, k, v):
+            return decode.attn_decode(q, k, v, scale)[0].transpose(1, 2)
+        batch, heads, count, _ = q.shape
+        groups, grouped = heads // k.shape[1], False
+        if groups > 1:
+            if mask is None and k.shape[3] == v.shape[3] <= GROUPED:
+                grouped = True
+            elif count == 1:  # the queries of a head stand where several of one would
+                q = q.reshape(batch, heads // groups, groups, -1)
+            else:
+                k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        out = scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=grouped)
+        return out.reshape(batch, heads, count, -1).transpose(1, 2)
+
+    def weights(self, q: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+        """Return attention weights of queries to all that is held, `[B, H, G, n, T]`.
+
+        Args:
+            q: Queries, `[B, n, H, D]`.
+            scale: Factor of the logits.
+            mask: Positions that are seen, bool `[B, 1, n, T]`; None for all.
+        """
+        assert self.k is not None
+        assert self.v is not None
+        pos = span(0, self.k.shape[2], len(self.k), self.k.device)
+        query = Query(q.transpose(1, 2), 0, scale, mask=mask, causal=False)
+        return logits(query, Slots(self.k, self.v, {"pos": pos})).softmax(-1)
+
+    @property
+    def length(self) -> int:
+        """Positions that are held."""
+        return 0 if self.k is None else self.k.shape[2]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what is held."""
+        yield from (x for x in (self.k, self.v) if x is not None)
+
+
+LayerT = TypeVar("LayerT", bound=HeldKV)
+PartialT = TypeVar("PartialT", bound="Partial")
+
+
+@dataclass(eq=False)
+class Held(Generic[LayerT]):
+    """Keys and values of one run.
+
+    Attributes:
+        shape: Sequences and positions.
+        layers: Keys and values of every attention, all positions long.
+        positions: Rotary positions, int64 `[1 or B, T]`.
+        mask: Positions that are no padding, bool `[B, 1, 1, T]`; None where there is no padding.
+        mark: Attention mask that was given last, as `mark_of` returns it.
+    """
+
+    shape: tuple[int, int]
+    layers: list[LayerT]
+    positions: Tensor
+    mask: Tensor | None = None
+    mark: tuple[Tensor | None, int] = (None, 0)
+
+
+class Partial(Extension):
+    """Computes some rows of every call that brings a plan.
+
+    Args:
+        denoiser: The attachment to the model.
+
+    Attributes:
+        plans: Class of the plans.
+        wanted: What the argument must be, for an error.
+        holds: Class of what is held of a run.
+        layer: Class of what is held of an attention.
+    """
+
+    plans: ClassVar[type[Any]]
+    wanted: str
+    holds: ClassVar[type[Held[Any]]] = Held
+    layer: ClassVar[type[HeldKV]] = HeldKV
+
+    def __init__(self, denoiser: Denoiser) -> None:
+        self.denoiser = denoiser
+        self.model = denoiser.anatomy.model
+        self.is_direct = calls_sdpa(denoiser.model)  # and leaves padding to us
+        self.takes_positions = POSITIONS in denoiser.arguments
+        self.first = first_position(denoiser.model)
+        self.door = Door(denoiser.model, self)
+        self.numbers = {site.path: number for number, site in enumerate(self.door.sites)}
+        self._displace: Callable[[], None] | None = None
+        if not self.takes_positions:
+            try:
+                self._displace = place_rows(denoiser.model, self.door.sites, self._placed)
+            except BaseException:
+                self.door.remove()
+                raise
+
+    def remove(self) -> None:
+        """Give the model its attention function back."""
+        if self._displace is not None:
+            self._displace()
+        self.door.remove()
+
+    def tensors(self, run: Run) -> Iterable[Tensor]:
+        """Return the keys and values of a run."""
+        held: Held[Any] | None = run.storage.get(self)
+        found = []
+        for layer in [] if held is None else held.layers:
+            if layer.k is not None:
+                found += [layer.k, layer.v]
+        return found
+
+    # a call ----------------------------------------------------------------------------------
+
+    def open(self, call: Call) -> Call:
+        """Give the model what a plan names.
+
+        Raises:
+            AttachError: If the call is not that of all tokens with a plan, or nothing is held of
+                the rows that it leaves out.
+        """
+        given = self.denoiser.named(call.args, call.kwargs)
+        plan = given.pop(PLAN, None)
+        if plan is None:
+            return call
+        if not isinstance(plan, self.plans):
+            raise AttachError(f"{PLAN}={plan!r}: must be {self.wanted}")
+        ids, valid = given_tokens(self.model, given)
+        run = call.timeline.run
+        held: Held[Any] | None = run.storage.get(self)
+        if self.is_whole(plan):
+            shape = ids.shape[0], ids.shape[1]
+            at, mask = places_of(ids, valid, self.first)
+            if held is None or held.shape != shape:
+                held = self.holds(shape, [self.layer() for _ in self.numbers], at)
+            held.positions, held.mask, held.mark = at, mask, mark_of(valid)
+            if run.is_told or run.in_pipeline:  # else no call comes after this one
+                run.storage[self] = held
+        else:
+            check_held(self.model, held, ids, valid)
+        return replace(call, args=(), kwargs=self.begin(call, plan, held, given))
+
+    @abstractmethod
+    def is_whole(self, plan: Any) -> bool:
+        """Return whether a plan computes all rows, so that nothing has to be held."""
+
+    @abstractmethod
+    def begin(self, call: Call, plan: Any, held: Any, given: dict[str, Any]) -> dict[str, Any]:
+        """Note in the call's storage what attention does; return the arguments of the model."""
+
+    def turn(self, kind: object = None) -> Any:
+        """Return what attention does in this thread's call, None where it is the model's own.
+
+        Args:
+            kind: Where it is noted in the call's storage; None for the extension itself.
+        """
+        call: Call | None = CURRENT.get()
+        if call is None or call.owner is not self.denoiser:
+            return None
+        return call.storage.get(self if kind is None else kind)
+
+    def again(self, call: Call, storage: dict[Any, Any], given: dict[str, Any]) -> Any:
+        """Run the model once more inside a call, to compare; what it keeps is the caller's to say.
+
+        Args:
+            call: The call at hand.
+            storage: Storage of the inner call, which has a turn of its own.
+            given: Arguments of the model.
+        """
+        with torch.no_grad(), in_call(replace(call, repeats=True, storage=storage)):
+            return self.denoiser.model.forward(**given)
+
+    @abstractmethod
+    def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
+        """Return the attention of one call, `[B, T, H, D]`; None for what the model does."""
+
+    @abstractmethod
+    def _placed(self) -> Placed | None:
+        """Return the rows of the call at hand, None where these are all or it has no plan."""
+
+
+# what a call brings -------------------------------------------------------------------------------
+
+
+def mark_of(valid: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return an attention mask and how often it was written to, which inference tensors hide."""
+    return valid, 0 if valid is None or valid.is_inference() else version_of(valid)
+
+
+def check_held(model: str, held: Held[Any] | None, ids: Tensor, valid: Tensor | None) -> None:
+    """Raise unless keys and values of these sequences' size and padding are held.
+
+    The host waits where the attention mask is another tensor than before, or was written to.
+
+    Args:
+        model: Name of the model.
+        held: Keys and values of the run; None for nothing.
+        ids: Tokens, int64 `[B, T]`.
+        valid: Mask of the tokens that are no padding, `[B, T]`; None for all.
+
+    Raises:
+        AttachError: If they are not, so that rows that are left out cannot be served.
+    """
+    shape = ids.shape[0], ids.shape[1]
+    if held is None or held.shape != shape:
+        raise AttachError(
+            f"{model}: {PLAN} leaves rows out, and nothing is held of {shape[0]} sequences of "
+            f"{shape[1]} tokens in this run; let the first call compute all rows, and open "
+            "diffcache.run(model) around the calls of one decoding"
+        )
+    mark = mark_of(valid)
+    if mark[0] is held.mark[0] and mark[1] == held.mark[1]:
+        return
+    whole = torch.ones(shape, dtype=torch.bool, device=ids.device)
+    before = whole if held.mask is None else held.mask[:, 0, 0]
+    if not torch.equal(before, whole if valid is None else valid.bool()):
+        raise AttachError(
+            f"{model}: {VALID} names other padding than at the last call of all rows in this run, "
+            f"whose keys and values are held; give the same one, or let {PLAN} compute all rows"
+        )
+    held.mark = mark
+
+
+def given_tokens(model: str, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Return the tokens and which of them are no padding.
+
+    Raises:
+        AttachError: If the call is not that of all tokens, or brings a cache or positions.
+    """
+    ids, valid = given.get(IDS), given.get(VALID)
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        raise AttachError(f"{model}: a call with {PLAN} takes {IDS}, int64 [B, T]")
+    for name in (POSITIONS, "past_key_values", "inputs_embeds"):
+        if given.get(name) is not None:
+            raise AttachError(f"{model}: a call with {PLAN} takes no {name}; leave it out")
+    if valid is not None and (not isinstance(valid, Tensor) or valid.shape != ids.shape):
+        raise AttachError(f"{model}: {VALID} of a call with {PLAN} must be [B, T], as {IDS} is")
+    return ids, valid
+
+
+def places_of(ids: Tensor, valid: Tensor | None, first: int = 0) -> tuple[Tensor, Tensor | None]:
+    """Return positions, int64 `[1 or B, T]`, and what is no padding, bool `[B, 1, 1, T]`.
+
+    Args:
+        ids: Tokens, int64 `[B, T]`.
+        valid: Mask of the tokens that are no padding, bool `[B, T]`; None for all.
+        first: Position of the first token.
+    """
+    if valid is None:
+        return torch.arange(first, first + ids.shape[1], device=ids.device)[None], None
+    mask = valid.to(torch.bool, copy=True)[:, None, None]  # whoever writes to theirs
+    return (valid.long().cumsum(1) - 1).clamp_min(0) + first, mask
+
+
+def first_position(model: nn.Module) -> int:
+    """Return the position of a text's first token: RoBERTa's come after that of padding."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):
+            return 0 if module.padding_idx is None else module.padding_idx + 1
+    return 0
+
+
+def check_sees_all(
+    model: str, site: AttentionSite, call: AttentionCall, mask: Tensor | None
+) -> None:
+    """Raise unless every row sees every other; the host waits, at a run's first call.
+
+    Raises:
+        AttachError: If the model is causal, or looks at a window.
+    """
+    seen = call.mask
+    if seen is not None and seen.dtype != torch.bool:
+        seen = seen >= 0
+    expected = torch.ones((), dtype=torch.bool) if mask is None else mask
+    if call.causal or (seen is not None and not bool((seen == expected.to(seen.device)).all())):
+        raise AttachError(
+            f"{model}: {site.path} hides tokens from each other (it is causal, or has a "
+            "window), so that rows computed alone would see what they must not; a diffusion "
+            "language model attends both ways: set model.config.is_causal = False if its "
+            "weights are made for that"
+        )
+
+
+# what can be wrapped ------------------------------------------------------------------------------
+
+
+def check_arguments(denoiser: Denoiser, *names: str, planned: bool = True) -> None:
+    """Raise unless a model's forward takes some arguments.
+
+    Args:
+        denoiser: The attachment to the model.
+        names: Names of the arguments.
+        planned: Whether every call brings a plan, which those of a pipeline do not.
+
+    Raises:
+        AttachError: If it does not, denoises a canvas after an encoder, or is called by a pipeline.
+    """
+    name, target = denoiser.anatomy.model, denoiser.handle.target()
+    if "decoder_input_ids" in denoiser.arguments:
+        raise AttachError(
+            f"{name}: its own encoder cache holds the keys and values of finished text exactly; in "
+            "the canvas every step conditions every token on its last logits, so that no row can "
+            "be left out; use a feature method, such as method='taylorseer', or run it as it is"
+        )
+    missing = [arg for arg in names if arg not in denoiser.arguments]
+    if missing:
+        raise AttachError(
+            f"{name}: takes no {missing[0]}; computing some rows of a sequence serves language "
+            f"models of transformers, whose forward has {', '.join(names)}"
+        )
+    if planned and target is not denoiser.model:
+        raise AttachError(
+            f"{denoiser.handle.method!r} plans the rows of every call, which a "
+            f"{type(target).__name__} does not ask for; use BlockCache(), or wrap its model and "
+            "decode with DiffusionLM"
+        )
+
+
+def check_sites(rows: PartialT) -> PartialT:
+    """Return the extension, if the tokens of its model meet in self-attention alone.
+
+    Raises:
+        AttachError: If blocks have no attention, or attend to something else.
+    """
+    blocks = sum(entry.depth for entry in rows.denoiser.anatomy.lists)
+    if any(site.kind != "self" for site in rows.door.sites) or len(rows.numbers) < blocks:
+        rows.remove()
+        raise AttachError(
+            f"{rows.model}: has {blocks} blocks and {len(rows.numbers)} attentions, not all of "
+            "them self-attention; tokens must meet in self-attention alone"
+        )
+    return rows
+
+
+def linear_weights(blocks: nn.Module) -> int:
+    """Return the number of weights of all linear layers."""
+    linear = [module for module in blocks.modules() if isinstance(module, nn.Linear)]
+    return sum(module.weight.numel() for module in linear)
