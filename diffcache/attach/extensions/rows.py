@@ -106,7 +106,8 @@ class Rows(Partial):
 
     def rows_of(self, plan: Any, held: Any) -> Tensor | range | None:
         """Return the rows that are computed: those of a plan, or more."""
-        return plan.rows
+        rows: Tensor | range | None = plan.rows
+        return rows
 
     def turn_of(self, plan: Any, turn: Turn) -> Turn:
         """Return what attention does in a call, with what is noted besides."""
