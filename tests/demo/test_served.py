@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from diffcache import cli
+from diffcache.pipelines import shipped_models
 from diffcache.pipelines.demo import replicas, serve, served
 from diffcache.pipelines.demo.program import Asked, Program
 from diffcache.pipelines.demo.session_film import SessionFilm
@@ -84,9 +85,10 @@ def test_what_cannot_be_served_is_said_in_one_line(
     assert code == 2 and told.startswith("error: --host no.such.address.invalid")
     code, told = call(tmp_path / "none", "--port", 0)
     assert code == 2 and "no causal video model at" in told and "Traceback" not in told
-    monkeypatch.setattr(causal, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(shipped_models, "MODELS", tmp_path)
+    monkeypatch.setattr(causal, "DIRECTORY", tmp_path / "shapes-causal")
     code, told = call("--port", 0)
-    assert code == 3 and "the shipped model is not at" in told
+    assert code == 3 and "shapes-causal: this installation does not hold it" in told
     assert call("--port", 0, "--dtype", "int8")[0] == call("--viewers", 0)[0] == 2
     monkeypatch.delitem(sys.modules, "diffcache.pipelines.demo.page", raising=False)
     monkeypatch.delattr("diffcache.pipelines.demo.page", raising=False)

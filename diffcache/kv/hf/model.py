@@ -8,7 +8,6 @@ from typing import Any, Literal
 from weakref import ReferenceType, WeakSet
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from diffcache.digest import digest, weights_digest
 from diffcache.errors import AttachError
@@ -87,8 +86,7 @@ def decoder_config(model: nn.Module) -> Any:
 def decoder_of(model: nn.Module) -> nn.Module:
     """Return the part of a model that has the decoder's configuration: the model, or one within."""
     config = decoder_config(model)
-    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-    return next((part for part in parts if part.config is config), model)
+    return next((p for p in model.modules() if getattr(p, "config", None) is config), model)
 
 
 def choose(recipe: Recipe, mode: Mode) -> tuple[Mode, str]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import ceil, exp
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from diffcache.kv.attend import Query, probabilities
 from diffcache.kv.hf.refresh import recompute
-from diffcache.kv.hf.writer import Host
 from diffcache.kv.reuse.piece import Piece, cut, joined, lay_out
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.slots import Slots
+
+if TYPE_CHECKING:
+    from diffcache.kv.hf.writer import Host
 
 _BLOCK = 256  # queries whose probabilities are looked at together
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from diffcache.kv.hf.refresh import check_whole, probe, recompute
-from diffcache.kv.hf.writer import Host
 from diffcache.kv.refresh import EditScript, TopDeviation, align, slots_of
 from diffcache.kv.reuse.piece import Piece, cut, joined, lay_out, turns_of
 from diffcache.kv.rotary import Rotation
+
+if TYPE_CHECKING:
+    from diffcache.kv.hf.writer import Host
 
 
 def cacheblend(
