@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from diffcache.errors import UnknownMethodError
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.stream_batch import StreamBatch
 from diffcache.video import FewSteps, FullHistory, VideoPolicy, Window
@@ -129,7 +130,7 @@ def test_a_reset_stream_goes_on_as_a_new_one() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"policy": "window"}, "policy='window': must be a policy of .* Window"),
+        ({"policy": 3}, "policy=3: must be"),
         ({"seed": -1}, "seed=-1: must be a whole number of at least 0"),
         ({"seed": "x"}, "seed='x'"),
         ({"read_once": 3}, "read_once=3: must be True or False"),
@@ -143,6 +144,8 @@ def test_a_reset_stream_goes_on_as_a_new_one() -> None:
 def test_bad_streams_are_refused(video: CausalVideo, given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         video.session(**{"prompt": text(), "size": SIZE, **given})
+    with pytest.raises(UnknownMethodError, match="unknown video policy 'windows'; did you mean"):
+        video.session(text(), size=SIZE, policy="windows")
 
 
 def test_bad_frames_are_refused_and_a_policy_stays(video: CausalVideo) -> None:
