@@ -9,7 +9,6 @@ It is no distilled model: guidance takes a second call a step, and a call has to
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -218,9 +217,15 @@ class Flux(Job):
     ) -> Tensor:
         """Return what the denoiser answers to tokens [B, 64, 48] at sigmas [B]."""
         states, pooled = self.encoder.encode(models, texts)
-        call = _compiled() if self.compiled and torch.is_grad_enabled() else _call
-        given = (tokens, sigmas, pooled, states, self.text_ids, self.image_ids)
-        answer: Tensor = call(models["transformer"], *given)
+        answer: Tensor = self.compile(models["transformer"])(
+            hidden_states=tokens,
+            timestep=sigmas,
+            pooled_projections=pooled,
+            encoder_hidden_states=states,
+            txt_ids=self.text_ids,
+            img_ids=self.image_ids,
+            return_dict=False,
+        )[0]
         return answer.float()
 
     def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
@@ -290,29 +295,3 @@ class Flux(Job):
     def export(self, models: nn.ModuleDict, directory: Path) -> None:
         """Save the pipeline in bfloat16."""
         save_pipeline(self.pipeline(models), directory, CALL)
-
-
-def _call(
-    transformer: FluxTransformer2DModel,
-    tokens: Tensor,
-    sigmas: Tensor,
-    pooled: Tensor,
-    states: Tensor,
-    text_ids: Tensor,
-    image_ids: Tensor,
-) -> Tensor:
-    answer: Tensor = transformer(
-        hidden_states=tokens,
-        timestep=sigmas,
-        pooled_projections=pooled,
-        encoder_hidden_states=states,
-        txt_ids=text_ids,
-        img_ids=image_ids,
-        return_dict=False,
-    )[0]
-    return answer
-
-
-@cache
-def _compiled() -> Any:
-    return torch.compile(_call, dynamic=False)

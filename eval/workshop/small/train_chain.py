@@ -8,7 +8,6 @@ such. The weight `1 / p` of the diffusion loss lets rows of few masks dominate, 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,17 +43,28 @@ def masks(count: int, world: World, generator: torch.Generator) -> Tensor:
 
 
 class Chain(Job):
-    """Fill in masked answers; every step draws new ones."""
+    """Fill in masked answers; every step draws new ones.
 
-    name: ClassVar[str]
+    A guide is a model without blocks, which reads from left to right: all of its answer is masked.
+    """
+
+    @property
+    def world(self) -> World:
+        """The task of the model."""
+        return WORLDS[self.settings.model]
+
+    @property
+    def block(self) -> int | None:
+        """Tokens that the model decides at a time, None for a guide."""
+        return BLOCKS.get(self.settings.model)
 
     def build(self) -> nn.ModuleDict:
         """Build the model."""
-        return nn.ModuleDict({"model": build_model(self.name)})
+        return nn.ModuleDict({"model": build_model(self.settings.model)})
 
     def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
         """Return the weighted cross-entropy of a step's masked tokens."""
-        batch = draw(len(chosen), WORLDS[self.name], generator)
+        batch = draw(len(chosen), self.world, generator)
         logits, masked = self._predict(self.compile(models["model"]), batch, generator)
         error = cross_entropy(logits.float().mT, batch.answers, reduction="none")
         return ((error * masked).sum(1) / (masked.sum(1) + TAMED)).mean()
@@ -63,12 +73,12 @@ class Chain(Job):
         self, model: nn.Module, batch: ChainBatch, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         """Return logits of answers [B, N, V], and which of their tokens are asked for [B, N]."""
-        length = WORLDS[self.name].length
-        if self.name in BLOCKS:
-            masked = masks(len(batch.answers), WORLDS[self.name], generator)
+        length = self.world.length
+        if self.block is not None:
+            masked = masks(len(batch.answers), self.world, generator)
             shown = batch.answers.masked_fill(masked, MASK)
             given = torch.cat([batch.prompts, shown], 1)
-        else:  # a guide, which reads from left to right
+        else:
             masked = torch.ones_like(batch.answers, dtype=torch.bool)
             given = batch.ids[:, :-1]
         return model(input_ids=given, use_cache=False).logits[:, -length:], masked
@@ -77,10 +87,10 @@ class Chain(Job):
     def measure(self, models: nn.ModuleDict) -> dict[str, float]:
         """Measure how many masked tokens are right, and of those whose left neighbor is known."""
         generator = torch.Generator().manual_seed(self.settings.seed + 1)
-        batch = draw(64, WORLDS[self.name], generator)
+        batch = draw(64, self.world, generator)
         logits, masked = self._predict(models["model"], batch, generator)
         known = torch.ones_like(masked)
-        if self.name in BLOCKS:
+        if self.block is not None:
             known[:, 1:] = ~masked[:, :-1]
         right = (logits.argmax(-1) == batch.answers).float()
         return {
@@ -90,33 +100,9 @@ class Chain(Job):
 
     def export(self, models: nn.ModuleDict, directory: Path) -> None:
         """Save model and tokenizer, with what a call needs."""
-        tokenizer = build_tokenizer(WORLDS[self.name])
+        tokenizer = build_tokenizer(self.world)
         save_language_model(models["model"], tokenizer, directory)
-        if self.name in BLOCKS:
+        if self.block is not None:
             (directory / "generation_config.json").unlink()  # it does not generate word by word
-            call = {"length": WORLDS[self.name].length, "block": BLOCKS[self.name]}
+            call = {"length": self.world.length, "block": self.block}
             write_json(directory / "diffcache.json", {"call": call})
-
-
-class Llada(Chain):
-    """Train `chain-llada`."""
-
-    name = "chain-llada"
-
-
-class Probe(Chain):
-    """Train `chain-llada-probe`."""
-
-    name = "chain-llada-probe"
-
-
-class Walk(Chain):
-    """Train `chain-llada-walk`."""
-
-    name = "chain-llada-walk"
-
-
-class Guide(Chain):
-    """Train `chain-guide`."""
-
-    name = "chain-guide"

@@ -45,10 +45,10 @@ JOBS = {  # name -> class, and the shipped model it is for
     "sticker-flux": ("sticker_flux:Flux", "sticker-flux"),
     "reach-policy": ("train_reach:Reach", "reach-policy"),
     "recall-llama": ("train_recall:Recall", "recall-llama"),
-    "chain-llada": ("train_chain:Llada", "chain-llada"),
-    "chain-llada-probe": ("train_chain:Probe", "chain-llada-probe"),
-    "chain-llada-walk": ("train_chain:Walk", "chain-llada-walk"),
-    "chain-guide": ("train_chain:Guide", "chain-guide"),
+    "chain-llada": ("train_chain:Chain", "chain-llada"),
+    "chain-llada-probe": ("train_chain:Chain", "chain-llada-probe"),
+    "chain-llada-walk": ("train_chain:Chain", "chain-llada-walk"),
+    "chain-guide": ("train_chain:Chain", "chain-guide"),
     "shapes-extractor": ("train_features:ExtractorJob", "shapes-features"),
     "shapes-matcher": ("train_features:MatcherJob", "shapes-features"),
 }
@@ -74,6 +74,7 @@ class Settings:
         cooldown: Last share of the run, over which the learning rate falls to a fiftieth.
         save_every: Steps between two checkpoints.
         measure_every: Steps between two measurements on held-out examples.
+        model: Name of the shipped model that the training is for, which names the file.
     """
 
     steps: int
@@ -89,6 +90,7 @@ class Settings:
     cooldown: float = 0.3
     save_every: int = 250
     measure_every: int = 1000
+    model: str = ""
 
 
 class Job(ABC):
@@ -393,7 +395,7 @@ def read_settings(name: str) -> Settings:
     known = [one.name for one in fields(Settings)]
     if unknown := [key for key in values if key not in known]:
         raise ValueError(f"{path}: no setting {unknown[0]!r}; use {', '.join(known)}")
-    return Settings(**values)
+    return Settings(**values, model=JOBS[name][1])
 
 
 def commit() -> str:
