@@ -7,8 +7,10 @@ attribute getters or aliases: skipped steps call them, so that they cost no fram
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from operator import attrgetter
 from types import FrameType
 from typing import Any, TypeVar
@@ -261,6 +263,26 @@ def reads_whole_prompt(frame: FrameType) -> bool:
     asked = frame.f_locals.get("generation_config")
     ours = frame.f_globals.get("__name__") == "transformers.generation.utils"
     return ours and getattr(asked, "prefill_chunk_size", 0) is None
+
+
+# What models and their layers call a cache: the last since 5.24, and other things before.
+CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
+
+
+def cache_name(forward: Callable[..., Any]) -> str | None:
+    """Return the name of the argument by which a forward takes a cache (transformers)."""
+    return _cache_name(getattr(forward, "__func__", forward))
+
+
+@lru_cache
+def _cache_name(forward: Callable[..., Any]) -> str | None:
+    known = inspect.signature(forward).parameters
+    return next((name for name in CACHES if name in known), None)
+
+
+def with_cache(model: Any, cache: Any) -> dict[str, Any]:
+    """Return the arguments by which a model, or its `generate`, uses a cache (transformers)."""
+    return {cache_name(model.forward) or CACHES[0]: cache, "use_cache": True}
 
 
 def attention_name_of(config: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from diffcache.foreign import device_of_model
+from diffcache.foreign import device_of_model, with_cache
 
 
 class ModelGuide:
@@ -47,7 +47,7 @@ class ModelGuide:
             places = (whole.long().cumsum(1) - 1).clamp_min(0)[:, start:]
         logits: Tensor = self.model(
             input_ids=given, attention_mask=whole, position_ids=places,
-            past_key_values=self.cache, use_cache=True,
+            **with_cache(self.model, self.cache),
         ).logits  # fmt: skip
         self.ids, self.rows = ids[:, :stop], self.rows + given.numel()
         place = (at - 1 - start).clamp(0, stop - start - 1)

@@ -28,6 +28,7 @@ from diffcache.eval.kv.words import NONE
 from diffcache.eval.metrics.bootstrap import Interval, mean_interval
 from diffcache.eval.metrics.intervals import share_change, share_interval
 from diffcache.eval.record import Setting
+from diffcache.foreign import CACHES, cache_name, with_cache
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.probe import Asked
@@ -117,7 +118,11 @@ class RecipeLM(HFLM):  # type: ignore[misc] # lm_eval has no types
     ) -> Tensor:
         cache = cache_for(self.model, self.recipe)
         made: Tensor = super()._model_generate(
-            context, max_length, stop, past_key_values=cache, **settings
+            context,
+            max_length,
+            stop,
+            **{cache_name(self.model.forward) or CACHES[0]: cache},
+            **settings,
         )
         return made
 
@@ -149,7 +154,7 @@ class RecipeLM(HFLM):  # type: ignore[misc] # lm_eval has no types
         cache = cache_for(self.model, self.recipe)
         if tokens:
             ids = torch.tensor([tokens], device=self.device)
-            self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+            self.model(input_ids=ids, **with_cache(self.model, cache))
             cache.settle()
         return cache
 

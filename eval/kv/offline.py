@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query, probabilities
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.layer import KVLayer
@@ -240,7 +241,7 @@ def seen_by(model: Any, ids: Tensor) -> list[Seen]:
 def read(model: Any, recipe: Recipe, ids: Tensor) -> KVCache:
     """Return the cache of tokens, int64 [B, T]; nothing is compressed yet."""
     cache = cache_for(model, recipe, mode="native")
-    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    model(input_ids=ids, **with_cache(model, cache))
     return cache
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from diffcache.errors import AttachError
 from diffcache.eval.kv.offline import Prepared, Report, Sample, Samples, following
 from diffcache.eval.kv.tables import basis_tensors
+from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query
 from diffcache.kv.hf.cache import cache_for
 from diffcache.kv.hf.model import attentions
@@ -129,7 +130,7 @@ def _check_held(model: Any, pairs: Sequence[tuple[nn.Linear, nn.Linear]], sample
     """
     cache = cache_for(model, Recipe(space="pre"), mode="native")
     with low_rank.inputs_of([keys for keys, _ in pairs]) as given:
-        model(input_ids=sample.prompt, past_key_values=cache, use_cache=True)
+        model(input_ids=sample.prompt, **with_cache(model, cache))
     for layer, pair, inputs in zip(cache.store.layers, pairs, given, strict=True):
         slots = layer.read()
         for what, held, module in zip(("keys", "values"), (slots.k, slots.v), pair, strict=True):
@@ -185,7 +186,7 @@ def a2ats(
     for sample in following(samples, report, "keys"):
         with torch.no_grad():
             cache = cache_for(model, Recipe(retrieve=watch, space="pre"), mode="native")
-            model(input_ids=sample.prompt, past_key_values=cache, use_cache=True)
+            model(input_ids=sample.prompt, **with_cache(model, cache))
     books, weights = [], []
     for number, index in enumerate(sorted(watch.keys)):
         report(number, len(watch.keys), "codebooks")

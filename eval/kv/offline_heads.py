@@ -18,6 +18,7 @@ from diffcache.eval.kv.offline import (
     read,
     seen_by,
 )
+from diffcache.foreign import with_cache
 from diffcache.kv.attend import attend
 from diffcache.kv.hf.cache import KVCache, cache_for
 from diffcache.kv.learn import compresskv as heads_that_retrieve
@@ -182,7 +183,7 @@ def _noting(
     model: Any, noted: KVCache, keys: list[list[Tensor]], ids: Tensor, cache: KVCache
 ) -> None:
     """Run a model on ids, and note the new keys of one cache, [B, H, n, D] of each layer."""
-    model(input_ids=ids, past_key_values=cache, use_cache=True)
+    model(input_ids=ids, **with_cache(model, cache))
     if cache is noted:  # not a fork that a probe is run on
         new = ids.shape[1]
         read_slots = [layer.read().k for layer in cache.store.layers]

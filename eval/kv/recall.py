@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from diffcache.eval.kv.peer import Peer
 from diffcache.eval.metrics.intervals import share_interval
+from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.layer import KVLayer
@@ -248,7 +249,7 @@ def _read(model: nn.Module, recipe: Recipe, batch: RecallBatch, spent: _Spent) -
     """Return the cache of a context, compressed."""
     cache = cache_for(model, recipe)
     started = time.perf_counter()
-    model(input_ids=batch.context, past_key_values=cache, use_cache=True)
+    model(input_ids=batch.context, **with_cache(model, cache))
     spent.prefill += time.perf_counter() - started
     started = time.perf_counter()
     if recipe.score == Asked():
@@ -261,7 +262,7 @@ def _read(model: nn.Module, recipe: Recipe, batch: RecallBatch, spent: _Spent) -
 
 def _repeat(model: nn.Module, context: Tensor, fork: KVCache) -> None:
     """Run the context once more, as what is typical of it."""
-    model(input_ids=context, past_key_values=fork, use_cache=True)
+    model(input_ids=context, **with_cache(model, fork))
 
 
 def _ask(model: nn.Module, cache: KVCache, batch: RecallBatch, spent: _Spent) -> Tensor:
@@ -272,7 +273,7 @@ def _ask(model: nn.Module, cache: KVCache, batch: RecallBatch, spent: _Spent) ->
         copy, answers = cache.fork(), []
         for place in range(3):  # [Q], k, v1
             started = time.perf_counter()
-            out = model(input_ids=words[:, place : place + 1], past_key_values=copy, use_cache=True)
+            out = model(input_ids=words[:, place : place + 1], **with_cache(model, copy))
             spent.token += time.perf_counter() - started
             spent.tokens += 1
             answers.append(out.logits[:, -1].argmax(-1))
@@ -284,7 +285,7 @@ def _filler(model: nn.Module, cache: KVCache, rows: int, seed: int) -> Tensor:
     """Return the surprise of filler, nats a token."""
     walk = filler(rows, _FILLER_BLOCKS, torch.Generator().manual_seed(seed)).flatten(1)
     assert int(walk.min()) >= F0
-    logits = model(input_ids=walk, past_key_values=cache.fork(), use_cache=True).logits
+    logits = model(input_ids=walk, **with_cache(model, cache.fork())).logits
     known = logits[:, :-1].float().log_softmax(-1)
     surprise: Tensor = -known.gather(2, walk[:, 1:, None]).flatten()
     return surprise

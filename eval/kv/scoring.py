@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffcache.foreign import with_cache
 from diffcache.kv.hf.cache import KVCache
 from diffcache.kv.recipe import Recipe
 
@@ -42,7 +43,7 @@ def score(
     parts = []
     for start in range(0, len(fed), width):
         ids = torch.tensor([fed[start : start + width]], device=model.device)
-        parts.append(model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0])
+        parts.append(model(input_ids=ids, **with_cache(model, cache)).logits[0])
     known = torch.cat(parts).float().log_softmax(-1)
     wanted = torch.tensor(following, device=known.device)
     each = known.gather(1, wanted[:, None])[:, 0]

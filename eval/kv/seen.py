@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from diffcache.foreign import with_cache
+
 
 @dataclass
 class Seen:
@@ -82,7 +84,7 @@ def capture(model: Any, ids: Tensor) -> list[Seen]:
         for layer in model.model.layers
     ]
     try:
-        model(ids, past_key_values=cache)
+        model(ids, **with_cache(model, cache))
     finally:
         for handle in handles:
             handle.remove()

@@ -24,6 +24,7 @@ from diffcache.eval.kv.text_task import Progress, TextTask, changes, measure
 from diffcache.eval.kv.texts import Windows
 from diffcache.eval.kv.words import NONE, names_tables, parse_recipe
 from diffcache.eval.record import Setting
+from diffcache.foreign import with_cache
 from diffcache.kv.hf.cache import cache_for
 from diffcache.kv.hf.questions import read_context
 from diffcache.kv.recipe import Recipe
@@ -124,7 +125,7 @@ class _Decoding:
     def step(self) -> None:
         """Take one more token."""
         token = self.tokens[:, self.taken : self.taken + 1]
-        self.model(input_ids=token, past_key_values=self.cache, use_cache=True)
+        self.model(input_ids=token, **with_cache(self.model, self.cache))
         self.taken += 1
 
 
@@ -142,7 +143,7 @@ def _time(
             other.set_attn_implementation("sdpa")
             cache: Any = DynamicCache(config=other.config)
             with torch.no_grad():
-                other(input_ids=context, past_key_values=cache, use_cache=True)
+                other(input_ids=context, **with_cache(other, cache))
         else:
             cache = cache_for(other, recipe)
             read_context(other, task.model.tokenizer, cache, context)

@@ -16,6 +16,7 @@ import diffcache
 from diffcache.api import handle_of
 from diffcache.dllm import BlockCache, DKVCache
 from diffcache.errors import AttachError, CacheWarning
+from diffcache.foreign import cache_name
 from diffcache.pipelines.demo.describe import find
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from tests.dllm.remote_models import DreamModel
@@ -369,6 +370,11 @@ def gemma() -> DiffusionGemmaPipeline:
 
 def test_the_canvas_of_diffusion_gemma_takes_feature_methods_and_no_row_plans() -> None:
     pipe = gemma()
+    if cache_name(pipe.model.forward) == "cache":
+        try:
+            pipe(prompt="", gen_length=BLOCK, num_inference_steps=1)
+        except TypeError as error:  # diffusers 0.42.1
+            pytest.skip(f"diffusers calls it as transformers before 5.24 took it: {error}")
     assert diffcache.inspect(pipe)["model"].lists[0].key == "model.decoder.layers"
     for policy in (BlockCache(), DKVCache()):
         with pytest.raises(AttachError, match="encoder cache holds.*exactly.*method='taylorseer'"):

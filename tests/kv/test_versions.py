@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 from diffcache import kv
 from diffcache.errors import AttachError, MissingError
+from diffcache.foreign import cache_name, with_cache
 from diffcache.kv import hf
 from diffcache.kv.hf import versions
 from diffcache.kv.recipe import Recipe
@@ -40,6 +42,29 @@ def test_a_positive_number_is_a_length_where_transformers_means_one(
         cache.crop(given)
         assert cache.get_seq_length() == left
         assert all(type(layer.seen) is int for layer in cache.store.layers)
+
+
+def test_caches_are_given_by_the_name_that_a_model_knows(model: Any) -> None:
+    def older(input_ids: Any, past_key_values: Any = None, **kwargs: Any) -> None: ...
+    def newer(input_ids: Any, cache: Any = None, **kwargs: Any) -> None: ...
+
+    assert cache_name(older) == "past_key_values" and cache_name(newer) == "cache"
+    given = prompts(1)["input_ids"][:, 17:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # of the other name
+        with kv.caching(model, "streaming_llm", budget=16) as used:
+            wanted = model.generate(given, max_new_tokens=3, do_sample=False)
+            model(input_ids=given)
+        assert used.count == 2
+        cache = kv.cache_for(model, "streaming_llm", budget=16)
+        model(input_ids=given[:, :9], **with_cache(model, cache))
+    for name in ("past_key_values", cache_name(model.forward)):  # both are served by 5.24
+        with kv.caching(model, "h2o", budget=16) as used:
+            cache = kv.cache_for(model, "streaming_llm", budget=16)
+            out = model.generate(given, max_new_tokens=3, do_sample=False, **{str(name): cache})
+            assert torch.equal(out, wanted) and used.count == 0
+            model(input_ids=given[:, :1], **{str(name): cache})
+            assert used.count == 0 and cache.get_seq_length() == given.shape[1] + 3
 
 
 def test_versions_that_lack_what_caches_need_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,9 +37,9 @@ from diffcache.attach.tap import Tap, tap_children, untap_children
 from diffcache.dllm.dllm_cache import BranchPlan, BranchRows
 from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.errors import AttachError
-from diffcache.foreign import is_compiled
+from diffcache.foreign import CACHES, is_compiled
 
-HIDDEN, TABLES, CACHE = "hidden_states", "position_embeddings", "past_key_values"  # of attention
+HIDDEN, TABLES = "hidden_states", "position_embeddings"  # of attention
 
 # Linear layers of LLaDA's blocks, which attend and feed forward themselves: the first are given the
 # rows that are computed, and the outputs of the last are held.
@@ -363,8 +363,8 @@ class Branches(Partial):
             some[TABLES] = tuple(rows.take(table) for table in tables)
         if given.get(POSITIONS) is not None:
             some[POSITIONS] = rows.take(given[POSITIONS])
-        if given.get(CACHE) is not None:  # which would take every row once more
-            some[CACHE] = None
+        # a cache would take every row once more
+        some |= {name: None for name in CACHES if given.get(name) is not None}
         turn.attended = False
         out = module(**given | some)
         if not turn.attended or not isinstance(out, tuple):

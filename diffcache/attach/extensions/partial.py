@@ -23,7 +23,7 @@ from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.attach.run import Run
 from diffcache.errors import AttachError
-from diffcache.foreign import version_of
+from diffcache.foreign import CACHES, version_of
 from diffcache.kernels import decode
 from diffcache.kernels.dense import scaled_dot_product_attention
 from diffcache.kernels.move import kv_scatter
@@ -318,7 +318,7 @@ def given_tokens(model: str, given: dict[str, Any]) -> tuple[Tensor, Tensor | No
     ids, valid = given.get(IDS), given.get(VALID)
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         raise AttachError(f"{model}: a call with {PLAN} takes {IDS}, int64 [B, T]")
-    for name in (POSITIONS, "past_key_values", "inputs_embeds"):
+    for name in (POSITIONS, *CACHES, "inputs_embeds"):
         if given.get(name) is not None:
             raise AttachError(f"{model}: a call with {PLAN} takes no {name}; leave it out")
     if valid is not None and (not isinstance(valid, Tensor) or valid.shape != ids.shape):

@@ -12,7 +12,7 @@ from torch import nn
 
 from diffcache.anchor import Attached, claim, owner_of, release, subclass
 from diffcache.errors import AttachError
-from diffcache.foreign import attention_name_of
+from diffcache.foreign import CACHES, attention_name_of, cache_name, with_cache
 from diffcache.kv.hf.cache import KVCache, cache_for
 from diffcache.kv.hf.cache import Recipes as Recipes
 from diffcache.kv.hf.model import NAME, Mode, decoder_config
@@ -143,13 +143,14 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
                     if x is not None), None)
         for name in ("use_cache", "cache_implementation")
     }  # fmt: skip
-    if kwargs.get("past_key_values") is None and settings["use_cache"] is not False:
+    has = any(kwargs.get(name) is not None for name in CACHES)
+    if not has and settings["use_cache"] is not False:
         if settings["cache_implementation"] is not None:
             raise ValueError(
                 f"cache_implementation={settings['cache_implementation']!r}: the cache is that of "
                 f"{used.method.name}; leave one of the two out"
             )
-        kwargs = {**kwargs, "past_key_values": used.fresh(model)}
+        kwargs = {**kwargs, **with_cache(model, used.fresh(model))}
     used._open.append(threading.get_ident())
     try:
         return plain(*args, **kwargs)
@@ -170,9 +171,9 @@ def _given(
     use = given.get("use_cache")
     if use is None:
         use = getattr(decoder_config(model), "use_cache", False)
-    if given.get("past_key_values") is not None or not use:
+    if any(given.get(name) is not None for name in CACHES) or not use:
         return None
-    bound.arguments["past_key_values"] = used.fresh(model)
+    bound.arguments[cache_name(model.forward) or CACHES[0]] = used.fresh(model)
     return bound.args, bound.kwargs
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.errors import AttachError
+from diffcache.foreign import CACHES, cache_name
 
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _ROWS = 4  # random tokens, so that no channel is near 0 in all of them
@@ -69,11 +69,11 @@ class LayerProbe:
     def __init__(self, attention: Any, embedding: Any, scale: float, extra: tuple[Any, ...]):
         width = getattr(getattr(attention, "config", None), "hidden_size", None)
         known = inspect.signature(attention.forward).parameters
-        cache = next((name for name in _CACHES if name in known), None)
+        cache = cache_name(attention.forward)
         if cache is None or "position_embeddings" not in known or not isinstance(width, int):
             raise refusal(
                 attention, "it needs config.hidden_size and a forward with position_embeddings and "
-                f"one of {_CACHES}"
+                f"one of {CACHES}"
             )  # fmt: skip
         self.attention = attention
         self.embedding = embedding

@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from diffcache.foreign import device_of_model
+from diffcache.foreign import device_of_model, with_cache
 from diffcache.kv.hf.cache import KVCache, Recipes, cache_for
 from diffcache.kv.life.episodes import OnRequest, compress_by_probe
 from diffcache.kv.score.probe import Asked
@@ -83,8 +83,8 @@ def ask(
         asked = _ids(tokenizer, question + after + answer_prefix).to(device)
         whole = torch.cat([ids, asked], 1)
         out = model.generate(  # type: ignore[operator]
-            input_ids=whole, attention_mask=torch.ones_like(whole), past_key_values=cache.fork(),
-            **chosen,
+            input_ids=whole, attention_mask=torch.ones_like(whole),
+            **(with_cache(model, cache.fork()) | chosen),
         )  # fmt: skip
         tokens = out if isinstance(out, Tensor) else out.sequences
         answers.append(tokenizer.decode(tokens[0, whole.shape[1] :], skip_special_tokens=True))
@@ -104,10 +104,10 @@ def read_context(model: nn.Module, tokenizer: Any, cache: KVCache, ids: Tensor) 
     more = {"logits_to_keep": 1} if few else {}  # logits of a long context would fill the memory
     recipe = cache.store.recipe
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache, use_cache=True, **more)
+        model(input_ids=ids, **with_cache(model, cache), **more)
         if recipe.score == Asked():
             probe = torch.cat([_ids(tokenizer, _REPEAT).to(ids.device), ids], 1)
-            compress_by_probe(cache, lambda fork: model(probe, past_key_values=fork, **more))
+            compress_by_probe(cache, lambda fork: model(probe, **with_cache(model, fork), **more))
         else:
             cache.settle()
     if recipe.trigger is not None and not recipe.trigger.decoding:

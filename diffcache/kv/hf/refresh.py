@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import AttachError
+from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.hf.model import NAME, decoder_config
 from diffcache.kv.refresh import Stale
@@ -144,8 +145,7 @@ def _forward(
             out = model(
                 input_ids=ids.gather(1, index),
                 position_ids=pos.expand(batch, -1).gather(1, index),
-                past_key_values=cache,
-                use_cache=True,
+                **with_cache(model, cache),
             )
     finally:
         cache.writer.refreshing = None

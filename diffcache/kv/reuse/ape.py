@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffcache.foreign import with_cache
 from diffcache.kv.hf.refresh import check_whole
 from diffcache.kv.segment import Dense, Traits
 from diffcache.kv.slots import Slots, join
@@ -61,9 +62,9 @@ def ape(
     traits = Traits(temperature, scale * temperature, apart=True)
     found: list[list[Slots]] = [[] for _ in store.layers]
     with torch.no_grad():
-        model(input_ids=prefix[None], past_key_values=cache, use_cache=True)
+        model(input_ids=prefix[None], **with_cache(model, cache))
         for context in contexts:
-            model(input_ids=context[None], past_key_values=cache, use_cache=True)
+            model(input_ids=context[None], **with_cache(model, cache))
             for layer, parts in zip(store.layers, found, strict=True):
                 parts.append(layer.read().narrow(len(prefix), layer.held).clone())
                 layer.summary = None

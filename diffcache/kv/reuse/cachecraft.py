@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query, probabilities
 from diffcache.kv.hf.refresh import recompute
 from diffcache.kv.reuse.piece import Piece, cut, joined, lay_out
@@ -104,7 +105,7 @@ def chunks_of(
             paid.index_put_((block.positions()[0],), _by_chunk(mean, of, len(texts)), True)
 
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        model(input_ids=ids, **with_cache(model, cache))
     recompute(model, cache, ids, torch.arange(ids.shape[1], device=ids.device), watch=watch)
     found, start = [], 0
     for number, text in enumerate(texts):

@@ -23,6 +23,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from diffcache.eval.cost.interleave import Call, Progress, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting
+from diffcache.foreign import with_cache
 from diffcache.kv.hf.cache import KVCache, cache_for
 from diffcache.kv.hf.model import Mode
 from diffcache.kv.recipe import Recipe
@@ -124,9 +125,7 @@ class Contender:
         """
         given = self.tokens[:, self.taken : self.taken + count]
         # As `generate` does, logits of the last token alone.
-        self.model(
-            input_ids=given, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **more
-        )
+        self.model(input_ids=given, **with_cache(self.model, self.cache), logits_to_keep=1, **more)
         self.taken += count
 
     @property

@@ -20,6 +20,7 @@ from diffcache.errors import AttachError
 from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import ROOT
 from diffcache.eval.workshop.kv import oracle
+from diffcache.foreign import with_cache
 from diffcache.kv import Recipe, kivi, snapkv, streaming_llm
 from diffcache.kv.hf.cache import cache_for, detach
 from tests.zoo.language import build, kinds
@@ -89,7 +90,7 @@ def _keeps(recipe: Recipe, rows: int) -> Callable[[Any], Verdict]:
 
     def look(model: Any) -> Verdict:
         inputs = prompts(rows)
-        ours = _generate(model, inputs, past_key_values=cache_for(model, recipe))
+        ours = _generate(model, inputs, **with_cache(model, cache_for(model, recipe)))
         detach(model)
         return _compare(ours, _generate(model, inputs))
 
@@ -144,7 +145,7 @@ def row_of(name: str, kind: str) -> Row:
             for rows in (1, 2):
                 _generate(model, prompts(rows))
                 full = DynamicCache(config=model.config)
-                _generate(model, prompts(rows), past_key_values=full)
+                _generate(model, prompts(rows), **with_cache(model, full))
         except Exception as error:
             return Row(name, why=f"stock generate fails: {_line(error)}")
         return Row(name, tuple(judge(model, look) for look in COLUMNS.values()))

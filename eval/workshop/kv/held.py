@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from diffcache.eval.kv.recall import exact_bytes
+from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.recipe import Recipe
@@ -101,7 +102,7 @@ def _row(
 
 def _read(model: nn.Module, recipe: Recipe, batch: RecallBatch) -> KVCache:
     cache = cache_for(model, recipe, mode="native")
-    model(input_ids=batch.context, past_key_values=cache, use_cache=True)
+    model(input_ids=batch.context, **with_cache(model, cache))
     cache.settle()
     return cache
 
@@ -109,7 +110,7 @@ def _read(model: nn.Module, recipe: Recipe, batch: RecallBatch) -> KVCache:
 def _queries(model: nn.Module, cache: KVCache, ids: Tensor) -> list[Tensor]:
     """Return the rotated queries of tokens after a context, [B, Hq, n, D] of each layer."""
     with asked_queries(model) as found:
-        model(input_ids=ids, past_key_values=cache.fork(), use_cache=True)
+        model(input_ids=ids, **with_cache(model, cache.fork()))
     return found
 
 

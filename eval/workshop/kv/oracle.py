@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import sdpa_mask
 
-from diffcache.foreign import attention_names, set_attention_names
+from diffcache.foreign import attention_names, set_attention_names, with_cache
 from diffcache.kv.attend import Query
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.hf.model import Setup, decoder_of
@@ -102,7 +102,7 @@ def run(model: Any, recipe: Recipe, inputs: Any, **settings: Any) -> tuple[Any, 
     cache = cache_for(model, recipe, mode="native")
     try:
         with logged() as log:
-            out = model.generate(**inputs, past_key_values=cache, **settings)
+            out = model.generate(**inputs, **with_cache(model, cache), **settings)
     finally:
         detach(model)
     return out, cache, log
@@ -112,7 +112,7 @@ def expected(model: Any, cache: KVCache, log: Log, inputs: Any, **settings: Any)
     """Generate with a full cache in which the same slots are hidden."""
     full = Full(model.config, cache.owned)
     with masked(model, log, cache.setup, full):
-        return model.generate(**inputs, past_key_values=full, **settings)
+        return model.generate(**inputs, **with_cache(model, full), **settings)
 
 
 def _seen(
