@@ -20,7 +20,10 @@ from diffcache.kv.slots import EMPTY, SlotIndex, Slots, chosen, named, one_row, 
 from diffcache.kv.tail import Refill, Tail
 from diffcache.kv.view import KVView, Reads
 
-FIXED = "count={}: {} tokens can be taken back, those before are settled"
+FIXED = (
+    "count={}: {} tokens can be taken back, those before are settled: compressed or coded; go on "
+    "from a fork of before, or announce it (cache.activate_past_recording()) before they are read"
+)
 
 
 class Form(NamedTuple):

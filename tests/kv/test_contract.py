@@ -297,6 +297,11 @@ def test_tokens_taken_back_and_forwards_cut_off_are_exact_or_refused(model: Any,
                 again()
         plain.reset()
         read(plain, ids[:, :start])
+    whole = cache_for(model, recipe)
+    model.generate(ids, past_key_values=whole, **{**GREEDY, "max_new_tokens": 1})
+    if any(layer.held < layer.seen for layer in whole.store.layers):
+        with pytest.raises(ValueError, match="count=5: 0 tokens can be taken back, .* a fork of"):
+            whole.crop(-5)
     detach(model)
     assert not model._forward_hooks and not model.model._forward_hooks
 

@@ -269,6 +269,24 @@ def test_a_whole_prompt_is_compressed_where_it_ends(
     detach(exact)
 
 
+def test_a_prefill_of_ones_own_is_not_taken_for_a_whole_prompt(
+    exact: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = type(exact)._prefill
+
+    def _prefill(self: Any, ids: Tensor, config: Any, settings: Any, **more: Any) -> Any:
+        settings = {**settings, "attention_mask": None}
+        for part in ids.split(16, 1):
+            out = read(self, part, config, settings, **more)
+        return out
+
+    monkeypatch.setattr(type(exact), "_prefill", _prefill)
+    cache = cache_for(exact, lots(Uniform(12)), mode="native")
+    exact.generate(**row(prompts(), 1), max_new_tokens=1, past_key_values=cache)
+    assert {layer.held for layer in cache.store.layers} == {48}
+    detach(exact)
+
+
 def test_a_fork_of_a_cache_goes_on_alone(exact: Any) -> None:
     inputs = row(prompts(), 1)
     cache = cache_for(exact, lots(Uniform(12)), mode="native")
