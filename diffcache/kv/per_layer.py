@@ -104,7 +104,8 @@ class LayerScores(Score):
 
     scores: tuple[Score | None, ...]
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         keeping = dict.fromkeys(each for each in self._all() if each.statistics)
         if len(keeping) > 1:
             raise ValueError(
@@ -223,6 +224,7 @@ class LayerMergers(Merger):
     mergers: tuple[Merger | None, ...]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         spaces = {merger.space for merger in self.mergers if merger is not None}
         if len(spaces) > 1:
             raise ValueError(f"layers merge in different spaces {sorted(spaces)}: give all one")

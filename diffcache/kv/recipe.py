@@ -13,6 +13,7 @@ from diffcache.kv.plan import Planner
 from diffcache.kv.positions import PositionMap, Slot
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.score.base import Score
+from diffcache.kv.settings import Settings
 from diffcache.kv.trigger import AfterPrefill, Trigger
 
 Layout = Literal["padded", "flat"]
@@ -20,7 +21,7 @@ Space = Literal["post", "pre"]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Settings):
     """Steps that a cache goes through: `plan` decides by `score` and `budget`, `codec` holds slots.
 
     Two recipes that say different things compose: `snapkv(budget=256) | kivi(bits=2)`.
@@ -57,7 +58,8 @@ class Recipe:
     layout: Layout = "flat"
     skip: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless parts go together; scores are asked after a prompt by default."""
         evicting = [getattr(self, name) is not None for name in ("score", "budget", "plan")]
         if any(evicting) != all(evicting):
             raise ValueError(

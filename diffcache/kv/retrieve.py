@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 
 from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
+from diffcache.kv.settings import Settings
 from diffcache.kv.view import View
 
 
-class Retriever(ABC):
+class Retriever(Settings, ABC):
     """Choice of the slots that a query reads; a frozen dataclass of settings."""
 
     @property

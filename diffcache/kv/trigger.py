@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from diffcache.kv.settings import Count, Settings
+
 
 @dataclass(frozen=True)
 class Event:
@@ -27,7 +29,7 @@ class Event:
     seen: int = 0
 
 
-class Trigger(ABC):
+class Trigger(Settings, ABC):
     """Times at which a cache is compressed; a frozen dataclass of settings."""
 
     decoding: bool = True  # compresses while tokens are generated, so these are observed too
@@ -55,16 +57,9 @@ class EveryStep(Trigger):
 
     Args:
         every: Tokens from one time to the next.
-
-    Raises:
-        ValueError: If `every` is less than 1.
     """
 
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every={self.every}: must be at least 1 token")
+    every: Count = 1
 
     def due(self, event: Event) -> bool:
         """Return whether enough tokens came."""
@@ -77,16 +72,9 @@ class Overflow(Trigger):
 
     Args:
         slots: Slots of the longest row.
-
-    Raises:
-        ValueError: If `slots` is less than 1.
     """
 
-    slots: int
-
-    def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise ValueError(f"slots={self.slots}: must be at least 1")
+    slots: Count
 
     def due(self, event: Event) -> bool:
         """Return whether too many are held."""

@@ -13,7 +13,6 @@ from diffcache.kernels.merge import lse_merge
 from diffcache.kv.attend import Query, attend, attend_parts
 from diffcache.kv.codec.base import nbytes
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.positions import Slot
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.segment import Dense, Flat, Traits
 from diffcache.kv.slots import Slots, chosen, span
@@ -246,14 +245,3 @@ def test_rows_follow_beams() -> None:
     layer.rows(torch.tensor([1, 1, 0]))
     assert torch.equal(layer.read().k, before.k[[1, 1, 0]])
     assert torch.equal(layer.stats["mass"][2], torch.arange(12.0).view(H, 6))
-
-
-def test_bad_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"k=\[2, 2, 4, 8\], v=\[2, 2, 3, 8\]"):
-        KVLayer().write(drawn(4)[0], drawn(3)[1])
-    with pytest.raises(ValueError, match="layer 3 is empty"):
-        KVLayer(3).read()
-    with pytest.raises(ValueError, match="takes a rotary"):
-        KVLayer(positions=Slot())
-    with pytest.raises(ValueError, match="nothing to attend to"):
-        attend(asked(1, 0), [])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from diffcache.kernels.move import gather_slots
 from diffcache.kv.codec.table import SlotTable
+from diffcache.kv.settings import FloatType, Settings
 
 
 class Payload(ABC):
@@ -93,7 +94,7 @@ class Parts(Payload):
         return new
 
 
-class TensorCodec(ABC):
+class TensorCodec(Settings, ABC):
     """Code for one tensor `[B, H, S, D]`; a frozen dataclass of settings, final.
 
     A codec knows nothing of positions; slots are counted along the third axis.
@@ -239,16 +240,9 @@ class Exact(TensorCodec):
 
     Args:
         dtype: Dtype that is stored; None for the dtype that is given, which loses nothing.
-
-    Raises:
-        ValueError: If `dtype` is no float dtype.
     """
 
-    dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ValueError(f"dtype={self.dtype}: must be a float dtype, or None for the given")
+    dtype: FloatType | None = None
 
     def encode(self, x: Tensor) -> Dense:
         """Keep `x` itself where the dtype is the same and `x` is no part of a larger tensor."""

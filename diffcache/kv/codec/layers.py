@@ -23,10 +23,11 @@ from diffcache.kv.codec.tails import (
 )
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.segment import Coded, Segment
+from diffcache.kv.settings import Count, Settings, Whole
 from diffcache.kv.slots import Slots
 
 
-class LayersCodec(ABC):
+class LayersCodec(Settings, ABC):
     """Code for the keys, or the values, of neighboring layers; a frozen dataclass.
 
     Payloads of several layers share tensors, which count once. They are what `take` and `rows`
@@ -100,17 +101,13 @@ class Together(KVCodec):
 
     keys: LayersCodec
     values: LayersCodec
-    scope: int = 2
-    block: int = 128
-    recent: int = 0
+    scope: Count = 2
+    block: Count = 128
+    recent: Whole = 0
     whole: bool = False
 
-    def __post_init__(self) -> None:
-        if self.scope < 1 or self.block < 1 or self.recent < 0:
-            raise ValueError(
-                f"scope={self.scope}, block={self.block}, recent={self.recent}: must be at least "
-                "1 layer, 1 token and 0 tokens"
-            )
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if self.block % self.multiple:
             raise ValueError(
                 f"block={self.block}: must be a multiple of {self.multiple}, the tokens that are "

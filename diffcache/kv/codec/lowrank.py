@@ -13,6 +13,7 @@ from torch import Tensor
 from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, checked, work_dtype
 from diffcache.kv.codec.heads import JoinHeads
 from diffcache.kv.codec.table import SlotTable, join_tables
+from diffcache.kv.settings import Count
 
 _FEW = 8  # coordinates that are multiplied one by one
 
@@ -91,18 +92,11 @@ class LowRank(TensorCodec):
         rank: Basis vectors, at least 1; as many as there are channels loses nothing.
         inner: Codec of the coordinates; None keeps them in the dtype that was given.
         joint: One basis for all heads of a slot side by side, or one for each head.
-
-    Raises:
-        ValueError: If `rank` is below 1.
     """
 
-    rank: int
+    rank: Count
     inner: TensorCodec | None = None
     joint: bool = False
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank={self.rank}: must be at least 1")
 
     @property
     def multiple(self) -> int:
@@ -169,7 +163,8 @@ class StaticLowRank(TensorCodec):
     up: Tensor
     inner: TensorCodec | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if self.down.dim() != 2 or self.up.shape != self.down.shape[::-1]:
             raise ValueError(
                 f"down has shape {list(self.down.shape)} and up {list(self.up.shape)}: give"

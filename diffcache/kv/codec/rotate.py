@@ -13,6 +13,7 @@ from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, checked
 from diffcache.kv.codec.heads import JoinHeads
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.codec.table import SlotTable, join_tables, narrow
+from diffcache.kv.settings import Count
 
 
 def hadamard(x: Tensor, block: int) -> Tensor:
@@ -71,12 +72,11 @@ class Hadamard(TensorCodec):
     """
 
     inner: TensorCodec
-    heads: int = 1
+    heads: Count = 1
     block: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.heads < 1:
-            raise ValueError(f"heads={self.heads}: must be at least 1")
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if self.block is not None and (self.block < 2 or self.block & (self.block - 1)):
             raise ValueError(f"block={self.block}: must be a power of two, or None")
 
@@ -154,7 +154,8 @@ class ChannelPermute(TensorCodec):
     inner: TensorCodec
     order: Tensor | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if self.order is None:
             return
         places = torch.arange(self.order.shape[-1], device=self.order.device)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, checked, work_dtype
 from diffcache.kv.codec.table import SlotTable, join_tables
+from diffcache.kv.settings import FloatType
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,17 +52,10 @@ class ChannelSeparable(TensorCodec):
     Args:
         inner: Codec of the scaled tensor.
         scale_dtype: Dtype that the factors are stored in.
-
-    Raises:
-        ValueError: If `scale_dtype` is no float dtype.
     """
 
     inner: TensorCodec
-    scale_dtype: torch.dtype = torch.float16
-
-    def __post_init__(self) -> None:
-        if not self.scale_dtype.is_floating_point:
-            raise ValueError(f"scale_dtype={self.scale_dtype}: must be a float dtype")
+    scale_dtype: FloatType = torch.float16
 
     @property
     def multiple(self) -> int:
@@ -102,7 +96,8 @@ class Balanced(TensorCodec):
     inner: TensorCodec
     factor: Tensor
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if not 1 <= self.factor.dim() <= 3:
             raise ValueError(f"factor has shape {list(self.factor.shape)}: give up to [B, H, D]")
         if not bool(((self.factor > 0) & self.factor.isfinite()).all()):

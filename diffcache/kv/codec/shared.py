@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.kv.budget import check_size
 from diffcache.kv.codec.base import (
     Exact,
     Parts,
@@ -26,6 +24,7 @@ from diffcache.kv.codec.layers import LayersCodec
 from diffcache.kv.codec.lowrank import Factors, LowRank
 from diffcache.kv.codec.quant import GroupQuant, Quantized
 from diffcache.kv.codec.table import SlotTable, join_tables, narrow
+from diffcache.kv.settings import Mode, Share, Size
 
 
 def same(one: Payload, other: Payload) -> bool:
@@ -77,15 +76,9 @@ class SharedBasis(LayersCodec):
 
     Args:
         rank: Coordinates of a slot, or a share of the channels of all layers and heads together.
-
-    Raises:
-        ValueError: If `rank` is neither a whole number of at least 2 nor a share.
     """
 
-    rank: int | float = 0.25
-
-    def __post_init__(self) -> None:
-        check_size("rank", self.rank)
+    rank: Size = 0.25
 
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:
         """Code the layers."""
@@ -171,22 +164,12 @@ class SharedDirection(LayersCodec):
         mode: `paper` keeps the `keep` slots of the largest angle in each head; `official` keeps
             those whose angle is below `min + keep * (max - min)`, the most alike, as the condition
             reads in code that goes with later papers.
-
-    Raises:
-        ValueError: If a value is out of its range.
     """
 
-    t: float = 0.6
-    keep: float = 0.05
+    t: Share = 0.6
+    keep: Share = 0.05
     inner: TensorCodec | None = None
-    mode: Literal["paper", "official"] = "paper"
-
-    def __post_init__(self) -> None:
-        for name in ("t", "keep"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be from 0 to 1")
-        if self.mode not in ("paper", "official"):
-            raise ValueError(f"mode={self.mode!r}: must be 'paper' or 'official'")
+    mode: Mode = "paper"
 
     @property
     def multiple(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.nn import functional
 from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, checked
 from diffcache.kv.codec.pack import pack
 from diffcache.kv.codec.table import narrow
+from diffcache.kv.settings import Mode, Range, Share
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,20 +67,11 @@ class BitmapSparse(TensorCodec):
         inner: Codec of the kept values `[B, H, S, k]`; None keeps them in the dtype that was given.
         mode: `paper` prunes `floor(D * sparsity)` channels; `official` keeps every magnitude that
             is at least the largest of those, as the authors' code does, which prunes one fewer.
-
-    Raises:
-        ValueError: If a value is out of its range.
     """
 
-    sparsity: float = 0.7
+    sparsity: Annotated[float, Range(0, 1, below=True)] = 0.7
     inner: TensorCodec | None = None
-    mode: Literal["paper", "official"] = "paper"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sparsity < 1:
-            raise ValueError(f"sparsity={self.sparsity}: must be at least 0 and below 1")
-        if self.mode not in ("paper", "official"):
-            raise ValueError(f"mode={self.mode!r}: must be 'paper' or 'official'")
+    mode: Mode = "paper"
 
     @property
     def multiple(self) -> int:
@@ -184,19 +176,10 @@ class Outliers(TensorCodec):
             smallest; each half is rounded to whole elements, and is at least one above 0.
         along: Axis of a vector: the `channels` of one slot, or the slots (`tokens`) that
             are encoded together of one channel.
-
-    Raises:
-        ValueError: If a value is out of its range.
     """
 
-    share: float = 0.02
+    share: Share = 0.02
     along: Literal["tokens", "channels"] = "channels"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share={self.share}: must be 0 to 1")
-        if self.along not in ("tokens", "channels"):
-            raise ValueError(f"along={self.along!r}: must be 'tokens' or 'channels'")
 
     def half(self, length: int) -> int:
         """Return the elements that are kept at either end of a vector of `length`."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from diffcache.kv.budget import Size, Uniform
+from diffcache.kv.budget import Uniform
 from diffcache.kv.budgets.heads import AdaHead, Safeguard
 from diffcache.kv.budgets.layers import EntropyVariance, Pyramid
 from diffcache.kv.plan import RecentShare, TopK, TwoStage
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.settings import Count, Share, Whole, checked
 from diffcache.kv.score.attention import (
     Groups,
     LastQuery,
@@ -22,6 +21,7 @@ from diffcache.kv.score.attention import (
 from diffcache.kv.score.expected import Expected
 from diffcache.kv.score.recency import Chance
 from diffcache.kv.score.vectors import KeyDifference, KeyNorm, Lag, ValueNorm
+from diffcache.kv.settings import Count, Share, Size, Whole, checked
 from diffcache.kv.trigger import EveryStep
 
 

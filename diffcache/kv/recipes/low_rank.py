@@ -14,7 +14,7 @@ from diffcache.kv.codec.remat import Deltas, Nothing, Projections, Rematerialise
 from diffcache.kv.codec.shared import SharedBasis, SharedDirection
 from diffcache.kv.learn.cskv import Bases
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.settings import Count, Whole, check_multiple, checked
+from diffcache.kv.settings import Count, Whole, check_multiple, checked
 
 
 @checked

@@ -11,10 +11,11 @@ from torch import Tensor
 from diffcache.kv.attend import Query
 from diffcache.kv.attended import Attended
 from diffcache.kv.observe import Observation
+from diffcache.kv.settings import Settings
 from diffcache.kv.slots import Slots
 
 
-class Score(ABC):
+class Score(Settings, ABC):
     """Worth of each slot of a layer; a frozen dataclass of settings.
 
     A scorer never deletes, and it need not care for padding: whatever it says of empty slots

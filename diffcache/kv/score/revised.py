@@ -11,6 +11,7 @@ from diffcache.kv.attend import Query
 from diffcache.kv.attended import Attended
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.base import Score
+from diffcache.kv.settings import Count
 from diffcache.kv.slots import Slots
 
 
@@ -79,18 +80,11 @@ class Shared(Revised):
         score: The scorer.
         group: Layers of a group; 1 leaves layers apart.
         heads: Average over the key-value heads of a layer.
-
-    Raises:
-        ValueError: If `group` is less than 1.
     """
 
     score: Score
-    group: int = 1
+    group: Count = 1
     heads: bool = False
-
-    def __post_init__(self) -> None:
-        if self.group < 1:
-            raise ValueError(f"group={self.group}: must be at least 1 layer")
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return the layer's own scores, [B, H, S]."""

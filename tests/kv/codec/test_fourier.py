@@ -107,8 +107,3 @@ def test_error_falls_with_the_share(share: float) -> None:
 
 def test_slots_are_a_multiple_of_both() -> None:
     assert RangeSplit(0.5, GroupQuant(2, "tokens", 6), FourierSigns(4)).multiple == 12
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="scale_dtype=torch.int8"):
-        FourierSigns(8, torch.int8)

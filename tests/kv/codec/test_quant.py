@@ -187,15 +187,3 @@ def test_lifecycle_of_groups() -> None:
     joined, whole = codec.join(parts), codec.encode(x)
     assert torch.equal(joined.codes, whole.codes) and joined.grid.of is None
     assert torch.equal(joined.grid.values, whole.grid.values)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (dict(whole_zero=True, symmetric=True), "a symmetric grid has no smallest value"),
-        (dict(scale_dtype=torch.int8), "scale_dtype=torch.int8: must be a float dtype"),
-    ],
-)
-def test_bad_settings_are_refused(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GroupQuant(**settings)

@@ -116,20 +116,3 @@ def test_rotatekv_rounds_to_the_nearest_of_its_grid(bits: int) -> None:
     found = rotatekv(bits, 32, 1, order).encode(x).decode()
     worst = ((hadamard(found, 32) - rotated).abs() / (span / (2**bits - 1))).max()
     assert float(worst) == pytest.approx(0.5, abs=0.02)
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="no Hadamard block divides 15 channels"):
-        Hadamard(Exact()).encode(torch.randn(1, 1, 2, 15))
-    with pytest.raises(
-        ValueError, match=r"no Hadamard block divides 24 channels \(heads=1, block=16\)"
-    ):
-        Hadamard(Exact(), block=16).encode(torch.randn(1, 1, 2, 24))
-    with pytest.raises(ValueError, match="heads=3: must divide the 4 heads of x"):
-        Hadamard(Exact(), heads=3).encode(torch.randn(1, 4, 2, 8))
-    with pytest.raises(ValueError, match=r"order must be \[D\] or \[H, D\]"):
-        ChannelPermute(Exact(), torch.tensor([0, 0, 1]))
-    with pytest.raises(ValueError, match="x has 1 heads, 4 channels"):
-        ChannelPermute(Exact(), torch.arange(3)).encode(torch.randn(1, 1, 2, 4))
-    with pytest.raises(ValueError, match="bits=1: mode='official' has 2, 3 or 4"):
-        rotatekv(1, mode="official")

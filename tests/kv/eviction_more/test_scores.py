@@ -13,8 +13,7 @@ from diffcache.kv.attended import Attended
 from diffcache.kv.score.attention import Mass, Window
 from diffcache.kv.score.heads import HeadVote
 from diffcache.kv.score.history import LowCount, NoisyMass, Recurrence
-from diffcache.kv.score.patches import PatchCenters
-from diffcache.kv.score.probe import Asked, MaxAttention
+from diffcache.kv.score.probe import MaxAttention
 from diffcache.kv.score.revised import Shared
 from diffcache.kv.score.vectors import Lag
 from diffcache.kv.slots import Slots, span
@@ -177,17 +176,3 @@ def test_chosen_heads_vote(heads: Any) -> None:
             assert found[layer][0, 0, slot] == pytest.approx(sum(near) / 3, rel=1e-4)
         assert torch.equal(found[layer][:, 0], found[layer][:, 1])
         assert bool((found[layer][..., before:] == float("inf")).all())
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: HeadVote(((),)), r"heads\[0\]"),
-        (lambda: PatchCenters(()), "scales="),
-        (lambda: scores(HeadVote(((9,),)), Text(12), [12]), "query heads"),
-        (lambda: scores(Asked(), Text(4), [4]), "compress_by_probe"),
-    ],
-)
-def test_bad_settings_are_refused(make: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        make()

@@ -161,19 +161,3 @@ def test_a_group_keeps_the_best_of_what_its_heads_hold() -> None:
         x = outputs[:, 6 * part : 6 * part + 6]
         error = (x - outputs @ down @ up[:, 6 * part : 6 * part + 6]).square().sum()
         assert torch.isclose(error, torch.linalg.svdvals(x)[3:].square().sum())
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: learn.Fit(0), "rank=0"),
-        (lambda: learn.Fit(4, 0), "value_rank=0"),
-        (lambda: learn.Fit(4, steps=-1), "steps=-1"),
-        (lambda: learn.fit([], [[torch.ones(1)]], learn.Fit(4)), "inputs_of"),
-        (lambda: heads.group_bases(torch.ones(3, 12), 4, 3), "groups=3"),
-        (lambda: heads.fit([(nn.Linear(2, 2), nn.Linear(2, 2))], [[]], 2, 1), "inputs_of"),
-    ],
-)
-def test_bad_settings_are_refused(make: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        make()

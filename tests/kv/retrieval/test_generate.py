@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from diffcache.kv.budget import Size
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.hf.cache import cache_for, detach
@@ -17,6 +16,7 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes import retrieval as recipes
 from diffcache.kv.recipes.eviction import adakv, snapkv
 from diffcache.kv.retrieval.summary import known, slots_read
+from diffcache.kv.settings import Size
 from tests.kv.tiny import GREEDY, llama, prompts, row, same
 
 SHORT = {**GREEDY, "max_new_tokens": 6}
