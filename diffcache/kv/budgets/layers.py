@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from diffcache.kv.budget import Budget, slots_for
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import window_variance
-from diffcache.kv.settings import Count, Factor, Positive, Size, Whole
+from diffcache.kv.settings import Count, Factor, Mode, Positive, Size, Whole
 
 _STEPS = 64  # halvings, until neighboring doubles are reached
 _ROUNDS = 60  # of bisection: far below what two slots may differ by
@@ -82,7 +81,7 @@ class Pyramid(Budget):
     size: Size
     beta: Factor = 20.0
     window: Whole = 8
-    mode: Literal["paper", "official"] = "paper"
+    mode: Mode = "paper"
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
         """Return an arithmetic sequence, rounded."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from diffcache.kernels.move import gather_slots
-from diffcache.kv.codec.table import SlotTable
+from diffcache.kv.codec.table import SlotTable, join_tables
 from diffcache.kv.settings import FloatType, Settings
 
 
@@ -94,6 +94,30 @@ class Parts(Payload):
         return new
 
 
+def appended(parts: Sequence[Q], **inner: TensorCodec) -> Q:
+    """Append payloads of one kind along the slots, each of their parts by what it is.
+
+    Args:
+        parts: Payloads of one kind, at least one.
+        inner: Codecs of the payloads that are parts of these, by their name.
+    """
+    changes: dict[str, Any] = {}
+    for name, value in vars(parts[0]).items():
+        each = [getattr(part, name) for part in parts]
+        if name in parts[0].fixed:
+            continue
+        if isinstance(value, SlotTable):
+            changes[name] = join_tables(each)
+        elif isinstance(value, Tensor):
+            changes[name] = torch.cat(each, 2)
+        elif isinstance(value, Payload):
+            changes[name] = inner[name].join(each)
+    new = copy(parts[0])
+    for name, value in changes.items():
+        object.__setattr__(new, name, value)
+    return new
+
+
 class TensorCodec(Settings, ABC):
     """Code for one tensor `[B, H, S, D]`; a frozen dataclass of settings, final.
 
@@ -103,7 +127,8 @@ class TensorCodec(Settings, ABC):
     @property
     def multiple(self) -> int:
         """Slots that must be coded together: `S` of `encode` is a multiple of it."""
-        return 1
+        inner: TensorCodec | None = getattr(self, "inner", None)
+        return 1 if inner is None else inner.multiple
 
     @abstractmethod
     def encode(self, x: Tensor) -> Payload:
@@ -253,5 +278,4 @@ class Exact(TensorCodec):
 
     def join(self, parts: Sequence[Payload]) -> Dense:
         """Concatenate."""
-        found = all_of(Dense, parts)
-        return replace(found[0], values=torch.cat([part.values for part in found], 2))
+        return appended(all_of(Dense, parts))

@@ -87,11 +87,6 @@ class JoinHeads(TensorCodec):
     inner: TensorCodec
     heads: Count | None = None
 
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return self.inner.multiple
-
     def encode(self, x: Tensor) -> JoinedHeads:
         """Code a tensor `[B, H, S, D]`.
 

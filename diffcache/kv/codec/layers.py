@@ -37,7 +37,8 @@ class LayersCodec(Settings, ABC):
     @property
     def multiple(self) -> int:
         """Slots that must be coded together."""
-        return 1
+        inner: TensorCodec | None = getattr(self, "inner", None)
+        return 1 if inner is None else inner.multiple
 
     @abstractmethod
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:
@@ -61,23 +62,18 @@ class Single(LayersCodec):
     """A tensor codec for each layer alone.
 
     Args:
-        codec: Codec of every layer.
+        inner: Codec of every layer.
     """
 
-    codec: TensorCodec
-
-    @property
-    def multiple(self) -> int:
-        """Slots that the codec codes at once."""
-        return self.codec.multiple
+    inner: TensorCodec
 
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:
         """Code each."""
-        return [self.codec.encode(x) for x in xs]
+        return [self.inner.encode(x) for x in xs]
 
     def join(self, layers: Sequence[Sequence[Payload]]) -> list[Payload]:
         """Append each."""
-        return [self.codec.join(parts) for parts in layers]
+        return [self.inner.join(parts) for parts in layers]
 
 
 @dataclass(frozen=True)

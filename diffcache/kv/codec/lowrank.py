@@ -10,9 +10,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, checked, work_dtype
+from diffcache.kv.codec.base import (
+    Exact,
+    Parts,
+    Payload,
+    TensorCodec,
+    all_of,
+    appended,
+    checked,
+    work_dtype,
+)
 from diffcache.kv.codec.heads import JoinHeads
-from diffcache.kv.codec.table import SlotTable, join_tables
+from diffcache.kv.codec.table import SlotTable
 from diffcache.kv.settings import Count
 
 _FEW = 8  # coordinates that are multiplied one by one
@@ -98,11 +107,6 @@ class LowRank(TensorCodec):
     inner: TensorCodec | None = None
     joint: bool = False
 
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return 1 if self.inner is None else self.inner.multiple
-
     def encode(self, x: Tensor) -> Payload:
         """Code a tensor `[B, H, S, D]`."""
         checked(x, self.multiple)
@@ -119,13 +123,7 @@ class LowRank(TensorCodec):
         """Append slots; each keeps the basis it was encoded in."""
         if self.joint:
             return JoinHeads(replace(self, joint=False)).join(parts)
-        return join_factors(self.inner or Exact(), all_of(Factors, parts))
-
-
-def join_factors(inner: TensorCodec, parts: Sequence[Factors]) -> Factors:
-    """Append factors whose coordinates `inner` coded."""
-    basis = join_tables([part.basis for part in parts])
-    return replace(parts[0], left=inner.join([part.left for part in parts]), basis=basis)
+        return appended(all_of(Factors, parts), left=self.inner or Exact())
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,11 +169,6 @@ class StaticLowRank(TensorCodec):
                 " [heads * D, r] and [r, heads * D]"
             )
 
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return 1 if self.inner is None else self.inner.multiple
-
     def encode(self, x: Tensor) -> Payload:
         """Code a tensor `[B, H, S, D]`.
 
@@ -195,6 +188,4 @@ class StaticLowRank(TensorCodec):
         """Append slots."""
         if parts and not isinstance(parts[0], Projected):
             return JoinHeads(self).join(parts)
-        found = all_of(Projected, parts)
-        inner = self.inner or Exact()
-        return replace(found[0], left=inner.join([part.left for part in found]))
+        return appended(all_of(Projected, parts), left=self.inner or Exact())

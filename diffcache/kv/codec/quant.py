@@ -18,11 +18,12 @@ from diffcache.kv.codec.base import (
     Payload,
     TensorCodec,
     all_of,
+    appended,
     checked,
     work_dtype,
 )
 from diffcache.kv.codec.pack import chunk_of, pack, unpack
-from diffcache.kv.codec.table import SlotTable, join_tables
+from diffcache.kv.codec.table import SlotTable
 from diffcache.kv.settings import Bits, Count, FloatType, Range, Several
 
 
@@ -236,9 +237,7 @@ class GroupQuant(TensorCodec):
 
     def join(self, parts: Sequence[Payload]) -> Quantized:
         """Concatenate codes and grids."""
-        found = all_of(Quantized, parts)
-        codes = torch.cat([part.codes for part in found], 2)
-        return replace(found[0], codes=codes, grid=join_tables([part.grid for part in found]))
+        return appended(all_of(Quantized, parts))
 
 
 def pad_edge(x: Tensor, count: int) -> Tensor:

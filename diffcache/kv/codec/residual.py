@@ -9,8 +9,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, checked, work_dtype
-from diffcache.kv.codec.lowrank import Factors, join_factors
+from diffcache.kv.codec.base import (
+    Exact,
+    Parts,
+    Payload,
+    TensorCodec,
+    all_of,
+    appended,
+    checked,
+    work_dtype,
+)
+from diffcache.kv.codec.lowrank import Factors
 from diffcache.kv.codec.quant import GroupQuant, Quantized
 from diffcache.kv.codec.sparse import Outliers, Scattered
 from diffcache.kv.codec.table import SlotTable
@@ -129,6 +138,6 @@ class Gear(TensorCodec):
         return replace(
             found[0],
             quantized=self.quant.join([part.quantized for part in found]),
-            factors=join_factors(Exact(), factors) if factors else None,
+            factors=appended(factors, left=Exact()) if factors else None,
             outliers=self.sparse.join(outliers) if outliers else None,
         )

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, checked, work_dtype
+from diffcache.kv.codec.base import (
+    Parts,
+    Payload,
+    TensorCodec,
+    all_of,
+    appended,
+    checked,
+    work_dtype,
+)
 from diffcache.kv.codec.heads import JoinHeads
 from diffcache.kv.codec.quant import GroupQuant
-from diffcache.kv.codec.table import SlotTable, join_tables, narrow
-from diffcache.kv.settings import Count
+from diffcache.kv.codec.table import SlotTable, narrow
+from diffcache.kv.settings import Count, Mode
 
 
 def hadamard(x: Tensor, block: int) -> Tensor:
@@ -80,11 +87,6 @@ class Hadamard(TensorCodec):
         if self.block is not None and (self.block < 2 or self.block & (self.block - 1)):
             raise ValueError(f"block={self.block}: must be a power of two, or None")
 
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return self.inner.multiple
-
     def encode(self, x: Tensor) -> Payload:
         """Code a tensor `[B, H, S, D]`.
 
@@ -107,8 +109,7 @@ class Hadamard(TensorCodec):
         """Append slots."""
         if self.heads > 1:
             return self._across().join(parts)
-        found = all_of(Rotated, parts)
-        return replace(found[0], inner=self.inner.join([part.inner for part in found]))
+        return appended(all_of(Rotated, parts), inner=self.inner)
 
     def block_of(self, size: int) -> int:
         """Return the channels of a block where there are `size` channels, 0 if there is none."""
@@ -162,11 +163,6 @@ class ChannelPermute(TensorCodec):
         if self.order.dim() > 2 or not bool((self.order.long().sort(-1).values == places).all()):
             raise ValueError("order must be [D] or [H, D], a permutation of the channels in a row")
 
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return self.inner.multiple
-
     def encode(self, x: Tensor) -> Permuted:
         """Code a tensor `[B, H, S, D]`.
 
@@ -188,9 +184,7 @@ class ChannelPermute(TensorCodec):
 
     def join(self, parts: Sequence[Payload]) -> Permuted:
         """Append slots."""
-        found = all_of(Permuted, parts)
-        order = join_tables([part.order for part in found])
-        return Permuted(self.inner.join([part.inner for part in found]), order)
+        return appended(all_of(Permuted, parts), inner=self.inner)
 
 
 def energy_order(x: Tensor) -> Tensor:
@@ -211,7 +205,7 @@ def rotatekv(
     group: int = 32,
     heads: int = 1,
     order: Tensor | None = None,
-    mode: Literal["paper", "official"] = "paper",
+    mode: Mode = "paper",
 ) -> TensorCodec:
     """Return the key codec of RotateKV: reorder, rotate over grouped heads, quantize per token.
 
@@ -231,9 +225,7 @@ def rotatekv(
     return JoinHeads(one, heads) if heads > 1 else one
 
 
-def rotatekv_grid(
-    bits: float = 2, group: int = 32, mode: Literal["paper", "official"] = "paper"
-) -> GroupQuant:
+def rotatekv_grid(bits: float = 2, group: int = 32, mode: Mode = "paper") -> GroupQuant:
     """Return what quantizes the tokens of RotateKV, keys once they are rotated and values.
 
     Args:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, checked, work_dtype
-from diffcache.kv.codec.table import SlotTable, join_tables
+from diffcache.kv.codec.base import (
+    Parts,
+    Payload,
+    TensorCodec,
+    all_of,
+    appended,
+    checked,
+    work_dtype,
+)
+from diffcache.kv.codec.table import SlotTable
 from diffcache.kv.settings import FloatType
 
 
@@ -34,13 +42,6 @@ def encode_scaled(inner: TensorCodec, x: Tensor, factor: Tensor) -> Scaled:
     return Scaled(coded, SlotTable.single(factor, x.shape[2]), x.dtype)
 
 
-def join_scaled(inner: TensorCodec, parts: Sequence[Payload]) -> Scaled:
-    """Append payloads along the slots; each keeps its factors."""
-    found = all_of(Scaled, parts)
-    factor = join_tables([part.factor for part in found])
-    return replace(found[0], inner=inner.join([part.inner for part in found]), factor=factor)
-
-
 @dataclass(frozen=True)
 class ChannelSeparable(TensorCodec):
     """Divide every channel by the square root of its largest magnitude, then code.
@@ -57,11 +58,6 @@ class ChannelSeparable(TensorCodec):
     inner: TensorCodec
     scale_dtype: FloatType = torch.float16
 
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return self.inner.multiple
-
     def encode(self, x: Tensor) -> Scaled:
         """Code a tensor `[B, H, S, D]`."""
         checked(x, self.multiple)
@@ -74,7 +70,7 @@ class ChannelSeparable(TensorCodec):
 
     def join(self, parts: Sequence[Payload]) -> Scaled:
         """Append slots."""
-        return join_scaled(self.inner, parts)
+        return appended(all_of(Scaled, parts), inner=self.inner)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +99,6 @@ class Balanced(TensorCodec):
         if not bool(((self.factor > 0) & self.factor.isfinite()).all()):
             raise ValueError("factor has values that are not above 0 and finite")
 
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return self.inner.multiple
-
     def encode(self, x: Tensor) -> Scaled:
         """Code a tensor `[B, H, S, D]`.
 
@@ -123,7 +114,7 @@ class Balanced(TensorCodec):
 
     def join(self, parts: Sequence[Payload]) -> Scaled:
         """Append slots."""
-        return join_scaled(self.inner, parts)
+        return appended(all_of(Scaled, parts), inner=self.inner)
 
 
 def balancer(q: Tensor, k: Tensor) -> Tensor:

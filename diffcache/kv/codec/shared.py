@@ -15,6 +15,7 @@ from diffcache.kv.codec.base import (
     Payload,
     TensorCodec,
     all_of,
+    appended,
     checked,
     tensors,
     work_dtype,
@@ -23,7 +24,7 @@ from diffcache.kv.codec.heads import JoinedHeads, JoinHeads
 from diffcache.kv.codec.layers import LayersCodec
 from diffcache.kv.codec.lowrank import Factors, LowRank
 from diffcache.kv.codec.quant import GroupQuant, Quantized
-from diffcache.kv.codec.table import SlotTable, join_tables, narrow
+from diffcache.kv.codec.table import SlotTable, narrow
 from diffcache.kv.settings import Mode, Share, Size
 
 
@@ -40,24 +41,19 @@ class SharedCodes(LayersCodec):
     Reference: XQuant, arXiv 2510.11236 (cross-layer compression).
 
     Args:
-        codec: Quantizes, of every layer the grid and of the first the codes.
+        inner: Quantizes, of every layer the grid and of the first the codes.
     """
 
-    codec: GroupQuant
-
-    @property
-    def multiple(self) -> int:
-        """Slots that the codec codes at once."""
-        return self.codec.multiple
+    inner: GroupQuant
 
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:
         """Code the layers."""
-        own = [self.codec.encode(x) for x in xs]
+        own = [self.inner.encode(x) for x in xs]
         return [replace(each, codes=own[0].codes) for each in own]
 
     def join(self, layers: Sequence[Sequence[Payload]]) -> list[Payload]:
         """Append, and share the codes that are the same."""
-        joined = [self.codec.join(parts) for parts in layers]
+        joined = [self.inner.join(parts) for parts in layers]
         return [self._shared(joined[0], each) for each in joined]
 
     def _shared(self, first: Quantized, other: Quantized) -> Payload:
@@ -171,11 +167,6 @@ class SharedDirection(LayersCodec):
     inner: TensorCodec | None = None
     mode: Mode = "paper"
 
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return 1 if self.inner is None else self.inner.multiple
-
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:
         """Code two layers, or one alone, whose direction is its own.
 
@@ -210,19 +201,12 @@ class SharedDirection(LayersCodec):
 
     def join(self, layers: Sequence[Sequence[Payload]]) -> list[Payload]:
         """Append, and share the directions that are the same."""
-        joined = [self._appended(all_of(Directed, parts)) for parts in layers]
+        inner = self.inner or Exact()
+        joined = [appended(all_of(Directed, parts), direction=inner) for parts in layers]
         lead = joined[0].direction
         return [
             replace(each, direction=lead) if same(lead, each.direction) else each for each in joined
         ]
-
-    def _appended(self, parts: Sequence[Directed]) -> Directed:
-        return replace(
-            parts[0],
-            direction=(self.inner or Exact()).join([part.direction for part in parts]),
-            norm=torch.cat([part.norm for part in parts], 2),
-            kept=join_tables([part.kept for part in parts]),
-        )
 
 
 def slerp(first: Tensor, second: Tensor, angle: Tensor, t: float) -> Tensor:

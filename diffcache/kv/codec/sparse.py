@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, checked
+from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, appended, checked
 from diffcache.kv.codec.pack import pack
 from diffcache.kv.codec.table import narrow
 from diffcache.kv.settings import Mode, Range, Share
@@ -73,11 +73,6 @@ class BitmapSparse(TensorCodec):
     inner: TensorCodec | None = None
     mode: Mode = "paper"
 
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return 1 if self.inner is None else self.inner.multiple
-
     def kept(self, size: int) -> int:
         """Return the channels of a token that are kept, where D is `size`."""
         # 50 * 0.58 is 29 less a rounding error.
@@ -95,9 +90,7 @@ class BitmapSparse(TensorCodec):
 
     def join(self, parts: Sequence[Payload]) -> Bitmap:
         """Append slots."""
-        found = all_of(Bitmap, parts)
-        values = (self.inner or Exact()).join([part.values for part in found])
-        return replace(found[0], bits=torch.cat([part.bits for part in found], 2), values=values)
+        return appended(all_of(Bitmap, parts), values=self.inner or Exact())
 
 
 @dataclass(frozen=True, eq=False)

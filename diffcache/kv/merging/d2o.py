@@ -17,10 +17,9 @@ from diffcache.kv.merge import Merger
 from diffcache.kv.merging.absorb import absorb, by_cosine, parted, total
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.base import Score
-from diffcache.kv.settings import Share, Size
+from diffcache.kv.settings import Mode, Share, Size
 from diffcache.kv.slots import Slots
 
-Mode = Literal["paper", "official"]
 _GATE = "d2o_gate"  # the threshold of a row, plus 2, so that 0 is "none yet"
 _DENSITY = "d2o_density"
 

@@ -16,7 +16,7 @@ from diffcache.kv.score.history import LowCount, NoisyMass, Recurrence
 from diffcache.kv.score.probe import Asked
 from diffcache.kv.score.revised import Shared
 from diffcache.kv.score.vectors import NormProduct
-from diffcache.kv.settings import Count, Share, Size, checked
+from diffcache.kv.settings import Count, Mode, Share, Size, checked
 from diffcache.kv.trigger import EveryStep, Overflow
 
 
@@ -220,7 +220,7 @@ def compactor(
     blend: float | None = None,
     chunk: int = 256,
     queries: int = 4096,
-    mode: Literal["paper", "official"] = "paper",
+    mode: Mode = "paper",
 ) -> Recipe:
     """Keep keys that others do not span, and what chunks attend to within, after the prompt.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from diffcache.kv.budget import Steady
 from diffcache.kv.budgets.layers import CDFLevel, LayerTable, Scheduled
 from diffcache.kv.plan import FixedSlot, Planner, TopK
@@ -12,10 +10,8 @@ from diffcache.kv.score.attention import Mass
 from diffcache.kv.score.heads import HeadVote
 from diffcache.kv.score.patches import PatchCenters
 from diffcache.kv.score.revised import Shared
-from diffcache.kv.settings import Count, Size, checked
+from diffcache.kv.settings import Count, Mode, Size, checked
 from diffcache.kv.trigger import EveryStep
-
-Mode = Literal["paper", "official"]
 
 
 @checked

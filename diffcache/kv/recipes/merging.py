@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from diffcache.kv.budget import Uniform
 from diffcache.kv.budgets.heads import AdaHead
 from diffcache.kv.merging.chelsea import SoftMatching
@@ -21,10 +19,8 @@ from diffcache.kv.score.history import GlobalLocal
 from diffcache.kv.score.learned import Retained, RetainingHeads
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.score.revised import Shared
-from diffcache.kv.settings import Count, Share, Size, Whole, checked
+from diffcache.kv.settings import Count, Mode, Share, Size, Whole, checked
 from diffcache.kv.trigger import EveryStep
-
-Mode = Literal["paper", "official"]
 
 
 @checked

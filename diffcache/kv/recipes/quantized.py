@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
 from diffcache.kv.budget import Uniform
@@ -27,6 +25,7 @@ from diffcache.kv.score.salience import Salience, WithQueries
 from diffcache.kv.settings import (
     Bits,
     Count,
+    Mode,
     Share,
     Size,
     SomeShare,
@@ -35,8 +34,6 @@ from diffcache.kv.settings import (
     checked,
 )
 from diffcache.kv.trigger import EveryStep
-
-Mode = Literal["paper", "official"]
 
 
 @checked
