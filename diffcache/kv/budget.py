@@ -43,12 +43,12 @@ class Budget(Settings, ABC):
 
     @property
     def looks_across(self) -> bool:
-        """Whether the slots of a layer depend on other layers, or on its place among them."""
+        """Return whether slots of a layer depend on others, or on its place among them."""
         return True
 
     @property
     def bounded(self) -> bool:
-        """Whether rows hold no more however many tokens come, as no share of them does."""
+        """Return whether rows hold no more however many tokens come, as no share of them does."""
         return isinstance(self.size, int)
 
     def steady(self, tokens: int, held: int) -> int | None:
@@ -116,7 +116,7 @@ class Steady(Budget):
 
     @property
     def looks_across(self) -> bool:
-        """Whether the base looks across layers."""
+        """Return whether the base looks across layers."""
         return self.base.looks_across
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The keys and values of one attention layer: what is written, dropped and taken back."""
+"""Keys and values of one attention layer, which are written, dropped and taken back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mergers: what kept slots take over from those that go."""
+"""Mergers: kept slots take over keys and values from those that go."""
 
 from __future__ import annotations
 

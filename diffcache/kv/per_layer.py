@@ -132,12 +132,12 @@ class LayerScores(Score):
 
     @property
     def wants_out(self) -> bool:
-        """Whether one reads the weight of the output projection."""
+        """Return whether one reads the weight of the output projection."""
         return any(each.wants_out for each in self._all())
 
     @property
     def attends(self) -> bool:
-        """Whether the statistics are of attention."""
+        """Return whether the statistics are of attention."""
         keeping = self._keeping()
         return keeping is None or keeping.attends
 
@@ -197,7 +197,7 @@ class LayerPlans(Planner):
 
     @property
     def wants_out(self) -> bool:
-        """Whether one reads the weight of the output projection."""
+        """Return whether one reads the weight of the output projection."""
         return any(plan is not None and plan.wants_out for plan in self.plans)
 
     def __call__(self, score: Tensor, budget: Tensor, seen: Observation) -> Tensor:

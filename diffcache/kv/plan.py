@@ -1,4 +1,4 @@
-"""Plans: what happens to every slot, given scores and a budget."""
+"""Plans: keep, drop or demote every slot, given scores and a budget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Planner(Settings, ABC):
 
     @property
     def wants_out(self) -> bool:
-        """Whether it reads the weight of the output projection."""
+        """Return whether it reads the weight of the output projection."""
         return False
 
     def ends(self, budget: int) -> tuple[int, int] | None:
@@ -159,7 +159,7 @@ class TwoStage(Planner):
 
     @property
     def wants_out(self) -> bool:
-        """Whether it reads the weight of the output projection."""
+        """Return whether it reads the weight of the output projection."""
         return True
 
     def __call__(self, score: Tensor, budget: Tensor, seen: Observation) -> Tensor:

@@ -17,7 +17,7 @@ from diffcache.kv.slots import EMPTY
 
 
 class PositionMap(Settings, ABC):
-    """Which number a frame is rotated under, given the frames that are held; frozen settings.
+    """Numbers that frames are rotated under, given those that are held; frozen settings.
 
     A frame is as many tokens as share a position on the first axis of the rotary: those of its
     `grid`, or one token where there is none. Tokens keep their place in the grid.

@@ -1,4 +1,4 @@
-"""Recipes: what is done to a cache, put together from parts that can be exchanged."""
+"""Recipes for a cache, put together from parts that can be exchanged."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ class Recipe(Settings):
 
     @cached_property
     def evicts(self) -> bool:
-        """Whether slots are scored at all."""
+        """Return whether slots are scored at all."""
         return self.score is not None
 
     @property
     def bounded(self) -> bool:
-        """Whether no more is held however many tokens are generated.
+        """Return whether no more is held however many tokens are generated.
 
         It is not so where slots are dropped after a prompt and no more or only when asked to, where
         the budget is a share of the tokens, and where what is over budget is coded instead of
@@ -105,18 +105,18 @@ class Recipe(Settings):
 
     @property
     def rotates(self) -> bool:
-        """Whether keys are rotated, or turned on, when they are read."""
+        """Return whether keys are rotated, or turned on, when they are read."""
         return self.space == "pre" or self.positions is not None
 
     @cached_property
     def observes(self) -> bool:
-        """Whether it has to see queries."""
+        """Return whether it has to see queries."""
         score = self.score
         return score is not None and (score.window > 0 or bool(score.statistics))
 
     @property
     def wants_out(self) -> bool:
-        """Whether it reads the weights of output projections."""
+        """Return whether it reads the weights of output projections."""
         parts: tuple[Score | Planner | None, ...] = (self.score, self.plan)
         return any(part is not None and part.wants_out for part in parts)
 

@@ -15,7 +15,7 @@ class Retriever(Settings, ABC):
 
     @property
     def looks_across(self) -> bool:
-        """Whether a layer reads what another has found."""
+        """Return whether a layer reads what another has found."""
         return False
 
     @abstractmethod

@@ -42,7 +42,7 @@ class Trigger(Settings, ABC):
 
 @dataclass(frozen=True)
 class AfterPrefill(Trigger):
-    """Once after each prompt, however many chunks it comes in: before the first single token."""
+    """Compress once after each prompt, in however many chunks: before the first single token."""
 
     decoding = False
 
@@ -53,7 +53,7 @@ class AfterPrefill(Trigger):
 
 @dataclass(frozen=True)
 class EveryStep(Trigger):
-    """Before every token that is generated, and after every chunk of a prompt.
+    """Compress before every token that is generated, and after every chunk of a prompt.
 
     Args:
         every: Tokens from one time to the next.
@@ -68,7 +68,7 @@ class EveryStep(Trigger):
 
 @dataclass(frozen=True)
 class Overflow(Trigger):
-    """When more slots are held than so many.
+    """Compress once more slots are held than so many.
 
     Args:
         slots: Slots of the longest row.

@@ -94,20 +94,6 @@ def test_padding_that_is_taken_back_was_none() -> None:
     assert layer.padding.tolist() == [0, 0]
 
 
-def test_a_fork_and_its_parent_do_not_see_each_other() -> None:
-    layer = filled(20)
-    before = layer.read().clone()
-    fork = layer.fork()
-    assert nbytes([layer.tensors(), fork.tensors()]) == nbytes(layer.tensors()), "nothing is copied"
-    fork.write(*drawn(3, seed=1))
-    layer.write(*drawn(3, seed=2))
-    fork.overwrite(torch.tensor([0]), *drawn(1, seed=5))
-    assert torch.equal(layer.read().k[:, :, :20], before.k)
-    assert torch.equal(layer.read().k[:, :, 20:], drawn(3, seed=2)[0])
-    assert torch.equal(fork.read().k[:, :, 20:], drawn(3, seed=1)[0])
-    assert torch.equal(fork.read().k[:, :, 1:20], before.k[:, :, 1:])
-
-
 def test_overwriting_changes_chosen_slots_only() -> None:
     layer = filled(10)
     before = layer.read().clone()

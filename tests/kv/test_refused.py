@@ -1,4 +1,4 @@
-"""Settings and tensors that do not go together: what is called, and what is said of it.
+"""Settings and tensors that do not go together, with the texts of their errors.
 
 Ranges of single settings are in `tests/settings.txt`.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.kv.attend import Query, attend
+from diffcache.kv.budget import Uniform
 from diffcache.kv.budgets.heads import HeadTable
 from diffcache.kv.budgets.layers import LayerTable, Scheduled
 from diffcache.kv.codec.base import Exact
@@ -46,7 +47,8 @@ from diffcache.kv.life.prefix import PrefixTree, chain, time_to_live
 from diffcache.kv.life.tiers import Tiers
 from diffcache.kv.merging.d2o import Density
 from diffcache.kv.merging.lococo import MixWeights
-from diffcache.kv.plan import ByAge
+from diffcache.kv.merging.look_m import NearestMerge
+from diffcache.kv.plan import ByAge, TopK
 from diffcache.kv.positions import Cyclic, Refresh, Slot
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import adakv, criticalkv, h2o, knorm, snapkv
@@ -60,6 +62,7 @@ from diffcache.kv.score.heads import HeadVote
 from diffcache.kv.score.learned import Retained, RetainingHeads
 from diffcache.kv.score.patches import PatchCenters
 from diffcache.kv.score.recency import Recency
+from diffcache.kv.score.vectors import KeyNorm
 from diffcache.kv.store import KVStore
 from tests.kv.eviction_more.plain import Text, scores
 from tests.kv.merging.rows import layer
@@ -146,6 +149,12 @@ EVICTION: list[tuple[Callable[[], object], str]] = [
     (lambda: criticalkv(base=h2o()), "base='h2o': its plan is RecentShare"),
     (lambda: snapkv() | knorm(), "both set score"),
     (lambda: Refresh(5, 5), "back=5"),
+    (
+        lambda: Recipe(
+            score=KeyNorm(), budget=Uniform(2), plan=TopK(), merge=NearestMerge("pivot", "pre")
+        ),
+        "needs space='pre'",
+    ),
     (lambda: Recipe(positions=Cyclic(3)), "space='pre'"),
     (lambda: sentence_tags(IDS, ()), "ends is empty"),
     (lambda: most_changed(STACK, STACK, x(1, 6) > 0, 1.5), "share=1.5: must be at least 0"),

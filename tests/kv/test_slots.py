@@ -1,4 +1,4 @@
-"""What is known of a layer without reading it: runs of slots are copied, and no mask without need."""
+"""Layers known without reading them: runs of slots are copied, and no mask without need."""
 
 from __future__ import annotations
 

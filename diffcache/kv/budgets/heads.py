@@ -51,7 +51,7 @@ class AdaHead(Budget):
 
     @property
     def looks_across(self) -> bool:
-        """Whether the base looks across layers."""
+        """Return whether the base looks across layers."""
         return self.base.looks_across
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:

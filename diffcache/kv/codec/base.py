@@ -1,4 +1,4 @@
-"""What codes one tensor of keys or values: the codec, its payload, and what a payload weighs."""
+"""Codecs of one tensor of keys or values, their payloads, and the bytes of these."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Tables:
     weights: tuple[Tensor, ...]
 
     def bits(self, symbols: Symbols, level: int) -> float:
-        """Return the entropy of symbols under the tables: what no coder can go below, in bits."""
+        """Return the entropy of symbols under the tables, which no coder can go below, in bits."""
         weights = self.weights[level]
         share = weights / weights.sum(-1, keepdim=True)
         index = symbols.codes.transpose(2, 3).long()  # [2, L, C, S']

@@ -1,4 +1,4 @@
-"""How settled slots of layers are held: codecs of keys and values, and when tokens reach them."""
+"""Codecs of the settled slots of layers, and the times at which tokens reach them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Neighboring layers held together: what they share is stored once."""
+"""Hold neighboring layers together, and store once the numbers that they share."""
 
 from __future__ import annotations
 

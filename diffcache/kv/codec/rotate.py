@@ -49,7 +49,7 @@ def hadamard(x: Tensor, block: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Rotated(Parts):
-    """What an inner codec holds of a tensor whose channels were rotated in blocks."""
+    """Codes of a tensor whose channels were rotated in blocks."""
 
     inner: Payload
     block: int
@@ -123,7 +123,7 @@ class Hadamard(TensorCodec):
 
 @dataclass(frozen=True, eq=False)
 class Permuted(Parts):
-    """What an inner codec holds of reordered channels, and the order, `[B, H, T, D]`."""
+    """Codes of reordered channels, and the order, `[B, H, T, D]`."""
 
     inner: Payload
     order: SlotTable

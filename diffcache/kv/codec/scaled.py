@@ -23,7 +23,7 @@ from diffcache.kv.settings import FloatType
 
 @dataclass(frozen=True, eq=False)
 class Scaled(Parts):
-    """What an inner codec holds, and the factor `[B, H, T, D]` that its channels are times."""
+    """Codes of scaled channels, and the factor `[B, H, T, D]` that these are times."""
 
     inner: Payload
     factor: SlotTable

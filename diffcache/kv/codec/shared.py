@@ -1,4 +1,4 @@
-"""What neighboring layers share: integer codes, a basis over tokens, or directions."""
+"""Integer codes, a basis over tokens or directions that neighboring layers share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Elastic Cache: what goes is averaged into the kept slot nearest to it in position."""
+"""Elastic Cache: slots that go are averaged into the kept slot nearest to them in position."""
 
 from __future__ import annotations
 

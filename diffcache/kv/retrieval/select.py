@@ -1,4 +1,4 @@
-"""Choose slots for few queries and gather no others: what all retrievers have in common."""
+"""Choose slots for few queries and gather no others, as all retrievers do."""
 
 from __future__ import annotations
 

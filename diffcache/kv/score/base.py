@@ -1,4 +1,4 @@
-"""What a scorer is: what it needs of attention, and a number for every slot."""
+"""Base of scorers, which give a number to every slot, and say what they need of attention."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Score(Settings, ABC):
 
     @property
     def wants_out(self) -> bool:
-        """Whether it reads the weight of the output projection."""
+        """Return whether it reads the weight of the output projection."""
         return False
 
     @property
     def attends(self) -> bool:
-        """Whether its statistics are of attention: `note` is called, and otherwise `enter`."""
+        """Return whether statistics are of attention: `note` is called, and else `enter`."""
         return True
 
     @property
     def looks_across(self) -> bool:
-        """Whether scores of a layer depend on other layers."""
+        """Return whether scores of a layer depend on other layers."""
         return type(self).across is not Score.across
 
     @abstractmethod

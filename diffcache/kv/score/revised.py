@@ -16,7 +16,7 @@ from diffcache.kv.slots import Slots
 
 
 class Revised(Score):
-    """What another score says, changed; it observes what the other observes.
+    """Scores of another scorer, changed; it observes what the other observes.
 
     Attributes:
         score: The other.
@@ -36,17 +36,17 @@ class Revised(Score):
 
     @property
     def wants_out(self) -> bool:
-        """Whether the other reads the weight of the output projection."""
+        """Return whether the other reads the weight of the output projection."""
         return self.score.wants_out
 
     @property
     def attends(self) -> bool:
-        """Whether the statistics of the other are of attention."""
+        """Return whether the statistics of the other are of attention."""
         return self.score.attends
 
     @property
     def looks_across(self) -> bool:
-        """Whether scores of the other depend on other layers."""
+        """Return whether scores of the other depend on other layers."""
         return self.score.looks_across
 
     def said(self, seen: Observation) -> Tensor:

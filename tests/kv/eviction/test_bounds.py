@@ -1,4 +1,4 @@
-"""What is lost stays within bounds, one slot can stand for many, and bytes follow the budget."""
+"""Bounds of the loss, slots that stand for many, and bytes that follow the budget."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from diffcache.kv.score.attention import LastQuery, Mass, Window, WindowVariance
 from diffcache.kv.score.base import Score
 from diffcache.kv.score.expected import Expected
 from diffcache.kv.score.recency import Chance, Recency
-from diffcache.kv.score.vectors import KeyDifference, KeyNorm, ValueNorm, projected_norm
+from diffcache.kv.score.vectors import KeyDifference, KeyNorm, projected_norm
 from tests.kv.eviction.seen import golden_kept, golden_score, observed, stored
 from tests.kv.kvpress_presses import GROUPS, HEADS, LAYERS, SIZE, TOKENS, golden
 
@@ -26,14 +26,6 @@ FREE: dict[str, tuple[Score, int]] = {  # name in the file, scorer, slots that w
     "keydiff": (KeyDifference(), 0),
     "snapkv": (Window(8, 5), 8),
     "tova": (LastQuery(), 1),
-}
-PADDED: dict[str, Score] = {
-    **{name: score for name, (score, _) in FREE.items()},
-    "max": Window(8, 3, "max", "max"),
-    "variance": WindowVariance(8),
-    "value": ValueNorm(),
-    "recency": Recency(),
-    "chance": Chance(3),
 }
 
 
@@ -155,14 +147,6 @@ def test_projected_norm_is_that_of_each_heads_own_columns() -> None:
         columns = wo[:, head * SIZE : (head + 1) * SIZE]
         wanted[:, head // GROUPS] += (v[:, head // GROUPS] @ columns.T).abs().sum(-1) / GROUPS
     torch.testing.assert_close(projected_norm(seen).double(), wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", PADDED)
-def test_padding_changes_no_score(name: str) -> None:
-    score = PADDED[name]
-    for pad in (5, 40):
-        alone, padded = score(stored(0)), score(stored(0, pad=pad))[..., pad:]
-        torch.testing.assert_close(padded, alone, rtol=1e-5, atol=1e-6)
 
 
 def test_a_row_with_fewer_tokens_than_the_window_keeps_all_of_it() -> None:

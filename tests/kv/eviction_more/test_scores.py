@@ -10,12 +10,13 @@ import torch
 
 from diffcache.kv.attend import Query
 from diffcache.kv.attended import Attended
-from diffcache.kv.score.attention import Mass, Window
+from diffcache.kv.score.attention import LastQuery, Mass, Window, WindowVariance
 from diffcache.kv.score.heads import HeadVote
 from diffcache.kv.score.history import LowCount, NoisyMass, Recurrence
 from diffcache.kv.score.probe import MaxAttention
+from diffcache.kv.score.recency import Recency
 from diffcache.kv.score.revised import Shared
-from diffcache.kv.score.vectors import Lag
+from diffcache.kv.score.vectors import KeyDifference, KeyNorm, Lag, ValueNorm
 from diffcache.kv.slots import Slots, span
 from diffcache.kv.store import KVStore
 from diffcache.kv.view import View
@@ -25,7 +26,8 @@ PROMPT = [14, 1, 1, 1]  # tokens of each forward
 TOKENS = sum(PROMPT)
 EVERY = [
     LowCount(6), NoisyMass(seed=3), Recurrence(0.1), MaxAttention(), HeadVote(((0, 3),), 4, 3),
-    Window(4, 3), Lag(4, 2), Shared(Mass(), heads=True),
+    Window(4, 3), Window(4, 3, "max", "max"), Lag(4, 2), Shared(Mass(), heads=True), KeyNorm(),
+    KeyDifference(), ValueNorm(), LastQuery(), WindowVariance(4), Recency(),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Tiers: what is hot stays, what is cold comes back as it was, and pins hold."""
+"""Tiers: hot blocks stay, cold ones come back as they were, and pins hold."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ from diffcache.kv.recipes.quantized import (
     xquant,
     zipcache,
 )
-from tests.kv.quantized.short import SHORT, WAYS, generate, given, stock
-from tests.kv.tiny import llama, prompts, same
+from tests.kv.tiny import SHORT, WAYS, given, llama, prompts, same, shortly, stock
 
 RECIPES: dict[str, Recipe] = {
     "kivi": kivi(4, group=8, residual=16),
@@ -83,7 +82,7 @@ def test_exact_codecs_are_stock_bit_for_bit(
 ) -> None:
     for way, settings in WAYS.items():
         cache = cache_for(model, PLUMBING[name], mode=mode)
-        ours = generate(model, cache, given(way), **settings)
+        ours = shortly(model, cache, given(way), **settings)
         assert cache.store.layers[0].segments
         same(ours, theirs[way])
 
@@ -92,7 +91,7 @@ def test_setting_sinks_apart_changes_the_order_of_sums_alone(
     model: Any, theirs: dict[str, Any]
 ) -> None:
     recipe = Recipe(codec=Pair(Exact(), Exact(), 8, whole=True, sinks=4))
-    ours = generate(model, cache_for(model, recipe, mode="native"), prompts())
+    ours = shortly(model, cache_for(model, recipe, mode="native"), prompts())
     same(ours, theirs["greedy"], 2e-6)
 
 
@@ -100,7 +99,7 @@ def test_setting_sinks_apart_changes_the_order_of_sums_alone(
 def test_stock_and_native_modes_say_the_same(model: Any, name: str) -> None:
     inputs = {key: value[1:2] for key, value in prompts().items()}  # without padding
     outs = [
-        generate(model, cache_for(model, RECIPES[name], mode=mode), inputs)
+        shortly(model, cache_for(model, RECIPES[name], mode=mode), inputs)
         for mode in ("stock", "native")
     ]
     same(*outs, tolerance=2e-4)
@@ -112,5 +111,5 @@ def test_coding_is_close_to_stock_where_bits_are_many(model: Any, theirs: dict[s
         rotatekv(8, group=8, recent=4),
         xkv(1.0, value_rank=1.0, block=8),
     ):
-        ours = generate(model, cache_for(model, recipe), prompts())
+        ours = shortly(model, cache_for(model, recipe), prompts())
         assert torch.equal(ours.sequences, theirs["greedy"].sequences), recipe.name

@@ -1,4 +1,4 @@
-"""Neighboring layers held together: what they share, what they decode to, what it weighs."""
+"""Neighboring layers held together: shared codes, decoded numbers, and bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every retriever owes: all is the dense attention, needles are found, rows do not mix."""
+"""Contract of retrievers: all is the dense attention, needles are found, rows do not mix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to each retriever, against brute force on plain tensors."""
+"""Particulars of each retriever, against brute force on plain tensors."""
 
 from __future__ import annotations
 
