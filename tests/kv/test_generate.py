@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.budget import Budget, Uniform
-from diffcache.kv.hf.cache import KVCache, cache_for, detach
+from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Layout, Recipe
@@ -143,29 +143,6 @@ def test_dropping_is_hiding_in_the_next_turn(exact: Any) -> None:
         exact.generate(**inputs, past_key_values=full, **GREEDY)
         same(ours, exact.generate(**turn, past_key_values=full, **GREEDY), 1e-12)
     assert cache.get_seq_length() == turn["input_ids"].shape[1] + GREEDY["max_new_tokens"] - 1
-
-
-@pytest.mark.parametrize("budget", [Uniform(12), Ragged()], ids=repr)
-def test_assisted_decoding_with_dropped_slots_is_greedy(exact: Any, budget: Budget) -> None:
-    inputs = row(prompts(), 1)
-    greedy, _, _ = oracle.run(exact, lots(budget), inputs, **GREEDY)
-    cache = cache_for(exact, lots(budget), mode="native")
-    taken_back = []
-    crop = KVCache.crop
-
-    def counted(self: KVCache, given: int) -> None:
-        before = self.store.seen
-        crop(self, given)
-        taken_back.append(before - self.store.seen)
-
-    KVCache.crop = counted  # type: ignore[method-assign]
-    try:
-        settings = {**GREEDY, "assistant_model": llama(seed=1).double()}
-        assisted = exact.generate(**inputs, past_key_values=cache, **settings)
-    finally:
-        KVCache.crop = crop  # type: ignore[method-assign]
-    assert max(taken_back, default=0) > 0, "nothing was ever taken back"
-    assert torch.equal(greedy.sequences, assisted.sequences)
 
 
 def test_beams_of_a_compressed_cache_keep_their_rows_apart(exact: Any) -> None:
