@@ -17,6 +17,7 @@ from diffcache.kv.merge import Merger
 from diffcache.kv.merging.absorb import absorb, by_cosine, parted, total
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.base import Score
+from diffcache.kv.score.revised import Revised
 from diffcache.kv.settings import Mode, Share, Size
 from diffcache.kv.slots import Slots
 
@@ -86,7 +87,7 @@ class EmaMerge(Merger):
 
 
 @dataclass(frozen=True)
-class Density(Score):
+class Density(Revised):
     """Keep what another score says, and note how unevenly a prompt attends to its tokens.
 
     It is noted with every prompt and left alone while tokens are generated, so that layers keep
@@ -113,18 +114,9 @@ class Density(Score):
             raise ValueError(f"score={self.score!r}: must keep column sums of attention, as Mass()")
 
     @property
-    def window(self) -> int:
-        """Number of last queries that are kept for it."""
-        return self.score.window
-
-    @property
     def statistics(self) -> tuple[str, ...]:
         """Column sums, and the variance, the same for all slots of a layer."""
         return (*self.score.statistics, _DENSITY)
-
-    def __call__(self, seen: Observation) -> Tensor:
-        """Return what the other score says."""
-        return self.score(seen)
 
     def note(self, stats: dict[str, Tensor], attended: Attended) -> None:
         """Take note of column sums and their variance."""

@@ -49,6 +49,10 @@ class Revised(Score):
         """Return whether scores of the other depend on other layers."""
         return self.score.looks_across
 
+    def __call__(self, seen: Observation) -> Tensor:
+        """Return what the other says."""
+        return self.score(seen)
+
     def said(self, seen: Observation) -> Tensor:
         """Return what the other says, [B, H, S], -inf in empty slots."""
         score = self.score(seen).expand(seen.slots.k.shape[:3])

@@ -83,7 +83,3 @@ class WithQueries(Revised):
     def window(self) -> int:
         """Number of last queries that are kept for it."""
         return max(self.size, self.score.window)
-
-    def __call__(self, seen: Observation) -> Tensor:
-        """Return what the score says."""
-        return self.score(seen)
