@@ -1,4 +1,4 @@
-"""What goes wrong around a cache: it says so, and the model and other caches are none the worse."""
+"""Faults around a cache: it says so, and the model and other caches are none the worse."""
 
 from __future__ import annotations
 

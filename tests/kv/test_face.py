@@ -1,4 +1,4 @@
-"""What `diffcache.kv` shows, and the one catalogue of methods and recipes."""
+"""The face of `diffcache.kv`, and the one catalogue of methods and recipes."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def choose(recipe: Recipe, mode: Mode) -> tuple[Mode, str]:
 
 
 def attentions(model: nn.Module, owned: Sequence[int]) -> dict[int, nn.Module]:
-    """Return the attention module of each layer: what has its number and looks like attention.
+    """Return the attention module of each layer, which has its number and looks like attention.
 
     Raises:
         AttachError: If a layer attends to something else than the tokens.
