@@ -55,7 +55,7 @@ class ShapesCausal:
         return self
 
     def video(self) -> CausalVideo:
-        """Return what rolls the transformer out."""
+        """Return a video that films with the transformer."""
         return CausalVideo(self.transformer, chunk=CHUNK, sampler=SAMPLER)
 
     @torch.no_grad()
