@@ -1,4 +1,4 @@
-"""What must be known of a foreign model, found by looking at it."""
+"""Anatomy of a foreign model: its blocks, modules and sample, found by looking at it."""
 
 from __future__ import annotations
 

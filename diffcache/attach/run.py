@@ -117,7 +117,7 @@ class Run:
 
     @property
     def is_said(self) -> bool:
-        """Whether begin and end of the run, or of its stream, are told and not guessed."""
+        """Return whether begin and end of the run, or of its stream, are told and not guessed."""
         return self.in_pipeline or self.is_told or self.stream.is_told
 
     def _clear(self) -> None:
@@ -239,7 +239,7 @@ class Timeline:
 
     @property
     def is_guessed(self) -> bool:
-        """Whether nothing but the timestep says which run the current call belongs to."""
+        """Return whether nothing but the timestep says which run the current call belongs to."""
         return not self.run.is_told and self.mark[1] == "timestep"
 
     def arrive(self, context: Context | None, timestep: Any) -> bool:

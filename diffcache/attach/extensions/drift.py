@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from diffcache.attach.extensions.partial import Held, HeldKV
 from diffcache.attach.extensions.rows import Rows, Turn
 from diffcache.attach.extensions.rows import install as install_rows
 from diffcache.attach.run import Run
-from diffcache.attach.tap import ITEMS, Tap, tap_list, untap_list
+from diffcache.attach.tap import ITEMS, ServedTap, tap_list, untap_list
 from diffcache.attach.tree import leaves
 from diffcache.dllm.elastic_cache import WatchedPlan, WideningRows, likeness, most_attended
 from diffcache.dllm.rows import RowPlan
@@ -130,29 +131,10 @@ class Way(Turn):
         return held
 
 
-class Seam(Tap):
-    """Stands for a block: gives it the rows or all tokens."""
-
-    __slots__ = ("number", "owner")
-
-    def __init__(self, module: nn.Module, owner: Drift, number: int) -> None:
-        super().__init__(module)
-        self.owner, self.number = owner, number
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        return self.owner.run_block(self, args, kwargs)
-
-
-class Cut(Tap):
-    """Stands for the last block: hands on the first row alone."""
-
-    __slots__ = ()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        out = self.module(*args, **kwargs)
-        return out[:, :1] if isinstance(out, Tensor) else (out[0][:, :1], *out[1:])
+def cut(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Run the last block; hand on the first row alone."""
+    out = block(*args, **kwargs)
+    return out[:, :1] if isinstance(out, Tensor) else (out[0][:, :1], *out[1:])
 
 
 class Drift(Rows):
@@ -223,7 +205,10 @@ class Drift(Rows):
         items, number = call.storage.setdefault(ITEMS, {}), 0
         for key, blocks in self.lists.items():
             modules = list(children_of(blocks).values())
-            items[key] = [Seam(each, self, number + at) for at, each in enumerate(modules)]
+            items[key] = [
+                ServedTap(each, partial(self.run_block, number + at))
+                for at, each in enumerate(modules)
+            ]
             number += len(modules)
         return some
 
@@ -255,7 +240,9 @@ class Drift(Rows):
         *others, last = children_of(blocks).values()
         failure = None
         try:
-            _, out = self.run_alone(call, held, range(2), **{ITEMS: {key: [*others, Cut(last)]}})
+            _, out = self.run_alone(
+                call, held, range(2), **{ITEMS: {key: [*others, ServedTap(last, cut)]}}
+            )
             if out[0].shape[1] == 1:
                 return
         except RuntimeError as error:  # of a shape
@@ -267,9 +254,9 @@ class Drift(Rows):
 
     # blocks ----------------------------------------------------------------------------------
 
-    def run_block(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_block(self, number: int, block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a block on the rows, or on all tokens."""
-        way, number = self.turn(), seam.number
+        way = self.turn()
         assert isinstance(way, Way)
         held = way.held
         if not args or not isinstance(args[0], Tensor) or args[0].dim() != 3:
@@ -287,7 +274,7 @@ class Drift(Rows):
         else:
             self._compare(number, (rest, kwargs), held.arguments[number], way.index)
         way.blocks.add(number)
-        out = seam.module(hidden, *rest, **kwargs)
+        out = block(hidden, *rest, **kwargs)
         return out if number + 1 < len(self.numbers) else planned_rows(way, out)
 
     def _compare(self, number: int, given: Any, whole: Any, index: Any) -> None:
