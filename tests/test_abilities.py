@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +16,7 @@ from diffcache.api import handle_of
 from diffcache.attach.attention import Door, attention_sites
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
 from diffcache.attach.call import current_call
+from tests.internals import state_of
 from tests.zoo.catalog import cases
 from tests.zoo.pipe import PipeCase
 from tests.zoo.pipes import pipes
@@ -98,10 +98,7 @@ class Asks(Method):
         return (Record(), Nobody())
 
 
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 @pytest.fixture(scope="module", params=PIPES)
@@ -115,16 +112,6 @@ def made(request: Any) -> tuple[PipeCase, Any]:
 def network(pipe: Any) -> nn.Module:
     model: nn.Module = getattr(pipe, "transformer", None) or pipe.unet
     return model
-
-
-def state_of(model: nn.Module) -> dict[str, Any]:
-    """Everything that attaching could leave behind."""
-    return {
-        path: (type(module), {k: id(v) for k, v in module.__dict__.items() if k[0] != "_"},
-               type(module._modules), id(getattr(module, "processor", None)),
-               len(module._forward_hooks), len(module._forward_pre_hooks))
-        for path, module in model.named_modules()
-    }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("error::diffcache.CacheWarning")  # it is no cache that skips nothing

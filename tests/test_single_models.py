@@ -1,9 +1,8 @@
-"""What single models do that no other does: empty outputs, NaN, lists that are no chain, and more."""
+"""Odd ways of single models: empty outputs, NaN, lists that are no chain, and more."""
 
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 import diffcache
 from diffcache import (
     AttachError,
-    CacheWarning,
     Combine,
     ConfidenceGatedTaylor,
     DBCache,
@@ -27,7 +25,7 @@ from diffcache.api import handle_of
 from diffcache.attach.reuse.setup import KINDS
 from diffcache.features.parts.accumulated import Accumulated
 from diffcache.features.parts.when import Gate
-from tests.internals import reuse_in
+from tests.internals import marks, reuse_in
 from tests.zoo.pipes import pipes
 
 DIM, DEPTH = 64, 4
@@ -102,11 +100,7 @@ class Side(Model):
         return hidden_states
 
 
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", CacheWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def sample(step: int, tokens: int = 4) -> Tensor:
@@ -116,10 +110,6 @@ def sample(step: int, tokens: int = 4) -> Tensor:
 
 def call(model: nn.Module, step: int, tokens: int = 4) -> Any:
     return model(sample(step, tokens), torch.tensor([9.0 - step]))
-
-
-def marks(model: nn.Module) -> str:
-    return "".join("sC"[c.computed] for c in diffcache.report(model).calls)
 
 
 @pytest.mark.parametrize("site", ["stack", "block", "model", "module"])

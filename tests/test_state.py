@@ -1,8 +1,7 @@
-"""What a cache remembers: never more than one run, never another branch, thread or pipeline."""
+"""Memory of a cache: never more than one run, never another branch, thread or pipeline."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -14,14 +13,10 @@ from diffcache import Combine, Every, Interval
 from diffcache.api import handle_of
 from diffcache.features.parts.when import Listed, Table
 from diffcache.step import CURRENT
-from tests.state_pipes import CASES, EVERY, SEER, STEPS, marks, run, wrapped_pipe
+from tests.internals import marks
+from tests.zoo_runs import CASES, EVERY, SEER, STEPS, run, wrapped_pipe
 
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore", diffcache.CacheWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 # branches --------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +10,11 @@ import torch
 
 import diffcache
 from diffcache.api import handle_of
-from tests.state_pipes import EVERY, PIPES, SEER, marks, run, wrapped_pipe
+from tests.internals import marks
 from tests.zoo.pipe import noise
+from tests.zoo_runs import EVERY, PIPES, SEER, run, wrapped_pipe
 
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore", diffcache.CacheWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 # one run after another ---------------------------------------------------------------------------

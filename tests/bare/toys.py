@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import diffcache
 from diffcache import CacheWarning, Interval
-from diffcache.api import handle_of
 
 EVERY = Interval(every=3)
 STEPS = 6
@@ -84,11 +83,6 @@ def is_own(out: Tensor, calls: Sequence[Call]) -> bool:
 def track(number: int, start: int = 9, cond: Any = None, steps: int = STEPS) -> list[Call]:
     """Return the calls of one trajectory."""
     return [(sample(100 * number + i), float(start - i), cond) for i in range(steps)]
-
-
-def marks(model: Any, branch: int | str | None = None) -> str:
-    calls = handle_of(model).last.calls
-    return "".join("sC"[c.computed] for c in calls if branch is None or c.branch == branch)
 
 
 def said(caught: Sequence[warnings.WarningMessage], words: str) -> int:

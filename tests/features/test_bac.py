@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.errors import TablesError
 from diffcache.features.bac import BAC
 from diffcache.features.combine import Combine
 from diffcache.features.parts.when import Table
@@ -18,7 +17,6 @@ from tests.features.bac_policy import (
     draw,
     observations,
     random_pairs,
-    tables,
     tiny_policy,
 )
 
@@ -99,35 +97,8 @@ def test_modules_run_as_often_as_scheduled():
     assert ran == {name: 2 * count for name, count in both.items()}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"tables": tables(random_pairs(0)), "count": 13},
-            "count=13: must be at most the 12 steps",
-        ),
-        ({"tables": tables(random_pairs(0)), "union": 7}, "union=7: must be at most the 6 sites"),
-        ({"tables": tables(random_pairs(0)), "metric": "mse"}, "metric='cosine', not 'mse'"),
-        (
-            {"tables": tables(random_pairs(0), sites=[])},
-            r"sites=\[\]; must be a list of different names",
-        ),
-        ({"tables": tables(random_pairs(0), steps=11)}, r"must be \[11, 11\] real numbers"),
-        ({"tables": tables(random_pairs(0), sites=["x"])}, "it lacks 'pairs.x'"),
-        ({"tables": tables(random_pairs(0), method="interval")}, "'interval', not 'bac'"),
-    ],
-)
-def test_bad_settings_are_refused(settings, message):
-    """Before anything runs, with the name and the value."""
-    with pytest.raises(ValueError, match=message):
-        BAC(**settings)
-
-
-def test_missing_and_foreign_tables_are_refused():
-    """No tables, another model's, another length of run."""
+def test_another_length_of_run_is_refused():
     pipe = tiny_policy()
-    with pytest.raises(TablesError, match="measured on"):
-        diffcache.wrap(pipe, BAC(4, union=0, tables=tables(random_pairs(0), model="Other")))
     method = BAC(4, union=0, tables=calibrated_like(pipe, random_pairs(0)))
     with (
         diffcache.wrapped(pipe, method),

@@ -1,4 +1,4 @@
-"""What BAC measures: pairs of steps of every site, against formulas and hooks."""
+"""Measurements of BAC: pairs of steps of every site, against formulas and hooks."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_widest_takes_the_largest_shift():
     ],
 )
 def test_names_of_sites(site, layer, feeds):
-    """What a module is and where, judged by its path."""
+    """A path tells whether a module is a feed-forward, and its layer."""
     assert layer_of(site) == layer
     assert is_feed_forward(site) is feeds
 

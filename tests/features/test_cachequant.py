@@ -19,11 +19,7 @@ from diffcache.step import Step
 
 SITE = "up_blocks.0"
 
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def info(total: int, number: int = 0) -> RunInfo:

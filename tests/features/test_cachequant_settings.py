@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -43,21 +42,3 @@ def test_foreign_tables_are_refused(tmp_path) -> None:
     path = str(tmp_path / "t.safetensors")
     saved = dataclasses.replace(method, tables=tables.save(path))
     assert eval(repr(saved)) == saved == method and hash(saved) == hash(method)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"bits": "w2a8"}, "bits='w2a8': must be one of 'w8a8', 'w4a8'"),
-        ({"site": "model"}, "site='model': must be 'deep', 'stack', 'run' or 'block'"),
-        ({"corrected": 3}, "corrected=3: must be a name such as .* or a tuple of names"),
-        ({"exempt": None}, "exempt=None: must be a name"),
-        ({"site": "run", "blocks": (3,)}, r"blocks=\(3,\): must be a name such as 'blocks.2-9'"),
-        ({"site": "run"}, "name the blocks of site 'run'"),
-        ({"tables": 3}, "tables=3: must be Tables, a file, or None"),
-        ({"tables": "nowhere.safetensors"}, "no such file"),
-    ],
-)
-def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CacheQuant(**settings)

@@ -87,18 +87,6 @@ def test_threshold_zero_needs_no_tables_and_computes_everything():
     assert empty.abilities() == (empty.parts(),) and len(empty.parts().when.steps) == STEPS
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"schedule": "uniform"}, "pass time=False, rectify=False with it"),
-        ({"tables": 3}, "tables=3: must be Tables, a file, or None"),
-    ],
-)
-def test_bad_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        ERTACache(**settings)
-
-
 def test_uniform_computes_as_many_steps_at_even_distances():
     listed = made(profile(curved, [torch.randn(1, 2, 3, 3).double()], 0.5))
     even = replace(listed, schedule="uniform", time=False, rectify=False)

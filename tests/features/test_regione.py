@@ -117,21 +117,6 @@ def test_stages_scale_with_the_number_of_steps(steps: int) -> None:
     assert RegionE().parts().when.total == 28
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"refresh": (6,)}, r"refresh=\(6,\): must be from 7 to 24"),
-        ({"refresh": (25,)}, r"refresh=\(25,\): must be from 7 to 24"),
-        ({"refresh": (15, 16)}, "no two may be neighbors"),
-        ({"refresh": 15}, r"refresh=15: must be a tuple of steps such as \(15,\)"),
-        ({"refresh": (1.5,)}, "refresh=1.5: must be a whole number"),
-    ],
-)
-def test_bad_settings_are_refused(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RegionE(**settings)
-
-
 def test_the_first_and_last_places_of_a_refresh_are_allowed() -> None:
     assert RegionE(refresh=(7, 24)).plan().refresh == (7, 24)
     assert RegionE(refresh=()).plan().regions == frozenset(range(6, 26))

@@ -7,13 +7,8 @@ import torch
 
 from diffcache.features.collect import RunInfo
 from diffcache.features.regione import RegionE
-from diffcache.features.tables import Tables
 from diffcache.step import Step
-
-
-def tables(steps: int, gamma: torch.Tensor | None = None, method: str = "regione") -> Tables:
-    gamma = torch.full((steps - 1,), 1.01) if gamma is None else gamma
-    return Tables({"method": method, "steps": steps}, {"gamma": gamma})
+from tests.features.test_regione import tables
 
 
 def run_of(collector, number: int, steps: int, curve: torch.Tensor, edited: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a temporal table keeps: rows once, so many entries, rounded in closed form."""
+"""Entries of a temporal table: rows once, so many entries, rounded in closed form."""
 
 import pytest
 import torch

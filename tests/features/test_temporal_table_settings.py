@@ -15,21 +15,6 @@ from diffcache.features.temporal_table import (
 from tests.features.temporal_toys import toy
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"method": "taylorseer"}, "method='taylorseer'"),
-        ({"method": TemporalTable()}, "has temporal tables already"),
-        ({"scale": "site"}, "scale='site' with bits=None"),
-        ({"keep": "closer"}, "keep='closer' with bits=None"),
-        ({"bits": 8, "by": "site"}, "by='site' with keep='table'"),
-    ],
-)
-def test_bad_settings_are_refused(settings, match):
-    with pytest.raises(ValueError, match=match):
-        TemporalTable(**settings)
-
-
 def test_it_passes_on_what_the_inner_method_is_made_of():
     inner = TaylorSeer(every=3)
     method = TemporalTable(inner, entries=7)
