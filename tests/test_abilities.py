@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import diffcache
 from diffcache import Ability, AttachError, Call, Extension, Method, TaylorSeer
-from diffcache.api import handle_of
 from diffcache.attach.attention import Door, attention_sites
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
 from diffcache.attach.call import current_call
@@ -165,31 +164,6 @@ def test_with_taylorseer_both_act(made: Any, site: str, last: bool) -> None:
     for place in {one.place for one in method.record.seen}:
         assert {(path, part) for at, path, part in counts if at == place} == sites
     assert set(counts.values()) == {1}
-    assert state_of(model) == before
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_on_a_bare_model(name: str) -> None:
-    case = cases()[name]
-    model = case.build(0)
-    given = [case.kwargs(model, 0, step, STEPS) for step in range(STEPS)]
-    plain = [model(**kwargs)[0] for kwargs in given]
-    before, sites = state_of(model), attention_sites(model)
-    method = Watched()
-    diffcache.wrap(model, method)
-    assert all(torch.equal(model(**k)[0], out) for k, out in zip(given, plain, strict=True))
-    assert len(method.record.seen) == len(sites) * STEPS
-    diffcache.unwrap(model)
-    assert state_of(model) == before
-    diffcache.wrap(model, SEER)
-    alone = [model(**kwargs)[0] for kwargs in given]
-    diffcache.unwrap(model)
-    both = Watched(SEER)
-    diffcache.wrap(model, both)
-    assert all(torch.equal(model(**k)[0], out) for k, out in zip(given, alone, strict=True))
-    marks = [call.index for call in handle_of(model).last.calls if call.computed]
-    assert marks == sorted({one.place[0] for one in both.record.seen}) == [0, 1, 4]
-    diffcache.unwrap(model)
     assert state_of(model) == before
 
 
