@@ -17,18 +17,20 @@ STEPS = 6
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    """Stands for an attention: the anatomy goes by its name."""
+
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.value = nn.Linear(8, 8)
+        self.value = nn.Linear(width, width)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.value(hidden_states)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.attn = Attention()
+        self.attn = Attention(width)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states + torch.tanh(self.attn(hidden_states))
@@ -37,10 +39,10 @@ class Block(nn.Module):
 class Toy(nn.Module):
     """Takes any condition, which is added to the sample."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 4, width: int = 8) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
 
     def forward(self, hidden_states: Tensor, timestep: Any, cond: Any = None) -> Tensor:
         for block in self.blocks:
