@@ -163,9 +163,15 @@ def anatomy_of(model: nn.Module) -> Anatomy:
         for site in _modules(model.get_submodule(key), key, key)
     ]
     return Anatomy(
-        type(model).__name__, tuple(lists), tuple(excluded), singles, _timestep(model),
-        tuple(modules), is_unet, _sample(model),
-    )  # fmt: skip
+        type(model).__name__,
+        tuple(lists),
+        tuple(excluded),
+        singles,
+        _timestep(model),
+        tuple(modules),
+        is_unet,
+        _sample(model),
+    )
 
 
 def _lists(model: nn.Module) -> list[tuple[str, nn.ModuleList, int]]:

@@ -143,12 +143,14 @@ class Denoiser:
             branch = self._branch(timeline, context, signature, given, sample)
             step = timeline.step(branch.number)
         record = CallRecord(
-            self.name, step.index, step.timestep, branch.name or branch.number,
-            started=time.perf_counter(), writes=writes,
-        )  # fmt: skip
-        call = Call(
-            self, step, branch, timeline, signature, args, kwargs, sample, writes, record
-        )  # fmt: skip
+            self.name,
+            step.index,
+            step.timestep,
+            branch.name or branch.number,
+            started=time.perf_counter(),
+            writes=writes,
+        )
+        call = Call(self, step, branch, timeline, signature, args, kwargs, sample, writes, record)
         if writes:
             record.computed, record.reason = True, "writes to a stream"
         for extension in self.extensions:

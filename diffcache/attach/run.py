@@ -90,10 +90,6 @@ class Run:
         sigmas: Noise level at every step of flow matching, none where the user did not say them.
     """
 
-    __slots__ = ("__weakref__", "begin", "by_timestep", "epoch", "in_pipeline", "is_counted",
-                 "is_told", "left_out", "length", "record", "scheduled", "sigmas", "starts",
-                 "steps", "storage", "stream", "ticks", "timelines")  # fmt: skip
-
     def __init__(
         self,
         in_pipeline: bool = False,
@@ -195,10 +191,6 @@ class Timeline:
         starts: Number of first steps that the denoiser began.
         storage: Data that extensions keep of the denoiser, until the run ends.
     """
-
-    __slots__ = ("at", "branches", "calls", "direction", "doubt", "glance", "index", "left",
-                 "mark", "moving", "outputs", "paused", "ranks", "run", "started_at", "starts",
-                 "steady", "storage", "stride", "timestep", "was_broken")  # fmt: skip
 
     def __init__(self, run: Run) -> None:
         self.run = run

@@ -144,8 +144,9 @@ class Branches(Partial):
         self.values = [getattr(parent, "v_proj", None) for parent in self.parents]
         for number, (parent, layer) in enumerate(zip(self.parents, self.layers, strict=True)):
             serve: dict[str, Callable[..., Any]] = {
-                layer.attention: self.attention, layer.mlp: self.feed_forward,
-            }  # fmt: skip
+                layer.attention: self.attention,
+                layer.mlp: self.feed_forward,
+            }
             if not layer.attention:
                 serve = {name: partial(self.linear, name) for name in (*ENTRIES, *EXITS)}
             taps: dict[str, Tap] = {

@@ -190,12 +190,19 @@ class Drift(Rows):
         is_whole = isinstance(turn.index, range)
         planned = RowPlan(turn.index).mask(*held.shape, plan.window.device)
         return Way(
-            held, turn.index, turn.rows, turn.mask, plan=plan, planned=planned,
+            held,
+            turn.index,
+            turn.rows,
+            turn.mask,
+            plan=plan,
+            planned=planned,
             tracked=None if held.tracked is None or is_whole else Spots.of(held.tracked),
             window=Spots.of(plan.window),
             starts=[0 if is_whole else len(self.numbers)] * len(planned),
-            fed=planned, is_wide=is_whole, found=torch.zeros_like(planned),
-        )  # fmt: skip
+            fed=planned,
+            is_wide=is_whole,
+            found=torch.zeros_like(planned),
+        )
 
     def begin(
         self, call: Call, plan: WatchedPlan, held: Any, given: dict[str, Any]
@@ -334,9 +341,12 @@ class Drift(Rows):
         assert way.tracked is not None
         mask, blocks = way.held.mask, len(self.numbers)
         alike = likeness(
-            before, after, way.tracked.real, None if mask is None else mask[:, 0, 0],
+            before,
+            after,
+            way.tracked.real,
+            None if mask is None else mask[:, 0, 0],
             self.ability.similarity,
-        )  # fmt: skip
+        )
         drifted = ((alike < self.ability.gamma) & way.window.real.any(1)).tolist()
         way.starts = [
             number + 1 if start == blocks and has_drifted else start
@@ -375,8 +385,11 @@ def install(denoiser: Denoiser, ability: WideningRows) -> Rows:
         AttachError: If the model cannot have row plans, or a block has not just one attention.
     """
     rows = install_rows(denoiser, ability, Drift)
-    paths = [f"{entry.key}.{number}." for entry in denoiser.anatomy.lists
-             for number in range(entry.depth)]  # fmt: skip
+    paths = [
+        f"{entry.key}.{number}."
+        for entry in denoiser.anatomy.lists
+        for number in range(entry.depth)
+    ]
     sites = rows.door.sites
     if len(paths) != len(sites) or not all(
         f"{site.path}.".startswith(path) for site, path in zip(sites, paths, strict=True)
