@@ -103,6 +103,7 @@ def test_inspect_says_what_a_method_will_hold():
     assert "54 MiB in bfloat16 for each sample and guidance branch" in " ".join(done.output.split())
 
 
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
     ("method", "tensors"),
     [
