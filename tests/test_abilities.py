@@ -117,7 +117,7 @@ def network(pipe: Any) -> nn.Module:
 def test_a_recorder_sees_every_attention_of_every_call_and_changes_nothing(made: Any) -> None:
     case, pipe = made
     model = network(pipe)
-    before, plain = state_of(model), case.run(pipe, 0, STEPS)
+    plain, before = case.run(pipe, 0, STEPS), state_of(model)
     sites = [(site.path, site.part) for site in attention_sites(model)]
     method = Watched()
     diffcache.wrap(pipe, method)
