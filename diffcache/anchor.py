@@ -1,4 +1,4 @@
-"""What a touched object carries: a link to its engine that no copy inherits."""
+"""Link a touched object to its engine, in a way that no copy inherits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Self = TypeVar("Self", bound="Attached")
 
 
 class Attached(ABC):
-    """What `diffcache.wrapped` returns; a context manager that detaches at its end.
+    """Hold of a cache on a model, pipeline or video: a context manager that detaches it at its end.
 
     Attributes:
         method: Method, recipe or policy that was put on the object.

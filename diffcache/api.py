@@ -16,10 +16,9 @@ from diffcache.anchor import Attached, Loop, described, owner_of
 from diffcache.attach.anatomy import Anatomy, anatomy_of
 from diffcache.attach.cache_context import branch as branch
 from diffcache.attach.cache_context import writing as writing
-from diffcache.attach.denoiser import Denoiser
+from diffcache.attach.denoiser import Denoiser, check_alone
 from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.handle import Handle
-from diffcache.attach.peers import check_alone
 from diffcache.attach.pipeline_hooks import shared_with
 from diffcache.attach.run import Stream
 from diffcache.attach.runs import ATTACHING

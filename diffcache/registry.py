@@ -374,7 +374,7 @@ class Row:
 
     @property
     def tried(self) -> tuple[str, ...]:
-        """What tests run a method on, see `TRIED`."""
+        """Return the models and pipelines that tests run a method on, by the words of `TRIED`."""
         return tuple(each for word in self.cells["tried"].split(", ") for each in TRIED[word])
 
     def numbers(self, column: str) -> tuple[int, ...]:
@@ -466,7 +466,7 @@ def unknown(name: str, *kinds: Kind) -> UnknownMethodError:
 
 @dataclass(frozen=True)
 class Words:
-    """What messages say of a kind that can be wrapped.
+    """Words of messages about one kind of cache that can be wrapped.
 
     Attributes:
         noun: Noun for one of it.

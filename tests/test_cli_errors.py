@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from diffcache import cli, command
 from diffcache.pipelines import load
 from diffcache.pipelines.demo import saved
+from diffcache.pipelines.demo.describe import EXCLUDED
 
 PROMPT = "a small red ring on the left, on a yellow background"
 CPU_ONLY = pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
@@ -73,6 +74,15 @@ SHIPPED = "shapes-dit, shapes-flux, shapes-kontext, shapes-unet, shapes-wan"
         (("eval", "--model", "shapes-flux", "--json", "/dev/null/x"), "--json /dev/null/x: cannot"),
         (("eval", "--model", "shapes-kontext", "--method", "interval"), "needs image: only"),
         (("eval", "--model", "shapes-flux", "--method", "interval", "--device", "banana"), "'banana'"),
+        (("cite", "taylorser"), "unknown method 'taylorser'; did you mean 'taylorseer'?"),
+        (("run", "nowhere", "x"), "no pipeline at 'nowhere': name a directory"),
+        (("run", "recall-llama", "x"), "is for `diffcache kv --model recall-llama`"),
+        (("demo", "--method", "teacach"), "unknown method 'teacach'"),
+        (("demo", "--method", "taylorseer:every=0"), "every=0: must be a whole number of at least 1"),
+        (("demo", "--method", "taylorseer:evry=3"), "TaylorSeer has no setting 'evry'"),
+        (("demo", "--method", "taylorseer:every"), "'every' must be a setting and its value"),
+        (("inspect", "FluxTransformer"), "did you mean FluxTransformer2DModel?"),
+        (("inspect", next(iter(EXCLUDED))), "is not cached: control network"),
         (("inspect", "nosuch"), "nor a shipped model"),
         (("inspect", "HiDreamImageTransformer2DModel"), "has no default configuration that is"),
         (("kv", "--recipe", "h2o", "--out", "x.png"), "--out x.png: the name must end in .json"),
@@ -129,8 +139,6 @@ def test_what_is_no_pipeline_is_told_by_what_it_is(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     done = call("run", "owner/none", PROMPT)
     assert done.exit_code == 2 and "HF_HUB_OFFLINE is set, and it is not in the" in done.stderr
-    done = call("run", "recall-llama", PROMPT)
-    assert done.exit_code == 2 and "is for `diffcache kv --model recall-llama`" in done.stderr
     done = call("serve", saved.MODELS / "shapes-flux", "--port", 0)
     assert done.exit_code == 2 and "its transformer is a FluxTransformer2DModel" in done.stderr
 

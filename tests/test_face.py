@@ -1,4 +1,4 @@
-"""What `import diffcache` shows, and one pair of verbs for caches of every kind."""
+"""Public names of `import diffcache`, and one pair of verbs for caches of every kind."""
 
 from __future__ import annotations
 

@@ -16,12 +16,7 @@ torch.set_num_threads(1)
 CASES = cases()
 PIPES = pipes()
 
-
-@pytest.fixture(autouse=True)
-def eager():
-    """No gradients; models that compile a part of their own run it uncompiled."""
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        yield
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 def block_list(model: nn.Module, path: str) -> nn.ModuleList:

@@ -41,10 +41,10 @@ from diffcache.eval.workshop.small.sticker_video_autoencoder import (
     to_film,
 )
 from diffcache.eval.workshop.small.stickers import words
+from diffcache.eval.workshop.small.text_encoders import build_tokenizers
 from diffcache.eval.workshop.small.trainer import Job, Settings
 from diffcache.files import read_json, write_json
 from diffcache.pipelines.causal_video import CausalVideo
-from diffcache.pipelines.small.flux import build_tokenizers
 from diffcache.pipelines.streaming_vae import WanDecoder
 from diffcache.video import FewSteps
 
