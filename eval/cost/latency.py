@@ -17,9 +17,7 @@ from diffcache.pipelines.demo.saved import DTYPES
 from diffcache.run_report import human
 
 Table = tuple[list[str], list[list[str]]]
-_COUNTED = (
-    "name", "steps", "evaluations", "computed_steps", "flops", "flops_ratio", "held_bytes",
-)  # fmt: skip
+_COUNTED = ("name", "steps", "evaluations", "computed_steps", "flops", "flops_ratio", "held_bytes")
 
 
 def measure(plan: Plan, progress: Progress) -> dict[str, Any]:

@@ -70,8 +70,9 @@ def kv_heads(model: Any, samples: Samples, report: Report, *, groups: int = 1) -
     pairs, given = _projections(model, samples, report)
     heads = model.config.get_text_config(decoder=True).num_key_value_heads
     bases = fewer_heads.fit(pairs, given, heads, groups)
-    return Prepared("Bases", basis_tensors("bases", bases), {"bases": ["bases"]},
-                    {"groups": groups})  # fmt: skip
+    return Prepared(
+        "Bases", basis_tensors("bases", bases), {"bases": ["bases"]}, {"groups": groups}
+    )
 
 
 def xquant_latent(model: Any, samples: Samples, report: Report) -> Prepared:

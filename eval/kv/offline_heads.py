@@ -89,8 +89,9 @@ def compresskv(
     errors = [_errors(model, recipe, sample) for sample in following(samples, report, "layers")]
     weights = torch.tensor(heads_that_retrieve.layer_weights(errors), dtype=torch.float64)
     tensors = {"heads": torch.tensor(chosen), "weights": weights}
-    return Prepared("table", tensors, {"heads": ["heads"], "weights": ["weights"]},
-                    {"budget": budget})  # fmt: skip
+    return Prepared(
+        "table", tensors, {"heads": ["heads"], "weights": ["weights"]}, {"budget": budget}
+    )
 
 
 def _errors(model: Any, recipe: Recipe, sample: Sample) -> list[float]:

@@ -140,7 +140,7 @@ class Run:
 
     @property
     def is_film(self) -> bool:
-        """Whether the pipeline makes films."""
+        """Say whether the pipeline makes films."""
         return "num_frames" in self.drawer.parameters
 
     @property

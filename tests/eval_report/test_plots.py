@@ -21,9 +21,10 @@ def test_front_is_what_brute_force_finds(upward: bool) -> None:
         ]
         found = pareto.front(places, upward)
         unbeaten = {
-            (x, y) for x, y in places
+            (x, y)
+            for x, y in places
             if not any(u >= x and sign * v >= sign * y and (u, v) != (x, y) for u, v in places)
-        }  # fmt: skip
+        }
         assert [places[i] for i in found] == sorted(unbeaten)
     assert pareto.front([], upward) == []
 

@@ -78,8 +78,9 @@ def measure(
         for name, each in run.items():
             held[name].append(each.nbytes)
     return {
-        "shapes": {"layers": 1, "prompt": BUDGET, "budget": BUDGET}, "rounds": tokens,
+        "shapes": {"layers": 1, "prompt": BUDGET, "budget": BUDGET},
+        "rounds": tokens,
         "rows": [
             {"name": name} | thirds(seconds[name], seconds[ALONE], held[name]) for name in run
         ],
-    }  # fmt: skip
+    }

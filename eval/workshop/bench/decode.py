@@ -84,7 +84,7 @@ def cases(layers: int = LAYERS, prompt: int = PROMPT) -> dict[str, Case]:
         "gear 2": Case(gear(2), 2.0),
         "mustafar": Case(mustafar(), 2.0),
         "rotatekv 4": Case(rotatekv(4), 2.0),
-    }  # fmt: skip
+    }
 
 
 @dataclass

@@ -93,8 +93,9 @@ def flux(setting: Setting, tiny: bool) -> Model:
     call = {
         "prompt_embeds": noise(1, words, config.joint_attention_dim),
         "pooled_prompt_embeds": noise(1, config.pooled_projection_dim),
-        "height": side, "width": side,
-    }  # fmt: skip
+        "height": side,
+        "width": side,
+    }
     return Model("FLUX.1-dev", pipe, call, model.single_transformer_blocks[-1].attn.to_q)
 
 
@@ -111,9 +112,10 @@ def wan(setting: Setting, tiny: bool) -> Model:
     call = {
         "prompt_embeds": noise(1, 8 if tiny else 512, text),
         "negative_prompt_embeds": noise(1, 8 if tiny else 512, text),
-        "height": 32 if tiny else 480, "width": 32 if tiny else 832,
+        "height": 32 if tiny else 480,
+        "width": 32 if tiny else 832,
         "num_frames": 5 if tiny else 33,
-    }  # fmt: skip
+    }
     return Model("Wan2.1-1.3B", pipe, call, model.blocks[-1].attn1.to_q, branches=2)
 
 

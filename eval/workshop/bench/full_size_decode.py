@@ -81,7 +81,7 @@ def cases(prompt: int) -> dict[str, Case]:
         f"quest {read}": Case(quest(read)),
         "kivi 4": Case(kivi(4)),
         "kivi 2": Case(kivi(2)),
-    }  # fmt: skip
+    }
 
 
 class Pressed(Contender):

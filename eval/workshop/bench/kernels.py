@@ -76,9 +76,10 @@ def row(
         torch.manual_seed(seed)
         errors[name] = error_of(way, case.make(device, tiny), expected)
     good = {
-        name: way for name, way in case.ways.items()
+        name: way
+        for name, way in case.ways.items()
         if not isinstance(wrong := errors[name], str) and wrong <= case.tolerance
-    }  # fmt: skip
+    }
     many = 1 if tiny else max(2, math.ceil(SPREAD / max(case.moved, 1)))
     sets = [case.make(device, tiny) for _ in range(min(many, 64))]
     seconds: dict[str, list[float]] = {name: [] for name in good}

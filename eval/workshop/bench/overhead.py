@@ -68,8 +68,9 @@ class Variant:
             step()
             self.tick()
 
-        return Turn(step, lambda: self.model.cache_context("cond"), first, None, self.tick,
-                    self.calls)  # fmt: skip
+        return Turn(
+            step, lambda: self.model.cache_context("cond"), first, None, self.tick, self.calls
+        )
 
     def open(self) -> None:
         """Open a context and close it."""
@@ -81,10 +82,11 @@ def methods() -> dict[str, tuple[Method, str]]:
     """Return the methods of diffcache to time, with their floors."""
     taylor: dict[str, tuple[Method, str]] = {
         f"TaylorSeer {site}": (
-            TaylorSeer(NEVER, 1, site=site), f"{site} rest" if site in _SITES else "0 blocks"
+            TaylorSeer(NEVER, 1, site=site),
+            f"{site} rest" if site in _SITES else "0 blocks",
         )
         for site in ("stack", "model", "block", *_SITES)
-    }  # fmt: skip
+    }
     return {
         **taylor,
         "Interval stack": (Interval(NEVER), "0 blocks"),

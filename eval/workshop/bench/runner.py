@@ -1,4 +1,4 @@
-"""What every benchmark has in common: how it is asked, timed, written down and printed."""
+"""Benchmarks: their sizes, their records, and tables of what they measured."""
 
 from __future__ import annotations
 

@@ -32,10 +32,7 @@ def cases() -> list[KernelCase]:
             size = (8, 64) if tiny else shape
             return (torch.randn(*size, device=device, dtype=torch.bfloat16),)
 
-        ways = {
-            "kernel": _launch, "plain": _plain,
-            "torch.compile": torch.compile(_plain),
-        }  # fmt: skip
+        ways = {"kernel": _launch, "plain": _plain, "torch.compile": torch.compile(_plain)}
         found.append(
             KernelCase(
                 "int8_codes", model, f"{list(shape)} bfloat16", make, ways, 3 * math.prod(shape),

@@ -73,9 +73,10 @@ def cases() -> list[KernelCase]:
             )
         )  # fmt: skip
         differences = {
-            "kernel": _launch_differences, "plain": _differences,
+            "kernel": _launch_differences,
+            "plain": _differences,
             "torch.compile": torch.compile(_differences),
-        }  # fmt: skip
+        }
         found.append(
             KernelCase(
                 "finite_differences", model, shown, _terms(shape, 3), differences, moved,

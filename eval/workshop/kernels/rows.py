@@ -58,9 +58,10 @@ def cases() -> list[KernelCase]:
 
         count, tokens = math.prod(shape), shape[0]
         packs = {
-            "kernel": _launch_pack, "plain": rows.pack_twin,
+            "kernel": _launch_pack,
+            "plain": rows.pack_twin,
             "torch.compile": torch.compile(rows.pack_twin),
-        }  # fmt: skip
+        }
         found.append(
             KernelCase(
                 "pack_rows", model, f"{list(shape)} bfloat16", random, packs,
