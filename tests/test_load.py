@@ -127,7 +127,7 @@ def test_a_live_pipeline_draws_what_the_saved_one_does(tmp_path: Path) -> None:
     def evaluate(out: Path, task: Task, pipe: Any = None) -> dict[str, Any]:
         methods = {"interval": parse_method("interval:every=2")}
         plan = Plan(task, methods, out, rounds=0, pipe=pipe, site_errors=False)
-        record = measure.evaluate(plan, Progress(quiet=True))
+        record = measure.evaluate(plan, Progress())
         assert record is not None
         return record
 

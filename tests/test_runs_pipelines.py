@@ -77,7 +77,7 @@ def saved(place: Path, name: str, **parts: Any) -> Task:
 
 def evaluate(task: Task, out: Path, *methods: str) -> dict[str, Any]:
     plan = Plan(task, {name: parse_method(name) for name in methods}, out, rounds=0)
-    return measure.evaluate(plan, Progress(quiet=True))
+    return measure.evaluate(plan, Progress())
 
 
 def check(task: Task, out: Path, record: dict[str, Any], condition: dict[str, Any]) -> None:
@@ -128,7 +128,7 @@ def test_classes_are_those_that_the_pipeline_names(tmp_path: Path) -> None:
 def test_the_bar_counts_timed_calls(tmp_path: Path) -> None:
     task = saved(tmp_path, "DiTPipeline")
     plan = Plan(task, {METHOD: parse_method(METHOD)}, tmp_path / "run", rounds=2, site_errors=False)
-    first, again = Progress(quiet=True), Progress(quiet=True)
+    first, again = Progress(), Progress()
     rows = len(measure.evaluate(plan, first)["rows"])
     # Three samples of every row, then two timed rounds after a warm-up, of a batch of two.
     assert first.done == first.total == first.drawn == rows * (3 + 3 * 2)

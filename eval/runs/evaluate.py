@@ -28,8 +28,8 @@ from diffcache.eval.runs.folder import (
     RunError,
     batches,
     check_claim,
+    evaluations,
 )
-from diffcache.eval.runs.lines import evaluations
 from diffcache.eval.runs.peers import Peer
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.ranks import Ranks, join

@@ -22,7 +22,7 @@ EXCERPT = Path(__file__).with_name("excerpt.json")
 CALL = {"num_frames": 1, "height": 32, "width": 32, "guidance_scale": 1.0}
 TASK = Task("shapes-wan", str(EXCERPT), 1, batch_size=1, steps=1, call=CALL, device="cpu")
 DIMENSION = "object_class"  # two prompts, ten films
-QUIET = Progress(quiet=True)
+QUIET = Progress()
 
 
 @pytest.fixture(scope="module")
