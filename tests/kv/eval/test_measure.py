@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.eval.kv import peer, recall
-from diffcache.eval.kv.seen import Seen
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import keydiff
@@ -94,7 +93,7 @@ def test_what_a_press_keeps_is_what_our_store_holds(
     drawn = torch.Generator().manual_seed(0)
     said: list[Tensor] = []
 
-    def kept(seen: Seen, make: object, attentions: bool) -> Tensor:
+    def kept(seen: peer.Seen, make: object, attentions: bool) -> Tensor:
         assert seen.attentions.shape[-1] == CONTEXT and hasattr(seen.module, "rotary_emb")
         mask = torch.rand(seen.k.shape[:3], generator=drawn) < 0.3
         mask[..., -1] = True
