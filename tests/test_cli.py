@@ -106,30 +106,6 @@ print(json.dumps([m for m in ("diffusers", "transformers", "matplotlib") if m in
 
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (("cite", "taylorser"), "unknown method 'taylorser'; did you mean 'taylorseer'?"),
-            (("run", "nowhere", "x"), "no pipeline at 'nowhere': name a directory"),
-            (("run", "recall-llama", "x"), "is for `diffcache kv --model recall-llama`"),
-            (("demo", "--method", "teacach"), "unknown method 'teacach'"),
-            (
-                ("demo", "--method", "taylorseer:every=0"),
-                "every=0: must be a whole number of at least 1",
-            ),
-            (("demo", "--method", "taylorseer:evry=3"), "TaylorSeer has no setting 'evry'"),
-            (("demo", "--method", "taylorseer:every"), "'every' must be a setting and its value"),
-            (("inspect", "FluxTransformer"), "did you mean FluxTransformer2DModel?"),
-            (("inspect", next(iter(EXCLUDED))), "is not cached: control network"),
-        ],
-    )
-    def test_one_line_and_two(self, arguments, message):
-        done = call(*arguments)
-        assert done.exit_code == 2
-        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-        assert message in done.stderr
-        assert "Traceback" not in done.output
-
     def test_debug_lets_the_exception_out(self):
         done = call("--debug", "cite", "taylorser")
         assert isinstance(done.exception, diffcache.UnknownMethodError)
@@ -165,10 +141,6 @@ class TestErrors:
         monkeypatch.setattr(cli, "bibtex", interrupt)
         done = call("cite", "taylorseer")
         assert (done.exit_code, done.stderr) == (130, "interrupted\n")
-
-    def test_usage(self):
-        assert call("demo", "--samples", 9).exit_code == 2
-        assert call("nothing").exit_code == 2
 
 
 class TestSettings:

@@ -84,25 +84,6 @@ def test_json_alone_on_standard_output():
     assert (row["name"], row["steps"]) == ("uncached", 1)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere"], "no pipeline at 'nowhere'"),
-        (["shapes-flux", "--rounds", "0"], "--rounds"),
-        (["shapes-flux", "--method", "teacach"], "unknown method 'teacach'"),
-        (["shapes-flux", "--method", "interval:evry=4"], "has no setting 'evry'"),
-        (["shapes-flux", *["--method", "interval"] * 2], "--method interval: given twice"),
-        (["shapes-flux", "--call", "num_frames=9"], "num_frames"),
-        (["shapes-flux", "--device", "moon"], "--device 'moon'"),
-        (["shapes-flux", "--dtype", "int8"], "int8"),
-        ([], "argument"),
-    ],
-)
-def test_errors_are_told(words, message):
-    done = call(*words)
-    assert done.exit_code == 2 and message in done.stderr and done.stdout == ""
-
-
 def test_the_pipeline_is_free_again_when_a_turn_fails(tmp_path):
     run, turns = turns_of(tmp_path, STACK)
     model = run.drawer.pipe.transformer

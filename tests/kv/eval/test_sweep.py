@@ -130,27 +130,6 @@ def test_the_command_prints_a_table_and_writes_a_record(tmp_path: Path, folder: 
     assert out.with_suffix(".png").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ([], "give --recipe (may be repeated), --sweep FILE, or --list"),
-        (["--recipe", "keydif"], "did you mean 'keydiff'"),
-        (["--recipe", "keydiff", "--limit", "4"], "--limit 4: is not for --tasks recall"),
-        (["--recipe", "keydiff", "--device", "cuda"], "recall is measured on the CPU"),
-        (["--sweep", "any.toml", "--facts", "4"], "--facts 4: --sweep any.toml says what is"),
-        (["--sweep", "any.toml", "--seed", "4"], "--seed 4: --sweep any.toml says what is"),
-        (["--recipe", "keydiff", "--samples", "1"], "at least 2"),
-        (["--recipe", "keydiff", "--model", "nowhere"], "--model nowhere: no directory"),
-        (["--recipe", "keydiff", "--tasks", "recall", "--model", "nowhere"], "model='nowhere'"),
-        (["--sweep", "nowhere.toml"], "nowhere.toml"),
-    ],
-)
-def test_the_command_says_what_is_wrong_in_one_line(words: list[str], text: str) -> None:
-    found = call(*words)
-    assert found.exit_code == 2
-    assert text in " ".join(found.output.split()) and "Traceback" not in found.output
-
-
 def test_the_command_lists_recipes_and_helps() -> None:
     assert "snapkv" in call("--list").output.split()
     text = " ".join(call("--help").output.split())

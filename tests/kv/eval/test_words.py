@@ -33,29 +33,6 @@ def test_recipes_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert words.parse_recipe("half|pre") == parts["half"] | parts["pre"]
 
 
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        ("snapvk:budget=0.25", "did you mean 'snapkv'"),
-        (
-            "snapkv:window=0",
-            "recipe 'snapkv:window=0': window=0: must be a whole number of at least 1",
-        ),
-        ("snapkv:size=4", "snapkv has no setting 'size'; it has budget, window"),
-        ("snapkv:budget=2.5", r"budget=2\.5: must be a count"),
-        ("snapkv:budget", "must be a setting and its value"),
-        ("snapkv|keydiff", "both set score"),
-        ("snapkv||keydiff", "a name is missing between"),
-        ("", "diffcache kv --list"),
-        ("snapkv:budget=(0.5", "open quote or bracket"),
-        ("kvpress/snapkv|kivi", "does not compose"),
-    ],
-)
-def test_errors_name_the_way_out(text: str, match: str) -> None:
-    with pytest.raises((ValueError, UnknownMethodError), match=match):
-        words.parse_row(text)
-
-
 def test_kvpress_that_is_not_installed_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "installed", lambda: None)
     with pytest.raises(MissingPackageError, match="pip install --no-deps kvpress"):
