@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from diffcache import cli
 from diffcache.errors import AttachError, TablesError
 from diffcache.eval.kv import prepare, tables, words
-from diffcache.eval.kv.offline import RecallSamples, TextSamples, seen_by
+from diffcache.eval.kv.offline import RecallSamples, TextSamples, Work, seen_by
 from diffcache.eval.kv.offline_gates import lococo, locret
 from diffcache.eval.kv.recall import measure
 from diffcache.eval.kv.texts import TextModel, read_texts, windows
@@ -42,7 +42,7 @@ def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     patch.setitem(prepare.MAKERS, "lococo", partial(lococo, steps=16))
     patch.setitem(prepare.MAKERS, "locret", partial(locret, steps=40))
     try:
-        prepare.prepare([], model, SAMPLES, into, DIGEST)
+        prepare.prepare([], Work(model, SAMPLES, lambda *_: None), into, DIGEST)
     finally:
         patch.undo()
     after = model.state_dict()
@@ -79,10 +79,10 @@ def test_recipes_take_what_was_made(made: Path, folder: Path) -> None:
 
 def test_what_is_there_is_left_as_it_is(made: Path, folder: Path) -> None:
     before = (made / "prefixkv.safetensors").stat().st_mtime_ns
-    model = task(folder).load()
-    prepare.prepare(["prefixkv"], model, SAMPLES, made, DIGEST)
+    work = Work(task(folder).load(), SAMPLES, lambda *_: None)
+    prepare.prepare(["prefixkv"], work, made, DIGEST)
     assert (made / "prefixkv.safetensors").stat().st_mtime_ns == before
-    prepare.prepare(["prefixkv"], model, SAMPLES, made, DIGEST, again=True)
+    prepare.prepare(["prefixkv"], work, made, DIGEST, again=True)
     assert (made / "prefixkv.safetensors").stat().st_mtime_ns > before
     assert not list(made.glob("*.part"))
 
@@ -173,12 +173,11 @@ def measured(reader: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory
     into = tmp_path_factory.mktemp("own")
     chosen = TextModel(str(reader))
     model, found = chosen.load(), windows(chosen, texts, 48, 2)
-    samples = TextSamples(found.ids, found.source, questions=2)
+    work = Work(model, TextSamples(found.ids, found.source, questions=2), lambda *_: None)
     for name in prepare.MAKERS:
         prepare.make(
-            name, model, samples, into / f"{name}.safetensors", chosen.weights,
-            lambda *_: None, **SHORT.get(name, {}),
-        )  # fmt: skip
+            name, work, into / f"{name}.safetensors", chosen.weights, **SHORT.get(name, {})
+        )
     assert model.config._attn_implementation == "sdpa"
     assert all(each.requires_grad for each in model.parameters())
     return into
@@ -231,7 +230,7 @@ def test_bases_are_refused_where_keys_are_changed_after_the_projection() -> None
     model, samples = Qwen3ForCausalLM(config).eval(), TextSamples((torch.arange(40)[None],))
     for name in ("cskv", "kv_heads", "xquant_latent"):
         with pytest.raises(AttachError, match="the keys that are held are not what the proj"):
-            prepare.MAKERS[name](model, samples, lambda *_: None)
+            prepare.MAKERS[name](Work(model, samples, lambda *_: None))
     detach(model)
 
 
