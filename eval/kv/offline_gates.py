@@ -143,7 +143,8 @@ def lococo(
         recent: Last tokens that are always kept; a 32nd of a context by default.
         taps: Slots under the convolution, odd.
     """
-    found, context = [], work.samples.context
+    found = []
+    context = work.samples.context
     last = max(context // 32, 1) if recent is None else recent
     most = context // 2 if memory is None else memory
     for number, sample in enumerate(work.each("memories")):
