@@ -10,9 +10,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffcache.eval.record import Setting, stats
+from diffcache.eval.record import Progress, Setting, stats
 
-Progress = Callable[[int, int, str], None]
 Call = Callable[[], object]
 
 
@@ -174,8 +173,8 @@ def measure(
         contenders: Name -> what to call; the first is what the others are compared with.
         rounds: Timed calls of each; five or more give quartiles a meaning.
         warmup: Untimed rounds before.
-        setting: The device that is waited for.
-        progress: Callback for the progress, given (calls done, calls in all, name of the next).
+        setting: The device that is waited for, and where the progress is told.
+        progress: Callback for the progress in place of that of the setting.
 
     Raises:
         ValueError: If there are no contenders, or `rounds` or `warmup` is out of range.
@@ -186,6 +185,7 @@ def measure(
         raise ValueError(f"rounds={rounds}: must be at least 1")
     if warmup < 0:
         raise ValueError(f"warmup={warmup}: must be 0 or more")
+    progress = progress or setting.progress
     turns = {n: c if isinstance(c, Turn) else Turn(c) for n, c in contenders.items()}
     names = list(turns)
     timings = Timings(warmup=warmup, load=_load(), cores=cores_here())

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import diffcache
 from diffcache.errors import AttachError, MissingError
-from diffcache.eval.cost.interleave import Progress, Turn, summary
+from diffcache.eval.cost.interleave import Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting
 from diffcache.eval.runs.peers import make_peer
@@ -144,22 +144,19 @@ def caches(model: Model) -> dict[str, Callable[[], AbstractContextManager[Any]]]
 
 
 @torch.no_grad()
-def measure(
-    setting: Setting, *, rounds: int = 3, progress: Progress | None = None
-) -> dict[str, Any]:
+def measure(setting: Setting, *, rounds: int = 3) -> dict[str, Any]:
     """Measure whole runs.
 
     Args:
         setting: Device and dtype.
         rounds: Timed runs with each cache.
-        progress: Told (turns done, turns in all, name of the next).
     """
     tiny = setting.device.type == "cpu"
     found = []
     for make in (flux, wan):
         model = make(setting, tiny)
         model.pipe.set_progress_bar_config(disable=True)
-        found += rows(model, setting, rounds, progress)
+        found += rows(model, setting, rounds)
         del model
         if not tiny:
             torch.cuda.empty_cache()
@@ -169,9 +166,7 @@ def measure(
     }  # fmt: skip
 
 
-def rows(
-    model: Model, setting: Setting, rounds: int, progress: Progress | None
-) -> list[dict[str, Any]]:
+def rows(model: Model, setting: Setting, rounds: int) -> list[dict[str, Any]]:
     """Return what was measured of one model."""
 
     def run() -> Any:
@@ -193,7 +188,7 @@ def rows(
             hook.remove()
         computed[name], held[name] = len(calls) / model.branches, after - before
     turns: dict[str, Any] = {n: Turn(run, context, run) for n, context in contexts.items()}
-    timings = take_turns(turns, rounds, 0, setting, progress)
+    timings = take_turns(turns, rounds, 0, setting)
     ratios = timings.ratios()
     plain = summary(timings.seconds["uncached"])["median"]
     found: list[dict[str, Any]] = []

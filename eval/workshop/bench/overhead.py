@@ -21,7 +21,7 @@ import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
 
 import diffcache
-from diffcache.eval.cost.interleave import Progress, Turn
+from diffcache.eval.cost.interleave import Turn
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting, stats
 from diffcache.eval.workshop.bench.models import Loop, Shape, build, hollow_out, inputs
@@ -172,20 +172,13 @@ class Variants(dict[str, Variant]):
             self[name] = replace(variant, sites=skipped)
 
 
-def measure(
-    setting: Setting,
-    *,
-    rounds: int = 50,
-    shape: Shape | None = None,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
+def measure(setting: Setting, *, rounds: int = 50, shape: Shape | None = None) -> dict[str, Any]:
     """Measure the host time of skipped steps.
 
     Args:
         setting: Device and dtype.
         rounds: Turns of every variant.
         shape: Sizes of the model; those of FLUX.1 in depth by default.
-        progress: Told (turns done, turns in all, name of the next).
     """
     shape = shape or Shape()
     with ExitStack() as stack:
@@ -197,7 +190,7 @@ def measure(
         for name, variant in variants.items():
             turns[_OPENING.format(name)] = Turn(variant.open)  # as cold as a step finds it
             turns[name] = variant.turn(variants.call)
-        seconds = take_turns(turns, rounds, 0, setting, progress).cpu_seconds
+        seconds = take_turns(turns, rounds, 0, setting).cpu_seconds
     return {
         "shapes": {
             "device": setting.device.type,
