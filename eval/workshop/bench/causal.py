@@ -82,8 +82,8 @@ def _text(model: ShapesCausal) -> Tensor:
 
 
 def chunk_times(
-    model: ShapesCausal, rows: Sequence[Row], rounds: int, setting: Setting,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
+    model: ShapesCausal, rows: Sequence[Row], rounds: int, setting: Setting
+) -> dict[str, dict[str, Any]]:
     """Return time and bytes of a chunk by thirds of a long film, by row; rows take turns."""
     with model.video() as video:
         sessions = {
@@ -110,8 +110,8 @@ def _alone(video: CausalVideo, model: ShapesCausal) -> Callable[[], Any]:
 
 
 def _clock(
-    steps: Mapping[str, Call | Turn], rounds: int, setting: Setting,
-) -> dict[str, list[float]]:  # fmt: skip
+    steps: Mapping[str, Call | Turn], rounds: int, setting: Setting
+) -> dict[str, list[float]]:
     return take_turns(steps, rounds, 0, setting).own(setting)
 
 

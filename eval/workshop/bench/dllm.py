@@ -50,8 +50,7 @@ def measure(
     chosen = _chosen(model, named)
     kept = Parts(unfinished, {"samples": samples, "dtype": str(setting.dtype),
                               "model": digest_of(load(model, setting.dtype))})  # fmt: skip
-    found = measure_model(model, chosen, setting, samples=samples, rounds=rounds, kept=kept,
-                          progress=setting.progress)  # fmt: skip
+    found = measure_model(model, chosen, setting, samples=samples, rounds=rounds, kept=kept)
     return {
         "shapes": {"model": model, "samples": samples, "batch": BATCH, "block": BLOCKS[model]},
         "rounds": rounds, "rows": found,

@@ -179,22 +179,20 @@ def measure_model(
     rounds: int,
     seed: int = 0,
     kept: Parts,
-    progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Return what every row measured on one model.
 
     Args:
         model: Name of a shipped model, in `BLOCKS`.
         chosen: Rows, the uncached one first.
-        setting: Device and dtype.
+        setting: Device and dtype, and where the progress is told.
         samples: Prompts whose answers are judged.
         rounds: Timed batches of one prompt; a quarter as many of `BATCH` prompts.
         seed: Seed of the prompts.
         kept: Rows that were judged before.
-        progress: Callback for the progress, given (turns done, turns in all, name of the next).
     """
     found = runners(model, chosen, setting)
-    hits = quality(found, model, samples, seed, kept, progress)
+    hits = quality(found, model, samples, seed, kept, setting.progress)
     times = {}
     for size, count in ((1, rounds), (BATCH, max(1, rounds // 4))):
         generator = torch.Generator().manual_seed(HELD_OUT + _TIMED)
