@@ -122,14 +122,6 @@ def test_texts_are_read_from_files_and_folders(tmp_path: Path) -> None:
     assert read_texts(lines) == ["one text", "two"]
     assert read_texts(rows) == ["one\ntext", "two"]
     assert read_texts(tmp_path) == ["one text\n\ntwo\n"]
-    rows.write_text('{"txt": "one"}')
-    with pytest.raises(ValueError, match=r"b.jsonl:1: must be an object with a string"):
-        read_texts(rows)
-    lines.write_text("\n")
-    with pytest.raises(ValueError, match="no texts in it"):
-        read_texts(lines)
-    with pytest.raises(FileNotFoundError, match="no such file; give a file with a text on each"):
-        read_texts(tmp_path / "c.txt")
 
 
 def test_windows_begin_as_the_tokenizer_begins_and_do_not_overlap(
@@ -218,8 +210,6 @@ def test_tables_of_another_model_recipe_or_setting_are_refused(
     with pytest.raises(TablesError, match="has shares for 1, 2; say which behind a #"):
         words.parse_recipe(f"prefixkv:tables={tmp_path}/x.safetensors")
     words.parse_recipe(f"prefixkv:tables={tmp_path}/x.safetensors#2")
-    with pytest.raises(ValueError, match="measuring has no setting 'budgets'; it has heads=2, bud"):
-        prepare.check("compresskv", {"budgets": 1})
 
 
 def test_bases_are_refused_where_keys_are_changed_after_the_projection() -> None:

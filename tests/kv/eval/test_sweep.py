@@ -45,21 +45,6 @@ def test_budgets_are_filled_in_and_rows_measured_once(tmp_path: Path) -> None:
     assert found.task.samples == 4
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (("facts = 4", "fact = 4"), "unknown key 'fact'; use batch, budgets, context"),
-        (("knorm:", "knrom:"), "did you mean 'knorm'"),
-        (("samples = 4", "samples = 1"), "at least 2"),
-    ],
-)
-def test_what_is_wrong_is_named(tmp_path: Path, change: tuple[str, str], match: str) -> None:
-    with pytest.raises((ValueError, LookupError), match=match):
-        sweep.read_sweep(written(tmp_path, TEXT.replace(*change)))
-    with pytest.raises(ValueError, match=r"\[family.NAME\]"):
-        sweep.read_sweep(written(tmp_path, "samples = 4"))
-
-
 def test_a_run_that_was_cut_off_goes_on(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffcache.errors import TablesError, UnknownMethodError
-from diffcache.eval.kv import peer, tables, words
-from diffcache.eval.metrics.inception import MissingPackageError
+from diffcache.errors import TablesError
+from diffcache.eval.kv import tables, words
 from diffcache.kv.learn.cskv import Bases
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes import catalog, merging
@@ -31,16 +30,6 @@ def test_recipes_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"half": Recipe("half", layout="padded"), "pre": Recipe("pre", space="pre")}
     monkeypatch.setattr(catalog, "make_recipe", lambda name, **settings: parts[name])
     assert words.parse_recipe("half|pre") == parts["half"] | parts["pre"]
-
-
-def test_kvpress_that_is_not_installed_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "installed", lambda: None)
-    with pytest.raises(MissingPackageError, match="pip install --no-deps kvpress"):
-        words.parse_row("kvpress/snapkv:budget=0.25")
-    with pytest.raises(UnknownMethodError, match="unknown press 'snap'; known: knorm"):
-        words.parse_row("kvpress/snap:budget=0.25")
-    with pytest.raises(ValueError, match="a share of the tokens, such as 0.25"):
-        words.parse_row("kvpress/snapkv:budget=64")
 
 
 def test_a_table_is_read_by_the_name_of_the_setting(
