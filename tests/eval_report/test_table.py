@@ -101,7 +101,7 @@ def test_columns_follow_the_record(make_record: Any) -> None:
     record = make_record()
     keys = [column.key for column in table_of(record).columns]
     assert keys == [
-        "evaluations", "flops_ratio", "seconds", "ratio", "peak_bytes", "held_bytes", "fid_lite", "fid_lite_change",
+        "evaluations", "flops_ratio", "seconds", "ratio", "throughput", "peak_bytes", "held_bytes", "fid_lite",
         "fid_lite_to_uncached", "psnr_db", "ssim", "lpips_lite", "prompt_accuracy", "kid_lite",
     ]  # fmt: skip
     record["timing"] = {}
