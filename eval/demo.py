@@ -16,8 +16,8 @@ from PIL import Image, ImageChops, ImageDraw, ImageFont
 import diffcache
 from diffcache.command import device_of
 from diffcache.eval.cost.clock import DenoiserClock
-from diffcache.eval.cost.interleave import Progress, Turn, measure
-from diffcache.eval.record import Setting
+from diffcache.eval.cost.interleave import Turn, measure
+from diffcache.eval.record import Progress, Setting
 from diffcache.features.base import Method
 from diffcache.pipelines.demo.generate import Order, closeness, decibels, generate
 from diffcache.pipelines.demo.saved import DTYPES, dtype_of
@@ -204,7 +204,7 @@ def compare(
     """
     plain, cached = (load(model, task.dtype, task.device) for _ in range(2))
     diffcache.wrap(cached, method)
-    setting = Setting(cached.device, cached.transformer.dtype)
+    setting = Setting(cached.device, cached.transformer.dtype, progress)
     pipes, sides, turns = {"uncached": plain, "cached": cached}, {}, {}
     for name, pipe in pipes.items():
         with warnings.catch_warnings():
@@ -215,14 +215,15 @@ def compare(
             partial(_draw, pipe, task, sides[name], task.steps), partial(_watched, clock),
             readings=partial(_seconds_of, clock),
         )  # fmt: skip
-    timings = measure(turns, max(task.samples, ROUNDS), 0, setting, progress)
+    timings = measure(turns, max(task.samples, ROUNDS), 0, setting)
     for name, side in sides.items():
         side.seconds = timings.seconds[name]
         side.denoiser_seconds = timings.readings[name]["denoiser_seconds"]
         side.images = side.images[: task.samples]
         read(side, task.prompt)
     place = f"{setting.device}, {str(setting.dtype).removeprefix('torch.')}"
-    return Comparison(task, method, *sides.values(), diffcache.report(cached), place)
+    baseline, ours = sides.values()
+    return Comparison(task, method, baseline, ours, diffcache.report(cached), place)
 
 
 def _draw(pipe: Any, task: Task, side: Side, steps: int) -> None:

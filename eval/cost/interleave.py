@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from diffcache.eval.record import Progress, Setting, stats
+from diffcache.eval.record import Setting, stats
 
 Call = Callable[[], object]
 
@@ -162,7 +162,6 @@ def measure(
     rounds: int,
     warmup: int,
     setting: Setting,
-    progress: Progress | None = None,
 ) -> Timings:
     """Time contenders in turn; in every round each is called once, another one first.
 
@@ -174,7 +173,6 @@ def measure(
         rounds: Timed calls of each; five or more give quartiles a meaning.
         warmup: Untimed rounds before.
         setting: The device that is waited for, and where the progress is told.
-        progress: Callback for the progress in place of that of the setting.
 
     Raises:
         ValueError: If there are no contenders, or `rounds` or `warmup` is out of range.
@@ -185,7 +183,7 @@ def measure(
         raise ValueError(f"rounds={rounds}: must be at least 1")
     if warmup < 0:
         raise ValueError(f"warmup={warmup}: must be 0 or more")
-    progress = progress or setting.progress
+    progress = setting.progress
     turns = {n: c if isinstance(c, Turn) else Turn(c) for n, c in contenders.items()}
     names = list(turns)
     timings = Timings(warmup=warmup, load=_load(), cores=cores_here())

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import diffcache
-from diffcache.eval.cost.interleave import Call, Progress, Turn, summary
+from diffcache.eval.cost.interleave import Call, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.metrics.intervals import share_change, share_interval
-from diffcache.eval.record import Setting
+from diffcache.eval.record import Progress, Setting
 from diffcache.eval.workshop.dllm.rows import Row
 from diffcache.eval.workshop.parts import Parts
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, ChainBatch, draw, is_exact

@@ -47,7 +47,8 @@ def cases() -> Iterator[KernelCase]:
             size = (TERMS, *((8, 64) if tiny else shape))
             codes = torch.randint(-127, 128, size, device=device, dtype=torch.int8)
             scales = torch.rand(*size[:-1], 1, device=device).add(0.1).to(torch.bfloat16) / 127
-            return list(codes.unbind()), list(scales.unbind()), *tensors(1, shape)(device, tiny)
+            (base,) = tensors(1, shape)(device, tiny)
+            return list(codes.unbind()), list(scales.unbind()), base
 
         count, tokens = math.prod(shape), shape[0]
         packs = {
