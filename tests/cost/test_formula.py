@@ -70,7 +70,7 @@ def test_inputs_of_ones_own():
     assert formula.count_on_meta(case.cls, case.config, there) == formula.count_call(model, inputs)
 
 
-def test_a_forward_that_needs_values_or_inputs_is_a_clear_error():
+def test_a_forward_that_needs_values_is_a_clear_error():
     case = cases()["OmniGenTransformer2DModel"]
     inputs = case.kwargs(case.build(0), 0)
     there = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}

@@ -64,7 +64,7 @@ def test_a_fresh_process_does_not_inherit_our_memory():
     assert MIB < found < big.numel()
 
 
-def test_an_error_names_the_failure_of_the_process(monkeypatch):
+def test_a_process_that_failed_is_named(monkeypatch):
     failed = SimpleNamespace(returncode=1, stderr="some\nTypeError: no such argument\n", stdout="")
     monkeypatch.setattr(memory.subprocess, "run", lambda *given, **named: failed)
     with pytest.raises(memory.MeasureError, match="shapes-flux failed: TypeError: no such"):
