@@ -86,8 +86,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from diffcache.eval.kv.peer import installed
-from diffcache.eval.kv.seen import Seen, capture
+from diffcache.eval.kv.peer import Seen, capture, installed
 from tests.kv import kvpress_oracle as oracle
 from tests.kv.kvpress_inputs import tiny_ids, tiny_llama
 from tests.kv.kvpress_oracle import ALL, DUO_RECENT, DUO_SINK, DUO_STREAMING, SCORERS
