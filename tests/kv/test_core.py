@@ -71,18 +71,6 @@ def test_positions_take_no_memory_while_they_follow_one_another() -> None:
     assert layer.read().pos[1, 0, 64] == -1 and layer.read().pos[0, 0, 64] == 64
 
 
-def test_a_rollback_is_as_if_nothing_had_been_written() -> None:
-    layer, other = filled(20), filled(20)
-    layer.write(*drawn(5, seed=1))
-    layer.rollback(5)
-    assert layer.seen == 20 and torch.equal(layer.read().k, other.read().k)
-    for each in (layer, other):
-        each.write(*drawn(3, seed=2))
-    assert torch.equal(layer.read().k, other.read().k)
-    with pytest.raises(ValueError, match="count=24: 23 tokens can be taken back"):
-        layer.rollback(24)
-
-
 def test_padding_that_is_taken_back_was_none() -> None:
     layer = filled(20)
     real = torch.tensor([[True] * 4, [True] + [False] * 3])

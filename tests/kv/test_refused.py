@@ -5,7 +5,10 @@ Ranges of single settings are in `tests/settings.txt`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,12 +61,17 @@ from diffcache.kv.recipes.quantized import staircase
 from diffcache.kv.recipes.streaming import duo_attention
 from diffcache.kv.refresh import most_changed
 from diffcache.kv.retrieval.sentence import sentence_tags
+from diffcache.kv.rotary import Rotary
+from diffcache.kv.rotary_nd import RotaryND
+from diffcache.kv.score.attention import Mass, Window
+from diffcache.kv.score.expected import Expected
 from diffcache.kv.score.heads import HeadVote
 from diffcache.kv.score.learned import Retained, RetainingHeads
 from diffcache.kv.score.patches import PatchCenters
 from diffcache.kv.score.recency import Recency
-from diffcache.kv.score.vectors import KeyNorm
+from diffcache.kv.score.vectors import KeyNorm, projected_norm
 from diffcache.kv.store import KVStore
+from tests.kv.eviction.seen import observed
 from tests.kv.eviction_more.plain import Text, scores
 from tests.kv.merging.rows import layer
 
@@ -177,6 +185,34 @@ STORES: list[tuple[Callable[[], object], str]] = [
     (lambda: time_to_live([1.0], -1), "must be at least 0"),
     (lambda: Tiers(-1), "device_bytes=-1"),
 ]
+# Scores of what was not observed, and rotations.
+FREQ = Rotary.default(1e4, 8).inv_freq
+BARE = observed(STACK, STACK)
+FEW = replace(BARE, out=x(3, 6))
+ROTATED: list[tuple[Callable[[], object], str]] = [
+    (lambda: Mass()(BARE), "no attention was observed"),
+    (lambda: projected_norm(BARE), "output projection is not known"),
+    (lambda: projected_norm(FEW), r"out=\[3, 6\]"),
+    (lambda: Window()(BARE), "looks at the last queries"),
+    (lambda: Expected()(observed(STACK, STACK, STACK)), "space='pre'"),
+    (lambda: Rotary(FREQ.bfloat16()), r"inv_freq must be \[P\] float32 or float64"),
+    (lambda: Rotary(x(2, 2)), r"inv_freq must be \[P\]"),
+    (lambda: Rotary.default(1e4, 7), "dim must be even"),
+    (lambda: Rotary.default(-1.0, 8), "theta must be positive and finite, got -1"),
+    *[
+        (partial(Rotary, FREQ, scale), "scale must be positive")
+        for scale in (0.0, -1.0, math.nan, math.inf)
+    ],
+    (lambda: Rotary(FREQ, start=-1), "start must be a channel"),
+    (lambda: RotaryND(FREQ, axes=(0, 1, 2)), "axis of each of the 4 pairs, got 3"),
+    (lambda: RotaryND(FREQ, axes=(0, 1, 2, 0), count=2), "axes must be from 0 to count - 1 = 1"),
+    (lambda: RotaryND.mrope(FREQ, (2, 1, 2)), "share out the 4 pairs"),
+    (lambda: RotaryND.sections((4, 4), theta=(1.0, 2.0, 3.0)), "one dim and one theta for each"),
+    (
+        lambda: RotaryND.sections((4, 2, 2)).rotate(x(1, 1, 7, 8), torch.arange(7)),
+        "positions must end in 3 axes",
+    ),
+]
 # What is learned beforehand.
 LEARNED: list[tuple[Callable[[], object], str]] = [
     (lambda: Codebook(x(1, 2, 4, 8), x(1, 2, 8, 3)), r"must be \[L, H, C, D\]"),
@@ -217,7 +253,7 @@ LEARNED: list[tuple[Callable[[], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "said"), [*CODECS, *EVICTION, *STORES, *LEARNED])
+@pytest.mark.parametrize(("call", "said"), [*CODECS, *EVICTION, *STORES, *ROTATED, *LEARNED])
 def test_what_does_not_go_together_is_refused(call: Callable[[], Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         call()

@@ -208,39 +208,6 @@ def test_merging_loses_more_the_further_apart():
     assert kept == pytest.approx([0.900, 0.859, 0.813], abs=0.01)
 
 
-class TestSettings:
-    def test_frequencies(self):
-        with pytest.raises(ValueError, match=r"inv_freq must be \[P\] float32 or float64"):
-            Rotary(torch.ones(4, dtype=torch.bfloat16))
-        with pytest.raises(ValueError, match=r"inv_freq must be \[P\]"):
-            Rotary(torch.ones(2, 2))
-        with pytest.raises(ValueError, match="dim must be even"):
-            Rotary.default(10000.0, 7)
-        with pytest.raises(ValueError, match=r"theta must be positive and finite, got -1"):
-            Rotary.default(-1.0, 8)
-
-    def test_scale_and_start(self):
-        freq = Rotary.default(10000.0, 8).inv_freq
-        for scale in (0.0, -1.0, math.nan, math.inf):
-            with pytest.raises(ValueError, match="scale must be positive"):
-                Rotary(freq, scale)
-        with pytest.raises(ValueError, match="start must be a channel"):
-            Rotary(freq, start=-1)
-
-    def test_axes(self):
-        freq = Rotary.default(10000.0, 8).inv_freq
-        with pytest.raises(ValueError, match="axis of each of the 4 pairs, got 3"):
-            RotaryND(freq, axes=(0, 1, 2))
-        with pytest.raises(ValueError, match=r"axes must be from 0 to count - 1 = 1"):
-            RotaryND(freq, axes=(0, 1, 2, 0), count=2)
-        with pytest.raises(ValueError, match="share out the 4 pairs"):
-            RotaryND.mrope(freq, (2, 1, 2))
-        with pytest.raises(ValueError, match="one dim and one theta for each axis"):
-            RotaryND.sections((4, 4), theta=(1.0, 2.0, 3.0))
-        with pytest.raises(ValueError, match=r"positions must end in 3 axes"):
-            RotaryND.sections((4, 2, 2)).rotate(_x(shape=(1, 1, 7, 8)), POS)
-
-
 class TestWan:
     """Against diffusers: its tables, and the function inside its attention processor."""
 

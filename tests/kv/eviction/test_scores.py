@@ -214,19 +214,3 @@ def test_recent_share_is_rounded_down() -> None:
     score = torch.arange(13, 0, -1.0).expand(1, 1, -1).masked_fill(~seen.valid, float("-inf"))
     kept = (RecentShare(0.5)(score, torch.tensor([[5]]), seen) == 0)[0, 0].nonzero()[:, 0]
     assert kept.tolist() == [3, 4, 5, 11, 12]
-
-
-def test_what_was_not_observed_is_said() -> None:
-    k = torch.randn(1, 1, 4, 4)
-    bare = observed(k, k)
-    with pytest.raises(ValueError, match="no attention was observed"):
-        Mass()(bare)
-    with pytest.raises(ValueError, match="output projection is not known"):
-        projected_norm(bare)
-    bare.out = torch.zeros(3, 6)
-    with pytest.raises(ValueError, match=r"out=\[3, 6\]"):
-        projected_norm(bare)
-    with pytest.raises(ValueError, match="looks at the last queries"):
-        Window()(bare)
-    with pytest.raises(ValueError, match="space='pre'"):
-        Expected()(observed(k, k, k))
