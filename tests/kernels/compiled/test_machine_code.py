@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-from pathlib import Path
 
 import pytest
 
 from diffcache.kernels.gpu.machine import ARCHS, SHARED, machine
+from tests.kernels.compiled.launches import LAUNCHES
 from tests.kernels.compiled.machine import WIDE, Launch
-
-FILES = sorted(Path(__file__).parent.glob("*_launches.py"))
-LAUNCHES = [
-    launch
-    for file in FILES
-    for launch in importlib.import_module(f"tests.kernels.compiled.{file.stem}").launches()
-]
 
 # Instructions of the longest loop on sm_90, with Triton 3.9, of every launch that has one.
 LOOPS = {
