@@ -227,13 +227,15 @@ class Blocks(Rows):
 
     # attention -------------------------------------------------------------------------------
 
-    def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
+    def attend(
+        self, site: AttentionSite, call: AttentionCall, turn: Turn | None = None
+    ) -> Tensor | None:
         """Write the keys and values of what is computed, and attend to all that is held."""
-        part = self.turn()
+        part = turn or self.turn()
         if not isinstance(part, Part):
             return None
         number = self.numbers[site.path]
-        self.count(part, number, call)
+        part.visits[number] = part.rows, call.q.shape[2] * call.q.shape[3]
         layer = part.held.layers[number]
         if not part.start:
             self._look(site, call, part)
