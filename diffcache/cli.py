@@ -125,9 +125,8 @@ def demo(
     chosen.abilities()  # raises where tables are missing
     check_target("--out", out, (".png", ".jpg", ".jpeg", ".webp"))
     quiet()
+    from diffcache.eval.demo import PROMPT, Task, compare, figure
     from diffcache.eval.record import Setting, envelope
-    from diffcache.pipelines.demo.compare import PROMPT, Task, compare
-    from diffcache.pipelines.demo.panels import figure
     from diffcache.pipelines.demo.saved import DTYPES
 
     task = Task(prompt or PROMPT, steps, seed, samples, dtype, device)

@@ -180,11 +180,11 @@ def latency(
     """
     check_json(machine)
     _prepare()
-    from diffcache.eval.cost.latency import measure, tables
+    from diffcache.eval.cost.latency import measure, timed_table
     from diffcache.eval.runs.evaluate import Plan
     from diffcache.eval.runs.progress import shown
     from diffcache.eval.runs.task import Task
-    from diffcache.pipelines.demo.console import print_rows
+    from diffcache.pipelines.demo.console import console
 
     with TemporaryDirectory() as folder, shown(quiet) as progress:
         drawn = Task(model=model, samples=task["batch_size"], **task)
@@ -194,8 +194,7 @@ def latency(
         record = measure(plan, progress)
 
     def print_text() -> None:
-        for titles, rows in tables(record):
-            print_rows(titles, rows)
+        console().print(timed_table(record))
         for text in record["warnings"]:
             typer.echo(f"note: {text}")
 

@@ -221,10 +221,11 @@ def _about(source: Source) -> dict[str, Any]:
     """Return what the report says of a set."""
     known = None if source.statistics is None else source.statistics.count
     return {
-        "path": str(source.path), "count": len(source.indices) if source.folder else known,
+        "path": str(source.path),
+        "count": len(source.indices) if source.folder else known,
         "size": list(source.size) if source.size else None,
         "statistics": source.statistics is not None,
-    }  # fmt: skip
+    }
 
 
 def _few(fake: Source, kind: str, distance: dict[str, Any]) -> list[str]:

@@ -7,8 +7,8 @@ import importlib.metadata
 import json
 import platform
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import diffcache
 from diffcache.files import write_json
 
+Progress = Callable[[int, int, str], None]
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[1]
 _CODE = ("diffcache", "kernels", "pipelines", "eval")  # records and pages may change meanwhile
@@ -31,15 +32,17 @@ _FIELDS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """Device and precision of a measurement.
+    """Device and precision of a measurement, and where its progress is told.
 
     Attributes:
         device: Torch device.
         dtype: Dtype of the models.
+        progress: Callback for the progress, given (turns done, turns in all, name of the next).
     """
 
     device: torch.device
     dtype: torch.dtype = torch.float32
+    progress: Progress | None = field(default=None, compare=False, repr=False)
 
     @property
     def clock(self) -> str:

@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 import diffcache
 from diffcache import cli, command
 from diffcache.errors import MissingError
+from diffcache.eval import demo
 from diffcache.eval.metrics.weights import MissingWeightsError
 from diffcache.eval.samples import output
 from diffcache.eval.samples.clips import read_clip
 from diffcache.eval.workshop import coverage
-from diffcache.pipelines.demo import compare, generate, inputs
+from diffcache.pipelines.demo import generate, inputs
 from diffcache.pipelines.demo.describe import EXCLUDED, STREAMS_FILE
-from diffcache.pipelines.demo.panels import figure
 from diffcache.pipelines.load import load
 from diffcache.pipelines.small import flux
 from diffcache.step import Site
@@ -101,30 +101,6 @@ print(json.dumps([m for m in ("diffusers", "transformers", "matplotlib") if m in
 
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (("cite", "taylorser"), "unknown method 'taylorser'; did you mean 'taylorseer'?"),
-            (("run", "nowhere", "x"), "no pipeline at 'nowhere': name a directory"),
-            (("run", "recall-llama", "x"), "is for `diffcache kv --model recall-llama`"),
-            (("demo", "--method", "teacach"), "unknown method 'teacach'"),
-            (
-                ("demo", "--method", "taylorseer:every=0"),
-                "every=0: must be a whole number of at least 1",
-            ),
-            (("demo", "--method", "taylorseer:evry=3"), "TaylorSeer has no setting 'evry'"),
-            (("demo", "--method", "taylorseer:every"), "'every' must be a setting and its value"),
-            (("inspect", "FluxTransformer"), "did you mean FluxTransformer2DModel?"),
-            (("inspect", next(iter(EXCLUDED))), "is not cached: control network"),
-        ],
-    )
-    def test_one_line_and_two(self, arguments, message):
-        done = call(*arguments)
-        assert done.exit_code == 2
-        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-        assert message in done.stderr
-        assert "Traceback" not in done.output
-
     def test_debug_lets_the_exception_out(self):
         done = call("--debug", "cite", "taylorser")
         assert isinstance(done.exception, diffcache.UnknownMethodError)
@@ -160,10 +136,6 @@ class TestErrors:
         monkeypatch.setattr(cli, "bibtex", interrupt)
         done = call("cite", "taylorseer")
         assert (done.exit_code, done.stderr) == (130, "interrupted\n")
-
-    def test_usage(self):
-        assert call("demo", "--samples", 9).exit_code == 2
-        assert call("nothing").exit_code == 2
 
 
 class TestSettings:
@@ -377,20 +349,20 @@ class TestDemo:
         assert "whole pipeline" in done.output and "decisions" not in done.output
         data = json.loads(out.with_suffix(".json").read_text())
         assert data["report"]["steps_computed"] == 3 and len(data["psnr_db"]) == 2
-        assert len(data["cached"]["seconds"]) == compare.ROUNDS
+        assert len(data["cached"]["seconds"]) == demo.ROUNDS
         assert Image.open(out).size[0] > 3 * 256
 
     def test_cache_that_is_off_is_identical(self, directory):
-        task = compare.Task(PROMPT, steps=3)
+        task = demo.Task(PROMPT, steps=3)
         with pytest.warns(diffcache.CacheWarning, match="skipped nothing"):
-            result = compare.compare(task, diffcache.Interval(every=1), directory)
+            result = demo.compare(task, diffcache.Interval(every=1), directory)
         assert result.to_dict()["psnr_db"] == result.psnr_db == [100.0]
         assert ("PSNR to uncached (8 bit)", "-", "100 dB or more") in result.rows()
-        assert figure(result).mode == "RGB"
+        assert demo.figure(result).mode == "RGB"
 
     def test_closeness_is_the_psnr_of_8_bit_pictures(self):
         one, other = (Image.new("RGB", (4, 4), (value,) * 3) for value in (10, 15))
-        assert compare.closeness([one, one], [other, one]) == pytest.approx(
+        assert generate.closeness([one, one], [other, one]) == pytest.approx(
             [34.1514, 100], abs=1e-3
         )
 

@@ -87,5 +87,5 @@ def test_methods_made_for_a_number_of_steps_can_be_timed(tmp_path: Path) -> None
     sweep.write_text(text.replace("magcache", "teacache"))
     figures.calibrate(sweep, samples=2)
     (plan,) = read_sweep(sweep, tmp_path / "runs")
-    record = evaluate(plan, Progress(quiet=True))
+    record = evaluate(plan, Progress())
     assert set(plan.methods) <= set(record["timing"]["rows"])

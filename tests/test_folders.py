@@ -38,40 +38,6 @@ def test_other_files_are_left_out_with_one_note(tmp_path: Path) -> None:
     assert folders.open_pictures(tmp_path, recursive=True).names == ("a", "inside/b")
 
 
-def test_missing_and_empty_folders_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no folder or file .*gone"):
-        folders.open_pictures(tmp_path / "gone")
-    with pytest.raises(FileNotFoundError, match=r"no folder or file .*gone"):
-        folders.open_films(tmp_path / "gone")
-    with pytest.raises(FileNotFoundError, match=r"no file .*gone\.npz"):
-        folders.open_pictures(tmp_path / "gone.npz")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"empty holds no picture \(\.png"):
-        folders.open_pictures(tmp_path / "empty")
-    with pytest.raises(ValueError, match=r"empty holds no film \(\.mp4"):
-        folders.open_films(tmp_path / "empty")
-    filled(tmp_path / "outer" / "inner", ["a.png"])
-    with pytest.raises(
-        ValueError, match=r"outer holds no picture .*the folders inside do: use --recursive"
-    ):
-        folders.open_pictures(tmp_path / "outer")
-    (tmp_path / "films").mkdir()
-    (tmp_path / "films" / "a.mp4").touch()
-    with pytest.raises(ValueError, match=r"films holds no picture .*it holds films"):
-        folders.open_pictures(tmp_path / "films")
-    (tmp_path / "a.txt").touch()
-    with pytest.raises(ValueError, match=r"a\.txt is no picture"):
-        folders.open_pictures(tmp_path / "a.txt")
-    with pytest.raises(ValueError, match=r"a\.txt is no film"):
-        folders.open_films(tmp_path / "a.txt")
-
-
-def test_two_files_of_one_name_are_an_error(tmp_path: Path) -> None:
-    filled(tmp_path, ["a.png", "a.bmp"])
-    with pytest.raises(ValueError, match=r"holds a\.bmp and a\.png: two files of one name"):
-        folders.open_pictures(tmp_path)
-
-
 def test_another_size_in_a_folder_names_the_file(tmp_path: Path) -> None:
     filled(tmp_path, ["1.png", "2.png"])
     save(tmp_path / "3.png", noise(12, 17))
@@ -118,12 +84,3 @@ def test_films_are_files_and_folders_of_frames(tmp_path: Path) -> None:
     assert folders.open_films(tmp_path / "b.mkv").files == (tmp_path / "b.mkv",)
     assert folders.holds_films(tmp_path) and folders.holds_films(tmp_path / "b.mkv")
     assert not folders.holds_films(tmp_path / "a")
-
-
-def test_films_beside_pictures_are_an_error(tmp_path: Path) -> None:
-    filled(tmp_path, ["a.png"])
-    (tmp_path / "b.mp4").touch()
-    with pytest.raises(ValueError, match=r"holds films \(b\.mp4\) and pictures \(a\.png\)"):
-        folders.holds_films(tmp_path)
-    with pytest.raises(ValueError, match=r"holds films and pictures, such as a\.png"):
-        folders.open_films(tmp_path)

@@ -117,18 +117,3 @@ def test_the_interval_of_wilson_is_known_by_its_ends() -> None:
 def test_every_range_is_of_a_metric() -> None:
     names = {key.removeprefix("lite_").removesuffix("_lite") for key in METRICS}
     assert {*_SHARES, *_BOUNDS} <= names | {"density"}
-
-
-@pytest.mark.parametrize(
-    ("hits", "message"),
-    [
-        (torch.ones(0), r"hits of shape \[0\]"),
-        (torch.ones(2, 2, 2), r"hits of shape \[2, 2, 2\]"),
-        (torch.tensor([0.5, 1.5, math.nan]), "2 of 3 outcomes are not within 0..1"),
-    ],
-)
-def test_bad_outcomes_have_a_clear_error(hits: torch.Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        share_interval(hits)
-    with pytest.raises(ValueError, match="needs the same samples"):
-        share_change(torch.ones(2), torch.ones(3))

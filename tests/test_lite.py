@@ -109,14 +109,6 @@ class TestClipScore:
         first, second = lite.clip_score_lite(picture(one, two).repeat(2, 1, 1, 1), texts).tolist()
         assert first == pytest.approx(second, abs=1e-3) and -100 <= first <= 100
 
-    def test_a_prompt_outside_the_grammar(self, drawn):
-        with pytest.raises(ValueError, match="cannot read 'a cat'; write it like"):
-            lite.clip_score_lite(drawn[1][:1], ["a cat"])
-
-    def test_as_many_prompts_as_pictures(self, drawn):
-        with pytest.raises(ValueError, match="3 pictures but 2 prompts; pass one for each"):
-            lite.clip_score_lite(drawn[1][:3], ["x", "y"])
-
 
 class TestClasses:
     @pytest.mark.parametrize("shape", SHAPES)
@@ -168,13 +160,6 @@ class TestFilms:
         assert frechet(moments(lite.clip_features(shuffled)), real) > 5 * value
         assert frechet(moments(lite.clip_features(frozen)), real) > 2 * value
 
-    def test_bad_films(self):
-        with pytest.raises(ValueError, match="no films; pass at least one"):
-            lite.clip_features([])
-        short = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
-        with pytest.raises(ValueError, match=r"films\[0\] has 2 frames; pass at least 3"):
-            lite.clip_features([short])
-
 
 class TestShippedFiles:
     def test_hashes(self):
@@ -212,25 +197,3 @@ class TestShippedFiles:
     def test_card_is_generated_from_its_numbers(self):
         numbers = json.loads((features.DIRECTORY / "sensitivity.json").read_text())
         assert card(numbers) == (features.DIRECTORY / "README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (torch.zeros(2, 3, 64, 64), "torch.float32"),
-        (torch.zeros(3, 64, 64, dtype=torch.uint8), r"\[3, 64, 64\]"),
-        (torch.zeros(2, 64, 64, 3, dtype=torch.uint8), r"pass torch.uint8 \[N, 3, H, W\]"),
-        (torch.zeros(0, 3, 64, 64, dtype=torch.uint8), "are empty"),
-    ],
-)
-def test_bad_pictures(bad, message):
-    with pytest.raises(ValueError, match=message):
-        lite.embed(bad)
-    with pytest.raises(ValueError, match=message):
-        lite.lpips_lite(bad, bad)
-
-
-def test_pairs_of_different_size():
-    one = torch.zeros(2, 3, 64, 64, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="pass pairs of one shape"):
-        lite.lpips_lite(one, one[:, :, :32])

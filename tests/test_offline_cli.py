@@ -62,17 +62,3 @@ def test_models_that_take_more_than_prompts(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.stderr
     assert Tables.load(tmp_path / "bac.safetensors").steps == 6
     assert BAC(count=3, tables=str(tmp_path / "bac.safetensors")).parts().when.total == 6
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--method", "taylorseer", "--model", "shapes-flux"), "takes no tables; these do:"),
-        (("--method", "bacc", "--model", "shapes-flux"), "did you mean 'bac'"),
-        (("--method", "bac", "--model", "nowhere"), "nowhere"),
-    ],
-)
-def test_a_wrong_request_is_one_line(words: tuple[str, ...], message: str) -> None:
-    done = diffcache("calibrate", *words)
-    assert done.exit_code == 2
-    assert message in done.stderr and "Traceback" not in done.stderr

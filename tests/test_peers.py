@@ -82,7 +82,7 @@ def test_an_evaluation_has_both_kinds_of_rows(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(records, "too_fast", lambda timed, allowed: [f"{len(timed)} timed"])
     names = (LITE, "taylorseer:every=3,warmup=2,site=model")
     plan = Plan(TASK, {name: parse_row(name) for name in names}, tmp_path / "run", rounds=1)
-    record = evaluate(plan, Progress(quiet=True))
+    record = evaluate(plan, Progress())
     rows = {row["name"]: row for row in record["rows"]}
     assert rows[LITE]["computed_steps"] == len(taylor_schedule(3, 2, 8))
     assert rows[LITE]["method"].startswith("TaylorSeerCacheConfig(cache_interval=3")
@@ -91,7 +91,7 @@ def test_an_evaluation_has_both_kinds_of_rows(tmp_path, monkeypatch) -> None:
     assert f"{len(timed)} timed" in record["warnings"]
     assert set(timed) == {row["name"] for row in record["rows"]}
     assert all({"ratio", "cpu_ratio", "denoiser_ratio"} <= set(row) for row in timed.values())
-    again = evaluate(plan, Progress(quiet=True))
+    again = evaluate(plan, Progress())
     assert [row["fidelity"] for row in again["rows"]] == [r["fidelity"] for r in record["rows"]]
 
 

@@ -110,7 +110,7 @@ def test_many_batches_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=0)
 
 
-def test_ms_ssim_says_its_variant_and_refuses_tiny_pictures() -> None:
+def test_ms_ssim_says_its_variant() -> None:
     assert ms_ssim_variant(176, 400) == "5 scales"
     assert ms_ssim_variant(64, 400) == "3 of 5 scales, weights rescaled"
     edges = {175: "4 of", 88: "4 of", 87: "3 of", 44: "3 of", 43: "2 of", 22: "2 of"}
@@ -118,11 +118,6 @@ def test_ms_ssim_says_its_variant_and_refuses_tiny_pictures() -> None:
     for side in (22, 44, 88):
         a, b = pair(side, side)
         assert ((ms_ssim(a, b) > 0) & (ms_ssim(a, b) < 1)).all()
-    tiny = torch.zeros(1, 3, 21, 64, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="22 pixels or more, got 21 x 64"):
-        ms_ssim(tiny, tiny)
-    with pytest.raises(ValueError, match="11 pixels or more, got 10 x 64"):
-        ssim(tiny[..., :10, :], tiny[..., :10, :])
 
 
 def test_temporal_error_sees_flicker_and_not_a_constant_offset() -> None:
@@ -130,8 +125,6 @@ def test_temporal_error_sees_flicker_and_not_a_constant_offset() -> None:
     flicker = film + torch.tensor([0, 4] * 3, dtype=torch.uint8).view(-1, 1, 1, 1)
     assert temporal_error(film, film) == 0 and temporal_error(film, film + 7) == 0
     assert temporal_error(film, flicker) == pytest.approx(4 / 255, rel=1e-12)
-    with pytest.raises(ValueError, match="two frames or more"):
-        temporal_error(film[:1], film[:1])
 
 
 @pytest.mark.parametrize(

@@ -108,56 +108,6 @@ def test_held_out_scenes_of_one_object_are_all_there_are() -> None:
     assert load_prompts("shapes-one-held-out", 9).sha256 == found.sha256
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("empty.txt", "", r"empty\.txt holds no prompt"),
-        ("comments.txt", "# one\n\n# two\n", r"comments\.txt holds no prompt"),
-        ("none.csv", "", r"none\.csv holds no prompt"),
-        ("wrong.csv", "id,text\n1,a\n", r"wrong\.csv: no column of prompts, there are id, text: .*FILE:COLUMN"),
-        ("both.csv", "prompt,caption\na,b\n", r"both\.csv: several columns of prompts"),
-        ("broken.json", '["a", ', r"broken\.json: "),
-        ("object.json", '{"prompts": []}', r'object\.json: expected a list of prompts or .*"annotations"'),
-        ("numbers.json", '["a", 3]', r"numbers\.json: entry 1 is neither a text nor an object"),
-        ("fields.json", '[{"words": "a"}]', r"fields\.json: entry 0 has no text under prompt or .*: words"),
-        ("broken.jsonl", '"a"\n{"prompt"\n', r"broken\.jsonl: line 2 is not JSON"),
-        ("prompts.docx", "a", r"prompts\.docx: prompts are read from \.txt, \.csv"),
-    ],
-)  # fmt: skip
-def test_errors_name_the_file(name: str, text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_prompts(written(tmp_path, name, text))
-
-
-def test_wrong_encoding_is_an_error_that_names_the_byte(tmp_path: Path) -> None:
-    file = tmp_path / "latin.txt"
-    file.write_bytes("ein Hüter\n".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 \(byte 5\)"):
-        load_prompts(file)
-    file.write_bytes("ein Hut\n".encode("utf-16"))
-    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 \(byte 0\)"):
-        load_prompts(file)
-
-
-def test_unknown_sources_list_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(
-        FileNotFoundError,
-        match="'picturs'.* shapes, pictures, films, shapes-held-out, shapes-one-held-out; did you mean 'pictures'",
-    ):
-        load_prompts("picturs")
-    with pytest.raises(FileNotFoundError, match=r"no prompts '.*missing\.csv:Text'"):
-        load_prompts(f"{tmp_path}/missing.csv:Text")
-    with pytest.raises(ValueError, match="is a folder"):
-        load_prompts(tmp_path)
-
-
-def test_settings_that_do_nothing_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="limit=0"):
-        load_prompts("shapes", 0)
-    with pytest.raises(ValueError, match=r"column='a': .*x\.txt is plain text"):
-        load_prompts(f"{written(tmp_path, 'x.txt', 'a')}:a")
-
-
 def test_quotation_marks_at_the_start_of_a_tsv_cell_stay(tmp_path: Path) -> None:
     rows = ['"HI" painted on a wall', '"one" beside "two"', "plain"]
     file = written(tmp_path, "quotes.tsv", "Prompt\tn\n" + "".join(f"{row}\t1\n" for row in rows))

@@ -56,12 +56,12 @@ def test_mixed_sizes_are_refused_before_anything_is_drawn(
 ) -> None:
     monkeypatch.setattr(Drawer, "pipe", property(lambda self: pytest.fail("it was loaded")))
     with pytest.raises(ValueError, match=r"1\.png is 70 x 65 and .*0\.png 70 x 64: --resize SIDE"):
-        measure.evaluate(plan(tmp_path, reference=mixed), Progress(quiet=True))
+        measure.evaluate(plan(tmp_path, reference=mixed), Progress())
     for size, words in ((2048, "need the network of FID: no file weights"), (7, "of 7 features")):
         np.savez(tmp_path / "s.npz", mu=np.zeros(size), sigma=np.eye(size))
         wanted = plan(tmp_path, reference=tmp_path / "s.npz")
         with pytest.raises((MissingError, ValueError), match=words):
-            measure.evaluate(wanted, Progress(quiet=True))
+            measure.evaluate(wanted, Progress())
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="resize=64: .* beside a reference"):
         plan(tmp_path, resize=64)
@@ -71,7 +71,7 @@ def test_features_of_a_reference_are_kept(
     mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = plan(tmp_path, reference=mixed, resize=64)
-    record = measure.evaluate(wanted, Progress(quiet=True))
+    record = measure.evaluate(wanted, Progress())
     assert record is not None and record["task"]["reference"] == "mixed at 64 pixels"
     assert record["reference"]["count"] == 70 and record["reference"]["resize"] == 64
     quality = record["rows"][0]["quality"]
@@ -79,11 +79,11 @@ def test_features_of_a_reference_are_kept(
     assert quality["kid_lite"]["drawn"] == {"real": 70, "fake": 32, "seed": 0}
     assert "no file weights-inception" in record["missing"]["fid"]
     monkeypatch.setattr(lite, "embed", lambda pictures: pytest.fail("read anew"))
-    again = measure.evaluate(wanted, Progress(quiet=True))
+    again = measure.evaluate(wanted, Progress())
     assert again is not None and again["rows"] == record["rows"]
     (mixed / "3.png").write_bytes((mixed / "4.png").read_bytes())
     with pytest.raises(pytest.fail.Exception, match="read anew"):
-        measure.evaluate(wanted, Progress(quiet=True))
+        measure.evaluate(wanted, Progress())
 
 
 def test_statistics_stand_for_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

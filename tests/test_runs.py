@@ -24,13 +24,11 @@ from diffcache.eval.runs import cost, folder, measure, score
 from diffcache.eval.runs.cost import _spelled
 from diffcache.eval.runs.draw import Drawer, relative_errors, samples_of
 from diffcache.eval.runs.evaluate import Plan, RunError
-from diffcache.eval.runs.folder import CaseFolder
-from diffcache.eval.runs.lines import evaluations
+from diffcache.eval.runs.folder import CaseFolder, evaluations
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.record import check
 from diffcache.eval.runs.task import Task
 from diffcache.eval.samples.prompts import load_prompts
-from diffcache.pipelines.demo.saved import locate
 from diffcache.pipelines.small import flux
 
 pytestmark = pytest.mark.usefixtures("no_report")  # but for the run that tests share
@@ -48,7 +46,7 @@ def plan(out: Path, task: Task = TASK, methods: tuple[str, ...] = METHODS) -> Pl
 def evaluate(out: Path, **changes: object) -> dict:
     task = replace(TASK, **{k: v for k, v in changes.items() if k != "methods"})
     methods = changes.get("methods", METHODS)
-    return measure.evaluate(plan(out, task, methods), Progress(quiet=True))
+    return measure.evaluate(plan(out, task, methods), Progress())
 
 
 def without_timing(record: dict) -> dict:
@@ -221,7 +219,7 @@ class TestRun:
             ({"task": replace(TASK, model="shapes-wan"), "reward": "json:dumps"}, "not films"),
         ):
             with pytest.raises((ValueError, FileNotFoundError), match=words):
-                measure.evaluate(replace(plan(out), **wrong), Progress(quiet=True))
+                measure.evaluate(replace(plan(out), **wrong), Progress())
             assert not out.exists()
 
     def test_killed_and_started_again_is_the_same(self, run: Path, tmp_path: Path) -> None:
@@ -289,50 +287,22 @@ def test_drawing_and_scoring_are_separate_jobs(run: Path, tmp_path: Path) -> Non
     out = tmp_path / "run"
     score = replace(plan(out), stages=("score", "time"))
     with pytest.raises(RunError, match="3 batches of uncached are not drawn .*--stages draw"):
-        measure.evaluate(score, Progress(quiet=True))
-    assert measure.evaluate(replace(plan(out), stages=("draw",)), Progress(quiet=True)) is None
+        measure.evaluate(score, Progress())
+    assert measure.evaluate(replace(plan(out), stages=("draw",)), Progress()) is None
     assert pictures(out) == pictures(run) and not list(out.rglob("values"))
-    record = measure.evaluate(score, Progress(quiet=True))
+    record = measure.evaluate(score, Progress())
     assert record is not None and without_timing(load(out)) == without_timing(load(run))
     with pytest.raises(ValueError, match="stages: 'drawing': must be of draw, score, time"):
         replace(plan(out), stages=("drawing",))
 
 
 class TestBadInput:
-    @pytest.mark.parametrize(
-        ("changes", "words"),
-        [
-            ({"samples": 0}, "samples=0"),
-            ({"batch_size": 0}, "batch_size=0"),
-            ({"steps": 0}, "steps=0"),
-            ({"samples": 2.5}, "samples=2.5"),
-            ({"steps": "5"}, "steps='5'"),
-            ({"call": "x"}, "call='x'"),
-            ({"dtype": "float8"}, "dtype='float8'"),
-        ],
-    )
-    def test_task(self, changes: dict, words: str) -> None:
-        with pytest.raises(ValueError, match=words):
-            replace(TASK, **changes)
-
-    def test_model(self, tmp_path: Path) -> None:
-        with pytest.raises(FileNotFoundError, match="no pipeline at"):
-            locate(str(tmp_path))
-        with pytest.raises(FileNotFoundError, match="the hub did not give one"):
-            locate("nobody/nothing-here")
-
-    def test_call(self) -> None:
-        with pytest.raises(ValueError, match="call color='red': FluxPipeline takes none"):
-            Drawer(replace(TASK, call={"color": "red"}))
-
     def test_record(self, run: Path, tmp_path: Path) -> None:
         record = load(run)
         with pytest.raises(ValueError, match="must be 'diffcache.eval/1'"):
             check({**record, "schema": "diffcache.eval/0"})
         with pytest.raises(ValueError, match="'rows' is missing"):
             check({k: v for k, v in record.items() if k != "rows"})
-        with pytest.raises(FileNotFoundError, match="no such record"):
-            load(tmp_path)
         (tmp_path / "record.json").write_text(json.dumps(record)[:-50])
         with pytest.raises(ValueError, match="not a JSON file"):
             load(tmp_path)
@@ -360,7 +330,7 @@ def test_peak_memory_is_that_of_a_process_for_each_case(
         return len(asked)
 
     monkeypatch.setattr(cost, "peak_bytes", peak_bytes)  # tests/cost/test_memory.py runs one
-    record = measure.evaluate(watched, Progress(quiet=True))
+    record = measure.evaluate(watched, Progress())
     assert record is not None
     assert asked == [(None, 3), (methods["interval:every=2"], 3)]
     rows = record["timing"]["rows"]

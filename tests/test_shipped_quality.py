@@ -13,7 +13,7 @@ from PIL import Image
 from diffcache.eval import record as records
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.runs.task import directory_sha256
-from diffcache.eval.workshop.shipped import cards, quality, recall
+from diffcache.eval.workshop.shipped import cards, quality
 from diffcache.eval.workshop.small import dit
 from diffcache.pipelines.shipped_models import MODELS
 from diffcache.pipelines.small.recall import HELD_OUT, Task
@@ -48,11 +48,11 @@ def test_a_picture_of_a_class_has_one_object_of_it() -> None:
 
 def test_answers_are_right_where_both_values_are() -> None:
     model, task = quality.QUALITIES["recall-llama"].load(), Task(65, 8, 2)
-    found = recall.measure(model, task, 5, 3)
+    found = quality.of_recall(model, task, 5, 3)
     assert all(column.shape == (5, 2) for column in found.values())
     assert torch.equal(found["whole_right"], found["first_right"] & found["second_right"])
-    assert recall.TASKS[0].context == 513  # that of the tables of caches
-    assert recall.measure(model, task, 5, 3)["first_right"].float().mean() > 0.9
+    assert quality.TASKS[0].context == 513  # that of the tables of caches
+    assert quality.of_recall(model, task, 5, 3)["first_right"].float().mean() > 0.9
     assert HELD_OUT + 3 > 1 << 39
 
 

@@ -70,39 +70,6 @@ def test_same_sweep_same_folders_other_settings_other_folders(tmp_path: Path) ->
     assert not {p.out for p in read_sweep(written(tmp_path, changed), out)} & set(first)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        ("samples", "sample", "unknown key 'sample'"),
-        ('model = "shapes-flux"', "", "'model' is missing"),
-        ("samples = 12", "samples = 0", "samples=0"),
-        ('name = "first-block"', 'nam = "first-block"', "needs a name"),
-        ('"taylorseer"', '"taylorser"', "did you mean 'taylorseer'"),
-        ("order = [1, 2]", "order = [1, 1]", "stands there twice"),
-        ("[call]", "[call", "cannot read"),
-        ("order = [1, 2]", 'order = ["x"]', "taylorseer:every=3,order=x"),
-        ("samples = 12", "samples = 1.5", "samples=1.5"),
-        ("samples = 12", "samples = 1000000000000", "samples=1000000000000: must be at most"),
-        ("samples = 12", "samples = 12\nseed = 9223372036854775807", "seed=.*: must be at most"),
-        ("samples = 12", "samples = 12\nseed = []", "seed=.*leaves nothing to run"),
-        ("samples = 12", "samples = 12\nreference = 7", "reference=7: must be text"),
-        ("samples = 12", 'samples = 12\nmemory = "yes"', "memory='yes': must be true or false"),
-        ("samples = 12", 'samples = 12\nreward = ["os:system"]', "reward=.*: must be text"),
-        ("samples = 12", 'samples = 12\nreward = "os:system"', "names code.*--reward os:system"),
-        ('model = "shapes-flux"', "model = 7", "model=7: must be text"),
-        ("order = [1, 2]", f"order = {list(range(9999))}", "19,998 combinations; most are 10,000"),
-    ],
-)
-def test_mistakes_are_named(tmp_path: Path, old: str, new: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        read_sweep(written(tmp_path, TOML.replace(old, new)), tmp_path)
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no sweep at"):
-        read_sweep(tmp_path / "none.toml", tmp_path)
-
-
 def record(psnr: float = 30.0, low: float = 29.0, high: float = 31.0, steps: int = 28) -> dict:
     task = {
         "model": "m", "pipeline": "p", "prompts": {}, "samples": 8, "seed": 0, "steps": steps,
@@ -136,8 +103,6 @@ def test_only_one_task_is_compared() -> None:
         changes(record(), record(steps=9))
 
 
-def test_bad_limits() -> None:
-    with pytest.raises(ValueError, match="write it like"):
-        read_limit("psnr_db=3")
+def test_a_limit_of_no_metric() -> None:
     with pytest.raises(ValueError, match="no metric 'psnr'"):
         crossed(changes(record(), record()), [read_limit("psnr>1")])

@@ -103,11 +103,14 @@ def attention(
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     call = AttentionCall(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
-        partial(_sdpa, module, kwargs), mask=attention_mask,
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        partial(_sdpa, module, kwargs),
+        mask=attention_mask,
         causal=bool(causal) and attention_mask is None and query.shape[2] > 1,
         scaling=kwargs.get("scaling"),
-    )  # fmt: skip
+    )
     out = strategy.attend(site, call)
     return (call.plain() if out is None else out), None
 

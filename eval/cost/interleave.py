@@ -12,7 +12,6 @@ from typing import Any
 
 from diffcache.eval.record import Setting, stats
 
-Progress = Callable[[int, int, str], None]
 Call = Callable[[], object]
 
 
@@ -163,7 +162,6 @@ def measure(
     rounds: int,
     warmup: int,
     setting: Setting,
-    progress: Progress | None = None,
 ) -> Timings:
     """Time contenders in turn; in every round each is called once, another one first.
 
@@ -174,8 +172,7 @@ def measure(
         contenders: Name -> what to call; the first is what the others are compared with.
         rounds: Timed calls of each; five or more give quartiles a meaning.
         warmup: Untimed rounds before.
-        setting: The device that is waited for.
-        progress: Callback for the progress, given (calls done, calls in all, name of the next).
+        setting: The device that is waited for, and where the progress is told.
 
     Raises:
         ValueError: If there are no contenders, or `rounds` or `warmup` is out of range.
@@ -186,6 +183,7 @@ def measure(
         raise ValueError(f"rounds={rounds}: must be at least 1")
     if warmup < 0:
         raise ValueError(f"warmup={warmup}: must be 0 or more")
+    progress = setting.progress
     turns = {n: c if isinstance(c, Turn) else Turn(c) for n, c in contenders.items()}
     names = list(turns)
     timings = Timings(warmup=warmup, load=_load(), cores=cores_here())

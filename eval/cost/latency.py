@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from diffcache.eval.cost.interleave import too_fast
 from diffcache.eval.record import Setting, envelope
+from diffcache.eval.report.table import TerminalTable, terminal_table
 from diffcache.eval.runs.cost import costs
 from diffcache.eval.runs.evaluate import WARM_UP, Plan, draw, start
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.record import row
 from diffcache.eval.runs.task import Case
 from diffcache.pipelines.demo.saved import DTYPES
-from diffcache.run_report import human
 
-Table = tuple[list[str], list[list[str]]]
 _COUNTED = (
-    "name", "steps", "evaluations", "computed_steps", "flops", "flops_ratio", "held_bytes",
+    "name", "kind", "steps", "evaluations", "computed_steps", "flops", "flops_ratio", "held_bytes",
 )  # fmt: skip
 
 
@@ -67,36 +65,8 @@ def measure(plan: Plan, progress: Progress) -> dict[str, Any]:
     return envelope("latency", Setting(drawer.device, DTYPES[drawer.dtype]), plan.command, body)
 
 
-def tables(record: Mapping[str, Any]) -> tuple[Table, Table]:
-    """Return titles and rows of the tables that are printed: times, and what they are against."""
+def timed_table(record: dict[str, Any]) -> TerminalTable:
+    """Return the table of a record that `measure` returned, for `rich` to print."""
     rows = record["rows"]
-    times = [
-        [row["name"], *(_spread(row[key]) for key in ("seconds", "denoiser_seconds")),
-         f"{row['cpu_seconds']['median']:.3g}", f"{row['throughput']:.3g}"]
-        for row in rows
-    ]  # fmt: skip
-    further = [key for key in ("peak_bytes", "joules") if key in rows[0]]
-    costs = [
-        [row["name"], _spread(row["ratio"]),
-         *(f"{row[key]['median']:.3g}" for key in ("cpu_ratio", "denoiser_ratio")),
-         "n/a" if row["flops_ratio"] is None else f"{row['flops_ratio']:.2f}",
-         f"{row['computed_steps']:g}/{row['steps']:g}", human(row["held_bytes"], "B"),
-         *(_further(row, key) for key in further)]
-        for row in rows
-    ]  # fmt: skip
-    titles = {"peak_bytes": "peak", "joules": "energy"}
-    return (
-        (["", "pipeline, s", "denoiser, s", "CPU, s", "samples/s"], times),
-        (["", "ratio", "CPU", "denoiser", "FLOPs", "computed", "held",
-          *(titles[key] for key in further)], costs),
-    )  # fmt: skip
-
-
-def _further(row: Mapping[str, Any], key: str) -> str:
-    if key not in row:  # peak memory of caches of other libraries is not measured
-        return "n/a"
-    return human(row[key], "B") if key == "peak_bytes" else f"{row[key]:.3g} J"
-
-
-def _spread(found: Mapping[str, float]) -> str:
-    return f"{found['median']:.3g} [{found['q1']:.3g}, {found['q3']:.3g}]"
+    times = {"rows": {row["name"]: row for row in rows}}
+    return terminal_table({"metrics": {}, "rows": rows, "timing": times})

@@ -59,7 +59,7 @@ def calibrate(
     name, settings = read_word(recipe)
     name = name.replace("-", "_")
     quiet()
-    from diffcache.eval.kv.offline import TextSamples
+    from diffcache.eval.kv.offline import TextSamples, Work
     from diffcache.eval.kv.prepare import check, make, shown
     from diffcache.eval.kv.texts import TextModel, windows
 
@@ -68,7 +68,7 @@ def calibrate(
     found = windows(chosen, texts, context, samples, seed=seed)
     drawn = TextSamples(found.ids, found.source | {"model": Path(model).name}, seed)
     with progress(name) as show:
-        made = make(name, chosen.load(), drawn, out, chosen.weights, show, **settings)
+        made = make(name, Work(chosen.load(), drawn, show), out, chosen.weights, **settings)
     typer.echo(f"wrote {out}, {out.stat().st_size:,} bytes, of {drawn.count} contexts")
     typer.echo(shown(made))
     each = next((f"#{one[0]}" for one in made.gives.values() if len(one) > 1), "")

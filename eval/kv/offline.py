@@ -179,6 +179,28 @@ class TextSamples:
 
 
 @dataclass(frozen=True)
+class Work:
+    """A model, and contexts to measure it on.
+
+    Attributes:
+        model: Model of transformers; bases need linear key and value projections.
+        samples: Contexts with questions.
+        report: Callback for the progress.
+    """
+
+    model: Any
+    samples: Samples
+    report: Report
+
+    def each(self, what: str) -> Iterator[Sample]:
+        """Yield the samples, and report how many were done."""
+        for number, sample in enumerate(self.samples.each()):
+            self.report(number, self.samples.count, what)
+            yield sample
+        self.report(self.samples.count, self.samples.count, what)
+
+
+@dataclass(frozen=True)
 class Prepared:
     """Tables.
 
@@ -249,11 +271,3 @@ def observations(cache: KVCache) -> list[Observation]:
     """Return every layer of a cache as scorers see it, without queries."""
     layers = cache.store.layers
     return [observe(layer, len(layers)) for layer in layers]
-
-
-def following(samples: Samples, report: Report, what: str) -> Iterator[Sample]:
-    """Yield samples, and report how many were done."""
-    for number, sample in enumerate(samples.each()):
-        report(number, samples.count, what)
-        yield sample
-    report(samples.count, samples.count, what)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.errors import AttachError
-from diffcache.eval.kv.offline import Prepared, Report, Sample, Samples, following
+from diffcache.eval.kv.offline import Prepared, Sample, Work
 from diffcache.eval.kv.tables import basis_tensors
 from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query
@@ -29,62 +29,50 @@ _NEAR = 1e-2  # of the largest; rotating there and back in bfloat16 is off by up
 SHARES = (0.75, 0.5, 0.375, 0.25)  # of the channels of all key-value heads
 
 
-def cskv(
-    model: Any,
-    samples: Samples,
-    report: Report,
-    *,
-    ranks: tuple[int, ...] = (),
-    steps: int = 300,
-) -> Prepared:
+def cskv(work: Work, *, ranks: tuple[int, ...] = (), steps: int = 300) -> Prepared:
     """Return bases of some ranks.
 
     Args:
-        model: Model of transformers with linear key and value projections.
-        samples: Contexts with questions.
-        report: Callback for the progress.
+        work: Model, and contexts with questions.
         ranks: Coordinates of a token's keys and of its values; shares of 0.75, 0.5, 0.375 and 0.25
             of their channels by default.
         steps: Training steps of each basis.
     """
-    pairs, given = _projections(model, samples, report)
+    pairs, given = _projections(work)
     channels = pairs[0][0].out_features
     chosen = ranks or tuple(int(channels * share) for share in SHARES)
     tensors: dict[str, Tensor] = {}
     for number, rank in enumerate(chosen):
-        report(number, len(chosen), f"rank {rank}")
+        work.report(number, len(chosen), f"rank {rank}")
         bases = low_rank.fit(pairs, given, low_rank.Fit(rank, steps=steps))
         tensors |= basis_tensors(str(rank), bases)
     return Prepared("Bases", tensors, {"bases": list(map(str, chosen))}, {"ranks": chosen})
 
 
-def kv_heads(model: Any, samples: Samples, report: Report, *, groups: int = 1) -> Prepared:
+def kv_heads(work: Work, *, groups: int = 1) -> Prepared:
     """Return bases that leave fewer key-value heads.
 
     Args:
-        model: Model of transformers with linear key and value projections.
-        samples: Contexts with questions.
-        report: Callback for the progress.
+        work: Model, and contexts with questions.
         groups: Heads that are left.
     """
-    pairs, given = _projections(model, samples, report)
-    heads = model.config.get_text_config(decoder=True).num_key_value_heads
+    pairs, given = _projections(work)
+    heads = work.model.config.get_text_config(decoder=True).num_key_value_heads
     bases = fewer_heads.fit(pairs, given, heads, groups)
-    return Prepared("Bases", basis_tensors("bases", bases), {"bases": ["bases"]},
-                    {"groups": groups})  # fmt: skip
+    return Prepared(
+        "Bases", basis_tensors("bases", bases), {"bases": ["bases"]}, {"groups": groups}
+    )
 
 
-def xquant_latent(model: Any, samples: Samples, report: Report) -> Prepared:
+def xquant_latent(work: Work) -> Prepared:
     """Return the bases of the projections' weights.
 
     Args:
-        model: Model of transformers with linear key and value projections.
-        samples: Contexts, of which one is read to see that the projections make what is held.
-        report: Callback for the progress.
+        work: Model, and contexts, of which one is read to see what is held.
     """
-    report(0, 1, "weights")
-    pairs = _pairs(model)
-    _check_held(model, pairs, next(samples.each()))
+    work.report(0, 1, "weights")
+    pairs = _pairs(work.model)
+    _check_held(work.model, pairs, next(work.samples.each()))
     bases = latents.latents(pairs)
     return Prepared("Bases", basis_tensors("bases", bases), {"bases": ["bases"]})
 
@@ -109,15 +97,13 @@ def _pairs(model: Any) -> list[tuple[nn.Linear, nn.Linear]]:
 
 
 @torch.no_grad()
-def _projections(
-    model: Any, samples: Samples, report: Report
-) -> tuple[list[tuple[nn.Linear, nn.Linear]], list[list[Tensor]]]:
+def _projections(work: Work) -> tuple[list[tuple[nn.Linear, nn.Linear]], list[list[Tensor]]]:
     """Return the key and value projections of all layers, and what they are given."""
-    pairs = _pairs(model)
-    _check_held(model, pairs, next(samples.each()))
+    pairs = _pairs(work.model)
+    _check_held(work.model, pairs, next(work.samples.each()))
     with low_rank.inputs_of([keys for keys, _ in pairs]) as given:
-        for sample in following(samples, report, "inputs"):
-            model(input_ids=sample.ids, use_cache=False)
+        for sample in work.each("inputs"):
+            work.model(input_ids=sample.ids, use_cache=False)
     return pairs, given
 
 
@@ -169,27 +155,23 @@ class _Keys(Retriever):
         return layer.views()
 
 
-def a2ats(
-    model: Any, samples: Samples, report: Report, *, codes: int = 256, far: int = 64, steps: int = 8
-) -> Prepared:
+def a2ats(work: Work, *, codes: int = 256, far: int = 64, steps: int = 8) -> Prepared:
     """Return a codebook of the unrotated keys of every head.
 
     Args:
-        model: Model of transformers with rotary positions.
-        samples: Contexts.
-        report: Callback for the progress.
+        work: Model, and contexts.
         codes: Vectors of a codebook.
         far: Distance at which far keys are met, in positions.
         steps: Rounds of k-means.
     """
     watch = _Keys(far)
-    for sample in following(samples, report, "keys"):
+    for sample in work.each("keys"):
         with torch.no_grad():
-            cache = cache_for(model, Recipe(retrieve=watch, space="pre"), mode="native")
-            model(input_ids=sample.prompt, **with_cache(model, cache))
+            cache = cache_for(work.model, Recipe(retrieve=watch, space="pre"), mode="native")
+            work.model(input_ids=sample.prompt, **with_cache(work.model, cache))
     books, weights = [], []
     for number, index in enumerate(sorted(watch.keys)):
-        report(number, len(watch.keys), "codebooks")
+        work.report(number, len(watch.keys), "codebooks")
         keys, weight = torch.cat(watch.keys[index], 2), torch.stack(watch.weight[index]).mean(0)
         valid = torch.ones(keys.shape[:3], dtype=torch.bool)
         books.append(codebook.fit(keys, valid, weight, codes, steps)[0])

@@ -18,8 +18,7 @@ from diffcache.eval.kv.offline import (
     Prepared,
     Report,
     Sample,
-    Samples,
-    following,
+    Work,
     observations,
     read,
     seen_by,
@@ -40,55 +39,46 @@ _BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 
 
 def duo_attention(
-    model: Any,
-    samples: Samples,
-    report: Report,
-    *,
-    share: float = 0.5,
-    sinks: int = 4,
-    recent: int = 32,
-    epochs: int = 4,
+    work: Work, *, share: float = 0.5, sinks: int = 4, recent: int = 32, epochs: int = 4
 ) -> Prepared:
     """Return which heads hold everything, and the gates.
 
     Args:
-        model: Model of transformers.
-        samples: Contexts with questions.
-        report: Callback for the progress.
+        work: Model, and contexts with questions.
         share: Share of the heads that hold everything.
         sinks: First tokens that the other heads see.
         recent: Latest tokens that the other heads see.
         epochs: Number of passes over the contexts.
     """
-    gates, total = Gates.open(*_shape(model, samples)), samples.count * epochs
-    places = _places(model)
+    gates, total = Gates.open(*_shape(work)), work.samples.count * epochs
+    places = _places(work.model)
 
     def student(values: Tensor, sample: Sample) -> Tensor:
         gate = {layer: values[number] for layer, number in places.items()}
-        with torch.enable_grad(), _gated(model, gate, sinks, recent):
-            return _answers(model, sample)
+        with torch.enable_grad(), _gated(work.model, gate, sinks, recent):
+            return _answers(work.model, sample)
 
-    needed = [parameter.requires_grad for parameter in model.parameters()]
-    model.requires_grad_(False)
+    needed = [parameter.requires_grad for parameter in work.model.parameters()]
+    work.model.requires_grad_(False)
     try:
         with torch.enable_grad():
             found = fit_gates(
-                gates, list(samples.each()), student=student,
-                teacher=lambda sample: _answers(model, sample),
+                gates, list(work.samples.each()), student=student,
+                teacher=lambda sample: _answers(work.model, sample),
                 training=GateTraining(epochs=epochs),
-                report=lambda step, _: report(step, total, "gates"),
+                report=lambda step, _: work.report(step, total, "gates"),
             )  # fmt: skip
     finally:
-        for parameter, before in zip(model.parameters(), needed, strict=True):
+        for parameter, before in zip(work.model.parameters(), needed, strict=True):
             parameter.requires_grad_(before)
     heads = torch.tensor(retrieval_heads(found.values, share))
     about = {"sinks": sinks, "recent": recent, "share": share, "loss": found.losses[-1]}
     return Prepared("table", {"heads": heads, "gates": found.values}, {"heads": ["heads"]}, about)
 
 
-def _shape(model: Any, samples: Samples) -> tuple[int, int]:
+def _shape(work: Work) -> tuple[int, int]:
     """Return the layers of full attention and their key-value heads."""
-    layers = seen_by(model, next(iter(samples.each())).ids[:, :2])
+    layers = seen_by(work.model, next(iter(work.samples.each())).ids[:, :2])
     return len(layers), layers[0].slots.k.shape[1]
 
 
@@ -137,9 +127,7 @@ def _gated(model: Any, gates: dict[int, Tensor], sinks: int, recent: int) -> Ite
 
 
 def lococo(
-    model: Any,
-    samples: Samples,
-    report: Report,
+    work: Work,
     *,
     steps: int = 400,
     memory: int | None = None,
@@ -149,27 +137,26 @@ def lococo(
     """Return trained mixing weights.
 
     Args:
-        model: Model of transformers.
-        samples: Contexts with questions.
-        report: Callback for the progress.
+        work: Model, and contexts with questions.
         steps: Training steps.
         memory: Most slots of a memory; half of a context by default.
         recent: Last tokens that are always kept; a 32nd of a context by default.
         taps: Slots under the convolution, odd.
     """
     found = []
-    last = max(samples.context // 32, 1) if recent is None else recent
-    most = samples.context // 2 if memory is None else memory
-    for number, sample in enumerate(following(samples, report, "memories")):
-        budget = min(int(samples.context * _BUDGETS[number % len(_BUDGETS)]), most)
+    context = work.samples.context
+    last = max(context // 32, 1) if recent is None else recent
+    most = context // 2 if memory is None else memory
+    for number, sample in enumerate(work.each("memories")):
+        budget = min(int(context * _BUDGETS[number % len(_BUDGETS)]), most)
         recipe = h2o(budget)
-        cache = read(model, recipe, sample.prompt)
-        layers = seen_by(model, sample.ids)
+        cache = read(work.model, recipe, sample.prompt)
+        layers = seen_by(work.model, sample.ids)
         for seen, whole in zip(observations(cache), layers, strict=True):
             size = torch.full(seen.lengths.shape, budget)
             plan = TopK(recent=last)(recipe.score(seen).float(), size, seen)  # type: ignore[misc]
-            later = whole.query.narrow(samples.context, whole.query.count)
-            found.append(mixing.Sample(seen, plan, Query(later.q, samples.context, later.scale)))
+            later = whole.query.narrow(context, whole.query.count)
+            found.append(mixing.Sample(seen, plan, Query(later.q, context, later.scale)))
     slots = found[0].seen.slots
     channels = slots.k.shape[3] + slots.v.shape[3]
     layers_count = 1 + max(each.seen.layer for each in found)
@@ -178,38 +165,34 @@ def lococo(
     losses: list[float] = []
     with torch.enable_grad():
         made = mixing.train(
-            first, found, recent=last, steps=steps, watch=_noting(losses, steps, report)
+            first, found, recent=last, steps=steps, watch=_noting(losses, steps, work.report)
         )
     tensors = {name: getattr(made, name).half().cpu() for name in ("weight", "bias", "gate")}
     about = _went(losses, len(found)) | {"recent": last}
     return Prepared("MixWeights", tensors, {"weights": ["weight"]}, about)
 
 
-def locret(
-    model: Any, samples: Samples, report: Report, *, steps: int = 1200, width: int = 64
-) -> Prepared:
+def locret(work: Work, *, steps: int = 1200, width: int = 64) -> Prepared:
     """Return trained retaining heads.
 
     Args:
-        model: Model of transformers.
-        samples: Contexts with questions.
-        report: Callback for the progress.
+        work: Model, and contexts with questions.
         steps: Training steps.
         width: Hidden channels of a layer's network.
     """
     found = []
-    for sample in following(samples, report, "targets"):
-        for number, seen in enumerate(seen_by(model, sample.ids)):
+    for sample in work.each("targets"):
+        for number, seen in enumerate(seen_by(work.model, sample.ids)):
             q, k, v = (x.float().cpu() for x in (seen.query.q, seen.slots.k, seen.slots.v))
             found.append(
-                retaining.Sample(number, q, k, v, samples.context, float(seen.query.scale))
+                retaining.Sample(number, q, k, v, work.samples.context, float(seen.query.scale))
             )
     one = found[0]
     channels = sum(x.shape[1] * x.shape[3] for x in (one.q, one.k, one.v))
     first = retaining.fresh(1 + max(each.layer for each in found), channels, one.k.shape[1], width)
     losses: list[float] = []
     with torch.enable_grad():
-        made = retaining.train(first, found, steps=steps, watch=_noting(losses, steps, report))
+        made = retaining.train(first, found, steps=steps, watch=_noting(losses, steps, work.report))
     tensors = {"first": made.first.half(), "second": made.second.half()}
     return Prepared("RetainingHeads", tensors, {"heads": ["first"]}, _went(losses, len(found)))
 

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from diffcache.eval.kv.offline import (
     Prepared,
-    Report,
     Sample,
-    Samples,
-    following,
+    Work,
     observations,
     read,
     seen_by,
@@ -35,21 +33,19 @@ from diffcache.kv.recipes.eviction_offline import prefixkv as prefixkv_recipe
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 
 
-def razor_attention(model: Any, samples: Samples, report: Report, *, period: int = 128) -> Prepared:
+def razor_attention(work: Work, *, period: int = 128) -> Prepared:
     """Return which heads look for copies, on random tokens that repeat.
 
     Args:
-        model: Model of transformers.
-        samples: Contexts, of which the seed alone counts.
-        report: Callback for the progress.
+        work: Model, and contexts, of which the seed alone counts.
         period: Tokens until they repeat.
     """
-    config, groups = model.config.get_text_config(decoder=True), groups_of(model)
+    config, groups = work.model.config.get_text_config(decoder=True), groups_of(work.model)
     first = config.bos_token_id if isinstance(config.bos_token_id, int) else None
-    ids = razor.repeated_tokens(config.vocab_size, period, first=first, seed=samples.seed)
-    report(0, 1, "repeated tokens")
+    ids = razor.repeated_tokens(config.vocab_size, period, first=first, seed=work.samples.seed)
+    work.report(0, 1, "repeated tokens")
     probe = razor.probe(period, first=int(first is not None), groups=groups)
-    cache = read(model, probe, ids.to(model.device))
+    cache = read(work.model, probe, ids.to(work.model.device))
     echo, induction = (found.cpu() for found in razor.head_scores(cache.store))
     heads = razor.retrieval_heads(echo, induction, groups)
     tensors = {"heads": torch.tensor(heads), "echo": echo, "induction": induction}
@@ -62,21 +58,17 @@ def groups_of(model: Any) -> int:
     return seen.query.q.shape[1] // seen.slots.k.shape[1]
 
 
-def compresskv(
-    model: Any, samples: Samples, report: Report, *, heads: int = 2, budget: float = 0.25
-) -> Prepared:
+def compresskv(work: Work, *, heads: int = 2, budget: float = 0.25) -> Prepared:
     """Return which heads retrieve answers, and how much each layer suffers from eviction.
 
     Args:
-        model: Model of transformers.
-        samples: Contexts with questions.
-        report: Callback for the progress.
+        work: Model, and contexts with questions.
         heads: Heads of a layer that are taken; the paper takes four of 32.
         budget: Share of the tokens that the eviction keeps.
     """
     found = []
-    for sample in following(samples, report, "heads"):
-        layers = seen_by(model, sample.ids)
+    for sample in work.each("heads"):
+        layers = seen_by(work.model, sample.ids)
         for answer in sample.answers:
             found.append(torch.stack([
                 heads_that_retrieve.retrieval_score(
@@ -86,11 +78,12 @@ def compresskv(
             ]))  # fmt: skip
     chosen = heads_that_retrieve.top_heads(torch.stack(found).mean(0), heads)
     recipe = compresskv_recipe(budget, heads=chosen)
-    errors = [_errors(model, recipe, sample) for sample in following(samples, report, "layers")]
+    errors = [_errors(work.model, recipe, sample) for sample in work.each("layers")]
     weights = torch.tensor(heads_that_retrieve.layer_weights(errors), dtype=torch.float64)
     tensors = {"heads": torch.tensor(chosen), "weights": weights}
-    return Prepared("table", tensors, {"heads": ["heads"], "weights": ["weights"]},
-                    {"budget": budget})  # fmt: skip
+    return Prepared(
+        "table", tensors, {"heads": ["heads"], "weights": ["weights"]}, {"budget": budget}
+    )
 
 
 def _errors(model: Any, recipe: Recipe, sample: Sample) -> list[float]:
@@ -107,68 +100,56 @@ def _errors(model: Any, recipe: Recipe, sample: Sample) -> list[float]:
     return found
 
 
-def prefixkv(
-    model: Any, samples: Samples, report: Report, *, budgets: tuple[float, ...] = BUDGETS
-) -> Prepared:
+def prefixkv(work: Work, *, budgets: tuple[float, ...] = BUDGETS) -> Prepared:
     """Return what each layer keeps, for each budget.
 
     Args:
-        model: Model of transformers.
-        samples: Contexts.
-        report: Callback for the progress.
+        work: Model, and contexts.
         budgets: Shares of the tokens that all layers keep together.
     """
     recipe = prefixkv_recipe(0.5)
     assert recipe.score is not None
     scores = []
-    for sample in following(samples, report, "attention"):
-        cache = read(model, recipe, sample.prompt)
+    for sample in work.each("attention"):
+        cache = read(work.model, recipe, sample.prompt)
         scores.append([recipe.score(seen).float().cpu() for seen in observations(cache)])
     shares = {f"{budget}": layer_shares(scores, budget) for budget in budgets}
     made = {name: torch.tensor(each, dtype=torch.float64) for name, each in shares.items()}
     return Prepared("table", made, {"shares": list(made)})
 
 
-def double_sparsity(
-    model: Any, samples: Samples, report: Report, *, channels: int | None = None
-) -> Prepared:
+def double_sparsity(work: Work, *, channels: int | None = None) -> Prepared:
     """Return the label channels of every head.
 
     Args:
-        model: Model of transformers.
-        samples: Contexts.
-        report: Callback for the progress.
+        work: Model, and contexts.
         channels: Label channels of a head; an eighth of them by default, where the paper takes a
             sixteenth of 128.
     """
     watch = LabelCalibration()
-    for sample in following(samples, report, "channels"):
-        read(model, Recipe(retrieve=watch), sample.prompt)
+    for sample in work.each("channels"):
+        read(work.model, Recipe(retrieve=watch), sample.prompt)
     size = watch.importance().shape[-1]
     found = torch.tensor(watch.channels(max(size // 8, 1) if channels is None else channels))
     return Prepared("table", {"channels": found}, {"channels": ["channels"]}, {"by": "qk"})
 
 
-def epicache(
-    model: Any, samples: Samples, report: Report, *, budget: float = 0.25, block: int = 128
-) -> Prepared:
+def epicache(work: Work, *, budget: float = 0.25, block: int = 128) -> Prepared:
     """Return how much each layer suffers from reading block by block with eviction.
 
     The questions of a context are its probe.
 
     Args:
-        model: Model of transformers.
-        samples: Contexts with questions.
-        report: Callback for the progress.
+        work: Model, and contexts with questions.
         budget: Share of the tokens that is kept after each block.
         block: Tokens of a block.
     """
     found = []
-    for sample in following(samples, report, "blocks"):
-        whole = read(model, Recipe(), sample.prompt)
-        cache = cache_for(model, epicache_recipe(budget), mode="native")
+    for sample in work.each("blocks"):
+        whole = read(work.model, Recipe(), sample.prompt)
+        cache = cache_for(work.model, epicache_recipe(budget), mode="native")
         keys: list[list[Tensor]] = []
-        forward = partial(_noting, model, cache, keys)
+        forward = partial(_noting, work.model, cache, keys)
         with torch.no_grad():
             prefill_by_blocks(cache, forward, sample.prompt, sample.ids[:, sample.context :], block)
         full = [layer.read().k for layer in whole.store.layers]

@@ -17,19 +17,18 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import nn
 
 from diffcache.command import script
 from diffcache.eval.kv import offline_bases as bases
 from diffcache.eval.kv import offline_gates as gates
 from diffcache.eval.kv import offline_heads as heads
-from diffcache.eval.kv.offline import Prepared, RecallSamples, Report, Samples
+from diffcache.eval.kv.offline import Prepared, RecallSamples, Work
 from diffcache.eval.kv.recall import SHIPPED, KVTask
 from diffcache.eval.kv.tables import FOLDER, weights_digest, write_table
 from diffcache.eval.methods import naming
 from diffcache.kv.hf.cache import detach
 
-# Recipe -> what finds its tables: called with a model, samples, where to report, and settings.
+# Recipe -> what finds its tables: called with its work, and settings.
 _STAGES = (
     gates.duo_attention, heads.razor_attention, heads.compresskv, heads.prefixkv, heads.epicache,
     gates.lococo, gates.locret, heads.double_sparsity, bases.a2ats, bases.cskv, bases.kv_heads,
@@ -63,24 +62,14 @@ def settings_of(name: str) -> dict[str, Any]:
     return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
-def make(
-    name: str,
-    model: nn.Module,
-    samples: Samples,
-    file: Path,
-    weights: str,
-    report: Report,
-    **settings: Any,
-) -> Prepared:
+def make(name: str, work: Work, file: Path, weights: str, **settings: Any) -> Prepared:
     """Find the tables of a recipe on a model, and write them.
 
     Args:
         name: Key of `MAKERS`.
-        model: Model of transformers, in the state that it is used in.
-        samples: Contexts with questions.
+        work: Model in the state that it is used in, and contexts.
         file: File to write.
         weights: Digest of the model's weights, which is checked where the tables are read.
-        report: Callback for the progress.
         settings: Settings of what finds them.
 
     Raises:
@@ -90,11 +79,11 @@ def make(
     check(name, settings)
     try:
         with naming(f"tables of {name}"):
-            found = MAKERS[name](model, samples, report, **settings)
+            found = MAKERS[name](work, **settings)
     finally:
-        detach(model)
+        detach(work.model)
     about = {
-        "kind": found.kind, "recipe": name, "weights": weights, "samples": samples.about(),
+        "kind": found.kind, "recipe": name, "weights": weights, "samples": work.samples.about(),
         "gives": {setting: list(entries) for setting, entries in found.gives.items()},
         "settings": settings_of(name) | settings, **found.about,
     }  # fmt: skip
@@ -103,19 +92,13 @@ def make(
 
 
 def prepare(
-    names: Sequence[str],
-    model: nn.Module,
-    samples: Samples,
-    folder: Path,
-    weights: str,
-    again: bool = False,
+    names: Sequence[str], work: Work, folder: Path, weights: str, again: bool = False
 ) -> list[Path]:
     """Make tables and return their files; those that are there are left as they are.
 
     Args:
         names: Keys of `MAKERS`; none for those that are shipped.
-        model: recall-llama, in float32.
-        samples: Contexts.
+        work: recall-llama in float32, and contexts.
         folder: Folder of the files.
         weights: Digest of the model's weights.
         again: Make them anew.
@@ -132,7 +115,7 @@ def prepare(
         if file.exists() and not again:
             continue
         print(f"{name} ...", file=sys.stderr)
-        found = make(name, model, samples, file, weights, quiet_report)
+        found = make(name, work, file, weights)
         print(f"wrote {file.name}, {file.stat().st_size:,} bytes: {shown(found)}")
     return files
 
@@ -163,8 +146,9 @@ def command(
 ) -> None:
     """Make the tables that recipes need, on recall-llama."""
     torch.set_num_threads(1)
-    samples, task = RecallSamples(context, facts, count), KVTask(model, dtype="float32")
-    prepare(names, task.load(), samples, folder, weights_digest(task.directory), again)
+    task = KVTask(model, dtype="float32")
+    work = Work(task.load(), RecallSamples(context, facts, count), quiet_report)
+    prepare(names, work, folder, weights_digest(task.directory), again)
 
 
 main = script(command)

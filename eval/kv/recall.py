@@ -146,8 +146,9 @@ def hits_of(row: Mapping[str, Any]) -> Tensor:
     A record holds a context as text, `"11 10"` for a right answer and one whose second token is
     wrong.
     """
-    return torch.tensor([[[bit == "1" for bit in one] for one in text.split()]
-                         for text in row["hits"]])  # fmt: skip
+    return torch.tensor(
+        [[[bit == "1" for bit in one] for one in text.split()] for text in row["hits"]]
+    )
 
 
 def _recipe(row: Recipe | Peer, model: nn.Module, batch: RecallBatch) -> Recipe:

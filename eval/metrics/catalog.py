@@ -57,7 +57,7 @@ class Metric:
 
     @property
     def is_lite(self) -> bool:
-        """Whether it is an offline stand-in, which has no published counterpart to compare with."""
+        """Say whether it is an offline stand-in, which no published figure compares with."""
         return "_lite" in self.key
 
 

@@ -87,8 +87,9 @@ def kept(
         order = [at for at in order if boxes[number][at][4] > least][:MOST]
         if order:
             shapes = None if masks is None else masks[number]
-            found[name] = [(boxes[number][at], None if shapes is None else shapes[at])
-                           for at in order]  # fmt: skip
+            found[name] = [
+                (boxes[number][at], None if shapes is None else shapes[at]) for at in order
+            ]
     return found
 
 

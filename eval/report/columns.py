@@ -130,7 +130,8 @@ def is_fidelity(record: Record, key: str) -> bool:
 
 def _cost(record: Record) -> list[Column]:
     def plain(row: dict[str, Any], key: str) -> Value | None:
-        source = timing_of(record, row["name"]) if key in ("joules", "peak_bytes") else row
+        is_timed = key in ("joules", "peak_bytes", "throughput")
+        source = timing_of(record, row["name"]) if is_timed else row
         found = number(source.get(key))
         return None if found is None else Value(found)
 
@@ -151,6 +152,7 @@ def _cost(record: Record) -> list[Column]:
         column("ratio", "Speed ratio", "up", "number"),
         column("cpu_ratio", "CPU ratio", "up", "number"),
         column("denoiser_ratio", "Denoiser ratio", "up", "number"),
+        column("throughput", "Samples a second", "up", "number"),
         column("joules", "Energy", "down", "number", "J"),
         column("peak_bytes", "Peak", "down", "bytes"),
         column("held_bytes", "Held", None, "bytes"),

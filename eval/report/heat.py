@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diffcache.eval.report.palette import COMPUTED, GREY, INK, PALE, new_figure, short, styled
 
 _MOST_LABELS = 48
 _BLANK, _HATCH = "#eceff3", "#aab2bd"
-
-
-@dataclass(frozen=True)
-class Lane:
-    """A row of the timeline.
-
-    Attributes:
-        name: Name of the row.
-        shares: Share of runs that computed each step, 0 to 1.
-        timesteps: Timesteps that the scheduler gave the model, or None.
-    """
-
-    name: str
-    shares: Sequence[float]
-    timesteps: Sequence[float | None]
 
 
 @styled
@@ -69,29 +53,28 @@ def plot_errors(
 
 
 @styled
-def plot_timeline(lanes: Sequence[Lane]) -> Any:
+def plot_timeline(lanes: Mapping[str, Sequence[tuple[float | None, float]]]) -> Any:
     """Draw which steps were computed: rows downwards, steps to the right.
 
     Args:
-        lanes: One for every method.
+        lanes: Name of a row -> of every step the timestep, or None, and the share of runs that
+            computed it, 0 to 1.
 
     Returns:
-        A matplotlib figure, or None without lanes.
+        A matplotlib figure.
     """
-    lanes = [lane for lane in lanes if lane.shares]
-    if not lanes:
-        return None
     import numpy as np
     from matplotlib.colors import LinearSegmentedColormap
 
-    columns = max(len(lane.shares) for lane in lanes)
-    names = [short(lane.name) for lane in lanes]
+    columns = max(map(len, lanes.values()))
+    names = [short(name) for name in lanes]
     height = 1.5 + 0.42 * len(lanes)
     figure, (axis,) = new_figure(_width(columns, names) + 1.2, height)
     grid = np.full((len(lanes), columns), np.nan)
-    for row, lane in enumerate(lanes):
-        grid[row, : len(lane.shares)] = lane.shares
-        words = f"{sum(lane.shares):.4g} of {len(lane.shares)}"
+    for row, lane in enumerate(lanes.values()):
+        shares = [share for _, share in lane]
+        grid[row, : len(lane)] = shares
+        words = f"{sum(shares):.4g} of {len(lane)}"
         axis.text(columns - 0.3, row, words, va="center", fontsize=9, color=GREY)
     colors = LinearSegmentedColormap.from_list("computed", [PALE, COMPUTED])
     edges = [0.5 + np.arange(-1, count) for count in (columns, len(lanes))]
@@ -101,7 +84,7 @@ def plot_timeline(lanes: Sequence[Lane]) -> Any:
     )  # fmt: skip
     _label_sites(axis, names)
     _label_steps(axis, list(range(columns)))
-    _label_timesteps(axis, lanes)
+    _label_timesteps(axis, [[step for step, _ in lane] for lane in lanes.values()])
     bar = figure.colorbar(
         mesh, ax=axis, orientation="horizontal", fraction=0.09, aspect=40, shrink=0.5, pad=0.03,
         anchor=(0.0, 0.0),
@@ -143,10 +126,10 @@ def _label_steps(axis: Any, steps: Sequence[int]) -> None:
         axis.spines[side].set_visible(False)
 
 
-def _label_timesteps(axis: Any, lanes: Sequence[Lane]) -> None:
+def _label_timesteps(axis: Any, lanes: Sequence[Sequence[float | None]]) -> None:
     """Write the timesteps above the steps, where all lanes have the same."""
-    first = list(lanes[0].timesteps)
-    if any(list(lane.timesteps) != first for lane in lanes) or None in first or not first:
+    first = lanes[0]
+    if any(lane != first for lane in lanes) or None in first:
         return
     above = axis.secondary_xaxis("top")
     every = max(1, -(-len(first) // 9))

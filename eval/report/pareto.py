@@ -135,7 +135,7 @@ def _draw(axis: Any, panel: Panel, direction: str | None, handles: dict[str, Any
     for point in panel.points:
         cross = point.kind == "fewer steps"
         drawn = axis.errorbar(
-            [point.x.middle], [point.y.middle], xerr=_reach(point.x), yerr=_reach(point.y),
+            [point.x.middle], [point.y.middle], xerr=point.x.arms, yerr=point.y.arms,
             color=point.style.color, marker=point.style.marker, markersize=8 if cross else 7,
             markeredgewidth=2 if cross else 0.8, markeredgecolor=GREY if cross else "white",
             elinewidth=1, capsize=2.5, linestyle="none", zorder=2 if cross else 3,
@@ -158,13 +158,6 @@ def _draw_front(
         xs, ys, drawstyle="steps-pre", color=INK, linewidth=1.2, linestyle=(0, (4, 2)), zorder=1.5
     )
     handles.setdefault(_FRONT, line)
-
-
-def _reach(found: Value) -> list[list[float]] | None:
-    """Return the lengths of an error bar's two arms; None without an interval."""
-    if found.low is None or found.high is None:
-        return None
-    return [[max(found.middle - found.low, 0.0)], [max(found.high - found.middle, 0.0)]]
 
 
 def _log_ratio(axis: Any, values: Sequence[Value]) -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diffcache.eval.report import heat, lines, pareto
+from diffcache.eval.report import heat, pareto
 from diffcache.eval.report.columns import CHANGE, describe, metric_keys
-from diffcache.eval.report.palette import family, short, styles
+from diffcache.eval.report.palette import (
+    Style,
+    family,
+    legend_columns,
+    new_figure,
+    short,
+    styled,
+    styles,
+)
 from diffcache.eval.report.records import Record, Value, metric_of, number, ordered, speed_of
 
 # Each plot is of one metric; more than these would hide what matters.
@@ -151,30 +160,50 @@ def _methods(record: Record) -> list[dict[str, Any]]:
 
 
 def _timeline(record: Record) -> tuple[list[Plot], list[str]]:
-    lanes = []
+    lanes = {}
     for row in _methods(record):
         steps = row.get("timeline") or []
-        shares = [number(step.get("computed")) or 0.0 for step in steps]
-        lanes.append(heat.Lane(row["name"], shares, [number(s.get("timestep")) for s in steps]))
-    figure = heat.plot_timeline(lanes)
-    if figure is None:
+        known = [(number(s.get("timestep")), number(s.get("computed")) or 0.0) for s in steps]
+        if known:
+            lanes[row["name"]] = known
+    if not lanes:
         return [], ["Decisions: no row holds a timeline."]
     caption = "The share of runs in which each step was computed; the other runs skipped it."
-    return [Plot("timeline", "Decisions", caption, figure)], []
+    return [Plot("timeline", "Decisions", caption, heat.plot_timeline(lanes))], []
 
 
 def _growth(record: Record) -> tuple[list[Plot], list[str]]:
-    looks = styles(record)
-    curves = [
-        lines.Line(row["name"], [number(v) for v in row["latent_error"]], looks[row["name"]])
-        for row in _methods(record)
-        if row.get("latent_error")
-    ]
-    figure = lines.plot_growth(curves)
-    if figure is None:
+    curves = {}
+    for row in _methods(record):
+        errors = [number(value) or 0.0 for value in row.get("latent_error") or []]
+        if any(error > 0 for error in errors):
+            curves[row["name"]] = [error if error > 0 else math.nan for error in errors]
+    if not curves:
         return [], ["Error of the latents: no row holds one above 0."]
     caption = "Mean relative L2 distance of the latents to the uncached ones behind every step."
+    figure = _draw_growth(curves, styles(record))
     return [Plot("latent-error", "Error of the latents", caption, figure)], []
+
+
+@styled
+def _draw_growth(curves: Mapping[str, Sequence[float]], looks: Mapping[str, Style]) -> Any:
+    """Draw the relative L2 error of the latents behind every step, a curve for each name."""
+    width = 7.6
+    columns = legend_columns([short(name) for name in curves], width)
+    figure, (axis,) = new_figure(width, 3.9 + 0.2 * -(-len(curves) // columns))
+    for name, errors in curves.items():
+        look = looks[name]
+        axis.plot(
+            range(len(errors)), errors, color=look.color, linestyle=look.dash, linewidth=1.8,
+            marker=look.marker, markersize=4, markevery=max(1, len(errors) // 14),
+            label=short(name),
+        )  # fmt: skip
+    axis.set_yscale("log")
+    axis.set_xlabel("step")
+    axis.set_ylabel("relative L2 error of the latents\n(log scale, less is better ↓)")
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(loc="outside lower center", ncols=columns, handlelength=3.4)
+    return figure
 
 
 def _errors(record: Record) -> tuple[list[Plot], list[str]]:
@@ -199,24 +228,53 @@ def _errors(record: Record) -> tuple[list[Plot], list[str]]:
 
 def _cost(record: Record) -> tuple[list[Plot], list[str]]:
     rows = ordered(record)
-    looks = styles(record)
     flops, held = ([_plain(row, key) for row in rows] for key in ("flops", "held_bytes"))
-    seconds = [speed_of(record, row, "seconds") for row in rows]
     flops_scale, flops_unit = _scale(flops, _FLOPS)
     held_scale, held_unit = _scale(held, _BYTES)
-    groups = [
-        lines.Bars("seconds a call (less is better)", seconds),
-        lines.Bars(f"{flops_unit} a sample (less is better)", _divided(flops, flops_scale)),
-        lines.Bars(f"held by the cache, {held_unit}", _divided(held, held_scale)),
-    ]
-    names = [row["name"] for row in rows]
-    figure = lines.plot_cost(names, [looks[name] for name in names], groups)
-    empty = [g.title.split(",")[0] for g in groups if not any(v and v.middle for v in g.values)]
+    groups = {
+        "seconds a call (less is better)": [speed_of(record, row, "seconds") for row in rows],
+        f"{flops_unit} a sample (less is better)": _divided(flops, flops_scale),
+        f"held by the cache, {held_unit}": _divided(held, held_scale),
+    }
+    full = {title: each for title, each in groups.items() if any(v and v.middle for v in each)}
+    empty = [title.split(",")[0] for title in groups if title not in full]
     missing = [f"Cost: no row holds a number for: {'; '.join(empty)}."] if empty else []
-    if figure is None:
+    if not full:
         return [], missing
     caption = "What every row costs; whiskers are quartiles."
+    figure = _draw_cost([row["name"] for row in rows], styles(record), full)
     return [Plot("cost", "Cost", caption, figure)], missing
+
+
+@styled
+def _draw_cost(
+    names: Sequence[str], looks: Mapping[str, Style], groups: Mapping[str, Sequence[Value | None]]
+) -> Any:
+    """Draw a group of bars for each kind of cost, side by side, a bar for every row."""
+    figure, axes = new_figure(2.4 + 2.9 * len(groups), 1.1 + 0.36 * len(names), len(groups))
+    for place, (axis, (title, values)) in enumerate(zip(axes, groups.items(), strict=True)):
+        for row, (name, found) in enumerate(zip(names, values, strict=True)):
+            _draw_bar(axis, row, found, looks[name].color)
+        axis.margins(x=0.22)
+        axis.set_xlim(left=0)
+        labels = [short(name) for name in names] if place == 0 else [""] * len(names)
+        axis.set_yticks(range(len(names)), labels)
+        axis.set_ylim(len(names) - 0.4, -0.6)
+        axis.tick_params(axis="y", length=0)
+        axis.grid(False, axis="y")
+        axis.set_xlabel(title)
+    return figure
+
+
+def _draw_bar(axis: Any, row: int, found: Value | None, color: str) -> None:
+    if found is None:
+        axis.text(0, row, " not measured", va="center", fontsize=8, color="#697079")
+        return
+    axis.barh(row, found.middle, xerr=found.arms, height=0.62, color=color, capsize=2.5,
+              ecolor="#8a929c")  # fmt: skip
+    end = found.middle if found.high is None else max(found.high, found.middle)
+    axis.annotate(f"{found.middle:.3g}", (end, row), (4, 0), textcoords="offset points",
+                  va="center", fontsize=8, color="#697079")  # fmt: skip
 
 
 def _scale(values: Iterable[Value | None], units: Any) -> tuple[float, str]:

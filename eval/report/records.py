@@ -34,6 +34,13 @@ class Value(NamedTuple):
     low: float | None = None
     high: float | None = None
 
+    @property
+    def arms(self) -> list[list[float]] | None:
+        """Lengths of an error bar's two arms; None without an interval."""
+        if self.low is None or self.high is None:
+            return None
+        return [[max(self.middle - self.low, 0.0)], [max(self.high - self.middle, 0.0)]]
+
 
 def load(path: Path) -> Record:
     """Read a record and check it.

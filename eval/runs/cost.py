@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from diffcache.eval.cost.clock import DenoiserClock
@@ -52,7 +53,7 @@ def _times(run: Run, cases: Sequence[Case], setting: Setting) -> dict[str, Any]:
     def show(done: int, total: int, name: str) -> None:
         run.progress.advance(size if done else 0, f"time {name}, {done} of {total}")
 
-    timings = measure(turns, run.plan.rounds, WARM_UP, setting, show)
+    timings = measure(turns, run.plan.rounds, WARM_UP, replace(setting, progress=show))
     rows = timings.rows(size)
     for row in rows.values():
         if "joules" in row:

@@ -28,8 +28,8 @@ from diffcache.eval.runs.folder import (
     RunError,
     batches,
     check_claim,
+    evaluations,
 )
-from diffcache.eval.runs.lines import evaluations
 from diffcache.eval.runs.peers import Peer
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.ranks import Ranks, join
@@ -140,7 +140,7 @@ class Run:
 
     @property
     def is_film(self) -> bool:
-        """Whether the pipeline makes films."""
+        """Say whether the pipeline makes films."""
         return "num_frames" in self.drawer.parameters
 
     @property

@@ -34,7 +34,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process reports."""
+        """Say whether this process reports."""
         return self.index == 0
 
     def wait(self) -> None:

@@ -18,8 +18,7 @@ from diffcache.eval.record import Setting, envelope
 from diffcache.eval.report.records import SCHEMA, checked
 from diffcache.eval.runs.evaluate import Run, lacking, step_flops
 from diffcache.eval.runs.extractors import Extractors
-from diffcache.eval.runs.folder import CaseFolder
-from diffcache.eval.runs.lines import evaluations, shares
+from diffcache.eval.runs.folder import CaseFolder, evaluations, shares
 from diffcache.eval.runs.task import Case, code_sha256, versions
 from diffcache.eval.samples.prompts import HALF, HELD_OUT
 from diffcache.features.base import Method

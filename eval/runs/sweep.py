@@ -31,9 +31,7 @@ from diffcache.eval.runs.task import Task, digest
 from diffcache.features.base import Method
 
 _TASK = {item.name for item in fields(Task)}
-_PLAN = {
-    "rounds", "memory", "site_errors", "reference", "resize", "convention", "stages", "reward",
-}  # fmt: skip
+_PLAN = {"rounds", "memory", "site_errors", "reference", "resize", "convention", "stages", "reward"}
 _TOP = _TASK | _PLAN | {"method"}
 _TEXTS = {"model", "prompts", "dtype", "device", "reference", "convention", "reward"}
 _FLAGS = {"memory", "site_errors"}

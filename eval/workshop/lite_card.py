@@ -162,8 +162,9 @@ def card(tables: dict[str, dict[str, float]]) -> str:
         tables: Tables that `measure` returned.
     """
     shipped = features.load()
-    weights = (one.numel() for model in (shipped.extractor, shipped.matcher)
-               for one in model.parameters())  # fmt: skip
+    weights = (
+        one.numel() for model in (shipped.extractor, shipped.matcher) for one in model.parameters()
+    )
     floors = {"FID-lite": f"clean, {PICTURES:,} pictures", "FVD-lite": f"clean, {FILMS} films"}
     text: str = environment().get_template("workshop/lite_card.md.jinja").render(
         weights=sum(weights), config=features.read_config(), films=FILMS, held=PICTURES,

@@ -65,7 +65,7 @@ def progress(label: str) -> Iterator[Progress]:
 
         def show(done: int, total: int, following: str = "") -> None:
             words = f"{label} {following}".strip()
-            bar.update(task, completed=done, total=total, description=words, refresh=True)
+            bar.update(task, completed=done, total=total or None, description=words, refresh=True)
 
         yield show
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -17,8 +17,8 @@ from PIL import Image
 import diffcache
 from diffcache.api import denoisers_of
 from diffcache.features.base import Method
-from diffcache.pipelines.demo.compare import closeness, decibels
 from diffcache.pipelines.demo.inputs import check_required, class_number
+from diffcache.psnr import CAP, psnr
 from diffcache.run_report import Report
 
 
@@ -159,6 +159,18 @@ def generate(pipe: Any, order: Order, defaults: dict[str, Any]) -> list[Image.Im
         call["generator"] = torch.Generator("cpu").manual_seed(order.seed)
     check_required(type(pipe).__name__, {k: v for k, v in taken.items() if k != "self"}, call)
     return pictures(pipe(**call))
+
+
+def closeness(ones: Sequence[Image.Image], others: Sequence[Image.Image]) -> list[float]:
+    """Return the PSNR of pairs of 8-bit pictures of equal size, in dB, at most 100."""
+    pairs = zip(ones, others, strict=True)
+    arrays = [[np.array(picture.convert("RGB")) for picture in pair] for pair in pairs]
+    return [float(psnr(*(torch.from_numpy(a)[None] for a in pair))) for pair in arrays]
+
+
+def decibels(value: float) -> str:
+    """Return a PSNR as text; at the cap pictures are equal, or too close to tell."""
+    return "100 dB or more" if value >= CAP else f"{value:.1f} dB"
 
 
 def _check_divides(pipe: Any, order: Order) -> None:

@@ -188,8 +188,9 @@ def _settings(program: Program) -> list[Any]:
     """Return the inputs of `Handlers.start`, in order."""
     prompt = gr.Textbox(program.prompts[0], label="Prompt", elem_id="prompt")
     gr.Examples([[text] for text in program.prompts], prompt)
-    policy = gr.Dropdown(list(program.policies), value=program.policies[0], label="Cache",
-                         elem_id="policy")  # fmt: skip
+    policy = gr.Dropdown(
+        list(program.policies), value=program.policies[0], label="Cache", elem_id="policy"
+    )
     other = gr.Dropdown([ALONE, *program.policies], value=program.beside or ALONE,
                         label="Beside it, to compare", elem_id="other")  # fmt: skip
     with gr.Accordion("More", open=False), gr.Row():

@@ -201,9 +201,10 @@ def replicas(
     try:
         serve.start(proxy_location="Disabled")
         deployment = serve.deployment(
-            num_replicas=1, max_ongoing_requests=BUSY,
+            num_replicas=1,
+            max_ongoing_requests=BUSY,
             ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
-        )(Replica)  # fmt: skip
+        )(Replica)
         handles = serve.run_many([
             serve.RunTarget(deployment.bind(opened), name=name, route_prefix=None) for name in names
         ])  # fmt: skip

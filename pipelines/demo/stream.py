@@ -1,6 +1,6 @@
 """Film in a thread of its own: orders go in at the start of a chunk, chunks come out in order.
 
-Nothing here knows a page or a transformer. A page takes chunks from `Stream.chunks`; whoever films
+Nothing here knows a page or a transformer. A page takes chunks from `Stream.chunks`; what films
 is a `Film`.
 """
 
@@ -26,7 +26,7 @@ _LAST = 20  # chunks that the latency is told of
 
 
 class Film(Protocol):
-    """Whoever makes the frames; every method is called by one thread."""
+    """Maker of frames; every method is called by one thread."""
 
     def next(self) -> NDArray[np.uint8]:
         """Return the frames of the next chunk, `[F, H, W, 3]`."""

@@ -16,7 +16,7 @@ from diffcache import AttachError, CacheWarning, Combine, Every, FirstBlock, Tay
 from diffcache.attach.flops import _refuses_modes
 from diffcache.eval.cost import flops
 from diffcache.eval.runs.draw import summary
-from diffcache.eval.runs.lines import evaluations
+from diffcache.eval.runs.folder import evaluations
 from diffcache.features.base import Probe
 from diffcache.features.parts.when import Gate
 from diffcache.pipelines.small import flux

@@ -1,6 +1,7 @@
 """Times of contenders that take turns, against a clock that is set by hand."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_contenders_take_turns_and_ratios_are_those_of_a_round(clock):
     seen = []
     timings = interleave.measure(
         {"one": contender("one", 1.0), "half": contender("half", 0.5)}, rounds=4, warmup=1,
-        setting=CPU, progress=lambda *given: seen.append(given),
+        setting=replace(CPU, progress=lambda *given: seen.append(given)),
     )  # fmt: skip
     assert order == ["one", "half", "half", "one"] * 2 + ["one", "half"]
     assert timings.seconds == {"one": [1.0, 2.0, 10.0, 4.0], "half": [0.5, 1.0, 5.0, 2.0]}
@@ -126,12 +127,3 @@ def test_a_busy_machine_is_told(clock, monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (next(loads), 0, 0), raising=False)
     timings = interleave.measure({"a": lambda: clock.takes(1)}, 2, 0, CPU)
     assert timings.load == 3.5 and "3.5 on 2 cores" in timings.warning
-
-
-@pytest.mark.parametrize(
-    ("contenders", "rounds", "warmup", "message"),
-    [({}, 1, 0, "at least one"), ({"a": print}, 0, 0, "rounds=0"), ({"a": print}, 1, -1, "-1")],
-)
-def test_wrong_measurements(contenders, rounds, warmup, message):
-    with pytest.raises(ValueError, match=message):
-        interleave.measure(contenders, rounds, warmup, CPU)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diffcache.errors import UnknownMethodError
 from diffcache.eval.cost import memory
 from diffcache.pipelines.small import flux
 
@@ -65,17 +64,7 @@ def test_a_fresh_process_does_not_inherit_our_memory():
     assert MIB < found < big.numel()
 
 
-def test_memory_errors_come_before_the_process_or_name_its_failure(monkeypatch):
-    with pytest.raises(FileNotFoundError, match="no pipeline at 'nowhere'"):
-        memory.peak_bytes("nowhere", None, {})
-    with pytest.raises(UnknownMethodError, match="teacach"):
-        memory.peak_bytes("shapes-flux", "teacach", {})
-    with pytest.raises(ValueError, match="dtype='int8'"):
-        memory.peak_bytes("shapes-flux", None, {}, memory.Place(dtype="int8"))
-    with pytest.raises(ValueError, match="must be plain data"):
-        memory.peak_bytes("shapes-flux", None, {"generator": torch.Generator()})
-    with pytest.raises(ValueError, match="device='cpu'"):
-        memory.peak(lambda: None, "cpu")
+def test_a_process_that_failed_is_named(monkeypatch):
     failed = SimpleNamespace(returncode=1, stderr="some\nTypeError: no such argument\n", stdout="")
     monkeypatch.setattr(memory.subprocess, "run", lambda *given, **named: failed)
     with pytest.raises(memory.MeasureError, match="shapes-flux failed: TypeError: no such"):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffcache.eval.report import heat, lines, pareto, plots
+from diffcache.eval.report import heat, pareto, plots
 from diffcache.eval.report.palette import OKABE_ITO, styles
 
 
@@ -21,9 +21,10 @@ def test_front_is_what_brute_force_finds(upward: bool) -> None:
         ]
         found = pareto.front(places, upward)
         unbeaten = {
-            (x, y) for x, y in places
+            (x, y)
+            for x, y in places
             if not any(u >= x and sign * v >= sign * y and (u, v) != (x, y) for u, v in places)
-        }  # fmt: skip
+        }
         assert [places[i] for i in found] == sorted(unbeaten)
     assert pareto.front([], upward) == []
 
@@ -86,13 +87,9 @@ def test_a_metric_in_which_all_rows_are_equal_is_not_plotted(make_record: Any) -
     assert "pareto-prompt_accuracy" in {plot.stem for plot in drawn} and not left_out
 
 
-def test_empty_plots_are_none(make_record: Any) -> None:
-    style = styles(make_record())["interval"]
+def test_empty_plots_are_none() -> None:
     assert heat.plot_errors([[None, None]], ["a"], [0, 1], "m") is None
     assert heat.plot_errors([], [], [], "m") is None
-    assert heat.plot_timeline([heat.Lane("m", [], [])]) is None
-    assert lines.plot_growth([lines.Line("m", [0.0, None], style)]) is None
-    assert lines.plot_cost(["m"], [style], [lines.Bars("t", [None])]) is None
 
 
 def test_errors_of_zero_and_of_one_size_can_be_drawn() -> None:

@@ -101,16 +101,15 @@ def test_columns_follow_the_record(make_record: Any) -> None:
     record = make_record()
     keys = [column.key for column in table_of(record).columns]
     assert keys == [
-        "evaluations", "flops_ratio", "seconds", "ratio", "peak_bytes", "held_bytes", "fid_lite", "fid_lite_change",
-        "fid_lite_to_uncached", "psnr_db", "ssim", "lpips_lite", "prompt_accuracy", "kid_lite",
+        "evaluations", "flops_ratio", "seconds", "ratio", "throughput", "peak_bytes", "held_bytes",
+        "fid_lite", "fid_lite_change", "fid_lite_to_uncached", "psnr_db", "ssim", "lpips_lite", "prompt_accuracy", "kid_lite",
     ]  # fmt: skip
     record["timing"] = {}
     for row_ in record["rows"]:
         row_["quality"]["own_score"] = {"value": 2.0}
     shorter = [column.key for column in table_of(record).columns]
-    assert shorter == [key for key in keys if key not in ("seconds", "ratio", "peak_bytes")] + [
-        "own_score"
-    ]
+    timed = ("seconds", "ratio", "throughput", "peak_bytes")
+    assert shorter == [key for key in keys if key not in timed] + ["own_score"]
     heads = {column.key: column.heading for column in table_of(record).columns}
     assert heads["psnr_db"] == "PSNR (dB) ↑ [95 %]"
     assert heads["fid_lite_to_uncached"] == "FID-lite to uncached ↓"

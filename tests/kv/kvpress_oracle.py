@@ -1,4 +1,4 @@
-"""What kvpress says of the tiny Llama: scores, kept slots and changed values of all its presses.
+"""Scores, kept slots and changed values of all presses of kvpress on the tiny Llama.
 
 Besides the presses that `diffcache kv` asks there are some that need tables, which are drawn here.
 """
@@ -16,6 +16,7 @@ from diffcache.eval.kv.peer import (
     PRESSES,
     SKETCH_SEED,
     WINDOW,
+    Seen,
     Spec,
     build,
     calling,
@@ -23,7 +24,6 @@ from diffcache.eval.kv.peer import (
     press_class,
 )
 from diffcache.eval.kv.peer import kept as kept_by
-from diffcache.eval.kv.seen import Seen
 
 CONTEXT = 60  # KVzip: the first tokens are the context, the others repeat it
 _SCORERS = (

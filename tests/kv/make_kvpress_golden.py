@@ -1,4 +1,4 @@
-"""Write tests/kv/golden/kvpress.safetensors: what kvpress says of a tiny Llama's keys and values.
+"""Write tests/kv/golden/kvpress.safetensors, scores of kvpress for a tiny Llama's keys and values.
 
 Run `pip install --no-deps kvpress==0.5.5`, then `python -m tests.kv.make_kvpress_golden`.
 The numbers are results of kvpress (NVIDIA, Apache-2.0); no code of it is kept.
@@ -86,8 +86,7 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from diffcache.eval.kv.peer import installed
-from diffcache.eval.kv.seen import Seen, capture
+from diffcache.eval.kv.peer import Seen, capture, installed
 from tests.kv import kvpress_oracle as oracle
 from tests.kv.kvpress_inputs import tiny_ids, tiny_llama
 from tests.kv.kvpress_oracle import ALL, DUO_RECENT, DUO_SINK, DUO_STREAMING, SCORERS

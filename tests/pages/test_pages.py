@@ -43,15 +43,13 @@ NOT_RUN = {
 # function that is called once all that was written has been read.
 STOPPED = {
     "diffcache serve": "diffcache.pipelines.demo.serve.free_port",
-    "accelerate launch --multi_gpu --num_processes 8 -m diffcache eval --model":
-        "diffcache.eval.cli.show",
-    "accelerate launch --multi_gpu --num_processes 8 -m diffcache eval vbench draw":
-        "diffcache.eval.vbench.layout.find_info",
+    "accelerate launch --multi_gpu --num_processes 8 -m diffcache eval --model": "diffcache.eval.cli.show",
+    "accelerate launch --multi_gpu --num_processes 8 -m diffcache eval vbench draw": "diffcache.eval.vbench.layout.find_info",
     "diffcache eval vbench wan/films --backend official": "diffcache.eval.vbench.driver.run",
     "diffcache eval vbench score": "diffcache.eval.vbench.scores.read_results",
     "python -m diffcache.eval.workshop.bench": "diffcache.eval.workshop.bench.__main__.progress",
     "python -m diffcache.eval.workshop.kernels.tune": "diffcache.kernels.dispatch.has_triton",
-}  # fmt: skip
+}
 # Commands that run -> words behind them that make them short.
 SHORT = {
     "diffcache demo --method": "--model my-pipeline --samples 1 --steps 6",
@@ -173,9 +171,10 @@ def test_python_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "block", [b for page in PAGES for b in blocks(page) if b.language == "sh"],
+    "block",
+    [b for page in PAGES for b in blocks(page) if b.language == "sh"],
     ids=lambda block: block.place,
-)  # fmt: skip
+)
 def test_commands_run(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in block.commands:
         place, more = (

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from diffcache.eval.cli import app as eval_app
 from diffcache.eval.samples.clips import write_clip, write_preview
 from diffcache.eval.vbench.command import app
 
@@ -50,24 +49,6 @@ def test_a_failure_of_vbench_is_quoted(
     done = run(app, command)
     assert done.exit_code == 1
     assert done.stderr.splitlines()[-1] == "RuntimeError: out of memory on the device"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere"], "no folder or file nowhere"),
-        (["x", "--device", "cpu", "--gpus", "2"], "--device, --gpus has no effect with --backend"),
-        (["score", "nowhere"], "no VBench result in nowhere"),
-        (["x", "--backend", "official", "--info", "nowhere.json"], "no file nowhere.json"),
-        (["x", "--backend", "official", "--info", "i", "--prompts", "p"], "the suite: give one"),
-        (["x", "--backend", "unknown"], "Invalid value for '--backend'"),
-        (["draw", "--model", "shapes-wan", "--info", "no.json", "--out", "x"], "no file no.json"),
-    ],
-)
-def test_a_wrong_request_is_one_clear_error(arguments: list[str], message: str, run: Any) -> None:
-    done = run(eval_app, ["vbench", *arguments])
-    assert done.exit_code == 2 and done.stdout == ""
-    assert message in " ".join(done.stderr.replace("│", "").split())
 
 
 def some_film(seed: int, frames: int = 5) -> torch.Tensor:

@@ -22,7 +22,7 @@ EXCERPT = Path(__file__).with_name("excerpt.json")
 CALL = {"num_frames": 1, "height": 32, "width": 32, "guidance_scale": 1.0}
 TASK = Task("shapes-wan", str(EXCERPT), 1, batch_size=1, steps=1, call=CALL, device="cpu")
 DIMENSION = "object_class"  # two prompts, ten films
-QUIET = Progress(quiet=True)
+QUIET = Progress()
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +72,7 @@ def test_films_have_the_pipeline_s_frame_rate_and_nothing_lies_beside_them(drawn
     assert {read_fps(film) for film in films} == {16}
     assert sum("still frame" in film.name for film in films) == 25
     assert len({film.read_bytes() for film in films}) == len(films)  # each from a seed of its own
-    assert {file.name for file in drawn.out.iterdir()} == {
-        "films", "manifest.0.jsonl", "run.json"
-    }  # fmt: skip
+    assert {file.name for file in drawn.out.iterdir()} == {"films", "manifest.0.jsonl", "run.json"}
 
 
 def some(drawn: Suite, out: Path, **changes: Any) -> Suite:
@@ -133,8 +131,9 @@ def test_rewritten_prompts_go_under_the_names_of_vbench_s(drawn: Suite, tmp_path
     assert {film.name for film in job.films.iterdir()} == {"a cross-0.mp4", "a ring-0.mp4"}
     lines = (job.out / "manifest.0.jsonl").read_text().splitlines()
     assert {json.loads(line)["prompts"][0] for line in lines} == {
-        "a long story of a cross", "a long story of a ring"
-    }  # fmt: skip
+        "a long story of a cross",
+        "a long story of a ring",
+    }
     assert not same_films(job, drawn)
     file.write_text("\n".join(texts[:-1]) + "\n")
     with pytest.raises(ValueError, match=r"longer.txt: has 19 prompts .* each of the 20"):

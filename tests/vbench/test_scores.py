@@ -68,19 +68,6 @@ def test_no_score_is_made_from_a_part() -> None:
     assert "| **total score** |  | n/a |" in found.markdown()
 
 
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
-        ({"scene": 55.29}, "share from 0 to 1, but is 55.29: divide percentages by 100"),
-        ({"scene": float("nan")}, "share from 0 to 1, but is nan"),
-        ({"scenery": 0.5}, "unknown VBench dimension scenery: must be of subject_consistency"),
-    ],
-)
-def test_what_is_no_raw_score_is_an_error(raw: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        scores.summarize(raw)
-
-
 def test_results_are_read_in_both_forms(tmp_path: Path) -> None:
     _, raw = published("Gen-3")
     folder, flat = tmp_path / "results", tmp_path / "flat"
@@ -96,25 +83,7 @@ def test_results_are_read_in_both_forms(tmp_path: Path) -> None:
     assert scores.read_results(folder / "scene_eval_results.json") == {"scene": raw["scene"]}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is no JSON"),
-        ("[]", "must map dimensions to scores"),
-        ('{"i2v_subject": [0.5, []]}', "'i2v_subject' is not one of VBench's 16"),
-        ('{"scene": ["high", []]}', "must be a number, but is 'high'"),
-        ('{"scene": [50.0, []]}', "must be a share from 0 to 1, but is 50.0"),
-    ],
-)
-def test_what_is_no_result_is_an_error(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "bad_eval_results.json").write_text(text)
-    with pytest.raises(ValueError, match=f"bad_eval_results.json.*{message}"):
-        scores.read_results(tmp_path)
-
-
-def test_results_that_disagree_and_folders_without_any_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no VBench result"):
-        scores.read_results(tmp_path)
+def test_results_that_disagree_are_an_error(tmp_path: Path) -> None:
     for place, value in (("a", 0.5), ("b", 0.25)):
         (tmp_path / place).mkdir()
         write(tmp_path / place, "scene", value)

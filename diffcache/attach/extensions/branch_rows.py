@@ -33,7 +33,7 @@ from diffcache.attach.extensions.partial import (
 )
 from diffcache.attach.record import TOKEN_LAYERS
 from diffcache.attach.run import Run
-from diffcache.attach.tap import Tap, tap_children, untap_children
+from diffcache.attach.tap import ServedTap, Tap, tap_children, untap_children
 from diffcache.dllm.dllm_cache import BranchPlan, BranchRows
 from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.errors import AttachError
@@ -117,20 +117,6 @@ class BranchTurn:
     finished: set[int] = field(default_factory=set)
 
 
-class BranchTap(Tap):
-    """An attention or feed-forward module that computes some of its rows."""
-
-    __slots__ = ("serve",)
-
-    def __init__(self, module: nn.Module, serve: Callable[..., Any]) -> None:
-        super().__init__(module)
-        self.serve = serve
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the layer's call of the module."""
-        return self.serve(self.module, *args, **kwargs)
-
-
 class Branches(Partial):
     """Computes the rows of every layer that are due, and serves the others.
 
@@ -155,12 +141,13 @@ class Branches(Partial):
         self.values = [getattr(parent, "v_proj", None) for parent in self.parents]
         for number, (parent, layer) in enumerate(zip(self.parents, self.layers, strict=True)):
             serve: dict[str, Callable[..., Any]] = {
-                layer.attention: self.attention, layer.mlp: self.feed_forward,
-            }  # fmt: skip
+                layer.attention: self.attention,
+                layer.mlp: self.feed_forward,
+            }
             if not layer.attention:
                 serve = {name: partial(self.linear, name) for name in (*ENTRIES, *EXITS)}
             taps: dict[str, Tap] = {
-                name: BranchTap(parent.get_submodule(name), partial(method, number))
+                name: ServedTap(parent.get_submodule(name), partial(method, number))
                 for name, method in serve.items()
             }
             tap_children(parent, denoiser, taps)

@@ -23,7 +23,7 @@ from diffcache.attach.extensions.partial import Held, HeldKV
 from diffcache.attach.extensions.rows import Rows, Turn
 from diffcache.attach.extensions.rows import install as install_rows
 from diffcache.attach.run import Run
-from diffcache.attach.tap import ITEMS, Tap, tap_list, untap_list
+from diffcache.attach.tap import ITEMS, ServedTap, Tap, tap_list, untap_list
 from diffcache.attach.tree import leaves
 from diffcache.dllm.elastic_cache import WatchedPlan, WideningRows, likeness, most_attended
 from diffcache.dllm.rows import RowPlan
@@ -163,15 +163,10 @@ class Seam(Tap):
         return out if number + 1 < len(owner.numbers) else planned_rows(way, out)
 
 
-class Cut(Tap):
-    """Stands for the last block: hands on the first row alone."""
-
-    __slots__ = ()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        out = self.module(*args, **kwargs)
-        return out[:, :1] if isinstance(out, Tensor) else (out[0][:, :1], *out[1:])
+def cut(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Run the last block; hand on the first row alone."""
+    out = block(*args, **kwargs)
+    return out[:, :1] if isinstance(out, Tensor) else (out[0][:, :1], *out[1:])
 
 
 class Drift(Rows):
@@ -226,13 +221,20 @@ class Drift(Rows):
         if isinstance(turn.index, Tensor):
             is_whole, planned = False, torch.zeros_like(plan.window).scatter_(1, turn.index, True)
         return Way(
-            held, turn.index, turn.rows, turn.mask, plan=plan, planned=planned,
+            held,
+            turn.index,
+            turn.rows,
+            turn.mask,
+            plan=plan,
+            planned=planned,
             tracked=None if held.tracked is None or is_whole else Spots.of(held.tracked),
             window=Spots.of(plan.window),
             starts=[0 if is_whole else len(self.numbers)] * len(planned),
-            fed=planned, is_wide=is_whole, found=torch.zeros_like(planned),
+            fed=planned,
+            is_wide=is_whole,
+            found=torch.zeros_like(planned),
             batch=torch.arange(len(planned), device=planned.device)[:, None],
-        )  # fmt: skip
+        )
 
     def begin(
         self, call: Call, plan: WatchedPlan, held: Any, given: dict[str, Any]
@@ -277,7 +279,9 @@ class Drift(Rows):
         *others, last = children_of(blocks).values()
         failure = None
         try:
-            _, out = self.run_alone(call, held, range(2), **{ITEMS: {key: [*others, Cut(last)]}})
+            _, out = self.run_alone(
+                call, held, range(2), **{ITEMS: {key: [*others, ServedTap(last, cut)]}}
+            )
             if out[0].shape[1] == 1:
                 return
         except RuntimeError as error:  # of a shape
@@ -345,9 +349,12 @@ class Drift(Rows):
         assert way.tracked is not None
         mask, blocks = way.held.mask, len(self.numbers)
         alike = likeness(
-            before, after, way.tracked.real, None if mask is None else mask[:, 0, 0],
+            before,
+            after,
+            way.tracked.real,
+            None if mask is None else mask[:, 0, 0],
             self.ability.similarity,
-        )  # fmt: skip
+        )
         drifted = ((alike < self.ability.gamma) & way.window.real.any(1)).tolist()
         if not any(drifted):
             return
@@ -383,8 +390,11 @@ def install(denoiser: Denoiser, ability: WideningRows) -> Rows:
         AttachError: If the model cannot have row plans, or a block has not just one attention.
     """
     rows = install_rows(denoiser, ability, Drift)
-    paths = [f"{entry.key}.{number}." for entry in denoiser.anatomy.lists
-             for number in range(entry.depth)]  # fmt: skip
+    paths = [
+        f"{entry.key}.{number}."
+        for entry in denoiser.anatomy.lists
+        for number in range(entry.depth)
+    ]
     sites = rows.door.sites
     if len(paths) != len(sites) or not all(
         f"{site.path}.".startswith(path) for site, path in zip(sites, paths, strict=True)

@@ -72,8 +72,10 @@ class Rows(Partial):
         super().__init__(denoiser)
         self.checked: set[int] = set()  # attentions that were compared with the model's own
         self.is_tried = False  # whether rows alone were compared with the same among all
-        self.weights = sum(linear_weights(denoiser.model.get_submodule(entry.key))
-                           for entry in denoiser.anatomy.lists)  # fmt: skip
+        self.weights = sum(
+            linear_weights(denoiser.model.get_submodule(entry.key))
+            for entry in denoiser.anatomy.lists
+        )
 
     # a call ----------------------------------------------------------------------------------
 

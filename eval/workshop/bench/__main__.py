@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -150,7 +151,8 @@ def bench(
         little = quick or (found.needs_gpu and setting.device.type == "cpu")
         folder = out or (QUICK if little else FOLDER)
         with progress(name) as show:
-            record = found.run(name, setting, sizes, folder / f"{name}.unfinished", show)
+            told = replace(setting, progress=show)
+            record = found.run(name, told, sizes, folder / f"{name}.unfinished")
         record["command"] = " ".join(words)
         gc.collect()  # wrapped models are in cycles; the next may need all the device's memory
         torch.cuda.empty_cache()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diffcache.attach.flops import counted
-from diffcache.eval.cost.interleave import Progress, Turn, summary
+from diffcache.eval.cost.interleave import Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting
 from diffcache.pipelines.ca2_vdm import FactorizedSession, FactorizedVideo
@@ -30,11 +30,7 @@ STEPS = FewSteps()
 
 @torch.no_grad()
 def measure(
-    setting: Setting,
-    *,
-    rounds: int = 7,
-    prefixes: Sequence[int] = PREFIXES,
-    progress: Progress | None = None,
+    setting: Setting, *, rounds: int = 7, prefixes: Sequence[int] = PREFIXES
 ) -> dict[str, Any]:
     """Measure a chunk after each prefix, cached and computed anew, in turn.
 
@@ -42,7 +38,6 @@ def measure(
         setting: Device and dtype.
         rounds: Timed chunks of each.
         prefixes: Chunks before the one that is timed.
-        progress: Told (turns done, turns in all, name of the next).
     """
     torch.manual_seed(0)
     model = FactorizedTransformer(num_attention_heads=4, attention_head_dim=32, num_layers=4)
@@ -54,7 +49,7 @@ def measure(
     for prefix, pair in pairs.items():
         turns[_name("recompute", prefix)] = Turn(pair.recompute)
         turns[_name("cached", prefix)] = Turn(pair.cached, after=pair.forget)
-    timed = take_turns(turns, rounds, 1, setting, progress)
+    timed = take_turns(turns, rounds, 1, setting)
     return {
         "shapes": {
             "device": setting.device.type, "model": dict(model.config), "batch": 1,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from diffcache.eval.cost.interleave import Call, Progress, Turn
+from diffcache.eval.cost.interleave import Call, Turn
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting
 from diffcache.eval.workshop.bench.decode import STOCK, Case, contenders
@@ -44,18 +44,12 @@ def bounded() -> dict[str, Recipe]:
 
 
 @torch.no_grad()
-def measure(
-    setting: Setting,
-    *,
-    tokens: int = TOKENS,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
+def measure(setting: Setting, *, tokens: int = TOKENS) -> dict[str, Any]:
     """Measure generated tokens one by one, and what is held after each third of them.
 
     Args:
         setting: Device and dtype.
         tokens: Tokens that are generated, at least 9.
-        progress: Told (turns done, turns in all, name of the next).
 
     Raises:
         ValueError: If there are fewer than 9 tokens.
@@ -72,14 +66,15 @@ def measure(
     held: dict[str, list[int]] = {name: [] for name in run}
     third = tokens // 3
     for count in (third, third, tokens - 2 * third):
-        clock = take_turns(steps, count, 0, setting, progress).own(setting)
+        clock = take_turns(steps, count, 0, setting).own(setting)
         for name in steps:
             seconds[name] += clock[name]
         for name, each in run.items():
             held[name].append(each.nbytes)
     return {
-        "shapes": {"layers": 1, "prompt": BUDGET, "budget": BUDGET}, "rounds": tokens,
+        "shapes": {"layers": 1, "prompt": BUDGET, "budget": BUDGET},
+        "rounds": tokens,
         "rows": [
             {"name": name} | thirds(seconds[name], seconds[ALONE], held[name]) for name in run
         ],
-    }  # fmt: skip
+    }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.eval.cost.interleave import Call, Progress, Turn, summary
+from diffcache.eval.cost.interleave import Call, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting
 from diffcache.eval.workshop.parts import Parts, digest_of
@@ -42,7 +42,6 @@ def measure(
     frames: int = LENGTH,
     rows: Sequence[Row] = ROWS,
     unfinished: Path | None = None,
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure films, changes of the prompt and chunks.
 
@@ -53,7 +52,6 @@ def measure(
         frames: Frames of each.
         rows: Policies, the stock one first.
         unfinished: File that keeps rows of films as they come, until all is done.
-        progress: Told (turns done, turns in all, name of the next).
 
     Raises:
         ValueError: If there are fewer than 3 chunks or 2 films.
@@ -64,15 +62,15 @@ def measure(
     rollouts = Rollouts(model, samples)
     kept = Parts(unfinished, {"samples": samples, "frames": frames, "dtype": str(setting.dtype),
                               "model": digest_of(model.transformer)})  # fmt: skip
-    found = rollouts.table(rows, frames, kept, progress)
-    chunks = chunk_times(model, rows, rounds, setting, progress)
+    found = rollouts.table(rows, frames, kept, setting.progress)
+    chunks = chunk_times(model, rows, rounds, setting)
     return {
         "shapes": {"model": "shapes-causal", "samples": samples, "frames": frames, "given": GIVEN,
                    "slice": SLICE, "chunk": CHUNK, "horizon": FRAMES, "before": BEFORE},
         "rounds": rounds,
         "rows": [{"name": row.name, "role": row.role, **found[row.name], "chunk": chunks[row.name]}
                  for row in rows],
-        "changes": rollouts.changes(CHANGES, kept, progress),
+        "changes": rollouts.changes(CHANGES, kept, setting.progress),
         "anew": anew(model, [depth for depth in DEPTHS if depth < rounds], setting),
         "stream_batch": stream_batch(model, min(rounds, 40), setting),
         "parts": kept.end(),
@@ -84,9 +82,8 @@ def _text(model: ShapesCausal) -> Tensor:
 
 
 def chunk_times(
-    model: ShapesCausal, rows: Sequence[Row], rounds: int, setting: Setting,
-    progress: Progress | None,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
+    model: ShapesCausal, rows: Sequence[Row], rounds: int, setting: Setting
+) -> dict[str, dict[str, Any]]:
     """Return time and bytes of a chunk by thirds of a long film, by row; rows take turns."""
     with model.video() as video:
         sessions = {
@@ -98,7 +95,7 @@ def chunk_times(
         held: dict[str, list[int]] = {name: [] for name in sessions}
         third = rounds // 3
         for count in (third, third, rounds - 2 * third):
-            clock = _clock(steps, count, setting, progress)
+            clock = _clock(steps, count, setting)
             for name in steps:
                 seconds[name] += clock[name]
             for name, session in sessions.items():
@@ -113,10 +110,9 @@ def _alone(video: CausalVideo, model: ShapesCausal) -> Callable[[], Any]:
 
 
 def _clock(
-    steps: Mapping[str, Call | Turn], rounds: int, setting: Setting,
-    progress: Progress | None = None,
-) -> dict[str, list[float]]:  # fmt: skip
-    return take_turns(steps, rounds, 0, setting, progress).own(setting)
+    steps: Mapping[str, Call | Turn], rounds: int, setting: Setting
+) -> dict[str, list[float]]:
+    return take_turns(steps, rounds, 0, setting).own(setting)
 
 
 def anew(model: ShapesCausal, depths: Sequence[int], setting: Setting) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ import torch
 from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
 from torch import Tensor, nn
 
-from diffcache.eval.cost.interleave import Progress
 from diffcache.eval.record import Setting
 from diffcache.eval.workshop.bench.models import Loop, Plain, Shape, build, inputs
 from diffcache.features.base import Method
@@ -72,9 +71,7 @@ def _theirs(config: Any) -> Start:
     return start
 
 
-def measure(
-    setting: Setting, *, shape: Shape | None = None, progress: Progress | None = None
-) -> dict[str, Any]:
+def measure(setting: Setting, *, shape: Shape | None = None) -> dict[str, Any]:
     """Count graphs and breaks of `compile_repeated_blocks(fullgraph=True)`.
 
     The cached model is run in eager mode as well: outputs must agree.
@@ -82,7 +79,6 @@ def measure(
     Args:
         setting: Device and dtype.
         shape: Sizes of the model.
-        progress: Told (subjects done, subjects in all, name of the next).
     """
     shape = shape or Shape(double=2, single=2)
     call = inputs(shape, setting.device, setting.dtype)
@@ -91,8 +87,8 @@ def measure(
         warnings.simplefilter("ignore")
         chosen = subjects()
         for number, (name, start) in enumerate(chosen.items()):
-            if progress is not None:
-                progress(number, len(chosen), name)
+            if setting.progress is not None:
+                setting.progress(number, len(chosen), name)
             with start(build(shape, setting.device, setting.dtype), call) as subject:
                 expected = _outputs(subject)
             rows.append({"name": name, **_compiled(setting, shape, call, start, expected)})

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from diffcache.eval.cost.interleave import Call, Progress, Turn, summary
+from diffcache.eval.cost.interleave import Call, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting
 from diffcache.foreign import with_cache
@@ -84,7 +84,7 @@ def cases(layers: int = LAYERS, prompt: int = PROMPT) -> dict[str, Case]:
         "gear 2": Case(gear(2), 2.0),
         "mustafar": Case(mustafar(), 2.0),
         "rotatekv 4": Case(rotatekv(4), 2.0),
-    }  # fmt: skip
+    }
 
 
 @dataclass
@@ -218,7 +218,6 @@ def measure(
     layers: int = LAYERS,
     prompt: int = PROMPT,
     recipes: Sequence[str] | None = None,
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure a prompt, the first token after it, and the tokens that follow.
 
@@ -228,7 +227,6 @@ def measure(
         layers: Layers of the model.
         prompt: Tokens of the prompt, at least 256.
         recipes: Names of the caches beside the stock one; None for all.
-        progress: Told (turns done, turns in all, name of the next).
 
     Raises:
         ValueError: If a number is out of range or a name unknown.
@@ -246,9 +244,9 @@ def measure(
         name: partial(each.prefill, prompt) for name, each in run.items()
     }
     steps: dict[str, Call | Turn] = {name: each.step for name, each in run.items()}
-    prefill = take_turns(reads, 1, 0, setting, progress)
-    first = take_turns(steps, 1, 0, setting, progress)
-    later = take_turns(steps, rounds, _WARMUP, setting, progress)
+    prefill = take_turns(reads, 1, 0, setting)
+    first = take_turns(steps, 1, 0, setting)
+    later = take_turns(steps, rounds, _WARMUP, setting)
     return {
         "shapes": {"device": setting.device.type, "layers": layers, "prompt": prompt,
                    "heads": _HEADS, "kv_heads": _KV_HEADS, "head_size": _SIZE, "width": _WIDTH,

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from diffcache.eval.cost.interleave import Progress
 from diffcache.eval.record import Setting
 from diffcache.eval.workshop.dllm import at_size
 from diffcache.eval.workshop.dllm.measure import BATCH, measure_model
@@ -32,7 +31,6 @@ def measure(
     samples: int = SAMPLES,
     named: Sequence[str] | None = None,
     unfinished: Path | None = None,
-    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measure all rows on a shipped model, their errors on one trajectory, and the formulas.
 
@@ -43,7 +41,6 @@ def measure(
         samples: Prompts whose answers are judged.
         named: Names of rows, besides those that they are compared with; None for all.
         unfinished: File that keeps judged rows as they come, until all is done.
-        progress: Told (turns done, turns in all, name of the next).
 
     Raises:
         ValueError: If the model or a row is unknown.
@@ -53,8 +50,7 @@ def measure(
     chosen = _chosen(model, named)
     kept = Parts(unfinished, {"samples": samples, "dtype": str(setting.dtype),
                               "model": digest_of(load(model, setting.dtype))})  # fmt: skip
-    found = measure_model(model, chosen, setting, samples=samples, rounds=rounds, kept=kept,
-                          progress=progress)  # fmt: skip
+    found = measure_model(model, chosen, setting, samples=samples, rounds=rounds, kept=kept)
     return {
         "shapes": {"model": model, "samples": samples, "batch": BATCH, "block": BLOCKS[model]},
         "rounds": rounds, "rows": found,

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import diffcache
 from diffcache.errors import AttachError, MissingError
-from diffcache.eval.cost.interleave import Progress, Turn, summary
+from diffcache.eval.cost.interleave import Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting
 from diffcache.eval.runs.peers import make_peer
@@ -93,8 +93,9 @@ def flux(setting: Setting, tiny: bool) -> Model:
     call = {
         "prompt_embeds": noise(1, words, config.joint_attention_dim),
         "pooled_prompt_embeds": noise(1, config.pooled_projection_dim),
-        "height": side, "width": side,
-    }  # fmt: skip
+        "height": side,
+        "width": side,
+    }
     return Model("FLUX.1-dev", pipe, call, model.single_transformer_blocks[-1].attn.to_q)
 
 
@@ -111,9 +112,10 @@ def wan(setting: Setting, tiny: bool) -> Model:
     call = {
         "prompt_embeds": noise(1, 8 if tiny else 512, text),
         "negative_prompt_embeds": noise(1, 8 if tiny else 512, text),
-        "height": 32 if tiny else 480, "width": 32 if tiny else 832,
+        "height": 32 if tiny else 480,
+        "width": 32 if tiny else 832,
         "num_frames": 5 if tiny else 33,
-    }  # fmt: skip
+    }
     return Model("Wan2.1-1.3B", pipe, call, model.blocks[-1].attn1.to_q, branches=2)
 
 
@@ -142,22 +144,19 @@ def caches(model: Model) -> dict[str, Callable[[], AbstractContextManager[Any]]]
 
 
 @torch.no_grad()
-def measure(
-    setting: Setting, *, rounds: int = 3, progress: Progress | None = None
-) -> dict[str, Any]:
+def measure(setting: Setting, *, rounds: int = 3) -> dict[str, Any]:
     """Measure whole runs.
 
     Args:
         setting: Device and dtype.
         rounds: Timed runs with each cache.
-        progress: Told (turns done, turns in all, name of the next).
     """
     tiny = setting.device.type == "cpu"
     found = []
     for make in (flux, wan):
         model = make(setting, tiny)
         model.pipe.set_progress_bar_config(disable=True)
-        found += rows(model, setting, rounds, progress)
+        found += rows(model, setting, rounds)
         del model
         if not tiny:
             torch.cuda.empty_cache()
@@ -167,9 +166,7 @@ def measure(
     }  # fmt: skip
 
 
-def rows(
-    model: Model, setting: Setting, rounds: int, progress: Progress | None
-) -> list[dict[str, Any]]:
+def rows(model: Model, setting: Setting, rounds: int) -> list[dict[str, Any]]:
     """Return what was measured of one model."""
 
     def run() -> Any:
@@ -191,7 +188,7 @@ def rows(
             hook.remove()
         computed[name], held[name] = len(calls) / model.branches, after - before
     turns: dict[str, Any] = {n: Turn(run, context, run) for n, context in contexts.items()}
-    timings = take_turns(turns, rounds, 0, setting, progress)
+    timings = take_turns(turns, rounds, 0, setting)
     ratios = timings.ratios()
     plain = summary(timings.seconds["uncached"])["median"]
     found: list[dict[str, Any]] = []

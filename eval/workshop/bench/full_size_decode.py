@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedCache
 
-from diffcache.eval.cost.interleave import Call, Progress, Turn
+from diffcache.eval.cost.interleave import Call, Turn
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.kv.peer import INSTALL, PRESSES, build, installed
 from diffcache.eval.metrics.inception import MissingPackageError
@@ -81,7 +81,7 @@ def cases(prompt: int) -> dict[str, Case]:
         f"quest {read}": Case(quest(read)),
         "kivi 4": Case(kivi(4)),
         "kivi 2": Case(kivi(2)),
-    }  # fmt: skip
+    }
 
 
 class Pressed(Contender):
@@ -162,7 +162,7 @@ def contenders(
 
 
 def fill(
-    run: dict[str, Contender], prompt: int, setting: Setting, progress: Progress | None
+    run: dict[str, Contender], prompt: int, setting: Setting
 ) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, str]]:
     """Read the prompt and one more token, and take out what fails.
 
@@ -170,7 +170,6 @@ def fill(
         run: Contenders by name, the stock cache first.
         prompt: Tokens of the prompt.
         setting: Device and dtype.
-        progress: Told (prompts done, prompts in all, name of the next).
 
     Returns:
         Seconds of the prompt, seconds of the token after it, and why others failed, all by name.
@@ -180,8 +179,8 @@ def fill(
     failed: dict[str, str] = {}
     run[STOCK].prefill(prompt)  # else the first to come pays for the start of the libraries
     for number, (name, each) in enumerate(list(run.items())):
-        if progress is not None:
-            progress(number, len(run) + len(failed), f"prompt of {name}")
+        if setting.progress is not None:
+            setting.progress(number, len(run) + len(failed), f"prompt of {name}")
         try:
             with each.within():
                 prefill[name] = [_seconds(partial(each.prefill, prompt), setting)]
@@ -203,24 +202,21 @@ def _seconds(call: Call, setting: Setting) -> float:
 
 
 @torch.no_grad()
-def measure(
-    setting: Setting, *, rounds: int = 3, progress: Progress | None = None
-) -> dict[str, Any]:
+def measure(setting: Setting, *, rounds: int = 3) -> dict[str, Any]:
     """Measure tokens after a long prompt.
 
     Args:
         setting: Device and dtype.
         rounds: Rounds of ten timed tokens with each cache.
-        progress: Told (turns done, turns in all, name of the next).
     """
     tiny = setting.device.type == "cpu"
     config, prompt = (TINY, TINY_PROMPT) if tiny else (CONFIG, PROMPT)
     model = random_model(LlamaForCausalLM, setting, config=LlamaConfig(**config))
     chosen, timed = cases(prompt), rounds * TOKENS
     run = contenders(model, chosen, prompt + 1 + WARMUP + timed)
-    prefill, first, failed = fill(run, prompt, setting, progress)
+    prefill, first, failed = fill(run, prompt, setting)
     turns: dict[str, Any] = {name: Turn(each.step, each.within) for name, each in run.items()}
-    later = take_turns(turns, timed, WARMUP, setting, progress)
+    later = take_turns(turns, timed, WARMUP, setting)
     shapes = {"device": setting.device.type, "prompt": prompt, **config}
     found = rows(run, chosen, (prefill, first, later.seconds))
     return {

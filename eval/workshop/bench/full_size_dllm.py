@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from diffcache.eval.cost.interleave import Progress, summary
 from diffcache.eval.cost.interleave import measure as take_turns
+from diffcache.eval.cost.interleave import summary
 from diffcache.eval.record import Setting
 from diffcache.eval.workshop.bench.full_size import made
 from diffcache.eval.workshop.dllm.at_size import Size
@@ -66,15 +66,12 @@ def llada(size: Size, tokens: int, setting: Setting) -> LlamaForCausalLM:
 
 
 @torch.no_grad()
-def measure(
-    setting: Setting, *, rounds: int = 3, progress: Progress | None = None
-) -> dict[str, Any]:
+def measure(setting: Setting, *, rounds: int = 3) -> dict[str, Any]:
     """Measure one forward without a cache, and whole answers.
 
     Args:
         setting: Device and dtype.
         rounds: Timed answers with each cache.
-        progress: Told (turns done, turns in all, name of the next).
     """
     tiny = setting.device.type == "cpu"
     size, shapes = (TINY, LITTLE) if tiny else (Size(), FULL)
@@ -88,7 +85,7 @@ def measure(
     )
     run = runners_of(model, chosen(shapes["steps"] / shapes["length"]), shapes["length"],
                      shapes["block"])  # fmt: skip
-    found = timing(run, ids[:, : shapes["prompt"]], 1, setting, progress)
+    found = timing(run, ids[:, : shapes["prompt"]], 1, setting)
     return {
         "shapes": {"device": setting.device.type, **shapes, **vars(size)}, "rounds": rounds,
         "tiny": tiny, "forward_seconds": summary(alone.seconds["forward"]),

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from diffcache.eval.cost.interleave import Progress
 from diffcache.eval.record import Setting
 from diffcache.eval.workshop.kernels.case import KernelCase
 from diffcache.eval.workshop.kernels.page import families
@@ -29,22 +28,19 @@ COPIED, SQUARE = 2**31, 8192  # bytes, and rows of the matrices, that tell the d
 
 
 @torch.no_grad()
-def measure(
-    setting: Setting, *, rounds: int = ROUNDS, progress: Progress | None = None
-) -> dict[str, Any]:
+def measure(setting: Setting, *, rounds: int = ROUNDS) -> dict[str, Any]:
     """Measure all kernels.
 
     Args:
         setting: Device; dtypes are those of the rows.
         rounds: Timed turns of each way.
-        progress: Told (rows done, rows in all, name of the next).
     """
     tiny = setting.device.type == "cpu"
     limits = ceilings(setting.device, tiny)
     rows, cases = [], [case for module in families() for case in module.cases()]
     for number, case in enumerate(cases):
-        if progress is not None:
-            progress(number, len(cases), f"{case.operator}, {case.model}")
+        if setting.progress is not None:
+            setting.progress(number, len(cases), f"{case.operator}, {case.model}")
         rows.append(row(case, setting.device, rounds, limits))
     return {
         "shapes": {"calls": CALLS}, "rounds": rounds, "tiny": tiny, "limits": limits, "rows": rows,
@@ -76,9 +72,10 @@ def row(
         torch.manual_seed(seed)
         errors[name] = error_of(way, case.make(device, tiny), expected)
     good = {
-        name: way for name, way in case.ways.items()
+        name: way
+        for name, way in case.ways.items()
         if not isinstance(wrong := errors[name], str) and wrong <= case.tolerance
-    }  # fmt: skip
+    }
     many = 1 if tiny else max(2, math.ceil(SPREAD / max(case.moved, 1)))
     sets = [case.make(device, tiny) for _ in range(min(many, 64))]
     seconds: dict[str, list[float]] = {name: [] for name in good}

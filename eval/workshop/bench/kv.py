@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from diffcache.eval.cost.interleave import Progress, Turn
+from diffcache.eval.cost.interleave import Turn
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting, stats
 from diffcache.eval.workshop.kv.held import held_rows, trained_rows
@@ -192,24 +192,17 @@ def variants(setting: Setting, slots: int = SLOTS) -> list[Variant]:
 
 
 @torch.no_grad()
-def measure(
-    setting: Setting,
-    *,
-    rounds: int = 50,
-    slots: int = SLOTS,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
+def measure(setting: Setting, *, rounds: int = 50, slots: int = SLOTS) -> dict[str, Any]:
     """Measure host time of a step, and bytes and error of codes.
 
     Args:
         setting: Device and dtype; bytes are those of float16.
         rounds: Turns of a few steps of every variant.
         slots: Held by every layer.
-        progress: Told (turns done, turns in all, name of the next).
     """
     found = variants(setting, slots)
     turns = {variant.name: variant.turn() for variant in found}
-    timings = take_turns(turns, rounds, _WARMUP, setting, progress)
+    timings = take_turns(turns, rounds, _WARMUP, setting)
     shapes = {"device": setting.device.type, "slots": slots, "layers": LAYERS, "heads": HEADS,
               "groups": GROUPS, "head_size": SIZE}  # fmt: skip
     return {

@@ -21,7 +21,7 @@ import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
 
 import diffcache
-from diffcache.eval.cost.interleave import Progress, Turn
+from diffcache.eval.cost.interleave import Turn
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting, stats
 from diffcache.eval.workshop.bench.models import Loop, Shape, build, hollow_out, inputs
@@ -68,8 +68,9 @@ class Variant:
             step()
             self.tick()
 
-        return Turn(step, lambda: self.model.cache_context("cond"), first, None, self.tick,
-                    self.calls)  # fmt: skip
+        return Turn(
+            step, lambda: self.model.cache_context("cond"), first, None, self.tick, self.calls
+        )
 
     def open(self) -> None:
         """Open a context and close it."""
@@ -81,10 +82,11 @@ def methods() -> dict[str, tuple[Method, str]]:
     """Return the methods of diffcache to time, with their floors."""
     taylor: dict[str, tuple[Method, str]] = {
         f"TaylorSeer {site}": (
-            TaylorSeer(NEVER, 1, site=site), f"{site} rest" if site in _SITES else "0 blocks"
+            TaylorSeer(NEVER, 1, site=site),
+            f"{site} rest" if site in _SITES else "0 blocks",
         )
         for site in ("stack", "model", "block", *_SITES)
-    }  # fmt: skip
+    }
     return {
         **taylor,
         "Interval stack": (Interval(NEVER), "0 blocks"),
@@ -170,20 +172,13 @@ class Variants(dict[str, Variant]):
             self[name] = replace(variant, sites=skipped)
 
 
-def measure(
-    setting: Setting,
-    *,
-    rounds: int = 50,
-    shape: Shape | None = None,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
+def measure(setting: Setting, *, rounds: int = 50, shape: Shape | None = None) -> dict[str, Any]:
     """Measure the host time of skipped steps.
 
     Args:
         setting: Device and dtype.
         rounds: Turns of every variant.
         shape: Sizes of the model; those of FLUX.1 in depth by default.
-        progress: Told (turns done, turns in all, name of the next).
     """
     shape = shape or Shape()
     with ExitStack() as stack:
@@ -195,7 +190,7 @@ def measure(
         for name, variant in variants.items():
             turns[_OPENING.format(name)] = Turn(variant.open)  # as cold as a step finds it
             turns[name] = variant.turn(variants.call)
-        seconds = take_turns(turns, rounds, 0, setting, progress).cpu_seconds
+        seconds = take_turns(turns, rounds, 0, setting).cpu_seconds
     return {
         "shapes": {
             "device": setting.device.type,

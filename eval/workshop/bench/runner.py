@@ -1,4 +1,4 @@
-"""What every benchmark has in common: how it is asked, timed, written down and printed."""
+"""Benchmarks: their sizes, their records, and tables of what they measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.table import Table
 
-from diffcache.eval.cost.interleave import Progress
 from diffcache.eval.record import Setting, envelope
 
 MOST = 44  # characters of a cell
@@ -22,7 +21,7 @@ class Bench:
 
     Attributes:
         measure: Returns the body of the record: `shapes`, `rounds`, `rows` with names, and more.
-            Takes the setting, `progress`, and by name the sizes that it is asked for.
+            Takes the setting, and by name the sizes that it is asked for.
         about: Purpose, for the command line.
         quick: Sizes of a run that only shows that it works.
         sizes: Sizes that belong to it, whatever is asked for.
@@ -42,21 +41,19 @@ class Bench:
     sized: bool = False
 
     def run(
-        self, name: str, setting: Setting, sizes: Mapping[str, Any], unfinished: Path,
-        progress: Progress | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
+        self, name: str, setting: Setting, sizes: Mapping[str, Any], unfinished: Path
+    ) -> dict[str, Any]:
         """Measure; return the record, which names no command yet.
 
         Args:
             name: Name of the benchmark.
-            setting: Device and dtype.
+            setting: Device and dtype, and where the progress is told.
             sizes: Sizes that it is asked for.
             unfinished: File of what is done of a long one.
-            progress: Told (turns done, turns in all, name of the next).
         """
         told: dict[str, Any] = {"unfinished": unfinished} if self.resumes else {}
         started = time.monotonic()
-        body = self.measure(setting, **{**self.sizes, **sizes}, **told, progress=progress)
+        body = self.measure(setting, **{**self.sizes, **sizes}, **told)
         body["seconds"] = round(time.monotonic() - started, 1)
         return envelope(name, setting, "", body)
 

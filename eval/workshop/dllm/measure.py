@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import diffcache
-from diffcache.eval.cost.interleave import Call, Progress, Turn, summary
+from diffcache.eval.cost.interleave import Call, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.metrics.intervals import share_change, share_interval
-from diffcache.eval.record import Setting
+from diffcache.eval.record import Progress, Setting
 from diffcache.eval.workshop.dllm.rows import Row
 from diffcache.eval.workshop.parts import Parts
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, ChainBatch, draw, is_exact
@@ -138,9 +138,8 @@ def _hits(runner: Runner, batch: ChainBatch) -> list[bool]:
 
 
 def timing(
-    found: Mapping[str, Runner], prompts: Tensor, size: int, setting: Setting,
-    progress: Progress | None,
-) -> dict[str, dict[str, Any]]:  # fmt: skip
+    found: Mapping[str, Runner], prompts: Tensor, size: int, setting: Setting
+) -> dict[str, dict[str, Any]]:
     """Return seconds, forwards, token-layers and bytes of a batch by row; rows take turns.
 
     Args:
@@ -148,7 +147,6 @@ def timing(
         prompts: Tokens, int64 `[(rounds + 1) * size, P]`, the first batch untimed.
         size: Prompts of a batch.
         setting: Device and dtype.
-        progress: Callback for the progress, given (turns done, turns in all, name of the next).
     """
     batches = prompts.to(setting.device).split(size)
 
@@ -157,7 +155,7 @@ def timing(
         return lambda: runner.note(batches[len(runner.told)])
 
     calls: dict[str, Call | Turn] = {name: turn(runner) for name, runner in found.items()}
-    seconds = take_turns(calls, len(batches) - 1, 1, setting, progress).own(setting)
+    seconds = take_turns(calls, len(batches) - 1, 1, setting).own(setting)
     stock = next(iter(found))
     told = {}
     for name, runner in found.items():
@@ -181,27 +179,25 @@ def measure_model(
     rounds: int,
     seed: int = 0,
     kept: Parts,
-    progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Return what every row measured on one model.
 
     Args:
         model: Name of a shipped model, in `BLOCKS`.
         chosen: Rows, the uncached one first.
-        setting: Device and dtype.
+        setting: Device and dtype, and where the progress is told.
         samples: Prompts whose answers are judged.
         rounds: Timed batches of one prompt; a quarter as many of `BATCH` prompts.
         seed: Seed of the prompts.
         kept: Rows that were judged before.
-        progress: Callback for the progress, given (turns done, turns in all, name of the next).
     """
     found = runners(model, chosen, setting)
-    hits = quality(found, model, samples, seed, kept, progress)
+    hits = quality(found, model, samples, seed, kept, setting.progress)
     times = {}
     for size, count in ((1, rounds), (BATCH, max(1, rounds // 4))):
         generator = torch.Generator().manual_seed(HELD_OUT + _TIMED)
         prompts = draw(size * (count + 1), WORLDS[model], generator).prompts
-        times[size] = timing(found, prompts, size, setting, progress)
+        times[size] = timing(found, prompts, size, setting)
     made = []
     for row in chosen:
         lost = share_change(hits[row.against], hits[row.name])

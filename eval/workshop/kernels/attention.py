@@ -96,7 +96,7 @@ def _decoding() -> KernelCase:
         "plain": lambda q, k, v: decode.decode_twin(q, k, v, _scale(q), None, None, 0)[0],
         "fused": lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         "repeated heads": _repeated,
-    }  # fmt: skip
+    }
     return KernelCase(
         "attn_decode", "Llama 3.1 8B", f"q {[1, asking, count, size]}, k and v "
         f"{[1, heads, width, size]} bfloat16", _attention(LLAMA), ways,

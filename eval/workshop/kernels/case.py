@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+
+SIZES = {"FLUX.1-dev": (4608, 3072), "Wan2.1-1.3B": (4680, 1536)}  # tokens and channels
 
 
 @dataclass(frozen=True)
@@ -37,3 +40,15 @@ class KernelCase:
     flops: int = 0
     tolerance: float = 2e-2
     target: dict[str, float] = field(default_factory=dict)
+
+
+def tensors(
+    count: int, shape: tuple[int, int]
+) -> Callable[[torch.device, bool], tuple[Tensor, ...]]:
+    """Return what draws as many random tensors of a shape, or of a tiny one, in bfloat16."""
+
+    def make(device: torch.device, tiny: bool) -> tuple[Tensor, ...]:
+        size = (8, 64) if tiny else shape
+        return torch.randn(count, *size, device=device, dtype=torch.bfloat16).unbind()
+
+    return make

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from diffcache.eval.workshop.kernels.case import KernelCase
-from diffcache.eval.workshop.kernels.forecast import SIZES
+from diffcache.eval.workshop.kernels.case import SIZES, KernelCase, tensors
 from diffcache.kernels import codes
 
 SCALE, ZERO = 6 / 255, 128
@@ -23,23 +23,11 @@ def _plain(values: Tensor) -> Tensor:
     return codes.codes_twin(values, SCALE, ZERO, 8)
 
 
-def cases() -> list[KernelCase]:
-    """Return the rows of the benchmark."""
-    found = []
+def cases() -> Iterator[KernelCase]:
+    """Yield the rows of the benchmark."""
     for model, shape in SIZES.items():
-
-        def make(device: torch.device, tiny: bool, shape: tuple[int, int] = shape) -> tuple[Tensor]:
-            size = (8, 64) if tiny else shape
-            return (torch.randn(*size, device=device, dtype=torch.bfloat16),)
-
-        ways = {
-            "kernel": _launch, "plain": _plain,
-            "torch.compile": torch.compile(_plain),
-        }  # fmt: skip
-        found.append(
-            KernelCase(
-                "int8_codes", model, f"{list(shape)} bfloat16", make, ways, 3 * math.prod(shape),
-                target={"plain": 4.0},
-            )
+        ways = {"kernel": _launch, "plain": _plain, "torch.compile": torch.compile(_plain)}
+        yield KernelCase(
+            "int8_codes", model, f"{list(shape)} bfloat16", tensors(1, shape), ways,
+            3 * math.prod(shape), target={"plain": 4.0},
         )  # fmt: skip
-    return found

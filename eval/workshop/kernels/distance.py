@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffcache.eval.workshop.kernels.case import KernelCase
-from diffcache.eval.workshop.kernels.forecast import SIZES
+from diffcache.eval.workshop.kernels.case import SIZES, KernelCase, tensors
 from diffcache.kernels import distance
 
 
@@ -28,25 +28,14 @@ def _plain(values: Tensor, reference: Tensor) -> Tensor:
     return change / scale
 
 
-def cases() -> list[KernelCase]:
-    """Return the rows of the benchmark."""
-    found = []
+def cases() -> Iterator[KernelCase]:
+    """Yield the rows of the benchmark."""
     for model, shape in SIZES.items():
-
-        def make(
-            device: torch.device, tiny: bool, shape: tuple[int, int] = shape
-        ) -> tuple[Tensor, ...]:
-            size = (8, 64) if tiny else shape
-            return torch.randn(2, *size, device=device, dtype=torch.bfloat16).unbind()
-
         ways = {
             "kernel": _launch, "plain": _plain, "as published": _ratio,
             "torch.compile": torch.compile(_plain),
         }  # fmt: skip
-        found.append(
-            KernelCase(
-                "l1_sums", model, f"{list(shape)} bfloat16", make, ways, 2 * 2 * math.prod(shape),
-                target={"as published": 3.5},
-            )
+        yield KernelCase(
+            "l1_sums", model, f"{list(shape)} bfloat16", tensors(2, shape), ways,
+            2 * 2 * math.prod(shape), target={"as published": 3.5},
         )  # fmt: skip
-    return found

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffcache.eval.workshop.kernels.case import KernelCase
+from diffcache.eval.workshop.kernels.case import SIZES, KernelCase, tensors
 from diffcache.kernels import forecast
 
-SIZES = {"FLUX.1-dev": (4608, 3072), "Wan2.1-1.3B": (4680, 1536)}
 DISTANCE = 3
 
 
@@ -20,9 +19,8 @@ def _terms(
     shape: tuple[int, int], count: int
 ) -> Callable[[torch.device, bool], tuple[list[Tensor], Tensor]]:
     def make(device: torch.device, tiny: bool) -> tuple[list[Tensor], Tensor]:
-        size = (8, 64) if tiny else shape
-        found = torch.randn(count + 1, *size, device=device, dtype=torch.bfloat16)
-        return list(found[1:].unbind()), found[0]
+        base, *terms = tensors(count + 1, shape)(device, tiny)
+        return terms, base
 
     return make
 
@@ -57,29 +55,24 @@ def _launch_differences(terms: list[Tensor], fresh: Tensor) -> list[Tensor]:
     return terms[1:]
 
 
-def cases() -> list[KernelCase]:
-    """Return the rows of the benchmark."""
-    found = []
+def cases() -> Iterator[KernelCase]:
+    """Yield the rows of the benchmark."""
     for model, shape in SIZES.items():
         moved, shown = 5 * 2 * math.prod(shape), f"{list(shape)} bfloat16, order 2"
         sums = {
             "kernel": _launch_sum, "plain": _sum, "as published": _as_published,
             "torch.compile": torch.compile(_sum),
         }  # fmt: skip
-        found.append(
-            KernelCase(
-                "weighted_sum", model, f"{shown}, and a base", _terms(shape, 3), sums, moved,
-                target={"as published": 4.0, "limit": 1 / 1.15},
-            )
+        yield KernelCase(
+            "weighted_sum", model, f"{shown}, and a base", _terms(shape, 3), sums, moved,
+            target={"as published": 4.0, "limit": 1 / 1.15},
         )  # fmt: skip
         differences = {
-            "kernel": _launch_differences, "plain": _differences,
+            "kernel": _launch_differences,
+            "plain": _differences,
             "torch.compile": torch.compile(_differences),
-        }  # fmt: skip
-        found.append(
-            KernelCase(
-                "finite_differences", model, shown, _terms(shape, 3), differences, moved,
-                target={"plain": 1.5},
-            )
+        }
+        yield KernelCase(
+            "finite_differences", model, shown, _terms(shape, 3), differences, moved,
+            target={"plain": 1.5},
         )  # fmt: skip
-    return found

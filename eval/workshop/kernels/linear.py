@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,9 +45,8 @@ def _dense(dense: tuple[Tensor, Tensor, Tensor], *_: Any) -> Tensor:
     return functional.linear(*dense)
 
 
-def cases() -> list[KernelCase]:
-    """Return the rows of the benchmark."""
-    found = []
+def cases() -> Iterator[KernelCase]:
+    """Yield the rows of the benchmark."""
     for model, shape in SIZES.items():
 
         def make(
@@ -67,11 +67,8 @@ def cases() -> list[KernelCase]:
 
         height, depth, width = shape
         ways = {"kernel": _launch, "plain": _plain, "in steps": _in_steps, "dense": _dense}
-        found.append(
-            KernelCase(
-                "linear_of_codes", model, f"[{height}, {depth}] x [{width}, {depth}] int8", make,
-                ways, (height + width) * depth + 2 * height * width,
-                flops=2 * height * depth * width, target={"in steps": 1.2, "dense": 1.2},
-            )
+        yield KernelCase(
+            "linear_of_codes", model, f"[{height}, {depth}] x [{width}, {depth}] int8", make,
+            ways, (height + width) * depth + 2 * height * width,
+            flops=2 * height * depth * width, target={"in steps": 1.2, "dense": 1.2},
         )  # fmt: skip
-    return found

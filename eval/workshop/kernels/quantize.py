@@ -43,9 +43,10 @@ def _coding(bits: int, each: int, width: int) -> KernelCase:
         return quantize.quant_twin(x, *settings)
 
     ways: dict[str, Callable[..., Any]] = {
-        "kernel": lambda x: quantize.QUANT(x, *settings), "plain": plain,
+        "kernel": lambda x: quantize.QUANT(x, *settings),
+        "plain": plain,
         "torch.compile": torch.compile(plain),
-    }  # fmt: skip
+    }
     count = HEADS * SLOTS * SIZE
     moved = 2 * count + count * bits // 8 + 4 * count // GROUP
     axis = "tokens" if width == 1 else "channels"
@@ -65,8 +66,9 @@ def _restoring(bits: int, each: int, width: int) -> KernelCase:
 
     ways: dict[str, Callable[..., Any]] = {
         "kernel": lambda codes, grid: _restored(codes, grid, bits, each, width, kernel=True),
-        "plain": plain, "torch.compile": torch.compile(plain),
-    }  # fmt: skip
+        "plain": plain,
+        "torch.compile": torch.compile(plain),
+    }
     count = HEADS * SLOTS * SIZE
     moved = 2 * count + count * bits // 8 + 4 * count // GROUP
     axis = "tokens" if width == 1 else "channels"

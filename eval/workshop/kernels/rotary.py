@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,9 +57,8 @@ def _kernel(interleaved: bool) -> Callable[[Tensor, Tensor], Any]:
     return lambda x, angles: rotary.ROTATE(x, angles, 1.0, False, 0, interleaved)
 
 
-def cases() -> list[KernelCase]:
-    """Return the rows of the benchmark."""
-    found = []
+def cases() -> Iterator[KernelCase]:
+    """Yield the rows of the benchmark."""
     for model, (shape, interleaved, precise) in SIZES.items():
         ways: dict[str, Callable[..., Any]] = {
             "kernel": _kernel(interleaved),
@@ -68,11 +67,8 @@ def cases() -> list[KernelCase]:
             "torch.compile": torch.compile(_plain(interleaved)),
         }
         read = math.prod(shape[2:]) // 2 * precise.itemsize
-        found.append(
-            KernelCase(
-                "rotate", model, f"{list(shape)} bfloat16, {'pairs' if interleaved else 'halves'}",
-                _inputs(shape, precise), ways, 4 * math.prod(shape) + read,
-                target={"plain": 3.0, "torch.compile": 1.0},
-            )
+        yield KernelCase(
+            "rotate", model, f"{list(shape)} bfloat16, {'pairs' if interleaved else 'halves'}",
+            _inputs(shape, precise), ways, 4 * math.prod(shape) + read,
+            target={"plain": 3.0, "torch.compile": 1.0},
         )  # fmt: skip
-    return found

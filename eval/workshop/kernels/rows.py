@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from diffcache.eval.workshop.kernels.case import KernelCase
-from diffcache.eval.workshop.kernels.forecast import SIZES, weights
+from diffcache.eval.workshop.kernels.case import SIZES, KernelCase, tensors
+from diffcache.eval.workshop.kernels.forecast import weights
 from diffcache.kernels import forecast, rows
 
 TERMS = 3
@@ -37,16 +37,9 @@ def _launch_pack(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-def cases() -> list[KernelCase]:
-    """Return the rows of the benchmark."""
-    found = []
+def cases() -> Iterator[KernelCase]:
+    """Yield the rows of the benchmark."""
     for model, shape in SIZES.items():
-
-        def random(
-            device: torch.device, tiny: bool, shape: tuple[int, int] = shape
-        ) -> tuple[Tensor]:
-            size = (8, 64) if tiny else shape
-            return (torch.randn(*size, device=device, dtype=torch.bfloat16),)
 
         def held(
             device: torch.device, tiny: bool, shape: tuple[int, int] = shape
@@ -54,28 +47,25 @@ def cases() -> list[KernelCase]:
             size = (TERMS, *((8, 64) if tiny else shape))
             codes = torch.randint(-127, 128, size, device=device, dtype=torch.int8)
             scales = torch.rand(*size[:-1], 1, device=device).add(0.1).to(torch.bfloat16) / 127
-            return list(codes.unbind()), list(scales.unbind()), random(device, tiny, shape)[0]
+            (base,) = tensors(1, shape)(device, tiny)
+            return list(codes.unbind()), list(scales.unbind()), base
 
         count, tokens = math.prod(shape), shape[0]
         packs = {
-            "kernel": _launch_pack, "plain": rows.pack_twin,
+            "kernel": _launch_pack,
+            "plain": rows.pack_twin,
             "torch.compile": torch.compile(rows.pack_twin),
-        }  # fmt: skip
-        found.append(
-            KernelCase(
-                "pack_rows", model, f"{list(shape)} bfloat16", random, packs,
-                3 * count + 2 * tokens, target={"plain": 4.0},
-            )
+        }
+        yield KernelCase(
+            "pack_rows", model, f"{list(shape)} bfloat16", tensors(1, shape), packs,
+            3 * count + 2 * tokens, target={"plain": 4.0},
         )  # fmt: skip
         sums = {
             "kernel": _launch_sum, "plain": _sum, "unpack first": _unpack_first,
             "torch.compile": torch.compile(_sum),
         }  # fmt: skip
-        found.append(
-            KernelCase(
-                "weighted_sum_int8", model, f"{list(shape)} int8, order 2, and a bfloat16 base",
-                held, sums, TERMS * (count + 2 * tokens) + 2 * 2 * count,
-                target={"plain": 4.0, "unpack first": 1.5},
-            )
+        yield KernelCase(
+            "weighted_sum_int8", model, f"{list(shape)} int8, order 2, and a bfloat16 base",
+            held, sums, TERMS * (count + 2 * tokens) + 2 * 2 * count,
+            target={"plain": 4.0, "unpack first": 1.5},
         )  # fmt: skip
-    return found

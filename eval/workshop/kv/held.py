@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from diffcache.eval.kv.offline import seen_by
 from diffcache.eval.kv.recall import exact_bytes
 from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query, attend
@@ -79,7 +77,10 @@ def trained_rows(tokens: int = TOKENS + 1) -> list[dict[str, Any]]:
     batch = draw(1, task, torch.Generator().manual_seed(SEED))
     try:
         whole = _read(model, Recipe(), batch)
-        later = _queries(model, whole, batch.questions[:, 0])
+        asked = torch.cat([batch.context, batch.questions[:, 0]], 1)
+        later = [
+            seen.query.narrow(task.context, seen.query.count) for seen in seen_by(model, asked)
+        ]
         wanted = _outputs(whole, later)
         exact = exact_bytes(whole, task.context)
         rows = []
@@ -107,39 +108,7 @@ def _read(model: nn.Module, recipe: Recipe, batch: RecallBatch) -> KVCache:
     return cache
 
 
-def _queries(model: nn.Module, cache: KVCache, ids: Tensor) -> list[Tensor]:
-    """Return the rotated queries of tokens after a context, [B, Hq, n, D] of each layer."""
-    with asked_queries(model) as found:
-        model(input_ids=ids, **with_cache(model, cache.fork()))
-    return found
-
-
-@contextmanager
-def asked_queries(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Take note of the rotated queries of each layer of a Llama."""
-    found: list[Tensor] = []
-
-    def look(module: Any, _: Any, kwargs: dict[str, Any]) -> None:
-        cos, sin = kwargs["position_embeddings"]
-        q = module.q_proj(kwargs["hidden_states"]).unflatten(-1, (-1, module.head_dim))
-        found.append(apply_rotary_pos_emb(q.transpose(1, 2), q.transpose(1, 2), cos, sin)[0])
-
-    layers = model.model.layers  # type: ignore[union-attr]
-    handles = [
-        layer.self_attn.register_forward_pre_hook(look, with_kwargs=True)
-        for layer in layers  # type: ignore[union-attr]
-    ]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _outputs(cache: KVCache, later: list[Tensor]) -> Tensor:
-    """Return the attention of queries over what a cache holds, [L, B, Hq, n, Dv]."""
-    outs = []
-    for layer, q in zip(cache.store.layers, later, strict=True):
-        asked = Query(q, layer.seen, q.shape[3] ** -0.5)
-        outs.append(attend(asked, layer.views()).float())
-    return torch.stack(outs)
+def _outputs(cache: KVCache, later: list[Query]) -> Tensor:
+    """Return the attention of later queries over what a cache holds, [L, B, Hq, n, Dv]."""
+    layers = zip(cache.store.layers, later, strict=True)
+    return torch.stack([attend(asked, layer.views()).float() for layer, asked in layers])

@@ -65,9 +65,10 @@ SLOW: Mapping[str, str] = {
 }
 # Presses that are called otherwise here, and what else our word says.
 OURS: Mapping[str, tuple[str, str]] = {
-    "observed_attention": ("h2o", ""), "cur": ("curdkv", ""),
+    "observed_attention": ("h2o", ""),
+    "cur": ("curdkv", ""),
     "critical_adakv": ("criticalkv", "base='adakv"),
-}  # fmt: skip
+}
 
 
 def page(directory: Path = ROOT) -> str:
@@ -271,8 +272,9 @@ def capacity(record: Mapping[str, Any]) -> str:
     for row in record["rows"]:
         times, sizes = ([f"{value:{form}}" for value in row[key]]
                         for key, form in (("of_alone", ".2f"), ("bytes", ",")))  # fmt: skip
-        rows.append([row["name"], *times, f"{row['time_ratio']:.2f}", *sizes,
-                     f"{row['bytes_ratio']:.2f}"])  # fmt: skip
+        rows.append(
+            [row["name"], *times, f"{row['time_ratio']:.2f}", *sizes, f"{row['bytes_ratio']:.2f}"]
+        )
     heads = ["cache", "first third", "middle", "last", "last by middle", "first, bytes", "middle",
              "last", "last by middle"]  # fmt: skip
     return "\n".join(["## Ten thousand tokens\n", about, "", *table(heads, rows), ""])

@@ -60,8 +60,9 @@ def _block(name: str, folder: Path) -> str:
     )
     keys = [key for key in first["quality"] if key != WHOLE]
     titles = [_TITLES.get(key, key.replace("_", " ")) for key in (WHOLE, *keys)]
-    cells = [[row["name"], *(_cell(key, row["quality"][key]) for key in (WHOLE, *keys))]
-             for row in rows]  # fmt: skip
+    cells = [
+        [row["name"], *(_cell(key, row["quality"][key]) for key in (WHOLE, *keys))] for row in rows
+    ]
     source = (
         f"Measured by `{record['command']}` at commit `{record['commit']}` and kept in "
         f"`assets/bench/{file_of(name).name}`."

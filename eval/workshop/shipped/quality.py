@@ -26,11 +26,11 @@ from PIL import Image
 from torch import Tensor
 
 from diffcache.command import Seed, Threads, script
+from diffcache.dllm import Schedule
 from diffcache.eval.metrics.bootstrap import mean_interval
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.record import FOLDER, Setting, check, envelope
 from diffcache.eval.runs.task import directory_sha256
-from diffcache.eval.workshop.shipped import causal_films, chain, recall
 from diffcache.eval.workshop.shipped.draw import (
     draw_films,
     draw_pictures,
@@ -40,29 +40,37 @@ from diffcache.eval.workshop.shipped.draw import (
 )
 from diffcache.eval.workshop.shipped.kontext import instructions
 from diffcache.eval.workshop.small import chain_llada, dit, small_unet, sticker_flux
-from diffcache.eval.workshop.small.chain import WORLDS
+from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS
+from diffcache.eval.workshop.small.chain import draw as draw_chains
 from diffcache.eval.workshop.small.grid import draw_grid
 from diffcache.eval.workshop.small.sticker_judge import read_faults
 from diffcache.eval.workshop.small.stickers import held_out_captions
 from diffcache.eval.workshop.small.stickers import parse as parse_sentence
+from diffcache.eval.workshop.video.rollouts import Rollouts
+from diffcache.eval.workshop.video.shapes import judge as judge_film
 from diffcache.files import write_json
+from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.pipelines.policy import rollout
 from diffcache.pipelines.shipped_models import MODELS
-from diffcache.pipelines.small import causal, flux, kontext, reach, recall_llama, wan
+from diffcache.pipelines.small import causal, flux, kontext, reach, recall, recall_llama, wan
+from diffcache.pipelines.small.causal_scenes import FRAMES
 from diffcache.pipelines.small.classifier import ATTRIBUTES, compare, read
 from diffcache.pipelines.small.edits import draw_edits, judge
 from diffcache.pipelines.small.recall import Task
+from diffcache.pipelines.small.recall_llama import LENGTHS
 from diffcache.pipelines.small.scenes import (
     held_out_prompts,
     held_out_singles,
     parse,
     shipped_prompts,
 )
+from diffcache.video import FullHistory
 
 Outcomes = Mapping[str, Tensor]  # name -> [N] or [N, Q]; `whole_right` first, `_db` are no shares
 WHOLE = "whole_right"
 SETTING = Setting(torch.device("cpu"))
 ALL: list[str] = []
+_CHAINS, _TOKENS = 50, 8192  # prompts that are decoded together, tokens of a batch of contexts
 
 
 @dataclass(frozen=True)
@@ -178,6 +186,79 @@ def _of_reach(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
     }
 
 
+def _of_causal(model: causal.ShapesCausal, steps: int, samples: int, seed: int) -> Outcomes:
+    """Judge films, all history held, of as many frames as a training film has.
+
+    A film is right whose every frame shows the stated shape and color and the mark of the first.
+    """
+    rollouts = Rollouts(model, samples, seed)
+    found: dict[str, list[Tensor]] = {"frame_right": [], "mark": [], "wall_db": []}
+    with model.video() as video:
+        assert len(video.sampler.levels) == steps
+        for group, truth in enumerate(rollouts.groups):
+            film = rollouts.film(video, FullHistory(), group, FRAMES)
+            kept = judge_film(film, truth.lasting(FRAMES))
+            found["frame_right"].append(kept["identity"] > 0)
+            found["mark"].append(kept["mark"])
+            found["wall_db"].append(kept["wall_db"][:, -1])
+    columns = {key: torch.cat(parts) for key, parts in found.items()}
+    whole = columns["frame_right"].all(1) & (columns["mark"] == 1).all(1)
+    columns["mark"] = columns["mark"].mean(1)
+    return {WHOLE: whole, **columns}
+
+
+@torch.no_grad()
+def _of_chain(name: str, model: Any, steps: int, samples: int, seed: int) -> Outcomes:
+    """Judge traces of automata; a step is a forward, of which the guide has one a token."""
+    world = WORLDS[name]
+    batch = draw_chains(samples, world, torch.Generator().manual_seed(HELD_OUT + seed))
+    found = []
+    for prompts in batch.prompts.split(_CHAINS):
+        if name in chain_llada.BLOCKS:
+            schedule = Schedule(world.length, chain_llada.BLOCKS[name], steps)
+            found.append(DiffusionLM(model).generate(prompts, schedule).ids)
+        else:
+            ids = model.generate(prompts, max_new_tokens=world.length, do_sample=False)
+            found.append(ids[:, prompts.shape[1] :])
+    right = torch.cat(found) == batch.answers
+    return {WHOLE: right.all(1), "token_right": right}
+
+
+def _tasks() -> Sequence[Task]:
+    """Return contexts half of facts, with at most 64, and one crowded.
+
+    The first is that of the tables of key-value caches.
+    """
+    longer = 4097  # than what was trained on
+    lengths = [513, *(length for length in (*LENGTHS, longer) if length not in (33, 513))]
+    counts = [(length, min((length - 1) // recall.BLOCK // 2, 64)) for length in lengths]
+    return [Task(length, facts, min(facts // 4, 8)) for length, facts in [*counts, (513, 115)]]
+
+
+TASKS = _tasks()
+
+
+@torch.no_grad()
+def of_recall(model: Any, task: Task, samples: int, seed: int) -> Outcomes:
+    """Return which answers are right: in both values, in the first, in the second given the first.
+
+    Args:
+        model: Language model, with nothing dropped.
+        task: Task to draw.
+        samples: Contexts, drawn in groups of about 8192 tokens.
+        seed: Seed of the draw, which no training reached.
+    """
+    generator = torch.Generator().manual_seed(recall.HELD_OUT + seed)
+    group = max(_TOKENS // (task.context + recall.BLOCK * task.queries), 1)
+    hits = []
+    for start in range(0, samples, group):
+        batch = recall.draw(min(group, samples - start), task, generator)
+        logits = model(batch.ids, use_cache=False).logits
+        hits.append(recall.score(batch.answer_logits(logits), batch))
+    right = torch.cat(hits)
+    return {WHOLE: right.all(-1), "first_right": right[..., 0], "second_right": right[..., 1]}
+
+
 def _texts_grid(pipe: Any, call: Mapping[str, Any]) -> tuple[str, Image.Image]:
     texts = shipped_prompts()[:24]
     pictures = draw_pictures(pipe, texts, steps=28, seed=0, call=call)
@@ -222,13 +303,13 @@ QUALITIES: Mapping[str, Model] = {
         lambda pipe: _texts_grid(pipe, small_unet.CALL),
     ),
     "shapes-wan": Model("films", wan.load, _of_wan, (20,), 128, _wan_strips),
-    "shapes-causal": Model("films", causal.load, causal_films.measure, (causal.STEPS,), 128),
+    "shapes-causal": Model("films", causal.load, _of_causal, (causal.STEPS,), 128),
     "shapes-kontext": Model("edits", kontext.load, _of_kontext, (28,), 256, _kontext_grid),
     "reach-policy": Model("episodes", reach.load, _of_reach, (100,), 512),
-    "recall-llama": Model("answers", recall_llama.load, recall.measure, recall.TASKS, 128),
+    "recall-llama": Model("answers", recall_llama.load, of_recall, TASKS, 128),
     **{
         name: Model(
-            "traces", partial(chain_llada.load, name), partial(chain.measure, name),
+            "traces", partial(chain_llada.load, name), partial(_of_chain, name),
             (WORLDS[name].length,), 400,
         )
         for name in chain_llada.SIZES

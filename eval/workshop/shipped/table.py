@@ -249,7 +249,8 @@ def _cost(reports: Sequence[tuple[Report, int]], steps: int, step_flops: float) 
 def _times(subject: Subject, name: str, method: Method, rounds: int) -> dict[str, Any]:
     """Return the times of a method and of the uncached pipeline, in turn with each other."""
     turns = {
-        UNCACHED: subject.timed(subject.plain, method), name: subject.timed(subject.pipe, method),
-    }  # fmt: skip
+        UNCACHED: subject.timed(subject.plain, method),
+        name: subject.timed(subject.pipe, method),
+    }
     timings = measure(turns, rounds, 1, SETTING)
     return {name: {**timings.rows()[name], "warning": timings.warning}}

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.eval.cost.interleave import Progress
 from diffcache.eval.metrics.bootstrap import mean_interval
 from diffcache.eval.metrics.intervals import share_interval
+from diffcache.eval.record import Progress
 from diffcache.eval.workshop.parts import Parts
 from diffcache.eval.workshop.video.rows import Change, Row
 from diffcache.eval.workshop.video.shapes import by_slice, judge, switch_latency

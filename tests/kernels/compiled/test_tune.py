@@ -1,4 +1,4 @@
-"""The tuner without a GPU: what it compiles, drops and keeps."""
+"""The tuner without a GPU: launches it compiles, drops and keeps."""
 
 from diffcache.eval.workshop.kernels import linear, tune
 from diffcache.kernels.gpu import linear as launch
@@ -8,7 +8,7 @@ def test_candidates_that_spill_or_do_not_fit_are_dropped(monkeypatch, capsys):
     wide, deep = {"COLUMNS": 256, "num_warps": 4}, {"num_stages": 8}
     same = {"num_warps": 8}
     monkeypatch.setitem(launch.CANDIDATES, "linear_of_codes", [same, wide, deep])
-    monkeypatch.setattr(tune, "asked_for", lambda names: linear.cases()[:1])
+    monkeypatch.setattr(tune, "asked_for", lambda names: list(linear.cases())[:1])
     assert tune.main(["--device", "cpu"]) == 0
     lines = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines()]
     usual, spilling, large = ([cell.strip() for cell in line] for line in lines if line)

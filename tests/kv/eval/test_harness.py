@@ -48,7 +48,7 @@ doc_to_text: ""
 doc_to_target: "{{short}}"
 metric_list: [{metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}]
 """,
-}  # fmt: skip
+}
 
 
 def text(ids: Any) -> str:

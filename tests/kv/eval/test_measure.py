@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.eval.kv import peer, recall
-from diffcache.eval.kv.seen import Seen
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import keydiff
@@ -94,7 +93,7 @@ def test_what_a_press_keeps_is_what_our_store_holds(
     drawn = torch.Generator().manual_seed(0)
     said: list[Tensor] = []
 
-    def kept(seen: Seen, make: object, attentions: bool) -> Tensor:
+    def kept(seen: peer.Seen, make: object, attentions: bool) -> Tensor:
         assert seen.attentions.shape[-1] == CONTEXT and hasattr(seen.module, "rotary_emb")
         mask = torch.rand(seen.k.shape[:3], generator=drawn) < 0.3
         mask[..., -1] = True
@@ -135,22 +134,3 @@ def test_settings_go_to_the_press_that_has_them() -> None:
     assert dict(peer.peer("kvpress/adakv", 0.5, window_size=4).settings) == {"window_size": 4}
     with pytest.raises(ValueError, match="KnormPress has no setting 'window'"):
         peer.peer("kvpress/knorm", 0.5, window=4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"samples": 1}, "an interval needs at least 2"),
-        ({"batch": 0}, "batch=0: must be at least 1"),
-        ({"dtype": "int8"}, "dtype='int8': must be one of float32"),
-        ({"context": 34}, "1 \\+ 4 n"),
-    ],
-)
-def test_bad_tasks_are_refused(folder: Path, changes: dict[str, object], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        task(folder, **changes)
-
-
-def test_a_model_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match="nowhere.*not a directory with a config.json"):
-        recall.KVTask(model="nowhere").load()

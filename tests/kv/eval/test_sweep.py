@@ -45,21 +45,6 @@ def test_budgets_are_filled_in_and_rows_measured_once(tmp_path: Path) -> None:
     assert found.task.samples == 4
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (("facts = 4", "fact = 4"), "unknown key 'fact'; use batch, budgets, context"),
-        (("knorm:", "knrom:"), "did you mean 'knorm'"),
-        (("samples = 4", "samples = 1"), "at least 2"),
-    ],
-)
-def test_what_is_wrong_is_named(tmp_path: Path, change: tuple[str, str], match: str) -> None:
-    with pytest.raises((ValueError, LookupError), match=match):
-        sweep.read_sweep(written(tmp_path, TEXT.replace(*change)))
-    with pytest.raises(ValueError, match=r"\[family.NAME\]"):
-        sweep.read_sweep(written(tmp_path, "samples = 4"))
-
-
 def test_a_run_that_was_cut_off_goes_on(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,27 +113,6 @@ def test_the_command_prints_a_table_and_writes_a_record(tmp_path: Path, folder: 
             assert share["value"] == right.double().mean()
             assert 0 <= share["low"] < share["high"] <= 1
     assert out.with_suffix(".png").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ([], "give --recipe (may be repeated), --sweep FILE, or --list"),
-        (["--recipe", "keydif"], "did you mean 'keydiff'"),
-        (["--recipe", "keydiff", "--limit", "4"], "--limit 4: is not for --tasks recall"),
-        (["--recipe", "keydiff", "--device", "cuda"], "recall is measured on the CPU"),
-        (["--sweep", "any.toml", "--facts", "4"], "--facts 4: --sweep any.toml says what is"),
-        (["--sweep", "any.toml", "--seed", "4"], "--seed 4: --sweep any.toml says what is"),
-        (["--recipe", "keydiff", "--samples", "1"], "at least 2"),
-        (["--recipe", "keydiff", "--model", "nowhere"], "--model nowhere: no directory"),
-        (["--recipe", "keydiff", "--tasks", "recall", "--model", "nowhere"], "model='nowhere'"),
-        (["--sweep", "nowhere.toml"], "nowhere.toml"),
-    ],
-)
-def test_the_command_says_what_is_wrong_in_one_line(words: list[str], text: str) -> None:
-    found = call(*words)
-    assert found.exit_code == 2
-    assert text in " ".join(found.output.split()) and "Traceback" not in found.output
 
 
 def test_the_command_lists_recipes_and_helps() -> None:

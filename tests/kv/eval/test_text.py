@@ -141,34 +141,6 @@ def test_a_row_that_fails_is_told_and_the_others_go_on(
     assert record["shapes"]["texts"] == "texts.txt" and record["shapes"]["parameters"] > 0
 
 
-@pytest.mark.parametrize(
-    ("given", "said", "code"),
-    [
-        (["--texts", ""], "say which texts it reads, --texts FILE", 2),
-        (["--context", "8"], "--context 8: must be at least 32", 2),
-        (["--context", "900"], "takes 1024 (max_position_embeddings)", 2),
-        (["--context", "500"], "give longer texts (each line", 2),
-        (["--samples", "1"], "--samples 1: an interval needs at least 2", 2),
-        (["--facts", "4"], "--facts 4: is not for --tasks text", 2),
-        (["--recipe", "snapvk"], "did you mean 'snapkv'", 2),
-        (["--recipe", "compresskv:tables=compresskv"], "measured on a model of other weights", 2),
-        (["--tasks", "recall"], "is for --tasks text alone", 2),
-        (["--model", "recall-llama"], "of the tokens are unknown to the tokenizer", 2),
-    ],
-)
-def test_what_cannot_be_measured_is_refused_early(
-    given: list[str], said: str, code: int, reader: Path, texts: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(TextModel, "load", None)  # no model may be loaded
-    named = {"--model": str(reader), "--texts": str(texts), "--context": "48", "--recipe": "snapkv"}
-    named |= dict(zip(given[::2], given[1::2], strict=True))
-    found = call(*(part for pair in named.items() if pair[1] for part in pair))
-    assert found.exit_code == code, found.output
-    assert said.lower() in " ".join(found.output.split()).lower()
-    assert "Traceback" not in found.output
-
-
 def test_a_cache_no_recipe_serves_is_refused_before_texts_are_scored(
     task: TextTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diffcache.errors import TablesError, UnknownMethodError
-from diffcache.eval.kv import peer, tables, words
-from diffcache.eval.metrics.inception import MissingPackageError
+from diffcache.errors import TablesError
+from diffcache.eval.kv import tables, words
 from diffcache.kv.learn.cskv import Bases
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes import catalog, merging
@@ -31,39 +30,6 @@ def test_recipes_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"half": Recipe("half", layout="padded"), "pre": Recipe("pre", space="pre")}
     monkeypatch.setattr(catalog, "make_recipe", lambda name, **settings: parts[name])
     assert words.parse_recipe("half|pre") == parts["half"] | parts["pre"]
-
-
-@pytest.mark.parametrize(
-    ("text", "match"),
-    [
-        ("snapvk:budget=0.25", "did you mean 'snapkv'"),
-        (
-            "snapkv:window=0",
-            "recipe 'snapkv:window=0': window=0: must be a whole number of at least 1",
-        ),
-        ("snapkv:size=4", "snapkv has no setting 'size'; it has budget, window"),
-        ("snapkv:budget=2.5", r"budget=2\.5: must be a count"),
-        ("snapkv:budget", "must be a setting and its value"),
-        ("snapkv|keydiff", "both set score"),
-        ("snapkv||keydiff", "a name is missing between"),
-        ("", "diffcache kv --list"),
-        ("snapkv:budget=(0.5", "open quote or bracket"),
-        ("kvpress/snapkv|kivi", "does not compose"),
-    ],
-)
-def test_errors_name_the_way_out(text: str, match: str) -> None:
-    with pytest.raises((ValueError, UnknownMethodError), match=match):
-        words.parse_row(text)
-
-
-def test_kvpress_that_is_not_installed_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "installed", lambda: None)
-    with pytest.raises(MissingPackageError, match="pip install --no-deps kvpress"):
-        words.parse_row("kvpress/snapkv:budget=0.25")
-    with pytest.raises(UnknownMethodError, match="unknown press 'snap'; known: knorm"):
-        words.parse_row("kvpress/snap:budget=0.25")
-    with pytest.raises(ValueError, match="a share of the tokens, such as 0.25"):
-        words.parse_row("kvpress/snapkv:budget=64")
 
 
 def test_a_table_is_read_by_the_name_of_the_setting(

@@ -1,27 +1,27 @@
-"""Draw the same pictures with and without a cache, and measure both."""
+"""Draw the same pictures with and without a cache, measure both, and show them side by side."""
 
 from __future__ import annotations
 
-import time
+import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
-from PIL import Image
-from torch import nn
+from PIL import Image, ImageChops, ImageDraw, ImageFont
 
 import diffcache
 from diffcache.command import device_of
+from diffcache.eval.cost.clock import DenoiserClock
+from diffcache.eval.cost.interleave import Turn, measure
+from diffcache.eval.record import Progress, Setting
 from diffcache.features.base import Method
+from diffcache.pipelines.demo.generate import Order, closeness, decibels, generate
 from diffcache.pipelines.demo.saved import DTYPES, dtype_of
-from diffcache.pipelines.small import flux, scenes
-from diffcache.psnr import CAP, psnr
+from diffcache.pipelines.small import classifier, flux, scenes
 from diffcache.run_report import Report, human, share
 
 PROMPT = (
@@ -30,6 +30,8 @@ PROMPT = (
 )
 ROUNDS = 3
 WARMUP_STEPS = 4
+SIDE, GAP, HEAD, LABEL, TIMELINE = 256, 20, 82, 50, 132
+_INK, _GREY, _LINE = (28, 32, 40), (105, 112, 122), (208, 212, 218)
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Side:
     Attributes:
         images: One picture a sample.
         seconds: Wall time of every measured run of the pipeline.
-        denoiser_seconds: The part of it within the denoiser, on the host's clock.
+        denoiser_seconds: The part of it within the denoiser.
         reads: One description of each picture, empty without a classifier.
         accuracy: Share of what the prompt states that the pictures show, None if unknown.
     """
@@ -160,18 +162,6 @@ class Comparison:
         }
 
 
-def closeness(ones: Sequence[Image.Image], others: Sequence[Image.Image]) -> list[float]:
-    """Return the PSNR of pairs of 8-bit pictures of equal size, in dB, at most 100."""
-    pairs = zip(ones, others, strict=True)
-    arrays = [[np.array(picture.convert("RGB")) for picture in pair] for pair in pairs]
-    return [float(psnr(*(torch.from_numpy(a)[None] for a in pair))) for pair in arrays]
-
-
-def decibels(value: float) -> str:
-    """Return a PSNR as text; at the cap pictures are equal, or too close to tell."""
-    return "100 dB or more" if value >= CAP else f"{value:.1f} dB"
-
-
 def load(model: Path | None = None, dtype: str = "auto", device: str = "auto") -> Any:
     """Load the shipped pipeline, or one like it from another directory.
 
@@ -196,12 +186,9 @@ def load(model: Path | None = None, dtype: str = "auto", device: str = "auto") -
 
 
 def compare(
-    task: Task,
-    method: Method,
-    model: Path | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    task: Task, method: Method, model: Path | None = None, progress: Progress | None = None
 ) -> Comparison:
-    """Draw every sample with and without the method, turn about, after warming both up.
+    """Draw every sample with and without the method, in turn, after warming both up.
 
     Each side runs at least three times, so that its median says something.
 
@@ -209,80 +196,54 @@ def compare(
         task: Task to draw.
         method: The cache.
         model: Directory of a pipeline built like shapes-flux; the shipped one by default.
-        progress: Called after every run with (runs done, runs in all).
+        progress: Callback for the progress, given (runs done, runs in all, name of the next).
 
     Raises:
         FileNotFoundError: If the model is not there.
         AttachError: If the model cannot be cached with this method.
     """
-    pipes = tuple(load(model, task.dtype, task.device) for _ in range(2))
-    diffcache.wrap(pipes[1], method)
-    rounds = max(task.samples, ROUNDS)
-    total = 2 * rounds + 2
-    for number, pipe in enumerate(pipes):
+    plain, cached = (load(model, task.dtype, task.device) for _ in range(2))
+    diffcache.wrap(cached, method)
+    setting = Setting(cached.device, cached.transformer.dtype, progress)
+    pipes, sides, turns = {"uncached": plain, "cached": cached}, {}, {}
+    for name, pipe in pipes.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", diffcache.CacheWarning)
-            draw(pipe, task, task.seed, min(WARMUP_STEPS, task.steps))
-        progress(number + 1, total)
-    sides = (Side(), Side())
-    for turn in range(rounds):
-        for number, (pipe, side) in enumerate(zip(pipes, sides, strict=True)):
-            run(pipe, side, task, turn)
-            progress(2 * turn + number + 3, total)
-    for side in sides:
+            _draw(pipe, task, Side(), min(WARMUP_STEPS, task.steps))
+        sides[name], clock = Side(), DenoiserClock(pipe, setting)
+        turns[name] = Turn(
+            partial(_draw, pipe, task, sides[name], task.steps), partial(_watched, clock),
+            readings=partial(_seconds_of, clock),
+        )  # fmt: skip
+    timings = measure(turns, max(task.samples, ROUNDS), 0, setting)
+    for name, side in sides.items():
+        side.seconds = timings.seconds[name]
+        side.denoiser_seconds = timings.readings[name]["denoiser_seconds"]
+        side.images = side.images[: task.samples]
         read(side, task.prompt)
-    dtype = str(pipes[1].transformer.dtype).removeprefix("torch.")
-    place = f"{pipes[1].device}, {dtype}"
-    return Comparison(task, method, *sides, diffcache.report(pipes[1]), place)
+    place = f"{setting.device}, {str(setting.dtype).removeprefix('torch.')}"
+    baseline, ours = sides.values()
+    return Comparison(task, method, baseline, ours, diffcache.report(cached), place)
 
 
-def run(pipe: Any, side: Side, task: Task, turn: int) -> None:
-    """Draw one sample and note its times; in the first turns, keep the picture."""
-    start = time.perf_counter()
-    with clock(pipe.transformer) as ticks:
-        image = draw(pipe, task, task.seed + turn % task.samples, task.steps)
-    side.seconds.append(time.perf_counter() - start)
-    side.denoiser_seconds.append(sum(ticks))
-    if turn < task.samples:
-        side.images.append(image)
+def _draw(pipe: Any, task: Task, side: Side, steps: int) -> None:
+    """Draw the next picture of a side."""
+    seed = task.seed + len(side.images) % task.samples
+    side.images += generate(pipe, Order(task.prompt, steps, seed), flux.CALL)
 
 
-def draw(pipe: Any, task: Task, seed: int, steps: int) -> Image.Image:
-    """Draw one picture."""
-    noise = torch.Generator("cpu").manual_seed(seed)
-    out = pipe(task.prompt, num_inference_steps=steps, generator=noise, **flux.CALL)
-    image: Image.Image = out.images[0]
-    return image
+def _watched(clock: DenoiserClock) -> DenoiserClock:
+    """Return a clock that has counted nothing yet."""
+    clock.reset()
+    return clock
 
 
-@contextmanager
-def clock(model: nn.Module) -> Iterator[list[float]]:
-    """Collect the seconds of every call of a model, its hooks included.
-
-    An accelerator is waited for at both ends of a call.
-    """
-    ticks: list[float] = []
-    starts: list[float] = []
-    on_host = next(model.parameters()).device.type == "cpu"
-
-    def now() -> float:
-        if not on_host:
-            torch.accelerator.synchronize()
-        return time.perf_counter()
-
-    before = model.register_forward_pre_hook(lambda *_: starts.append(now()), prepend=True)
-    after = model.register_forward_hook(lambda *_: ticks.append(now() - starts.pop()))
-    try:
-        yield ticks
-    finally:
-        before.remove()
-        after.remove()
+def _seconds_of(clock: DenoiserClock) -> dict[str, float | None]:
+    return {"denoiser_seconds": clock.seconds}
 
 
 def read(side: Side, prompt: str) -> None:
     """Let the shipped classifier describe the pictures, if it is there and they fit."""
-    from diffcache.pipelines.small import classifier
-
     if not (classifier.DIRECTORY / "model.safetensors").exists():
         return
     if any(image.size != (scenes.SIZE, scenes.SIZE) for image in side.images):
@@ -294,3 +255,74 @@ def read(side: Side, prompt: str) -> None:
         side.accuracy = classifier.prompt_accuracy(side.images, prompts)[0]
     except ValueError:  # a prompt in other words than the classifier's
         side.accuracy = None
+
+
+# The figure ---------------------------------------------------------------------------------------
+
+
+def figure(result: Comparison) -> Image.Image:
+    """Draw the outcome of a comparison: one row of three panels a sample, and the timeline."""
+    rows = len(result.baseline.images)
+    width = 3 * SIDE + 4 * GAP
+    height = HEAD + rows * (SIDE + LABEL) + GAP + TIMELINE + GAP
+    canvas = Image.new("RGB", (width, height), "white")
+    pen = ImageDraw.Draw(canvas)
+    task = result.task
+    pen.text((GAP, 16), repr(result.method), fill=_INK, font=_fitting(repr(result.method), width))
+    lines = textwrap.wrap(f"“{task.prompt}”, {task.steps} steps, seed {task.seed}", 118)
+    pen.text((GAP, 46), "\n".join(lines[:2]), fill=_GREY, font=_font(14))
+    pairs = zip(result.baseline.images, result.cached.images, strict=True)
+    for row, (base, cached) in enumerate(pairs):
+        top = HEAD + row * (SIDE + LABEL)
+        apart, scale = difference(base, cached)
+        labels = _labels(result, row, scale)
+        for column, (panel, words) in enumerate(zip((base, cached, apart), labels, strict=True)):
+            left = GAP + column * (SIDE + GAP)
+            canvas.paste(_enlarge(panel), (left, top))
+            pen.rectangle((left - 1, top - 1, left + SIDE, top + SIDE), outline=_LINE)
+            pen.text((left, top + SIDE + 6), words[0], fill=_INK, font=_font(16))
+            pen.text((left, top + SIDE + 27), words[1], fill=_GREY, font=_font(13))
+    report = result.report
+    top = HEAD + rows * (SIDE + LABEL) + GAP
+    pen.text((GAP, top), "decisions", fill=_INK, font=_font(16))
+    outcome = f"{report.steps_computed} of {task.steps} steps computed"
+    if report.flops_saved and report.flops_computed is not None:
+        saved = report.flops_saved / (report.flops_saved + report.flops_computed)
+        outcome += f", {saved:.0%} of the blocks' FLOPs saved"
+    pen.text((GAP + 88, top + 3), outcome, fill=_GREY, font=_font(13))
+    canvas.paste(report.timeline_image(width - 2 * GAP, TIMELINE - 24), (GAP, top + 24))
+    return canvas
+
+
+def difference(one: Image.Image, other: Image.Image) -> tuple[Image.Image, float]:
+    """Return the absolute difference of two pictures, its largest value white, and the factor."""
+    apart = np.asarray(ImageChops.difference(one.convert("RGB"), other.convert("RGB")))
+    scale = 255 / max(int(apart.max()), 1)
+    return Image.fromarray((apart * scale).round().astype(np.uint8)), scale
+
+
+def _labels(result: Comparison, row: int, scale: float) -> list[tuple[str, str]]:
+    base, cached = median(result.baseline.seconds), median(result.cached.seconds)
+    apart = f"PSNR {decibels(result.psnr_db[row])} to the uncached"
+    return [
+        ("without a cache", f"{base:.2f} s"),
+        ("with the cache", f"{cached:.2f} s, {result.speedup:.2f} times as fast"),
+        (f"difference, {scale:.0f} times as strong", apart),
+    ]
+
+
+def _enlarge(panel: Image.Image) -> Image.Image:
+    """Bring a panel to its place's size: whole multiples keep their pixels."""
+    exact = panel.width == panel.height and SIDE % panel.width == 0
+    how = Image.Resampling.NEAREST if exact else Image.Resampling.LANCZOS
+    return panel.convert("RGB").resize((SIDE, SIDE), how)
+
+
+def _fitting(text: str, width: int) -> Any:
+    """Return the largest font of a title that fits the figure."""
+    sizes = range(20, 9, -1)
+    return next((f for f in map(_font, sizes) if f.getlength(text) <= width - 2 * GAP), _font(9))
+
+
+def _font(size: int) -> Any:
+    return ImageFont.load_default(size=size)
