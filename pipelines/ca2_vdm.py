@@ -69,10 +69,17 @@ class FactorizedVideo(CausalVideo):
         """Do nothing: nothing was put into the transformer."""
 
     def session(
-        self, prompt: Tensor, *, size: tuple[int, int], policy: VideoPolicy | str | None = None,
-        seed: int = 0, negative: Tensor | None = None, guidance: float = 1.0,
-        read_once: bool = True, recall: int = 0,
-    ) -> FactorizedSession:  # fmt: skip
+        self,
+        prompt: Tensor,
+        *,
+        size: tuple[int, int],
+        policy: VideoPolicy | str | None = None,
+        seed: int = 0,
+        negative: Tensor | None = None,
+        guidance: float = 1.0,
+        read_once: bool = True,
+        recall: int = 0,
+    ) -> FactorizedSession:
         """Return a new stream.
 
         Args:
@@ -89,8 +96,9 @@ class FactorizedVideo(CausalVideo):
         Raises:
             ValueError: If an argument is out of its range.
         """
-        return FactorizedSession(self, prompt, size, self._chosen(policy), seed, negative, guidance,
-                                 read_once, recall)  # fmt: skip
+        return FactorizedSession(
+            self, prompt, size, self._chosen(policy), seed, negative, guidance, read_once, recall
+        )
 
     def call(self, stream: Any, x: Tensor, times: Tensor, text: Tensor) -> Tensor:
         """Call the transformer, its attention going through a session."""

@@ -119,8 +119,9 @@ class CausalVideo(Films):
         Raises:
             ValueError: If an argument is out of its range.
         """
-        session = Session(self, prompt, size, self._chosen(policy), seed, negative, guidance,
-                          read_once, recall)  # fmt: skip
+        session = Session(
+            self, prompt, size, self._chosen(policy), seed, negative, guidance, read_once, recall
+        )
         check_places(self.transformer.config, (*session.shape[:2], self.chunk, *session.size))
         return session
 

@@ -284,8 +284,9 @@ class DiffusionLM(Loop):
             usual = Schedule() if policy is None else policy.schedule
             schedule = replace(usual, eos_id=self.eos_id)
         for name, setting, kind in (
-            ("schedule", schedule, Schedule), ("sampler", sampler, Sampler),
-        ):  # fmt: skip
+            ("schedule", schedule, Schedule),
+            ("sampler", sampler, Sampler),
+        ):
             if not isinstance(setting, kind):
                 raise ValueError(f"{name}={setting!r}: must be a {kind.__name__} of diffcache.dllm")
         if policy is not None and policy.needs_order and sampler.by != "random":

@@ -183,10 +183,12 @@ class StreamBatch:
             call: Queries, keys and values of all levels that run, before rotation.
         """
         parts = zip(*(x.chunk(len(self._running)) for x in (call.q, call.k, call.v)), strict=True)
-        return torch.cat([
-            self.levels[level].attend(number, replace(call, q=q, k=k, v=v))
-            for level, (q, k, v) in zip(self._running, parts, strict=True)
-        ])  # fmt: skip
+        return torch.cat(
+            [
+                self.levels[level].attend(number, replace(call, q=q, k=k, v=v))
+                for level, (q, k, v) in zip(self._running, parts, strict=True)
+            ]
+        )
 
     # within --------------------------------------------------------------------------------
 

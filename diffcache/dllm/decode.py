@@ -161,10 +161,23 @@ class Decoding:
             scores = self._order.gather(1, at - self.prompt).masked_fill(~may, float("-inf"))
             upcoming = self._spread(at, self._by_quota(scores))
         return State(
-            self.ids, decided, self._before, self._changed, self._since, self.prompt,
-            self.step, tuple(self.rows), self._spread(at, may), self.valid, upcoming,
-            self._order, self.schedule.multiple, self._most, self._last, self._shift,
-        )  # fmt: skip
+            self.ids,
+            decided,
+            self._before,
+            self._changed,
+            self._since,
+            self.prompt,
+            self.step,
+            tuple(self.rows),
+            self._spread(at, may),
+            self.valid,
+            upcoming,
+            self._order,
+            self.schedule.multiple,
+            self._most,
+            self._last,
+            self._shift,
+        )
 
     def commit(self, logits: Tensor, plan: RowPlan) -> None:
         """Decide masks by the logits of a forward, and go on to the next step.
@@ -262,8 +275,9 @@ class Decoding:
     def _drawn(self) -> Tensor:
         """Draw the order of all commits, `[B, length]`, the largest first."""
         size = (len(self.ids), self.schedule.length)
-        return torch.rand(size, dtype=torch.float64, device=self.ids.device,
-                          generator=self._generator)  # fmt: skip
+        return torch.rand(
+            size, dtype=torch.float64, device=self.ids.device, generator=self._generator
+        )
 
     def _advance(self) -> None:
         """Go on to the next step, and to the next block where one is decided."""

@@ -127,9 +127,12 @@ def latest(name: str, frames: int) -> Recipe:
         frames: Number of frames.
     """
     return Recipe(
-        f"ca2-vdm {name}", score=Recency(), budget=Uniform(frames), plan=TopK(),
+        f"ca2-vdm {name}",
+        score=Recency(),
+        budget=Uniform(frames),
+        plan=TopK(),
         trigger=EveryStep(1),
-    )  # fmt: skip
+    )
 
 
 class History(Protocol):

@@ -96,11 +96,14 @@ class DeepForcing(VideoPolicy):
         """Return the recipe that drops tokens when a layer is told to."""
         moves = self.sinks if self.topc_phase == "original" else None
         return Recipe(
-            self.name, score=Participation(self.recent * unit, self.max_reuse),
-            budget=Uniform(self.budget * unit), trigger=OnRequest(), space="pre",
+            self.name,
+            score=Participation(self.recent * unit, self.max_reuse),
+            budget=Uniform(self.budget * unit),
+            trigger=OnRequest(),
+            space="pre",
             plan=TopK(sinks=self.sinks * unit, recent=self.recent * unit),
             positions=Realigned(unit, moves),
-        )  # fmt: skip
+        )
 
     def first_step(self, store: KVStore, index: int, query: Query) -> None:
         """Drop tokens of a layer if more than the window is held.

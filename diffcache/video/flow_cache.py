@@ -85,10 +85,14 @@ class FlowCache(VideoPolicy):
         """Return the recipe that drops tokens of the lowest joint score."""
         group = unit if self.select == "frame" else 1
         return Recipe(
-            self.name, score=Joint(self.recent * unit, self.mix, self.kernel, group),
-            budget=Uniform(self.window * unit), plan=TopK(), trigger=EveryStep(1), space="pre",
+            self.name,
+            score=Joint(self.recent * unit, self.mix, self.kernel, group),
+            budget=Uniform(self.window * unit),
+            plan=TopK(),
+            trigger=EveryStep(1),
+            space="pre",
             positions=Absolute(),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,12 @@ def rolling(
         merge: Merger of tokens that go into those that stay.
     """
     return Recipe(
-        name, score=Recency(), budget=Uniform(sinks + window), plan=TopK(sinks=sinks), merge=merge,
-        trigger=EveryStep(1), space="pre", positions=positions,
-    )  # fmt: skip
+        name,
+        score=Recency(),
+        budget=Uniform(sinks + window),
+        plan=TopK(sinks=sinks),
+        merge=merge,
+        trigger=EveryStep(1),
+        space="pre",
+        positions=positions,
+    )

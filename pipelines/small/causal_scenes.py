@@ -149,9 +149,9 @@ def draw(count: int, frames: int, generator: torch.Generator, *, switched: float
     at = CHUNK * torch.randint(1, max(last, 2), (count, 1), generator=generator)
     later = (torch.arange(frames) >= at) & (even(count, 1) < switched)
     shapes, colors = (
-        torch.where(later, pair[:, 1:], pair[:, :1]) for pair in (words(len(SHAPES)),
-                                                                  words(len(COLORS)))
-    )  # fmt: skip
+        torch.where(later, pair[:, 1:], pair[:, :1])
+        for pair in (words(len(SHAPES)), words(len(COLORS)))
+    )
     radius = torch.tensor(RADII)[torch.randint(len(RADII), (count,), generator=generator)].float()
     room = torch.tensor(ROOM)
     low, high = room[:, 0] + radius[:, None], room[:, 1] - radius[:, None]
@@ -160,8 +160,16 @@ def draw(count: int, frames: int, generator: torch.Generator, *, switched: float
     velocity = torch.tensor(VELOCITIES)[way]
     mark = even(count, 2, 2) < 0.5
     offset, waves = even(count, low=-OFFSET, high=OFFSET), even(count, 4, 2)
-    return Clips(shapes, colors, offset, radius, torch.minimum(start, high), velocity.float(),
-                 _walls(mark, waves), mark)  # fmt: skip
+    return Clips(
+        shapes,
+        colors,
+        offset,
+        radius,
+        torch.minimum(start, high),
+        velocity.float(),
+        _walls(mark, waves),
+        mark,
+    )
 
 
 def _walls(mark: Tensor, waves: Tensor) -> Tensor:

@@ -277,29 +277,13 @@ def test_masks_that_nothing_decides_are_noticed(schedule: Schedule, rule: Any, s
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-          # type: ignore[arg-type]
-
         (lambda: DKVCache("prefill", every=2), r"every=2: variant='prefill' has no refresh"),
-
         (lambda: DKVCache("greedy", delay=False), r"delay=False: variant='greedy' has no delay"),
-          # type: ignore[arg-type]
-          # type: ignore[arg-type]
-
-
-
-          # type: ignore[arg-type]
-          # type: ignore[arg-type]
         (lambda: Sampler(by="random", rule=Threshold()), r"looks at confidence; use by='conf"),
-
-
-
-        (lambda: Sampler(late=[1]), r"late=\[1\]: must be a tuple of tokens"),  # type: ignore[arg-type]
-        (lambda: Sampler(banned=5), r"banned=5: must be a tuple of tokens"),  # type: ignore[arg-type]
-        (lambda: Sampler(banned=("a",)), r"banned='a': must be a whole number"),  # type: ignore[arg-type]
-          # type: ignore[arg-type]
+        (lambda: Sampler(late=[1]), r"late=\[1\]: must be a tuple of tokens"),
+        (lambda: Sampler(banned=5), r"banned=5: must be a tuple of tokens"),
+        (lambda: Sampler(banned=("a",)), r"banned='a': must be a whole number"),
         (lambda: decoding_of([[1]], eos_id=MASK), r"eos_id=15: is the mask"),
-
-
         (lambda: decoding_of([[1]], window=3, block=None, steps=32),
          r"window=3: a step commits 4 masks; use more steps, or a window of at least 4"),
         (lambda: Schedule(8, 4, 3), r"steps=3: must be a multiple of the 2 blocks"),

@@ -21,7 +21,7 @@ from diffcache.video import (
     Window,
 )
 from tests.video.cases import POLICIES
-from tests.video.toys import SIZE, text, wan
+from tests.video.toys import SIZE, rollout, text, wan
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,14 @@ def test_a_saved_stream_of_something_else_is_refused(tmp_path: Path) -> None:
             model.blocks[0].ffn.net[2].bias.add_(1)
         with pytest.raises(SavedCacheError, match="saved with weights="):
             video.restore(tmp_path / "one", Window(3, 3))
-    with (
-        CausalVideo(wan(layers=2)) as deeper,
-        pytest.raises(SavedCacheError, match="saved with transformer="),
-    ):
-        deeper.restore(tmp_path / "one", Window(3, 3))
-    with (
-        CausalVideo(wan(layers=1), sampler=FewSteps((1000,)), chunk=2) as other,
-        pytest.raises(SavedCacheError, match="saved with chunk=3, here is chunk=2"),
-    ):
-        other.restore(tmp_path / "one", Window(3, 3))
+    for layers, chunk, said in (
+        (2, 3, "saved with transformer="), (1, 2, "saved with chunk=3, here is chunk=2"),
+    ):  # fmt: skip
+        with (
+            CausalVideo(wan(layers=layers), sampler=FewSteps((1000,)), chunk=chunk) as other,
+            pytest.raises(SavedCacheError, match=said),
+        ):
+            other.restore(tmp_path / "one", Window(3, 3))
     with CausalVideo(wan(layers=1), sampler=FewSteps((1000,))) as video:
         assert video.restore(tmp_path / "one", Window(3, 3)).frames == 3
         (tmp_path / "two" / CACHE).replace(tmp_path / "one" / CACHE)  # a save that was cut off
@@ -103,31 +101,28 @@ def test_a_saved_stream_of_something_else_is_refused(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_stream_that_was_altered_with_care_is_refused(
-    where: str, change: Any, tmp_path: Path
+    video: CausalVideo, where: str, change: Any, tmp_path: Path
 ) -> None:
-    with CausalVideo(wan(layers=1), sampler=FewSteps((1000,))) as video:
-        session = video.session(text(), size=SIZE, policy=Window(3, 3))
-        session.next()
-        session.switch(text(1, 4), Flush())
-        session.save(tmp_path)
-        state, about = read(tmp_path / STREAM)
-        write(tmp_path / STREAM, state, about)
-        video.restore(tmp_path, Window(3, 3)).next()
-        *outer, key = where.split(".")
-        holder = {**state, "about": about}[outer[0]] if outer else state
-        holder[key] = change(holder[key]) if callable(change) else change
-        write(tmp_path / STREAM, state, about)  # with a digest of its own
-        with pytest.raises(
-            SavedCacheError, match="holds what no stream holds|saved with (transformer=None|Recipe)"
-        ):
-            video.restore(tmp_path, Window(3, 3))
+    session, _, _ = rollout(video, 1, policy=Window(3, 3))
+    session.switch(text(1, 4), Flush())
+    session.save(tmp_path)
+    state, about = read(tmp_path / STREAM)
+    write(tmp_path / STREAM, state, about)
+    video.restore(tmp_path, Window(3, 3)).next()
+    *outer, key = where.split(".")
+    holder = {**state, "about": about}[outer[0]] if outer else state
+    holder[key] = change(holder[key]) if callable(change) else change
+    write(tmp_path / STREAM, state, about)  # with a digest of its own
+    said = "holds what no stream holds|saved with (transformer=None|Recipe)"
+    with pytest.raises(SavedCacheError, match=said):
+        video.restore(tmp_path, Window(3, 3))
 
 
-def test_a_saved_stream_of_numbers_that_are_not_finite_is_refused(tmp_path: Path) -> None:
-    with CausalVideo(wan(layers=1), sampler=FewSteps((1000,))) as video:
-        session = video.session(text(), size=SIZE)
-        session.next()
-        session.store.layers[0].read().k[0, 0, 0] = torch.nan
-        session.save(tmp_path)
-        with pytest.raises(SavedCacheError, match="holds what no stream .* not finite"):
-            video.restore(tmp_path)
+def test_a_saved_stream_of_numbers_that_are_not_finite_is_refused(
+    video: CausalVideo, tmp_path: Path
+) -> None:
+    session, _, _ = rollout(video, 1)
+    session.store.layers[0].read().k[0, 0, 0] = torch.nan
+    session.save(tmp_path)
+    with pytest.raises(SavedCacheError, match="holds what no stream .* not finite"):
+        video.restore(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +28,12 @@ from tests.video.toys import CHANNELS, CHUNK, SIZE, by_frames, check_calls, note
 STEPS = FewSteps((1000, 750, 400))
 
 
+@pytest.fixture(scope="module")
+def video() -> Iterator[CausalVideo]:
+    with CausalVideo(wan(layers=2), sampler=STEPS) as video:
+        yield video
+
+
 def filmed(stream: StreamBatch, chunks: int, **given: Any) -> list[Tensor]:
     """Return a whole film."""
     found = [
@@ -45,26 +52,24 @@ def filmed(stream: StreamBatch, chunks: int, **given: Any) -> list[Tensor]:
     ids=["full", "guided window", "adaptive sinks"],
 )
 def test_one_batch_makes_the_film_of_one_level_after_the_other(
-    policy: Any, settings: dict[str, Any]
+    video: CausalVideo, policy: Any, settings: dict[str, Any]
 ) -> None:
     settings = {"size": SIZE, "policy": policy, "seed": 4, **settings}
-    with CausalVideo(wan(layers=2), sampler=STEPS) as video:
-        films = [
-            torch.cat(filmed(StreamBatch(video, text(2), rows=rows, **settings), 5), 2)
-            for rows in (None, 2, 1)
-        ]
+    films = [
+        torch.cat(filmed(StreamBatch(video, text(2), rows=rows, **settings), 5), 2)
+        for rows in (None, 2, 1)
+    ]
     assert films[0].shape[2] == 5 * CHUNK
     for film in films[1:]:
         torch.testing.assert_close(film, films[0], atol=1e-5, rtol=1e-5)
 
 
-def test_each_level_reads_what_was_made_at_its_level() -> None:
-    model, prompt = wan(layers=2), text()
-    with CausalVideo(model, sampler=STEPS) as video:
-        stream = StreamBatch(video, prompt, size=SIZE, policy=Window(3, 0))
-        with noted(model) as calls:
-            done = [stream.next() for _ in range(5)]
-        held = [session.store.layers[0].held for session in stream.levels]
+def test_each_level_reads_what_was_made_at_its_level(video: CausalVideo) -> None:
+    model, prompt = video.transformer, text()
+    stream = StreamBatch(video, prompt, size=SIZE, policy=Window(3, 0))
+    with noted(model) as calls:
+        done = [stream.next() for _ in range(5)]
+    held = [session.store.layers[0].held for session in stream.levels]
     assert [chunk is not None for chunk in done] == [False, False, True, True, True]
     assert [len(x) for x, _, _ in calls] == [1, 2, 3, 3, 3]  # one call a chunk
     assert held == [6 * 16] * 3
@@ -81,109 +86,105 @@ def test_each_level_reads_what_was_made_at_its_level() -> None:
 
 
 @pytest.mark.parametrize("mode", [None, Flush(1), Cut(5)], ids=repr)
-def test_a_switch_takes_effect_with_the_chunk_that_brings_it(mode: Any) -> None:
+def test_a_switch_takes_effect_with_the_chunk_that_brings_it(video: CausalVideo, mode: Any) -> None:
     """Chunks on their way keep their prompt, however many levels run at once."""
     settings: dict[str, Any] = {"size": SIZE, "policy": Window(3, 3), "seed": 4}
     films, guide = [], {"negative": text(1, 9), "guidance": 2.0}
-    with CausalVideo(wan(layers=2), sampler=STEPS) as video:
-        block = video.transformer.blocks[1].ffn
-        for rows in (None, 2, 1):
-            stream = StreamBatch(video, text(1, 2), rows=rows, **settings, **guide)
-            done = [stream.next() for _ in range(3)]
-            stream.switch(text(1, 7), Cut(50))
-            stream.switch(text(1, 3), mode)
-            stop = block.register_forward_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                stream.next()
-            stop.remove()
-            done.append(stream.next())
-            stream.switch(text(1, 2), Keep(), negative=text(1, 8))  # while the first is on its way
-            done += [*(stream.next() for _ in range(2)), *stream.finish()]
-            films.append(torch.cat([each for each in done if each is not None], 2))
-            last = torch.cat([text(1, 2), text(1, 8)])
-            assert all(torch.equal(level.prompt, last) for level in stream.levels)
-        other = StreamBatch(video, text(1, 2), **settings, **guide)
-        plain = torch.cat(filmed(other, 6), 2)
+    block = video.transformer.blocks[1].ffn
+    for rows in (None, 2, 1):
+        stream = StreamBatch(video, text(1, 2), rows=rows, **settings, **guide)
+        done = [stream.next() for _ in range(3)]
+        stream.switch(text(1, 7), Cut(50))
+        stream.switch(text(1, 3), mode)
+        stop = block.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            stream.next()
+        stop.remove()
+        done.append(stream.next())
+        stream.switch(text(1, 2), Keep(), negative=text(1, 8))  # while the first is on its way
+        done += [*(stream.next() for _ in range(2)), *stream.finish()]
+        films.append(torch.cat([each for each in done if each is not None], 2))
+        last = torch.cat([text(1, 2), text(1, 8)])
+        assert all(torch.equal(level.prompt, last) for level in stream.levels)
+    other = StreamBatch(video, text(1, 2), **settings, **guide)
+    plain = torch.cat(filmed(other, 6), 2)
     for film in films[1:]:
         torch.testing.assert_close(film, films[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(films[0][:, :, : 3 * CHUNK], plain[:, :, : 3 * CHUNK])
     assert (films[0] - plain)[:, :, 3 * CHUNK : 4 * CHUNK].abs().max() > 1e-3
 
 
-def test_a_switch_that_a_stream_batch_cannot_make_is_refused() -> None:
-    with CausalVideo(wan(layers=1), sampler=STEPS) as video:
-        stream = StreamBatch(video, text(), size=SIZE)
-        for prompt, mode, said in (
-            (text(), Recache(3), "mode=Recache.*clean pass, of which a stream batch has none"),
-            (text()[:, :4], None, r"prompt=\[1, 4, 32\]: must have 5 tokens as before"),
-            (text(2), None, "must have B=1 rows"),
-        ):
-            with pytest.raises(ValueError, match=said):
-                stream.switch(prompt, mode)
+def test_a_switch_that_a_stream_batch_cannot_make_is_refused(video: CausalVideo) -> None:
+    stream = StreamBatch(video, text(), size=SIZE)
+    for prompt, mode, said in (
+        (text(), Recache(3), "mode=Recache.*clean pass, of which a stream batch has none"),
+        (text()[:, :4], None, r"prompt=\[1, 4, 32\]: must have 5 tokens as before"),
+        (text(2), None, "must have B=1 rows"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            stream.switch(prompt, mode)
 
 
-def test_a_video_is_noised_as_far_as_it_is_told_to() -> None:
+def test_a_video_is_noised_as_far_as_it_is_told_to(video: CausalVideo) -> None:
     latents = [torch.randn(1, CHANNELS, 2, *SIZE) for _ in range(4)]
     heights = [0.99, 0.97, 0.96, 0.98]
     films = []
-    with CausalVideo(wan(layers=1), sampler=STEPS) as video:
-        for rows in (3, 1):
-            stream = StreamBatch(video, text(), size=SIZE, rows=rows)
-            with noted(video.transformer) as calls:
-                chunks = filmed(stream, 4, latents=iter(latents), level=iter(heights))
-            films.append(torch.cat(chunks, 2))
-        torch.testing.assert_close(*films, atol=1e-5, rtol=1e-5)
-        entered = [x for x, time, _ in calls[::3]]
-        assert [time for _, time, _ in calls[::3]] == pytest.approx([990, 970, 960, 980])
-        fresh = StreamBatch(video, text(), size=SIZE).levels[0].noise(2)
-        torch.testing.assert_close(entered[0], 0.01 * latents[0] + 0.99 * fresh)
-        for policy in (DeepForcing(), FlowCache(3)):
-            said = f"policy={type(policy).__name__}.*queries of finished frames"
-            with pytest.raises(ValueError, match=said):
-                StreamBatch(video, text(), size=SIZE, policy=policy)
-        for given, said in (
-            ({"level": 0.95}, "level=0.95: is for latents"),
-            (
-                {"latents": latents[0], "level": 0.5},
-                "level=0.5: must be above .* second step, 0.93",
-            ),
-            ({"latents": latents[0][:, :1]}, r"latents=\[1, 1, 2, 8, 8\]: must be"),
-            ({"frames": 0}, "frames=0"),
-        ):
-            with pytest.raises(ValueError, match=said):
-                stream.next(**given)
+    for rows in (3, 1):
+        stream = StreamBatch(video, text(), size=SIZE, rows=rows)
+        with noted(video.transformer) as calls:
+            chunks = filmed(stream, 4, latents=iter(latents), level=iter(heights))
+        films.append(torch.cat(chunks, 2))
+    torch.testing.assert_close(*films, atol=1e-5, rtol=1e-5)
+    entered = [x for x, time, _ in calls[::3]]
+    assert [time for _, time, _ in calls[::3]] == pytest.approx([990, 970, 960, 980])
+    fresh = StreamBatch(video, text(), size=SIZE).levels[0].noise(2)
+    torch.testing.assert_close(entered[0], 0.01 * latents[0] + 0.99 * fresh)
+    for policy in (DeepForcing(), FlowCache(3)):
+        said = f"policy={type(policy).__name__}.*queries of finished frames"
+        with pytest.raises(ValueError, match=said):
+            StreamBatch(video, text(), size=SIZE, policy=policy)
+    for given, said in (
+        ({"level": 0.95}, "level=0.95: is for latents"),
+        (
+            {"latents": latents[0], "level": 0.5},
+            "level=0.5: must be above .* second step, 0.93",
+        ),
+        ({"latents": latents[0][:, :1]}, r"latents=\[1, 1, 2, 8, 8\]: must be"),
+        ({"frames": 0}, "frames=0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            stream.next(**given)
 
 
-def test_an_error_leaves_the_stream_as_it_was() -> None:
-    with CausalVideo(wan(layers=2), sampler=STEPS) as video:
-        block = video.transformer.blocks[1].ffn
-        for rows in (3, 2, 1):
-            settings: dict[str, Any] = {"size": SIZE, "policy": Window(3, 3), "rows": rows}
-            stream, other = (StreamBatch(video, text(), **settings) for _ in range(2))
-            made, wanted = [], []
-            for chunk in range(5):
-                if chunk in (1, 4):
-                    stop = block.register_forward_hook(lambda *_: 1 / 0)
-                    with pytest.raises(ZeroDivisionError):
-                        stream.next()
-                    stop.remove()
-                made.append(stream.next())
-                wanted.append(other.next())
-                if rows > 1 and chunk == 1:
-                    with pytest.raises(ValueError, match="frames=1: chunks on their way have 3"):
-                        stream.next(frames=1)
-            for one, two in zip([*made, *stream.finish()], [*wanted, *other.finish()], strict=True):
-                assert (one is None and two is None) or torch.equal(one, two)
-            frames = [session.frames for session in stream.levels]
-            assert frames == [5 * CHUNK] * 3
-            again = StreamBatch(video, text(1, 8), **settings)
-            for session, here in zip(stream.levels, again.levels, strict=True):
-                here.generator.set_state(session.generator.get_state())
-            stream.next()
-            stream.switch(text(1, 8))
-            stream.next()
-            for session, here in zip(stream.levels, again.levels, strict=True):
-                here.generator.set_state(session.generator.get_state())
-            stream.reset()
-            for one, two in zip(filmed(stream, 2), filmed(again, 2), strict=True):
-                assert torch.equal(one, two)
+def test_an_error_leaves_the_stream_as_it_was(video: CausalVideo) -> None:
+    block = video.transformer.blocks[1].ffn
+    for rows in (3, 2, 1):
+        settings: dict[str, Any] = {"size": SIZE, "policy": Window(3, 3), "rows": rows}
+        stream, other = (StreamBatch(video, text(), **settings) for _ in range(2))
+        made, wanted = [], []
+        for chunk in range(5):
+            if chunk in (1, 4):
+                stop = block.register_forward_hook(lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    stream.next()
+                stop.remove()
+            made.append(stream.next())
+            wanted.append(other.next())
+            if rows > 1 and chunk == 1:
+                with pytest.raises(ValueError, match="frames=1: chunks on their way have 3"):
+                    stream.next(frames=1)
+        for one, two in zip([*made, *stream.finish()], [*wanted, *other.finish()], strict=True):
+            assert (one is None and two is None) or torch.equal(one, two)
+        frames = [session.frames for session in stream.levels]
+        assert frames == [5 * CHUNK] * 3
+        again = StreamBatch(video, text(1, 8), **settings)
+        for session, here in zip(stream.levels, again.levels, strict=True):
+            here.generator.set_state(session.generator.get_state())
+        stream.next()
+        stream.switch(text(1, 8))
+        stream.next()
+        for session, here in zip(stream.levels, again.levels, strict=True):
+            here.generator.set_state(session.generator.get_state())
+        stream.reset()
+        for one, two in zip(filmed(stream, 2), filmed(again, 2), strict=True):
+            assert torch.equal(one, two)

@@ -235,7 +235,7 @@ class Blocks(Rows):
         if not isinstance(part, Part):
             return None
         number = self.numbers[site.path]
-        self.count(part, number, call)
+        part.visits[number] = part.rows, call.q.shape[2] * call.q.shape[3]
         layer = part.held.layers[number]
         if not part.start:
             self._look(site, call, part)

@@ -80,11 +80,6 @@ class HeldLayer(HeldKV):
     mlp: Tensor | None = None
     products: int = 0
 
-    def values(self, start: int) -> Tensor:
-        """Return the values of rows from `start` on, all heads together, `[B, T, D]`."""
-        assert self.v is not None
-        return self.v[:, :, start:].transpose(1, 2).flatten(2)
-
     def renew_values(self, start: int, values: Tensor) -> None:
         """Write the values of rows from `start` on, `[B, T, D]`; their keys stay."""
         assert self.v is not None
@@ -337,7 +332,9 @@ class Branches(Partial):
             return RowPlan(range(plan.prompt)) if plan.renews_prompt and plan.prompt else None
         held = turn.held.layers[number]
         new = v_proj(x[:, plan.prompt :])
-        rows = plan.prompt + self.ability.choose(new, held.values(plan.prompt))
+        assert held.v is not None
+        before = held.v[:, :, plan.prompt :].transpose(1, 2).flatten(2)  # all heads of a row
+        rows = plan.prompt + self.ability.choose(new, before)
         held.renew_values(plan.prompt, new)
         if plan.renews_prompt:
             every = torch.arange(plan.prompt, device=rows.device).expand(len(rows), -1)

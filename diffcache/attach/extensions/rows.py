@@ -43,10 +43,8 @@ class Turn:
             int64 `[B, n]`.
         rows: Rows of each sequence.
         mask: Positions that are seen, bool `[B, 1, n, T]`; None for all.
-        visits: Attentions that took part so far.
-        tokens: Tokens that they computed, all together.
-        products: Multiply-adds of those tokens' layers.
-        most: Multiply-adds of the same layers, had they computed all tokens.
+        visits: Rows and channels of the queries of each attention that took part so far.
+        products: Multiply-adds besides those of the layers.
         differs: Whether rows that were computed alone had other keys than among all.
     """
 
@@ -54,10 +52,8 @@ class Turn:
     index: Tensor | range
     rows: int
     mask: Tensor | None
-    visits: set[int] = field(default_factory=set)
-    tokens: int = 0
-    products: float = 0.0
-    most: float = 0.0
+    visits: dict[int, tuple[int, int]] = field(default_factory=dict)
+    products: int = 0
     differs: bool = False
 
 
@@ -188,8 +184,14 @@ class Rows(Partial):
         if turn is None:
             return {}
         batch, width = turn.held.shape
-        call.record.flops = 2 * turn.products, 2 * (turn.most - turn.products)
-        return {TOKEN_LAYERS: (turn.tokens, batch * width * len(self.numbers) - turn.tokens)}
+        tokens, products, most = 0, float(turn.products), 0.0
+        for rows, channels in turn.visits.values():
+            row = batch * (self.weights / len(self.numbers) + 2 * width * channels)
+            tokens += batch * rows
+            products += rows * row
+            most += width * row
+        call.record.flops = 2 * products, 2 * (most - products)
+        return {TOKEN_LAYERS: (tokens, batch * width * len(self.numbers) - tokens)}
 
     # attention -------------------------------------------------------------------------------
 
@@ -202,7 +204,7 @@ class Rows(Partial):
             return self._compared(site, call)
         number = self.numbers[site.path]
         layer = turn.held.layers[number]
-        self.count(turn, number, call)
+        turn.visits[number] = turn.rows, call.q.shape[2] * call.q.shape[3]
         if layer.k is None:
             check_sees_all(self.model, site, call, None if self.is_direct else turn.mask)
         layer.write(turn.index, call.k, call.v)
@@ -236,15 +238,6 @@ class Rows(Partial):
         if turn is None or (isinstance(turn.index, range) and turn.rows == turn.held.shape[1]):
             return None
         return turn.index, turn.held.shape[1]
-
-    def count(self, turn: Turn, number: int, call: AttentionCall) -> None:
-        """Note that a layer computes the rows of a turn."""
-        batch, width = turn.held.shape
-        row = self.weights / len(self.numbers) + 2 * width * call.q.shape[2] * call.q.shape[3]
-        turn.visits.add(number)
-        turn.tokens += batch * turn.rows
-        turn.products += batch * turn.rows * row
-        turn.most += batch * width * row
 
     def _check_output(self, site: AttentionSite, ours: Tensor, theirs: Tensor) -> None:
         """Raise unless attention over what is held is the model's own, once a module.
