@@ -19,7 +19,7 @@ from diffcache.attach.cache_context import writing as writing
 from diffcache.attach.denoiser import Denoiser, check_alone
 from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.handle import Handle
-from diffcache.attach.pipeline_hooks import shared_with
+from diffcache.attach.pipeline_hooks import called_elsewhere, shared_with
 from diffcache.attach.run import Stream
 from diffcache.attach.runs import ATTACHING
 from diffcache.catalog import changed, make_method
@@ -77,8 +77,7 @@ def wrap(
             network in a loop of its own, a `DiffusionLM` or `CausalVideo`, it is the network.
         method: A method, policy or recipe, or its name, after which settings may follow as on the
             command line, `taylorseer:every=4`. A method with tables that is given by name and
-            without them takes the settings that its authors published for the model, if any are. A
-            run that another thread is in the midst of, uncached, is cached from its next call on.
+            without them takes the settings that its authors published for the model, if any are.
         components: Name or names of the pipeline's denoisers to wrap; all of them by default.
         hold: Form of the held features of a method: `bf16`; `int8`, with a scale a token, in about
             half the memory of bf16; `host`, in the host's memory, fetched back ahead of use. None
@@ -90,7 +89,8 @@ def wrap(
         `target` itself.
 
     Raises:
-        AttachError: If the target is none that takes it, or is cached already.
+        AttachError: If the target is none that takes it, is cached already, or its pipeline or
+            network is in a call in another thread.
         UnknownMethodError: If nothing has that name.
         ValueError: If a setting is unknown or out of its range.
 
@@ -550,6 +550,11 @@ def check_free(target: Any, denoisers: dict[str, nn.Module], site: Site | str) -
             raise AttachError(
                 f"{type(target).__name__} already runs under {described(owner)}; unwrap it first"
             )
+    caller = called_elsewhere(denoisers.values())
+    if caller is not None:
+        raise AttachError(
+            f"a {caller} is in a call of its own in another thread; wrap when it has returned"
+        )
     if is_cached(type(target)):
         raise AttachError("cache-dit is active on this pipeline class; disable it first")
     for model in denoisers.values():

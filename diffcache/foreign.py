@@ -217,6 +217,17 @@ def take_out(registry: Any, name: str) -> Any:
     return registry.hooks.pop(name)
 
 
+def is_pipeline(found: Any) -> bool:
+    """Return whether something is a pipeline (diffusers), without importing it."""
+    pipeline = getattr(sys.modules.get("diffusers"), "DiffusionPipeline", ())
+    return isinstance(found, pipeline)
+
+
+def frames_of_threads() -> dict[int, FrameType | None]:
+    """Return the frame that each thread is in, by the thread's number (CPython)."""
+    return dict(sys._current_frames())
+
+
 def was_interrupted(pipeline: Any) -> bool:
     """Return whether a callback stopped the run of a pipeline (diffusers)."""
     return bool(getattr(pipeline, "_interrupt", False))

@@ -155,6 +155,37 @@ def test_other_threads_do_not_reach_into_a_run(shares: bool):
     diffcache.unwrap(pipe)
 
 
+@pytest.mark.parametrize("caller", ["the pipeline itself", "a sibling", "a loop"])
+def test_a_run_that_began_without_a_cache_ends_without_one(caller: str):
+    """Nothing noted that it began, and half a picture would be cached."""
+    pipe, case = PIPES["FluxPipeline"].build(0), CASES["FluxTransformer2DModel"]
+    said = []
+
+    def meddle() -> None:
+        for target in (pipe, pipe.transformer):
+            with pytest.raises(AttachError, match="is in a call of its own in another thread"):
+                diffcache.wrap(target, EVERY)
+            said.append(target)
+
+    def between(_: Any, step: int, t: Any, kwargs: Any) -> Any:
+        in_threads(meddle)
+        return kwargs
+
+    if caller == "a loop":
+        inside = pipe.transformer.transformer_blocks[0]
+        hook = inside.register_forward_pre_hook(lambda *_: in_threads(meddle) and None)
+        with torch.no_grad():
+            pipe.transformer(**case.kwargs(pipe.transformer, 0, 0, STEPS))
+        hook.remove()
+        assert len(said) == 2
+    else:
+        drawn = sibling_of(pipe) if caller == "a sibling" else pipe
+        plain = run(pipe, "FluxPipeline")
+        assert torch.equal(run(drawn, "FluxPipeline", callback_on_step_end=between), plain)
+        assert len(said) == 2 * STEPS
+    diffcache.unwrap(diffcache.wrap(pipe, EVERY))
+
+
 def test_a_request_has_settings_of_its_own():
     name, seer = "FluxPipeline", diffcache.TaylorSeer(every=3, order=1, warmup=2)
     pipe = PIPES[name].build(0)

@@ -12,17 +12,20 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
+
+from torch import nn
 
 from diffcache.anchor import ATTRIBUTE, claim, owner_of, release
 from diffcache.attach.call import in_call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.provenance import effective, other_guidance
 from diffcache.attach.runs import Runs
-from diffcache.foreign import was_interrupted
+from diffcache.foreign import frames_of_threads, is_pipeline, was_interrupted
 
 _CALLBACKS = ("callback_on_step_end", "callback")
+_CALLS = ("__call__", "_call_impl")  # of pipelines, and of modules
 Make = Callable[["_Watch", Callable[..., Any]], Callable[..., Any]]
 
 _LOCK = threading.RLock()  # a finalizer may run inside
@@ -106,6 +109,24 @@ def shared_with(parts: Iterable[Any]) -> Denoiser | None:
     """Return the wrapped denoiser among the parts of a pipeline that is not wrapped itself."""
     owners = map(owner_of, parts)
     return next((owner for owner in owners if isinstance(owner, Denoiser)), None)
+
+
+def called_elsewhere(denoisers: Collection[nn.Module]) -> str | None:
+    """Return the class of what calls one of some denoisers in another thread, None if nothing does.
+
+    A run that has begun without a cache would end with one. Nobody noted that it began, so that the
+    frames of the threads are looked at.
+    """
+    own = threading.get_ident()
+    for thread, frame in frames_of_threads().items():
+        while frame is not None and thread != own:
+            if frame.f_code.co_name in _CALLS:
+                caller = frame.f_locals.get("self")
+                components = caller.components if is_pipeline(caller) else {"": caller}
+                if any(part is each for part in components.values() for each in denoisers):
+                    return type(caller).__name__
+            frame = frame.f_back
+    return None
 
 
 def untap(tapped: Any, handle: Runs) -> None:

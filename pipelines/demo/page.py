@@ -16,6 +16,7 @@ from diffcache.errors import DiffcacheError, MissingError
 from diffcache.pipelines.demo.program import Program, checked_prompt, one_of
 from diffcache.pipelines.demo.recording import LATEST, has_mp4
 from diffcache.pipelines.demo.showing import ALONE, Viewers, show
+from diffcache.registry import find
 
 for _name, _value in {
     "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1",
@@ -37,6 +38,8 @@ _CSS = """
 .status { font-variant-numeric: tabular-nums; padding-top: 4px; }
 """
 _SCRIPT = (Path(__file__).parent / "player.js").read_text(encoding="utf-8")
+NARROW = "#readings th, #readings td { padding: 4px 6px; }"  # three columns on a phone
+_ABOUT = {"window:sinks=0": "Hold the latest frames alone.", ALONE: ""}
 _SAVE = "Save as MP4"
 _PAUSE, _RESUME = "Pause", "Go on"
 _NOT_RUNNING = "**nothing is running:** press Start first"
@@ -177,6 +180,8 @@ def build(program: Program, viewers: Viewers) -> gr.Blocks:
         start.click(lambda: _PAUSE, None, pause, **quick)
         gr.on([use.click, prompt.submit], do.apply, [prompt, switch], note, **quick)
         policy.input(do.policy, policy, note, **quick)
+        for chosen in asked[1:3]:
+            chosen.change(lambda name: gr.Dropdown(info=_about(name)), chosen, chosen, **quick)
         pause.click(do.pause, pause, pause, **quick)
         stop.click(do.stop, None, None, **quick)
         save.click(do.save, None, link, **quick)
@@ -184,15 +189,21 @@ def build(program: Program, viewers: Viewers) -> gr.Blocks:
     return page
 
 
+def _about(policy: str) -> str:
+    """Return what a policy holds, for a viewer to whom its name says nothing."""
+    row = find(policy, "video")
+    return _ABOUT.get(policy, "" if row is None else row.sentence)
+
+
 def _settings(program: Program) -> list[Any]:
     """Return the inputs of `Handlers.start`, in order."""
     prompt = gr.Textbox(program.prompts[0], label="Prompt", elem_id="prompt")
     gr.Examples([[text] for text in program.prompts], prompt)
-    policy = gr.Dropdown(
-        list(program.policies), value=program.policies[0], label="Cache", elem_id="policy"
-    )
-    other = gr.Dropdown([ALONE, *program.policies], value=program.beside or ALONE,
-                        label="Beside it, to compare", elem_id="other")  # fmt: skip
+    first, beside = program.policies[0], program.beside or ALONE
+    policy = gr.Dropdown(list(program.policies), value=first, label="Cache", info=_about(first),
+                         elem_id="policy")  # fmt: skip
+    other = gr.Dropdown([ALONE, *program.policies], value=beside, label="Beside it, to compare",
+                        info=_about(beside), elem_id="other")  # fmt: skip
     with gr.Accordion("More", open=False), gr.Row():
         numbers = [
             gr.Number(value, label=label, elem_id=label.lower(), min_width=80, visible=shown)

@@ -107,7 +107,7 @@ def run(program: Program, hosts: Sequence[str], port: int, tell: Callable[[str],
         tell: Prints a line.
     """
     from diffcache.pipelines.demo.door import Listeners, guarded_by
-    from diffcache.pipelines.demo.page import build
+    from diffcache.pipelines.demo.page import NARROW, build
     from diffcache.pipelines.demo.showing import Viewers
 
     def end(*_: object) -> None:
@@ -121,7 +121,7 @@ def run(program: Program, hosts: Sequence[str], port: int, tell: Callable[[str],
     try:
         _, url, _ = page.launch(
             server_name=hosts[0], server_port=port, prevent_thread_lock=True, quiet=True,
-            share=False, ssr_mode=False, footer_links=[], enable_monitoring=False,
+            share=False, ssr_mode=False, footer_links=[], enable_monitoring=False, css=NARROW,
             app_kwargs=guarded_by(listeners, hosts[0], hosts[1:]),
             max_threads=max(40, 8 + 2 * program.viewers),
         )  # fmt: skip

@@ -42,7 +42,7 @@ def open_model(model: str | None, wan: Path | None, dtype: str, device: torch.de
     """Open a model.
 
     Args:
-        model: Folder as `train_causal` exports it; folder of a `WanPipeline` whose transformer is
+        model: Folder like that of shapes-causal; folder of a `WanPipeline` whose transformer is
             causal; or file of weights as Self-Forcing releases them. None for the shipped model.
         wan: Folder of a `WanPipeline`, whose text encoder and autoencoder go with a file.
         dtype: `auto` for float32 on the CPU and bfloat16 elsewhere, or a name in `DTYPES`.

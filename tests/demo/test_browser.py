@@ -110,6 +110,7 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(
             }}""")
             page.click("#policy input")
             page.get_by_role("option", name="infinity-rope").click()
+            page.get_by_text("number them from the newest back").wait_for()  # what it holds
             page.locator("#player figcaption", has_text="infinity-rope").wait_for()
             page.click("#pause")
             page.locator("#pause", has_text="Go on").wait_for()
