@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Any, TypeVar
 
 ATTRIBUTE = "_diffcache"
+_LONGEST = 120  # characters of a method in an error
 Self = TypeVar("Self", bound="Attached")
 
 
@@ -36,6 +37,17 @@ class Attached(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.detach()
+
+
+def described(owner: Any) -> str:
+    """Return what an object runs under, for an error: a recipe has more parts than a line holds."""
+    handle = owner if isinstance(owner, Attached) else getattr(owner, "handle", owner)
+    if not hasattr(handle, "method"):
+        return "another cache"
+    method = handle.method
+    whole = repr(method)
+    short = f"{type(method).__name__} {getattr(method, 'name', '')!r}"
+    return whole if len(whole) <= _LONGEST else short
 
 
 class Loop(ABC):

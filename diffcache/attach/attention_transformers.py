@@ -125,6 +125,6 @@ def _sdpa(
 ) -> Tensor:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out: Tensor = sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0]
     return out

@@ -282,14 +282,15 @@ def _check_kind(model: nn.Module, anatomy: Anatomy, handle: Runs) -> None:
     if anatomy.timestep is not None or handle.method.counts_calls:
         return
     if hasattr(model, "encode") and hasattr(model, "decode"):
-        kind = "an autoencoder, whose forward pipelines never call"
+        kind, way = "an autoencoder, whose forward pipelines never call", ""
     elif hasattr(model, "get_input_embeddings") and handle.scheduler is None:
         kind = "a language model or text encoder"
+        way = ", or give a language model a recipe such as 'snapkv', or a policy such as 'elastic'"
     else:
         return
     raise AttachError(
         f"{anatomy.model} is {kind}: it takes no timestep, so {handle.method!r} has no steps to "
-        "skip; wrap the pipeline, or its transformer or unet"
+        f"skip; wrap the pipeline, or its transformer or unet{way}"
     )
 
 
