@@ -89,7 +89,7 @@ def files(top: str, pattern: str) -> set[str]:
     held = (p for p in (ROOT / top).glob(pattern) if WORKSHOP not in p.parents)
     found = (p.relative_to(ROOT) for p in held if p.is_file())
     shown = (p.as_posix() for p in found if not p.name.startswith("."))
-    return {name if top == "diffcache" else f"diffcache/{name}" for name in shown}
+    return {name if name.startswith("diffcache/") else f"diffcache/{name}" for name in shown}
 
 
 PACKED_ASSETS = (*(f"models/{name}" for name in PACKED), "prompts", "tables/shapes-flux")
@@ -100,7 +100,8 @@ def test_wheel_holds_the_tree(wheel: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     code = {name for top in ("diffcache", *CODE_TOPS) for name in files(top, "**/*.py")}
     data = files("eval", "**/*.jinja") | files("pipelines", "**/*.js*") | files("kernels", "*.json")
-    assert held == code | ASSETS | data | {"diffcache/py.typed"}
+    data |= files("diffcache/features", "**/*.toml") | {"diffcache/py.typed"}
+    assert held == code | ASSETS | data
 
 
 def test_wheel_is_small(wheel: Path) -> None:
