@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
-LOWEST ?= $(shell command -v python3.10 || echo $(PYTHON))
+LOWEST ?= $(shell python3.10 -c 'print("python3.10")' 2>/dev/null || echo $(PYTHON))
 ARGS ?=
 LOWEST_TESTS := (FluxTransformer2DModel or FluxPipeline or WanTransformer3DModel or WanPipeline or \
   TestPipeline or TestDemo or TestRun or kv) and not need_no_image

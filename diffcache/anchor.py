@@ -1,4 +1,4 @@
-"""What a touched object carries: a link to its engine that no copy inherits."""
+"""Link a touched object to its engine, in a way that no copy inherits."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from abc import ABC, abstractmethod
 from typing import Any, TypeVar
 
 ATTRIBUTE = "_diffcache"
+_LONGEST = 120  # characters of a method in an error
 Self = TypeVar("Self", bound="Attached")
 
 
 class Attached(ABC):
-    """What `diffcache.wrapped` returns; a context manager that detaches at its end.
+    """Hold of a cache on a model, pipeline or video: a context manager that detaches it at its end.
 
     Attributes:
         method: Method, recipe or policy that was put on the object.
@@ -36,6 +37,17 @@ class Attached(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.detach()
+
+
+def described(owner: Any) -> str:
+    """Return what an object runs under, for an error: a recipe has more parts than a line holds."""
+    handle = owner if isinstance(owner, Attached) else getattr(owner, "handle", owner)
+    if not hasattr(handle, "method"):
+        return "another cache"
+    method = handle.method
+    whole = repr(method)
+    short = f"{type(method).__name__} {getattr(method, 'name', '')!r}"
+    return whole if len(whole) <= _LONGEST else short
 
 
 class Loop(ABC):

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union, overload
 
 from torch import Tensor, nn
 
-from diffcache.anchor import Attached, Loop, owner_of
+from diffcache.anchor import Attached, Loop, described, owner_of
 from diffcache.attach.anatomy import Anatomy, anatomy_of
 from diffcache.attach.cache_context import branch as branch
 from diffcache.attach.cache_context import writing as writing
-from diffcache.attach.denoiser import Denoiser
+from diffcache.attach.denoiser import Denoiser, check_alone
 from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.handle import Handle
-from diffcache.attach.peers import check_alone
 from diffcache.attach.pipeline_hooks import shared_with
 from diffcache.attach.run import Stream
 from diffcache.attach.runs import ATTACHING
@@ -461,8 +460,8 @@ def handle_of(target: Any) -> Handle:
         owner = attached_to(target.network)  # a video can have a policy and a method
     if not isinstance(owner, Handle):
         raise AttachError(
-            f"this {type(target).__name__} is wrapped with {owner.method!r}, which skips no steps "
-            "or rows: this is for feature methods and policies of diffusion language models"
+            f"this {type(target).__name__} is wrapped with {described(owner)}, which skips no "
+            "steps or rows: this is for feature methods and policies of diffusion language models"
         )
     return owner
 
@@ -548,9 +547,8 @@ def check_free(target: Any, denoisers: dict[str, nn.Module], site: Site | str) -
     """
     for owner in [owner_of(target), *map(owner_of, denoisers.values())]:
         if owner is not None:
-            handle = owner.handle if isinstance(owner, Denoiser) else owner
             raise AttachError(
-                f"{type(target).__name__} already runs under {handle.method!r}; unwrap it first"
+                f"{type(target).__name__} already runs under {described(owner)}; unwrap it first"
             )
     if is_cached(type(target)):
         raise AttachError("cache-dit is active on this pipeline class; disable it first")

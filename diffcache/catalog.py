@@ -59,7 +59,8 @@ def make_method(
     if not isinstance(method, str):
         raise TypeError(
             f"method={method!r}: must be a name, such as 'taylorseer', or a method, such as "
-            "TaylorSeer(); recipes for key-value caches go to diffcache.kv.cache_for"
+            "TaylorSeer(); recipes for key-value caches go into a language model, by "
+            "diffcache.wrap or diffcache.kv.cache_for"
         )
     if set(method) & set(":="):
         name, own = read_word(method)

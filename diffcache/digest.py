@@ -1,4 +1,4 @@
-"""Whether two inputs hold the same: their content, as plain data and as a digest."""
+"""Compare inputs by their content, as plain data and as a digest."""
 
 from __future__ import annotations
 

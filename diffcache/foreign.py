@@ -257,12 +257,19 @@ class AttentionName(str):
 def reads_whole_prompt(frame: FrameType) -> bool:
     """Return whether a frame named `PREFILL` is of `generate`, and reads a prompt in one forward.
 
+    No is always safe. A `_prefill` of one's own, which may hand a prompt to that of transformers in
+    pieces, is told by what calls it; an assistant's guesses are taken back.
+
     Args:
         frame: Frame that runs, or calls what runs.
     """
     asked = frame.f_locals.get("generation_config")
+    caller = frame.f_back
     ours = frame.f_globals.get("__name__") == "transformers.generation.utils"
-    return ours and getattr(asked, "prefill_chunk_size", 0) is None
+    if not ours or caller is None or getattr(asked, "is_assistant", False):
+        return False
+    called = str(caller.f_globals.get("__name__")).startswith("transformers.")
+    return called and getattr(asked, "prefill_chunk_size", 0) is None
 
 
 # What models and their layers call a cache: the last since 5.24, and other things before.

@@ -374,7 +374,7 @@ class Row:
 
     @property
     def tried(self) -> tuple[str, ...]:
-        """What tests run a method on, see `TRIED`."""
+        """Return the models and pipelines that tests run a method on, by the words of `TRIED`."""
         return tuple(each for word in self.cells["tried"].split(", ") for each in TRIED[word])
 
     def numbers(self, column: str) -> tuple[int, ...]:
@@ -448,8 +448,10 @@ def unknown(name: str, *kinds: Kind) -> UnknownMethodError:
             return UnknownMethodError(f"unknown {noun} {name!r}; it is called {row.name!r} here")
     if key in _MISSING:
         return UnknownMethodError(f"unknown {noun} {name!r}; this method is not here yet")
-    named = {_key(row.name): row for kind in WORDS for row in rows_of(kind).values()}
-    close = difflib.get_close_matches(_key(name), named, n=1)
+    rows = [row for kind in WORDS for row in rows_of(kind).values()]
+    classes = {row.place.partition(":")[2].lower(): row for row in rows}
+    named = {**classes, **{_key(row.name): row for row in rows}}
+    close = difflib.get_close_matches(key, named, n=1)
     if not close:
         if len(kinds) > 2:
             return UnknownMethodError(f"unknown name {name!r}; `diffcache methods` lists all")
@@ -464,7 +466,7 @@ def unknown(name: str, *kinds: Kind) -> UnknownMethodError:
 
 @dataclass(frozen=True)
 class Words:
-    """What messages say of a kind that can be wrapped.
+    """Words of messages about one kind of cache that can be wrapped.
 
     Attributes:
         noun: Noun for one of it.

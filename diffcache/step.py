@@ -52,7 +52,7 @@ class Step:
 
     @property
     def is_last(self) -> bool:
-        """Whether this is known to be the last step of the run."""
+        """Return whether this is known to be the last step of the run."""
         return self.total is not None and self.index >= self.total - 1
 
 
@@ -98,7 +98,7 @@ class Site(str, Enum):
 
     @property
     def is_module(self) -> bool:
-        """Whether the site is a module inside the blocks."""
+        """Return whether the site is a module inside the blocks."""
         return self in (Site.MODULE, Site.ATTENTION, Site.FEED_FORWARD)
 
     @classmethod

@@ -36,7 +36,7 @@ def scaled_dot_product_attention(
         mask: Mask or bias, as torch takes it.
         settings: `is_causal`, `scale`, `enable_gqa`, `dropout_p`.
     """
-    if mask is None and takes(q):
+    if mask is None and q.is_cuda and takes(q):
         with sdpa_kernel(ORDER, set_priority=True):
             return functional.scaled_dot_product_attention(q, k, v, **settings)
     return functional.scaled_dot_product_attention(q, k, v, mask, **settings)

@@ -27,8 +27,10 @@ def kv_scatter(k: Tensor, v: Tensor, new_k: Tensor, new_v: Tensor, index: Tensor
     fits = fits and len(index) == (len(k) if index.dim() == 2 else index.shape[-1])
     fits = fits and k.shape[:3] == v.shape[:3] and k.stride(3) == v.stride(3) == 1
     fits = fits and (k.shape[3], v.shape[3]) == (new_k.shape[3], new_v.shape[3]) and v.numel() > 0
-    run = SCATTER if alike and fits and SCATTER.takes(k, v, new_k, new_v, index) else scatter_twin
-    run(k, v, new_k, new_v, index)
+    if alike and fits and SCATTER.takes(k, v, new_k, new_v, index):
+        SCATTER(k, v, new_k, new_v, index)
+    else:
+        write_slots(index, (k, new_k), (v, new_v))
 
 
 def scatter_twin(k: Tensor, v: Tensor, new_k: Tensor, new_v: Tensor, index: Tensor) -> None:

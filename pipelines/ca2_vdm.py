@@ -93,7 +93,7 @@ class FactorizedVideo(CausalVideo):
                                  read_once, recall)  # fmt: skip
 
     def call(self, stream: Any, x: Tensor, times: Tensor, text: Tensor) -> Tensor:
-        """Return what the transformer predicts, its attention going through a session."""
+        """Call the transformer, its attention going through a session."""
         if not isinstance(stream, FactorizedSession):
             raise ValueError(
                 f"{type(stream).__name__} has a cache for every noise level, and Ca2-VDM one for "

@@ -148,7 +148,7 @@ class CausalVideo(Films):
         return chosen
 
     def call(self, stream: Any, x: Tensor, times: Tensor, text: Tensor) -> Tensor:
-        """Return what the transformer predicts, its attention going through a stream.
+        """Call the transformer, its attention going through a stream.
 
         Args:
             stream: `Session` or `StreamBatch` that attends.

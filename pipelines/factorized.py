@@ -51,7 +51,7 @@ class TextAttention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, text: Tensor) -> Tensor:
-        """Return what tokens see of the text."""
+        """Attend to the text."""
         whole = self.q(x), *self.kv(text).chunk(2, -1)
         heads = [each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in whole]
         out: Tensor = self.out(attention(*heads).transpose(1, 2).flatten(2))

@@ -54,7 +54,7 @@ class ModelGuide:
         return logits.gather(1, place[..., None].expand(-1, -1, logits.shape[-1]))
 
     def _crop(self, ids: Tensor, most: int) -> int:
-        """Keep what did not change, at most so many positions, and return their number."""
+        """Keep the positions that did not change, at most so many, and return their number."""
         if self.ids is None:
             return 0
         held = self.ids.shape[1]

@@ -1,4 +1,4 @@
-"""A diffusion policy: what a robot does next is drawn by denoising, as a chunk of actions.
+"""A diffusion policy: a chunk of a robot's next actions is drawn by denoising.
 
 Diffusion Policy, arXiv 2303.04137: from the last observations a chunk of actions is drawn, its
 start is executed, and the next chunk is drawn from what is observed then.

@@ -1,4 +1,4 @@
-"""Checks of what a stream of video is given, guidance, and the rotary embedding."""
+"""Checks of the inputs of a video stream, guidance, and the rotary embedding."""
 
 from __future__ import annotations
 

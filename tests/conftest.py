@@ -1,12 +1,16 @@
-"""What every test shares: one thread, one seed, no network, and no GPU tests without a GPU."""
+"""Settings that every test shares: one thread, one seed, no network, and no GPU tests without a GPU."""
 
 import gc
 import os
+import warnings
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+
+from diffcache.errors import CacheWarning
 
 # One test of these takes minutes: they begin first, so that no worker waits for another at the end.
 LONGEST = ("test_compiler.py", "test_interpreter.py", "test_browser.py")
@@ -33,6 +37,27 @@ def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     from diffcache.eval.runs import measure
 
     monkeypatch.setattr(measure, "write_report", lambda *given: [])
+
+
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def quiet(no_gradients: None) -> Iterator[None]:
+    """Run without gradients, and without remarks that a run skipped nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CacheWarning)
+        yield
+
+
+@pytest.fixture
+def eager(no_gradients: None) -> Iterator[None]:
+    """Run without gradients; models that compile a part of their own run it uncompiled."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.fixture(autouse=True)

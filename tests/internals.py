@@ -1,7 +1,18 @@
-"""What tests look at inside a wrapped denoiser."""
+"""Looks inside methods and wrapped denoisers: schedules, calls, and what a cache would leave behind."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from diffcache.api import handle_of
 from diffcache.attach.handle import Handle
 from diffcache.attach.reuse.extension import FeatureReuse
+from diffcache.features.base import When
+from diffcache.features.combine import FeatureMethod
+from diffcache.step import Step
 
 
 def reuse_in(handle: Handle, number: int = 0) -> FeatureReuse:
@@ -9,3 +20,41 @@ def reuse_in(handle: Handle, number: int = 0) -> FeatureReuse:
     extensions = handle.denoisers[number].extensions
     (found,) = [extension for extension in extensions if isinstance(extension, FeatureReuse)]
     return found
+
+
+def marks(target: Any, branch: int | str | None = None) -> str:
+    """Return a letter for every call of the last run, or of a branch: C computed, s skipped."""
+    calls = handle_of(target).last.calls
+    return "".join("sC"[c.computed] for c in calls if branch is None or c.branch == branch)
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Return everything that a cache could leave behind in the modules of a model."""
+    return {
+        path: (
+            type(module),
+            {name: id(held) * (name[0] != "_") for name, held in module.__dict__.items()},
+            type(module._modules),
+            id(getattr(module, "processor", None)),
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+        )
+        for path, module in model.named_modules()
+    }
+
+
+def computed_steps(
+    asked: FeatureMethod | When, total: int, probes: Sequence[Tensor] | None = None
+) -> list[int]:
+    """Return the steps that a schedule computes in a run, by what it sees; asking changes nothing."""
+    when = asked.parts().when if isinstance(asked, FeatureMethod) else asked
+    state, computed = when.init(), []
+    for index in range(total):
+        step = Step(index, total=total)
+        probe = None if probes is None else probes[index]
+        answer = when.should_compute(state, step, probe)
+        assert when.should_compute(state, step, probe) == answer
+        if answer:
+            when.computed(state, step, probe)
+            computed.append(index)
+    return computed

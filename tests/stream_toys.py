@@ -17,12 +17,12 @@ from tests.bare.toys import EVERY, PLAIN, Toy, noise, track
 
 
 class Thing:
-    """What an extension keeps."""
+    """Something that an extension keeps."""
 
 
 @dataclass
 class Note:
-    """What a call saw: its step, and what was kept before it."""
+    """Note of what a call saw: its step, and what was kept before it."""
 
     chunk: int
     index: int

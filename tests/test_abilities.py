@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 
 import diffcache
 from diffcache import Ability, AttachError, Call, Extension, Method, TaylorSeer
-from diffcache.api import handle_of
 from diffcache.attach.attention import Door, attention_sites
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
 from diffcache.attach.call import current_call
+from tests.internals import state_of
 from tests.zoo.catalog import cases
 from tests.zoo.pipe import PipeCase
 from tests.zoo.pipes import pipes
@@ -98,10 +97,7 @@ class Asks(Method):
         return (Record(), Nobody())
 
 
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 @pytest.fixture(scope="module", params=PIPES)
@@ -117,21 +113,11 @@ def network(pipe: Any) -> nn.Module:
     return model
 
 
-def state_of(model: nn.Module) -> dict[str, Any]:
-    """Everything that attaching could leave behind."""
-    return {
-        path: (type(module), {k: id(v) for k, v in module.__dict__.items() if k[0] != "_"},
-               type(module._modules), id(getattr(module, "processor", None)),
-               len(module._forward_hooks), len(module._forward_pre_hooks))
-        for path, module in model.named_modules()
-    }  # fmt: skip
-
-
 @pytest.mark.filterwarnings("error::diffcache.CacheWarning")  # it is no cache that skips nothing
 def test_a_recorder_sees_every_attention_of_every_call_and_changes_nothing(made: Any) -> None:
     case, pipe = made
     model = network(pipe)
-    before, plain = state_of(model), case.run(pipe, 0, STEPS)
+    plain, before = case.run(pipe, 0, STEPS), state_of(model)
     sites = [(site.path, site.part) for site in attention_sites(model)]
     method = Watched()
     diffcache.wrap(pipe, method)
@@ -178,31 +164,6 @@ def test_with_taylorseer_both_act(made: Any, site: str, last: bool) -> None:
     for place in {one.place for one in method.record.seen}:
         assert {(path, part) for at, path, part in counts if at == place} == sites
     assert set(counts.values()) == {1}
-    assert state_of(model) == before
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_on_a_bare_model(name: str) -> None:
-    case = cases()[name]
-    model = case.build(0)
-    given = [case.kwargs(model, 0, step, STEPS) for step in range(STEPS)]
-    plain = [model(**kwargs)[0] for kwargs in given]
-    before, sites = state_of(model), attention_sites(model)
-    method = Watched()
-    diffcache.wrap(model, method)
-    assert all(torch.equal(model(**k)[0], out) for k, out in zip(given, plain, strict=True))
-    assert len(method.record.seen) == len(sites) * STEPS
-    diffcache.unwrap(model)
-    assert state_of(model) == before
-    diffcache.wrap(model, SEER)
-    alone = [model(**kwargs)[0] for kwargs in given]
-    diffcache.unwrap(model)
-    both = Watched(SEER)
-    diffcache.wrap(model, both)
-    assert all(torch.equal(model(**k)[0], out) for k, out in zip(given, alone, strict=True))
-    marks = [call.index for call in handle_of(model).last.calls if call.computed]
-    assert marks == sorted({one.place[0] for one in both.record.seen}) == [0, 1, 4]
-    diffcache.unwrap(model)
     assert state_of(model) == before
 
 

@@ -25,11 +25,7 @@ SOME = ["FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransform
         "HunyuanVideoTransformer3DModel", "CogVideoXTransformer3DModel-15", "UNet2DConditionModel",
         "PixArtTransformer2DModel", "ChromaTransformer2DModel"]  # fmt: skip
 
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 class Recorder:

@@ -1,4 +1,4 @@
-"""What every method of the catalogue promises, on small models of every kind."""
+"""Promises of every method of the catalogue, on small models of every kind."""
 
 import warnings
 from functools import cache
@@ -8,8 +8,10 @@ import torch
 
 import diffcache
 from diffcache.catalog import make_method
+from tests.internals import state_of
 from tests.methods import ALONE, COMPUTED, OFF, ON, STEPS, TENSORS
 from tests.zoo.catalog import cases
+from tests.zoo_runs import sample
 
 
 @pytest.fixture(scope="module", params=ALONE)
@@ -23,45 +25,23 @@ def name(request):
     return request.param
 
 
-def sample(case, model, seed=0, steps=range(STEPS)):
-    outs = []
-    with torch.no_grad():
-        for step in steps:
-            out = model(**case.kwargs(model, seed, step=step, steps=STEPS), return_dict=False)[0]
-            outs.append(out.clone())
-    return torch.stack(outs)
-
-
 @pytest.fixture(scope="module")
 def plain(made):
-    """What a model returns uncached."""
-    return sample(*made)
+    """Return the outputs of a model uncached."""
+    return sample(*made, STEPS)
 
 
 @pytest.fixture(scope="module")
 def alone(made):
-    """What a model returns in one run of a method with one seed, once for all tests."""
+    """Return the outputs of a model in one run of a method with one seed, once for all tests."""
     case, model = made
 
     @cache
     def run(name, seed):
         with diffcache.wrapped(model, name, **ON[name]):
-            return sample(case, model, seed)
+            return sample(case, model, STEPS, seed=seed)
 
     return run
-
-
-def state_of(model):
-    """Everything a cache could leave behind."""
-    return {
-        path: (
-            type(module),
-            sorted(module.__dict__),
-            type(module._modules),
-            len(module._forward_hooks),
-        )
-        for path, module in model.named_modules()
-    }
 
 
 @pytest.mark.filterwarnings("ignore::diffcache.CacheWarning")
@@ -70,18 +50,18 @@ def test_off_is_bit_exact_and_detaching_leaves_no_trace(made, plain, name):
     before = state_of(model)
     assert plain.std() > 1e-3
     with diffcache.wrapped(model, name, **OFF[name]) as handle:
-        assert torch.equal(sample(case, model), plain)
+        assert torch.equal(sample(case, model, STEPS), plain)
         assert handle.last.skipped == 0
         handle.reset()  # starts a new run, which closes the record
     assert state_of(model) == before
-    assert torch.equal(sample(case, model), plain)
+    assert torch.equal(sample(case, model, STEPS), plain)
 
 
 def test_on_skips_what_the_schedule_says_and_repeats(made, plain, alone, name):
     case, model = made
     with diffcache.wrapped(model, name, **ON[name]) as handle:
-        other = sample(case, model, seed=1)
-        first = sample(case, model)
+        other = sample(case, model, STEPS, seed=1)
+        first = sample(case, model, STEPS)
         calls = handle.last.calls
         assert [call.index for call in calls if call.computed] == COMPUTED[name]
         assert [call.index for call in calls] == list(range(STEPS))
@@ -89,7 +69,7 @@ def test_on_skips_what_the_schedule_says_and_repeats(made, plain, alone, name):
         assert not torch.equal(first, plain)
         assert handle.last.skipped > 0
         assert not torch.equal(other, first)
-    assert torch.equal(sample(case, model), plain)
+    assert torch.equal(sample(case, model, STEPS), plain)
     assert torch.equal(alone(name, 0), first)
 
 
@@ -114,7 +94,7 @@ def test_an_aborted_run_leaves_nothing(made, alone, name):
         for _ in range(2):
             handle.reset()
             assert handle.held_bytes() == 0
-            sample(case, model, seed=1, steps=range(4))
+            sample(case, model, STEPS, seed=1, order=range(4))
             assert handle.held_bytes() > 0
         block = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
 
@@ -123,10 +103,10 @@ def test_an_aborted_run_leaves_nothing(made, alone, name):
 
         hook = block.register_forward_pre_hook(fail)
         with pytest.raises(RuntimeError, match="in the middle"):
-            sample(case, model, seed=1, steps=range(4, 5))
+            sample(case, model, STEPS, seed=1, order=range(4, 5))
         hook.remove()
         assert handle.held_bytes() == 0
-        assert torch.equal(sample(case, model), fresh)
+        assert torch.equal(sample(case, model, STEPS), fresh)
 
 
 def test_held_bytes_equal_the_formula(made, name):
@@ -134,12 +114,11 @@ def test_held_bytes_equal_the_formula(made, name):
     case, model = made
     if case.cls.startswith("UNet"):
         pytest.skip("a UNet's sites are counted in test_memory_of_a_unet")
+    each, probes = TENSORS[name]
+    features = site_bytes(case, model, make_method(name, **ON[name]))
+    probe = probe_bytes(case, model)
     with diffcache.wrapped(model, name, **ON[name]) as handle:
-        sample(case, model)
-        each, probes = TENSORS[name]
-        method = make_method(name, **ON[name])
-        features = site_bytes(case, model, method)
-        probe = probe_bytes(case, model)
+        sample(case, model, STEPS)
         assert handle.held_bytes() == each * features + probes * probe
         tensors = handle.denoisers[0].tensors(handle.run())
         assert all(t.grad_fn is None and not t.requires_grad for t in tensors)
@@ -159,17 +138,16 @@ def site_bytes(case, model, method):
         wanted = [lists[-1][-1]]
     else:
         wanted = [blocks[-1] for blocks in lists]
-    with diffcache_off(model):
-        for module in wanted:
-            hooks.append(
-                module.register_forward_hook(
-                    lambda m, a, out: sizes.__setitem__(m, sum(t.nbytes for t in flat(out)))
-                )
+    for module in wanted:
+        hooks.append(
+            module.register_forward_hook(
+                lambda m, a, out: sizes.__setitem__(m, sum(t.nbytes for t in flat(out)))
             )
-        with torch.no_grad():
-            model(**case.kwargs(model, 0, step=0, steps=STEPS))
-        for hook in hooks:
-            hook.remove()
+        )
+    with torch.no_grad():
+        model(**case.kwargs(model, 0, step=0, steps=STEPS))
+    for hook in hooks:
+        hook.remove()
     assert len(sizes) == len(wanted)
     return sum(sizes.values())
 
@@ -184,13 +162,13 @@ def is_module_site(name):
 def probe_bytes(case, model):
     """Bytes of the first block's image stream: the input of the second block."""
     shapes, first = [], next(iter(diffcache.inspect(model).lists)).key
-    block = dict.__getitem__(model.get_submodule(first)._modules, "0")
+    block = model.get_submodule(first)[0]
 
     def keep(module, args, kwargs):
         shapes.append(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
     hook = block.register_forward_pre_hook(keep, with_kwargs=True)
-    with diffcache_off(model), torch.no_grad():
+    with torch.no_grad():
         model(**case.kwargs(model, 0, step=0, steps=STEPS))
     hook.remove()
     return shapes[0].nbytes
@@ -198,26 +176,6 @@ def probe_bytes(case, model):
 
 def flat(out):
     return [t for t in (out if isinstance(out, (tuple, list)) else [out]) if t is not None]
-
-
-class diffcache_off:  # noqa: N801  (reads as a statement)
-    """Run the model uncached for a while: the taps stand aside without an engine."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def __enter__(self):
-        self.anchor = self.model.__dict__.get("_diffcache")
-        hooks = (self.model._forward_pre_hooks, self.model._forward_hooks)
-        self.saved = [dict(hook) for hook in hooks]
-        for hook in hooks:
-            hook.clear()
-
-    def __exit__(self, *_):
-        for hook, saved in zip(
-            (self.model._forward_pre_hooks, self.model._forward_hooks), self.saved, strict=True
-        ):
-            hook.update(saved)
 
 
 def test_memory_of_a_unet():
@@ -239,7 +197,7 @@ def test_memory_of_a_unet():
         hook.remove()
     for site, expected in (("stack", sum(last)), ("block", sum(every))):
         with diffcache.wrapped(model, "interval", every=3, site=site) as handle:
-            sample(case, model)
+            sample(case, model, STEPS)
             assert handle.held_bytes() == expected
 
 
@@ -252,30 +210,18 @@ def all_bytes(out):
 def test_a_run_that_skips_nothing_says_so(made):
     case, model = made
     with diffcache.wrapped(model, "interval", every=1) as handle:
-        sample(case, model)
+        sample(case, model, STEPS)
         with pytest.warns(diffcache.CacheWarning, match="skipped nothing in a run of 8 steps"):
-            sample(case, model)
+            sample(case, model, STEPS)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             diffcache.reset(model)
         assert handle.last.skipped == 0
 
 
-def test_wrapping_twice_and_wrong_targets():
+def test_blocks_that_are_not_there_are_refused():
     case = cases()["FluxTransformer2DModel"]
     model = case.build()
-    diffcache.wrap(model, "interval")
-    with pytest.raises(diffcache.AttachError, match=r"already runs under Interval\(every=3"):
-        diffcache.wrap(model, "taylorseer")
-    diffcache.unwrap(model)
-    with pytest.raises(diffcache.AttachError, match="is not wrapped; call diffcache.wrap first"):
-        diffcache.unwrap(model)
-    with pytest.raises(diffcache.AttachError, match="cannot wrap a dict"):
-        diffcache.wrap({}, "interval")
-    with pytest.raises(diffcache.AttachError, match="Linear has no list of blocks"):
-        diffcache.wrap(torch.nn.Linear(2, 2), "interval")
-    with pytest.raises(diffcache.AttachError, match="a bare model has none"):
-        diffcache.wrap(model, "interval", components=["transformer"])
     combined = diffcache.Combine(
         diffcache.Every(2), diffcache.Reuse(), site="run", blocks="transformer_blocks.9"
     )
@@ -283,13 +229,10 @@ def test_wrapping_twice_and_wrong_targets():
         diffcache.wrapped(model, combined),
         pytest.raises(diffcache.AttachError, match=r"no such block ran; .* transformer_blocks.0-3"),
     ):
-        sample(case, model)
+        sample(case, model, STEPS)
     model.eval()
     with (
         diffcache.wrapped(model, diffcache.Combine(diffcache.Every(2), lead=8)),
         pytest.raises(diffcache.AttachError, match="lower lead and tail"),
     ):
-        sample(case, model)
-    unet = cases()["UNet1DModel"].build()
-    with pytest.raises(diffcache.AttachError, match="has nothing at site 'attention'"):
-        diffcache.wrap(unet, "interval", site="attention")
+        sample(case, model, STEPS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,11 +23,7 @@ WITHOUT = ("Kandinsky3UNet", "StableCascadeUNet", "UNet1DModel", "UNet2DModel-sk
 SPLIT = [name for name in sorted(CASES) if "UNet" in name and name not in WITHOUT]
 SD14: dict[str, Any] = {"sample_size": 64, "cross_attention_dim": 768, "attention_head_dim": 8}
 
-
-@pytest.fixture(autouse=True)
-def no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def deep(layers: int = 1, every: int = 2) -> Combine:
@@ -125,7 +120,7 @@ def test_a_skipped_step_is_deepcaches(name: str, extra: str) -> None:
 
 
 def test_a_skipped_step_of_sd_1_4_costs_what_deepcaches_does() -> None:
-    """What runs is seen on a tiny UNet of the same form, what that costs is counted on `meta`."""
+    """Layers that run are seen on a tiny UNet of the same form, their costs counted on `meta`."""
     name = "UNet2DConditionModel"
     model, ran = CASES[name].build(0), set()
     with Handle(model, {"model": model}, deep()) as handle:

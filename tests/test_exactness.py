@@ -14,19 +14,14 @@ import diffcache
 from diffcache import AttachError, Interval
 from tests.zoo.case import output_tensors
 from tests.zoo.catalog import cases
-from tests.zoo_steps import inputs, steps
+from tests.zoo_runs import inputs, steps
 
 CASES = cases()
 VARIANTS = [(name, extra) for name in sorted(CASES) for extra in ("", *CASES[name].extras)]
 REFUSED = {("UniDiffuserModel", "stack"), ("UNet1DModel", "module")}
 TOLERANCE = 1e-6  # relative to the largest value of the output
 
-
-@pytest.fixture(autouse=True)
-def eager():
-    """No gradients; models that compile a part of their own run it uncompiled."""
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        yield
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 @cache
@@ -190,67 +185,3 @@ def test_skip_layer_guidance_is_a_branch_of_its_own(site: str):
             for b in (0, 1)
         ]
     assert marks == ["CssCssC", "CsCs"]
-
-
-# adapters ------------------------------------------------------------------------------------
-
-
-def _unet_with_ip_adapter() -> tuple[nn.Module, dict[str, Any]]:
-    case = CASES["UNet2DConditionModel"]
-    model = case.build(0)
-    width, tokens, embed = model.config.cross_attention_dim, 4, 10
-    weights: dict[str, Any] = {}
-    number = 1
-    for name, processor in model.attn_processors.items():
-        if name.endswith("attn2.processor"):
-            inner = model.get_submodule(name.removesuffix(".processor")).to_k.out_features
-            weights[f"{number}.to_k_ip.weight"] = torch.randn(inner, width) / width**0.5
-            weights[f"{number}.to_v_ip.weight"] = torch.randn(inner, width) / width**0.5
-            number += 2
-        del processor
-    proj = {
-        "proj.weight": torch.randn(tokens * width, embed) / embed**0.5,
-        "proj.bias": torch.zeros(tokens * width),
-        "norm.weight": torch.ones(width),
-        "norm.bias": torch.zeros(width),
-    }
-    model._load_ip_adapter_weights([{"image_proj": proj, "ip_adapter": weights}])
-    given = inputs(case, model)
-    given["added_cond_kwargs"] = {"image_embeds": [torch.randn(2, 1, embed)]}
-    return model, given
-
-
-def _flux_with_ip_adapter() -> tuple[nn.Module, dict[str, Any]]:
-    case = CASES["FluxTransformer2DModel"]
-    model = case.build(0)
-    width, tokens, embed = model.config.joint_attention_dim, 4, 10
-    inner = model.config.num_attention_heads * model.config.attention_head_dim
-    weights = {
-        f"{block}.{name}.{part}": torch.randn(inner, width) / width**0.5
-        if part == "weight"
-        else torch.zeros(inner)
-        for block in range(model.config.num_layers)
-        for name in ("to_k_ip", "to_v_ip")
-        for part in ("weight", "bias")
-    }
-    proj = {
-        "proj.weight": torch.randn(tokens * width, embed) / embed**0.5,
-        "proj.bias": torch.zeros(tokens * width),
-        "norm.weight": torch.ones(width),
-        "norm.bias": torch.zeros(width),
-    }
-    model._load_ip_adapter_weights([{"image_proj": proj, "ip_adapter": weights}])
-    given = inputs(case, model)
-    given["joint_attention_kwargs"] = {"ip_adapter_image_embeds": [torch.randn(2, 1, embed)]}
-    return model, given
-
-
-@pytest.mark.parametrize("site", ["stack", "block", "module"])
-@pytest.mark.parametrize("make", [_unet_with_ip_adapter, _flux_with_ip_adapter])
-def test_ip_adapter(make: Callable[[], tuple[nn.Module, dict[str, Any]]], site: str):
-    model, given = make()
-    key = next(k for k in ("added_cond_kwargs", "joint_attention_kwargs") if k in given)
-    (name, embeds), *_ = given[key].items()
-    other = {**given, key: {name: [-embeds[0]]}}
-    assert gap(model(**other), output_tensors(model(**given))) > 1e-4
-    check_exact(model, lambda: {**given, key: {name: list(embeds)}}, site)

@@ -24,17 +24,7 @@ from diffcache import (
 from diffcache.catalog import make_method, method_class
 from diffcache.features.parts.when import relative_l1
 from diffcache.registry import rows_of
-
-
-def computed_steps(when, total, probes=None):
-    state, steps = when.init(), []
-    for index in range(total):
-        step = Step(index, total=total)
-        probe = None if probes is None else probes[index]
-        if when.should_compute(state, step, probe):
-            when.computed(state, step, probe)
-            steps.append(index)
-    return steps
+from tests.internals import computed_steps
 
 
 @pytest.mark.parametrize(
@@ -208,23 +198,6 @@ def test_repr_of_a_combination_is_python():
         Gate(0.1, forecast=Taylor(1)), Newton(2), site="run", lead=1, blocks="blocks.1-2"
     )
     assert eval(repr(method), vars(diffcache)) == method
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Interval(site="run"), "name the blocks of site 'run'"),
-        (lambda: Listed([1, -2]), "steps=-2"),
-        (lambda: Combine(when=Gate(0.1)), "a gate looks at lead blocks; set lead=1"),
-        (lambda: Combine(when="every"), "when='every': must be a When"),
-        (lambda: Combine(when=Every(2), instead=3), "instead=3: must be an Instead"),
-        (lambda: Combine(when=Every(2), site="attention", lead=1), "must be 0 at site 'attention'"),
-        (lambda: Combine(when=Every(2), feature="delta"), "feature='delta'"),
-    ],
-)
-def test_bad_settings_name_the_value_and_the_way_out(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 def test_catalogue_errors():

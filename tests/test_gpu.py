@@ -1,4 +1,4 @@
-"""What only a CUDA device shows: exactness there, and that static schedules never wait for it."""
+"""Tests that need a CUDA device: exactness there, and that static schedules never wait for it."""
 
 import pytest
 import torch

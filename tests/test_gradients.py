@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 import diffcache
 from diffcache import CacheWarning, Combine, Every, Taylor
-from diffcache.api import handle_of
+from tests.internals import marks
 from tests.zoo.catalog import cases
 
 CASE = cases()["FluxTransformer2DModel"]
@@ -44,10 +43,6 @@ def test_training_is_that_of_the_unwrapped_model_and_said_once(site: str, checkp
         texts = [str(w.message) for w in caught if w.category is CacheWarning]
         assert len(texts) == 1 and "gradients are on, so every block is computed" in texts[0]
         assert handle.held_bytes() == 0
-
-
-def marks(model: Any) -> str:
-    return "".join("sC"[call.computed] for call in handle_of(model).last.calls)
 
 
 def test_a_step_with_gradients_within_a_run_starts_it_anew():

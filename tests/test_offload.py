@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 import diffcache
 from diffcache import Combine, Every, Interval, Taylor
-from diffcache.api import handle_of
+from tests.internals import marks
 from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes
 
@@ -26,12 +25,7 @@ METHODS = [
 ]
 IDS = ["stack", "block", "lead and tail", "module"]
 
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore", diffcache.CacheWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def trajectory(model: nn.Module, name: str) -> list[Tensor]:
@@ -41,10 +35,6 @@ def trajectory(model: nn.Module, name: str) -> list[Tensor]:
 
 def same(left: list[Tensor], right: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
-def marks(model: Any) -> str:
-    return "".join("sC"[call.computed] for call in handle_of(model).last.calls)
 
 
 OFFLOADS = [

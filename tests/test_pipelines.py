@@ -98,11 +98,7 @@ def case(request):
     plain.cache_clear()
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", diffcache.CacheWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def denoisers(case: PipeCase, pipe: Any) -> dict[str, nn.Module]:
@@ -121,7 +117,7 @@ def schedule(case: PipeCase, pipe: Any) -> dict[str, list[list[int]]]:
 
 
 def expected(steps: list[list[int]], every: int) -> list[bool]:
-    """Whether each denoiser call is computed: step 0, every, 2 every, and a branch's first."""
+    """Return whether each denoiser call is computed: step 0, every, 2 every, and a branch's first."""
     seen: set[int] = set()
     made: list[bool] = []
     last = 0

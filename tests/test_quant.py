@@ -45,6 +45,12 @@ def plan_of(dense: nn.Module, bits: int, ranges: list[tuple[float, float]]) -> L
     return LayerPlan(*weight_grid(dense.weight, bits), *grid_of(low, high, 8))
 
 
+# Of the rows in refused.txt.
+DENSE = nn.Linear(4, 3)
+PLAN = plan_of(DENSE, 8, [(-1, 1)] * T)
+PARTS = list(vars(PLAN).values())[:4]
+
+
 def fake(dense: nn.Module, plan: LayerPlan, bits: int, step: int, given: Tensor) -> Tensor:
     """The same layer in float64: weight and input rounded and back."""
     shape = (-1, *[1] * (dense.weight.dim() - 1))
@@ -169,11 +175,6 @@ def test_weight_search_is_no_worse_than_any_shrunk_range(bits: int) -> None:
     assert bits == 8 or (found < tried[0]).any()
 
 
-def test_weight_that_is_not_finite_is_refused() -> None:
-    with pytest.raises(ValueError, match="not finite"):
-        weight_grid(torch.tensor([[1.0, float("nan")]]), 8)
-
-
 def test_input_ranges_are_those_seen_at_each_step() -> None:
     ranges = InputRanges(2)
     ranges.add(0, torch.tensor([1.0, 2]))
@@ -244,30 +245,6 @@ def test_plan_goes_through_tensors() -> None:
         for key, value in vars(layer).items():
             other = getattr(again.layers[name], key)
             assert other is value if value is None else torch.equal(other, value)
-
-
-def test_bad_plans_are_refused() -> None:
-    dense = nn.Linear(4, 3)
-    plan = plan_of(dense, 8, [(-1, 1)] * T)
-    parts = list(vars(plan).values())[:4]
-    with pytest.raises(ValueError, match="bits='w2a2': must be one of 'w8a8', 'w4a8'"):
-        QuantPlan("w2a2", {"a": plan})
-    with pytest.raises(ValueError, match="at least one layer"):
-        QuantPlan("w8a8", {})
-    with pytest.raises(ValueError, match=r"runs of \[2, 3\] steps"):
-        QuantPlan("w8a8", {"a": plan, "b": plan_of(dense, 8, [(-1, 1)] * 2)})
-    with pytest.raises(ValueError, match=r"gain of shape \(3,\): must be \(3, 3\)"):
-        LayerPlan(*parts, torch.ones(3), torch.ones(3))
-    with pytest.raises(ValueError, match="give both or none"):
-        LayerPlan(*parts, torch.ones(3, 3))
-    with pytest.raises(ValueError, match="above 0"):
-        LayerPlan(parts[0] * 0, *parts[1:])
-    with pytest.raises(ValueError, match="not the name of a tensor"):
-        QuantPlan.of("w8a8", {"a/other": parts[0]})
-    with pytest.raises(ValueError, match="lack its input_scale, input_zero"):
-        QuantPlan.of("w8a8", {"a/weight_scale": parts[0], "a/weight_zero": parts[1]})
-    with pytest.raises(ValueError, match="made for 3 output channels, the layer has 5"):
-        QuantizedLinear(nn.Linear(4, 5), plan, 8, "l")
 
 
 def test_a_cast_reaches_the_dense_layer() -> None:

@@ -210,10 +210,6 @@ class TestTimeline:
         assert image.size == (400, 120) and image.mode == "RGB"
         assert len(image.getcolors(100_000)) > 1
 
-    def test_image_too_small(self):
-        with pytest.raises(ValueError, match="width=10, height=120: a timeline needs at least"):
-            timeline_image([call(0)], 10, 120)
-
 
 class TestCite:
     def test_names_methods_classes_and_wrapped_models(self, flux):
@@ -227,12 +223,6 @@ class TestCite:
         for name in diffcache.methods():
             assert diffcache.cite(name).startswith("@")
 
-    def test_own_combination(self):
-        with pytest.raises(ValueError, match="has no paper of its own"):
-            diffcache.cite(Combine(Every(3)))
-
     def test_unknown(self, flux):
-        with pytest.raises(diffcache.UnknownMethodError, match="did you mean 'taylorseer'"):
-            diffcache.cite("taylorser")
         with pytest.raises(diffcache.AttachError, match="is not wrapped"):
             diffcache.cite(flux[1])

@@ -1,4 +1,4 @@
-"""Where a pipeline's name leads, and the device and dtype that `auto` stands for."""
+"""Folders that a pipeline's name leads to, and the device and dtype that `auto` stands for."""
 
 import diffusers
 import huggingface_hub

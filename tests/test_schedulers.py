@@ -5,25 +5,20 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import warnings
 from typing import Any
 
 import pytest
 import torch
 
 import diffcache
-from diffcache import CacheWarning, Interval
+from diffcache import Interval
 from diffcache.anchor import owner_of
 from diffcache.api import handle_of
+from tests.internals import marks
 from tests.zoo.catalog import cases
-from tests.zoo_runs import EVERY, PIPES, STEPS, flux, marks, run
+from tests.zoo_runs import EVERY, PIPES, STEPS, flux, run
 
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore", CacheWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def test_a_copied_scheduler_does_not_drive_the_clock():
@@ -157,7 +152,7 @@ def own_classes(*pipes: Any) -> tuple[type, type]:
 
 
 def members(*kinds: type) -> list[dict[str, Any]]:
-    """What classes hold, but for what pickling notes in them."""
+    """Return the members of classes, but for what pickling notes in them."""
     return [{k: v for k, v in vars(kind).items() if k != "__slotnames__"} for kind in kinds]
 
 

@@ -1,11 +1,10 @@
-"""Several runs at once, adapters, other caches, memory: what a cache shares and what it does not."""
+"""Several pipelines, threads and requests at once: each runs as if it were alone."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import threading
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,33 +13,12 @@ import torch
 from torch import Tensor
 
 import diffcache
-from diffcache import AttachError, Combine, Every, Interval, Newton, Reuse, Taylor
+from diffcache import AttachError, Interval
 from diffcache.api import handle_of
-from tests.zoo.catalog import cases
-from tests.zoo.pipes import pipes
+from tests.internals import marks
+from tests.zoo_runs import CASES, EVERY, PIPES, SEER, STEPS, in_threads, run
 
-CASES, PIPES = cases(), pipes()
-EVERY = Interval(every=3)
-SEER = Combine(Every(3), Taylor(2), site="block")
-STEPS = 6
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore", diffcache.CacheWarning)
-        yield
-
-
-def run(pipe: Any, name: str, seed: int = 0, steps: int = STEPS, **more: Any) -> Tensor:
-    return pipe(**{**PIPES[name].call(pipe, seed, steps), **more})[0]
-
-
-def marks(target: Any) -> str:
-    return "".join("sC"[call.computed] for call in handle_of(target).last.calls)
-
-
-# several at once -----------------------------------------------------------------------------------
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.mark.parametrize(
@@ -60,30 +38,6 @@ def test_pipelines_interleaved(names: tuple[str, str]):
     assert torch.equal(outer, alone[0])
     assert len(inner) == 2 and all(torch.equal(out, alone[1]) for out in inner)
     assert marks(one) == "CssCss"
-
-
-def in_threads(*jobs: Any) -> list[Any]:
-    """Run every job in a thread of its own, all at once."""
-    results: list[Any] = [None] * len(jobs)
-    gate = threading.Barrier(len(jobs))
-
-    def work(place: int) -> None:
-        gate.wait()
-        with torch.no_grad():
-            try:
-                results[place] = jobs[place]()
-            except BaseException as error:
-                results[place] = error
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 def test_two_pipelines_in_two_threads():
@@ -113,108 +67,6 @@ def test_threads_that_share_a_bare_denoiser():
     outs = in_threads(*(lambda s=s: trajectory(model, case, s, pause) for s in range(3)))
     assert all(torch.equal(a, b) for a, b in zip(alone, outs, strict=True))
     handle_of(model).detach()
-
-
-# bare denoisers --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "ZImageTransformer2DModel"])
-def test_a_bare_denoiser_starts_a_run_where_the_timestep_turns_back(name: str):
-    case = CASES[name]
-    model = diffcache.wrap(case.build(0), EVERY)
-    first = [model(**case.kwargs(model, 0, s, STEPS)) for s in range(STEPS - 1)]
-    assert marks(model) == "CssCs"
-    again = [model(**case.kwargs(model, 0, s, STEPS)) for s in range(STEPS - 1)]
-    assert marks(model) == "CssCs"
-    for one, two in zip(first, again, strict=True):
-        assert torch.equal(
-            torch.cat([t.flatten() for t in one.sample]),
-            torch.cat([t.flatten() for t in two.sample]),
-        )
-
-
-def test_reset_starts_a_run():
-    case = CASES["FluxTransformer2DModel"]
-    model = diffcache.wrap(case.build(0), EVERY)
-    for step in (0, 1):
-        model(**case.kwargs(model, 0, step, STEPS))
-    assert handle_of(model).held_bytes() > 0
-    diffcache.reset(model)
-    assert handle_of(model).held_bytes() == 0
-    model(**case.kwargs(model, 0, 2, STEPS))
-    last = handle_of(model).last.calls[-1]
-    assert last.computed and last.index == 0 and last.reason == "first call"
-
-
-def test_the_same_timestep_over_and_over_is_never_taken_for_guidance():
-    """A one-step model is called with one timestep only."""
-    case = CASES["FluxTransformer2DModel"]
-    model = diffcache.wrap(case.build(0), EVERY)
-    exact = case.build(0)
-    for seed in range(20):
-        out = model(**case.kwargs(model, seed)).sample
-        assert torch.equal(out, exact(**case.kwargs(exact, seed)).sample)
-    assert handle_of(model).held_bytes() == 0
-
-
-# other things that touch a model ------------------------------------------------------------------------
-
-
-def lora(pipe: Any) -> None:
-    from peft import LoraConfig
-
-    torch.manual_seed(5)
-    targets = ["to_q", "to_v", "proj_mlp", "to_out.0"]
-    pipe.transformer.add_adapter(
-        LoraConfig(r=2, lora_alpha=2, target_modules=targets, init_lora_weights=False)
-    )
-
-
-@pytest.mark.parametrize(
-    "method",
-    [EVERY, diffcache.TaylorSeer(every=3, warmup=1, site="module")],
-    ids=["stack", "module"],
-)
-def test_lora_loaded_and_unloaded_while_wrapped(method: Any):
-    name = "FluxPipeline"
-    pipe = PIPES[name].build(0)
-    plain = run(pipe, name)
-    tuned = PIPES[name].build(0)
-    lora(tuned)
-    diffcache.wrap(tuned, method)
-    expected = run(tuned, name)
-
-    diffcache.wrap(pipe, method)
-    cached = run(pipe, name)
-    lora(pipe)
-    out = run(pipe, name)
-    assert torch.equal(out, expected) and not torch.allclose(out, cached, atol=1e-3)
-    assert "s" in marks(pipe)
-    pipe.transformer.delete_adapters("default")
-    pipe.unload_lora_weights()
-    assert torch.equal(run(pipe, name), cached)
-    diffcache.unwrap(pipe)
-    assert torch.equal(run(pipe, name), plain)
-
-
-def test_lora_from_a_file(tmp_path: Any):
-    from peft.utils import get_peft_model_state_dict
-
-    name = "FluxPipeline"
-    pipe = PIPES[name].build(0)
-    plain = run(pipe, name)
-    lora(pipe)
-    state = get_peft_model_state_dict(pipe.transformer)
-    type(pipe).save_lora_weights(tmp_path, transformer_lora_layers=state)
-    expected = run(diffcache.wrap(pipe, EVERY), name)
-
-    other = diffcache.wrap(PIPES[name].build(0), EVERY)
-    other.load_lora_weights(tmp_path)
-    assert torch.allclose(run(other, name), expected, atol=1e-6)
-    assert marks(other) == "CssCss"
-    other.unload_lora_weights()
-    diffcache.unwrap(other)
-    assert torch.equal(run(other, name), plain)
 
 
 def test_wrapping_twice_is_an_error():
@@ -351,50 +203,3 @@ def test_settings_of_a_request_that_do_not_fit_are_refused(settings: Any, messag
         pytest.raises(ValueError, match=message),
     ):
         diffcache.settings(model, **settings)
-
-
-# memory -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("method", "tensors"),
-    [
-        (Interval(every=3), lambda b, d, s: d + s),
-        (Combine(Every(3), Taylor(2)), lambda b, d, s: 3 * (d + s)),
-        (Combine(Every(3), Newton(1)), lambda b, d, s: 2 * (d + s)),
-        (Combine(Every(3), Reuse(), site="block"), lambda b, d, s: b * (d + s)),
-        (Combine(Every(3), Reuse(), feature="output"), lambda b, d, s: s),
-    ],
-    ids=["reuse", "taylor2", "newton1", "block", "output"],
-)
-def test_held_bytes_follow_the_formula(method: Any, tensors: Any):
-    """Lists of 4 double and 4 single blocks; 16 image and 6 text tokens of 32 channels, batch 2."""
-    case = CASES["FluxTransformer2DModel"]
-    model = case.build(0)
-    depth, joint = len(model.transformer_blocks), 2 * (16 + 6) * 32 * 4
-    assert depth == len(model.single_transformer_blocks) == 4
-    with diffcache.wrapped(model, method) as handle:
-        for step in range(9):  # three computed steps fill the differences
-            model(**case.kwargs(model, 0, step, 9))
-        assert handle.held_bytes() == tensors(depth, joint, joint)
-        assert handle.last.peak_bytes == handle.held_bytes()
-    assert handle.held_bytes() == 0
-
-
-def test_an_exception_inside_a_bare_denoiser_forgets_the_run():
-    case = CASES["FluxTransformer2DModel"]
-    model = diffcache.wrap(case.build(0), EVERY)
-    for step in (0, 1):
-        model(**case.kwargs(model, 0, step, STEPS))
-    assert handle_of(model).held_bytes() > 0
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("stop here")
-
-    hook = model.norm_out.register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="stop here"):
-        model(**case.kwargs(model, 0, 2, STEPS))
-    hook.remove()
-    assert handle_of(model).held_bytes() == 0
-    model(**case.kwargs(model, 0, 3, STEPS))
-    assert handle_of(model).last.calls[-1].computed

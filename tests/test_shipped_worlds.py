@@ -1,4 +1,4 @@
-"""What an evaluation draws by default, and what it calibrates on, is what the model was taught."""
+"""Evaluations draw, and calibrate on, what the model was taught."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""What single models do that no other does: empty outputs, NaN, lists that are no chain, and more."""
+"""Odd ways of single models: empty outputs, NaN, lists that are no chain, and more."""
 
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 import diffcache
 from diffcache import (
     AttachError,
-    CacheWarning,
     Combine,
     ConfidenceGatedTaylor,
     DBCache,
@@ -27,48 +25,18 @@ from diffcache.api import handle_of
 from diffcache.attach.reuse.setup import KINDS
 from diffcache.features.parts.accumulated import Accumulated
 from diffcache.features.parts.when import Gate
-from tests.internals import reuse_in
+from tests.bare.toys import Block, Toy
+from tests.internals import marks, reuse_in
 from tests.zoo.pipes import pipes
 
 DIM, DEPTH = 64, 4
 
 
-class Attention(nn.Module):
-    """Stands for an attention: the anatomy goes by its name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(DIM, DIM)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return torch.tanh(self.out(hidden_states))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = Attention()
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        self.seen: Tensor | None = self.attn(hidden_states)
-        return hidden_states + self.seen
-
-    def take(self) -> Tensor | None:
-        seen, self.seen = self.seen, None
-        return seen
-
-
-class Model(nn.Module):
+class Model(Toy):
     """A chain of blocks."""
 
     def __init__(self, depth: int = DEPTH) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-
-    def forward(self, hidden_states: Tensor, timestep: Tensor) -> Any:
-        for block in self.blocks:
-            hidden_states = block(hidden_states)
-        return hidden_states
+        super().__init__(depth, DIM)
 
 
 class EmptyCache(Model):
@@ -78,8 +46,24 @@ class EmptyCache(Model):
         return super().forward(hidden_states, timestep), hidden_states.new_zeros(0, 3)
 
 
+class Leaving(Block):
+    """A block that leaves something behind."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        self.seen: Tensor | None = torch.tanh(self.attn(hidden_states))
+        return hidden_states + self.seen
+
+    def take(self) -> Tensor | None:
+        seen, self.seen = self.seen, None
+        return seen
+
+
 class Reader(Model):
     """Its loop reads what a block left behind, which a skipped block does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Leaving(DIM) for _ in range(DEPTH))
 
     def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
         for block in self.blocks:
@@ -93,7 +77,7 @@ class Side(Model):
 
     def __init__(self, depth: int) -> None:
         super().__init__(depth)
-        self.caption_projection = nn.ModuleList(Block() for _ in range(3))
+        self.caption_projection = nn.ModuleList(Block(DIM) for _ in range(3))
 
     def forward(self, hidden_states: Tensor, timestep: Tensor) -> Tensor:
         captions = [project(torch.ones(1, 1, DIM)) for project in self.caption_projection]
@@ -102,11 +86,7 @@ class Side(Model):
         return hidden_states
 
 
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", CacheWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def sample(step: int, tokens: int = 4) -> Tensor:
@@ -116,10 +96,6 @@ def sample(step: int, tokens: int = 4) -> Tensor:
 
 def call(model: nn.Module, step: int, tokens: int = 4) -> Any:
     return model(sample(step, tokens), torch.tensor([9.0 - step]))
-
-
-def marks(model: nn.Module) -> str:
-    return "".join("sC"[c.computed] for c in diffcache.report(model).calls)
 
 
 @pytest.mark.parametrize("site", ["stack", "block", "model", "module"])
@@ -169,15 +145,15 @@ def test_a_gate_asked_about_other_tokens_computes():
 @pytest.mark.parametrize("method", [Interval(every=3), FirstBlock(float("inf"))])
 def test_nan_goes_through_and_is_learned_from_once_it_is_gone(method: Any):
     model = Model()
-    good = model.blocks[0].attn.out.weight.clone()
+    good = model.blocks[0].attn.value.weight.clone()
     wanted = call(model, 2)
-    model.blocks[0].attn.out.weight.fill_(float("nan"))
+    model.blocks[0].attn.value.weight.fill_(float("nan"))
     diffcache.wrap(model, method)
     for step in range(2):
         assert call(model, step).isnan().all()
     reasons = [c.reason for c in diffcache.report(model).calls]
     assert reasons == ["first call", "output not finite"]
-    model.blocks[0].attn.out.weight.copy_(good)
+    model.blocks[0].attn.value.weight.copy_(good)
     assert torch.equal(call(model, 2), wanted)
     assert call(model, 3).isfinite().all() and marks(model) == "CCCs"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ from torch import nn
 import diffcache
 from diffcache import AttachError, Call
 from diffcache.api import handle_of
-from tests.bare.toys import EVERY, PLAIN, Toy, marks, noise, track
+from tests.bare.toys import EVERY, PLAIN, Toy, noise, track
+from tests.internals import marks
 from tests.stream_toys import (
     LOOPS,
     Kept,
@@ -28,11 +28,7 @@ from tests.stream_toys import (
     write,
 )
 
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 @pytest.mark.parametrize("writes", [False, True], ids=["", "writing"])
@@ -220,8 +216,6 @@ def test_an_interrupted_run_goes_on_with_its_scheduler() -> None:
 
 def test_streams_that_do_not_fit_are_errors() -> None:
     model = Toy()
-    with pytest.raises(AttachError, match="is not wrapped"):
-        diffcache.stream(model)
     diffcache.wrap(model, EVERY)
     with diffcache.stream(model):
         with pytest.raises(AttachError, match=r"diffcache\.stream of this model is open"):

@@ -1,4 +1,4 @@
-"""What breaks other caches: copies, pickles, offload hooks, shared parts, odd schedulers."""
+"""Traps that break other caches: copies, pickles, offload hooks, shared parts, odd schedulers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,13 @@ import diffcache
 from diffcache import AttachError, CacheWarning, Interval
 from diffcache.anchor import owner_of
 from diffcache.api import handle_of
+from tests.internals import marks
 from tests.zoo.catalog import cases
-from tests.zoo_runs import EVERY, PIPES, flux, marks, run
+from tests.zoo_runs import EVERY, PIPES, flux, run
 
 CASES = cases()
 
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore", CacheWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 # 1, 5: copies and pickles --------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from tests.internals import reuse_in
 from tests.near_zero import SETTINGS, near_zero
 from tests.zoo.case import Case, output_tensors
 from tests.zoo.catalog import cases
-from tests.zoo_steps import inputs, steps
+from tests.zoo_runs import inputs, steps
 
 Made = tuple[Case, nn.Module, list[list[Tensor]]]
 
@@ -71,12 +71,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "temporal-table": {},
 }  # fmt: skip
 
-
-@pytest.fixture(autouse=True)
-def eager():
-    """No gradients; models that compile a part of their own run it uncompiled."""
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        yield
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 def make(name: str) -> Made:

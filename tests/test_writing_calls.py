@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,8 +17,9 @@ from diffcache.catalog import make_method
 from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
 from diffcache.registry import rows_of
-from tests.bare.toys import COND, EVERY, PLAIN, Toy, alone, marks, noise, track
+from tests.bare.toys import COND, EVERY, PLAIN, Toy, alone, noise, track
 from tests.features import region_pipelines
+from tests.internals import marks
 from tests.methods import COMPUTED, ON, STEPS
 from tests.methods import STEPS as PIPE_STEPS
 from tests.stream_toys import (
@@ -35,11 +35,7 @@ from tests.zoo.pipes import pipes
 FLUX = "FluxPipeline"
 NOTED = "writes to a stream"
 
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def test_a_causal_loop_skips_as_if_the_clean_pass_were_not_there() -> None:

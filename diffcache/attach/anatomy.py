@@ -1,4 +1,4 @@
-"""What must be known of a foreign model, found by looking at it."""
+"""Anatomy of a foreign model: its blocks, modules and sample, found by looking at it."""
 
 from __future__ import annotations
 
@@ -163,9 +163,15 @@ def anatomy_of(model: nn.Module) -> Anatomy:
         for site in _modules(model.get_submodule(key), key, key)
     ]
     return Anatomy(
-        type(model).__name__, tuple(lists), tuple(excluded), singles, _timestep(model),
-        tuple(modules), is_unet, _sample(model),
-    )  # fmt: skip
+        type(model).__name__,
+        tuple(lists),
+        tuple(excluded),
+        singles,
+        _timestep(model),
+        tuple(modules),
+        is_unet,
+        _sample(model),
+    )
 
 
 def _lists(model: nn.Module) -> list[tuple[str, nn.ModuleList, int]]:

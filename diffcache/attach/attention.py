@@ -168,8 +168,11 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
 
 def _in_call_order(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield names and attention modules that have a processor."""
-    pairs = [(name, module) for name, module in model.named_modules()
-             if getattr(module, "processor", None) is not None]  # fmt: skip
+    pairs = [
+        (name, module)
+        for name, module in model.named_modules()
+        if getattr(module, "processor", None) is not None
+    ]
     place = {name: number for number, name in enumerate(_WAY)}
     pairs.sort(key=lambda pair: place.get(re.split(r"\.", pair[0])[0], -1))
     return iter(pairs)

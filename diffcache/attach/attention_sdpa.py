@@ -139,10 +139,14 @@ class _Attending(TorchFunctionMode):
         groups = _groups(self.module, query, key)
         kwargs |= {"dropout_p": dropout_p, "is_causal": is_causal}
         call = AttentionCall(
-            query.transpose(1, 2), key[:, ::groups].transpose(1, 2),
-            value[:, ::groups].transpose(1, 2), partial(_sdpa, groups, kwargs), mask=attn_mask,
-            causal=is_causal, scaling=kwargs.get("scale"),
-        )  # fmt: skip
+            query.transpose(1, 2),
+            key[:, ::groups].transpose(1, 2),
+            value[:, ::groups].transpose(1, 2),
+            partial(_sdpa, groups, kwargs),
+            mask=attn_mask,
+            causal=is_causal,
+            scaling=kwargs.get("scale"),
+        )
         out = self.strategy.attend(self.site, call)
         if out is None:
             return functional.scaled_dot_product_attention(query, key, value, attn_mask, **kwargs)

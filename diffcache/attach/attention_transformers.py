@@ -103,11 +103,14 @@ def attention(
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     call = AttentionCall(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
-        partial(_sdpa, module, kwargs), mask=attention_mask,
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        partial(_sdpa, module, kwargs),
+        mask=attention_mask,
         causal=bool(causal) and attention_mask is None and query.shape[2] > 1,
         scaling=kwargs.get("scaling"),
-    )  # fmt: skip
+    )
     out = strategy.attend(site, call)
     return (call.plain() if out is None else out), None
 
@@ -122,6 +125,6 @@ def _sdpa(
 ) -> Tensor:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out: Tensor = sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0]
     return out

@@ -26,7 +26,6 @@ from diffcache.attach.cache_context import Context, current_context
 from diffcache.attach.call import Call
 from diffcache.attach.extension import Extension, make_extension
 from diffcache.attach.fingerprint import facts_of
-from diffcache.attach.peers import check_alone
 from diffcache.attach.provenance import other_shape
 from diffcache.attach.record import CallRecord
 from diffcache.attach.run import Branch, Run, Timeline
@@ -34,10 +33,20 @@ from diffcache.attach.runs import Runs
 from diffcache.attach.signature import all_conditions_of, conditions_of, signature_of
 from diffcache.attach.tree import leaves
 from diffcache.errors import AttachError, CacheWarning
-from diffcache.foreign import own_hooks, process_group_of, take_hooks, without_dynamo
+from diffcache.foreign import (
+    is_cached,
+    own_hooks,
+    process_group_of,
+    registry_of,
+    take_hooks,
+    without_dynamo,
+)
 from diffcache.step import CURRENT
 
 TOKEN = "token"  # of the context variable, in a call's storage
+# Modules of diffusers whose hooks are other caches.
+_PEERS = ("first_block_cache", "mag_cache", "taylorseer_cache", "pyramid_attention_broadcast",
+          "faster_cache", "sea_cache", "text_kv_cache")  # fmt: skip
 
 
 class Denoiser:
@@ -143,12 +152,14 @@ class Denoiser:
             branch = self._branch(timeline, context, signature, given, sample)
             step = timeline.step(branch.number)
         record = CallRecord(
-            self.name, step.index, step.timestep, branch.name or branch.number,
-            started=time.perf_counter(), writes=writes,
-        )  # fmt: skip
-        call = Call(
-            self, step, branch, timeline, signature, args, kwargs, sample, writes, record
-        )  # fmt: skip
+            self.name,
+            step.index,
+            step.timestep,
+            branch.name or branch.number,
+            started=time.perf_counter(),
+            writes=writes,
+        )
+        call = Call(self, step, branch, timeline, signature, args, kwargs, sample, writes, record)
         if writes:
             record.computed, record.reason = True, "writes to a stream"
         for extension in self.extensions:
@@ -271,15 +282,31 @@ def _check_kind(model: nn.Module, anatomy: Anatomy, handle: Runs) -> None:
     if anatomy.timestep is not None or handle.method.counts_calls:
         return
     if hasattr(model, "encode") and hasattr(model, "decode"):
-        kind = "an autoencoder, whose forward pipelines never call"
+        kind, way = "an autoencoder, whose forward pipelines never call", ""
     elif hasattr(model, "get_input_embeddings") and handle.scheduler is None:
         kind = "a language model or text encoder"
+        way = ", or give a language model a recipe such as 'snapkv', or a policy such as 'elastic'"
     else:
         return
     raise AttachError(
         f"{anatomy.model} is {kind}: it takes no timestep, so {handle.method!r} has no steps to "
-        "skip; wrap the pipeline, or its transformer or unet"
+        f"skip; wrap the pipeline, or its transformer or unet{way}"
     )
+
+
+def check_alone(model: nn.Module) -> None:
+    """Raise AttachError if a denoiser runs under a cache of diffusers, or one like cache-dit."""
+    name = type(model).__name__
+    if is_cached(model):
+        raise AttachError(f"{name} already runs under another cache, such as cache-dit; disable it")
+    for module in model.modules():
+        registry = registry_of(module)
+        for hook in registry.hooks.values() if registry is not None else ():
+            if type(hook).__module__.rpartition(".")[2] in _PEERS:
+                raise AttachError(
+                    f"{name} already runs under diffusers' {type(hook).__name__}; call "
+                    "disable_cache() first"
+                )
 
 
 # the two hooks: top-level functions, so that copies and pickles work

@@ -1,4 +1,4 @@
-"""Whether a run is like those that a method's tables were measured in."""
+"""Compare a run with those that a method's tables were measured in."""
 
 from __future__ import annotations
 

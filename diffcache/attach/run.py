@@ -90,10 +90,6 @@ class Run:
         sigmas: Noise level at every step of flow matching, none where the user did not say them.
     """
 
-    __slots__ = ("__weakref__", "begin", "by_timestep", "epoch", "in_pipeline", "is_counted",
-                 "is_told", "left_out", "length", "record", "scheduled", "sigmas", "starts",
-                 "steps", "storage", "stream", "ticks", "timelines")  # fmt: skip
-
     def __init__(
         self,
         in_pipeline: bool = False,
@@ -117,7 +113,7 @@ class Run:
 
     @property
     def is_said(self) -> bool:
-        """Whether begin and end of the run, or of its stream, are told and not guessed."""
+        """Return whether begin and end of the run, or of its stream, are told and not guessed."""
         return self.in_pipeline or self.is_told or self.stream.is_told
 
     def _clear(self) -> None:
@@ -196,10 +192,6 @@ class Timeline:
         storage: Data that extensions keep of the denoiser, until the run ends.
     """
 
-    __slots__ = ("at", "branches", "calls", "direction", "doubt", "glance", "index", "left",
-                 "mark", "moving", "outputs", "paused", "ranks", "run", "started_at", "starts",
-                 "steady", "storage", "stride", "timestep", "was_broken")  # fmt: skip
-
     def __init__(self, run: Run) -> None:
         self.run = run
         self.starts = 0
@@ -239,7 +231,7 @@ class Timeline:
 
     @property
     def is_guessed(self) -> bool:
-        """Whether nothing but the timestep says which run the current call belongs to."""
+        """Return whether nothing but the timestep says which run the current call belongs to."""
         return not self.run.is_told and self.mark[1] == "timestep"
 
     def arrive(self, context: Context | None, timestep: Any) -> bool:

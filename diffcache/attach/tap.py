@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -40,6 +40,25 @@ class Tap:
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # isinstance() in a model's loop sees the module's class
         return type(self.module)
+
+
+class ServedTap(Tap):
+    """A module whose calls a function answers.
+
+    Args:
+        module: The module.
+        serve: Function of the module and the arguments of its call.
+    """
+
+    __slots__ = ("serve",)
+
+    def __init__(self, module: nn.Module, serve: Callable[..., Any]) -> None:
+        super().__init__(module)
+        self.serve = serve
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the module."""
+        return self.serve(self.module, *args, **kwargs)
 
 
 def notice(denoiser: Any) -> None:

@@ -1,4 +1,4 @@
-"""d2Cache: the surest masks near decided tokens are computed, and what attention flows from."""
+"""d2Cache: compute the surest masks near decided tokens, and the tokens attention flows from."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class D2Cache(Policy):
         return (NotedRows(),)
 
     def plan(self, state: State) -> NotedPlan:
-        """Return the surest masks, what was just committed, and the most influential others.
+        """Return the surest masks, the tokens just committed, and the most influential others.
 
         Raises:
             ValueError: If a step commits more masks than are computed.

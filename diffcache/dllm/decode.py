@@ -136,26 +136,27 @@ class Decoding:
         self._since = torch.full_like(self.ids, -1)
         self._generator = torch.Generator(prompts.device).manual_seed(sampler.seed)
         self._quotas = sampler.rule.quotas(schedule.size, schedule.steps_a_block)
-        self._most = max(self._quotas) if sampler.rule.is_fixed else 1
+        self._is_fixed = sampler.rule.is_fixed
+        self._most = max(self._quotas) if self._is_fixed else 1
         self._check_window()
+        self._block = torch.arange(schedule.size, device=prompts.device)
         self._last: RowPlan | None = None
         self.step = 0
         stop = self.prompt + schedule.size
         self.rows = [RowState(self.prompt, stop, 0, 0) for _ in range(batch)]
         self._order = self._drawn() if sampler.by == "random" else None
+        self._look()
 
     @property
     def is_finished(self) -> bool:
         """Return True if every sequence is decoded."""
-        return not any(row.is_active for row in self.rows)
+        return not any(self._active)
 
     @property
     def state(self) -> State:
         """Return the view that a policy has."""
         decided = self.ids != self.mask_id
-        at = self._positions()
-        may = self._may_commit(at)
-        upcoming = None
+        at, may, upcoming = self._at, self._may, None
         if self._order is not None:
             scores = self._order.gather(1, at - self.prompt).masked_fill(~may, float("-inf"))
             upcoming = self._spread(at, self._by_quota(scores))
@@ -176,7 +177,7 @@ class Decoding:
             ValueError: If masks are left that nothing decides, as where logits are NaN.
         """
         batch, width = self.ids.shape
-        at = self._positions()
+        at = self._at
         rows = plan.index(batch, width, self.ids.device).contiguous()
         row = at - self._shift  # the one that predicts; a prompt has at least one
         place = torch.searchsorted(rows, row).clamp_max(rows.shape[1] - 1)
@@ -186,9 +187,9 @@ class Decoding:
         if self._order is not None:
             scores = self._order.gather(1, at - self.prompt)
         held = self.ids.gather(1, at)
-        scores = scores.masked_fill(~(is_fed & self._may_commit(at)), float("-inf"))
-        if not all(row.is_active for row in self.rows):
-            going = torch.tensor([[row.is_active] for row in self.rows], device=scores.device)
+        scores = scores.masked_fill(~(is_fed & self._may), float("-inf"))
+        if not all(self._active):
+            going = torch.tensor(self._active, device=scores.device)[:, None]
             scores = scores.masked_fill(~going, float("-inf"))
         if self.guide is not None:
             scores = self._judged(at, tokens, scores.isfinite())
@@ -201,6 +202,7 @@ class Decoding:
         self._last = plan
         self.step += 1
         self._advance()
+        self._look()
 
     # the blocks ----------------------------------------------------------------------------
 
@@ -218,13 +220,14 @@ class Decoding:
             )
 
     def _by_quota(self, scores: Tensor) -> Tensor:
-        """Return what is committed; with a fixed number, all sequences are at one step."""
-        step = next((row.step for row in self.rows if row.is_active), 0)
-        quota = self._quotas[step] if self.sampler.rule.is_fixed else 1
+        """Return the tokens to commit; with a fixed number, all sequences are at one step."""
+        active = self._active.index(True) if True in self._active else 0
+        step = self.rows[active].step
+        quota = self._quotas[step] if self._is_fixed else 1
         return self.sampler.rule.choose(scores, quota)
 
     def _judged(self, at: Tensor, tokens: Tensor, candidates: Tensor) -> Tensor:
-        """Return what the guide says of a draft, `[B, n]`."""
+        """Return the scores that the guide gives a draft, `[B, n]`."""
         rule, guide, eos = self.sampler.rule, self.guide, self.schedule.eos_id
         assert isinstance(rule, Guided)
         assert guide is not None
@@ -235,14 +238,16 @@ class Decoding:
             ends |= draft == eos
         return rule.scores(draft, logits, candidates, ends)
 
-    def _positions(self) -> Tensor:
-        """Return the positions of each sequence's block, int64 `[B, n]`."""
+    def _look(self) -> None:
+        """Find out which sequences are decoded, and their blocks' positions and open masks."""
+        self._active = [row.is_active for row in self.rows]
         starts = torch.tensor([[row.start] for row in self.rows], device=self.ids.device)
-        return starts + torch.arange(self.schedule.size, device=self.ids.device)
+        self._at = starts + self._block
+        self._may = self._may_commit()
 
-    def _may_commit(self, at: Tensor) -> Tensor:
+    def _may_commit(self) -> Tensor:
         """Return which positions of each sequence's block may be decided, bool `[B, n]`."""
-        held = self.ids.gather(1, at)
+        held = self.ids.gather(1, self._at)
         masks = held == self.mask_id
         if self.schedule.window is None:
             return masks
@@ -262,11 +267,11 @@ class Decoding:
 
     def _advance(self) -> None:
         """Go on to the next step, and to the next block where one is decided."""
-        is_fixed = self.sampler.rule.is_fixed
+        is_fixed = self._is_fixed
         ends_early = self.schedule.window is not None and self.schedule.eos_id is not None
         done = is_last = [row.step + 1 == len(self._quotas) for row in self.rows]
         if not is_fixed or ends_early or any(is_last):
-            open_ = self._may_commit(self._positions()).any(1)
+            open_ = self._may_commit().any(1)
             left, committed = torch.stack([open_, self._changed.any(1)]).tolist()
             self._check_goes_on(left, is_last if is_fixed else [not any_ for any_ in committed])
             if not is_fixed or ends_early:

@@ -106,8 +106,9 @@ class DLLMCache(Policy):
 
     def plan(self, state: State) -> BranchPlan:
         """Return which parts every layer computes at this step."""
-        parts = (_is_due(every, state.step) for every in (self.prompt_every, self.answer_every))
-        return BranchPlan(None, state.prompt - state.shift, *parts)
+        prompt = _is_due(self.prompt_every, state.step)
+        answer = _is_due(self.answer_every, state.step)
+        return BranchPlan(None, state.prompt - state.shift, prompt, answer)
 
 
 def _is_due(every: int | None, step: int) -> bool:

@@ -117,7 +117,7 @@ class ElasticCache(Policy):
         return (WideningRows(self.gamma, self.similarity, self.track),)
 
     def plan(self, state: State) -> WatchedPlan:
-        """Return the masks that may be committed and what was committed last."""
+        """Return the masks that may be committed and the tokens that were committed last."""
         known = state.decided if state.valid is None else state.decided & state.valid
         masks = state.open if self.block_caching else ~state.decided
         watched: dict[str, Any] = {"window": masks, "known": known, "multiple": state.multiple}

@@ -42,7 +42,8 @@ class RowPlan:
         Raises:
             ValueError: If no position is chosen, or `multiple` is less than 1.
         """
-        check_int("multiple", multiple, 1)
+        if multiple != 1:
+            check_int("multiple", multiple, 1)
         rows = slots_of(chosen)
         count = rows.shape[1]
         if not count:
@@ -72,14 +73,15 @@ class RowPlan:
         run = range(width) if self.rows is None else self.rows
         return torch.arange(run.start, run.stop, device=device).expand(batch, -1)
 
-    def take(self, x: Tensor) -> Tensor:
-        """Return the columns of `[1 or B, T, ...]` that are computed, `[1 or B, n, ...]`."""
-        if self.rows is None:
-            return x
-        if isinstance(self.rows, range):
-            return x[:, self.rows.start : self.rows.stop]
-        batch = torch.arange(len(self.rows), device=x.device)[:, None]
-        return x.expand(len(self.rows), *x.shape[1:])[batch, self.rows]
+    def take(self, *given: Tensor) -> list[Tensor]:
+        """Return the columns of each `[1 or B, T, ...]` that are computed, `[1 or B, n, ...]`."""
+        rows = self.rows
+        if rows is None:
+            return list(given)
+        if isinstance(rows, range):
+            return [x[:, rows.start : rows.stop] for x in given]
+        batch = torch.arange(len(rows), device=rows.device)[:, None]
+        return [x.expand(len(rows), *x.shape[1:])[batch, rows] for x in given]
 
     def mask(self, batch: int, width: int, device: torch.device) -> Tensor:
         """Return which positions are computed, bool `[B, T]`."""

@@ -128,9 +128,9 @@ class State:
             if any(flags):
                 chosen = chosen | torch.tensor(flags, device=chosen.device)[:, None]
         chosen = chosen.expand_as(self.ids)
-        if not all(row.is_active for row in self.rows):
-            going = torch.tensor([row.is_active for row in self.rows], device=chosen.device)
-            chosen = chosen & going[:, None]
+        going = [row.is_active for row in self.rows]
+        if not all(going):
+            chosen = chosen & torch.tensor(going, device=chosen.device)[:, None]
         if self.valid is not None:
             chosen = chosen & self.valid
         return RowPlan.of(chosen, self.multiple)

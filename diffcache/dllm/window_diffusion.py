@@ -1,4 +1,4 @@
-"""Window-Diffusion: masks far from what is decoded are left out until the next refresh."""
+"""Window-Diffusion: leave out masks far from the decoded ones until the next refresh."""
 
 from __future__ import annotations
 

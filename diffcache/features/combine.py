@@ -124,8 +124,11 @@ def goes_in_place(new: Method, old: Method) -> bool:
         if isinstance(made, Combine) and isinstance(had, Combine):
             a, b = made.when, had.when
             looks = (a.probe, a.sites, a.by_branch, a.total) == (
-                b.probe, b.sites, b.by_branch, b.total
-            )  # fmt: skip
+                b.probe,
+                b.sites,
+                b.by_branch,
+                b.total,
+            )
             same = same and looks and replace(made, when=b, instead=had.instead) == had
         else:
             same = same and made == had

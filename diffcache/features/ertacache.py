@@ -130,8 +130,8 @@ class Rectified(Instead):
             return value
         if state.maps is None:
             kind = torch.promote_types(value.dtype, torch.float32)
-            state.maps = tuple(self.tables[name].to(value.device, kind)
-                               for name in ("scale", "shift"))  # type: ignore[assignment]  # fmt: skip
+            scale, shift = (self.tables[name].to(value.device, kind) for name in ("scale", "shift"))
+            state.maps = scale, shift
         assert state.maps is not None
         scale, shift = state.maps
         last = channels_last(value)

@@ -14,7 +14,7 @@ from diffcache.features.base import When, check_int, check_threshold, is_number
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.instead import Reuse
-from diffcache.features.parts.published_ratios import MAGCACHE
+from diffcache.features.parts.published import MAGCACHE
 from diffcache.features.parts.when import Every, LastComputed
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables

@@ -129,8 +129,11 @@ class ProfilingDiT(Calibrated):
         if self.text not in (None, "first", "last"):
             raise ValueError(f"text={self.text!r}: must be 'first', 'last' or None")
         _check_share(self.share)
-        if not (self.foreground is None or isinstance(self.foreground, Tensor)
-                or callable(self.foreground)):  # fmt: skip
+        if not (
+            self.foreground is None
+            or isinstance(self.foreground, Tensor)
+            or callable(self.foreground)
+        ):
             raise ValueError(
                 f"foreground={self.foreground!r}: must be a bool tensor over the image tokens, a "
                 "function that returns one, or None to find it in the output"

@@ -122,8 +122,10 @@ def tensors_fault(header: Mapping[str, Any], tensors: Mapping[str, Tensor], sche
     free: dict[tuple[str, str], int] = {}
     for name, (entry, owner) in wanted.items():
         shape = tuple(_length(axis, lengths) for axis in entry.shape)
-        known = [free.get((owner, str(axis))) if length is None else length
-                 for axis, length in zip(entry.shape, shape, strict=True)]  # fmt: skip
+        known = [
+            free.get((owner, str(axis))) if length is None else length
+            for axis, length in zip(entry.shape, shape, strict=True)
+        ]
         high = _length(entry.high, lengths)
         wrong = _wrong(tensors[name], entry, known, high)
         if wrong is not None:
@@ -216,8 +218,10 @@ def _is_inner(matrix: Tensor) -> bool:
 
 def _words(entry: Entry, shape: list[int | None], high: float) -> str:
     """Return in words what a tensor must be."""
-    axes = [str(axis) if length is None else str(length)
-            for axis, length in zip(entry.shape, shape, strict=True)]  # fmt: skip
+    axes = [
+        str(axis) if length is None else str(length)
+        for axis, length in zip(entry.shape, shape, strict=True)
+    ]
     words = f"[{', '.join(axes)}] {'whole' if entry.whole else 'real'} numbers"
     if entry.positive:
         words += " above 0" + (f" up to {high:g}" if high < LARGEST else "")

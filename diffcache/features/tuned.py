@@ -131,9 +131,13 @@ def _front_fault(front: Any) -> str:
     interval = ("validation_low_db", "validation_high_db")  # files of earlier versions have none
     for trial in front if isinstance(front, list) else [front]:
         known = isinstance(trial, dict) and {"method", *needed} <= set(trial)
-        if not known or not isinstance(trial["method"], str) or not all(
-            is_number(value) or value is None
-            for value in map(trial.get, (*needed, "validation_psnr_db", *interval))
-        ):  # fmt: skip
+        if (
+            not known
+            or not isinstance(trial["method"], str)
+            or not all(
+                is_number(value) or value is None
+                for value in map(trial.get, (*needed, "validation_psnr_db", *interval))
+            )
+        ):
             return f"its header has {shown(trial)} in front; must be trials with their numbers"
     return ""

@@ -369,7 +369,7 @@ def _seen(query: Query, view: View) -> Tensor | str | None:
 
 
 def _sees_all(query: Query, view: View) -> bool:
-    """Whether every query is known to see every slot."""
+    """Return whether every query is known to see every slot."""
     below = view.below if view.start is None else view.start + view.width
     if below is None:
         return False

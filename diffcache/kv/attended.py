@@ -1,4 +1,4 @@
-"""What the queries of one forward asked of the slots of a layer, looked at block by block."""
+"""Attention of the queries of one forward to the slots of a layer, looked at block by block."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Attended:
 
     @cached_property
     def sees_all(self) -> bool:
-        """Whether every query is known to see every slot."""
+        """Return whether every query is known to see every slot."""
         query = self.query
         if self.view.below is None or query.mask is not None or query.window is not None:
             return False
@@ -161,7 +161,7 @@ class Attended:
 
     @cached_property
     def _is_causal(self) -> bool:
-        """Whether queries see the slots up to their own, which stand in the order of positions."""
+        """Return whether queries see the slots up to their own, in the order of positions."""
         query = self.query
         plain = query.mask is None and query.window is None and query.pos is None
         return plain and query.causal and self.view.start is not None

@@ -11,29 +11,10 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.observe import Observation
+from diffcache.kv.settings import Settings, Size
 
-Size = int | float
 # A share of 0.1 of 30 tokens is 3, not the 2 that 0.1 * 30 - 1e-16 would give.
 _ROUNDING = 1e-9
-
-
-def check_size(name: str, size: object) -> None:
-    """Raise unless it is a number of slots or a share of the tokens.
-
-    A whole number is a count, from 2 on, and a float a share, 1.0 being everything. 1 is refused:
-    other programs' JSON writes it for 1.0, and a single slot is of little use.
-
-    Raises:
-        ValueError: If it is neither.
-    """
-    is_share = isinstance(size, float) and 0 < size <= 1
-    is_count = isinstance(size, int) and not isinstance(size, bool) and size >= 2
-    if not (is_share or is_count):
-        hint = "; write 1.0 for everything" if type(size) is int and size == 1 else ""
-        raise ValueError(
-            f"{name}={size!r}: must be a count, a whole number of at least 2, or a share, a float "
-            f"above 0 and at most 1.0{hint}"
-        )
 
 
 def slots_for(size: Size, tokens: Tensor) -> Tensor:
@@ -52,7 +33,7 @@ def count_for(size: Size, tokens: int) -> int:
     return max(math.floor(tokens * size + 1e-9), 1) if isinstance(size, float) else size
 
 
-class Budget(ABC):
+class Budget(Settings, ABC):
     """Slots that each row may hold; a frozen dataclass of settings.
 
     A budget never looks at single tokens, only at scores as a whole.
@@ -62,12 +43,12 @@ class Budget(ABC):
 
     @property
     def looks_across(self) -> bool:
-        """Whether the slots of a layer depend on other layers, or on its place among them."""
+        """Return whether slots of a layer depend on others, or on its place among them."""
         return True
 
     @property
     def bounded(self) -> bool:
-        """Whether rows hold no more however many tokens come, as no share of them does."""
+        """Return whether rows hold no more however many tokens come, as no share of them does."""
         return isinstance(self.size, int)
 
     def steady(self, tokens: int, held: int) -> int | None:
@@ -95,15 +76,9 @@ class Uniform(Budget):
 
     Args:
         size: Slots of a row, or a share of the tokens it has seen.
-
-    Raises:
-        ValueError: If `size` is neither.
     """
 
     size: Size
-
-    def __post_init__(self) -> None:
-        check_size("size", self.size)
 
     @property
     def looks_across(self) -> bool:
@@ -141,7 +116,7 @@ class Steady(Budget):
 
     @property
     def looks_across(self) -> bool:
-        """Whether the base looks across layers."""
+        """Return whether the base looks across layers."""
         return self.base.looks_across
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:

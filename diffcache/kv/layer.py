@@ -1,4 +1,4 @@
-"""The keys and values of one attention layer: what is written, dropped and taken back."""
+"""Keys and values of one attention layer, which are written, dropped and taken back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from diffcache.kv.slots import EMPTY, SlotIndex, Slots, chosen, named, one_row, 
 from diffcache.kv.tail import Refill, Tail
 from diffcache.kv.view import KVView, Reads
 
-FIXED = "count={}: {} tokens can be taken back, those before are settled"
+FIXED = (
+    "count={}: {} tokens can be taken back, those before are settled: compressed or coded; go on "
+    "from a fork of before, or announce it (cache.activate_past_recording()) before they are read"
+)
 
 
 class Form(NamedTuple):

@@ -1,4 +1,4 @@
-"""Mergers: what kept slots take over from those that go."""
+"""Mergers: kept slots take over keys and values from those that go."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor
 from diffcache.kv.codec.base import work_dtype
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import KEEP
+from diffcache.kv.settings import Settings
 from diffcache.kv.slots import Slots
 
 
-class Merger(ABC):
+class Merger(Settings, ABC):
     """Merge the slots that go into those that are kept; a frozen dataclass of settings.
 
     Attributes:
@@ -38,16 +39,6 @@ class Merger(ABC):
         Returns:
             Slots as wide as `seen.slots`, keys rotated like those; and a plan, which may differ.
         """
-
-
-def check_space(space: str) -> None:
-    """Raise unless it is a space that keys are merged in.
-
-    Raises:
-        ValueError: If it is neither.
-    """
-    if space not in ("post", "pre"):
-        raise ValueError(f"space={space!r}: must be 'post' or 'pre', after or before rotation")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What scorers see of a layer: its slots in order of position, and the last queries."""
+"""Observations of a layer by scorers: its slots in order of position, and the last queries."""
 
 from __future__ import annotations
 

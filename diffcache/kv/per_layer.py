@@ -104,7 +104,8 @@ class LayerScores(Score):
 
     scores: tuple[Score | None, ...]
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         keeping = dict.fromkeys(each for each in self._all() if each.statistics)
         if len(keeping) > 1:
             raise ValueError(
@@ -131,12 +132,12 @@ class LayerScores(Score):
 
     @property
     def wants_out(self) -> bool:
-        """Whether one reads the weight of the output projection."""
+        """Return whether one reads the weight of the output projection."""
         return any(each.wants_out for each in self._all())
 
     @property
     def attends(self) -> bool:
-        """Whether the statistics are of attention."""
+        """Return whether the statistics are of attention."""
         keeping = self._keeping()
         return keeping is None or keeping.attends
 
@@ -196,7 +197,7 @@ class LayerPlans(Planner):
 
     @property
     def wants_out(self) -> bool:
-        """Whether one reads the weight of the output projection."""
+        """Return whether one reads the weight of the output projection."""
         return any(plan is not None and plan.wants_out for plan in self.plans)
 
     def __call__(self, score: Tensor, budget: Tensor, seen: Observation) -> Tensor:
@@ -223,6 +224,7 @@ class LayerMergers(Merger):
     mergers: tuple[Merger | None, ...]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         spaces = {merger.space for merger in self.mergers if merger is not None}
         if len(spaces) > 1:
             raise ValueError(f"layers merge in different spaces {sorted(spaces)}: give all one")

@@ -1,4 +1,4 @@
-"""Plans: what happens to every slot, given scores and a budget."""
+"""Plans: keep, drop or demote every slot, given scores and a budget."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from torch import Tensor
 
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.vectors import projected_norm
+from diffcache.kv.settings import Count, NotNegative, Settings, Share, Whole
 
 KEEP, DROP = 0, -1
 
 
-class Planner(ABC):
+class Planner(Settings, ABC):
     """Plan for every slot; a frozen dataclass of settings."""
 
     @property
     def wants_out(self) -> bool:
-        """Whether it reads the weight of the output projection."""
+        """Return whether it reads the weight of the output projection."""
         return False
 
     def ends(self, budget: int) -> tuple[int, int] | None:
@@ -61,17 +62,6 @@ def ranks(score: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(-1, order, places).flip(-1)
 
 
-def check_ends(sinks: int, recent: int) -> None:
-    """Raise unless these are numbers of first and last tokens that always stay.
-
-    Raises:
-        ValueError: If one is negative.
-    """
-    for name, count in (("sinks", sinks), ("recent", recent)):
-        if count < 0:
-            raise ValueError(f"{name}={count}: must be at least 0 tokens")
-
-
 def protected(score: Tensor, seen: Observation, sinks: int, recent: int) -> Tensor:
     """Return scores in which the first and the last tokens come before all others.
 
@@ -99,16 +89,10 @@ class TopK(Planner):
     Args:
         sinks: First tokens that are always kept.
         recent: Last tokens that are always kept.
-
-    Raises:
-        ValueError: If a number is negative.
     """
 
-    sinks: int = 0
-    recent: int = 0
-
-    def __post_init__(self) -> None:
-        check_ends(self.sinks, self.recent)
+    sinks: Whole = 0
+    recent: Whole = 0
 
     def ends(self, budget: int) -> tuple[int, int]:
         """Return the numbers it was made with."""
@@ -136,14 +120,13 @@ class ByAge(Planner):
     """
 
     steps: tuple[int, ...] = (32, 128, 512)
-    block: int = 32
+    block: Count = 32
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         rising = all(a < b for a, b in zip((0, *self.steps), self.steps, strict=False))
         if not self.steps or not rising:
             raise ValueError(f"steps={self.steps}: must be ages that rise, at least 1 token")
-        if self.block < 1:
-            raise ValueError(f"block={self.block}: must be at least 1 token")
 
     def __call__(self, score: Tensor, budget: Tensor, seen: Observation) -> Tensor:
         """Return the levels; scores and budget count for nothing."""
@@ -167,25 +150,16 @@ class TwoStage(Planner):
         first: Share of the budget that goes by the score alone, from 0 to 1.
         epsilon: Number added to the score before it is multiplied; dimensionless.
 
-    Raises:
-        ValueError: If a setting is out of its range.
-
     Reference: CriticalKV, Identify Critical KV Cache in LLM Inference from an Output Perturbation
     Perspective, arXiv 2502.03805, algorithm 1.
     """
 
-    first: float = 0.5
-    epsilon: float = 1e-4
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.first <= 1:
-            raise ValueError(f"first={self.first}: must be a share from 0 to 1")
-        if not self.epsilon >= 0:
-            raise ValueError(f"epsilon={self.epsilon}: must be at least 0")
+    first: Share = 0.5
+    epsilon: NotNegative = 1e-4
 
     @property
     def wants_out(self) -> bool:
-        """Whether it reads the weight of the output projection."""
+        """Return whether it reads the weight of the output projection."""
         return True
 
     def __call__(self, score: Tensor, budget: Tensor, seen: Observation) -> Tensor:
@@ -221,18 +195,15 @@ class Demote(Planner):
     ZipCache, arXiv 2405.14256 (`top=1, rest=2, fresh=True`).
     """
 
-    top: int = 0
-    rest: int = 1
-    recent: float = 0.0
+    top: Whole = 0
+    rest: Count = 1
+    recent: Share = 0.0
     fresh: bool = False
 
-    def __post_init__(self) -> None:
-        if self.top < 0 or self.rest < 1 or self.top == self.rest:
-            raise ValueError(
-                f"top={self.top}, rest={self.rest}: must be two levels, at least 0 and at least 1"
-            )
-        if not 0 <= self.recent <= 1:
-            raise ValueError(f"recent={self.recent}: must be a share of the budget, 0 to 1")
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
+        if self.top == self.rest:
+            raise ValueError(f"top={self.top}, rest={self.rest}: must be two levels")
 
     def __call__(self, score: Tensor, budget: Tensor, seen: Observation) -> Tensor:
         """Return the levels."""
@@ -262,21 +233,11 @@ class FixedSlot(Planner):
         distance: Distance of the slot that goes from the end, in slots: 1 is the newest.
         sinks: First tokens of a prompt that are always kept.
         recent: Last tokens of a prompt that are always kept.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
-    distance: int = 25
-    sinks: int = 4
-    recent: int = 1
-
-    def __post_init__(self) -> None:
-        if self.distance < 1 or self.sinks < 0 or self.recent < 0:
-            raise ValueError(
-                f"distance={self.distance}, sinks={self.sinks}, recent={self.recent}: must be at "
-                "least 1, 0 and 0"
-            )
+    distance: Count = 25
+    sinks: Whole = 4
+    recent: Whole = 1
 
     def __call__(self, score: Tensor, budget: Tensor, seen: Observation) -> Tensor:
         """Return what is kept and what is dropped."""
@@ -299,19 +260,11 @@ class RecentShare(Planner):
         share: Share of the budget for the latest tokens, from 0 to 1.
         sinks: First tokens that are always kept, out of the rest.
 
-    Raises:
-        ValueError: If a setting is out of its range.
-
     Reference: H2O, arXiv 2306.14048, section 5.1, where both shares are equal.
     """
 
-    share: float = 0.5
-    sinks: int = 0
-
-    def __post_init__(self) -> None:
-        check_ends(self.sinks, 0)
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share={self.share}: must be from 0 to 1")
+    share: Share = 0.5
+    sinks: Whole = 0
 
     def ends(self, budget: int) -> tuple[int, int]:
         """Return the first tokens, and the share of the latest."""
@@ -348,14 +301,13 @@ class Windows(Planner):
         ValueError: If a number is out of range.
     """
 
-    size: int = 8
-    recent: int = 8
-    best: int | None = None
+    size: Count = 8
+    recent: Whole = 8
+    best: Count | None = None
 
-    def __post_init__(self) -> None:
-        if self.size < 1 or self.recent < 0:
-            raise ValueError(f"size={self.size}, recent={self.recent}: must be at least 1 and 0")
-        if self.best is not None and not 1 <= self.best <= self.size:
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
+        if self.best is not None and self.best > self.size:
             raise ValueError(f"best={self.best}: must be 1 to size={self.size} tokens, or None")
 
     def __call__(self, score: Tensor, budget: Tensor, seen: Observation) -> Tensor:

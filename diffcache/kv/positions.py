@@ -12,11 +12,12 @@ from torch import Tensor
 
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.rotary_nd import RotaryTable
+from diffcache.kv.settings import Count, Settings
 from diffcache.kv.slots import EMPTY
 
 
-class PositionMap(ABC):
-    """Which number a frame is rotated under, given the frames that are held; frozen settings.
+class PositionMap(Settings, ABC):
+    """Numbers that frames are rotated under, given those that are held; frozen settings.
 
     A frame is as many tokens as share a position on the first axis of the rotary: those of its
     `grid`, or one token where there is none. Tokens keep their place in the grid.
@@ -95,16 +96,9 @@ class BlockRelativistic(PositionMap):
 
     Args:
         horizon: Frames that the model was trained on.
-
-    Raises:
-        ValueError: If `horizon` is less than 1.
     """
 
-    horizon: int = 21
-
-    def __post_init__(self) -> None:
-        if self.horizon < 1:
-            raise ValueError(f"horizon={self.horizon}: must be at least 1 frame")
+    horizon: Count = 21
 
     def place(self, frame: Tensor, held: Tensor) -> Tensor:
         """Return frames less what the newest is beyond the horizon."""
@@ -135,7 +129,8 @@ class Refresh(PositionMap):
     back: int = 5
     official: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if not 0 <= self.back < self.every:
             raise ValueError(f"back={self.back}: must be from 0 to every - 1 = {self.every - 1}")
 
@@ -161,17 +156,10 @@ class Cyclic(PositionMap):
 
     Args:
         length: Frames until numbers repeat.
-
-    Raises:
-        ValueError: If `length` is less than 1.
     """
 
     steady: ClassVar[bool] = True
-    length: int
-
-    def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ValueError(f"length={self.length}: must be at least 1 frame")
+    length: Count
 
     def place(self, frame: Tensor, held: Tensor) -> Tensor:
         """Return the remainders."""

@@ -1,4 +1,4 @@
-"""Recipes: what is done to a cache, put together from parts that can be exchanged."""
+"""Recipes for a cache, put together from parts that can be exchanged."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from diffcache.kv.plan import Planner
 from diffcache.kv.positions import PositionMap, Slot
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.score.base import Score
+from diffcache.kv.settings import Settings
 from diffcache.kv.trigger import AfterPrefill, Trigger
 
 Layout = Literal["padded", "flat"]
@@ -20,7 +21,7 @@ Space = Literal["post", "pre"]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Settings):
     """Steps that a cache goes through: `plan` decides by `score` and `budget`, `codec` holds slots.
 
     Two recipes that say different things compose: `snapkv(budget=256) | kivi(bits=2)`.
@@ -57,7 +58,8 @@ class Recipe:
     layout: Layout = "flat"
     skip: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless parts go together; scores are asked after a prompt by default."""
         evicting = [getattr(self, name) is not None for name in ("score", "budget", "plan")]
         if any(evicting) != all(evicting):
             raise ValueError(
@@ -86,12 +88,12 @@ class Recipe:
 
     @cached_property
     def evicts(self) -> bool:
-        """Whether slots are scored at all."""
+        """Return whether slots are scored at all."""
         return self.score is not None
 
     @property
     def bounded(self) -> bool:
-        """Whether no more is held however many tokens are generated.
+        """Return whether no more is held however many tokens are generated.
 
         It is not so where slots are dropped after a prompt and no more or only when asked to, where
         the budget is a share of the tokens, and where what is over budget is coded instead of
@@ -103,18 +105,18 @@ class Recipe:
 
     @property
     def rotates(self) -> bool:
-        """Whether keys are rotated, or turned on, when they are read."""
+        """Return whether keys are rotated, or turned on, when they are read."""
         return self.space == "pre" or self.positions is not None
 
     @cached_property
     def observes(self) -> bool:
-        """Whether it has to see queries."""
+        """Return whether it has to see queries."""
         score = self.score
         return score is not None and (score.window > 0 or bool(score.statistics))
 
     @property
     def wants_out(self) -> bool:
-        """Whether it reads the weights of output projections."""
+        """Return whether it reads the weights of output projections."""
         parts: tuple[Score | Planner | None, ...] = (self.score, self.plan)
         return any(part is not None and part.wants_out for part in parts)
 

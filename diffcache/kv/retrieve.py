@@ -6,15 +6,16 @@ from abc import ABC, abstractmethod
 
 from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
+from diffcache.kv.settings import Settings
 from diffcache.kv.view import View
 
 
-class Retriever(ABC):
+class Retriever(Settings, ABC):
     """Choice of the slots that a query reads; a frozen dataclass of settings."""
 
     @property
     def looks_across(self) -> bool:
-        """Whether a layer reads what another has found."""
+        """Return whether a layer reads what another has found."""
         return False
 
     @abstractmethod

@@ -57,7 +57,7 @@ class Segment(ABC):
 
     @cached_property
     def whole(self) -> bool:
-        """Whether no slot is empty; the device is read once, as a segment never changes."""
+        """Return whether no slot is empty; the device is read once, as a segment never changes."""
         return self.first is not None or bool((self.metadata()["pos"] >= 0).all())
 
     @abstractmethod
@@ -171,7 +171,7 @@ class Flat(Segment):
 
     @property
     def offsets(self) -> Tensor:
-        """Where each row begins, and where the last ends: int32 [B * H + 1], as kernels want it."""
+        """Beginnings of all rows and the end of the last, int32 [B * H + 1], as kernels want it."""
         ends = self.lengths.flatten().cumsum(0)
         return torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
 

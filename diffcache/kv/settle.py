@@ -41,7 +41,7 @@ class _Held:
 
 @dataclass
 class _Sorted:
-    """What becomes of the slots of a layer: segments, exact slots, and those for each level."""
+    """Slots of a layer, sorted into segments, exact slots, and those for each level."""
 
     held: list[_Held]
     converted: list[_Held]
@@ -391,7 +391,7 @@ def _due(recipe: Recipe, layers: Sequence[KVLayer]) -> tuple[int, int, int] | No
 
 
 def _stands(layer: KVLayer, recipe: Recipe) -> bool:
-    """Whether slots of a layer can be scored and dropped where they stand."""
+    """Return whether slots of a layer can be scored and dropped where they stand."""
     score = recipe.score
     assert score is not None
     exact = recipe.merge is None and recipe.codec is None and not recipe.ladder

@@ -123,7 +123,8 @@ class SlotIndex:
             return cls(index, start, stop)
         if not index.numel():
             return cls(index, stop, stop)
-        least, most = (int(end) for end in torch.aminmax(index))
+        ends = torch.aminmax(index)
+        least, most = int(ends.min), int(ends.max)
         if not start <= least <= most < stop:
             raise ValueError(outside(least, most, start, stop))
         return cls(index, least, most + 1)

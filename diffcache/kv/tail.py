@@ -18,7 +18,7 @@ _LEAST, _SHARE, _MOST = 16, 8, 64
 
 @dataclass(frozen=True)
 class Refill:
-    """Which of the last slots go where; a slot that goes itself stays put and is cut off.
+    """Moves of the last slots; a slot that goes itself stays put and is cut off.
 
     Attributes:
         source: int64 [B, 1 or H, n], slots that are read, the last of their rows.
@@ -284,7 +284,7 @@ class Tail:
 
     @property
     def is_plain(self) -> bool:
-        """Whether positions follow one another and every slot stands for one token."""
+        """Return whether positions follow one another and every slot stands for one token."""
         return self.start is not None and "logn" not in self._buffers
 
     def tensors(self) -> list[Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from diffcache.kv.settings import Count, Settings
+
 
 @dataclass(frozen=True)
 class Event:
@@ -27,7 +29,7 @@ class Event:
     seen: int = 0
 
 
-class Trigger(ABC):
+class Trigger(Settings, ABC):
     """Times at which a cache is compressed; a frozen dataclass of settings."""
 
     decoding: bool = True  # compresses while tokens are generated, so these are observed too
@@ -40,7 +42,7 @@ class Trigger(ABC):
 
 @dataclass(frozen=True)
 class AfterPrefill(Trigger):
-    """Once after each prompt, however many chunks it comes in: before the first single token."""
+    """Compress once after each prompt, in however many chunks: before the first single token."""
 
     decoding = False
 
@@ -51,20 +53,13 @@ class AfterPrefill(Trigger):
 
 @dataclass(frozen=True)
 class EveryStep(Trigger):
-    """Before every token that is generated, and after every chunk of a prompt.
+    """Compress before every token that is generated, and after every chunk of a prompt.
 
     Args:
         every: Tokens from one time to the next.
-
-    Raises:
-        ValueError: If `every` is less than 1.
     """
 
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every={self.every}: must be at least 1 token")
+    every: Count = 1
 
     def due(self, event: Event) -> bool:
         """Return whether enough tokens came."""
@@ -73,20 +68,13 @@ class EveryStep(Trigger):
 
 @dataclass(frozen=True)
 class Overflow(Trigger):
-    """When more slots are held than so many.
+    """Compress once more slots are held than so many.
 
     Args:
         slots: Slots of the longest row.
-
-    Raises:
-        ValueError: If `slots` is less than 1.
     """
 
-    slots: int
-
-    def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise ValueError(f"slots={self.slots}: must be at least 1")
+    slots: Count
 
     def due(self, event: Event) -> bool:
         """Return whether too many are held."""

@@ -103,7 +103,7 @@ class View:
 
 
 class KVView:
-    """What a layer holds, settled segments and a growing tail, as it is read.
+    """Slots of a layer, settled segments and a growing tail, as they are read.
 
     `diffcache.kv.layer.KVLayer` is one that is written to as well, and documents the attributes.
     """
@@ -279,7 +279,7 @@ class KVView:
     # within --------------------------------------------------------------------------------
 
     def _is_plain(self) -> bool:
-        """Whether all slots are attended to alike."""
+        """Return whether all slots are attended to alike."""
         return all(segment.traits == PLAIN for segment in self.segments)
 
     def _turned(self, k: Tensor, at: Tensor, meta: Mapping[str, Tensor]) -> Tensor:

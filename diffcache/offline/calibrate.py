@@ -279,7 +279,7 @@ def _texts(prompts: Iterable[Any]) -> Iterator[str]:
 
 
 class _Saved:
-    """What an interrupted calibration goes on from: `<out>.part`."""
+    """The state of an interrupted calibration, in `<out>.part`, from which it goes on."""
 
     def __init__(self, plan: Plan, methods: list[Calibrated], facts: dict[str, Any]) -> None:
         self.facts, self.plan = facts, plan

@@ -82,7 +82,7 @@ class LayerCalibration(LayerWatcher):
 
     @property
     def wants_dense(self) -> bool:
-        """Whether dense features are to be seen beside the quantized ones."""
+        """Return whether dense features are to be seen beside the quantized ones."""
         return self.stage == "done"
 
     def dense_again(self, begins: bool) -> None:

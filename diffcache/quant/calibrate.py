@@ -88,7 +88,7 @@ class InputRanges:
 
     @property
     def complete(self) -> bool:
-        """Whether the layer ran at every step, on finite numbers."""
+        """Return whether the layer ran at every step, on finite numbers."""
         return bool(torch.isfinite(self.low_high).all())
 
     def grid(self, bits: int = 8) -> tuple[Tensor, Tensor]:

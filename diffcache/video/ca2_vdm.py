@@ -92,7 +92,7 @@ class Ca2VDM(VideoPolicy):
         )
 
     def recipes(self, blocks: int) -> Recipe:
-        """Return what the store does, with two layers a block: over time, over space.
+        """Return the recipes of the store, with two layers a block: over time, over space.
 
         A token of a layer is a frame; places in the frame are rows of the batch.
 

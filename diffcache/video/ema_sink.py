@@ -1,4 +1,4 @@
-"""EMA-Sink: first frames that take in what leaves the window."""
+"""EMA-Sink: first frames that take in the frames that leave the window."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class VideoPolicy(ABC):
 
     @abstractmethod
     def recipe(self, unit: int) -> Recipe:
-        """Return what the key-value store does, with keys held before rotation.
+        """Return the recipe of the key-value store, with keys held before rotation.
 
         Args:
             unit: Tokens of a frame.
@@ -140,7 +140,7 @@ class Films(Loop):
 
 
 class PolicyOf(Attached):
-    """A policy that `diffcache.wrap` put on what films; streams that are open keep theirs.
+    """A policy that `diffcache.wrap` put on a video; streams that are open keep theirs.
 
     Args:
         films: Object whose new streams take the policy.

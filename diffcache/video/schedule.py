@@ -121,7 +121,7 @@ class Schedule:
 
 
 def scheduled(time: CallTime, steps: int, frames: int, rows: int, goal: Goal) -> Schedule:
-    """Return what calls of a size come to.
+    """Return the rate and the delay that calls of a size come to.
 
     Args:
         time: Time of a call.

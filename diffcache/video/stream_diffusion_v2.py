@@ -1,4 +1,4 @@
-"""StreamDiffusionV2's cache: sinks that follow what is shown, and a rolling window."""
+"""StreamDiffusionV2's cache: sinks that follow the newest frames, and a rolling window."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Nowhere:
 
 @dataclass
 class Machine:
-    """What the machine code of a kernel shows.
+    """Facts of the machine code of a kernel.
 
     Attributes:
         registers: Of a thread.

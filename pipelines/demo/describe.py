@@ -47,15 +47,20 @@ def exported_denoisers() -> list[str]:
         Sorted class names; a few of them denoise nothing, see `EXCLUDED`.
     """
     import diffusers
-    from diffusers import ModelMixin
 
-    return sorted(
-        name
-        for name in dir(diffusers)
-        if _DENOISER.search(name)
-        and isinstance(found := getattr(diffusers, name), type)
-        and issubclass(found, ModelMixin)
-    )
+    named = (name for name in dir(diffusers) if _DENOISER.search(name))
+    return sorted(name for name in named if _is_model(name))
+
+
+def _is_model(name: str) -> bool:
+    """Return whether a name of diffusers is a class of models, as pipelines are not."""
+    import diffusers
+
+    try:
+        found = getattr(diffusers, name)
+    except (ImportError, RuntimeError):  # a pipeline that goes with another transformers
+        return False
+    return isinstance(found, type) and issubclass(found, diffusers.ModelMixin)
 
 
 def find(target: str) -> dict[str, tuple[Anatomy, dict[str, str]]]:

@@ -33,8 +33,6 @@ SAMPLER = FewSteps(timesteps=(1000, 750, 500, 250), shift=1.0, predicts="clean")
 STEPS = len(SAMPLER.levels)
 CALL: dict[str, Any] = {"size": (SIZE, SIZE)}
 
-_WIDTH, _HEADS, _LAYERS, _PATCH = 128, 4, 4, 6
-
 
 @dataclass(frozen=True)
 class ShapesCausal:
@@ -57,7 +55,7 @@ class ShapesCausal:
         return self
 
     def video(self) -> CausalVideo:
-        """Return what rolls the transformer out."""
+        """Return a video that films with the transformer."""
         return CausalVideo(self.transformer, chunk=CHUNK, sampler=SAMPLER)
 
     @torch.no_grad()
@@ -90,44 +88,3 @@ def load(directory: str | Path = DIRECTORY, dtype: torch.dtype = torch.float32) 
     encoder = UMT5EncoderModel.from_pretrained(path / "text_encoder", dtype=dtype)
     tokenizer = T5TokenizerFast.from_pretrained(path / "tokenizer")
     return ShapesCausal(transformer.eval(), encoder.eval(), tokenizer)
-
-
-def build() -> ShapesCausal:
-    """Build the model, untrained, on the trained text encoder of shapes-wan."""
-    encoder = UMT5EncoderModel.from_pretrained(wan.DIRECTORY / "text_encoder", dtype=torch.float32)
-    tokenizer = T5TokenizerFast.from_pretrained(wan.DIRECTORY / "tokenizer")
-    encoder = encoder.eval().requires_grad_(False)
-    return ShapesCausal(build_transformer(encoder.config.d_model), encoder, tokenizer)
-
-
-def build_transformer(text_width: int = 64, layers: int = _LAYERS) -> WanTransformer3DModel:
-    """Build the transformer, untrained: its output and its gates start at zero.
-
-    Args:
-        text_width: Channels of text embeddings.
-        layers: Number of blocks.
-    """
-    model = WanTransformer3DModel(
-        patch_size=(1, _PATCH, _PATCH),
-        num_attention_heads=_HEADS,
-        attention_head_dim=_WIDTH // _HEADS,
-        in_channels=3,
-        out_channels=3,
-        text_dim=text_width,
-        freq_dim=64,
-        ffn_dim=4 * _WIDTH,
-        num_layers=layers,
-        rope_max_seq_len=64,
-    )
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
-            nn.init.zeros_(module.bias)
-            if name in ("proj_out", "condition_embedder.time_proj"):
-                nn.init.zeros_(module.weight)
-    for block in model.blocks:
-        nn.init.zeros_(block.scale_shift_table)
-        # Attention and feed-forward count from the first step on, if little.
-        nn.init.constant_(block.scale_shift_table[:, [2, 5]], 0.5)
-    nn.init.zeros_(model.scale_shift_table)
-    return model

@@ -31,7 +31,6 @@ from diffcache.pipelines.small.scenes import (
 from diffcache.psnr import psnr
 
 KINDS = ("color", "background", "size", "shape", "remove")
-NEW_WORDS = ("make", "turn", "into", "remove")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +49,6 @@ class Edit:
     before: Scene
     after: Scene
     index: int
-
-    def reversed(self) -> Edit:
-        """Return the edit that undoes this one; a removal has none and stays."""
-        if self.kind == "remove":
-            return self
-        return replace(self, before=self.after, after=self.before)
 
 
 def sample_edit(rng: np.random.Generator, *, held: bool = False) -> Edit:

@@ -1,4 +1,4 @@
-"""A task for small language models: recall what was said of a key, hundreds of tokens ago.
+"""A task for small language models: recall the values of a key, hundreds of tokens later.
 
 A context is `[BOS]` and a body of filler, a Markov chain of order one with four successors for
 each token, so that its best perplexity is four. Facts `m k v1 v2` stand in some of the body's

@@ -19,11 +19,11 @@ from tests.bare.toys import (
     Toy,
     alone,
     is_own,
-    marks,
     said,
     sample,
     track,
 )
+from tests.internals import marks
 
 # what must go on being skipped -------------------------------------------------------------------
 

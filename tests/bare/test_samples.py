@@ -30,12 +30,12 @@ from tests.bare.toys import (
     Toy,
     alone,
     is_own,
-    marks,
     noise,
     said,
     sample,
     track,
 )
+from tests.internals import marks
 
 AGAIN = "again and again the sample is no next step of the one before"
 SMALL = "too few to tell whether a call is the next step"

@@ -11,25 +11,26 @@ from torch import Tensor, nn
 
 import diffcache
 from diffcache import CacheWarning, Interval
-from diffcache.api import handle_of
 
 EVERY = Interval(every=3)
 STEPS = 6
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    """Stands for an attention: the anatomy goes by its name."""
+
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.value = nn.Linear(8, 8)
+        self.value = nn.Linear(width, width)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return self.value(hidden_states)
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.attn = Attention()
+        self.attn = Attention(width)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states + torch.tanh(self.attn(hidden_states))
@@ -38,10 +39,10 @@ class Block(nn.Module):
 class Toy(nn.Module):
     """Takes any condition, which is added to the sample."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 4, width: int = 8) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
 
     def forward(self, hidden_states: Tensor, timestep: Any, cond: Any = None) -> Tensor:
         for block in self.blocks:
@@ -84,11 +85,6 @@ def is_own(out: Tensor, calls: Sequence[Call]) -> bool:
 def track(number: int, start: int = 9, cond: Any = None, steps: int = STEPS) -> list[Call]:
     """Return the calls of one trajectory."""
     return [(sample(100 * number + i), float(start - i), cond) for i in range(steps)]
-
-
-def marks(model: Any, branch: int | str | None = None) -> str:
-    calls = handle_of(model).last.calls
-    return "".join("sC"[c.computed] for c in calls if branch is None or c.branch == branch)
 
 
 def said(caught: Sequence[warnings.WarningMessage], words: str) -> int:

@@ -1,4 +1,4 @@
-"""What is calibrated on is not what is evaluated on, and evaluations know it again."""
+"""Prompts of calibrations are others than those of evaluations, which know them again."""
 
 import shutil
 from pathlib import Path

@@ -1,5 +1,7 @@
 """A calibration that was interrupted: it goes on, with the same inputs only."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ from PIL import Image
 
 import diffcache
 from diffcache import FittedForecast, Tables
-from diffcache.digest import content
+from diffcache.digest import bits_of, content
 from diffcache.errors import TablesError
 from diffcache.offline.calibrate import Plan
 from tests.calibration.shapes_flux import PROMPTS, SETTINGS
@@ -125,3 +127,16 @@ def test_tables_that_cannot_be_written_leave_the_state(pipe, calibrated, tmp_pat
     )
     assert done == [2] and made.tables == calibrated.tables  # no batch was run again
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [torch.tensor(3.0).expand(1), torch.tensor([[1, 2], [3, 4]]).t(), torch.arange(8)[::3],
+     torch.zeros(0)],
+    ids=["repeated", "transposed", "strided", "empty"],
+)  # fmt: skip
+def test_a_view_counts_as_what_it_shows(view: torch.Tensor) -> None:
+    plain = torch.tensor(view.tolist(), dtype=view.dtype)
+    assert content(view) == content(plain) != content(plain.new_ones(9))
+    assert torch.equal(bits_of(view), bits_of(plain))
+    assert Tables({}, {"a": view}).digest == Tables({}, {"a": plain}).digest

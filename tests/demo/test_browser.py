@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-from diffcache.pipelines.small import causal
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
@@ -77,20 +74,6 @@ def browser_page(problems: list[str]) -> Iterator[Any]:
             browser.close()
 
 
-def model_of(folder: Path) -> list[str]:
-    """Return the model to serve: the shipped one, or one that was never trained."""
-    if (causal.DIRECTORY / "transformer" / "config.json").exists():
-        return []
-    model = causal.build()
-    with torch.no_grad():
-        for parameter in model.transformer.parameters():
-            parameter.add_(0.08 * torch.randn_like(parameter))
-    for name, part in (("transformer", model.transformer), ("text_encoder", model.text_encoder)):
-        part.save_pretrained(folder / name)
-    model.tokenizer.save_pretrained(folder / "tokenizer")
-    return [str(folder)]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the path")
 @pytest.mark.parametrize("replicas", [0, 2])
@@ -101,8 +84,7 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(
     if replicas:
         pytest.importorskip("ray.serve", reason="needs ray[serve]")
     problems: list[str] = []
-    model = model_of(tmp_path / "model")
-    with server(tmp_path, *model, *(["--ray", "2"] if replicas else [])) as (process, address):
+    with server(tmp_path, *(["--ray", "2"] if replicas else [])) as (process, address):
         with browser_page(problems) as page:
             page.goto(address, wait_until="domcontentloaded")
             prompt, note = page.locator("#prompt textarea"), page.locator("#note")
@@ -121,12 +103,11 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(
             prompt.fill("a blue cross")
             page.click("#apply")
             note.get_by_text(re.compile("from chunk .* on: prompt 'a blue cross'")).wait_for()
-            if not model:  # an untrained model has no colors
-                page.wait_for_function(f"""() => {{
-                  const rgba = ({CANVAS})();
-                  const blue = rgba.filter((v, at) => at % 4 == 2 && v - rgba[at - 2] > 60);
-                  return 4 * blue.length > 0.01 * rgba.length;  // a shape covers more
-                }}""")
+            page.wait_for_function(f"""() => {{
+              const rgba = ({CANVAS})();
+              const blue = rgba.filter((v, at) => at % 4 == 2 && v - rgba[at - 2] > 60);
+              return 4 * blue.length > 0.01 * rgba.length;  // a shape covers more
+            }}""")
             page.click("#policy input")
             page.get_by_role("option", name="infinity-rope").click()
             page.locator("#player figcaption", has_text="infinity-rope").wait_for()

@@ -51,7 +51,7 @@ def test_a_pipeline_of_wan_is_filmed_through_its_text_encoder_and_autoencoder(
 def test_a_folder_of_shapes_and_a_file_of_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = causal.build()
+    model = causal.load()
     for name, part in (("transformer", model.transformer), ("text_encoder", model.text_encoder)):
         part.save_pretrained(tmp_path / name)
     model.tokenizer.save_pretrained(tmp_path / "tokenizer")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from diffcache.eval.workshop.video.shapes import shows
@@ -41,7 +42,8 @@ def words(text: str) -> Tensor:
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     torch.manual_seed(0)
-    transformer = causal.build_transformer(layers=1).eval()
+    config = WanTransformer3DModel.load_config(causal.DIRECTORY / "transformer")
+    transformer = WanTransformer3DModel.from_config(config, num_layers=1).eval()
     with torch.no_grad():
         for parameter in transformer.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
+
 from diffcache.dllm import (
     D2Cache,
     Decoding,
@@ -26,6 +28,7 @@ from tests.dllm.toys import Noted, bidirectional, prompts, trace
 LENGTHS = (9, 5)  # of the prompts
 LONGEST, ANSWER, BLOCK = max(LENGTHS), 16, 8
 WIDTH = LONGEST + ANSWER
+VALID = torch.arange(WIDTH) >= LONGEST - torch.tensor(LENGTHS)[:, None]  # False is padding
 SCHEDULE = Schedule(ANSWER, BLOCK)
 WINDOW = Schedule(ANSWER, None, window=5)
 AT_ONCE = Schedule(ANSWER, None, 1)

@@ -16,11 +16,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-
-def halves_turned(x: Tensor) -> Tensor:
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat((-right, left), dim=-1)
+from transformers.models.llama.modeling_llama import rotate_half as halves_turned
 
 
 class RMSNorm(nn.Module):
@@ -40,25 +36,14 @@ class RMSNorm(nn.Module):
 class LLaDAConfig(PretrainedConfig):
     model_type = "llada"
 
-    def __init__(
-        self,
-        d_model: int = 32,
-        n_heads: int = 4,
-        n_kv_heads: int = 4,
-        n_layers: int = 3,
-        mlp_hidden_size: int = 48,
-        vocab_size: int = 64,
-        max_sequence_length: int = 64,
-        rope_theta: float = 10000.0,
-        rope_full_precision: bool = True,
-        rms_norm_eps: float = 1e-5,
-        mask_token_id: int = 63,
-        honors_mask: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "kwargs")}
-        given.pop("__class__", None)
-        super().__init__(**given, **kwargs)
+    def __init__(self, **settings: Any) -> None:
+        sizes = {
+            "d_model": 32, "n_heads": 4, "n_kv_heads": 4, "n_layers": 3, "mlp_hidden_size": 48,
+            "vocab_size": 64, "max_sequence_length": 64, "rope_theta": 10000.0,
+            "rope_full_precision": True, "rms_norm_eps": 1e-5, "mask_token_id": 63,
+            "honors_mask": True,
+        }  # fmt: skip
+        super().__init__(**{**sizes, **settings})
         self.__dict__.pop("use_cache", None)
 
     @property
@@ -203,22 +188,13 @@ class LLaDAModelLM(PreTrainedModel):
 class DreamConfig(PretrainedConfig):
     model_type = "Dream"
 
-    def __init__(
-        self,
-        hidden_size: int = 32,
-        num_attention_heads: int = 4,
-        num_key_value_heads: int = 2,
-        num_hidden_layers: int = 3,
-        intermediate_size: int = 48,
-        vocab_size: int = 64,
-        rope_theta: float = 10000.0,
-        rms_norm_eps: float = 1e-6,
-        mask_token_id: int = 63,
-        **kwargs: Any,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "kwargs")}
-        given.pop("__class__", None)
-        super().__init__(**given, **kwargs)
+    def __init__(self, **settings: Any) -> None:
+        sizes = {
+            "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "num_hidden_layers": 3, "intermediate_size": 48, "vocab_size": 64,
+            "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "mask_token_id": 63,
+        }  # fmt: skip
+        super().__init__(**{**sizes, **settings})
 
 
 class DreamRotaryEmbedding(nn.Module):

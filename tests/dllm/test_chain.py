@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import diffcache
-from diffcache.dllm import DKVCache, FastDLLM, FreeCache, Policy, Schedule
+from diffcache.dllm import DKVCache, ElasticCache, FastDLLM, FreeCache, Policy, Schedule
 from diffcache.eval.workshop.small import chain, train_chain
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, ChainBatch, World, draw, solve
 from diffcache.eval.workshop.small.chain_llada import BLOCKS, build_tokenizer, load
@@ -122,10 +123,10 @@ def test_a_training_is_exported_as_transformers_loads_it(name: str, tmp_path: Pa
 # the shipped models ------------------------------------------------------------------------------
 
 
-def right(name: str, policy: Policy, count: int = 20, block: int | None = None) -> int:
+def right(name: str, policy: Policy, count: int = 20, **changes: Any) -> int:
     """Return how many held-out prompts a shipped model answers exactly."""
     model, batch = load(name), batch_of(WORLDS[name], count)
-    schedule = Schedule(WORLDS[name].length, block or BLOCKS[name])
+    schedule = Schedule(WORLDS[name].length, **{"block": BLOCKS[name], **changes})
     with diffcache.wrapped(model, policy):
         answers = DiffusionLM(model).generate(batch.prompts, schedule).ids
     return int(chain.is_exact(answers, batch).sum())
@@ -134,6 +135,8 @@ def right(name: str, policy: Policy, count: int = 20, block: int | None = None) 
 def test_shipped_models_answer_held_out_prompts_exactly() -> None:
     assert right("chain-llada-probe", DKVCache()) >= 19
     assert right("chain-llada", FastDLLM(dual=True), count=5) == 5
+    elastic = ElasticCache(0.9, "key")
+    assert right("chain-llada-probe", elastic, count=4, block=None, window=16) == 4
 
 
 def test_the_probe_finds_caches_that_freeze_masks() -> None:

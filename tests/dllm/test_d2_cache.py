@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 import diffcache
-from diffcache.dllm import D2Cache, Decoding, RowPlan, Sampler, Schedule, Threshold, check_coverage
+from diffcache.dllm import D2Cache, Decoding, RowPlan, Sampler, Schedule, Threshold
 from diffcache.dllm.d2_cache import NotedPlan
 from diffcache.errors import AttachError
 from diffcache.pipelines.diffusion_lm import DiffusionLM
+from tests.dllm.cases import ANSWER, LENGTHS, LONGEST, VALID, WIDTH, model
 from tests.dllm.test_diffusion_lm import Reads
-from tests.dllm.toys import LAYERS, MASK, Noted, bidirectional, by_hand, padded, prompts, trace
+from tests.dllm.toys import LAYERS, MASK, Noted, bidirectional, check_step, prompts, trace
 
-LENGTHS = (9, 5)  # of the prompts
-LONGEST, ANSWER = max(LENGTHS), 16
-WIDTH = LONGEST + ANSWER
 CASES: dict[str, tuple[D2Cache, Schedule, Sampler]] = {
     "narrow": (D2Cache(3, 2.0, 0.3, 3), Schedule(ANSWER, 8), Sampler()),
     "beyond the block": (D2Cache(7, 10.0, 0.1, 0), Schedule(ANSWER, 4, 8), Sampler()),
@@ -91,22 +89,12 @@ def expected(name: str, notes: list[Noted], step: int, row: int, known: Any) -> 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_notes_and_logits_are_the_oracle_s(name: str) -> None:
     policy, schedule, sampler = CASES[name]
-    model = bidirectional()
-    _, notes = trace(model, policy, prompts(*LENGTHS), schedule, sampler)
-    valid = padded(prompts(*LENGTHS))[1]
-    assert valid is not None
-    valid = torch.cat([valid, torch.ones(2, ANSWER, dtype=torch.bool)], dim=1)
+    _, notes = trace(model(), policy, prompts(*LENGTHS), schedule, sampler)
     kept, confidence = None, torch.zeros(2, WIDTH, dtype=torch.float64)
     flows: list[Tensor] = []
     for step, now in enumerate(notes):
         maps: list[Tensor] = []
-        logits, fresh = by_hand(model, now.ids, now.rows, kept, valid, maps=maps)
-        there = valid.gather(1, now.rows)
-        torch.testing.assert_close(now.logits[there], logits[there], rtol=0, atol=1e-10)
-        for layer in range(LAYERS):
-            for ours, theirs in zip(now.kept[layer], fresh[layer], strict=True):
-                ours, theirs = ours.transpose(1, 2), theirs.transpose(1, 2)
-                torch.testing.assert_close(ours[valid], theirs[valid], rtol=0, atol=1e-10)
+        logits, _ = check_step(model(), now, kept, VALID, maps=maps)
         before, flows = flows, []
         assert isinstance(now.plan, NotedPlan)
         for row, length in enumerate(LENGTHS):
@@ -119,19 +107,11 @@ def test_rows_notes_and_logits_are_the_oracle_s(name: str) -> None:
                 assert any(now.ids[row, p] == MASK for p in wanted)
             confidence[row, fed] = logits[row].softmax(-1).amax(-1)
             if is_active:
-                torch.testing.assert_close(now.plan.notes["influence"][row, skip:], flows[row],
-                                           rtol=0, atol=1e-10)  # fmt: skip
-                torch.testing.assert_close(now.plan.notes["confidence"][row, skip:],
-                                           confidence[row, skip:], rtol=0, atol=1e-10)  # fmt: skip
-        kept = [tuple(x.clone() for x in pair) for pair in now.kept]  # type: ignore[misc]
+                notes_of = {name: each[row, skip:] for name, each in now.plan.notes.items()}
+                wanted_of = {"influence": flows[row], "confidence": confidence[row, skip:]}
+                torch.testing.assert_close(notes_of, wanted_of, rtol=0, atol=1e-10)
+        kept = now.kept
     assert any(len(now.fed(0)) < WIDTH // 2 for now in notes)
-
-
-def test_all_rows_are_the_uncached_model_bit_for_bit() -> None:
-    network, schedule = bidirectional(torch.float32), Schedule(ANSWER, 8)
-    ours = trace(network, D2Cache(64, rollout_p=1.0), prompts(9), schedule)
-    plain = trace(network, None, prompts(9), schedule)
-    assert all(torch.equal(a.logits, b.logits) for a, b in zip(ours[1], plain[1], strict=True))
 
 
 def test_with_a_shift_confidence_is_that_of_the_row_before() -> None:
@@ -146,19 +126,6 @@ def test_with_a_shift_confidence_is_that_of_the_row_before() -> None:
         decoding.commit(logits.roll(-shift, 1), plan)
         plans.append(policy.plan(decoding.state).rows)
     assert torch.equal(*plans)
-
-
-def test_a_commit_that_is_left_out_is_noticed() -> None:
-    class Hasty(D2Cache):
-        def plan(self, state: Any) -> Any:
-            plan = super().plan(state)
-            if state.step:
-                plan = NotedPlan(state.plan(plan.mask(1, WIDTH, "cpu") & ~state.changed).rows)
-            check_coverage(state, plan)
-            return plan
-
-    with pytest.raises(ValueError, match="which was changed by the last step"):
-        trace(bidirectional(), Hasty(), prompts(9), Schedule(ANSWER, 8))
 
 
 @torch.no_grad()

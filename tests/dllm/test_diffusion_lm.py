@@ -1,4 +1,4 @@
-"""Decoding through the front door: texts, batches, turns, aborted runs, and what is refused."""
+"""Decoding through the front door: texts, batches, padding, host reads, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every door to a diffusion language model owes: turns are apart, and it leaves as it came."""
+"""Contract of every door to a diffusion language model: decodings are apart, unwrapping is whole."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ DOORS = {
 
 @pytest.fixture(params=DOORS)
 def door(request: Any) -> tuple[Door, Any, DiffusionLM]:
-    """The door, its model, wrapped, and what decodes."""
+    """Return a door, its model, wrapped, and the pipeline that decodes with it."""
     one = DOORS[request.param]
     model = one.make()
     diffcache.wrap(model, one.policy)

@@ -8,22 +8,25 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import diffcache
 from diffcache.api import handle_of
 from diffcache.dllm import (
     Decoding,
+    DKVCache,
     ElasticCache,
     Quota,
+    RowPlan,
     Sampler,
     Schedule,
     Threshold,
     check_coverage,
 )
 from diffcache.dllm.rules import Rule
-from diffcache.eval.workshop.small import chain
-from diffcache.eval.workshop.small.chain_llada import load
+from diffcache.errors import AttachError
 from diffcache.pipelines.diffusion_lm import DiffusionLM
+from tests.dllm.test_diffusion_lm import Reads
 from tests.dllm.toys import MASK, bidirectional, padded, prompts
 
 LAYERS, HEADS, SIZE, CHANNELS = 4, 4, 8, 32
@@ -59,19 +62,16 @@ class Seen:
 
 
 @torch.no_grad()
-def follow(model: Any, policy: Any, lengths: Any = LENGTHS, rule: Rule | None = None,
-           schedule: Schedule = SCHEDULE, checks: bool = True) -> list[Seen]:  # fmt: skip
+def follow(model: Any, policy: Any, rule: Rule) -> list[Seen]:
     """Decode by random logits, so that every policy meets the same tokens, and note each step."""
-    ids, valid = padded(prompts(*lengths))
-    decoding = Decoding(ids, schedule, Sampler(rule=rule or Quota()), MASK, valid)
+    ids, valid = padded(prompts(*LENGTHS))
+    decoding = Decoding(ids, SCHEDULE, Sampler(rule=rule), MASK, valid)
     generator, found = torch.Generator().manual_seed(4), []
     with diffcache.wrapped(model, policy), diffcache.run(model):
         handle = handle_of(model)
         while not decoding.is_finished:
-            state = decoding.state
-            plan = policy.plan(state)
-            if checks:
-                check_coverage(state, plan)
+            plan = policy.plan(decoding.state)
+            check_coverage(decoding.state, plan)
             logits = model(decoding.ids, attention_mask=decoding.valid, row_plan=plan,
                            use_cache=False).logits  # fmt: skip
             held = handle.run().storage[handle.denoisers[0].extensions[0]]
@@ -164,7 +164,7 @@ def test_every_layer_and_step_of_a_padded_batch_is_the_oracle_s(name: str) -> No
     model, (policy, rule) = toy(), SETTINGS[name]
     oracles = [Oracle(model, policy, length + ANSWER) for length in LENGTHS]
     starts, commits = set(), set()
-    notes = follow(model, policy, rule=rule)
+    notes = follow(model, policy, rule)
     for step, now in enumerate(notes):
         rows, before = [], notes[max(step - 1, 0)].ids
         for row, oracle in enumerate(oracles):
@@ -211,73 +211,82 @@ def test_every_layer_and_step_of_a_padded_batch_is_the_oracle_s(name: str) -> No
     assert rule.is_fixed or max(commits) > 1
 
 
-# limits ----------------------------------------------------------------------------------------------
+# the front door ----------------------------------------------------------------------------------------
 
 
-def full_layers(notes: list[Seen]) -> int:
-    return sum(LAYERS - start for now in notes for start in now.held.starts)
-
-
-def test_full_layers_are_counted_by_gamma() -> None:
+def test_wrap_and_generate_slide_a_window_of_sixteen() -> None:
     model = toy()
-    counts = [
-        full_layers(follow(model, ElasticCache(gamma=gamma, similarity="key"), lengths=(9,)))
-        for gamma in (-1, 0, 0.5, 0.7, 0.9, 2)
-    ]
-    assert counts[:2] == [LAYERS, LAYERS]
-    assert counts[-1] == LAYERS + (ANSWER - 1) * (LAYERS - 1)
-    assert counts == sorted(counts) and len(set(counts)) > 3
-
-
-def test_masks_outside_the_window_matter_only_where_there_are_any() -> None:
-    model = toy()
-    for window, is_equal in ((ANSWER, True), (4, False)):
-        one, other = (
-            follow(model, ElasticCache(gamma=0.9, block_caching=kept),
-                   schedule=Schedule(ANSWER, None, window=window))
-            for kept in (True, False)
-        )  # fmt: skip
-        same = [a.logits.shape == b.logits.shape and torch.equal(a.logits, b.logits)
-                for a, b in zip(one, other, strict=True)]  # fmt: skip
-        assert all(same) == is_equal
-
-
-# the negative control -------------------------------------------------------------------------------
-
-
-class Hasty(ElasticCache):
-    """Leaves out what was just committed."""
-
-    def plan(self, state: Any) -> Any:
-        plan = super().plan(state)
-        return plan if plan.rows is None else replace(plan, rows=state.plan(state.open).rows)
+    diffcache.wrap(model, ElasticCache(gamma=0.9, similarity="key"))
+    lm, last = DiffusionLM(model), None
+    for decoding in lm.steps(prompts(9, 5), sampler=Sampler(rule=Threshold(0.9))):
+        masks = (last if last is not None else torch.full((2, 128), MASK)) == MASK
+        last = decoding.ids[:, 9:]
+        done = masks & (last != MASK)
+        assert bool(done.any(1).all()) and not bool((done & (masks.cumsum(1) > 16)).any())
+        if decoding.step == 6:
+            break
+    answer = lm.generate(prompts(6), Schedule(8, None, window=4), check=True)
+    assert answer.report is not None and "one number a layer" in str(answer.report)
+    size, width = CHANNELS * 8, 14  # bytes of a token's hidden state in float64
+    held = LAYERS * width * size * 3  # X, Q, and K and V of half as many heads
+    held += width * (2 * SIZE + 1) * 8  # cosines, sines and positions
+    assert answer.report.peak_bytes == held
+    assert handle_of(model).held_bytes() == 0
 
 
 @torch.no_grad()
-def stale(model: Any, notes: list[Seen]) -> float:
-    """Return how far the first layer's values of real tokens are from those of their words."""
-    layer, worst = model.model.layers[0], 0.0
-    for now in notes:
-        fresh = layer.self_attn.v_proj(layer.input_layernorm(model.model.embed_tokens(now.ids)))
-        ours = now.held.layers[0][1].transpose(1, 2).flatten(2)
-        worst = max(worst, float((ours - fresh).abs().max()))
-    return worst
+@pytest.mark.parametrize("gamma", [0.0, 1e-9])
+def test_a_layer_reads_one_number_where_it_is_tested(
+    gamma: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, policy = toy(), ElasticCache(gamma=gamma)
+    decoding = Decoding(padded(prompts(9))[0], SCHEDULE, Sampler(), MASK)
+    lists, to_list = [], Tensor.tolist  # which no dispatch shows
+    monkeypatch.setattr(Tensor, "tolist", lambda x: lists.append(x.shape) or to_list(x))
+    with diffcache.wrapped(model, policy), diffcache.run(model):
+        for _ in range(3):
+            plan = policy.plan(decoding.state)
+            lists.clear()
+            with Reads() as reads:
+                logits = model(decoding.ids, row_plan=plan, use_cache=False).logits
+            tests = lists.copy()
+            decoding.commit(logits, plan)
+    assert tests == [(1,)] * (LAYERS - 1) * (gamma > 0)
+    looks = 2  # on a CPU, where nobody waits, at both ends of the rows that are written
+    assert reads.count == looks + 3  # for all layers; rows, window, tracked tokens are counted once
 
 
-def test_the_first_layer_is_stale_only_where_commits_are_left_out() -> None:
+# what is refused -----------------------------------------------------------------------------------
+
+
+class Lexical(torch.nn.Module):
+    """A rotary embedding that depends on the tokens, not on their positions alone."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+        cosine, sine = self.inner(x, position_ids=position_ids)
+        return cosine + 0 * sine, sine + 1e-3 * x[..., :SIZE]
+
+
+@torch.no_grad()
+def test_models_and_plans_that_do_not_fit_are_refused() -> None:
     model = toy()
-    assert stale(model, follow(model, ElasticCache(gamma=-1), lengths=(9,))) < 1e-12
-    with pytest.raises(ValueError, match="leaves out position .* which was changed by the last"):
-        follow(model, Hasty(gamma=-1), lengths=(9,))
-    assert stale(model, follow(model, Hasty(gamma=-1), lengths=(9,), checks=False)) > 0.1
-
-
-def test_a_trained_model_needs_what_was_just_committed() -> None:
-    world = chain.WORLDS["chain-llada-probe"]
-    model = load("chain-llada-probe")
-    batch = chain.draw(4, world, torch.Generator().manual_seed(chain.HELD_OUT))
-    for policy, right in ((ElasticCache(0.9, "key"), 4), (Hasty(0.9, "key"), 0)):
-        with diffcache.wrapped(model, policy):
-            schedule = Schedule(world.length, None, window=16)
-            answer = DiffusionLM(model).generate(batch.prompts, schedule)
-        assert int(chain.is_exact(answer.ids, batch).sum()) == right
+    model.model.rotary_emb = Lexical(model.model.rotary_emb)
+    with diffcache.wrapped(model, ElasticCache()), pytest.raises(AttachError, match="block 0 is g"):
+        DiffusionLM(model).generate(prompts(6), SCHEDULE)
+    config = GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, is_causal=False, mask_token_id=MASK
+    )
+    model = bidirectional(config=config, network=GPT2LMHeadModel)
+    with diffcache.wrapped(model, ElasticCache()):
+        for _ in range(2):  # however often it is asked
+            with pytest.raises(AttachError, match="counts on as many rows after its last block"):
+                DiffusionLM(model).generate(prompts(6), SCHEDULE)
+    with diffcache.wrapped(model, DKVCache()):
+        DiffusionLM(model).generate(prompts(6), SCHEDULE)
+    model = toy()
+    with diffcache.wrapped(model, ElasticCache()), pytest.raises(AttachError, match="must be the"):
+        model(torch.tensor(prompts(5)), row_plan=RowPlan())

@@ -1,4 +1,4 @@
-"""What holds for every policy, whatever rows it computes."""
+"""Contract of every policy, whatever rows it computes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from tests.dllm.cases import (
     LIMITS,
     LONGEST,
     ROW_PLANS,
+    VALID,
     WIDTH,
     model,
     traced,
 )
-from tests.dllm.toys import LAYERS, bidirectional, by_hand, padded, prompts, trace
+from tests.dllm.toys import LAYERS, bidirectional, prompts, trace
 
 every_policy = pytest.mark.parametrize("name", CASES)
 
@@ -35,13 +36,6 @@ every_policy = pytest.mark.parametrize("name", CASES)
 def uncached(schedule: Schedule, sampler: Sampler, lengths: tuple[int, ...]) -> Any:
     """Return a decoding without a cache, in float32, and its steps."""
     return trace(bidirectional(torch.float32), None, prompts(*lengths), schedule, sampler)
-
-
-def of_both(width: int = WIDTH) -> Tensor:
-    """Return which positions are no padding, bool [2, T]."""
-    valid = padded(prompts(*LENGTHS))[1]
-    assert valid is not None
-    return torch.cat([valid, torch.ones(2, width - LONGEST, dtype=torch.bool)], dim=1)
 
 
 # 1: the off switch -------------------------------------------------------------------------------
@@ -71,7 +65,7 @@ def test_every_policy_has_a_limit() -> None:
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.hides])
 def test_any_rows_are_those_of_all_where_nothing_changed(name: str) -> None:
     """The plans of a decoding, one after the other, on tokens that stay as they are."""
-    network, ids, valid = model(), traced(name)[0].ids, of_both()
+    network, ids, valid = model(), traced(name)[0].ids, VALID
     given: dict[str, Any] = {"attention_mask": valid, "use_cache": False}
     at = (valid.long().cumsum(1) - 1).clamp_min(0)
     with torch.no_grad():
@@ -104,7 +98,7 @@ def test_plans_that_leave_out_what_changed_are_refused(name: str) -> None:
 def test_rows_that_are_not_computed_keep_their_bytes(name: str) -> None:
     notes, frozen = traced(name)[1], 0
     for before, now in pairwise(notes):
-        fed = torch.zeros_like(of_both()).scatter_(1, now.rows, True)
+        fed = torch.zeros_like(VALID).scatter_(1, now.rows, True)
         for layer in range(LAYERS):
             for ours, old in zip(now.kept[layer], before.kept[layer], strict=True):
                 assert torch.equal(ours.transpose(1, 2)[~fed], old.transpose(1, 2)[~fed])
@@ -181,18 +175,3 @@ def test_decodings_follow_each_other_and_are_counted(name: str) -> None:
     if case.computes_its_plan:
         assert computed == rows * LAYERS
         assert report.peak_bytes == 2 * LAYERS * 2 * 2 * WIDTH * 8 * 8  # K, V; 2 heads of 8
-
-
-# 9: the first layer ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if not case.freezes_masks])
-def test_the_first_layer_is_never_stale(name: str) -> None:
-    """Keys and values of the first layer depend on the token alone."""
-    valid = of_both()
-    for now in traced(name)[1][::3]:
-        every = torch.arange(WIDTH).expand_as(now.ids)
-        _, fresh = by_hand(model(), now.ids, every, None, valid)
-        for ours, theirs in zip(now.kept[0], fresh[0], strict=True):
-            ours, theirs = ours.transpose(1, 2)[valid], theirs.transpose(1, 2)[valid]
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)

@@ -195,3 +195,17 @@ def by_hand(
         hidden = hidden + attn.o_proj(mixed.transpose(1, 2).flatten(2))
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     return model.lm_head(core.norm(hidden)), made
+
+
+def check_step(
+    model: Any, now: Noted, kept: Kept | None, valid: Tensor, **given: Any
+) -> tuple[Tensor, Kept]:
+    """Hold the logits of a step, and what is kept after it, against those by hand; return these."""
+    logits, fresh = by_hand(model, now.ids, now.rows, kept, valid, **given)
+    there = valid.gather(1, now.rows)
+    torch.testing.assert_close(now.logits[there], logits[there], rtol=0, atol=1e-10)
+    for ours, theirs in zip(now.kept, fresh, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            one, other = one.transpose(1, 2)[valid], other.transpose(1, 2)[valid]
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    return logits, fresh

@@ -74,16 +74,3 @@ def table_of(handle):
 
 def counts(handle):
     return [call.counts.get(COUNTED) for call in handle.last.calls]
-
-
-def state_of(model):
-    return {
-        path: (
-            type(m),
-            sorted(m.__dict__),
-            type(m._modules),
-            len(m._forward_hooks),
-            len(m._forward_pre_hooks),
-        )
-        for path, m in model.named_modules()
-    }

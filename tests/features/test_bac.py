@@ -1,16 +1,21 @@
-"""BAC in runs: against an independent loop over a tiny policy, and what it refuses."""
+"""BAC: what it measures, its schedules by brute force, and runs against an independent loop."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from torch.nn import functional
 
 import diffcache
-from diffcache.errors import TablesError
-from diffcache.features.bac import BAC
+from diffcache.features.bac import BAC, METRICS, bubble, is_feed_forward, layer_of, widest
+from diffcache.features.collect import RunInfo
 from diffcache.features.combine import Combine
 from diffcache.features.parts.when import Table
+from diffcache.offline.bac_collect import THIN, PairCollector, compare
 from diffcache.offline.calibrate import calibrate
+from diffcache.step import Step
 from tests.features.bac_policy import (
     SITES,
     STEPS,
@@ -99,38 +104,228 @@ def test_modules_run_as_often_as_scheduled():
     assert ran == {name: 2 * count for name, count in both.items()}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"tables": tables(random_pairs(0)), "count": 13},
-            "count=13: must be at most the 12 steps",
-        ),
-        ({"tables": tables(random_pairs(0)), "union": 7}, "union=7: must be at most the 6 sites"),
-        ({"tables": tables(random_pairs(0)), "metric": "mse"}, "metric='cosine', not 'mse'"),
-        (
-            {"tables": tables(random_pairs(0), sites=[])},
-            r"sites=\[\]; must be a list of different names",
-        ),
-        ({"tables": tables(random_pairs(0), steps=11)}, r"must be \[11, 11\] real numbers"),
-        ({"tables": tables(random_pairs(0), sites=["x"])}, "it lacks 'pairs.x'"),
-        ({"tables": tables(random_pairs(0), method="interval")}, "'interval', not 'bac'"),
-    ],
-)
-def test_bad_settings_are_refused(settings, message):
-    """Before anything runs, with the name and the value."""
-    with pytest.raises(ValueError, match=message):
-        BAC(**settings)
-
-
-def test_missing_and_foreign_tables_are_refused():
-    """No tables, another model's, another length of run."""
+def test_another_length_of_run_is_refused():
     pipe = tiny_policy()
-    with pytest.raises(TablesError, match="measured on"):
-        diffcache.wrap(pipe, BAC(4, union=0, tables=tables(random_pairs(0), model="Other")))
     method = BAC(4, union=0, tables=calibrated_like(pipe, random_pairs(0)))
     with (
         diffcache.wrapped(pipe, method),
         pytest.raises(diffcache.errors.DiffcacheError, match=r"12.*11|11.*12"),
     ):
         draw(pipe, steps=11)
+
+
+@pytest.mark.parametrize("objective", ["anchor", "adjacent"])
+@pytest.mark.parametrize("metric", METRICS)
+def test_schedule_equals_brute_force(objective, metric):
+    """Every schedule of a size is scored by the definition; cosine is maximised, all else not."""
+    best = max if metric == "cosine" else min
+    for seed, count in itertools.product(range(4), (1, 2, 3, 5)):
+        pairs = torch.rand(8, 8, generator=torch.Generator().manual_seed(seed))
+        scores = {}
+        for inner in itertools.combinations(range(1, 8), count - 1):
+            starts = (0, *inner)
+            score = 0.0
+            for step in range(8):
+                anchor = max(s for s in starts if s <= step)
+                if objective == "anchor":
+                    score += float(pairs[anchor, step])
+                elif step > anchor:
+                    score += float(pairs[step - 1, step])
+            scores[starts] = score
+        made = BAC(count, metric, objective, 0).starts(pairs)
+        assert scores[tuple(made)] == pytest.approx(best(scores.values()), abs=1e-6)
+        assert len(made) == count
+
+
+@pytest.mark.parametrize("objective", ["anchor", "adjacent"])
+def test_steps_that_are_all_alike_are_computed_first(objective):
+    """The programme keeps the smallest of equal starts."""
+    for count in (1, 4, 20):
+        made = BAC(count, objective=objective, union=0).starts(torch.full((20, 20), 0.7))
+        assert made == list(range(count))
+
+
+def test_blocks_of_alike_steps_are_found():
+    """With as many segments as blocks, segments are the blocks."""
+    alike = torch.block_diag(torch.ones(3, 3), torch.ones(1, 1), torch.ones(5, 5), torch.ones(3, 3))
+    for metric in METRICS:
+        pairs = alike if metric == "cosine" else 1 - alike
+        assert BAC(4, metric, union=0).starts(pairs) == [0, 3, 4, 9]
+
+
+def test_union_by_hand():
+    """A site takes the steps of its own and deeper feed-forwards, enlarged ones included."""
+    given = {
+        "l.0.attn": (0, 1), "l.0.ff": (0, 2), "l.1.attn": (0, 3), "l.1.ff": (0, 4), "l.2.ff": (0, 5)
+    }  # fmt: skip
+    assert bubble(given, []) == given
+    assert bubble(given, ["l.1.attn"]) == given | {"l.1.attn": (0, 3, 4, 5)}
+    assert bubble(given, ["l.2.ff"]) == given
+    made = bubble(given, ["l.0.attn", "l.0.ff"])
+    assert made == given | {"l.0.attn": (0, 1, 2, 4, 5), "l.0.ff": (0, 2, 4, 5)}
+    # a chosen feed-forward, already enlarged, is seen by those after it in its layer
+    swapped = {"l.0.ff": (0, 2), "l.0.attn": (0, 1), "l.1.ff": (0, 4)}
+    assert bubble(swapped, list(swapped))["l.0.attn"] == (0, 1, 2, 4)
+
+
+def test_union_never_removes_and_is_idempotent():
+    """Random schedules, every number of chosen sites."""
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        given = {
+            site: (0, *(torch.randperm(19, generator=generator)[:4] + 1).sort().values.tolist())
+            for site in SITES
+        }
+        for count in range(len(SITES) + 1):
+            chosen = SITES[:count]
+            made = bubble(given, chosen)
+            assert all(set(given[site]) <= set(made[site]) for site in SITES)
+            assert all(made[site] == given[site] for site in SITES[count:])
+            assert bubble(made, chosen) == made
+
+
+def test_widest_takes_the_largest_shift():
+    """Of equal ones the first."""
+    assert widest({"a": 1.0, "b": 3.0, "c": 3.0, "d": 2.0}, 3) == ["b", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("site", "layer", "feeds"),
+    [
+        ("decoder.layers.10.self_attn", "decoder.layers.10", False),
+        ("decoder.layers.0.linear2", "decoder.layers.0", True),
+        ("single_transformer_blocks.3.proj_out", "single_transformer_blocks.3", True),
+        ("blocks.1.ffn", "blocks.1", True),
+        ("blocks.1.attn2", "blocks.1", False),
+        ("down_blocks.0.attentions.1", "down_blocks.0", False),
+        ("blocks.4.ff_context", "blocks.4", True),
+    ],
+)
+def test_names_of_sites(site, layer, feeds):
+    """A path tells whether a module is a feed-forward, and its layer."""
+    assert layer_of(site) == layer
+    assert is_feed_forward(site) is feeds
+
+
+def test_official_forces_the_last_step_and_leaves_a_single_union_out():
+    """The two things the official code does that the paper does not say."""
+    made = BAC(3, union=1, tables=tables(random_pairs(0))).schedules()
+    official = BAC(3, union=1, official=True, tables=tables(random_pairs(0))).schedules()
+    plain = BAC(3, union=0, tables=tables(random_pairs(0))).schedules()
+    assert official == {site: tuple(sorted({*u, STEPS - 1})) for site, u in plain.items()}
+    assert len(made[SITES[0]]) > 3  # the widest site took the feed-forwards' steps
+    assert made == bubble(plain, SITES[:1])
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_metrics_are_what_they_say(metric):
+    """Against the formulas, one pair at a time."""
+    rows = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(0)).double()
+    made = compare(rows, metric)
+    for b, i, j in itertools.product(range(2), range(5), range(5)):
+        x, y = rows[b, i], rows[b, j]
+        expected = {
+            "cosine": x @ y / (x.norm() * y.norm()),
+            "mse": (x - y).square().mean(),
+            "l1": (x - y).abs().mean(),
+            "l2": (x - y).square().sum().sqrt(),
+            "wasserstein": (x.sort().values - y.sort().values).abs().mean(),
+        }[metric]
+        assert float(made[b, i, j]) == pytest.approx(float(expected), abs=1e-12)
+
+
+def test_calibration_measures_every_site():
+    """The tables equal what hooks on an unwrapped policy see, averaged over runs and samples."""
+    pipe = tiny_policy()
+    method = calibrate(pipe, BAC(4, union=2), observations(), steps=STEPS, seed=7)
+    assert method.tables.header["sites"] == SITES
+    seen = {site: [] for site in SITES}
+    hooks = [
+        pipe.transformer.get_submodule(site).register_forward_hook(
+            lambda module, args, out, site=site: seen[site].append(out)
+        )
+        for site in SITES
+    ]
+    for number, given in enumerate(observations()):
+        pipe(
+            **given, num_inference_steps=STEPS, generator=torch.Generator().manual_seed(7 + number)
+        )
+    for hook in hooks:
+        hook.remove()
+    for site in SITES:
+        rows = torch.stack(seen[site]).reshape(3, STEPS, 2, -1).transpose(1, 2).flatten(0, 1)
+        alike = functional.cosine_similarity(rows[:, :, None], rows[:, None], dim=-1).mean(0)
+        torch.testing.assert_close(method.tables[f"pairs.{site}"], alike, atol=1e-5, rtol=1e-5)
+        shift = (rows[:, :, None] - rows[:, None]).abs().mean((0, 3))
+        torch.testing.assert_close(method.tables[f"shift.{site}"], shift, atol=1e-5, rtol=1e-5)
+    # one calibration serves every count, objective and union
+    other = BAC(6, objective="adjacent", union=0, tables=method.tables)
+    assert all(len(steps) == 6 for steps in other.schedules().values())
+
+
+def test_tables_survive_a_file(tmp_path):
+    """The method read back is the same and valid Python."""
+    path = tmp_path / "bac.safetensors"
+    made = calibrate(tiny_policy(), BAC(4, union=2), observations(1), steps=STEPS, out=path)
+    again = BAC(4, union=2, tables=str(path))
+    assert again == made and again.schedules() == made.schedules()
+    assert eval(repr(again)) == made
+
+
+def test_collector_goes_on_from_its_state():
+    """Stopped after any run, the tables are the same to the last bit."""
+    runs = torch.randn(3, 4, 2, 2, 6, generator=torch.Generator().manual_seed(0))
+
+    def feed(collector, run):
+        collector.begin(RunInfo(0, 0, torch.arange(4.0), None, 4))
+        for step, branch in itertools.product(range(4), range(2)):
+            for index, site in itertools.product(range(2), ("b.0.ff", "b.0.attn")):
+                part = run[step][:, index] + branch + len(site)
+                collector.feature(Step(step, float(step), 4, branch, 0), site, index, part)
+        collector.end()
+
+    whole = PairCollector("mse")
+    for run in runs:
+        feed(whole, run)
+    part = PairCollector("mse")
+    feed(part, runs[0])
+    again = PairCollector("mse")
+    again.load(dict(reversed(part.state().items())))
+    for run in runs[1:]:
+        feed(again, run)
+    assert again.settings() == whole.settings() == {"sites": ["b.0.ff", "b.0.attn"],
+                                                    "metric": "mse"}  # fmt: skip
+    assert all(torch.equal(t, again.tables()[name]) for name, t in whole.tables().items())
+    rows = runs.flatten(3)  # two tensors of one site are compared as one
+    mse = (rows[:, :, None] - rows[:, None]).square().mean((0, 3, 4))
+    torch.testing.assert_close(whole.tables()["pairs.b.0.ff"], mse)
+
+
+def test_large_activations_are_thinned():
+    """Evenly, so that a constant difference stays what it is."""
+    collector = PairCollector("l1")
+    collector.begin(RunInfo(0, 0, torch.arange(2.0), None, 2))
+    for step in range(2):
+        value = torch.full((1, 3 * THIN + 5), float(step))
+        collector.feature(Step(step, 0.0, 2, 0, 0), "b.0.ff", 0, value)
+    kept = [t for steps in collector._seen.values() for part in steps.values() for t in part]
+    assert [tuple(t.shape) for t in kept] == [(1, THIN)] * 2
+    collector.end()
+    assert collector.tables()["pairs.b.0.ff"].tolist() == [[0, 1], [1, 0]]
+
+
+def test_odd_runs_are_refused():
+    """A module that is left out at a step, and runs of two lengths."""
+    collector = PairCollector("cosine")
+    collector.begin(RunInfo(0, 0, torch.arange(3.0), None, 3))
+    for step in range(2):
+        collector.feature(Step(step, 0.0, 3, 0, 0), "b.0.ff", 0, torch.ones(1, 4))
+    with pytest.raises(ValueError, match="b.0.ff ran at 2 of 3 steps"):
+        collector.end()
+    with pytest.raises(ValueError, match="no module was seen"):
+        collector.tables()
+    collector.begin(RunInfo(0, 0, torch.arange(1.0), None, 1))
+    collector.feature(Step(0, 0.0, 1, 0, 0), "b.0.ff", 0, torch.ones(1, 4))
+    collector.end()
+    with pytest.raises(ValueError, match="a run of 2 steps after one of 1"):
+        collector.begin(RunInfo(0, 0, torch.arange(2.0), None, 2))

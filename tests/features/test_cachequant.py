@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.errors import TablesError
+from diffcache.errors import TablesError, UncalibratedError
 from diffcache.features.cachequant import CacheQuant, Corrected
 from diffcache.features.collect import RunInfo
 from diffcache.features.tables import Tables
@@ -19,11 +20,7 @@ from diffcache.step import Step
 
 SITE = "up_blocks.0"
 
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def info(total: int, number: int = 0) -> RunInfo:
@@ -241,3 +238,33 @@ def test_joint_maps_lead_to_what_dense_layers_would_make() -> None:
         method.record(state, Step(t), quantized[t])
         error = (method.estimate(state, Step(t + 1)) - dense[t + 1]).abs().max()
         assert float(error) < 1e-12
+
+
+def test_tables_are_needed() -> None:
+    for method in (CacheQuant(), CacheQuant(every=1, bits="w8a8")):
+        with pytest.raises(UncalibratedError, match=r"diffcache\.calibrate\(pipe, CacheQuant"):
+            method.parts()
+    off = CacheQuant(every=1)
+    assert off.abilities() == (off.parts(),)
+
+
+def test_foreign_tables_are_refused(tmp_path) -> None:
+    collector = CacheQuant(every=3).collector()
+    collector.begin(RunInfo(0, 0, torch.arange(6), None, 6))
+    for step in range(6):
+        collector.feature(Step(step), "up_blocks.0", 0, torch.randn(1, 3, 4))
+    collector.end()
+    header = {"method": "cachequant", "steps": 6, **collector.settings(), "model": "Other"}
+    tables = Tables(header, collector.tables())
+    with pytest.raises(TablesError, match="made for every=3, not every=2"):
+        CacheQuant(every=2, tables=tables)
+    with pytest.raises(TablesError, match="made for bits=None, not bits='w8a8'"):
+        CacheQuant(every=3, bits="w8a8", tables=tables)
+    with pytest.raises(TablesError, match="it lacks 'starts'"):
+        CacheQuant(every=3, tables=Tables(tables.header, {}))
+    method = CacheQuant(every=3, tables=tables)
+    with pytest.raises(TablesError, match="measured on Other, this is UNet2DModel"):
+        method.check_model({"model": "UNet2DModel", "scheduler": None})
+    path = str(tmp_path / "t.safetensors")
+    saved = dataclasses.replace(method, tables=tables.save(path))
+    assert eval(repr(saved)) == saved == method and hash(saved) == hash(method)

@@ -16,26 +16,14 @@ from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.handle import Handle
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.cachequant import CacheQuant
-from diffcache.features.collect import Observer, RunInfo
+from diffcache.features.collect import Observer
 from diffcache.features.tables import Tables
 from diffcache.offline.cachequant_collect import CacheQuantCollector
 from diffcache.offline.tracing import Traced
 from diffcache.step import Step
+from tests.features.test_cachequant import info, tables_of
 
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
-
-
-def info(total: int, number: int = 0) -> RunInfo:
-    return RunInfo(number, 0, torch.arange(total), None, total)
-
-
-def tables_of(collector: CacheQuantCollector, total: int, **more: Any) -> Tables:
-    header = {"method": "cachequant", "steps": total, **collector.settings(), **more}
-    return Tables(header, collector.tables())
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def unet() -> nn.Module:

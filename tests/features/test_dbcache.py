@@ -7,25 +7,15 @@ import torch
 
 import diffcache
 from diffcache.features.dbcache import DBCache
-from diffcache.step import Step
+from tests.internals import computed_steps
 from tests.zoo.catalog import cases
+from tests.zoo_runs import sample
 
 STEPS = 12
 
 
 def probes(total):
     return [torch.tensor([2 + math.sin(0.5 * s), 1 + 0.1 * s]) for s in range(total)]
-
-
-def computed_steps(method, total):
-    when = method.parts().when
-    state, steps = when.init(), []
-    for index, probe in enumerate(probes(total)):
-        step = Step(index, total=total)
-        if when.should_compute(state, step, probe):
-            when.computed(state, step, probe)
-            steps.append(index)
-    return steps
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.15, math.inf])
@@ -42,7 +32,7 @@ def test_the_schedule_follows_an_independent_trace(threshold, longest, skips, wa
         steps.append(index)
         kept, row = probe, 0
     method = DBCache(threshold, warmup=warmup, longest=longest, skips=skips)
-    assert computed_steps(method, 30) == steps
+    assert computed_steps(method, 30, probes(30)) == steps
     assert skips is None or 30 - len(steps) <= skips
 
 
@@ -50,14 +40,6 @@ def test_the_schedule_follows_an_independent_trace(threshold, longest, skips, wa
 def made():
     case = cases()["FluxTransformer2DModel"]
     return case, case.build()
-
-
-def sample(case, model):
-    with torch.no_grad():
-        return [
-            model(**case.kwargs(model, 0, step=s, steps=STEPS), return_dict=False)[0].clone()
-            for s in range(STEPS)
-        ]
 
 
 def test_lead_and_tail_always_run_and_the_rest_as_the_limits_say(made):
@@ -70,7 +52,7 @@ def test_lead_and_tail_always_run_and_the_rest_as_the_limits_say(made):
     ]
     method = DBCache(math.inf, lead=2, tail=1, warmup=3, longest=2)
     with diffcache.wrapped(model, method) as handle:
-        sample(case, model)
+        sample(case, model, STEPS)
         computed = [call.index for call in handle.last.calls if call.computed]
     for hook in hooks:
         hook.remove()
@@ -84,6 +66,6 @@ def test_a_forecast_differs_from_reuse(made):
     outs = []
     for order in (0, 1):
         with diffcache.wrapped(model, DBCache(math.inf, warmup=2, longest=3, order=order)):
-            outs.append(sample(case, model))
+            outs.append(sample(case, model, STEPS))
     assert torch.equal(outs[0][1], outs[1][1])
     assert not torch.equal(outs[0][2], outs[1][2])

@@ -109,24 +109,3 @@ def test_the_lower_triangle_is_not_read():
     cost = torch.rand(6, 6, generator=torch.Generator().manual_seed(0))
     below = torch.full((6, 6), torch.nan).tril(-1)
     assert best_starts(cost + below, 3) == best_starts(cost, 3)
-
-
-@pytest.mark.parametrize(
-    ("cost", "count", "options", "message"),
-    [
-        (torch.zeros(3, 4), 2, {}, r"shape \(3, 4\): must be \[T, T\]"),
-        (torch.zeros(0, 0), 1, {}, r"shape \(0, 0\)"),
-        (torch.full((3, 3), torch.nan), 2, {}, "not finite"),
-        (torch.zeros(5, 5), 0, {}, "count=0: must be a whole number of at least 1"),
-        (torch.zeros(5, 5), 6, {}, "count=6: 5 steps do not split.*from 1 to 5"),
-        (torch.zeros(7, 7), 2, {"longest": 3}, "count=2: 7 steps.*1 to 3 steps; use .* 3 to 7"),
-        (torch.zeros(7, 7), 4, {"shortest": 2}, "from 1 to 3"),
-        (torch.zeros(7, 7), 1, {"shortest": 4, "longest": 5}, "allow other lengths"),
-        (torch.zeros(7, 7), 2, {"shortest": 0}, "shortest=0"),
-        (torch.zeros(7, 7), 2, {"shortest": 3, "longest": 2}, "longest=2.*shortest is 3"),
-    ],
-)
-def test_bad_input_is_refused(cost, count, options, message):
-    """Every refusal names what was given and a way out."""
-    with pytest.raises(ValueError, match=message):
-        best_starts(cost, count, **options)

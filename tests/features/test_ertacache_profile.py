@@ -1,4 +1,4 @@
-"""How ERTACache's tables are measured: list, factors and maps, against closed forms and loops."""
+"""Measurement of ERTACache's tables: list, factors and maps, against closed forms and loops."""
 
 import math
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import diffcache
 from diffcache.attach.fingerprint import facts_of
-from diffcache.errors import AttachError, CacheWarning, TablesError, UncalibratedError
+from diffcache.errors import AttachError, CacheWarning, TablesError
 from diffcache.features.harmonica import HarmoniCa
 from diffcache.features.tables import Tables
 from tests.zoo.pipes import pipes
@@ -130,13 +130,6 @@ def test_other_runs_and_other_models_are_refused(pipe, logits):
         diffcache.wrapped(pipe, HarmoniCa(0.5, tables_of(pipe, logits, sites=strange)))
 
 
-def test_without_a_router_the_error_says_how_to_get_one(pipe):
-    with pytest.raises(UncalibratedError, match=r"diffcache\.calibrate\(pipe, HarmoniCa"):
-        HarmoniCa().parts()
-    with pytest.raises(UncalibratedError, match="trained"):
-        HarmoniCa().collector()
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -239,8 +232,3 @@ def test_the_allow_list_does_not_outlive_the_load(logits, tmp_path):
 def test_official_files_that_are_no_router_are_refused(logits, tmp_path, changed, message):
     with pytest.raises(TablesError, match=message):
         HarmoniCa.load_official(official(tmp_path / "router.pt", logits, **changed))
-
-
-def test_a_missing_official_file_is_named(tmp_path):
-    with pytest.raises(TablesError, match=r"none\.pt': no such file"):
-        HarmoniCa.load_official(tmp_path / "none.pt")

@@ -7,16 +7,9 @@ import diffcache
 from diffcache import Newton, Reuse, Step, Taylor, TaylorSeer
 from diffcache.features.parts.hold import Hold, Packed, mapped, pack
 from tests.zoo.catalog import cases
+from tests.zoo_runs import sample
 
 STEPS = 7
-
-
-def sample(case, model):
-    with torch.no_grad():
-        return torch.stack([
-            model(**case.kwargs(model, 0, step=s, steps=STEPS), return_dict=False)[0].clone()
-            for s in range(STEPS)
-        ])  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 32), (2, 32, 4, 4), (1, 32, 2, 4, 4), (7,)])
@@ -91,9 +84,9 @@ def test_every_site_can_be_held(name, site):
     results, sizes = {}, {}
     for form in (None, "bf16", "int8", "host"):
         with diffcache.wrapped(model, method, hold=form) as handle:
-            results[form], sizes[form] = sample(case, model), handle.held_bytes()
+            results[form], sizes[form] = sample(case, model, STEPS), handle.held_bytes()
             handle.reset()
-            assert torch.equal(sample(case, model), results[form])
+            assert torch.equal(sample(case, model, STEPS), results[form])
     assert torch.equal(results["host"], results[None])
     scale = results[None].abs().max()
     assert 0 < (results["bf16"] - results[None]).abs().max() < 0.1 * scale

@@ -1,7 +1,5 @@
 """MagCache: its schedule against a loop of its own and diffusers', its ratios in closed form."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -14,23 +12,10 @@ from diffcache.features.tables import Tables
 from diffcache.features.temporal_table import TemporalTable
 from diffcache.offline.magcache_collect import Ratios
 from diffcache.step import Step
+from tests.internals import computed_steps
 from tests.zoo.pipes import pipes
 
 RATIOS = tuple(1 - 0.002 * i - (0.03 * (i - 20) if i > 20 else 0) for i in range(28))
-
-
-def computed_steps(method, total):
-    when = method.parts().when
-    state, steps = when.init(), []
-    for index in range(total):
-        step = Step(index, total=total)
-        before = vars(state).copy() if state is not None else None
-        answer = when.should_compute(state, step, None)
-        assert before is None or vars(state) == before
-        if answer:
-            when.computed(state, step, None)
-            steps.append(index)
-    return steps
 
 
 @pytest.mark.parametrize("threshold", [0.01, 0.06, 0.12, 1.0])
@@ -238,23 +223,7 @@ def test_a_wrapped_pipeline_runs_at_other_lengths_than_the_calibration():
             assert 1 < len(wanted) < total
 
 
-def test_bad_settings_and_foreign_tables_are_refused():
-    tables = Tables({"method": "magcache", "steps": 2}, {"ratios": torch.ones(2)})
-    for settings, message in [
-        ({"ratios": (1.0, -0.5)}, "ratios=.*must be positive finite numbers"),
-        ({"ratios": (1.0, math.nan)}, "must be positive finite numbers"),
-        ({"ratios": "ten"}, "ratios='ten': must be positive finite numbers"),
-        ({"ratios": ()}, "must be positive finite numbers"),
-        ({"ratios": ((1.0, 0.9), 3.0)}, "must be positive finite numbers"),
-        ({"ratios": RATIOS[1:]}, r"must begin with 1.0.*pass \(1.0, \*ratios\)"),
-        ({"ratios": (RATIOS, RATIOS[1:])}, "must begin with 1.0"),
-        ({"ratios": (RATIOS, RATIOS[:5])}, "as many for every guidance branch"),
-        ({"ratios": RATIOS, "always": (28,)}, r"always=\(28,\): must be below 28"),
-        ({"always": (-1,)}, "always=-1: must be a whole number of at least 0"),
-        ({"ratios": (1.0,), "tables": tables}, "give one of them"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            MagCache(**settings)
+def test_a_run_of_another_length_is_refused():
     collector = collect([[torch.ones(1, 2, 3)] * 4])
     with pytest.raises(ValueError, match="a run of 5 steps after one of 4"):
         collector.begin(RunInfo(0, 1, torch.zeros(5), None, 5))

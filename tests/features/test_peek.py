@@ -3,8 +3,7 @@
 import copy
 import math
 import pickle
-import threading
-import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -17,25 +16,12 @@ from diffcache.features.parts.accumulated import Accumulated
 from diffcache.features.teacache import TeaCache
 from tests.internals import reuse_in
 from tests.zoo.catalog import cases
+from tests.zoo_runs import in_threads, sample
 
 STEPS = 6
 TEA = TeaCache(0.5, (1.0, 0.0))
 
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore", diffcache.CacheWarning)
-        yield
-
-
-def sample(case, model, seed=0, steps=STEPS):
-    return torch.stack(
-        [
-            model(**case.kwargs(model, seed, step=s, steps=steps), return_dict=False)[0].clone()
-            for s in range(steps)
-        ]
-    )
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture
@@ -58,20 +44,15 @@ def test_models_without_attention_in_the_first_block_are_refused_at_wrap(name):
     assert hooks(model) == before
 
 
-def test_a_gate_is_refused_at_module_sites():
-    with pytest.raises(ValueError, match="must be 0 at site 'attention', and the schedule no gate"):
-        Combine(Accumulated(0.1), site="attention")
-
-
 def test_a_unet_with_attention_in_its_first_block_works():
     case = cases()["UNet2DConditionModel"]
     model = case.build()
-    plain = sample(case, model, steps=3)
+    plain = sample(case, model, 3)
     with diffcache.wrapped(model, TeaCache(math.inf, (1.0, 0.0))) as handle:
-        assert torch.equal(sample(case, model, steps=3)[0], plain[0])
+        assert torch.equal(sample(case, model, 3)[0], plain[0])
         assert [call.index for call in handle.last.calls if call.computed] == [0]
     with diffcache.wrapped(model, Combine(Accumulated(0.0))):
-        assert torch.equal(sample(case, model, steps=3), plain)
+        assert torch.equal(sample(case, model, 3), plain)
     assert hooks(model) == {}
 
 
@@ -89,14 +70,14 @@ def test_a_block_that_writes_to_its_input_is_refused(flux):
         diffcache.wrapped(model, TEA),
         pytest.raises(AttachError, match="writes to its input before its attention"),
     ):
-        sample(case, model)
+        sample(case, model, STEPS)
 
 
 def test_a_first_block_that_is_not_looked_into_is_refused(flux):
     """The list is run from its second block: the first one's attention is never come to."""
     case, model = flux
     with diffcache.wrapped(model, TEA) as handle:
-        sample(case, model, steps=2)
+        sample(case, model, 2)
         block = model.transformer_blocks[1]
         peek = reuse_in(handle).setup.peek
         ran = []
@@ -110,11 +91,11 @@ def test_a_first_block_that_is_not_looked_into_is_refused(flux):
 def test_replaced_blocks_are_looked_into(flux):
     case, model = flux
     with diffcache.wrapped(model, TEA):
-        sample(case, model)
+        sample(case, model, STEPS)
         model.transformer_blocks[0] = copy.deepcopy(model.transformer_blocks[1])
-        found = sample(case, model)
+        found = sample(case, model, STEPS)
     with diffcache.wrapped(model, TEA):
-        assert torch.equal(sample(case, model), found)
+        assert torch.equal(sample(case, model, STEPS), found)
     assert hooks(model) == {}
 
 
@@ -122,7 +103,7 @@ def test_compiled_blocks_give_the_same():
     case = cases()["WanTransformer3DModel"]
     model = case.build()
     with diffcache.wrapped(model, TEA) as handle:
-        plain = sample(case, model)
+        plain = sample(case, model, STEPS)
         marks = [call.computed for call in handle.last.calls]
     graphs = []
 
@@ -132,11 +113,11 @@ def test_compiled_blocks_give_the_same():
 
     torch._dynamo.reset()
     model.compile_repeated_blocks(fullgraph=True, backend=backend)
-    sample(case, model, steps=2)
+    sample(case, model, 2)
     uncached = len(graphs)
     torch._dynamo.reset()
     with diffcache.wrapped(model, TEA) as handle:
-        assert torch.equal(sample(case, model), plain)
+        assert torch.equal(sample(case, model, STEPS), plain)
         assert [call.computed for call in handle.last.calls] == marks
         assert 0 < sum(marks) < STEPS
     torch._dynamo.reset()
@@ -146,34 +127,28 @@ def test_compiled_blocks_give_the_same():
 def test_inference_mode_and_copies(flux):
     case, model = flux
     with diffcache.wrapped(model, TEA):
-        plain = sample(case, model)
+        plain = sample(case, model, STEPS)
         assert 0 < diffcache.report(model).steps_skipped < STEPS
         with torch.inference_mode():
-            assert torch.equal(sample(case, model), plain)
+            assert torch.equal(sample(case, model, STEPS), plain)
         twin = copy.deepcopy(model)
-        uncached = sample(case, twin)
+        uncached = sample(case, twin, STEPS)
         again = pickle.loads(pickle.dumps(model))
-        assert torch.equal(sample(case, again), uncached)
-        assert torch.equal(sample(case, model), plain)
-    assert torch.equal(sample(case, model), uncached)
+        assert torch.equal(sample(case, again, STEPS), uncached)
+        assert torch.equal(sample(case, model, STEPS), plain)
+    assert torch.equal(sample(case, model, STEPS), uncached)
     assert watch(model, (), {}) is None
 
 
 def test_a_peek_in_one_thread_cuts_no_call_of_another(flux):
     case, model = flux
     with diffcache.wrapped(model, TEA):
-        alone = [sample(case, model, seed) for seed in (0, 1)]
-        found = {}
+        alone = [sample(case, model, STEPS, seed=seed) for seed in (0, 1)]
 
         def work(seed):
-            with torch.no_grad():
-                found[seed] = [sample(case, model, seed) for _ in range(2)]
+            return [sample(case, model, STEPS, seed=seed) for _ in range(2)]
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        found = in_threads(*(partial(work, seed) for seed in (0, 1)))
     for seed in (0, 1):
         assert all(torch.equal(one, alone[seed]) for one in found[seed])
 
@@ -191,22 +166,22 @@ def test_offloaded_models_give_the_same(flux, settings):
     from diffusers.hooks import apply_group_offloading
 
     case, model = flux
-    plain = sample(case, model)
+    plain = sample(case, model, STEPS)
     with diffcache.wrapped(model, TEA):
-        expected = sample(case, model)
+        expected = sample(case, model, STEPS)
     cpu = torch.device("cpu")
     apply_group_offloading(model, onload_device=cpu, offload_device=cpu, **settings)
     with diffcache.wrapped(model, TEA):
-        assert torch.equal(sample(case, model), expected)
+        assert torch.equal(sample(case, model, STEPS), expected)
         assert 0 < diffcache.report(model).steps_skipped < STEPS
-    assert torch.equal(sample(case, model), plain)
+    assert torch.equal(sample(case, model, STEPS), plain)
 
 
 def test_a_hooked_forward_that_moves_weights_is_run_in_a_peek(flux):
     """As with accelerate's hooks: the weights are only there inside of the block's forward."""
     case, model = flux
     with diffcache.wrapped(model, TEA):
-        expected = sample(case, model)
+        expected = sample(case, model, STEPS)
     block = model.transformer_blocks[0]
     weights = {name: p.data for name, p in block.named_parameters()}
     forward, moves = block.forward, []
@@ -223,6 +198,6 @@ def test_a_hooked_forward_that_moves_weights_is_run_in_a_peek(flux):
 
     block.forward = moved
     with diffcache.wrapped(model, TEA):
-        assert torch.equal(sample(case, model), expected)
+        assert torch.equal(sample(case, model, STEPS), expected)
         computed = diffcache.report(model).steps_computed
     assert len(moves) >= STEPS - 1 + computed

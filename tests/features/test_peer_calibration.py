@@ -1,6 +1,5 @@
-"""What calibration measures for TeaCache and MagCache, against hooks on an uncached run."""
+"""Calibration for TeaCache and MagCache, against hooks on an uncached run."""
 
-import warnings
 from itertools import pairwise
 
 import pytest
@@ -13,12 +12,7 @@ from tests.zoo.pipes import pipes
 
 STEPS = 6
 
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore", diffcache.CacheWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture(scope="module")

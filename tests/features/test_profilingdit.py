@@ -199,35 +199,6 @@ def test_the_published_hunyuan_lists_have_two_schedules():
         assert call.counts["single_transformer_blocks"][0] == (40 if index in single else 16)
 
 
-def test_a_published_schedule_refuses_another_number_of_steps():
-    method = ProfilingDiT.published("hunyuanvideo", model="")
-    assert method.parts().when.total == 50
-    with pytest.raises(ValueError, match="published are"):
-        ProfilingDiT.published("wan2.2")
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        ({"interval": "decreasing", "longest": 2, "shortest": 3}, "longest=2"),
-        ({"foreground": 3}, "foreground=3: must be a bool tensor"),
-        ({"background": 3}, "background=3: must be names"),
-        ({"listed": 3, "total": 9}, "listed=3: must be pairs"),
-        ({"listed": (("blocks", (1.5,)),), "total": 9}, "listed=1.5"),
-        ({"text": "middle"}, "text='middle'"),
-        ({"background": "blocks"}, "'blocks' is no block"),
-        ({"background": "blocks.7-2"}, "'blocks.7-2' is no block"),
-        ({"background": "blocks.1", "listed": (("blocks", (3,)),)}, "total=None"),
-        ({"background": "blocks.1", "listed": (("other", (3,)),), "total": 9}, "'other' is no"),
-        ({"background": "blocks.1", "listed": (("blocks", (9,)),), "total": 9}, "beyond total=9"),
-        ({"tables": "nowhere.safetensors"}, "no such file"),
-    ],
-)
-def test_bad_settings_are_refused(settings, match):
-    with pytest.raises(ValueError, match=match):
-        ProfilingDiT(**settings)
-
-
 def test_blocks_the_model_lacks_are_refused():
     model = toy(4)
     with (

@@ -1,4 +1,4 @@
-"""What ProfilingDiT measures: foregrounds, attention and their overlap, planted and in pipelines."""
+"""Measurements of ProfilingDiT: foregrounds, attention and their overlap, planted and in pipelines."""
 
 import dataclasses
 

@@ -24,11 +24,7 @@ from tests.features.region_pipelines import (
     qwen_call,
 )
 
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 @pytest.fixture
@@ -40,7 +36,7 @@ def small_qwen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Dense:
-    """What RegionE should do, on a pipeline that is not wrapped, with every row computed always.
+    """RegionE as it should be, on a pipeline that is not wrapped, with every row computed always.
 
     Attention of the model itself is watched where it is dispatched: on a full step its keys and
     values are noted, on a region step those of rows that are not edited are replaced by the noted

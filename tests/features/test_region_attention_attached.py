@@ -20,11 +20,7 @@ from diffcache.features.tables import Tables
 from tests.features.region_pipelines import kontext, kontext_call, latents_of, method
 from tests.zoo.pipe import assemble, denoiser, flow_euler, tiny_vae
 
-
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def test_threads_have_masks_and_stores_of_their_own() -> None:

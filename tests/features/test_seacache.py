@@ -1,7 +1,6 @@
 """SeaCache: its filter against diffusers' and limits, its gate against a loop, grids and levels."""
 
 import math
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -17,12 +16,7 @@ from tests.zoo.pipes import pipes
 
 STEPS = 8
 
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore", diffcache.CacheWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 # the filter -----------------------------------------------------------------------------------
@@ -244,17 +238,3 @@ def test_a_wrong_grid_and_a_bare_model_are_refused():
         pytest.raises(AttachError, match=r"level of step 0 is not known.*sigmas=\[\.\.\.\]"),
     ):
         pipe.transformer(**call)
-    with pytest.raises(ValueError, match="noise level of this call is not known"):
-        Filtered(2.0).see(torch.zeros(1, 4, 2), Step(0))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"grid": ()}, r"grid=\(\): must be"),
-        ({"grid": (4, 0)}, "grid=0: must be a whole number of at least 1"),
-    ],
-)
-def test_bad_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        SeaCache(**settings)

@@ -1,4 +1,4 @@
-"""What a temporal table looks up: modules that the sample cannot reach, keyed by content."""
+"""Look-ups of a temporal table: modules that the sample cannot reach, keyed by content."""
 
 import types
 
@@ -9,7 +9,8 @@ from torch import nn
 import diffcache
 from diffcache.attach.extensions.lookup_sites import time_sites
 from diffcache.features.temporal_table import TemporalTable
-from tests.features.temporal_toys import ALL, Block, Toy, counts, state_of, table_of, toy, toy_run
+from tests.features.temporal_toys import ALL, Block, Toy, counts, table_of, toy, toy_run
+from tests.internals import state_of
 
 
 @pytest.mark.parametrize(

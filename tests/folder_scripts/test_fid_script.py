@@ -16,20 +16,17 @@ from diffcache.eval import fid
 from diffcache.eval.metrics import bootstrap, inception, lite, sets
 from diffcache.eval.metrics.frechet import frechet, moments
 from diffcache.eval.samples import npz
+from tests.folder_scripts.shapes import error, report, saved
 
 
-def test_fid_of_a_folder_with_itself_is_zero(
-    capsys: Any, shapes: dict[str, Any], report: Any
-) -> None:
+def test_fid_of_a_folder_with_itself_is_zero(capsys: Any, shapes: dict[str, Any]) -> None:
     found = report(capsys, fid.main, shapes["real"], shapes["real"], "--resamples", "20")
     assert found["metrics"]["fid_lite"]["value"] < 1e-6
     assert found["metrics"]["fid_lite"]["low"] == 0.0
     assert any("is compared with itself" in text for text in found["warnings"])
 
 
-def test_fid_is_that_of_the_features_and_sees_ghosts(
-    capsys: Any, shapes: dict[str, Any], report: Any
-) -> None:
+def test_fid_is_that_of_the_features_and_sees_ghosts(capsys: Any, shapes: dict[str, Any]) -> None:
     features = {name: lite.embed(x).double() for name, x in shapes["pictures"].items()}
     reference = moments(features["real"])
     values = {}
@@ -49,7 +46,7 @@ def test_fid_is_that_of_the_features_and_sees_ghosts(
     assert values["ghost"]["low"] > values["ghost"]["floor"]
 
 
-def test_fid_other_metrics_and_warnings(capsys: Any, shapes: dict[str, Any], report: Any) -> None:
+def test_fid_other_metrics_and_warnings(capsys: Any, shapes: dict[str, Any]) -> None:
     found = report(
         capsys,
         fid.main,
@@ -85,9 +82,7 @@ def test_fid_prints_a_table_and_warns_on_standard_error(
     assert [line[:8] for line in err.strip().splitlines()] == ["warning:"]  # too few samples
 
 
-def test_fid_samples_resize_and_npz(
-    capsys: Any, shapes: dict[str, Any], tmp_path: Path, report: Any
-) -> None:
+def test_fid_samples_resize_and_npz(capsys: Any, shapes: dict[str, Any], tmp_path: Path) -> None:
     file = str(tmp_path / "fake.npz")
     arguments = ("--backend", "lite", "--samples", "70", "--resize", "32", "--resamples", "0")
     direct = report(capsys, fid.main, shapes["real"], shapes["fake"], *arguments, "--npz", file)
@@ -99,9 +94,7 @@ def test_fid_samples_resize_and_npz(
     assert again["metrics"] == direct["metrics"]
 
 
-def test_fid_takes_stored_statistics(
-    capsys: Any, shapes: dict[str, Any], tmp_path: Path, report: Any, error: Any
-) -> None:
+def test_fid_takes_stored_statistics(capsys: Any, shapes: dict[str, Any], tmp_path: Path) -> None:
     features = lite.embed(shapes["pictures"]["real"]).double().numpy()
     file = tmp_path / "real.npz"
     np.savez(file, mu=features.mean(0), sigma=np.cov(features.T))
@@ -117,7 +110,7 @@ def test_fid_takes_stored_statistics(
 
 
 def test_fid_statistics_of_inception_need_its_weights(
-    capsys: Any, shapes: dict[str, Any], tmp_path: Path, report: Any, error: Any
+    capsys: Any, shapes: dict[str, Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "inception.npz"
     np.savez(file, mu=np.zeros(2048), sigma=np.eye(2048))
@@ -139,7 +132,6 @@ def test_fid_with_a_real_network_has_the_real_names(
     shapes: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-    report: Any,
 ) -> None:
     def network(pictures: Tensor) -> inception.Features:
         seen = pictures.double().mean(dim=(2, 3)).float()
@@ -165,7 +157,7 @@ def test_fid_with_a_real_network_has_the_real_names(
 
 
 def test_fid_without_weights_says_which_where_from_and_the_hash(
-    capsys: Any, shapes: dict[str, Any], error: Any
+    capsys: Any, shapes: dict[str, Any]
 ) -> None:
     message = error(capsys, 3, fid.main, shapes["real"], shapes["fake"], "--backend", "real")
     assert "no file weights-inception-2015-12-05-6726825d.pth" in message
@@ -178,7 +170,7 @@ def test_fid_without_weights_says_which_where_from_and_the_hash(
 
 
 def test_fid_errors_name_the_file_or_the_option(
-    capsys: Any, shapes: dict[str, Any], tmp_path: Path, saved: Any, error: Any
+    capsys: Any, shapes: dict[str, Any], tmp_path: Path
 ) -> None:
     real, fake = shapes["real"], shapes["fake"]
     (tmp_path / "empty").mkdir()

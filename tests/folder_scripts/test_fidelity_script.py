@@ -16,6 +16,7 @@ from diffcache.eval import fidelity
 from diffcache.eval.metrics import bootstrap, lite, lpips, pixels
 from diffcache.eval.samples import backends, npz
 from diffcache.eval.samples.clips import write_clip, write_preview
+from tests.folder_scripts.shapes import drawn, error, report, saved
 
 
 def shifted(pictures: Tensor, by: int = 1) -> Tensor:
@@ -31,9 +32,7 @@ def noisy(pictures: Tensor) -> Tensor:
     return (pictures.float() + noise).round().clamp(0, 255).to(torch.uint8)
 
 
-def test_fidelity_equals_the_functions_on_the_same_pictures(
-    capsys: Any, tmp_path: Path, drawn: Any, saved: Any, report: Any
-) -> None:
+def test_fidelity_equals_the_functions_on_the_same_pictures(capsys: Any, tmp_path: Path) -> None:
     a = drawn(12, 3)
     b = noisy(a)
     folders = [str(saved(tmp_path / "a", a)), str(saved(tmp_path / "b", b, "bmp"))]
@@ -76,9 +75,7 @@ def test_fidelity_equals_the_functions_on_the_same_pictures(
     assert any("MS-SSIM of 3 of 5 scales" in text for text in found["warnings"])
 
 
-def test_fidelity_of_a_constant_shift_is_known(
-    capsys: Any, tmp_path: Path, saved: Any, report: Any
-) -> None:
+def test_fidelity_of_a_constant_shift_is_known(capsys: Any, tmp_path: Path) -> None:
     a = torch.full((3, 3, 40, 30), 100, dtype=torch.uint8)
     one, other = saved(tmp_path / "a", a), saved(tmp_path / "b", shifted(a, 5))
     found = report(capsys, fidelity.main, "-i1", str(one), "-i2", str(other), "--metrics", "psnr")
@@ -92,9 +89,7 @@ def test_fidelity_of_a_constant_shift_is_known(
     assert "low" not in single["metrics"]["psnr_db"]
 
 
-def test_fidelity_of_npz_and_of_different_sizes_in_a_folder(
-    capsys: Any, tmp_path: Path, drawn: Any, report: Any
-) -> None:
+def test_fidelity_of_npz_and_of_different_sizes_in_a_folder(capsys: Any, tmp_path: Path) -> None:
     a = drawn(5, 4)
     files = [
         str(npz.write_npz(tmp_path / f"{n}.npz", x, 5)) for n, x in (("a", a), ("b", noisy(a)))
@@ -115,9 +110,7 @@ def test_fidelity_of_npz_and_of_different_sizes_in_a_folder(
     assert found["metrics"]["psnr_db"]["value"] == pytest.approx(np.mean(expected))
 
 
-def test_fidelity_of_films(
-    capsys: Any, tmp_path: Path, drawn: Any, saved: Any, report: Any
-) -> None:
+def test_fidelity_of_films(capsys: Any, tmp_path: Path) -> None:
     films = [drawn(4, seed)[:, :, :48, :56].contiguous() for seed in (5, 6)]
     others = [noisy(film) for film in films]
     for name, made in (("a", films), ("b", others)):
@@ -144,9 +137,7 @@ def test_fidelity_of_films(
     assert as_pictures["kind"] == "pictures" and as_pictures["count"] == 4
 
 
-def test_fidelity_warns_of_lossy_films_and_pictures(
-    capsys: Any, tmp_path: Path, drawn: Any, saved: Any, report: Any
-) -> None:
+def test_fidelity_warns_of_lossy_films_and_pictures(capsys: Any, tmp_path: Path) -> None:
     film = drawn(3, 7)
     write_preview(tmp_path / "a.mp4", film, 8)
     write_clip(tmp_path / "b.mp4", film, 8)
@@ -169,9 +160,7 @@ def test_fidelity_warns_of_lossy_films_and_pictures(
     assert "3 JPEG files such as 0.jpg" in found["warnings"][0]
 
 
-def test_fidelity_leaves_out_what_pictures_are_too_small_for(
-    capsys: Any, tmp_path: Path, drawn: Any, saved: Any, report: Any, error: Any
-) -> None:
+def test_fidelity_leaves_out_what_pictures_are_too_small_for(capsys: Any, tmp_path: Path) -> None:
     a = drawn(3, 8)[:, :, :16, :20].contiguous()
     one, other = str(saved(tmp_path / "a", a)), str(saved(tmp_path / "b", noisy(a)))
     found = report(capsys, fidelity.main, one, other, "--backend", "lite")
@@ -190,10 +179,6 @@ def test_fidelity_with_a_real_network_has_the_real_name(
     capsys: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    drawn: Any,
-    saved: Any,
-    report: Any,
-    error: Any,
 ) -> None:
     class Fake:
         def entry(self) -> dict[str, str]:
@@ -217,9 +202,7 @@ def test_fidelity_with_a_real_network_has_the_real_name(
     )
 
 
-def test_fidelity_errors_name_the_file_or_the_option(
-    capsys: Any, tmp_path: Path, drawn: Any, saved: Any, error: Any
-) -> None:
+def test_fidelity_errors_name_the_file_or_the_option(capsys: Any, tmp_path: Path) -> None:
     a = drawn(3, 10)
     one, other = saved(tmp_path / "a", a), saved(tmp_path / "b", a)
     fewer = saved(tmp_path / "fewer", a[:2])
@@ -256,9 +239,7 @@ def test_fidelity_errors_name_the_file_or_the_option(
     assert one != other and fewer
 
 
-def test_fidelity_prints_names_of_the_worst_pairs(
-    capsys: Any, tmp_path: Path, drawn: Any, saved: Any
-) -> None:
+def test_fidelity_prints_names_of_the_worst_pairs(capsys: Any, tmp_path: Path) -> None:
     a = drawn(6, 11)
     one, other = str(saved(tmp_path / "a", a)), str(saved(tmp_path / "b", noisy(a)))
     assert fidelity.main([one, other, "--metrics", "psnr"]) == 0

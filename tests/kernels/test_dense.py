@@ -1,4 +1,4 @@
-"""Where cuDNN is asked for dense attention, and that it is the same attention."""
+"""Calls that ask cuDNN for dense attention, which is the same attention."""
 
 import json
 from types import SimpleNamespace

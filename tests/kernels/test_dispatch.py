@@ -1,4 +1,4 @@
-"""Which implementation runs, what settings say, and that a wrong kernel turns itself off."""
+"""The choice of implementations, its settings, and wrong kernels that turn themselves off."""
 
 import json
 import logging

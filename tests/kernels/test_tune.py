@@ -1,4 +1,4 @@
-"""What the tuner compares, times and chooses."""
+"""Launches that the tuner compares, times and chooses."""
 
 import pytest
 import torch

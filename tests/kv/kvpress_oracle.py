@@ -1,4 +1,4 @@
-"""What kvpress says of the tiny Llama: scores, kept slots and changed values of all its presses.
+"""Scores, kept slots and changed values of all presses of kvpress on the tiny Llama.
 
 Besides the presses that `diffcache kv` asks there are some that need tables, which are drawn here.
 """

@@ -1,4 +1,4 @@
-"""Write tests/kv/golden/kvpress.safetensors: what kvpress says of a tiny Llama's keys and values.
+"""Write tests/kv/golden/kvpress.safetensors, scores of kvpress for a tiny Llama's keys and values.
 
 Run `pip install --no-deps kvpress==0.5.5`, then `python -m tests.kv.make_kvpress_golden`.
 The numbers are results of kvpress (NVIDIA, Apache-2.0); no code of it is kept.

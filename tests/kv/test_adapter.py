@@ -1,4 +1,4 @@
-"""What goes wrong around a cache: it says so, and the model and other caches are none the worse."""
+"""Faults around a cache: it says so, and the model and other caches are none the worse."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers as hf
 
+import diffcache
 from diffcache.errors import AttachError
 from diffcache.kv.budget import Uniform
 from diffcache.kv.hf import remat_cache_for
@@ -370,6 +371,26 @@ def test_models_that_cannot_be_compressed_say_so() -> None:
     plain = hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64))
     with pytest.raises(AttachError, match="no rotary position embedding; .*space='post'"):
         cache_for(plain, keep(12, space="pre"))
+
+
+def test_encoders_of_text_are_refused_at_once() -> None:
+    """A text encoder of a pipeline would run as before, and a recipe on it do nothing."""
+    size: Any = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+    heads = dict(num_attention_heads=2, vocab_size=64)
+    t5 = hf.T5Config(d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2, vocab_size=64)
+    for encoder in (
+        hf.CLIPTextModel(hf.CLIPTextConfig(**size, **heads)),
+        hf.T5EncoderModel(t5),
+        hf.BertModel(hf.BertConfig(**size, **heads)),
+    ):
+        for door in (cache_for, diffcache.wrap):
+            with pytest.raises(AttachError, match=f"{type(encoder).__name__} is an encoder"):
+                door(encoder, keep(12))
+    for decoder in (
+        hf.BertLMHeadModel(hf.BertConfig(**size, **heads, is_decoder=True)),
+        hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**size, **heads)),  # whose settings deny it
+    ):
+        assert cache_for(decoder, keep(12)).setup.owned == (0,)
 
 
 def test_attention_modules_are_found_by_either_name() -> None:

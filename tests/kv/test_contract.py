@@ -1,4 +1,4 @@
-"""What every recipe of the catalogue keeps to, inside `generate` of a small random model."""
+"""Contract of the recipes of the catalogue, inside `generate` of a small random model."""
 
 from __future__ import annotations
 
@@ -21,16 +21,11 @@ from diffcache.kv.recipes.catalog import make_recipe, recipe_function, recipes
 from diffcache.kv.recipes.retrieval import a2ats
 from tests.kv import tiny
 from tests.kv.examples import APART, examples, lossless, variants
-from tests.kv.tiny import llama, prompts, row, same, second_turn
+from tests.kv.tiny import SHORT, given, llama, prompts, row, same, second_turn
 
 NAMES = [name for name in recipes() if name not in APART]
 EVERY = {**examples(), **variants()}
-GREEDY = {**tiny.GREEDY, "max_new_tokens": 6}
-WAYS: dict[str, dict[str, Any]] = {
-    "chunks": {"prefill_chunk_size": 16},
-    "beams": {"num_beams": 3},
-    "assisted": {"prompt_lookup_num_tokens": 3},
-}
+WAYS = {way: settings for way, settings in tiny.WAYS.items() if settings}
 ROWS = prompts()
 
 
@@ -46,7 +41,7 @@ def assistant() -> Any:
 
 @pytest.fixture(scope="module")
 def stock(model: Any) -> Any:
-    return model.generate(**ROWS, **GREEDY)
+    return model.generate(**ROWS, **SHORT)
 
 
 First = Callable[[str], tuple[Recipe, Any, KVCache]]
@@ -54,7 +49,7 @@ First = Callable[[str], tuple[Recipe, Any, KVCache]]
 
 @pytest.fixture(scope="module")
 def first(model: Any) -> First:
-    """What each recipe makes of the prompts, once for all tests: recipe, output and cache."""
+    """Run each recipe on the prompts once for all tests: recipe, output and cache."""
 
     @functools.cache
     def made(name: str) -> tuple[Recipe, Any, KVCache]:
@@ -66,7 +61,7 @@ def first(model: Any) -> First:
 
 @pytest.fixture(scope="module")
 def alone(model: Any, first: First) -> Callable[[str], Any]:
-    """What each recipe makes of the second prompt alone."""
+    """Run each recipe on the second prompt alone."""
 
     @functools.cache
     def made(name: str) -> Any:
@@ -79,7 +74,7 @@ def alone(model: Any, first: First) -> Callable[[str], Any]:
 def generate(model: Any, recipe: Recipe, inputs: Any = ROWS, **changes: Any) -> tuple[Any, KVCache]:
     cache = cache_for(model, recipe, **changes)
     try:
-        return model.generate(**inputs, past_key_values=cache, **GREEDY), cache
+        return model.generate(**inputs, past_key_values=cache, **SHORT), cache
     finally:
         detach(model)
 
@@ -123,21 +118,21 @@ def test_padded_rows_later_turns_fresh_starts_and_what_was_saved(
     model: Any, first: First, name: str, tmp_path: Any
 ) -> None:
     recipe, once, cache = first(name)
-    length = ROWS["input_ids"].shape[1] + GREEDY["max_new_tokens"]
+    length = ROWS["input_ids"].shape[1] + SHORT["max_new_tokens"]
     assert once.sequences.shape == (3, length)
     assert all(torch.isfinite(logits).all() for logits in once.logits)
     cache_for(model, recipe, mode=cache.mode)  # sets the model up again
     again = cache.fork()
     save(tmp_path / "cache", again.store)
     turn = second_turn(ROWS, once.sequences)
-    more = model.generate(**turn, past_key_values=again, **GREEDY)
+    more = model.generate(**turn, past_key_values=again, **SHORT)
     assert again.get_seq_length() == more.sequences.shape[1] - 1
     again.reset()
-    same(model.generate(**ROWS, past_key_values=again, **GREEDY), once)
+    same(model.generate(**ROWS, past_key_values=again, **SHORT), once)
     loaded = cache_for(model, recipe, mode=cache.mode)
     load(tmp_path / "cache", loaded.store)
     assert loaded.get_seq_length() == cache.get_seq_length()
-    same(model.generate(**turn, past_key_values=loaded, **GREEDY), more)
+    same(model.generate(**turn, past_key_values=loaded, **SHORT), more)
     detach(model)
 
 
@@ -156,7 +151,7 @@ def test_bytes_are_those_of_all_storages(model: Any, first: First, name: str) ->
 
 
 def _is_frequency(cache: KVCache, tensor: Tensor) -> bool:
-    """Whether a tensor is the rotary frequencies, which are no part of a cache."""
+    """Return whether a tensor is the rotary frequencies, which are no part of a cache."""
     layers = cache.store.layers
     rotations = [x.rotary if x.mover is None else x.mover.rotation for x in layers]
     return any(each is not None and tensor is each.inv_freq for each in rotations)
@@ -173,14 +168,10 @@ def test_losing_nothing_is_stock(model: Any, stock: Any, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def stock_ways(model: Any) -> dict[str, Any]:
-    """What the model gives without a cache of ours, by way."""
+    """Return the outputs of the model without a cache of ours, by way."""
     return {
-        way: model.generate(**asked(way), **GREEDY, **settings) for way, settings in WAYS.items()
+        way: model.generate(**given(way), **SHORT, **settings) for way, settings in WAYS.items()
     }
-
-
-def asked(way: str) -> dict[str, Tensor]:
-    return row(ROWS, 1) if way == "assisted" else ROWS
 
 
 @pytest.mark.parametrize("name", [name for name in lossless() if lossless()[name][0]().retrieve])
@@ -188,7 +179,7 @@ def test_reading_all_is_stock_in_every_way(model: Any, stock_ways: Any, name: st
     make, tolerance = lossless()[name]
     for way, settings in WAYS.items():
         cache = cache_for(model, make())
-        ours = model.generate(**asked(way), past_key_values=cache, **GREEDY, **settings)
+        ours = model.generate(**given(way), past_key_values=cache, **SHORT, **settings)
         detach(model)
         same(ours, stock_ways[way], tolerance)
 
@@ -199,8 +190,8 @@ def test_what_only_drops_is_what_hides(model: Any, stock: Any, name: str) -> Non
     only_drops = recipe.evicts and not (recipe.merge or recipe.codec or recipe.ladder)
     if not only_drops or recipe.retrieve is not None or recipe.positions is not None:
         pytest.skip("it does more than drop slots")
-    ours, cache, log = oracle.run(model, recipe, ROWS, **GREEDY)
-    same(ours, oracle.expected(model, cache, log, ROWS, **GREEDY), 1e-6)
+    ours, cache, log = oracle.run(model, recipe, ROWS, **SHORT)
+    same(ours, oracle.expected(model, cache, log, ROWS, **SHORT), 1e-6)
     assert not torch.equal(ours.logits[-1], stock.logits[-1]), "dropping slots must show"
 
 
@@ -211,7 +202,7 @@ def test_a_row_alone_is_the_row_in_a_batch(
     recipe, together, cache = first(name)
     if recipe.name.startswith("random"):
         pytest.skip("lots are drawn for places, and padding moves them")
-    new = GREEDY["max_new_tokens"]
+    new = SHORT["max_new_tokens"]
     assert torch.equal(alone(name).sequences[0, -new:], together.sequences[1, -new:])
     if recipe.codec or recipe.ladder:
         return  # blocks of tokens that are coded together begin elsewhere where a row is padded
@@ -237,18 +228,16 @@ def test_beams_chunks_and_guesses_that_are_taken_back(
     recipe, _, cache = first(name)
     inputs, greedy = row(ROWS, 1), alone(name)
     beams = model.generate(
-        **inputs, past_key_values=cache_for(model, recipe, mode=cache.mode), num_beams=2, **GREEDY
+        **inputs, past_key_values=cache_for(model, recipe, mode=cache.mode), num_beams=2, **SHORT
     )
     assert beams.sequences.shape == greedy.sequences.shape
     chunked = cache_for(model, recipe, mode=cache.mode)
-    parts = model.generate(**ROWS, past_key_values=chunked, **GREEDY, prefill_chunk_size=16)
+    parts = model.generate(**ROWS, past_key_values=chunked, **SHORT, prefill_chunk_size=16)
     assert torch.stack(parts.logits).isfinite().all()
     if recipe.codec is not None:
         assert any(segment.coded for segment in chunked.store.layers[-1].segments)
     guessing = cache_for(model, recipe, mode=cache.mode)
-    guessed = model.generate(
-        **inputs, past_key_values=guessing, assistant_model=assistant, **GREEDY
-    )
+    guessed = model.generate(**inputs, past_key_values=guessing, assistant_model=assistant, **SHORT)
     detach(model)
     trigger = recipe.trigger
     exact = recipe.codec is None and recipe.retrieve is None and not recipe.ladder
@@ -297,6 +286,11 @@ def test_tokens_taken_back_and_forwards_cut_off_are_exact_or_refused(model: Any,
                 again()
         plain.reset()
         read(plain, ids[:, :start])
+    whole = cache_for(model, recipe)
+    model.generate(ids, past_key_values=whole, **{**SHORT, "max_new_tokens": 1})
+    if any(layer.held < layer.seen for layer in whole.store.layers):
+        with pytest.raises(ValueError, match="count=5: 0 tokens can be taken back, .* a fork of"):
+            whole.crop(-5)
     detach(model)
     assert not model._forward_hooks and not model.model._forward_hooks
 

@@ -13,7 +13,6 @@ from diffcache.kernels.merge import lse_merge
 from diffcache.kv.attend import Query, attend, attend_parts
 from diffcache.kv.codec.base import nbytes
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.positions import Slot
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.segment import Dense, Flat, Traits
 from diffcache.kv.slots import Slots, chosen, span
@@ -93,20 +92,6 @@ def test_padding_that_is_taken_back_was_none() -> None:
     assert layer.padding is not None and layer.padding.tolist() == [0, 1]
     layer.rollback(2)
     assert layer.padding.tolist() == [0, 0]
-
-
-def test_a_fork_and_its_parent_do_not_see_each_other() -> None:
-    layer = filled(20)
-    before = layer.read().clone()
-    fork = layer.fork()
-    assert nbytes([layer.tensors(), fork.tensors()]) == nbytes(layer.tensors()), "nothing is copied"
-    fork.write(*drawn(3, seed=1))
-    layer.write(*drawn(3, seed=2))
-    fork.overwrite(torch.tensor([0]), *drawn(1, seed=5))
-    assert torch.equal(layer.read().k[:, :, :20], before.k)
-    assert torch.equal(layer.read().k[:, :, 20:], drawn(3, seed=2)[0])
-    assert torch.equal(fork.read().k[:, :, 20:], drawn(3, seed=1)[0])
-    assert torch.equal(fork.read().k[:, :, 1:20], before.k[:, :, 1:])
 
 
 def test_overwriting_changes_chosen_slots_only() -> None:
@@ -246,14 +231,3 @@ def test_rows_follow_beams() -> None:
     layer.rows(torch.tensor([1, 1, 0]))
     assert torch.equal(layer.read().k, before.k[[1, 1, 0]])
     assert torch.equal(layer.stats["mass"][2], torch.arange(12.0).view(H, 6))
-
-
-def test_bad_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"k=\[2, 2, 4, 8\], v=\[2, 2, 3, 8\]"):
-        KVLayer().write(drawn(4)[0], drawn(3)[1])
-    with pytest.raises(ValueError, match="layer 3 is empty"):
-        KVLayer(3).read()
-    with pytest.raises(ValueError, match="takes a rotary"):
-        KVLayer(positions=Slot())
-    with pytest.raises(ValueError, match="nothing to attend to"):
-        attend(asked(1, 0), [])

@@ -1,4 +1,4 @@
-"""What `diffcache.kv` shows, and the one catalogue of methods and recipes."""
+"""The face of `diffcache.kv`, and the one catalogue of methods and recipes."""
 
 from __future__ import annotations
 
@@ -75,6 +75,9 @@ def test_dashes_and_underscores_mean_the_same(name: str) -> None:
         (lambda: kv.make_recipe("first_block"), "this is 'first-block'. .* diffcache.wrap"),
         (lambda: kv.make_recipe("teacach"), "did you mean 'teacache'. It is a method"),
         (lambda: kv.make_recipe("snapkw"), "unknown recipe 'snapkw'; did you mean 'snapkv'.$"),
+        (lambda: diffcache.wrap(torch.nn.Linear(2, 2), "SnapKV"), "did you mean 'snapkv'.$"),
+        (lambda: kv.make_recipe("StreamingLLM"), "did you mean 'streaming_llm'.$"),
+        (lambda: diffcache.wrap(torch.nn.Linear(2, 2), "ElasticCache"), "mean 'elastic'.$"),
         (lambda: kv.make_recipe("xyzzy"), "unknown recipe 'xyzzy'; known: streaming_llm, duo"),
         (lambda: diffcache.cite("xyzzy"), "unknown name 'xyzzy'; `diffcache methods` lists"),
     ],
@@ -87,7 +90,7 @@ def test_unknown_names_say_where_they_belong(ask: Callable[[], Any], message: st
 def test_objects_of_the_other_kind_say_where_they_belong() -> None:
     with pytest.raises(TypeError, match=r"recipe=TaylorSeer\(.*methods go to diffcache.wrap"):
         kv.make_recipe(diffcache.TaylorSeer())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"method=Recipe\(.*go to diffcache.kv.cache_for"):
+    with pytest.raises(TypeError, match=r"method=Recipe\(.*go into a language model"):
         diffcache.catalog.make_method(kv.snapkv())  # type: ignore[arg-type]
 
 

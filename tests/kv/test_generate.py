@@ -13,20 +13,24 @@ from transformers import DynamicCache
 
 from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.budget import Budget, Uniform
-from diffcache.kv.hf.cache import KVCache, cache_for, detach
+from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Layout, Recipe
 from diffcache.kv.score.base import Score
 from diffcache.kv.trigger import EveryStep
-from tests.kv.tiny import GREEDY, gemma, grouped_rounding, llama, prompts, row, same, second_turn
-
-WAYS = {
-    "greedy": {},
-    "beams": {"num_beams": 3},
-    "chunks": {"prefill_chunk_size": 16},
-    "assisted": {"prompt_lookup_num_tokens": 3},
-}
+from tests.kv.tiny import (
+    GREEDY,
+    WAYS,
+    gemma,
+    grouped_rounding,
+    llama,
+    prompts,
+    row,
+    same,
+    second_turn,
+    stock,
+)
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,6 @@ def exact() -> Any:
     return llama().double()
 
 
-def stock(model: Any, inputs: Any, **settings: Any) -> Any:
-    detach(model)
-    return model.generate(**inputs, **GREEDY, **settings)
-
-
 @pytest.mark.parametrize("mode", ["native", "stock"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "one"])
@@ -86,7 +85,7 @@ def test_keeping_all_is_stock_bit_for_bit(model: Any, mode: Any, way: str, padde
     cache = cache_for(model, recipe, mode=mode)
     ours = model.generate(**inputs, past_key_values=cache, **GREEDY, **WAYS[way])
     rounding = grouped_rounding() if padded and mode == "native" else 0.0
-    same(ours, stock(model, inputs, **WAYS[way]), rounding)
+    same(ours, stock(model, inputs, **GREEDY, **WAYS[way]), rounding)
 
 
 @pytest.mark.parametrize("mode", ["native", "stock"])
@@ -105,7 +104,7 @@ def test_a_second_turn_with_all_ids_is_stock(model: Any, mode: Any) -> None:
 @pytest.mark.parametrize("way", ["greedy", "chunks", "beams"])
 def test_sliding_layers_of_a_hybrid_stay_stock(way: str) -> None:
     model, inputs = gemma(), prompts()
-    theirs = stock(model, inputs, **WAYS[way])
+    theirs = stock(model, inputs, **GREEDY, **WAYS[way])
     cache = cache_for(model, lots(Uniform(1.0)), mode="native")
     assert cache.owned == [5]
     ours = model.generate(**inputs, past_key_values=cache, **GREEDY, **WAYS[way])
@@ -146,29 +145,6 @@ def test_dropping_is_hiding_in_the_next_turn(exact: Any) -> None:
     assert cache.get_seq_length() == turn["input_ids"].shape[1] + GREEDY["max_new_tokens"] - 1
 
 
-@pytest.mark.parametrize("budget", [Uniform(12), Ragged()], ids=repr)
-def test_assisted_decoding_with_dropped_slots_is_greedy(exact: Any, budget: Budget) -> None:
-    inputs = row(prompts(), 1)
-    greedy, _, _ = oracle.run(exact, lots(budget), inputs, **GREEDY)
-    cache = cache_for(exact, lots(budget), mode="native")
-    taken_back = []
-    crop = KVCache.crop
-
-    def counted(self: KVCache, given: int) -> None:
-        before = self.store.seen
-        crop(self, given)
-        taken_back.append(before - self.store.seen)
-
-    KVCache.crop = counted  # type: ignore[method-assign]
-    try:
-        settings = {**GREEDY, "assistant_model": llama(seed=1).double()}
-        assisted = exact.generate(**inputs, past_key_values=cache, **settings)
-    finally:
-        KVCache.crop = crop  # type: ignore[method-assign]
-    assert max(taken_back, default=0) > 0, "nothing was ever taken back"
-    assert torch.equal(greedy.sequences, assisted.sequences)
-
-
 def test_beams_of_a_compressed_cache_keep_their_rows_apart(exact: Any) -> None:
     """Every beam is what teacher forcing of its tokens gives in a compressed cache."""
     inputs = row(prompts(), 1)
@@ -190,41 +166,10 @@ def test_beams_of_a_compressed_cache_keep_their_rows_apart(exact: Any) -> None:
     )
 
 
-def test_a_row_alone_is_the_row_in_a_batch(exact: Any) -> None:
-    inputs = prompts()
-    recipe = lots(Uniform(0.3), trigger=EveryStep(3))
-    together, _, _ = oracle.run(exact, recipe, inputs, **GREEDY)
-    for number in range(3):
-        alone, _, _ = oracle.run(
-            exact, lots_shifted(recipe, inputs, number), row(inputs, number), **GREEDY
-        )
-        new = GREEDY["max_new_tokens"]
-        assert torch.equal(alone.sequences[0, -new:], together.sequences[number, -new:])
-
-
-def lots_shifted(recipe: Recipe, inputs: Any, number: int) -> Recipe:
-    """Draw the lots of a row without padding where those of the padded row were drawn."""
-    from dataclasses import replace
-
-    pad = int((1 - inputs["attention_mask"][number]).sum())
-    return replace(recipe, score=Shifted(pad))
-
-
-@dataclass(frozen=True)
-class Shifted(Score):
-    by: int
-
-    def __call__(self, seen: Observation) -> Tensor:
-        pos = seen.slots.pos.long() + self.by
-        heads = seen.slots.k.shape[1]
-        drawn = torch.rand(heads, 4096, generator=torch.Generator().manual_seed(seen.layer))
-        return drawn[None].gather(2, pos.clamp_min(0).expand(-1, heads, -1))
-
-
 def test_the_model_is_itself_again_after_release(model: Any) -> None:
     before = model.config._attn_implementation
     inputs = prompts()
-    reference = stock(model, inputs)
+    reference = stock(model, inputs, **GREEDY)
     cache_for(model, lots(Uniform(12)))
     assert model.config._attn_implementation == "diffcache"
     same(model.generate(**inputs, **GREEDY), reference)  # another cache, while ours is set up
@@ -269,15 +214,19 @@ def test_a_whole_prompt_is_compressed_where_it_ends(
     detach(exact)
 
 
-def test_a_fork_of_a_cache_goes_on_alone(exact: Any) -> None:
-    inputs = row(prompts(), 1)
+def test_a_prefill_of_ones_own_is_not_taken_for_a_whole_prompt(
+    exact: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = type(exact)._prefill
+
+    def _prefill(self: Any, ids: Tensor, config: Any, settings: Any, **more: Any) -> Any:
+        settings = {**settings, "attention_mask": None}
+        for part in ids.split(16, 1):
+            out = read(self, part, config, settings, **more)
+        return out
+
+    monkeypatch.setattr(type(exact), "_prefill", _prefill)
     cache = cache_for(exact, lots(Uniform(12)), mode="native")
-    token = torch.tensor([[7]])
-    with torch.no_grad():
-        exact(**inputs, past_key_values=cache)
-        first = exact(input_ids=token, past_key_values=cache.fork()).logits
-        again = exact(input_ids=token, past_key_values=cache.fork()).logits
-        assert cache.get_seq_length() == 48 and cache.store.layers[0].held == 48
-        last = exact(input_ids=token, past_key_values=cache).logits
+    exact.generate(**row(prompts(), 1), max_new_tokens=1, past_key_values=cache)
+    assert {layer.held for layer in cache.store.layers} == {48}
     detach(exact)
-    assert torch.equal(first, again) and torch.equal(first, last)

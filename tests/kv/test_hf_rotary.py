@@ -71,7 +71,7 @@ def _keys(attention, size=9, seed=0):
 
 
 def _apply(attention, keys, cos, sin):
-    """What the model's own function makes of keys."""
+    """Rotate keys by the model's own function."""
     function = sys.modules[type(attention).__module__].apply_rotary_pos_emb
     part = cos.shape[-1] if type(attention).__name__.startswith(("Phi", "StableLm")) else None
     turned = function(keys[..., :part], keys[..., :part], cos, sin)[1]

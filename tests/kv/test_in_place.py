@@ -1,4 +1,4 @@
-"""Eviction where slots stand: what is kept is what sorting all slots keeps, and nothing grows."""
+"""Eviction where slots stand keeps the slots that sorting all of them keeps, and nothing grows."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def drawn(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def seen(layer: KVLayer) -> list[Any]:
-    """What queries meet, as one."""
+    """Return keys, values and positions that queries meet, as one."""
     views = layer.views()
     found = [torch.cat([getattr(view.slots, name) for view in views], 2) for name in ("k", "v")]
     return [*found, torch.cat([view.slots.pos.expand(B, H, -1) for view in views], 2)]

@@ -1,10 +1,7 @@
-"""Every numeric setting of every recipe: a bad value is refused under the name the user wrote."""
+"""Settings of recipes that go together or not; single ones are in `tests/settings.txt`."""
 
 from __future__ import annotations
 
-import inspect
-import math
-import re
 from typing import Any
 
 import numpy as np
@@ -13,8 +10,7 @@ import torch
 
 from diffcache import kv
 from diffcache.kv.codec.remat import Projections
-from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.catalog import make_recipe, recipe_function, recipe_names
+from diffcache.kv.recipes.catalog import make_recipe
 from tests.kv import examples
 
 TABLES: dict[str, Any] = {
@@ -24,41 +20,6 @@ TABLES: dict[str, Any] = {
     "rematerialised": {"projections": (Projections(torch.eye(8), torch.eye(8), 1),)},
     "xquant_latent": {"bases": examples.BASES},
 }  # fmt: skip
-NEVER = ("a", math.nan, math.inf, True, [1], None)  # is in no setting's range
-SELDOM = (-1, -0.5, 0, 1, 0.5, 1.5, 3, 33, 10**6)  # some settings may have them
-
-
-def numeric() -> list[tuple[str, str, str]]:
-    """Return recipe, setting and annotation of all that are numbers."""
-    return [
-        (name, setting.name, setting.annotation)
-        for name in recipe_names()
-        for setting in inspect.signature(recipe_function(name)).parameters.values()
-        if re.search(r"\b(int|float|Size|Count|Whole|Share|SomeShare|Bits)\b", setting.annotation)
-        and "tuple" not in setting.annotation
-    ]
-
-
-@pytest.mark.parametrize(("name", "setting", "kind"), numeric())
-def test_a_bad_value_is_named_as_its_user_wrote_it(name: str, setting: str, kind: str) -> None:
-    for bad in (*NEVER, *SELDOM):
-        if bad is None and "None" in kind:
-            continue
-        call = {**TABLES.get(name, {}), setting: bad}
-        if bad not in SELDOM or isinstance(bad, bool):
-            with pytest.raises(ValueError, match=rf"\b{setting}=.*must be"):
-                make_recipe(name, **call)
-            continue
-        said = complaint(name, call)
-        assert said is None or re.search(rf"\b{setting}=", said), said
-
-
-def complaint(name: str, settings: dict[str, Any]) -> str | None:
-    try:
-        make_recipe(name, **settings)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def test_choices_flags_tables_and_objects_are_named_too() -> None:
@@ -75,17 +36,6 @@ def test_choices_flags_tables_and_objects_are_named_too() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make_recipe(name, **settings)
-
-
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    [(name, setting) for name, setting, kind in numeric() if kind in ("Size", "int | float")],
-)
-def test_one_and_one_point_nought_never_mean_different_things(name: str, setting: str) -> None:
-    tables = TABLES.get(name, {})
-    with pytest.raises(ValueError, match=f"{setting}=1: must be a count, .*; write 1.0 for every"):
-        make_recipe(name, **{**tables, setting: 1})
-    assert isinstance(make_recipe(name, **{**tables, setting: 1.0}), Recipe)
 
 
 @pytest.mark.parametrize(

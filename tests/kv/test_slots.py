@@ -1,4 +1,4 @@
-"""What is known of a layer without reading it: runs of slots are copied, and no mask without need."""
+"""Layers known without reading them: runs of slots are copied, and no mask without need."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffcache.kv.attend import Query, _seen, attend
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.view import View
+from tests.kv.test_in_place import HostReads
 
 B, H, D = 2, 2, 8
 
@@ -33,18 +33,6 @@ def asked(count: int, start: int, **given: Any) -> Query:
     return Query(drawn(count, 7)[0], start, D**-0.5, **given)
 
 
-class Reads(TorchDispatchMode):
-    """Counts how often the host waits for a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += any(word in str(op) for word in ("_local_scalar", "nonzero", "equal"))
-        return op(*args, **(kwargs or {}))
-
-
 def gapped() -> KVLayer:
     """Twelve tokens, of which 0, 1 and 5 to 11 are held, and one more."""
     layer = filled(12)
@@ -57,9 +45,9 @@ def gapped() -> KVLayer:
 def test_a_run_of_slots_is_written_like_single_slots_and_waits_for_nothing() -> None:
     k, v = drawn(3, 5)
     runs, slots, rows, shared = (gapped() for _ in range(4))
-    with Reads() as reads:
+    with HostReads() as reads:
         runs.overwrite(range(6, 9), k, v)
-    assert reads.count == 0
+    assert not reads.found
     slots.overwrite(torch.arange(6, 9), k, v)
     rows.overwrite(torch.arange(6, 9).repeat(B, 1), k, v)
     shared.overwrite(torch.arange(6, 9).expand(B, -1), k, v)
@@ -120,10 +108,10 @@ def test_there_is_a_mask_exactly_where_something_is_hidden(
     layer = made()
     query = asked(1, given.pop("start", layer.seen - 1), **given)
     layer.views()  # what is known of a segment is read once
-    with Reads() as reads:
+    with HostReads() as reads:
         view, *others = layer.views()
         out = attend(query, [view, *others])
-    assert reads.count == 0
+    assert not reads.found
     whole = layer.read()
     if not others:
         assert (_seen(query, view) is None) is free
@@ -146,9 +134,9 @@ def test_slots_that_stand_for_many_keep_their_weight_without_a_mask() -> None:
 
 def test_metadata_of_new_tokens_take_no_reading() -> None:
     layer = filled(4)
-    with Reads() as reads:
+    with HostReads() as reads:
         layer.write(*drawn(2, 1), meta={"tag": torch.ones(B, 1, 2, dtype=torch.int32)})
         layer.write(*drawn(1, 2))
-    assert reads.count == 0
+    assert not reads.found
     assert layer.read().meta["tag"][0, 0].tolist() == [0, 0, 0, 0, 1, 1, 0]
     assert layer.read().pos[0, 0].tolist() == list(range(7)) and layer.tail.start == 0

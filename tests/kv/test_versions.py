@@ -1,4 +1,4 @@
-"""What the adapter does where versions of transformers differ."""
+"""The adapter where versions of transformers differ."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-from diffcache.kv import snapkv
+from diffcache.kv import detach, snapkv
 from tests.zoo.language import build
 
 GREEDY = {
@@ -19,10 +19,17 @@ GREEDY = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+SHORT = {**GREEDY, "max_new_tokens": 6}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "chunks": {"prefill_chunk_size": 16},
+    "assisted": {"prompt_lookup_num_tokens": 3},
+}
 ALL = snapkv(1.0, window=4)  # drops nothing
 IDS = torch.randint(3, 120, (1, 24), generator=torch.Generator().manual_seed(3))
 ONE = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-SHORT = (17, 0, 5)  # padding of the rows of `prompts`
+PADDING = (17, 0, 5)  # padding of the rows of `prompts`
 
 
 @cache
@@ -34,6 +41,22 @@ def zoo(name: str, kind: str) -> Any:
 def generate(model: Any, cache: Any = None, inputs: Any = ONE) -> Any:
     """Return what a model generates with a cache, or with its own."""
     return model.generate(**inputs, past_key_values=cache, **GREEDY)
+
+
+def shortly(model: Any, cache: Any, inputs: Any, **settings: Any) -> Any:
+    """Return six tokens that a model generates with a cache."""
+    return model.generate(**inputs, past_key_values=cache, **SHORT, **settings)
+
+
+def stock(model: Any, inputs: Any, **settings: Any) -> Any:
+    """Return what a model generates without a cache of ours, six tokens by default."""
+    detach(model)
+    return model.generate(**inputs, **{**SHORT, **settings})
+
+
+def given(way: str) -> Any:
+    """Return the prompts for a way to generate: transformers assists one row at a time."""
+    return row(prompts(), 1) if way == "assisted" else prompts()
 
 
 def peaked(model: Any) -> Any:
@@ -72,7 +95,7 @@ def prompts(rows: int = 3, length: int = 48, seed: int = 3) -> dict[str, torch.T
     """Return prompts with padding on the left, `input_ids` and `attention_mask` [B, T]."""
     ids = torch.randint(3, 256, (rows, length), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(ids)
-    for row, pad in zip(range(rows), SHORT, strict=False):
+    for row, pad in zip(range(rows), PADDING, strict=False):
         mask[row, :pad] = 0
     return {"input_ids": ids * mask, "attention_mask": mask}
 

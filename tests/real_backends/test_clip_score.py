@@ -4,51 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from diffcache.eval.metrics import clip, weights
+from tests.real_backends.files import pictures, save_clip, seen_by_clip
 
 ROOT = Path(__file__).parents[2]
 
 
-def pictures(count: int, height: int = 40, width: int = 48, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (count, 3, height, width)
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-
-
-LONGEST = 12
-
-
 @pytest.fixture(scope="module")
 def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random CLIP model with the tokenizer of the shipped pipeline."""
-    from transformers import AutoTokenizer, CLIPConfig, CLIPModel
-
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("clip")
-    tokenizer = AutoTokenizer.from_pretrained(
-        ROOT / "assets" / "models" / "shapes-flux" / "tokenizer"
-    )
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    config = CLIPConfig(
-        text_config={
-            **sizes,
-            "num_attention_heads": 2,
-            "vocab_size": len(tokenizer),
-            "max_position_embeddings": LONGEST,
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-        },
-        vision_config={**sizes, "num_attention_heads": 2, "image_size": 32, "patch_size": 8},
-        projection_dim=8,
-    )
-    CLIPModel(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    _, processor, _ = clip.classes()
-    sides = {"height": 32, "width": 32}
-    processor(size={"shortest_edge": 32}, crop_size=sides).save_pretrained(folder)
+    save_clip(folder)
     return folder
 
 
@@ -60,14 +27,8 @@ def test_clip_score_is_a_hundred_times_the_cosine(clip_folder: Path) -> None:
     found = scorer(given, prompts, batch_size=2)
 
     model = CLIPModel.from_pretrained(clip_folder, local_files_only=True).eval()
-    mean = torch.tensor([0.48145466, 0.4578275, 0.40821073]).view(3, 1, 1)
-    spread = torch.tensor([0.26862954, 0.26130258, 0.27577711]).view(3, 1, 1)
     for place, prompt in enumerate(prompts):
-        tokens = scorer.tokenizer([prompt], return_tensors="pt")["input_ids"]
-        with torch.no_grad():
-            output = model(
-                input_ids=tokens, pixel_values=((given[place] / 255 - mean) / spread)[None]
-            )
+        output = seen_by_clip(model, scorer.tokenizer, given[place], prompt)
         cosine = (output.image_embeds * output.text_embeds).sum()
         torch.testing.assert_close(
             found[place].float(), 100 * cosine.clamp(min=0), rtol=1e-4, atol=1e-3

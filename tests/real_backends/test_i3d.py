@@ -1,6 +1,5 @@
 """I3D on a file that stands for the published one and shows how it is called."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -8,18 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.eval.metrics import i3d, weights
-
-
-def accept(monkeypatch: pytest.MonkeyPatch, name: str, file: Path) -> None:
-    """Make the registry take a file for the real one."""
-    entry = dataclasses.replace(weights.WEIGHTS[name], sha256=weights.sha256(file))
-    monkeypatch.setitem(weights.WEIGHTS, name, entry)
-
-
-def pictures(count: int, height: int = 40, width: int = 48, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (count, 3, height, width)
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+from tests.real_backends.files import accept, pictures
 
 
 class FakeI3D(nn.Module):

@@ -8,8 +8,6 @@ import dataclasses
 import importlib.machinery
 import importlib.util
 import shutil
-import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -19,19 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from diffcache.eval.metrics import inception, weights
-
-
-def accept(monkeypatch: pytest.MonkeyPatch, name: str, file: Path) -> None:
-    """Make the registry take a file for the real one."""
-    entry = dataclasses.replace(weights.WEIGHTS[name], sha256=weights.sha256(file))
-    monkeypatch.setitem(weights.WEIGHTS, name, entry)
-
-
-def pictures(count: int, height: int = 40, width: int = 48, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (count, 3, height, width)
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-
+from tests.real_backends.files import accept, fake_module, pictures
 
 POOL, CLASSES = 2048, 1008
 
@@ -48,13 +34,6 @@ class FakeExtractor(nn.Module):
         assert x.dtype == torch.uint8 and not self.training
         mean = x.float().mean(dim=(1, 2, 3))[:, None] * self.scale
         return mean.expand(-1, POOL), torch.arange(CLASSES) / CLASSES * mean / 255
-
-
-def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **content: object) -> None:
-    module = types.ModuleType(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    module.__dict__.update(content)
-    monkeypatch.setitem(sys.modules, name, module)
 
 
 @pytest.fixture

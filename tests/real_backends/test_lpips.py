@@ -4,7 +4,6 @@ No published file is here; the loader is given a file it must take for the real 
 returns is compared with the definition written out, or with the library where it is installed.
 """
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -13,19 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from diffcache.eval.metrics import lpips, weights
-
-
-def accept(monkeypatch: pytest.MonkeyPatch, name: str, file: Path) -> None:
-    """Make the registry take a file for the real one."""
-    entry = dataclasses.replace(weights.WEIGHTS[name], sha256=weights.sha256(file))
-    monkeypatch.setitem(weights.WEIGHTS, name, entry)
-
-
-def pictures(count: int, height: int = 40, width: int = 48, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (count, 3, height, width)
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-
+from tests.real_backends.files import accept, pictures
 
 SIZES = [(64, 3, 11), (192, 64, 5), (384, 192, 3), (256, 384, 3), (256, 256, 3)]
 PLACES = [0, 3, 6, 8, 10]

@@ -1,10 +1,7 @@
 """Rewards: functions of the user's, PickScore, and packages in another interpreter."""
 
-import importlib.machinery
-import importlib.util
 import json
 import sys
-import types
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,25 +11,13 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import MissingError
-from diffcache.eval.metrics import clip, geneval, reward, weights
+from diffcache.eval.metrics import geneval, reward, weights
 from diffcache.eval.runs.extractors import at_hand
 from diffcache.eval.runs.quality import quality
 from diffcache.eval.runs.record import describe
+from tests.real_backends.files import fake_module, pictures, save_clip, seen_by_clip
 
 ROOT = Path(__file__).parents[2]
-
-
-def pictures(count: int, height: int = 40, width: int = 48, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (count, 3, height, width)
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-
-
-def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **content: object) -> None:
-    module = types.ModuleType(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    module.__dict__.update(content)
-    monkeypatch.setitem(sys.modules, name, module)
 
 
 def brightness(these: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -89,38 +74,14 @@ def test_what_a_reward_returns_is_checked() -> None:
 
 
 def test_pick_score_is_the_scaled_cosine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoTokenizer, CLIPConfig, CLIPModel
-
-    torch.manual_seed(0)
-    folder = tmp_path / "PickScore_v1"
-    shipped = ROOT / "assets" / "models" / "shapes-flux" / "tokenizer"
-    tokenizer = AutoTokenizer.from_pretrained(shipped)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    sizes["num_attention_heads"] = 2
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    text = {**sizes, **ends, "vocab_size": len(tokenizer), "max_position_embeddings": 12}
-    vision = {**sizes, "image_size": 32, "patch_size": 8}
-    config = CLIPConfig(
-        text_config=text, vision_config=vision, projection_dim=8, logit_scale_init_value=4.6
-    )
-    model = CLIPModel(config).eval()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    _, processor, _ = clip.classes()
-    square = {"height": 32, "width": 32}
-    processor(size={"shortest_edge": 32}, crop_size=square).save_pretrained(folder)
+    model, tokenizer = save_clip(tmp_path / "PickScore_v1", logit_scale_init_value=4.6)
     monkeypatch.setenv("DIFFCACHE_WEIGHTS", str(tmp_path))
     networks = at_hand("cpu", films=False, reward_name="pickscore")
     given, prompts = pictures(3, 32, 32), ["a small red ring", "a large blue cross", "green"]
     found = networks.of_pictures(given, prompts)["pick_score"]
     # CLIP's own logits are what PickScore's model card computes: exp(logit scale) times cosines.
-    mean = torch.tensor([0.48145466, 0.4578275, 0.40821073]).view(3, 1, 1)
-    spread = torch.tensor([0.26862954, 0.26130258, 0.27577711]).view(3, 1, 1)
     for place, prompt in enumerate(prompts):
-        tokens = tokenizer([prompt], return_tensors="pt")["input_ids"]
-        with torch.no_grad():
-            pixels = ((given[place] / 255 - mean) / spread)[None]
-            logits = model(input_ids=tokens, pixel_values=pixels).logits_per_image
+        logits = seen_by_clip(model, tokenizer, given[place], prompt).logits_per_image
         assert float(found[place]) == pytest.approx(float(logits), rel=1e-4)
     told = describe([{"fidelity": {}, "quality": {"pick_score": {}}}], networks, (32, 32))
     assert told["pick_score"]["title"] == "PickScore"

@@ -1,4 +1,4 @@
-"""Deep Forcing: what is kept, under which numbers, and the masked recompute of it."""
+"""Deep Forcing: the tokens that it keeps, their numbers, and the masked recompute of both."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from diffcache.kv.layer import KVLayer
 from diffcache.kv.rotary_nd import RotaryND
 from diffcache.kv.store import KVStore
 from diffcache.pipelines.causal_video import CausalVideo
-from diffcache.video import DeepForcing, FewSteps
+from diffcache.video import DeepForcing
 from diffcache.video.deep_forcing import Realigned
-from tests.video.toys import CHUNK, HEAD, HEADS, UNIT, next_noted, text, turned_tokens, wan
+from tests.video.toys import SIZE, UNIT, check_calls, noted, text
 
-TWO = FewSteps((1000, 500))
 POLICY = DeepForcing(window=9, sinks=3, budget=8, recent=4)
 
 
@@ -128,68 +127,38 @@ def test_numbers_are_closed_up_to_the_newest_frame() -> None:
     assert torch.equal(Realigned(2).place(whole, whole), whole)
 
 
-class Sparse:
-    """Attend in one pass: queries of a chunk see the tokens it read, under numbers of its own.
+def numbered(tokens: Tensor, sinks: int, closed: bool) -> Tensor:
+    """Return the numbers of the frames of tokens `[B, n]`.
 
     Args:
-        read: For each chunk, the tokens that were read in this layer, its own last, [B, n].
+        tokens: Tokens that a chunk read, its own last.
         sinks: First frames, which are numbered up to what follows them without a gap.
         closed: Whether all frames are.
     """
-
-    def __init__(self, read: list[Tensor], sinks: int, closed: bool) -> None:
-        self.read, self.sinks, self.closed = read, sinks, closed
-
-    def number(self, tokens: Tensor) -> Tensor:
-        """Count for each token of a row how many there are of later frames."""
-        frame = tokens // UNIT
-        after = (frame[:, None, :] > frame[:, :, None]).sum(-1) // UNIT
-        closed = frame[:, -1:] - after
-        return closed if self.closed else closed.where(frame < self.sinks, frame)
-
-    def __call__(self, attn: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        q, k = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
-        q, k, v = (x.unflatten(2, (HEADS, HEAD)) for x in (q, k, attn.to_v(hidden_states)))
-        outs = []
-        for tokens in self.read:
-            count, number = CHUNK * UNIT, self.number(tokens)
-            index = tokens[..., None, None].expand(-1, -1, HEADS, HEAD)
-            keys = turned_tokens(k.gather(1, index), number, tokens % UNIT)
-            asked = turned_tokens(
-                q.gather(1, index[:, -count:]), number[:, -count:], tokens[:, -count:] % UNIT
-            )
-            logits = torch.einsum("bqhd,bkhd->bhqk", asked, keys) / HEAD**0.5
-            outs.append(torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v.gather(1, index)))
-        out = torch.cat(outs, 1).flatten(2)
-        return attn.to_out[1](attn.to_out[0](out))
+    frame = tokens // UNIT
+    after = (frame[:, None, :] > frame[:, :, None]).sum(-1) // UNIT  # tokens of later frames
+    number = frame[:, -1:] - after
+    return number if closed else number.where(frame < sinks, frame)
 
 
 @pytest.mark.parametrize("phase", ["original", "contiguous"])
-@torch.no_grad()
-def test_a_rollout_is_the_masked_recompute_of_the_tokens_it_kept(phase: Any) -> None:
-    model, prompt, policy = wan(layers=2), text(2), replace(POLICY, topc_phase=phase)
+def test_a_rollout_is_the_masked_recompute_of_the_tokens_it_kept(
+    video: CausalVideo, phase: Any
+) -> None:
+    prompt, policy = text(2), replace(POLICY, topc_phase=phase)
+    session = video.session(prompt, size=SIZE, policy=policy)
     made, read = [], [[], []]
-    with CausalVideo(model, chunk=CHUNK, sampler=TWO) as video:
-        session = video.session(prompt, size=(8, 8), policy=policy)
-        for _ in range(6):
-            chunk, noted = next_noted(session, model)
-            made.append(chunk)
-            for layer, each in zip(session.store.layers, read, strict=True):
-                each.append(layer.meta()["pos"][:, 0].expand(2, -1).long())
-    last = read[0][-1]
-    assert last.shape[1] == 8 * UNIT and not torch.equal(last, read[1][-1])
+    for _ in range(6):
+        with noted(video.transformer) as calls:
+            made.append(session.next())
+        for layer, each in zip(session.store.layers, read, strict=True):
+            tokens = layer.meta()["pos"][:, 0].expand(2, -1).long()
+            number = numbered(tokens, policy.sinks, phase == "contiguous")
+            each.append((tokens[:, None], number[:, None]))
+    last = read[0][-1][0]
+    assert last.shape[2] == 8 * UNIT and not torch.equal(last, read[1][-1][0])
     assert ((last >= 3 * UNIT) & (last < 14 * UNIT)).any()
-    for noisy, time, velocity in noted:
-        x = torch.cat([*made[:-1], noisy], 2)
-        times = torch.zeros(2, x.shape[2] * UNIT)
-        times[:, -CHUNK * UNIT :] = time
-        before = [block.attn1.processor for block in model.blocks]
-        for block, each in zip(model.blocks, read, strict=True):
-            block.attn1.processor = Sparse(each, policy.sinks, phase == "contiguous")
-        out = model(x, times, prompt, return_dict=False)[0][:, :, -CHUNK:]
-        for block, processor in zip(model.blocks, before, strict=True):
-            block.attn1.processor = processor
-        torch.testing.assert_close(velocity, out, atol=1e-5, rtol=1e-5)
+    check_calls(video.transformer, made[:-1], calls, prompt, read)
 
 
 @pytest.mark.parametrize(

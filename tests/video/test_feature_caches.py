@@ -18,8 +18,7 @@ from diffcache.pipelines.stream_batch import StreamBatch
 from diffcache.registry import rows_of
 from diffcache.video import FewSteps, FlowCache, FullHistory, VideoPolicy, Window
 from tests.methods import ON, STEPS
-from tests.video.test_switch import held
-from tests.video.toys import CHUNK, text, wan
+from tests.video.toys import CHUNK, held, text, wan
 
 SAMPLER = FewSteps(tuple(range(1000, 0, -1000 // STEPS)))
 SMALL: dict[str, Any] = {"size": (4, 4), "seed": 1}

@@ -1,4 +1,4 @@
-"""FlowCache: what every head keeps, and the masked recompute of it."""
+"""FlowCache: the tokens that every head keeps, and the masked recompute of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from diffcache.kv.attend import Query
 from diffcache.kv.rotary_nd import RotaryND
 from diffcache.kv.store import KVStore
 from diffcache.pipelines.causal_video import CausalVideo
-from diffcache.video import FewSteps, FlowCache
-from tests.video.toys import CHUNK, HEAD, HEADS, UNIT, next_noted, text, turned_tokens, wan
+from diffcache.video import FlowCache
+from tests.video.toys import HEADS, SIZE, UNIT, check_calls, noted, text
 
 TOKENS = 4  # of a frame of the small store
 
@@ -79,53 +79,15 @@ def test_limits_are_redundancy_and_importance_alone() -> None:
     assert (held == 5).any(-1).all()
 
 
-class ByHead:
-    """Attend in one pass: queries of a chunk see, in every head, the tokens that it read.
-
-    Args:
-        read: For each chunk, the tokens that each head read, its own last, `[B, H, n]`.
-    """
-
-    def __init__(self, read: list[Tensor]) -> None:
-        self.read = read
-
-    def __call__(self, attn: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        q, k = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
-        token = torch.arange(q.shape[1]).expand(len(q), -1)
-        q, k, v = (x.unflatten(2, (HEADS, HEAD)) for x in (q, k, attn.to_v(hidden_states)))
-        q, k = (turned_tokens(x, token // UNIT, token % UNIT) for x in (q, k))
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        outs = []
-        for chunk, tokens in enumerate(self.read):
-            index = tokens[..., None].expand(-1, -1, -1, HEAD)
-            own = q[:, :, chunk * CHUNK * UNIT : (chunk + 1) * CHUNK * UNIT]
-            logits = own @ k.gather(2, index).mT / HEAD**0.5
-            outs.append(logits.softmax(-1) @ v.gather(2, index))
-        out = torch.cat(outs, 2).transpose(1, 2).flatten(2)
-        return attn.to_out[1](attn.to_out[0](out))
-
-
-@torch.no_grad()
-def test_a_rollout_is_the_masked_recompute_of_the_tokens_it_kept() -> None:
-    model, prompt, policy = wan(layers=2), text(2), FlowCache(4)
-    made, read = [], [[], []]
-    with CausalVideo(model, chunk=CHUNK, sampler=FewSteps((1000, 500))) as video:
-        session = video.session(prompt, size=(8, 8), policy=policy)
-        for _ in range(5):
-            chunk, noted = next_noted(session, model)
-            made.append(chunk)
-            for layer, each in zip(session.store.layers, read, strict=True):
-                each.append(layer.meta()["pos"].expand(2, HEADS, -1).long())
-    last = read[0][-1]
+def test_a_rollout_is_the_masked_recompute_of_the_tokens_it_kept(video: CausalVideo) -> None:
+    prompt, made, read = text(2), [], [[], []]
+    session = video.session(prompt, size=SIZE, policy=FlowCache(4))
+    for _ in range(5):
+        with noted(video.transformer) as calls:
+            made.append(session.next())
+        for layer, each in zip(session.store.layers, read, strict=True):
+            tokens = layer.meta()["pos"].expand(2, HEADS, -1).long()
+            each.append((tokens, tokens // UNIT))
+    last = read[0][-1][0]
     assert last.shape[2] == 7 * UNIT and not torch.equal(last[:, 0], last[:, 1])
-    for noisy, time, velocity in noted:
-        x = torch.cat([*made[:-1], noisy], 2)
-        times = torch.zeros(2, x.shape[2] * UNIT)
-        times[:, -CHUNK * UNIT :] = time
-        before = [block.attn1.processor for block in model.blocks]
-        for block, each in zip(model.blocks, read, strict=True):
-            block.attn1.processor = ByHead(each)
-        out = model(x, times, prompt, return_dict=False)[0][:, :, -CHUNK:]
-        for block, processor in zip(model.blocks, before, strict=True):
-            block.attn1.processor = processor
-        torch.testing.assert_close(velocity, out, atol=1e-5, rtol=1e-5)
+    check_calls(video.transformer, made[:-1], calls, prompt, read)

@@ -10,11 +10,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from diffcache.pipelines.causal_video import CausalVideo, Session
-from diffcache.video import FewSteps, HistoryRetrieval
+from diffcache.video import HistoryRetrieval
 from diffcache.video.history_retrieval import Numbers
-from tests.video.toys import CHANNELS, CHUNK, SIZE, UNIT, recomputed, rollout, text, wan
-
-ONE = FewSteps((1000,))
+from tests.video.toys import (
+    CHANNELS,
+    CHUNK,
+    SIZE,
+    UNIT,
+    by_frames,
+    check_calls,
+    frames,
+    rollout,
+    text,
+    wan,
+)
 
 
 @torch.no_grad()
@@ -40,12 +49,12 @@ def alike(policy: HistoryRetrieval, means: Tensor, start: int) -> list[int]:
 
 
 @pytest.mark.parametrize("numbers", ["before", "after"])
-def test_a_rollout_is_the_recompute_over_what_is_alike(numbers: Numbers) -> None:
-    model, prompt, chunks = wan(layers=2), text(), 7
-    policy = HistoryRetrieval(3, 5, 1, 2, numbers)
-    with CausalVideo(model, chunk=CHUNK, sampler=ONE) as video:
-        session, made, calls = rollout(video, chunks, policy=policy, prompt=prompt)
-    means = marks(model, torch.cat(made, 2), prompt)[0]
+def test_a_rollout_is_the_recompute_over_what_is_alike(
+    video: CausalVideo, numbers: Numbers
+) -> None:
+    chunks, policy = 7, HistoryRetrieval(3, 5, 1, 2, numbers)
+    session, made, calls = rollout(video, chunks, policy=policy)
+    means = marks(wan(layers=2), torch.cat(made, 2), text())[0]
     kept, places, chosen = [], [], []
     for start in range(0, chunks * CHUNK, CHUNK):
         chosen.append(alike(policy, means, start))
@@ -58,47 +67,35 @@ def test_a_rollout_is_the_recompute_over_what_is_alike(numbers: Numbers) -> None
         places.append(number)
     assert any(sorted(each) != each for each in chosen)  # not always the order of time
     assert any(max(each) < 15 for each in chosen[-1:])  # nor the latest of the pool
-    noisy, time, velocity = calls[-1][0]
-    wanted = recomputed(model, made[:-1], noisy, time, prompt, kept, places)
-    torch.testing.assert_close(velocity, wanted, atol=1e-5, rtol=1e-5)
+    check_calls(video.transformer, made[:-1], calls[-1], text(), by_frames(kept, places))
     assert session.store.layers[0].held == (3 + 5 + CHUNK) * UNIT
 
 
-def test_of_frames_that_were_shown_the_same_ones_are_found_in_every_row() -> None:
+def test_of_frames_that_were_shown_the_same_ones_are_found_in_every_row(video: CausalVideo) -> None:
     """The pool is bounded and has the first frame; what is not chosen says nothing."""
     film = torch.randn(2, CHANNELS, 15, *SIZE, generator=torch.Generator().manual_seed(5))
     film = film + 2 * torch.randn(2, CHANNELS, 15, 1, 1, generator=torch.Generator().manual_seed(6))
     film[0, :, 14], film[1, :, 14] = film[0, :, 9], film[1, :, 0]
     policy = HistoryRetrieval(window=3, pool=4, count=1)
 
-    def shown(video: CausalVideo) -> Session:
+    def shown() -> Session:
         session = video.session(text(2), size=SIZE, policy=policy)
         session.take(film)
         return session
 
-    with CausalVideo(wan(layers=2), chunk=CHUNK, sampler=ONE) as video:
-        plain = shown(video).next()
-        for frame, rows in ((0, [False, True]), (9, [True, False]), (11, [False, False])):
-            session = shown(video)
-            for layer in session.store.layers:
-                first = (layer.meta()["pos"][0, 0] == frame * UNIT).nonzero().item()
-                slots = range(int(first), int(first) + UNIT)
-                held = layer.read().narrow(slots.start, slots.stop)
-                values = 3 * held.v if layer.index else held.v  # the choice stays as it was
-                layer.overwrite(slots, held.k + 1, values)
-            made = session.next()
-            assert [not torch.equal(made[row], plain[row]) for row in range(2)] == rows
-        frames = session.store.layers[0].meta()["pos"][0, 0, ::UNIT] // UNIT
-        assert sorted(frames.tolist()) == [0, *range(9, 18)]
+    plain = shown().next()
+    for frame, rows in ((0, [False, True]), (9, [True, False]), (11, [False, False])):
+        session = shown()
+        for layer in session.store.layers:
+            slot = frames(session).index(frame) * UNIT
+            there = layer.read().narrow(slot, slot + UNIT)
+            values = 3 * there.v if layer.index else there.v  # the choice stays as it was
+            layer.overwrite(range(slot, slot + UNIT), there.k + 1, values)
+        made = session.next()
+        assert [not torch.equal(made[row], plain[row]) for row in range(2)] == rows
+    assert sorted(frames(session)) == [0, *range(9, 18)]
 
 
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (lambda: HistoryRetrieval(pool=2, sinks=3), "pool=2"),
-        # type: ignore[arg-type]
-    ],
-)
-def test_bad_settings_are_refused(make: Any, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        make()
+def test_a_pool_that_is_smaller_than_its_sinks_is_refused() -> None:
+    with pytest.raises(ValueError, match="pool=2"):
+        HistoryRetrieval(pool=2, sinks=3)

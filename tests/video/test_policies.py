@@ -1,24 +1,21 @@
-"""Infinity-RoPE, EMA-Sink, coded history; and what holds of every policy."""
+"""Infinity-RoPE, EMA-Sink and coded history; and the contract of every policy."""
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from diffcache.kv.layer import KVLayer
 from diffcache.kv.rotary_nd import RotaryND
 from diffcache.kv.segment import Coded
 from diffcache.kv.store import KVStore
-from diffcache.pipelines.causal_video import CausalVideo, Session
+from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.registry import rows_of
 from diffcache.video import (
     DeepForcing,
     EMASink,
-    FewSteps,
     FlowCache,
     FullHistory,
     HistoryRetrieval,
@@ -31,39 +28,16 @@ from diffcache.video import (
 )
 from diffcache.video.ema_sink import Fuses
 from tests.video.cases import APART, POLICIES
-from tests.video.toys import CHUNK, SIZE, UNIT, recomputed, rollout, text, wan
-
-ONE = FewSteps((1000,))
-
-
-def film(policy: VideoPolicy, chunks: int, **settings: Any) -> tuple[Session, list[Tensor]]:
-    """Roll out with one step a chunk."""
-    with CausalVideo(wan(layers=2), chunk=CHUNK, sampler=ONE) as video:
-        return rollout(video, chunks, policy=policy, **settings)[:2]
-
-
-def test_without_sinks_numbers_do_not_matter_and_with_them_they_do() -> None:
-    made = [film(policy, 4)[1] for policy in (
-        FullHistory(), Window(3, 0, "absolute"), InfinityRoPE(3, 0),
-        InfinityRoPE(3, 0, "horizon", 6), InfinityRoPE(3, 2), InfinityRoPE(3, 2, "horizon", 6),
-        Window(3, 2, "absolute"),
-    )]  # fmt: skip
-    full, absolute, slot, horizon, sinks, far, own = (torch.cat(each, 2) for each in made)
-    torch.testing.assert_close(slot, absolute, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(horizon, absolute, atol=1e-5, rtol=1e-5)
-    for one, other in ((sinks, own), (far, own), (sinks, far)):
-        assert (one - other).abs().max() > 1e-3
-    until = 6  # frames made before anything is dropped
-    for each in (sinks, far):
-        torch.testing.assert_close(each[:, :, :until], full[:, :, :until], atol=1e-5, rtol=1e-5)
+from tests.video.toys import CHUNK, SIZE, UNIT, by_frames, check_calls, disturb, rollout, text
 
 
 @pytest.mark.parametrize("window", [3, None])
-def test_frames_below_the_horizon_are_numbered_as_the_first(window: int | None) -> None:
-    model, prompt, chunks, horizon = wan(layers=2), text(), 4, 8
-    with CausalVideo(model, chunk=CHUNK, sampler=ONE) as video:
-        policy = InfinityRoPE(window, 2, "horizon", horizon)
-        _, made, calls = rollout(video, chunks, policy=policy, prompt=prompt)
+def test_frames_below_the_horizon_are_numbered_as_the_first(
+    video: CausalVideo, window: int | None
+) -> None:
+    chunks, horizon = 4, 8
+    policy = InfinityRoPE(window, 2, "horizon", horizon)
+    _, made, calls = rollout(video, chunks, policy=policy)
     kept, numbers = [], []
     for chunk in range(chunks):
         before = list(range(chunk * CHUNK))
@@ -71,9 +45,7 @@ def test_frames_below_the_horizon_are_numbered_as_the_first(window: int | None) 
         end = (chunk + 1) * CHUNK
         beyond = max(end - horizon, 0)
         numbers.append({frame: max(frame - beyond, 0) for frame in range(end)})
-    noisy, time, velocity = calls[-1][0]
-    wanted = recomputed(model, made[:-1], noisy, time, prompt, kept, numbers)
-    torch.testing.assert_close(velocity, wanted, atol=1e-5, rtol=1e-5)
+    check_calls(video.transformer, made[:-1], calls[-1], text(), by_frames(kept, numbers))
 
 
 def test_no_number_leaves_the_horizon_in_two_thousand_frames() -> None:
@@ -128,29 +100,28 @@ LIMITS: list[tuple[VideoPolicy, VideoPolicy, float, VideoPolicy | None]] = [
 ]  # fmt: skip
 
 
-@cache
-def filmed(policy: VideoPolicy) -> Tensor:
-    return torch.cat(film(policy, 5)[1], 2)
-
-
 @pytest.mark.parametrize(("policy", "limit", "apart", "other"), LIMITS, ids=repr)
 def test_a_policy_at_its_limit_is_another(
-    policy: VideoPolicy, limit: VideoPolicy, apart: float, other: VideoPolicy | None
-) -> None:
-    torch.testing.assert_close(filmed(policy), filmed(limit), atol=apart, rtol=0)
-    assert other is None or (filmed(other) - filmed(limit)).abs().max() > 1e-4
+    video: CausalVideo, policy: VideoPolicy, limit: VideoPolicy, apart: float,
+    other: VideoPolicy | None,
+) -> None:  # fmt: skip
+    one, two = (torch.cat(rollout(video, 5, policy=each)[1], 2) for each in (policy, limit))
+    torch.testing.assert_close(one, two, atol=apart, rtol=0)
+    if other is not None:
+        assert (torch.cat(rollout(video, 5, policy=other)[1], 2) - two).abs().max() > 1e-4
 
 
-def test_old_frames_are_coded_and_new_ones_are_not() -> None:
-    session, made = film(Quantized(Window(3, 3), bits=8, recent=3, group=8), 5)
+def test_old_frames_are_coded_and_new_ones_are_not(video: CausalVideo) -> None:
+    coded = Quantized(Window(3, 3), bits=8, recent=3, group=8)
+    session, made, _ = rollout(video, 5, policy=coded)
     layer = session.store.layers[0]
     assert any(isinstance(segment, Coded) for segment in layer.segments)
     assert layer.held == 9 * UNIT and layer.tail.length >= 3 * UNIT
-    exact = film(Window(3, 3), 5)[1]
+    exact = rollout(video, 5, policy=Window(3, 3))[1]
     torch.testing.assert_close(made[-1], exact[-1], atol=0.05, rtol=0)
-    few = film(Quantized(Window(3, 3), bits=2, recent=3, group=8), 5)[1]
+    few = rollout(video, 5, policy=replace(coded, bits=2))[1]
     assert (few[-1] - exact[-1]).abs().max() > 2 * (made[-1] - exact[-1]).abs().max()
-    session, _ = film(Quantized(DeepForcing(9, 3, 8, 4), bits=8, group=8), 5)
+    session = rollout(video, 5, policy=Quantized(DeepForcing(9, 3, 8, 4), bits=8, group=8))[0]
     assert session.store.layers[0].held == 8 * UNIT
 
 
@@ -159,47 +130,38 @@ def test_every_policy_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_memory_stays_as_it_is_and_a_chunk_that_is_cut_off_leaves_nothing(name: str) -> None:
+def test_memory_stays_as_it_is_and_a_chunk_that_is_cut_off_leaves_nothing(
+    video: CausalVideo, name: str
+) -> None:
     policy, sizes = POLICIES[name], []
-    with CausalVideo(wan(layers=2), chunk=CHUNK, sampler=ONE) as video:
-        sessions = [video.session(text(), size=SIZE, policy=policy) for _ in range(2)]
-        for chunk in range(8):
-            one, other = sessions
-            if chunk in (0, 3, 5):  # the clean pass fails
-                calls = []
+    one, other = (video.session(text(), size=SIZE, policy=policy) for _ in range(2))
+    for chunk in range(8):
+        if chunk in (0, 3, 5):  # the clean pass fails
+            calls = []
 
-                def fails(*_: Any, calls: list[int] = calls) -> None:
-                    calls.append(0)
-                    if len(calls) == 3:  # in the clean pass, after layers were compressed
-                        raise KeyboardInterrupt
+            def fails(*_: Any, calls: list[int] = calls) -> None:
+                calls.append(0)
+                if len(calls) == 3:  # in the clean pass, after layers were compressed
+                    raise KeyboardInterrupt
 
-                handles = [b.register_forward_pre_hook(fails) for b in video.transformer.blocks]
-                with pytest.raises(KeyboardInterrupt):
-                    one.next()
-                [handle.remove() for handle in handles]
-            made = one.next()
-            assert torch.equal(made, other.next())  # they take turns, too
-            sizes.append([(layer.held, one.store.nbytes) for layer in one.store.layers])
+            handles = [b.register_forward_pre_hook(fails) for b in video.transformer.blocks]
+            with pytest.raises(KeyboardInterrupt):
+                one.next()
+            [handle.remove() for handle in handles]
+        assert torch.equal(one.next(), other.next())  # they take turns, too
+        sizes.append([(layer.held, one.store.nbytes) for layer in one.store.layers])
     if name != "deep-forcing":  # where a cut comes at every second chunk
         assert len({str(size) for size in sizes[4:]}) == 1
     assert len({held for size in sizes[3:] for held, _ in size}) <= 2
 
 
 @pytest.mark.parametrize("name", ["window", "infinity-rope", "horizon"])
-def test_a_frame_that_goes_says_nothing_more(name: str) -> None:
+def test_a_frame_that_goes_says_nothing_more(video: CausalVideo, name: str) -> None:
     policy = POLICIES[name]
-    with CausalVideo(wan(layers=2), chunk=CHUNK, sampler=ONE) as video:
-        one, other = (rollout(video, 3, policy=policy)[0] for _ in range(2))
-        for layer in other.store.layers:
-            goes = slice(policy.sinks * UNIT, layer.held - 3 * UNIT)
-            disturb(layer, range(goes.start, goes.stop))
-        assert torch.equal(one.next(), other.next())
-        for layer in other.store.layers:
-            disturb(layer, range(policy.sinks * UNIT))
-        assert not torch.equal(one.next(), other.next())
-
-
-def disturb(layer: KVLayer, slots: range) -> None:
-    """Write other keys and values into slots."""
-    held = layer.read().narrow(slots.start, slots.stop)
-    layer.overwrite(slots, held.k + 1, 3 * held.v)
+    one, other = (rollout(video, 3, policy=policy)[0] for _ in range(2))
+    for layer in other.store.layers:
+        disturb(layer, range(policy.sinks * UNIT, layer.held - 3 * UNIT))
+    assert torch.equal(one.next(), other.next())
+    for layer in other.store.layers:
+        disturb(layer, range(policy.sinks * UNIT))
+    assert not torch.equal(one.next(), other.next())

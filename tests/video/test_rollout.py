@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
@@ -17,15 +16,19 @@ from torch import Tensor
 from diffcache.errors import UnknownMethodError
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.stream_batch import StreamBatch
-from diffcache.video import FewSteps, FullHistory, VideoPolicy, Window
-from tests.video.toys import CHANNELS, CHUNK, SIZE, UNIT, recomputed, rollout, text, wan
-
-
-@pytest.fixture(scope="module")
-def video() -> Iterator[CausalVideo]:
-    with CausalVideo(wan(layers=1)) as made:
-        yield made
-
+from diffcache.video import FullHistory, VideoPolicy, Window
+from tests.video.toys import (
+    CHANNELS,
+    CHUNK,
+    ONE,
+    SIZE,
+    UNIT,
+    by_frames,
+    check_calls,
+    rollout,
+    text,
+    wan,
+)
 
 CASES: dict[str, tuple[VideoPolicy, int | None, int]] = {  # policy, window, sinks
     "full": (FullHistory(), None, 0),
@@ -37,7 +40,7 @@ CASES: dict[str, tuple[VideoPolicy, int | None, int]] = {  # policy, window, sin
 }
 
 
-def held(chunk: int, window: int | None, sinks: int) -> list[int]:
+def held_before(chunk: int, window: int | None, sinks: int) -> list[int]:
     """Return the frames that are held before a chunk."""
     before = list(range(chunk * CHUNK))
     if window is None or len(before) <= sinks + window:
@@ -58,73 +61,65 @@ def test_a_rollout_is_the_masked_recompute(name: str) -> None:
     model, prompt = wan(), text(2)
     with CausalVideo(model, chunk=CHUNK) as video:
         session, made, calls = rollout(video, 7, policy=policy, prompt=prompt)
-    kept = [held(chunk, window, sinks) for chunk in range(7)]
+    kept = [held_before(chunk, window, sinks) for chunk in range(7)]
     named = [numbers(chunk, frames, by_slot) for chunk, frames in enumerate(kept)]
     assert session.frames == 7 * CHUNK
     assert session.store.layers[0].held == (len(kept[-1]) + CHUNK) * UNIT
     for chunk in (0, 3, 6):
         parts = kept[: chunk + 1], named[: chunk + 1]
-        for noisy, time, velocity in (calls[chunk][0], calls[chunk][3], calls[chunk][4]):
-            wanted = recomputed(model, made[:chunk], noisy, time, prompt, *parts)
-            torch.testing.assert_close(velocity, wanted, atol=1e-5, rtol=1e-5)
+        some = [calls[chunk][step] for step in (0, 3, 4)]
+        check_calls(model, made[:chunk], some, prompt, by_frames(*parts))
 
 
-def test_a_stream_is_not_copied() -> None:
-    with CausalVideo(wan(layers=1)) as video:
-        streams = (video.session(text(), size=SIZE), StreamBatch(video, text(), size=SIZE), video)
-        for stream in streams:
-            for make in (copy.copy, copy.deepcopy, pickle.dumps):
-                name = type(stream).__name__
-                with pytest.raises(
-                    TypeError, match=f"{name}: cannot be copied .* save\\(folder\\)"
-                ):
-                    make(stream)
+def test_a_stream_is_not_copied(video: CausalVideo) -> None:
+    for stream in (video.session(text(), size=SIZE), StreamBatch(video, text(), size=SIZE), video):
+        said = f"{type(stream).__name__}: cannot be copied .* save\\(folder\\)"
+        for make in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=said):
+                make(stream)
 
 
 def test_a_stream_ends_with_its_video() -> None:
-    with CausalVideo(wan(layers=1), sampler=FewSteps((1000,))) as video:
+    with CausalVideo(wan(layers=1), sampler=ONE) as video:
         session, _, _ = rollout(video, 1)
     with pytest.raises(ValueError, match="this CausalVideo was closed.* make another"):
         session.next()
     assert session.frames == CHUNK
 
 
-def test_two_threads_do_not_make_chunks_of_one_stream_at_once() -> None:
+def test_two_threads_do_not_make_chunks_of_one_stream_at_once(video: CausalVideo) -> None:
     inside, go_on = Event(), Event()
-    with CausalVideo(wan(layers=1), sampler=FewSteps((1000,))) as video:
-        session, other = (video.session(text(), size=SIZE) for _ in range(2))
-        commit = session._commit
+    session, other = (video.session(text(), size=SIZE) for _ in range(2))
+    commit = session._commit
 
-        def waits(clean: Tensor) -> None:
-            inside.set()
-            assert go_on.wait(60)
-            commit(clean)
+    def waits(clean: Tensor) -> None:
+        inside.set()
+        assert go_on.wait(60)
+        commit(clean)
 
-        with patch.object(session, "_commit", waits), ThreadPoolExecutor(1) as pool:
-            chunk = pool.submit(session.next)
-            assert inside.wait(60)
-            with pytest.raises(ValueError, match="is making a chunk in another thread: wait"):
-                session.next()
-            go_on.set()
-            assert torch.equal(chunk.result(), other.next())
-        assert torch.equal(session.next(), other.next())
-
-
-def test_a_reset_stream_goes_on_as_a_new_one() -> None:
-    policy = Window(6, 1)
-    with CausalVideo(wan(layers=1), sampler=FewSteps((1000,))) as video:
-        session, _, _ = rollout(video, 4, policy=policy)
-        stop = patch("diffcache.kv.store.carry_out", side_effect=KeyboardInterrupt)
-        with stop, pytest.raises(KeyboardInterrupt):
-            session.next()  # while frames are dropped, of which some are gone
-        with pytest.raises(ValueError, match="left the cache half changed: reset it"):
+    with patch.object(session, "_commit", waits), ThreadPoolExecutor(1) as pool:
+        chunk = pool.submit(session.next)
+        assert inside.wait(60)
+        with pytest.raises(ValueError, match="is making a chunk in another thread: wait"):
             session.next()
-        session.reset()
-        other = video.session(text(), size=SIZE, policy=policy)
-        other.generator.set_state(session.generator.get_state())
-        for _ in range(3):
-            assert torch.equal(session.next(), other.next())
-        assert session.frames == 3 * CHUNK
+        go_on.set()
+        assert torch.equal(chunk.result(), other.next())
+    assert torch.equal(session.next(), other.next())
+
+
+def test_a_reset_stream_goes_on_as_a_new_one(video: CausalVideo) -> None:
+    session, _, _ = rollout(video, 4, policy=Window(6, 1))
+    stop = patch("diffcache.kv.store.carry_out", side_effect=KeyboardInterrupt)
+    with stop, pytest.raises(KeyboardInterrupt):
+        session.next()  # while frames are dropped, of which some are gone
+    with pytest.raises(ValueError, match="left the cache half changed: reset it"):
+        session.next()
+    session.reset()
+    other = video.session(text(), size=SIZE, policy=Window(6, 1))
+    other.generator.set_state(session.generator.get_state())
+    for _ in range(3):
+        assert torch.equal(session.next(), other.next())
+    assert session.frames == 3 * CHUNK
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tests.video.toys import SIZE, text, wan
 
 @dataclass(frozen=True)
 class Other(Switch):
-    """Of a user's own."""
+    """A switch that a user wrote."""
 
 
 @pytest.mark.parametrize("policy", [FullHistory(), Window(3, 1, "absolute"), *POLICIES.values()])

@@ -22,7 +22,7 @@ from diffcache.video import (
     StreamDiffusionV2,
     Window,
 )
-from tests.video.toys import CHANNELS, CHUNK, SIZE, Noted, recomputed, text, wan
+from tests.video.toys import CHANNELS, CHUNK, SIZE, by_frames, check_calls, noted, text, wan
 
 STEPS = FewSteps((1000, 750, 400))
 
@@ -62,25 +62,22 @@ def test_each_level_reads_what_was_made_at_its_level() -> None:
     model, prompt = wan(layers=2), text()
     with CausalVideo(model, sampler=STEPS) as video:
         stream = StreamBatch(video, prompt, size=SIZE, policy=Window(3, 0))
-        noted = Noted()
-        handle = model.register_forward_hook(noted.hook, with_kwargs=True)
-        done = [stream.next() for _ in range(5)]
-        handle.remove()
+        with noted(model) as calls:
+            done = [stream.next() for _ in range(5)]
         held = [session.store.layers[0].held for session in stream.levels]
     assert [chunk is not None for chunk in done] == [False, False, True, True, True]
-    assert [len(x) for x, _, _ in noted.calls] == [1, 2, 3, 3, 3]  # one call a chunk
+    assert [len(x) for x, _, _ in calls] == [1, 2, 3, 3, 3]  # one call a chunk
     assert held == [6 * 16] * 3
     kept = [list(range(max(CHUNK * c - 3, 0), CHUNK * c)) for c in range(5)]
     numbers = [{f: f for f in range(CHUNK * (c + 1))} for c in range(5)]
+    read = by_frames(kept, numbers)
     for level, height in enumerate(STEPS.levels):
-        calls = [(x[level], out[level]) for x, _, out in noted.calls[level:]]
-        rows = [x[None] for x, _ in calls]
-        for chunk in (0, len(calls) - 1):
-            wanted = recomputed(
-                model, rows[:chunk], rows[chunk], 1000 * height, prompt,
-                kept[: chunk + 1], numbers[: chunk + 1], context=1000 * height,
-            )  # fmt: skip
-            torch.testing.assert_close(calls[chunk][1][None], wanted, atol=1e-5, rtol=1e-5)
+        here = [(x[level][None], time, out[level][None]) for x, time, out in calls[level:]]
+        for chunk in (0, len(here) - 1):
+            noisy, _, velocity = here[chunk]
+            made = [x for x, _, _ in here[:chunk]]
+            call = noisy, 1000 * height, velocity
+            check_calls(model, made, [call], prompt, read[: chunk + 1], 1000 * height)
 
 
 @pytest.mark.parametrize("mode", [None, Flush(1), Cut(5)], ids=repr)
@@ -132,14 +129,12 @@ def test_a_video_is_noised_as_far_as_it_is_told_to() -> None:
     with CausalVideo(wan(layers=1), sampler=STEPS) as video:
         for rows in (3, 1):
             stream = StreamBatch(video, text(), size=SIZE, rows=rows)
-            noted = Noted()
-            handle = video.transformer.register_forward_hook(noted.hook, with_kwargs=True)
-            chunks = filmed(stream, 4, latents=iter(latents), level=iter(heights))
-            handle.remove()
+            with noted(video.transformer) as calls:
+                chunks = filmed(stream, 4, latents=iter(latents), level=iter(heights))
             films.append(torch.cat(chunks, 2))
         torch.testing.assert_close(*films, atol=1e-5, rtol=1e-5)
-        entered = [x for x, time, _ in noted.calls[::3]]
-        assert [time for _, time, _ in noted.calls[::3]] == pytest.approx([990, 970, 960, 980])
+        entered = [x for x, time, _ in calls[::3]]
+        assert [time for _, time, _ in calls[::3]] == pytest.approx([990, 970, 960, 980])
         fresh = StreamBatch(video, text(), size=SIZE).levels[0].noise(2)
         torch.testing.assert_close(entered[0], 0.01 * latents[0] + 0.99 * fresh)
         for policy in (DeepForcing(), FlowCache(3)):

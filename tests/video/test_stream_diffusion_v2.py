@@ -1,4 +1,4 @@
-"""Sinks that follow what is shown, against a rollout of frames by hand."""
+"""StreamDiffusionV2: sinks that follow the newest frames, against a rollout of frames by hand."""
 
 from __future__ import annotations
 

@@ -21,15 +21,14 @@ SETTING = Setting(torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture(scope="module")
-def untrained() -> causal.ShapesCausal:
-    torch.manual_seed(0)
-    return causal.build()
+def shapes() -> causal.ShapesCausal:
+    return causal.load()
 
 
-def test_films_of_all_policies_begin_alike_and_have_the_same_noise(untrained: Any) -> None:
-    found = Rollouts(untrained, 2)
+def test_films_of_all_policies_begin_alike_and_have_the_same_noise(shapes: Any) -> None:
+    found = Rollouts(shapes, 2)
     truth = found.groups[0]
-    with untrained.video() as video:
+    with shapes.video() as video:
         films = [found.film(video, Window(6, sinks), 0, 10) for sinks in (0, 0, 3)]
     assert torch.equal(films[0], films[1]) and films[0].shape == (2, 3, 10, 24, 24)
     assert torch.equal(films[0][:, :, :3], truth.film())
@@ -37,9 +36,9 @@ def test_films_of_all_policies_begin_alike_and_have_the_same_noise(untrained: An
 
 
 def test_a_film_that_shows_the_new_prompt_late_is_told_so(
-    untrained: Any, monkeypatch: pytest.MonkeyPatch
+    shapes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Rollouts(untrained, 3)
+    found = Rollouts(shapes, 3)
 
     def change(video: Any, row: Any, group: int) -> Any:
         truth = found.groups[group].lasting(72)
@@ -67,8 +66,8 @@ def test_names_of_rows_are_their_own() -> None:
     assert ROWS[0].role == "stock"
 
 
-def test_the_benchmark_measures_every_part(untrained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "load", lambda dtype: untrained)
+def test_the_benchmark_measures_every_part(shapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "load", lambda dtype: shapes)
     monkeypatch.setattr(bench, "CHANGES", CHANGES[:1])
     monkeypatch.setattr(rollouts, "AFTER", 6)
     rows = [ROWS[0], Row("window 3", Window(3, 0))]

@@ -1,7 +1,5 @@
 """The doctor, and packages that are missing or broken."""
 
-import dataclasses
-import hashlib
 import json
 import subprocess
 import sys
@@ -10,27 +8,12 @@ from pathlib import Path
 import pytest
 
 from diffcache.eval import doctor
-from diffcache.eval.metrics import weights
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.inception import MissingPackageError, load_package
 from diffcache.eval.metrics.weights import WEIGHTS
+from tests.weights.files import DIGEST, known, put
 
 ROOT = Path(__file__).parents[2]
-CONTENT = b"weights"
-DIGEST = hashlib.sha256(CONTENT).hexdigest()
-
-
-def known(monkeypatch: pytest.MonkeyPatch, name: str, sha256: str | None) -> weights.WeightFile:
-    """Give an entry another hash, so that a small file can stand for it."""
-    changed = dataclasses.replace(WEIGHTS[name], sha256=sha256)
-    monkeypatch.setitem(WEIGHTS, name, changed)
-    return changed
-
-
-def put(path: Path, content: bytes = CONTENT) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
 
 
 def broken_package(folder: Path, name: str, body: str) -> None:

@@ -1,6 +1,5 @@
 """The registry of weight files: where they are looked for, and their hashes."""
 
-import dataclasses
 import hashlib
 import re
 from pathlib import Path
@@ -11,22 +10,7 @@ from diffcache.errors import DiffcacheError
 from diffcache.eval.metrics import weights
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.weights import WEIGHTS, MissingWeightsError, WrongWeightsError, find
-
-CONTENT = b"weights"
-DIGEST = hashlib.sha256(CONTENT).hexdigest()
-
-
-def known(monkeypatch: pytest.MonkeyPatch, name: str, sha256: str | None) -> weights.WeightFile:
-    """Give an entry another hash, so that a small file can stand for it."""
-    changed = dataclasses.replace(WEIGHTS[name], sha256=sha256)
-    monkeypatch.setitem(WEIGHTS, name, changed)
-    return changed
-
-
-def put(path: Path, content: bytes = CONTENT) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
+from tests.weights.files import DIGEST, known, put
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

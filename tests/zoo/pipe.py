@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -179,23 +180,60 @@ def noise(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def common(seed: int, steps: int, size: int) -> dict[str, Any]:
-    """Make the arguments that nearly all pipelines take.
+def image(seed: int, side: int = 16) -> torch.Tensor:
+    """Draw an image with values in 0..1, [1, 3, side, side]."""
+    return noise(2000 + seed, 1, 3, side, side).sigmoid()
 
-    Args:
-        seed: Seed of the initial noise.
-        steps: Number of inference steps.
-        size: Height and width in pixels.
 
-    Returns:
-        The arguments, with latents as output.
-    """
-    return dict(
-        height=size,
-        width=size,
-        num_inference_steps=steps,
-        generator=torch.Generator().manual_seed(seed),
-        output_type="latent",
+def picture(seed: int) -> Any:
+    """Draw a 32 x 32 image of PIL."""
+    from PIL import Image
+
+    pixels = noise(2000 + seed, 32, 32, 3).sigmoid().mul(255).byte()
+    return Image.fromarray(pixels.numpy())
+
+
+def image_encoder(seed: int) -> nn.Module:
+    """Build a CLIP image encoder."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    sizes = dict(hidden_size=16, intermediate_size=32, image_size=16, patch_size=8)
+    layers = dict(num_hidden_layers=2, num_attention_heads=2)
+    return randomize(CLIPVisionModel(CLIPVisionConfig(**sizes, **layers)), seed).eval()
+
+
+def image_processor() -> Any:
+    """Make the processor of the image encoder's pictures."""
+    from transformers import CLIPImageProcessor
+
+    size = {"height": 16, "width": 16}
+    return CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=size)
+
+
+class Words:
+    """Tokenizer of a chat model that makes every character a token."""
+
+    eos_token_id = 1
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        """Return the id of the only special token that is asked for."""
+        return 2
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> Any:
+        """Return the ids of the texts."""
+        text = "".join(str(message["content"]) for message in messages)
+        ids = [3 + ord(letter) % 29 for letter in text][-6:]
+        return SimpleNamespace(input_ids=ids)
+
+
+def scaled(scheduler: Any, **config: Any) -> Any:
+    """Make a scheduler with the noise levels of Stable Diffusion."""
+    return scheduler(
+        beta_schedule="scaled_linear",
+        beta_start=0.00085,
+        beta_end=0.012,
+        prediction_type="v_prediction",
+        **config,
     )
 
 

@@ -227,9 +227,11 @@ class Blocks(Rows):
 
     # attention -------------------------------------------------------------------------------
 
-    def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
+    def attend(
+        self, site: AttentionSite, call: AttentionCall, turn: Turn | None = None
+    ) -> Tensor | None:
         """Write the keys and values of what is computed, and attend to all that is held."""
-        part = self.turn()
+        part = turn or self.turn()
         if not isinstance(part, Part):
             return None
         number = self.numbers[site.path]

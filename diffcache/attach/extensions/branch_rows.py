@@ -33,7 +33,7 @@ from diffcache.attach.extensions.partial import (
 )
 from diffcache.attach.record import TOKEN_LAYERS
 from diffcache.attach.run import Run
-from diffcache.attach.tap import Tap, tap_children, untap_children
+from diffcache.attach.tap import ServedTap, Tap, tap_children, untap_children
 from diffcache.dllm.dllm_cache import BranchPlan, BranchRows
 from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.errors import AttachError
@@ -87,10 +87,10 @@ class HeldLayer(HeldKV):
 
     def renew_values(self, start: int, values: Tensor) -> None:
         """Write the values of rows from `start` on, `[B, T, D]`; their keys stay."""
-        assert self.k is not None
-        keys = self.k[:, :, start:].transpose(1, 2)
-        fresh = values.unflatten(-1, (keys.shape[2], -1))
-        self.write(range(start, start + keys.shape[1]), keys, fresh)
+        assert self.v is not None
+        if self.v.is_inference() and not torch.is_inference_mode_enabled():  # torch lets none write
+            self.v = self.v.clone()
+        self.v[:, :, start:] = values.unflatten(-1, (self.v.shape[1], -1)).transpose(1, 2)
 
     def fork(self) -> HeldLayer:
         """Return a copy whose keys and values are its own."""
@@ -106,6 +106,7 @@ class BranchTurn:
     Attributes:
         plan: Plan of the call: the parts of each layer that are computed.
         held: Keys, values and outputs of the run.
+        looks: Whether layers after the first choose rows of the answer by their values.
         rows: Layer -> its rows; None where it computes none.
         number: Layer whose attention ran last.
         attended: Whether the door was met by that.
@@ -114,24 +115,11 @@ class BranchTurn:
 
     plan: BranchPlan
     held: Held[HeldLayer]
+    looks: bool
     rows: dict[int, RowPlan | None] = field(default_factory=dict)
     number: int = 0
     attended: bool = False
     finished: set[int] = field(default_factory=set)
-
-
-class BranchTap(Tap):
-    """An attention or feed-forward module that computes some of its rows."""
-
-    __slots__ = ("serve",)
-
-    def __init__(self, module: nn.Module, serve: Callable[..., Any]) -> None:
-        super().__init__(module)
-        self.serve = serve
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the layer's call of the module."""
-        return self.serve(self.module, *args, **kwargs)
 
 
 class Branches(Partial):
@@ -158,12 +146,13 @@ class Branches(Partial):
         self.values = [getattr(parent, "v_proj", None) for parent in self.parents]
         for number, (parent, layer) in enumerate(zip(self.parents, self.layers, strict=True)):
             serve: dict[str, Callable[..., Any]] = {
-                layer.attention: self.attention, layer.mlp: self.feed_forward,
-            }  # fmt: skip
+                layer.attention: self.attention,
+                layer.mlp: self.feed_forward,
+            }
             if not layer.attention:
                 serve = {name: partial(self.linear, name) for name in (*ENTRIES, *EXITS)}
             taps: dict[str, Tap] = {
-                name: BranchTap(parent.get_submodule(name), partial(method, number))
+                name: ServedTap(parent.get_submodule(name), partial(method, number))
                 for name, method in serve.items()
             }
             tap_children(parent, denoiser, taps)
@@ -177,8 +166,13 @@ class Branches(Partial):
     def tensors(self, run: Run) -> Iterable[Tensor]:
         """Return what is held of a run."""
         held: Held[HeldLayer] | None = run.storage.get(self)
-        outputs = [x for layer in held.layers for x in (layer.attention, layer.mlp)] if held else []
-        return [*super().tensors(run), *(x for x in outputs if x is not None)]
+        found = list(super().tensors(run))
+        for layer in held.layers if held else []:
+            if layer.attention is not None:
+                found.append(layer.attention)
+            if layer.mlp is not None:
+                found.append(layer.mlp)
+        return found
 
     # a call ----------------------------------------------------------------------------------
 
@@ -191,8 +185,10 @@ class Branches(Partial):
     ) -> dict[str, Any]:
         """Note what layers do in this call, and give the model all rows."""
         for layer, parent in zip(self.layers, self.parents, strict=True):
-            check_plain(layer.path, parent)  # which may be compiled since it was wrapped
-        call.storage[self] = BranchTurn(plan, held)
+            if is_compiled(parent):  # since it was wrapped
+                check_plain(layer.path, parent)
+        looks = not plan.renews_answer and self.ability.ratio > 0
+        call.storage[self] = BranchTurn(plan, held, looks)
         if self.is_direct:  # each takes padding in another form, and we mask it
             given[VALID] = None
         if self.takes_positions:
@@ -223,6 +219,7 @@ class Branches(Partial):
             return {}
         batch, width = turn.held.shape
         rows, computed, whole = 0, 0, 0
+        looked = width - turn.plan.prompt if turn.looks else 0
         for number, layer in enumerate(self.layers):
             plan = turn.rows[number]
             count = 0 if plan is None else plan.count(width)
@@ -230,8 +227,8 @@ class Branches(Partial):
             rows += count
             whole += width * each
             computed += count * each
-            if self._looks(turn.plan, number):
-                computed += (width - turn.plan.prompt) * layer.value_weights
+            if number:
+                computed += looked * layer.value_weights
         call.record.flops = float(2 * batch * computed), float(2 * batch * (whole - computed))
         return {TOKEN_LAYERS: (batch * rows, batch * (width * len(self.layers) - rows))}
 
@@ -250,7 +247,7 @@ class Branches(Partial):
             return held.attention, *self.others
         is_first = held.k is None
         out = self._run(turn, number, module, given)
-        held.attention = put(held.attention, rows, out)
+        held.attention = out if rows.rows is None else put(held.attention, rows, out)
         if is_first:
             self._check_row(turn, number, module, given)
         return held.attention, *self.others
@@ -269,7 +266,7 @@ class Branches(Partial):
         turn.finished.add(number)
         if rows is None:
             return held.mlp
-        fresh = module(rows.take(args[0]))
+        fresh = module(*rows.take(args[0]))
         if not isinstance(fresh, Tensor):
             raise AttachError(
                 f"{self.model}: {path} returns {type(fresh).__name__}, not a tensor of its rows "
@@ -278,7 +275,7 @@ class Branches(Partial):
             )
         if held.mlp is None:
             check_same(self.model, path, module(args[0][:, -1:]), fresh[:, -1:])
-        held.mlp = put(held.mlp, rows, fresh)
+        held.mlp = fresh if rows.rows is None else put(held.mlp, rows, fresh)
         return held.mlp
 
     def linear(self, name: str, number: int, module: Any, x: Tensor) -> Tensor:
@@ -292,7 +289,7 @@ class Branches(Partial):
                 turn.rows[number] = self._rows(turn, number, self.values[number], x)
         rows = turn.rows[number] or RowPlan(range(0))
         if name in ENTRIES:
-            return module(rows.take(x))  # type: ignore[no-any-return]
+            return module(*rows.take(x))  # type: ignore[no-any-return]
         held, kind = turn.held.layers[number], EXITS[name]
         out = put(getattr(held, kind), rows, module(x))
         setattr(held, kind, out)
@@ -323,10 +320,6 @@ class Branches(Partial):
 
     # rows ------------------------------------------------------------------------------------
 
-    def _looks(self, plan: BranchPlan, number: int) -> bool:
-        """Return whether a layer chooses rows of the answer by their values."""
-        return number > 0 and not plan.renews_answer and self.ability.ratio > 0
-
     def _placed(self) -> Placed | None:
         """Return the rows of the layer at hand, None where these are all or there is no plan."""
         turn: BranchTurn | None = self.turn()
@@ -340,7 +333,7 @@ class Branches(Partial):
             return ALL
         if plan.renews_answer:
             return RowPlan(range(plan.prompt, width))
-        if not self._looks(plan, number):
+        if not turn.looks:
             return RowPlan(range(plan.prompt)) if plan.renews_prompt and plan.prompt else None
         held = turn.held.layers[number]
         new = v_proj(x[:, plan.prompt :])
@@ -355,18 +348,12 @@ class Branches(Partial):
         """Return the output of a layer's attention for its rows, `[B, n, D]`."""
         rows = turn.rows[number]
         assert rows is not None
-        some: dict[str, Any] = {HIDDEN: rows.take(given[HIDDEN])}
-        tables = given.get(TABLES)
-        if isinstance(tables, Tensor):  # one complex table, as in Llama 4
-            some[TABLES] = rows.take(tables)
-        elif tables is not None:
-            some[TABLES] = tuple(rows.take(table) for table in tables)
-        if given.get(POSITIONS) is not None:
-            some[POSITIONS] = rows.take(given[POSITIONS])
-        # a cache would take every row once more
-        some |= {name: None for name in CACHES if given.get(name) is not None}
+        given = given if rows.rows is None else given | self._some(rows, given)
+        for name in CACHES:  # a cache would take every row once more
+            if given.get(name) is not None:
+                given = given | {name: None}
         turn.attended = False
-        out = module(**given | some)
+        out = module(**given)
         if not turn.attended or not isinstance(out, tuple):
             raise AttachError(
                 f"{self.model}: {self.paths[number]} did not attend as wrapped; its attention "
@@ -375,6 +362,19 @@ class Branches(Partial):
         fresh: Tensor = out[0]
         self.others = (None,) * (len(out) - 1)
         return fresh
+
+    def _some(self, rows: RowPlan, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of attention that have a row for every token, of some rows."""
+        some: dict[str, Any] = {HIDDEN: given[HIDDEN]}
+        if given.get(POSITIONS) is not None:
+            some[POSITIONS] = given[POSITIONS]
+        tables = given.get(TABLES)
+        if isinstance(tables, Tensor):  # one complex table, as in Llama 4
+            some[TABLES] = tables
+        more = tables if isinstance(tables, (tuple, list)) else ()
+        taken = rows.take(*some.values(), *more)
+        some = dict(zip(some, taken, strict=False))
+        return {**some, TABLES: tuple(taken[len(some) :])} if more else some
 
     # checks ------------------------------------------------------------------------------------
 
@@ -393,7 +393,7 @@ class Branches(Partial):
         """Raise AttachError unless the last row alone in every layer is what it was."""
         width, held = turn.held.shape[1], turn.held
         layers = [layer.fork() for layer in held.layers]
-        trial = BranchTurn(turn.plan, replace(held, layers=layers))
+        trial = BranchTurn(turn.plan, replace(held, layers=layers), turn.looks)
         trial.rows |= dict.fromkeys(range(len(layers)), RowPlan(range(width - 1, width)))
         given = self.denoiser.named(call.args, call.kwargs)
         again = self.again(call, {self: trial}, given)[0]
@@ -404,7 +404,9 @@ def put(held: Tensor | None, rows: RowPlan, fresh: Tensor) -> Tensor:
     """Return what is held, `[B, T, D]`, with fresh rows in it, as a tensor of its own."""
     if rows.rows is None or held is None:
         return fresh
-    index = rows.index(len(held), held.shape[1], held.device)
+    index = rows.rows
+    if isinstance(index, range):
+        index = rows.index(len(held), held.shape[1], held.device)
     return held.scatter(1, index[..., None].expand_as(fresh), fresh)
 
 

@@ -23,7 +23,7 @@ from diffcache.attach.extensions.partial import Held, HeldKV
 from diffcache.attach.extensions.rows import Rows, Turn
 from diffcache.attach.extensions.rows import install as install_rows
 from diffcache.attach.run import Run
-from diffcache.attach.tap import ITEMS, Tap, tap_list, untap_list
+from diffcache.attach.tap import ITEMS, ServedTap, Tap, tap_list, untap_list
 from diffcache.attach.tree import leaves
 from diffcache.dllm.elastic_cache import WatchedPlan, WideningRows, likeness, most_attended
 from diffcache.dllm.rows import RowPlan
@@ -43,6 +43,7 @@ class HeldInputs(Held[HeldKV]):
         tracked: Tokens whose attention is compared, bool `[B, T]`.
         starts: First block of each sequence that computed all rows at the last call; the number of
             blocks where none did.
+        leaves: Tensors among the arguments, each once.
     """
 
     inputs: dict[int, Tensor] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class HeldInputs(Held[HeldKV]):
     arguments: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     tracked: Tensor | None = None
     starts: list[int] = field(default_factory=list)
+    leaves: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +87,7 @@ class Way(Turn):
         fed: Positions that the current block computes, bool `[B, T]`.
         is_wide: Whether blocks run at full length.
         found: Tokens to track next, bool `[B, T]`.
+        batch: Numbers of the sequences, int64 `[B, 1]`.
         blocks: Blocks that ran so far.
     """
 
@@ -97,12 +100,11 @@ class Way(Turn):
     fed: Tensor = field(kw_only=True)
     is_wide: bool = field(kw_only=True)
     found: Tensor = field(kw_only=True)
+    batch: Tensor = field(kw_only=True)
     blocks: set[int] = field(default_factory=set)
 
-    def widen(self, block: int) -> bool:
-        """Go on to a block; return whether it runs at full length."""
-        if min(self.starts) > block:
-            return False
+    def widen(self, block: int) -> None:
+        """Go on to a block that runs at full length."""
         width = self.held.shape[1]
         if not self.is_wide:
             mask = self.held.mask
@@ -111,7 +113,6 @@ class Way(Turn):
             self.is_wide = True
         whole = torch.tensor([[start <= block] for start in self.starts], device=self.fed.device)
         self.fed = self.planned | whole
-        return True
 
     def merged(self, held: Tensor | None, fresh: Tensor) -> Tensor:
         """Return what is held with the computed rows written over it.
@@ -126,33 +127,46 @@ class Way(Turn):
             return fresh.where(self.fed.view(*self.fed.shape, *[1] * (fresh.dim() - 2)), held)
         index = self.index
         assert isinstance(index, Tensor)
-        held[batch_of(index), index] = fresh
+        held[self.batch, index] = fresh
         return held
 
 
 class Seam(Tap):
     """Stands for a block: gives it the rows or all tokens."""
 
-    __slots__ = ("number", "owner")
+    __slots__ = ("number", "owner", "way")
 
-    def __init__(self, module: nn.Module, owner: Drift, number: int) -> None:
-        super().__init__(module)
-        self.owner, self.number = owner, number
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        return self.owner.run_block(self, args, kwargs)
-
-
-class Cut(Tap):
-    """Stands for the last block: hands on the first row alone."""
-
-    __slots__ = ()
+    def __init__(self, module: nn.Module, owner: Drift, number: int, way: Way) -> None:
+        self.module, self.owner, self.number, self.way = module, owner, number, way
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        out = self.module(*args, **kwargs)
-        return out[:, :1] if isinstance(out, Tensor) else (out[0][:, :1], *out[1:])
+        """Run the block on the rows, or on all tokens."""
+        way, number, owner = self.way, self.number, self.owner
+        held = way.held
+        if not args or not isinstance(args[0], Tensor) or args[0].dim() != 3:
+            raise AttachError(
+                f"{owner.model}: block {number} is not given its tokens [B, T, C] as the first "
+                "argument, so that it cannot be widened; use another policy"
+            )
+        hidden, *rest = args
+        held.inputs[number] = way.merged(held.inputs.get(number), hidden)
+        if way.tracked is None:
+            held.arguments[number] = (rest, kwargs)
+        elif min(way.starts) <= number:
+            way.widen(number)
+            hidden = held.inputs[number].clone()
+            rest, kwargs = held.arguments[number]
+        elif number not in owner.compared:
+            owner.compare(number, (rest, kwargs), held.arguments[number], way)
+        way.blocks.add(number)
+        out = self.module(hidden, *rest, **kwargs)
+        return out if number + 1 < len(owner.numbers) else planned_rows(way, out)
+
+
+def cut(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Run the last block; hand on the first row alone."""
+    out = block(*args, **kwargs)
+    return out[:, :1] if isinstance(out, Tensor) else (out[0][:, :1], *out[1:])
 
 
 class Drift(Rows):
@@ -187,9 +201,7 @@ class Drift(Rows):
         held: HeldInputs | None = run.storage.get(self)
         if held is None:
             return []
-        arguments = {id(leaf): leaf for leaf in leaves(held.arguments)}.values()
-        more = (*held.inputs.values(), *held.queries.values(), *arguments)
-        return [*super().tensors(run), *more]
+        return [*super().tensors(run), *held.inputs.values(), *held.queries.values(), *held.leaves]
 
     # a call ----------------------------------------------------------------------------------
 
@@ -205,25 +217,34 @@ class Drift(Rows):
         """Return the way of a call through the blocks."""
         held = turn.held
         assert isinstance(held, HeldInputs)
-        is_whole = isinstance(turn.index, range)
-        planned = RowPlan(turn.index).mask(*held.shape, plan.window.device)
+        is_whole, planned = True, torch.ones_like(plan.window)
+        if isinstance(turn.index, Tensor):
+            is_whole, planned = False, torch.zeros_like(plan.window).scatter_(1, turn.index, True)
         return Way(
-            held, turn.index, turn.rows, turn.mask, plan=plan, planned=planned,
+            held,
+            turn.index,
+            turn.rows,
+            turn.mask,
+            plan=plan,
+            planned=planned,
             tracked=None if held.tracked is None or is_whole else Spots.of(held.tracked),
             window=Spots.of(plan.window),
             starts=[0 if is_whole else len(self.numbers)] * len(planned),
-            fed=planned, is_wide=is_whole, found=torch.zeros_like(planned),
-        )  # fmt: skip
+            fed=planned,
+            is_wide=is_whole,
+            found=torch.zeros_like(planned),
+            batch=torch.arange(len(planned), device=planned.device)[:, None],
+        )
 
     def begin(
         self, call: Call, plan: WatchedPlan, held: Any, given: dict[str, Any]
     ) -> dict[str, Any]:
         """Give the model the planned rows and the tracked tokens, and its blocks stand-ins."""
-        some = super().begin(call, plan, held, given)
+        some, way = super().begin(call, plan, held, given), call.storage[self]
         items, number = call.storage.setdefault(ITEMS, {}), 0
         for key, blocks in self.lists.items():
             modules = list(children_of(blocks).values())
-            items[key] = [Seam(each, self, number + at) for at, each in enumerate(modules)]
+            items[key] = [Seam(each, self, number + at, way) for at, each in enumerate(modules)]
             number += len(modules)
         return some
 
@@ -243,6 +264,9 @@ class Drift(Rows):
                 "its lists in a call, so that it cannot be widened; use another policy"
             )
         way.held.tracked, way.held.starts = way.found, way.starts
+        if way.tracked is None:
+            every = leaves(way.held.arguments)
+            way.held.leaves = list({id(leaf): leaf for leaf in every}.values())
 
     def _try_alone(self, call: Call, held: Held[HeldKV]) -> None:
         """Compute some rows alone, and let the last block hand on fewer than the first was given.
@@ -255,7 +279,9 @@ class Drift(Rows):
         *others, last = children_of(blocks).values()
         failure = None
         try:
-            _, out = self.run_alone(call, held, range(2), **{ITEMS: {key: [*others, Cut(last)]}})
+            _, out = self.run_alone(
+                call, held, range(2), **{ITEMS: {key: [*others, ServedTap(last, cut)]}}
+            )
             if out[0].shape[1] == 1:
                 return
         except RuntimeError as error:  # of a shape
@@ -267,41 +293,18 @@ class Drift(Rows):
 
     # blocks ----------------------------------------------------------------------------------
 
-    def run_block(self, seam: Seam, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block on the rows, or on all tokens."""
-        way, number = self.turn(), seam.number
-        assert isinstance(way, Way)
-        held = way.held
-        if not args or not isinstance(args[0], Tensor) or args[0].dim() != 3:
-            raise AttachError(
-                f"{self.model}: block {number} is not given its tokens [B, T, C] as the first "
-                "argument, so that it cannot be widened; use another policy"
-            )
-        hidden, *rest = args
-        held.inputs[number] = way.merged(held.inputs.get(number), hidden)
-        if way.tracked is None:
-            held.arguments[number] = (rest, kwargs)
-        elif way.widen(number):
-            hidden = held.inputs[number].clone()
-            rest, kwargs = held.arguments[number]
-        else:
-            self._compare(number, (rest, kwargs), held.arguments[number], way.index)
-        way.blocks.add(number)
-        out = seam.module(hidden, *rest, **kwargs)
-        return out if number + 1 < len(self.numbers) else planned_rows(way, out)
-
-    def _compare(self, number: int, given: Any, whole: Any, index: Any) -> None:
+    def compare(self, number: int, given: Any, whole: Any, way: Way) -> None:
         """Raise unless a block was given of the rows what it was given of all, once a block.
 
         Raises:
             AttachError: If arguments depend on the tokens, so that those kept are out of date.
         """
-        if number in self.compared:
-            return
         self.compared.add(number)
+        index = way.index
+        assert isinstance(index, Tensor)
         for some, every in zip(_by_token(given), _by_token(whole), strict=True):
             every = every.expand(len(index), -1, -1)
-            if not torch.equal(some.expand(len(index), -1, -1), every[batch_of(index), index]):
+            if not torch.equal(some.expand(len(index), -1, -1), every[way.batch, index]):
                 raise AttachError(
                     f"{self.model}: block {number} is given more than positions of its tokens "
                     "(what depends on the tokens themselves), so that it cannot be widened; use "
@@ -310,47 +313,51 @@ class Drift(Rows):
 
     # attention -------------------------------------------------------------------------------
 
-    def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
+    def attend(
+        self, site: AttentionSite, call: AttentionCall, turn: Turn | None = None
+    ) -> Tensor | None:
         """Attend as `Rows` does, compare the tracked tokens' attention, and track anew."""
-        way = self.turn()
+        way = turn or self.turn()
         if not isinstance(way, Way):
-            return super().attend(site, call)
+            return super().attend(site, call, way)
         held, number = way.held, self.numbers[site.path]
-        layer = held.layers[number]
-        blocks = len(self.numbers)
+        layer, blocks = held.layers[number], len(self.numbers)
         tests = blocks in way.starts and number + 1 < blocks  # no block follows the last
         tests = tests and self.ability.gamma > 0  # a cosine of weights is never negative
-        before = self._weights(way, way.tracked, number, call) if tests else None
+        tracked = way.tracked if tests else None
+        seen, scale, asked = held.mask, call.scale, 0
+        if tracked is not None:
+            q = held.queries[number][way.batch, tracked.places]
+            before, asked = layer.weights(q, scale, seen), 2 * q.numel()
         if way.is_wide and layer.k is not None and layer.v is not None:
             # rows that are not computed stay as they are to the bit
             call.k = way.merged(layer.k.transpose(1, 2), call.k)
             call.v = way.merged(layer.v.transpose(1, 2), call.v)
-        out = super().attend(site, call)
-        held.queries[number] = way.merged(held.queries.get(number), call.q)
-        if before is not None:
-            self._test(way, number, before, self._weights(way, way.tracked, number, call))
-        weights = self._weights(way, way.window, number, call)
+        out = super().attend(site, call, way)
+        queries = held.queries[number] = way.merged(held.queries.get(number), call.q)
+        if tracked is not None:
+            after = layer.weights(queries[way.batch, tracked.places], scale, seen)
+            self._test(way, number, before, after)
+        q = queries[way.batch, way.window.places]
+        weights = layer.weights(q, scale, seen)
+        way.products += (asked + q.numel()) * held.shape[1]
         way.found |= most_attended(weights, way.window.real, way.plan.known, self.ability.track)
         return out
-
-    def _weights(self, way: Way, spots: Spots | None, number: int, call: AttentionCall) -> Tensor:
-        """Return the attention of some positions to all, by what is held, `[B, H, n, T]`."""
-        held = way.held
-        assert spots is not None
-        q = held.queries[number][batch_of(spots.places), spots.places]
-        mask = None if held.mask is None else held.mask.expand(-1, -1, q.shape[1], -1)
-        way.products += q.numel() * held.shape[1]
-        return held.layers[number].weights(q, call.scale, mask).flatten(1, 2)
 
     def _test(self, way: Way, number: int, before: Tensor, after: Tensor) -> None:
         """Let sequences whose attention drifted widen at the next block; the host waits."""
         assert way.tracked is not None
         mask, blocks = way.held.mask, len(self.numbers)
         alike = likeness(
-            before, after, way.tracked.real, None if mask is None else mask[:, 0, 0],
+            before,
+            after,
+            way.tracked.real,
+            None if mask is None else mask[:, 0, 0],
             self.ability.similarity,
-        )  # fmt: skip
+        )
         drifted = ((alike < self.ability.gamma) & way.window.real.any(1)).tolist()
+        if not any(drifted):
+            return
         way.starts = [
             number + 1 if start == blocks and has_drifted else start
             for start, has_drifted in zip(way.starts, drifted, strict=True)
@@ -367,13 +374,8 @@ def planned_rows(way: Way, out: Any) -> Any:
     if not way.is_wide:
         assert isinstance(way.index, Tensor)
         places = torch.searchsorted(way.index.contiguous(), places)
-    picked = hidden[batch_of(places), places]
+    picked = hidden[way.batch, places]
     return picked if isinstance(out, Tensor) else (picked, *out[1:])
-
-
-def batch_of(index: Tensor) -> Tensor:
-    """Return the numbers of the sequences, int64 `[B, 1]`."""
-    return torch.arange(len(index), device=index.device)[:, None]
 
 
 def _by_token(arguments: Any) -> list[Tensor]:
@@ -388,8 +390,11 @@ def install(denoiser: Denoiser, ability: WideningRows) -> Rows:
         AttachError: If the model cannot have row plans, or a block has not just one attention.
     """
     rows = install_rows(denoiser, ability, Drift)
-    paths = [f"{entry.key}.{number}." for entry in denoiser.anatomy.lists
-             for number in range(entry.depth)]  # fmt: skip
+    paths = [
+        f"{entry.key}.{number}."
+        for entry in denoiser.anatomy.lists
+        for number in range(entry.depth)
+    ]
     sites = rows.door.sites
     if len(paths) != len(sites) or not all(
         f"{site.path}.".startswith(path) for site, path in zip(sites, paths, strict=True)

@@ -27,8 +27,6 @@ from diffcache.foreign import CACHES, version_of
 from diffcache.kernels import decode
 from diffcache.kernels.dense import scaled_dot_product_attention
 from diffcache.kernels.move import kv_scatter
-from diffcache.kv.attend import Query, logits
-from diffcache.kv.slots import Slots, span
 from diffcache.step import CURRENT
 
 PLAN = "row_plan"  # the argument of a call
@@ -103,18 +101,20 @@ class HeldKV:
         return out.reshape(batch, heads, count, -1).transpose(1, 2)
 
     def weights(self, q: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-        """Return attention weights of queries to all that is held, `[B, H, G, n, T]`.
+        """Return attention weights of queries to all that is held, `[B, H, n, T]`.
 
         Args:
             q: Queries, `[B, n, H, D]`.
             scale: Factor of the logits.
-            mask: Positions that are seen, bool `[B, 1, n, T]`; None for all.
+            mask: Positions that are seen, bool `[B, 1, n or 1, T]`; None for all.
         """
         assert self.k is not None
-        assert self.v is not None
-        pos = span(0, self.k.shape[2], len(self.k), self.k.device)
-        query = Query(q.transpose(1, 2), 0, scale, mask=mask, causal=False)
-        return logits(query, Slots(self.k, self.v, {"pos": pos})).softmax(-1)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        q = q.transpose(1, 2).unflatten(1, (self.k.shape[1], -1))
+        found = torch.einsum("bhgnd,bhsd->bhgns", q.to(dtype), self.k.to(dtype)) * scale
+        if mask is not None:
+            found = found.masked_fill(~mask[:, :, None], float("-inf"))
+        return found.softmax(-1).flatten(1, 2)
 
     @property
     def length(self) -> int:

@@ -65,14 +65,17 @@ class Rollout(Rows):
         """Return what attention does in a call, with what is noted besides."""
         return NotedTurn(turn.held, turn.index, turn.rows, turn.mask, plan=plan)
 
-    def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
+    def attend(
+        self, site: AttentionSite, call: AttentionCall, turn: Turn | None = None
+    ) -> Tensor | None:
         """Attend as `Rows` does, and keep the mean attention of the rows."""
-        out, turn = super().attend(site, call), self.turn()
+        turn = turn or self.turn()
+        out = super().attend(site, call, turn)
         if isinstance(turn, NotedTurn):
             layer = turn.held.layers[self.numbers[site.path]]
             weights = layer.weights(call.q, call.scale, turn.mask)
             turn.products += call.q.numel() * turn.held.shape[1]
-            turn.attention.append(weights.mean((1, 2)))
+            turn.attention.append(weights.mean(1))
         return out
 
     def close(self, call: Call, out: Any) -> Any:

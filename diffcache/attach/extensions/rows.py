@@ -76,8 +76,10 @@ class Rows(Partial):
         super().__init__(denoiser)
         self.checked: set[int] = set()  # attentions that were compared with the model's own
         self.is_tried = False  # whether rows alone were compared with the same among all
-        self.weights = sum(linear_weights(denoiser.model.get_submodule(entry.key))
-                           for entry in denoiser.anatomy.lists)  # fmt: skip
+        self.weights = sum(
+            linear_weights(denoiser.model.get_submodule(entry.key))
+            for entry in denoiser.anatomy.lists
+        )
 
     # a call ----------------------------------------------------------------------------------
 
@@ -116,9 +118,10 @@ class Rows(Partial):
     def _cut(self, given: dict[str, Any], turn: Turn) -> dict[str, Any]:
         """Return the arguments of a call of all tokens as those of its rows."""
         held, plan = turn.held, RowPlan(turn.index)
-        some = given | {IDS: plan.take(given[IDS])}
+        ids, positions = plan.take(given[IDS], held.positions)
+        some = given | {IDS: ids}
         if self.takes_positions:
-            some[POSITIONS] = plan.take(held.positions).expand(held.shape[0], -1)
+            some[POSITIONS] = positions.expand(held.shape[0], -1)
         if self.is_direct:  # each takes padding in another form, and we mask it
             some[VALID] = None
         elif turn.rows < held.shape[1]:  # the model's own mask is that of all rows
@@ -190,9 +193,11 @@ class Rows(Partial):
 
     # attention -------------------------------------------------------------------------------
 
-    def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
+    def attend(
+        self, site: AttentionSite, call: AttentionCall, turn: Turn | None = None
+    ) -> Tensor | None:
         """Write the rows' keys and values, and attend to all that is held."""
-        turn: Turn | None = self.turn()
+        turn = turn or self.turn()
         if turn is None:
             return self._compared(site, call)
         number = self.numbers[site.path]
@@ -218,7 +223,7 @@ class Rows(Partial):
         layer = turn.held.layers[number]
         if number < 2:  # the second shows what the first makes of its rows
             assert layer.k is not None
-            before = RowPlan(turn.index).take(layer.k.transpose(1, 2))
+            (before,) = RowPlan(turn.index).take(layer.k.transpose(1, 2))
             eps = max(torch.finfo(x).eps for x in (call.k.dtype, torch.float32))
             bound = eps**0.5 * before.abs().amax((2, 3))
             agrees = (call.k - before).abs().amax((2, 3)) <= bound

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from diffcache.attach.advice import use_sites
 from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
@@ -18,7 +17,7 @@ from diffcache.attach.reuse.gated import gated_items
 from diffcache.attach.reuse.learn import learn, verify
 from diffcache.attach.reuse.modulated_probe import Peek
 from diffcache.attach.reuse.output import keep_output, stand_in
-from diffcache.attach.reuse.setup import BranchState, Decision, Setup
+from diffcache.attach.reuse.setup import BranchState, Decision, Setup, use_sites
 from diffcache.attach.reuse.taps import Taps
 from diffcache.attach.reuse.time_probe import time_peek
 from diffcache.attach.reuse.trace import Trace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 from diffcache.attach.call import Call
 from diffcache.attach.flops import counted
 from diffcache.attach.reuse.layout import Layout, Work
-from diffcache.attach.reuse.setup import BranchState, Setup
+from diffcache.attach.reuse.setup import BranchState, Decision, Setup
 from diffcache.attach.reuse.trace import Trace
 from diffcache.attach.tree import leaves
 from diffcache.errors import AttachError
-from diffcache.step import CURRENT
+from diffcache.features.base import Instead
+from diffcache.step import CURRENT, Step
 
 FRAME = "frame"  # in a call's storage
 
@@ -52,6 +54,7 @@ class Random:
             torch.cuda.set_rng_state(state, device)
 
 
+@dataclass(eq=False, slots=True)
 class Frame:
     """One call of a denoiser, private to feature reuse.
 
@@ -80,63 +83,43 @@ class Frame:
         random: Random generators at the start of a traced call.
         mixed: Items to hand out where blocks decide apart, and their work; None elsewhere.
         looked: Whether the gate looked into the first block.
+        probe_input: Stream that the lead blocks were given, until the decision fell.
     """
 
-    __slots__ = (
-        "_probe_input",
-        "adds_at_once",
-        "bases",
-        "call",
-        "closed",
-        "computes",
-        "decides",
-        "decision",
-        "features",
-        "foreseen",
-        "given",
-        "instead",
-        "lasts",
-        "layout",
-        "looked",
-        "mixed",
-        "per_site",
-        "random",
-        "setup",
-        "state",
-        "step",
-        "tally",
-        "times",
-        "trace",
-        "visits",
-    )  # fmt: skip
+    setup: Setup
+    call: Call
+    state: BranchState
+    step: Step = field(init=False)
+    features: dict[Any, Any] = field(init=False)
+    decision: Decision = field(init=False)
+    instead: Instead = field(init=False)
+    decides: bool = False
+    per_site: bool = False
+    computes: bool | None = None
+    layout: Layout | None = None
+    trace: Trace | None = None
+    given: tuple[Any, Any] = ((), {})
+    bases: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
+    lasts: dict[Any, list[Any]] = field(default_factory=dict)
+    visits: dict[Any, int] = field(default_factory=dict)
+    foreseen: list[list[Any]] = field(default_factory=list)
+    adds_at_once: bool = False
+    closed: int = 0
+    times: dict[str, list[Tensor]] = field(default_factory=dict)
+    random: Random | None = None
+    mixed: Work | None = None
+    looked: bool = False
+    tally: dict[str, float | None] | None = None
+    probe_input: Tensor | None = None
 
-    def __init__(self, setup: Setup, call: Call, state: BranchState) -> None:
-        self.setup, self.call, self.state = setup, call, state
-        self.step = call.step
-        self.features = state.features
-        self.decision = state.decision
-        self.instead = state.decision.parts.instead
-        self.decides = False
-        self.per_site = False
-        self.computes: bool | None = None
-        self.layout: Layout | None = None
-        self.trace: Trace | None = None
-        self.given: tuple[Any, Any] = ((), {})
-        self.bases: dict[Any, tuple[Any, ...]] = {}
-        self.lasts: dict[Any, list[Any]] = {}
-        self.visits: dict[Any, int] = {}
-        self.foreseen: list[list[Any]] = []
-        self.adds_at_once = False
-        self.closed = 0
-        self.times: dict[str, list[Tensor]] = {}
-        self.random: Random | None = None
-        self.mixed: Work | None = None
-        self.looked = False
-        self.tally: dict[str, float | None] | None = None
-        self._probe_input: Tensor | None = None
+    def __post_init__(self) -> None:
+        self.step = self.call.step
+        self.features = self.state.features
+        self.decision = self.state.decision
+        self.instead = self.decision.parts.instead
 
     def runs(self, site: str) -> bool:
-        """Return whether a site is computed in this call; known once the step is decided."""
+        """Return whether a site that may decide for itself is computed in this call."""
         if not self.per_site or not self.computes:
             return bool(self.computes)
         when = self.decision.parts.when

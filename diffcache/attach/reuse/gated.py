@@ -6,13 +6,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from diffcache.attach.call import Call
 from diffcache.attach.flops import counted
-from diffcache.attach.reuse.frame import Frame, current_frame
+from diffcache.attach.reuse.frame import FRAME, Frame, current_frame, lost
 from diffcache.attach.reuse.layout import Layout
 from diffcache.attach.reuse.modulated_probe import plain
 from diffcache.attach.reuse.stand_in import ComputeTap, LiveTap
 from diffcache.attach.tap import Tap
 from diffcache.features.base import Probe
+from diffcache.step import CURRENT
 
 
 class LeadTap(Tap):
@@ -31,12 +33,12 @@ class LeadTap(Tap):
         frame = current_frame()
         if self.first:
             key = self.argument
-            frame._probe_input = kwargs[key] if isinstance(key, str) else args[key]
+            frame.probe_input = kwargs[key] if isinstance(key, str) else args[key]
         out = self.item(*args, **kwargs)
-        if self.last and frame._probe_input is not None:
+        if self.last and frame.probe_input is not None:
             after = out[self.number] if isinstance(out, (tuple, list)) else out
-            frame.decide(frame.probe_of(frame._probe_input, after))
-            frame._probe_input = None
+            frame.decide(frame.probe_of(frame.probe_input, after))
+            frame.probe_input = None
         return out
 
 
@@ -51,7 +53,10 @@ class LateTap(Tap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
-        frame = current_frame()
+        call: Call | None = CURRENT.get()
+        if call is None:
+            raise lost()
+        frame: Frame = call.storage[FRAME]  # written out: every skipped block comes here
         layout = frame.layout
         assert layout is not None
         items = layout.compute if frame.computes else layout.skip

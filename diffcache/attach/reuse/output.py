@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from diffcache.attach.advice import can_set
 from diffcache.attach.reuse.frame import Frame
+from diffcache.attach.reuse.setup import can_set
 from diffcache.attach.reuse.span import OWN, BlockFeatures, estimates, store_features
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError

@@ -93,14 +93,20 @@ def plan(
         skip[key][index].number = number
     costs = [((c.list_key, c.index), c.flops) for c in calls]
     return Layout(
-        compute, skip, follow, whole=work_of(costs, set()), less=work_of(costs, skipped),
-        follow_less=work_of(costs, follow_skipped), costs=costs,
+        compute,
+        skip,
+        follow,
+        whole=work_of(costs, set()),
+        less=work_of(costs, skipped),
+        follow_less=work_of(costs, follow_skipped),
+        costs=costs,
         closes=len({d.span for d in specs.values() if d.closes and not _adds(d)}),
-        wirings=wirings, lead_calls=lead,
+        wirings=wirings,
+        lead_calls=lead,
         foreseen=foreseen,
         streams={c.list_key: trace.streams(c) for c in reversed(calls)},
         sites=sites_of(parts, spans, order),
-    )  # fmt: skip
+    )
 
 
 def protect_all(layout: Layout) -> None:

@@ -51,7 +51,7 @@ class TapSpec:
 
     @property
     def records(self) -> bool:
-        """Whether features of this call are kept."""
+        """Return whether features of this call are kept."""
         return self.closes or bool(self.sides) or self.is_hollow
 
     def kind(self, number: int) -> Kind:

@@ -62,7 +62,7 @@ class ModuleTap(Tap):
         visit = frame.visits.get(self, 0)
         frame.visits[self] = visit + 1
         key = (self.name, visit)
-        if not frame.runs(self.name):
+        if not (frame.runs(self.name) if frame.per_site else frame.computes):
             held: BlockFeatures = frame.features[key]
             return held.template.build(estimates(frame, held))
         out = frame.counted(self.name, self.module, args, kwargs)
@@ -94,7 +94,7 @@ class EmptyTap(Tap):
         frame: Frame | None = CURRENT.get().storage.get(FRAME)
         if frame is None:
             return self.module(*args, **kwargs)
-        if not frame.runs(self.site):
+        if not (frame.runs(self.site) if frame.per_site else frame.computes):
             return frame.features[self.name, 0].hollow
         out = frame.counted(self.site, self.module, args, kwargs)  # its work is that of the site
         frame.features[self.name, 0] = BlockFeatures([], [], Template(None), hollow(out))

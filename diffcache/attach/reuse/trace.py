@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from diffcache.attach.flops import counted
-from diffcache.attach.tap import Tap
+from diffcache.attach.tap import ServedTap
 from diffcache.attach.tree import hollow, outputs_of
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
@@ -79,35 +80,37 @@ class Trace:
     def items(self, key: str, blocks: list[nn.Module], opened: tuple[str, ...]) -> list[Any]:
         """Return a recording stand-in for every block but those that are opened."""
         return [
-            block if f"{key}.{index}" in opened else TraceTap(block, self, key, index)
+            block
+            if f"{key}.{index}" in opened
+            else ServedTap(block, partial(self.call, key, index))
             for index, block in enumerate(blocks)
         ]
 
-    def call(self, tap: TraceTap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, key: str, index: int, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a block and record its call."""
         given: dict[Key, Any] = dict(enumerate(args))
         given.update(kwargs)
-        arguments = {key: value for key, value in given.items() if isinstance(value, Tensor)}
+        arguments = {name: v for name, v in given.items() if isinstance(v, Tensor)}
         if any(value.is_nested for value in arguments.values()):
             raise AttachError(
-                f"{tap.key}.{tap.index} is given nested tensors, which cannot be kept as features; "
+                f"{key}.{index} is given nested tensors, which cannot be kept as features; "
                 "make the nn.TransformerEncoder with enable_nested_tensor=False"
             )
-        before = self._last.get(tap.key)
+        before = self._last.get(key)
         if before is not None:
             self._link(before, arguments)
-            last = self._given[tap.key]
+            last = self._given[key]
             moved = {k for k, v in arguments.items() if k in last and not _same(last[k], v)}
-            self._moving[tap.key] = self._moving.get(tap.key, set()) | moved
-        self._given[tap.key] = arguments
-        out, flops = counted(tap.module, args, kwargs)
+            self._moving[key] = self._moving.get(key, set()) | moved
+        self._given[key] = arguments
+        out, flops = counted(module, args, kwargs)
         outputs = outputs_of(out)
-        position = sum(1 for call in self.calls if call.list_key == tap.key)
+        position = sum(1 for call in self.calls if call.list_key == key)
         call = BlockCall(
-            list_key=tap.key,
-            index=tap.index,
+            list_key=key,
+            index=index,
             position=position,
-            shapes_in={key: value.shape for key, value in arguments.items()},
+            shapes_in={name: value.shape for name, value in arguments.items()},
             arguments=arguments if self.keep_all or position <= self.lead else {},
             outputs=outputs,
             container=type(out) if isinstance(out, (tuple, list)) else Tensor,
@@ -116,7 +119,7 @@ class Trace:
             flops=flops,
         )
         self.calls.append(call)
-        self._last[tap.key] = call
+        self._last[key] = call
         return out
 
     def _link(self, before: BlockCall, arguments: dict[Key, Tensor]) -> None:
@@ -184,20 +187,6 @@ class Trace:
         carry = dict(sorted(carry.items()))
         is_whole = bool(seen) and all(link == carry for link in links)
         return Wiring(carry, "identity" if is_whole else "shape")
-
-
-class TraceTap(Tap):
-    """A block whose call is recorded."""
-
-    __slots__ = ("index", "key", "trace")
-
-    def __init__(self, module: nn.Module, trace: Trace, key: str, index: int) -> None:
-        super().__init__(module)
-        self.trace, self.key, self.index = trace, key, index
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        return self.trace.call(self, args, kwargs)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -66,7 +66,7 @@ class LayerWatcher(ABC):
 
     @property
     def wants_dense(self) -> bool:
-        """Whether every quantized call is to be made again with dense layers."""
+        """Return whether every quantized call is to be made again with dense layers."""
         return False
 
     def dense_again(self, begins: bool) -> None:  # noqa: B027

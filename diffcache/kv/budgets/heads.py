@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diffcache.kv.budget import Budget, Size, check_size, slots_for
+from diffcache.kv.budget import Budget, slots_for
 from diffcache.kv.observe import Observation
+from diffcache.kv.settings import Share, Size, Whole
 
 Heads = tuple[tuple[bool, ...], ...]
 Safeguard = Literal["blend", "floor"]
@@ -40,20 +41,17 @@ class AdaHead(Budget):
     """
 
     base: Budget
-    floor: float = 0.2
+    floor: Share = 0.2
     safeguard: Safeguard = "floor"
     size: Size = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.safeguard not in ("blend", "floor"):
-            raise ValueError(f"safeguard={self.safeguard!r}: must be 'blend' or 'floor'")
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor={self.floor}: must be a share from 0 to 1")
+        super().__post_init__()
         object.__setattr__(self, "size", self.base.size)
 
     @property
     def looks_across(self) -> bool:
-        """Whether the base looks across layers."""
+        """Return whether the base looks across layers."""
         return self.base.looks_across
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
@@ -110,14 +108,11 @@ class HeadTable(Budget):
 
     whole: Heads
     size: Size
-    least: int = 0
-    more: int = 0
+    least: Whole = 0
+    more: Whole = 0
 
-    def __post_init__(self) -> None:
-        check_size("size", self.size)
-        for name in ("least", "more"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 0 slots")
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if not self.whole or len({len(row) for row in self.whole}) != 1:
             raise ValueError(
                 f"whole={self.whole!r}: must be a table of layers, each with as many heads"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from diffcache.kv.budget import Budget, Size, check_size, slots_for
+from diffcache.kv.budget import Budget, slots_for
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import window_variance
+from diffcache.kv.settings import Count, Factor, Mode, Positive, Size, Whole
 
 _STEPS = 64  # halvings, until neighboring doubles are reached
 _ROUNDS = 60  # of bisection: far below what two slots may differ by
@@ -75,23 +75,13 @@ class Pyramid(Budget):
             layer to layer down, so that more is held, and gives all layers the same where a prompt
             has fewer tokens than twice their mean beyond the window.
 
-    Raises:
-        ValueError: If a setting is out of its range.
-
     Reference: PyramidKV, arXiv 2406.02069, section 4.2.1.
     """
 
     size: Size
-    beta: float = 20.0
-    window: int = 8
-    mode: Literal["paper", "official"] = "paper"
-
-    def __post_init__(self) -> None:
-        check_size("size", self.size)
-        if not self.beta >= 1:
-            raise ValueError(f"beta={self.beta}: must be at least 1")
-        if self.window < 0:
-            raise ValueError(f"window={self.window}: must be at least 0 slots")
+    beta: Factor = 20.0
+    window: Whole = 8
+    mode: Mode = "paper"
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
         """Return an arithmetic sequence, rounded."""
@@ -133,19 +123,11 @@ class Arithmetic(Budget):
         size: Slots of a row in the average layer, or a share of the tokens it has seen.
         group: Layers of a group; what is left over is a smaller last group.
         beta: Ratio of the average budget to the smallest one, at least 1.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     size: Size
-    group: int = 4
-    beta: float = 2.0
-
-    def __post_init__(self) -> None:
-        check_size("size", self.size)
-        if self.group < 1 or self.beta < 1:
-            raise ValueError(f"group={self.group}, beta={self.beta}: must be at least 1")
+    group: Count = 4
+    beta: Factor = 2.0
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
         """Return the sequence; a budget above what is held leaves the rest of it unused."""
@@ -180,24 +162,13 @@ class EntropyVariance(Budget):
         tau1: Temperature of the entropy; the paper fits it to each model.
         tau2: Temperature of the variance; the paper fits it to each model.
 
-    Raises:
-        ValueError: If a setting is out of its range.
-
     Reference: CAKE, arXiv 2503.12491.
     """
 
     size: Size
-    window: int = 32
-    tau1: float = 1.0
-    tau2: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_size("size", self.size)
-        if self.window < 1:
-            raise ValueError(f"window={self.window}: must be at least 1 query")
-        for name in ("tau1", "tau2"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be above 0")
+    window: Count = 32
+    tau1: Positive = 1.0
+    tau2: Positive = 1.0
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
         """Return the same slots for all heads of a layer, with an exact total."""
@@ -248,18 +219,10 @@ class CDFLevel(Budget):
     Args:
         size: Slots of a row in the average layer, or a share of the tokens it has seen.
         least: Slots that every layer keeps.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     size: Size
-    least: int = 1
-
-    def __post_init__(self) -> None:
-        check_size("size", self.size)
-        if self.least < 0:
-            raise ValueError(f"least={self.least}: must be at least 0 slots")
+    least: Whole = 1
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
         """Return the budgets; they follow the row's own level."""
@@ -330,14 +293,12 @@ class Scheduled(Budget):
     size: Size
     scales: tuple[int, ...]
     table: tuple[tuple[int, ...], ...] = ()
-    prompt: int = 0
+    prompt: Whole = 0
 
-    def __post_init__(self) -> None:
-        check_size("size", self.size)
-        if not self.scales or min(self.scales) < 1 or self.prompt < 0:
-            raise ValueError(
-                f"scales={self.scales}, prompt={self.prompt}: must be at least 1 token each, and 0"
-            )
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
+        if not self.scales or min(self.scales) < 1:
+            raise ValueError(f"scales={self.scales}: must be at least 1 token each")
         for layer, row in enumerate(self.table):
             if len(row) != len(self.scales) or min(row) < 1:
                 raise ValueError(
@@ -394,12 +355,10 @@ class LayerTable(Budget):
 
     size: Size
     weights: tuple[float, ...] = ()
-    least: int = 1
+    least: Whole = 1
 
-    def __post_init__(self) -> None:
-        check_size("size", self.size)
-        if self.least < 0:
-            raise ValueError(f"least={self.least}: must be at least 0 slots")
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if self.weights and (min(self.weights) < 0 or not 0 < sum(self.weights) < float("inf")):
             raise ValueError(
                 f"weights={self.weights}: must be numbers, none negative and not all 0"

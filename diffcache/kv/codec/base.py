@@ -1,18 +1,19 @@
-"""What codes one tensor of keys or values: the codec, its payload, and what a payload weighs."""
+"""Codecs of one tensor of keys or values, their payloads, and the bytes of these."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from diffcache.kernels.move import gather_slots
-from diffcache.kv.codec.table import SlotTable
+from diffcache.kv.codec.table import SlotTable, join_tables
+from diffcache.kv.settings import FloatType, Settings
 
 
 class Payload(ABC):
@@ -93,7 +94,31 @@ class Parts(Payload):
         return new
 
 
-class TensorCodec(ABC):
+def appended(parts: Sequence[Q], **inner: TensorCodec) -> Q:
+    """Append payloads of one kind along the slots, each of their parts by what it is.
+
+    Args:
+        parts: Payloads of one kind, at least one.
+        inner: Codecs of the payloads that are parts of these, by their name.
+    """
+    changes: dict[str, Any] = {}
+    for name, value in vars(parts[0]).items():
+        each = [getattr(part, name) for part in parts]
+        if name in parts[0].fixed:
+            continue
+        if isinstance(value, SlotTable):
+            changes[name] = join_tables(each)
+        elif isinstance(value, Tensor):
+            changes[name] = torch.cat(each, 2)
+        elif isinstance(value, Payload):
+            changes[name] = inner[name].join(each)
+    new = copy(parts[0])
+    for name, value in changes.items():
+        object.__setattr__(new, name, value)
+    return new
+
+
+class TensorCodec(Settings, ABC):
     """Code for one tensor `[B, H, S, D]`; a frozen dataclass of settings, final.
 
     A codec knows nothing of positions; slots are counted along the third axis.
@@ -102,7 +127,8 @@ class TensorCodec(ABC):
     @property
     def multiple(self) -> int:
         """Slots that must be coded together: `S` of `encode` is a multiple of it."""
-        return 1
+        inner: TensorCodec | None = getattr(self, "inner", None)
+        return 1 if inner is None else inner.multiple
 
     @abstractmethod
     def encode(self, x: Tensor) -> Payload:
@@ -239,16 +265,9 @@ class Exact(TensorCodec):
 
     Args:
         dtype: Dtype that is stored; None for the dtype that is given, which loses nothing.
-
-    Raises:
-        ValueError: If `dtype` is no float dtype.
     """
 
-    dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ValueError(f"dtype={self.dtype}: must be a float dtype, or None for the given")
+    dtype: FloatType | None = None
 
     def encode(self, x: Tensor) -> Dense:
         """Keep `x` itself where the dtype is the same and `x` is no part of a larger tensor."""
@@ -259,5 +278,4 @@ class Exact(TensorCodec):
 
     def join(self, parts: Sequence[Payload]) -> Dense:
         """Concatenate."""
-        found = all_of(Dense, parts)
-        return replace(found[0], values=torch.cat([part.values for part in found], 2))
+        return appended(all_of(Dense, parts))

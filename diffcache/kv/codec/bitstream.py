@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffcache.errors import DiffcacheError
 from diffcache.kv.codec.base import work_dtype
+from diffcache.kv.settings import Count, Mode, Settings, Several
 
 _HEAD = struct.Struct("<4sBBIIIIQ")  # magic, dtype, level, L, H, S, D, bytes of the coded symbols
 _MAGIC = b"DCG1"
@@ -53,7 +54,7 @@ class Tables:
     weights: tuple[Tensor, ...]
 
     def bits(self, symbols: Symbols, level: int) -> float:
-        """Return the entropy of symbols under the tables: what no coder can go below, in bits."""
+        """Return the entropy of symbols under the tables, which no coder can go below, in bits."""
         weights = self.weights[level]
         share = weights / weights.sum(-1, keepdim=True)
         index = symbols.codes.transpose(2, 3).long()  # [2, L, C, S']
@@ -61,7 +62,7 @@ class Tables:
 
 
 @dataclass(frozen=True)
-class CacheGen:
+class CacheGen(Settings):
     """Code keys and values of a text in chunks that can be sent and decoded one by one.
 
     Neighboring tokens are alike: the first token of each group is an anchor with 8 bits a
@@ -87,18 +88,13 @@ class CacheGen:
 
     key_bins: tuple[tuple[int, int | None], ...] = ((32, 10), (16, 20), (16, None))
     value_bins: tuple[tuple[int, int | None], ...] = ((32, 2), (16, None))
-    group: int = 10
-    chunk: int = 256
+    group: Several = 10
+    chunk: Count = 256
     levels: tuple[float, ...] = (1.0, 0.5, 0.25)
-    mode: Literal["paper", "official"] = "paper"
+    mode: Mode = "paper"
 
-    def __post_init__(self) -> None:
-        if self.mode not in ("paper", "official"):
-            raise ValueError(f"mode={self.mode!r}: must be 'paper' or 'official'")
-        if self.group < 2 or self.chunk < 1:
-            raise ValueError(
-                f"group={self.group}, chunk={self.chunk}: must be at least 2 and 1 tokens"
-            )
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if not self.levels or not all(0 < level <= 1 for level in self.levels):
             raise ValueError(f"levels={self.levels}: give at least one, above 0 and at most 1")
         for name, bins in (("key_bins", self.key_bins), ("value_bins", self.value_bins)):

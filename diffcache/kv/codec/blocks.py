@@ -37,6 +37,7 @@ from diffcache.kv.codec.bitstream import CacheGen, Tables
 from diffcache.kv.codec.pack import packed_size
 from diffcache.kv.codec.quant import GroupQuant, Quantized
 from diffcache.kv.codec.table import SlotTable
+from diffcache.kv.settings import Bits, Count, Settings
 
 VERSION = 1
 _MAGIC, _HEAD, _DIGEST_BYTES = b"DCKV", struct.Struct("<4sBBBBIIIIIQ"), 16
@@ -70,7 +71,7 @@ class Head:
     shape: tuple[int, int, int]
 
 
-class Blocks(ABC):
+class Blocks(Settings, ABC):
     """A codec of blocks; a frozen dataclass of settings."""
 
     kind: int
@@ -113,17 +114,11 @@ class KiviBlocks(Blocks):
     Args:
         bits: Bits of a code: 1, 1.58, 2, 3, 4 or 8.
         group: Tokens of a group of keys, channels of a group of values.
-
-    Raises:
-        ValueError: If a number is out of its range.
     """
 
     kind = 0
-    bits: float = 4
-    group: int = 32
-
-    def __post_init__(self) -> None:
-        GroupQuant(self.bits, "tokens", self.group)  # checks both
+    bits: Bits = 4
+    group: Count = 32
 
     def encode(self, x: Tensor) -> bytes:
         """Return a block."""
@@ -209,7 +204,8 @@ class CacheGenBlocks(Blocks):
     codec: CacheGen = field(default_factory=CacheGen)
     level: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if not 0 <= self.level < len(self.tables.weights):
             raise ValueError(
                 f"level={self.level}: must be 0 to {len(self.tables.weights) - 1}, a level of the "

@@ -23,6 +23,7 @@ from diffcache.kv.codec.lowrank import steady_product
 from diffcache.kv.codec.pack import pack, unpack
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.codec.table import SlotTable, compact, join_tables, narrow
+from diffcache.kv.settings import FloatType, Several, Share
 
 
 @lru_cache(maxsize=8)
@@ -119,19 +120,10 @@ class FourierSigns(TensorCodec):
     Args:
         group: Tokens of a group, at least 2, coded together in every channel.
         scale_dtype: Dtype that mean and magnitude are stored in.
-
-    Raises:
-        ValueError: If a value is out of its range.
     """
 
-    group: int = 32
-    scale_dtype: torch.dtype = torch.float16
-
-    def __post_init__(self) -> None:
-        if self.group < 2:
-            raise ValueError(f"group={self.group}: must be at least 2 tokens")
-        if not self.scale_dtype.is_floating_point:
-            raise ValueError(f"scale_dtype={self.scale_dtype}: must be a float dtype")
+    group: Several = 32
+    scale_dtype: FloatType = torch.float16
 
     @property
     def multiple(self) -> int:
@@ -196,18 +188,11 @@ class RangeSplit(TensorCodec):
         share: Share of the channels of a head that `wide` codes, 0 to 1, rounded.
         wide: Codec of the channels of the widest range.
         rest: Codec of the other channels.
-
-    Raises:
-        ValueError: If `share` is out of its range.
     """
 
-    share: float = 0.5
+    share: Share = 0.5
     wide: TensorCodec = TWO_BITS
     rest: TensorCodec = ONE_BIT
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share={self.share}: must be 0 to 1")
 
     @property
     def multiple(self) -> int:

@@ -17,6 +17,7 @@ from diffcache.kv.codec.base import (
     tensors,
 )
 from diffcache.kv.codec.table import compact, narrow
+from diffcache.kv.settings import Count
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,22 +82,10 @@ class JoinHeads(TensorCodec):
     Args:
         inner: Codec of the long vectors.
         heads: Heads of a group, which must divide H; None for all heads.
-
-    Raises:
-        ValueError: If `heads` is below 1.
     """
 
     inner: TensorCodec
-    heads: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.heads is not None and self.heads < 1:
-            raise ValueError(f"heads={self.heads}: must be at least 1, or None for all")
-
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return self.inner.multiple
+    heads: Count | None = None
 
     def encode(self, x: Tensor) -> JoinedHeads:
         """Code a tensor `[B, H, S, D]`.

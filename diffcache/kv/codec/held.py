@@ -1,4 +1,4 @@
-"""How settled slots of layers are held: codecs of keys and values, and when tokens reach them."""
+"""Codecs of the settled slots of layers, and the times at which tokens reach them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from diffcache.kv.codec.base import Payload, TensorCodec
 from diffcache.kv.codec.tails import (
     append,
     appended_meta,
-    check_blocks,
     cut,
     due,
     filled_up,
@@ -26,10 +25,11 @@ from diffcache.kv.codec.tails import (
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.observe import Observation
 from diffcache.kv.segment import Coded, Dense, Segment
+from diffcache.kv.settings import Count, Settings, Whole
 from diffcache.kv.slots import Slots
 
 
-class KVCodec(ABC):
+class KVCodec(Settings, ABC):
     """Form in which settled slots are held; a frozen dataclass of settings."""
 
     scope: int = 1  # neighboring layers that are held together
@@ -42,7 +42,7 @@ class KVCodec(ABC):
     def hold(self, slots: Slots, level: int) -> Segment:
         """Return slots held by this codec, for a ladder."""
 
-    def align(self, layer: KVLayer) -> None:  # noqa: B027 - most codecs code keys and values at once
+    def align(self, layer: KVLayer) -> None:
         """Code what is only half coded, so that slots can be dropped."""
 
     def hold_beside(
@@ -97,16 +97,20 @@ class Pair(KVCodec):
 
     keys: TensorCodec
     values: TensorCodec
-    block: int = 128
-    recent: int = 0
+    block: Count = 128
+    recent: Whole = 0
     slide: bool = False
     whole: bool = False
-    sinks: int = 0
+    sinks: Whole = 0
 
-    def __post_init__(self) -> None:
-        check_blocks(self.block, self.recent, {"keys": self.keys, "values": self.values})
-        if self.sinks < 0:
-            raise ValueError(f"sinks={self.sinks}: must be at least 0 tokens")
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
+        for name, codec in (("keys", self.keys), ("values", self.values)):
+            if self.block % codec.multiple:
+                raise ValueError(
+                    f"block={self.block}: {name} are coded {codec.multiple} tokens at a time; "
+                    f"give a multiple of {codec.multiple}"
+                )
         if self.slide and (self.values.multiple != 1 or self.recent):
             raise ValueError("slide=True: values must be coded token by token, with recent=0")
 
@@ -202,7 +206,8 @@ class ByLayer(KVCodec):
 
     codecs: tuple[KVCodec | None, ...]
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if any(codec is not None and codec.scope != 1 for codec in self.codecs):
             raise ValueError("codecs: each must hold one layer; give scope > 1 for all layers")
 

@@ -1,4 +1,4 @@
-"""Neighboring layers held together: what they share is stored once."""
+"""Hold neighboring layers together, and store once the numbers that they share."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from diffcache.kv.codec.tails import (
 )
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.segment import Coded, Segment
+from diffcache.kv.settings import Count, Settings, Whole
 from diffcache.kv.slots import Slots
 
 
-class LayersCodec(ABC):
+class LayersCodec(Settings, ABC):
     """Code for the keys, or the values, of neighboring layers; a frozen dataclass.
 
     Payloads of several layers share tensors, which count once. They are what `take` and `rows`
@@ -36,7 +37,8 @@ class LayersCodec(ABC):
     @property
     def multiple(self) -> int:
         """Slots that must be coded together."""
-        return 1
+        inner: TensorCodec | None = getattr(self, "inner", None)
+        return 1 if inner is None else inner.multiple
 
     @abstractmethod
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:
@@ -60,23 +62,18 @@ class Single(LayersCodec):
     """A tensor codec for each layer alone.
 
     Args:
-        codec: Codec of every layer.
+        inner: Codec of every layer.
     """
 
-    codec: TensorCodec
-
-    @property
-    def multiple(self) -> int:
-        """Slots that the codec codes at once."""
-        return self.codec.multiple
+    inner: TensorCodec
 
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:
         """Code each."""
-        return [self.codec.encode(x) for x in xs]
+        return [self.inner.encode(x) for x in xs]
 
     def join(self, layers: Sequence[Sequence[Payload]]) -> list[Payload]:
         """Append each."""
-        return [self.codec.join(parts) for parts in layers]
+        return [self.inner.join(parts) for parts in layers]
 
 
 @dataclass(frozen=True)
@@ -100,17 +97,13 @@ class Together(KVCodec):
 
     keys: LayersCodec
     values: LayersCodec
-    scope: int = 2
-    block: int = 128
-    recent: int = 0
+    scope: Count = 2
+    block: Count = 128
+    recent: Whole = 0
     whole: bool = False
 
-    def __post_init__(self) -> None:
-        if self.scope < 1 or self.block < 1 or self.recent < 0:
-            raise ValueError(
-                f"scope={self.scope}, block={self.block}, recent={self.recent}: must be at least "
-                "1 layer, 1 token and 0 tokens"
-            )
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if self.block % self.multiple:
             raise ValueError(
                 f"block={self.block}: must be a multiple of {self.multiple}, the tokens that are "

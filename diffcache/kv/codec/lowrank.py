@@ -10,9 +10,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, checked, work_dtype
+from diffcache.kv.codec.base import (
+    Exact,
+    Parts,
+    Payload,
+    TensorCodec,
+    all_of,
+    appended,
+    checked,
+    work_dtype,
+)
 from diffcache.kv.codec.heads import JoinHeads
-from diffcache.kv.codec.table import SlotTable, join_tables
+from diffcache.kv.codec.table import SlotTable
+from diffcache.kv.settings import Count
 
 _FEW = 8  # coordinates that are multiplied one by one
 
@@ -91,23 +101,11 @@ class LowRank(TensorCodec):
         rank: Basis vectors, at least 1; as many as there are channels loses nothing.
         inner: Codec of the coordinates; None keeps them in the dtype that was given.
         joint: One basis for all heads of a slot side by side, or one for each head.
-
-    Raises:
-        ValueError: If `rank` is below 1.
     """
 
-    rank: int
+    rank: Count
     inner: TensorCodec | None = None
     joint: bool = False
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank={self.rank}: must be at least 1")
-
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return 1 if self.inner is None else self.inner.multiple
 
     def encode(self, x: Tensor) -> Payload:
         """Code a tensor `[B, H, S, D]`."""
@@ -125,13 +123,7 @@ class LowRank(TensorCodec):
         """Append slots; each keeps the basis it was encoded in."""
         if self.joint:
             return JoinHeads(replace(self, joint=False)).join(parts)
-        return join_factors(self.inner or Exact(), all_of(Factors, parts))
-
-
-def join_factors(inner: TensorCodec, parts: Sequence[Factors]) -> Factors:
-    """Append factors whose coordinates `inner` coded."""
-    basis = join_tables([part.basis for part in parts])
-    return replace(parts[0], left=inner.join([part.left for part in parts]), basis=basis)
+        return appended(all_of(Factors, parts), left=self.inner or Exact())
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,17 +161,13 @@ class StaticLowRank(TensorCodec):
     up: Tensor
     inner: TensorCodec | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if self.down.dim() != 2 or self.up.shape != self.down.shape[::-1]:
             raise ValueError(
                 f"down has shape {list(self.down.shape)} and up {list(self.up.shape)}: give"
                 " [heads * D, r] and [r, heads * D]"
             )
-
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return 1 if self.inner is None else self.inner.multiple
 
     def encode(self, x: Tensor) -> Payload:
         """Code a tensor `[B, H, S, D]`.
@@ -200,6 +188,4 @@ class StaticLowRank(TensorCodec):
         """Append slots."""
         if parts and not isinstance(parts[0], Projected):
             return JoinHeads(self).join(parts)
-        found = all_of(Projected, parts)
-        inner = self.inner or Exact()
-        return replace(found[0], left=inner.join([part.left for part in found]))
+        return appended(all_of(Projected, parts), left=self.inner or Exact())

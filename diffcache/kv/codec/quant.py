@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -18,11 +18,13 @@ from diffcache.kv.codec.base import (
     Payload,
     TensorCodec,
     all_of,
+    appended,
     checked,
     work_dtype,
 )
 from diffcache.kv.codec.pack import chunk_of, pack, unpack
-from diffcache.kv.codec.table import SlotTable, join_tables
+from diffcache.kv.codec.table import SlotTable
+from diffcache.kv.settings import Bits, Count, FloatType, Range, Several
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,29 +128,19 @@ class GroupQuant(TensorCodec):
         ValueError: If a value is out of its range.
     """
 
-    bits: float = 2
+    bits: Bits = 2
     along: Literal["tokens", "channels"] = "channels"
-    group: int | None = 32
+    group: Count | None = 32
     symmetric: bool = False
-    levels: int | None = None
+    levels: Several | None = None
     whole_zero: bool = False
-    relax: float = 0.0
-    scale_dtype: torch.dtype = torch.float16
+    relax: Annotated[float, Range(0, 0.5, below=True)] = 0.0
+    scale_dtype: FloatType = torch.float16
 
-    def __post_init__(self) -> None:
-        chunk_of(self.bits)
-        if self.along not in ("tokens", "channels"):
-            raise ValueError(f"along={self.along!r}: must be 'tokens' or 'channels'")
-        if self.group is not None and self.group < 1:
-            raise ValueError(f"group={self.group}: must be at least 1, or None for the whole axis")
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if self.whole_zero and self.symmetric:
             raise ValueError("whole_zero=True: a symmetric grid has no smallest value to move")
-        if self.levels is not None and self.levels < 2:
-            raise ValueError(f"levels={self.levels}: must be at least 2, or None")
-        if not 0 <= self.relax < 0.5:
-            raise ValueError(f"relax={self.relax}: must be at least 0 and below 0.5")
-        if not self.scale_dtype.is_floating_point:
-            raise ValueError(f"scale_dtype={self.scale_dtype}: must be a float dtype")
 
     @property
     def multiple(self) -> int:
@@ -245,9 +237,7 @@ class GroupQuant(TensorCodec):
 
     def join(self, parts: Sequence[Payload]) -> Quantized:
         """Concatenate codes and grids."""
-        found = all_of(Quantized, parts)
-        codes = torch.cat([part.codes for part in found], 2)
-        return replace(found[0], codes=codes, grid=join_tables([part.grid for part in found]))
+        return appended(all_of(Quantized, parts))
 
 
 def pad_edge(x: Tensor, count: int) -> Tensor:

@@ -122,7 +122,7 @@ class Nothing(TensorCodec):
 
 @dataclass(frozen=True, eq=False)
 class Delta(Parts):
-    """What a layer adds to what the layer before it decodes to."""
+    """Difference of a layer to the decoded layer before it."""
 
     before: Payload
     own: Payload

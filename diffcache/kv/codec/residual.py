@@ -9,11 +9,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, checked, work_dtype
-from diffcache.kv.codec.lowrank import Factors, join_factors
+from diffcache.kv.codec.base import (
+    Exact,
+    Parts,
+    Payload,
+    TensorCodec,
+    all_of,
+    appended,
+    checked,
+    work_dtype,
+)
+from diffcache.kv.codec.lowrank import Factors
 from diffcache.kv.codec.quant import GroupQuant, Quantized
 from diffcache.kv.codec.sparse import Outliers, Scattered
 from diffcache.kv.codec.table import SlotTable
+from diffcache.kv.settings import Bits, Count, Share, Whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,27 +68,15 @@ class Gear(TensorCodec):
         rank: Vectors of the low rank; 0 for none.
         iterations: Rounds of the power iteration, at least 1.
         seed: Seed of the numbers that the power iteration starts from.
-
-    Raises:
-        ValueError: If a value is out of its range.
     """
 
-    bits: float = 2
+    bits: Bits = 2
     along: Literal["tokens", "channels"] = "channels"
-    group: int | None = 32
-    outliers: float = 0.02
-    rank: int = 4
-    iterations: int = 2
+    group: Count | None = 32
+    outliers: Share = 0.02
+    rank: Whole = 4
+    iterations: Count = 2
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        GroupQuant(self.bits, self.along, self.group)
-        if not 0 <= self.outliers <= 1:
-            raise ValueError(f"outliers={self.outliers}: must be a share, 0 to 1")
-        if self.rank < 0:
-            raise ValueError(f"rank={self.rank}: must be at least 0")
-        if self.iterations < 1:
-            raise ValueError(f"iterations={self.iterations}: must be at least 1")
 
     @property
     def multiple(self) -> int:
@@ -140,6 +138,6 @@ class Gear(TensorCodec):
         return replace(
             found[0],
             quantized=self.quant.join([part.quantized for part in found]),
-            factors=join_factors(Exact(), factors) if factors else None,
+            factors=appended(factors, left=Exact()) if factors else None,
             outliers=self.sparse.join(outliers) if outliers else None,
         )

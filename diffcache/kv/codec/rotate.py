@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, checked, work_dtype
+from diffcache.kv.codec.base import (
+    Parts,
+    Payload,
+    TensorCodec,
+    all_of,
+    appended,
+    checked,
+    work_dtype,
+)
 from diffcache.kv.codec.heads import JoinHeads
 from diffcache.kv.codec.quant import GroupQuant
-from diffcache.kv.codec.table import SlotTable, join_tables, narrow
+from diffcache.kv.codec.table import SlotTable, narrow
+from diffcache.kv.settings import Count, Mode
 
 
 def hadamard(x: Tensor, block: int) -> Tensor:
@@ -41,7 +49,7 @@ def hadamard(x: Tensor, block: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Rotated(Parts):
-    """What an inner codec holds of a tensor whose channels were rotated in blocks."""
+    """Codes of a tensor whose channels were rotated in blocks."""
 
     inner: Payload
     block: int
@@ -71,19 +79,13 @@ class Hadamard(TensorCodec):
     """
 
     inner: TensorCodec
-    heads: int = 1
+    heads: Count = 1
     block: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.heads < 1:
-            raise ValueError(f"heads={self.heads}: must be at least 1")
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if self.block is not None and (self.block < 2 or self.block & (self.block - 1)):
             raise ValueError(f"block={self.block}: must be a power of two, or None")
-
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return self.inner.multiple
 
     def encode(self, x: Tensor) -> Payload:
         """Code a tensor `[B, H, S, D]`.
@@ -107,8 +109,7 @@ class Hadamard(TensorCodec):
         """Append slots."""
         if self.heads > 1:
             return self._across().join(parts)
-        found = all_of(Rotated, parts)
-        return replace(found[0], inner=self.inner.join([part.inner for part in found]))
+        return appended(all_of(Rotated, parts), inner=self.inner)
 
     def block_of(self, size: int) -> int:
         """Return the channels of a block where there are `size` channels, 0 if there is none."""
@@ -122,7 +123,7 @@ class Hadamard(TensorCodec):
 
 @dataclass(frozen=True, eq=False)
 class Permuted(Parts):
-    """What an inner codec holds of reordered channels, and the order, `[B, H, T, D]`."""
+    """Codes of reordered channels, and the order, `[B, H, T, D]`."""
 
     inner: Payload
     order: SlotTable
@@ -154,17 +155,13 @@ class ChannelPermute(TensorCodec):
     inner: TensorCodec
     order: Tensor | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if self.order is None:
             return
         places = torch.arange(self.order.shape[-1], device=self.order.device)
         if self.order.dim() > 2 or not bool((self.order.long().sort(-1).values == places).all()):
             raise ValueError("order must be [D] or [H, D], a permutation of the channels in a row")
-
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return self.inner.multiple
 
     def encode(self, x: Tensor) -> Permuted:
         """Code a tensor `[B, H, S, D]`.
@@ -187,9 +184,7 @@ class ChannelPermute(TensorCodec):
 
     def join(self, parts: Sequence[Payload]) -> Permuted:
         """Append slots."""
-        found = all_of(Permuted, parts)
-        order = join_tables([part.order for part in found])
-        return Permuted(self.inner.join([part.inner for part in found]), order)
+        return appended(all_of(Permuted, parts), inner=self.inner)
 
 
 def energy_order(x: Tensor) -> Tensor:
@@ -210,7 +205,7 @@ def rotatekv(
     group: int = 32,
     heads: int = 1,
     order: Tensor | None = None,
-    mode: Literal["paper", "official"] = "paper",
+    mode: Mode = "paper",
 ) -> TensorCodec:
     """Return the key codec of RotateKV: reorder, rotate over grouped heads, quantize per token.
 
@@ -230,9 +225,7 @@ def rotatekv(
     return JoinHeads(one, heads) if heads > 1 else one
 
 
-def rotatekv_grid(
-    bits: float = 2, group: int = 32, mode: Literal["paper", "official"] = "paper"
-) -> GroupQuant:
+def rotatekv_grid(bits: float = 2, group: int = 32, mode: Mode = "paper") -> GroupQuant:
     """Return what quantizes the tokens of RotateKV, keys once they are rotated and values.
 
     Args:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, checked, work_dtype
-from diffcache.kv.codec.table import SlotTable, join_tables
+from diffcache.kv.codec.base import (
+    Parts,
+    Payload,
+    TensorCodec,
+    all_of,
+    appended,
+    checked,
+    work_dtype,
+)
+from diffcache.kv.codec.table import SlotTable
+from diffcache.kv.settings import FloatType
 
 
 @dataclass(frozen=True, eq=False)
 class Scaled(Parts):
-    """What an inner codec holds, and the factor `[B, H, T, D]` that its channels are times."""
+    """Codes of scaled channels, and the factor `[B, H, T, D]` that these are times."""
 
     inner: Payload
     factor: SlotTable
@@ -33,13 +42,6 @@ def encode_scaled(inner: TensorCodec, x: Tensor, factor: Tensor) -> Scaled:
     return Scaled(coded, SlotTable.single(factor, x.shape[2]), x.dtype)
 
 
-def join_scaled(inner: TensorCodec, parts: Sequence[Payload]) -> Scaled:
-    """Append payloads along the slots; each keeps its factors."""
-    found = all_of(Scaled, parts)
-    factor = join_tables([part.factor for part in found])
-    return replace(found[0], inner=inner.join([part.inner for part in found]), factor=factor)
-
-
 @dataclass(frozen=True)
 class ChannelSeparable(TensorCodec):
     """Divide every channel by the square root of its largest magnitude, then code.
@@ -51,22 +53,10 @@ class ChannelSeparable(TensorCodec):
     Args:
         inner: Codec of the scaled tensor.
         scale_dtype: Dtype that the factors are stored in.
-
-    Raises:
-        ValueError: If `scale_dtype` is no float dtype.
     """
 
     inner: TensorCodec
-    scale_dtype: torch.dtype = torch.float16
-
-    def __post_init__(self) -> None:
-        if not self.scale_dtype.is_floating_point:
-            raise ValueError(f"scale_dtype={self.scale_dtype}: must be a float dtype")
-
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return self.inner.multiple
+    scale_dtype: FloatType = torch.float16
 
     def encode(self, x: Tensor) -> Scaled:
         """Code a tensor `[B, H, S, D]`."""
@@ -80,7 +70,7 @@ class ChannelSeparable(TensorCodec):
 
     def join(self, parts: Sequence[Payload]) -> Scaled:
         """Append slots."""
-        return join_scaled(self.inner, parts)
+        return appended(all_of(Scaled, parts), inner=self.inner)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,16 +92,12 @@ class Balanced(TensorCodec):
     inner: TensorCodec
     factor: Tensor
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if not 1 <= self.factor.dim() <= 3:
             raise ValueError(f"factor has shape {list(self.factor.shape)}: give up to [B, H, D]")
         if not bool(((self.factor > 0) & self.factor.isfinite()).all()):
             raise ValueError("factor has values that are not above 0 and finite")
-
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return self.inner.multiple
 
     def encode(self, x: Tensor) -> Scaled:
         """Code a tensor `[B, H, S, D]`.
@@ -128,7 +114,7 @@ class Balanced(TensorCodec):
 
     def join(self, parts: Sequence[Payload]) -> Scaled:
         """Append slots."""
-        return join_scaled(self.inner, parts)
+        return appended(all_of(Scaled, parts), inner=self.inner)
 
 
 def balancer(q: Tensor, k: Tensor) -> Tensor:

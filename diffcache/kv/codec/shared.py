@@ -1,22 +1,21 @@
-"""What neighboring layers share: integer codes, a basis over tokens, or directions."""
+"""Integer codes, a basis over tokens or directions that neighboring layers share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.kv.budget import check_size
 from diffcache.kv.codec.base import (
     Exact,
     Parts,
     Payload,
     TensorCodec,
     all_of,
+    appended,
     checked,
     tensors,
     work_dtype,
@@ -25,7 +24,8 @@ from diffcache.kv.codec.heads import JoinedHeads, JoinHeads
 from diffcache.kv.codec.layers import LayersCodec
 from diffcache.kv.codec.lowrank import Factors, LowRank
 from diffcache.kv.codec.quant import GroupQuant, Quantized
-from diffcache.kv.codec.table import SlotTable, join_tables, narrow
+from diffcache.kv.codec.table import SlotTable, narrow
+from diffcache.kv.settings import Mode, Share, Size
 
 
 def same(one: Payload, other: Payload) -> bool:
@@ -41,24 +41,19 @@ class SharedCodes(LayersCodec):
     Reference: XQuant, arXiv 2510.11236 (cross-layer compression).
 
     Args:
-        codec: Quantizes, of every layer the grid and of the first the codes.
+        inner: Quantizes, of every layer the grid and of the first the codes.
     """
 
-    codec: GroupQuant
-
-    @property
-    def multiple(self) -> int:
-        """Slots that the codec codes at once."""
-        return self.codec.multiple
+    inner: GroupQuant
 
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:
         """Code the layers."""
-        own = [self.codec.encode(x) for x in xs]
+        own = [self.inner.encode(x) for x in xs]
         return [replace(each, codes=own[0].codes) for each in own]
 
     def join(self, layers: Sequence[Sequence[Payload]]) -> list[Payload]:
         """Append, and share the codes that are the same."""
-        joined = [self.codec.join(parts) for parts in layers]
+        joined = [self.inner.join(parts) for parts in layers]
         return [self._shared(joined[0], each) for each in joined]
 
     def _shared(self, first: Quantized, other: Quantized) -> Payload:
@@ -77,15 +72,9 @@ class SharedBasis(LayersCodec):
 
     Args:
         rank: Coordinates of a slot, or a share of the channels of all layers and heads together.
-
-    Raises:
-        ValueError: If `rank` is neither a whole number of at least 2 nor a share.
     """
 
-    rank: int | float = 0.25
-
-    def __post_init__(self) -> None:
-        check_size("rank", self.rank)
+    rank: Size = 0.25
 
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:
         """Code the layers."""
@@ -171,27 +160,12 @@ class SharedDirection(LayersCodec):
         mode: `paper` keeps the `keep` slots of the largest angle in each head; `official` keeps
             those whose angle is below `min + keep * (max - min)`, the most alike, as the condition
             reads in code that goes with later papers.
-
-    Raises:
-        ValueError: If a value is out of its range.
     """
 
-    t: float = 0.6
-    keep: float = 0.05
+    t: Share = 0.6
+    keep: Share = 0.05
     inner: TensorCodec | None = None
-    mode: Literal["paper", "official"] = "paper"
-
-    def __post_init__(self) -> None:
-        for name in ("t", "keep"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be from 0 to 1")
-        if self.mode not in ("paper", "official"):
-            raise ValueError(f"mode={self.mode!r}: must be 'paper' or 'official'")
-
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return 1 if self.inner is None else self.inner.multiple
+    mode: Mode = "paper"
 
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:
         """Code two layers, or one alone, whose direction is its own.
@@ -227,19 +201,12 @@ class SharedDirection(LayersCodec):
 
     def join(self, layers: Sequence[Sequence[Payload]]) -> list[Payload]:
         """Append, and share the directions that are the same."""
-        joined = [self._appended(all_of(Directed, parts)) for parts in layers]
+        inner = self.inner or Exact()
+        joined = [appended(all_of(Directed, parts), direction=inner) for parts in layers]
         lead = joined[0].direction
         return [
             replace(each, direction=lead) if same(lead, each.direction) else each for each in joined
         ]
-
-    def _appended(self, parts: Sequence[Directed]) -> Directed:
-        return replace(
-            parts[0],
-            direction=(self.inner or Exact()).join([part.direction for part in parts]),
-            norm=torch.cat([part.norm for part in parts], 2),
-            kept=join_tables([part.kept for part in parts]),
-        )
 
 
 def slerp(first: Tensor, second: Tensor, angle: Tensor, t: float) -> Tensor:

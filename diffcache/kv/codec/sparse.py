@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, checked
+from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, appended, checked
 from diffcache.kv.codec.pack import pack
 from diffcache.kv.codec.table import narrow
+from diffcache.kv.settings import Mode, Range, Share
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,25 +67,11 @@ class BitmapSparse(TensorCodec):
         inner: Codec of the kept values `[B, H, S, k]`; None keeps them in the dtype that was given.
         mode: `paper` prunes `floor(D * sparsity)` channels; `official` keeps every magnitude that
             is at least the largest of those, as the authors' code does, which prunes one fewer.
-
-    Raises:
-        ValueError: If a value is out of its range.
     """
 
-    sparsity: float = 0.7
+    sparsity: Annotated[float, Range(0, 1, below=True)] = 0.7
     inner: TensorCodec | None = None
-    mode: Literal["paper", "official"] = "paper"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sparsity < 1:
-            raise ValueError(f"sparsity={self.sparsity}: must be at least 0 and below 1")
-        if self.mode not in ("paper", "official"):
-            raise ValueError(f"mode={self.mode!r}: must be 'paper' or 'official'")
-
-    @property
-    def multiple(self) -> int:
-        """Slots that the inner codec codes at once."""
-        return 1 if self.inner is None else self.inner.multiple
+    mode: Mode = "paper"
 
     def kept(self, size: int) -> int:
         """Return the channels of a token that are kept, where D is `size`."""
@@ -103,9 +90,7 @@ class BitmapSparse(TensorCodec):
 
     def join(self, parts: Sequence[Payload]) -> Bitmap:
         """Append slots."""
-        found = all_of(Bitmap, parts)
-        values = (self.inner or Exact()).join([part.values for part in found])
-        return replace(found[0], bits=torch.cat([part.bits for part in found], 2), values=values)
+        return appended(all_of(Bitmap, parts), values=self.inner or Exact())
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,19 +169,10 @@ class Outliers(TensorCodec):
             smallest; each half is rounded to whole elements, and is at least one above 0.
         along: Axis of a vector: the `channels` of one slot, or the slots (`tokens`) that
             are encoded together of one channel.
-
-    Raises:
-        ValueError: If a value is out of its range.
     """
 
-    share: float = 0.02
+    share: Share = 0.02
     along: Literal["tokens", "channels"] = "channels"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share={self.share}: must be 0 to 1")
-        if self.along not in ("tokens", "channels"):
-            raise ValueError(f"along={self.along!r}: must be 'tokens' or 'channels'")
 
     def half(self, length: int) -> int:
         """Return the elements that are kept at either end of a vector of `length`."""

@@ -71,7 +71,8 @@ class Stair(KVCodec):
     group: int = 32
     first: int = 8
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if self.bits not in _POWERS or self.first not in _POWERS or self.bits > self.first:
             raise ValueError(
                 f"bits={self.bits}, first={self.first}: must be of 1, 2, 4 and 8, and bits at most "

@@ -1,4 +1,4 @@
-"""What several slots share: a table of rows, and which row each slot uses."""
+"""Tables of rows that several slots share, and the row that each slot uses."""
 
 from __future__ import annotations
 

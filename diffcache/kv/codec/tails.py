@@ -7,27 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import TensorCodec
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.segment import Coded, Dense, Flat, Segment
 from diffcache.kv.slots import EMPTY, Slots, join, join_meta
 from diffcache.kv.tail import Tail
-
-
-def check_blocks(block: int, recent: int, codecs: dict[str, TensorCodec]) -> None:
-    """Raise unless tokens can be coded in such blocks.
-
-    Raises:
-        ValueError: If a number is out of range, or `block` is no multiple of what codecs need.
-    """
-    if block < 1 or recent < 0:
-        raise ValueError(f"block={block}, recent={recent}: must be at least 1 and 0 tokens")
-    for name, codec in codecs.items():
-        if block % codec.multiple:
-            raise ValueError(
-                f"block={block}: {name} are coded {codec.multiple} tokens at a time; "
-                f"give a multiple of {codec.multiple}"
-            )
 
 
 def due(length: int, block: int, whole: bool, multiple: int) -> int:

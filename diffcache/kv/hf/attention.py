@@ -43,7 +43,7 @@ class _Handle:
 
 @dataclass
 class _Served:
-    """What attention was last asked over slots, without keeping the cache alive.
+    """Queries that attention over slots was last asked, without keeping the cache alive.
 
     Attributes:
         query: The queries.

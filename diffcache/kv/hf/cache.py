@@ -29,6 +29,7 @@ from diffcache.kv.hf.model import (
     Setup,
     attentions,
     check_generates_with_cache,
+    check_takes_cache,
     choose,
     decoder_config,
     decoder_of,
@@ -89,6 +90,7 @@ def cache_for(
         AttachError: If the model cannot be used this way; the message says why.
     """
     config = decoder_config(model)
+    check_takes_cache(model)
     check_generates_with_cache(model)
     stock = DynamicCache(config=config).layers
     owned = owned_layers(model, stock)

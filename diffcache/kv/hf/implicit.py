@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from diffcache.anchor import Attached, claim, owner_of, release, subclass
+from diffcache.anchor import Attached, claim, described, owner_of, release, subclass
 from diffcache.errors import AttachError
 from diffcache.foreign import CACHES, attention_name_of, cache_name, with_cache
 from diffcache.kv.hf.cache import KVCache, cache_for
@@ -121,12 +121,6 @@ def caching(model: nn.Module, recipe: Recipes, *, mode: Mode = "auto", **setting
         ValueError: If a setting is unknown, missing or out of its range.
     """
     return Caching(model, recipe, mode=mode, **settings)
-
-
-def described(owner: Any) -> str:
-    """Return what a model runs under, for an error."""
-    handle = owner if isinstance(owner, Attached) else getattr(owner, "handle", owner)
-    return repr(handle.method) if hasattr(handle, "method") else "another cache"
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from diffcache.digest import digest, weights_digest
 from diffcache.errors import AttachError
+from diffcache.foreign import cache_name
 from diffcache.kv.hf.rotary import RotaryReader, rotary_of
 from diffcache.kv.recipe import Recipe
 
@@ -122,7 +123,7 @@ def choose(recipe: Recipe, mode: Mode) -> tuple[Mode, str]:
 
 
 def attentions(model: nn.Module, owned: Sequence[int]) -> dict[int, nn.Module]:
-    """Return the attention module of each layer: what has its number and looks like attention.
+    """Return the attention module of each layer, which has its number and looks like attention.
 
     Raises:
         AttachError: If a layer attends to something else than the tokens.
@@ -207,6 +208,24 @@ def origin_of(decoder: ReferenceType[nn.Module]) -> dict[str, str]:
     weights = getattr(model, "base_model", model).parameters()  # without its head
     rope = {name: getattr(model.config, name, None) for name in ("rope_parameters", "rope_scaling")}
     return {"weights": weights_digest(weights), "rotary embedding": digest(rope)}
+
+
+def check_takes_cache(model: nn.Module) -> None:
+    """Check that a model reads from a cache what it wrote, as encoders of text do not.
+
+    Raises:
+        AttachError: If no part of it takes a cache, or it attends both ways as its class is made.
+    """
+    parts = [part for part in model.modules() if hasattr(part, "config")]
+    takes = any(cache_name(type(part).forward) for part in parts)
+    # only of a class that can be either, as BERT; decoders whose settings say no are causal
+    decoder = getattr(decoder_config(model), "is_decoder", None)
+    marks = [getattr(m, "is_causal", getattr(m, "is_decoder", None)) for m in model.modules()]
+    if not takes or (decoder is False and not any(marks)):
+        raise AttachError(
+            f"{type(model).__name__} is an encoder: it keeps nothing from one call to the next; "
+            "use a model that generates, such as AutoModelForCausalLM.from_pretrained(...)"
+        )
 
 
 def check_generates_with_cache(model: nn.Module) -> None:

@@ -14,7 +14,6 @@ from diffcache.errors import AttachError
 from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.hf.model import NAME, decoder_config
-from diffcache.kv.refresh import Stale
 from diffcache.kv.slots import SlotIndex, Slots, checked
 from diffcache.kv.store import KVStore
 
@@ -102,8 +101,8 @@ def recompute(
     return _forward(model, cache, ids, index, None, watch)[0]
 
 
-def probe(model: Any, cache: Host, ids: Tensor, check: int) -> Stale:
-    """Compute all tokens up to layer `check` and return what its values were and would be.
+def probe(model: Any, cache: Host, ids: Tensor, check: int) -> tuple[Tensor, Tensor]:
+    """Compute all tokens up to layer `check` and return its values, as held and as they would be.
 
     Keys and values of the layers up to and including `check` are then those of a prefill.
 
@@ -121,8 +120,9 @@ def probe(model: Any, cache: Host, ids: Tensor, check: int) -> Stale:
         raise ValueError(f"check={check}: must be at least 1 and below the {count} layers")
     index = torch.arange(ids.shape[1], device=ids.device)
     found = _forward(model, cache, ids, index, check, None)[1]
-    pos = cache.store.layers[0].read().pos[:, 0]
-    return Stale(pos, old=found.old, new=found.new, ids=ids)
+    assert found.old is not None
+    assert found.new is not None
+    return found.old, found.new
 
 
 def _forward(

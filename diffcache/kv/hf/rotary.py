@@ -23,7 +23,7 @@ _FAR = 100_003  # times these, slow pairs turn too, and frequencies that vary ha
 
 @dataclass(frozen=True)
 class Layout:
-    """Which channels of a key are a pair, which way they turn, and along which axis.
+    """Pairs of channels of a key, the way they turn, and their axes.
 
     Args:
         interleaved: Pairs are channels `(2i, 2i + 1)` instead of `(i, i + P)`.

@@ -1,1 +1,1 @@
-"""What recipes learn of a model before they are used."""
+"""Tables that recipes learn of a model before they are used."""

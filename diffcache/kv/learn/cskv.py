@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from diffcache.kv.settings import Count, NotNegative, Positive, Settings, Whole
+
 
 @dataclass(frozen=True, eq=False)
 class Bases:
@@ -29,7 +31,7 @@ class Bases:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Fit(Settings):
     """Settings of the fit of bases.
 
     Args:
@@ -40,30 +42,15 @@ class Fit:
         rate: Learning rate.
         batch: Tokens of a step.
         seed: Seed of the tokens that steps draw.
-
-    Raises:
-        ValueError: If a number is out of its range.
     """
 
-    rank: int
-    value_rank: int | None = None
-    alpha: float = 0.5
-    steps: int = 200
-    rate: float = 1e-3
-    batch: int = 256
+    rank: Count
+    value_rank: Count | None = None
+    alpha: NotNegative = 0.5
+    steps: Whole = 200
+    rate: Positive = 1e-3
+    batch: Count = 256
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("rank", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.value_rank is not None and self.value_rank < 1:
-            raise ValueError(f"value_rank={self.value_rank}: must be at least 1, or None")
-        if self.steps < 0 or self.rate <= 0 or self.alpha < 0:
-            raise ValueError(
-                f"steps={self.steps}, rate={self.rate}, alpha={self.alpha}: must be at least 0, "
-                "above 0 and at least 0"
-            )
 
 
 @contextmanager

@@ -11,34 +11,25 @@ from torch import Tensor
 
 from diffcache.kv.attend import Query, logits
 from diffcache.kv.budgets.heads import Heads
+from diffcache.kv.settings import Count, NotNegative, Positive, Settings
 from diffcache.kv.slots import Slots
 
 Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
-class GateTraining:
+class GateTraining(Settings):
     """Settings of the training of gates.
 
     Args:
         penalty: Weight of the mean gate in the loss; dimensionless.
         rate: Learning rate of Adam.
         epochs: Number of passes over the batches, at least 1.
-
-    Raises:
-        ValueError: If a setting is out of its range.
     """
 
-    penalty: float = 0.05
-    rate: float = 0.02
-    epochs: int = 1
-
-    def __post_init__(self) -> None:
-        if not (self.penalty >= 0 and self.rate > 0 and self.epochs >= 1):
-            raise ValueError(
-                f"penalty={self.penalty}, rate={self.rate}, epochs={self.epochs}: must be at "
-                "least 0, above 0 and at least 1"
-            )
+    penalty: NotNegative = 0.05
+    rate: Positive = 0.02
+    epochs: Count = 1
 
 
 @dataclass

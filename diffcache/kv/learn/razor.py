@@ -14,6 +14,7 @@ from diffcache.kv.observe import Observation
 from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.base import Score
+from diffcache.kv.settings import Count, Several, Whole
 from diffcache.kv.store import KVStore
 
 
@@ -27,21 +28,11 @@ class Repeats(Score):
         period: Tokens until they repeat.
         first: Tokens before the first copy.
         groups: Query heads of a key-value head, each of which is measured.
-
-    Raises:
-        ValueError: If a setting is out of its range.
     """
 
-    period: int
-    first: int = 0
-    groups: int = 1
-
-    def __post_init__(self) -> None:
-        if self.period < 2 or self.first < 0 or self.groups < 1:
-            raise ValueError(
-                f"period={self.period}, first={self.first}, groups={self.groups}: must be at "
-                "least 2, 0 and 1"
-            )
+    period: Several
+    first: Whole = 0
+    groups: Count = 1
 
     @property
     def statistics(self) -> tuple[str, ...]:

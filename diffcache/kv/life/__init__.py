@@ -1,1 +1,1 @@
-"""What becomes of keys and values beyond one prompt: shared, packed, saved, moved."""
+"""Keys and values beyond one prompt: shared, packed, saved, moved."""

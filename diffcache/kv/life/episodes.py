@@ -32,7 +32,7 @@ C = TypeVar("C", bound=Forkable)
 
 @dataclass(frozen=True)
 class OnRequest(Trigger):
-    """Never by itself: only when `compress` is called."""
+    """Compress only when `compress` is called."""
 
     by_itself = False
 
@@ -43,7 +43,7 @@ class OnRequest(Trigger):
 
 @dataclass(frozen=True)
 class AfterProbe(Trigger):
-    """Never by itself; a first prompt that was not compressed is not gone on from."""
+    """Compress only when asked to; a first prompt that was not is not gone on from."""
 
     by_itself = False
 

@@ -31,7 +31,7 @@ class Packing:
 
     @property
     def mask(self) -> Tensor:
-        """Who sees whom, bool [R, 1, W, W]: tokens of the same prompt up to oneself."""
+        """Mask of the tokens that see one another, bool [R, 1, W, W]: a prompt up to each token."""
         same = self.tags[:, :, None] == self.tags[:, None, :]
         return (same & (self.tags >= 0)[:, :, None]).tril()[:, None]
 

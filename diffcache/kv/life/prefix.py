@@ -1,4 +1,4 @@
-"""Prefix tree: what was computed for the start of one text serves all that start so."""
+"""Prefix tree: keys and values of the start of one text serve all texts that start so."""
 
 from __future__ import annotations
 

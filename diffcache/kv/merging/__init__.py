@@ -1,1 +1,1 @@
-"""Mergers: what kept slots take over from those that go, one paper a file."""
+"""Mergers, one paper a file: kept slots take over keys and values from those that go."""

@@ -1,4 +1,4 @@
-"""Who takes over whom, and what becomes of their keys and values: shared by all mergers."""
+"""Match slots that go with those that take them over, as all mergers do."""
 
 from __future__ import annotations
 

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from diffcache.kv.codec.base import work_dtype
-from diffcache.kv.merge import Merger, check_space
+from diffcache.kv.merge import Merger
 from diffcache.kv.merging.absorb import picked
 from diffcache.kv.observe import Observation
-from diffcache.kv.plan import DROP, KEEP, check_ends, ranks
+from diffcache.kv.plan import DROP, KEEP, ranks
+from diffcache.kv.settings import Several, Whole
 from diffcache.kv.slots import Slots, chosen
 
 
@@ -55,22 +56,13 @@ class SoftMatching(Merger):
         recent: Last tokens that are never merged.
         count: Have centroids count as many times as they have tokens.
         space: Whether keys are merged rotated, as cached, or unrotated.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
-    chunk: int = 32
-    sinks: int = 0
-    recent: int = 0
+    chunk: Several = 32
+    sinks: Whole = 0
+    recent: Whole = 0
     count: bool = True
     space: Literal["post", "pre"] = "post"
-
-    def __post_init__(self) -> None:
-        check_space(self.space)
-        if self.chunk < 2:
-            raise ValueError(f"chunk={self.chunk}: must be at least 2 slots")
-        check_ends(self.sinks, self.recent)
 
     def __call__(self, seen: Observation, score: Tensor, plan: Tensor) -> tuple[Slots, Tensor]:
         """Return centroids and a plan that keeps them, as many as the given one keeps."""

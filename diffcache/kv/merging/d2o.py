@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.attended import Attended
-from diffcache.kv.budget import Budget, Size, check_size, slots_for
+from diffcache.kv.budget import Budget, slots_for
 from diffcache.kv.budgets.layers import apportion
-from diffcache.kv.merge import Merger, check_space
+from diffcache.kv.merge import Merger
 from diffcache.kv.merging.absorb import absorb, by_cosine, parted, total
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.base import Score
+from diffcache.kv.settings import Mode, Share, Size
 from diffcache.kv.slots import Slots
 
-Mode = Literal["paper", "official"]
 _GATE = "d2o_gate"  # the threshold of a row, plus 2, so that 0 is "none yet"
 _DENSITY = "d2o_density"
 
@@ -43,21 +43,11 @@ class EmaMerge(Merger):
             recalled together, where the mean of their cosines reaches a threshold that all heads
             share.
         space: Whether keys are merged rotated, as the official code does, or unrotated.
-
-    Raises:
-        ValueError: If a setting is out of its range.
     """
 
-    beta: float = 0.7
+    beta: Share = 0.7
     mode: Mode = "paper"
     space: Literal["post", "pre"] = "post"
-
-    def __post_init__(self) -> None:
-        check_space(self.space)
-        if self.mode not in ("paper", "official"):
-            raise ValueError(f"mode={self.mode!r}: must be 'paper' or 'official'")
-        if not 0 <= self.beta <= 1:
-            raise ValueError(f"beta={self.beta!r}: must be between 0 and 1")
 
     def __call__(self, seen: Observation, score: Tensor, plan: Tensor) -> tuple[Slots, Tensor]:
         """Return the slots with what was recalled, and the plan as it is."""
@@ -117,7 +107,8 @@ class Density(Score):
     score: Score
     mode: Mode = "paper"
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         if not self.score.statistics:
             raise ValueError(f"score={self.score!r}: must keep column sums of attention, as Mass()")
 
@@ -177,19 +168,11 @@ class DenseLayers(Budget):
             `"official"` takes variances as they are, gives every layer a hundredth of the tokens at
             least, gives nobody what a layer has no use for, and then leaves layers 0, 1 and the
             last whole, so that more is held than `size` says.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     size: Size
-    least: float = 0.25
+    least: Share = 0.25
     mode: Mode = "paper"
-
-    def __post_init__(self) -> None:
-        check_size("size", self.size)
-        if not 0 <= self.least <= 1:
-            raise ValueError(f"least={self.least!r}: must be between 0 and 1")
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
         """Return the slots of every layer.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import DROP, KEEP, Planner, ranks
+from diffcache.kv.settings import Count, Mode, Share, Whole
 
 Anchor = Literal["random", "zeros", "ones", "mean", "alternating"]
 _ANCHORS = ("random", "zeros", "ones", "mean", "alternating")
@@ -36,31 +37,15 @@ class Diversity(Planner):
         sinks: First tokens that are always kept.
         recent: Last tokens that are always kept.
         seed: Seed of the random anchor.
-
-    Raises:
-        ValueError: If a setting is out of its range.
     """
 
-    share: float = 0.25
+    share: Share = 0.25
     anchor: Anchor = "random"
-    mode: Literal["paper", "official"] = "paper"
-    block: int = 16
-    sinks: int = 0
-    recent: int = 0
+    mode: Mode = "paper"
+    block: Count = 16
+    sinks: Whole = 0
+    recent: Whole = 0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share={self.share!r}: must be from 0 to 1")
-        if self.mode not in ("paper", "official"):
-            raise ValueError(f"mode={self.mode!r}: must be 'paper' or 'official'")
-        if self.anchor not in _ANCHORS:
-            raise ValueError(f"anchor={self.anchor!r}: must be one of {', '.join(_ANCHORS)}")
-        if self.block < 1 or self.sinks < 0 or self.recent < 0:
-            raise ValueError(
-                f"block={self.block}, sinks={self.sinks}, recent={self.recent}: must be at least "
-                "1, 0 and 0 tokens"
-            )
 
     def __call__(self, score: Tensor, budget: Tensor, seen: Observation) -> Tensor:
         """Return what is kept and what is dropped; whole rows that fit are left alone."""

@@ -1,4 +1,4 @@
-"""Elastic Cache: what goes is averaged into the kept slot nearest to it in position."""
+"""Elastic Cache: slots that go are averaged into the kept slot nearest to them in position."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diffcache.kv.merge import Merger, check_space
+from diffcache.kv.merge import Merger
 from diffcache.kv.merging.absorb import absorb, by_position, parted
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import FixedSlot, Planner
@@ -28,16 +28,10 @@ class BucketMerge(Merger):
             what goes from the end of the first ones, merges the slots of the same numbers counted
             from the first slot, which may be kept ones, and into no anchor among the ends. None
             merges what goes, into any anchor.
-
-    Raises:
-        ValueError: If there is no such space.
     """
 
     space: Literal["post", "pre"] = "post"
     ends: tuple[int, int] | None = None
-
-    def __post_init__(self) -> None:
-        check_space(self.space)
 
     def __call__(self, seen: Observation, score: Tensor, plan: Tensor) -> tuple[Slots, Tensor]:
         """Return the slots with their buckets averaged in, and the plan as it is."""

@@ -8,10 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diffcache.kv.merge import Merger, check_space
+from diffcache.kv.merge import Merger
 from diffcache.kv.merging.absorb import absorb, by_cosine, parted
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import ranks
+from diffcache.kv.settings import Cosine, NotNegative
 from diffcache.kv.slots import Slots
 
 
@@ -29,21 +30,11 @@ class ZeroClassMerge(Merger):
         reach: Candidates of a row for each slot it keeps; what ranks below them is evicted.
         threshold: Cosine below which a candidate belongs to the zero class.
         space: Whether keys are merged rotated or unrotated.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
-    reach: float = 1.0
-    threshold: float = 0.6
+    reach: NotNegative = 1.0
+    threshold: Cosine = 0.6
     space: Literal["post", "pre"] = "post"
-
-    def __post_init__(self) -> None:
-        check_space(self.space)
-        if self.reach < 0:
-            raise ValueError(f"reach={self.reach!r}: must be at least 0")
-        if not -1 <= self.threshold <= 1:
-            raise ValueError(f"threshold={self.threshold!r}: must be a cosine, -1 to 1")
 
     def __call__(self, seen: Observation, score: Tensor, plan: Tensor) -> tuple[Slots, Tensor]:
         """Return the slots with candidates merged in, and the plan as it is."""

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from diffcache.kv.codec.base import work_dtype
-from diffcache.kv.merge import Merger, check_space
+from diffcache.kv.merge import Merger
 from diffcache.kv.merging.absorb import Match, absorb, total
 from diffcache.kv.observe import Observation
-from diffcache.kv.plan import DROP, KEEP, check_ends, protected, ranks
+from diffcache.kv.plan import DROP, KEEP, protected, ranks
+from diffcache.kv.settings import Cosine, Whole
 from diffcache.kv.slots import Slots
 
 
@@ -35,22 +36,13 @@ class ContiguousMerge(Merger):
         recent: Last tokens that are never merged.
         count: Have a merged slot count as many times as it has members; the paper does not.
         space: Whether keys are merged rotated, as cached, or unrotated.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
-    threshold: float = 0.75
-    sinks: int = 0
-    recent: int = 0
+    threshold: Cosine = 0.75
+    sinks: Whole = 0
+    recent: Whole = 0
     count: bool = False
     space: Literal["post", "pre"] = "post"
-
-    def __post_init__(self) -> None:
-        check_space(self.space)
-        if not -1 <= self.threshold <= 1:
-            raise ValueError(f"threshold={self.threshold!r}: must be a cosine, -1 to 1")
-        check_ends(self.sinks, self.recent)
 
     def __call__(self, seen: Observation, score: Tensor, plan: Tensor) -> tuple[Slots, Tensor]:
         """Return merged slots and a plan that keeps the pivots, as many as the given one keeps."""

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.functional import conv1d
 
 from diffcache.kv.codec.base import work_dtype
-from diffcache.kv.merge import Merger, check_space
+from diffcache.kv.merge import Merger
 from diffcache.kv.merging.absorb import parted, picked
 from diffcache.kv.observe import Observation
+from diffcache.kv.settings import Whole
 from diffcache.kv.slots import Slots, chosen
 
 
@@ -64,19 +65,11 @@ class ConvolutionMerge(Merger):
         weights: Convolution and gates that `diffcache.kv.learn.lococo.train` returned.
         recent: Last tokens that stay as they are.
         space: Whether keys are mixed rotated, as cached, or unrotated.
-
-    Raises:
-        ValueError: If `recent` is negative.
     """
 
     weights: MixWeights
-    recent: int = 0
+    recent: Whole = 0
     space: Literal["post", "pre"] = "post"
-
-    def __post_init__(self) -> None:
-        check_space(self.space)
-        if self.recent < 0:
-            raise ValueError(f"recent={self.recent}: must be at least 0")
 
     def __call__(self, seen: Observation, score: Tensor, plan: Tensor) -> tuple[Slots, Tensor]:
         """Return the slots with mixed ones, and the plan as it is.

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diffcache.kv.merge import Merger, check_space
+from diffcache.kv.merge import Merger
 from diffcache.kv.merging.absorb import absorb, by_cosine, parted, total
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import DROP, KEEP, Planner, ranks
@@ -31,18 +31,10 @@ class NearestMerge(Merger):
     Args:
         way: `"averaged"`, `"pivot"` or `"weighted"`.
         space: Whether keys are merged rotated, as the official code does, or unrotated.
-
-    Raises:
-        ValueError: If there is no such way or space.
     """
 
     way: Way = "pivot"
     space: Literal["post", "pre"] = "post"
-
-    def __post_init__(self) -> None:
-        check_space(self.space)
-        if self.way not in ("averaged", "pivot", "weighted"):
-            raise ValueError(f"way={self.way!r}: must be 'averaged', 'pivot' or 'weighted'")
 
     def __call__(self, seen: Observation, score: Tensor, plan: Tensor) -> tuple[Slots, Tensor]:
         """Return the slots with the evicted ones merged in, and the plan as it is."""

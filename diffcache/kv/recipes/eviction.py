@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
-from diffcache.kv.budget import Size, Uniform
+from diffcache.kv.budget import Uniform
 from diffcache.kv.budgets.heads import AdaHead, Safeguard
 from diffcache.kv.budgets.layers import EntropyVariance, Pyramid
 from diffcache.kv.plan import RecentShare, TopK, TwoStage
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.settings import Count, Share, Whole, checked
 from diffcache.kv.score.attention import (
     Groups,
     LastQuery,
@@ -22,6 +20,7 @@ from diffcache.kv.score.attention import (
 from diffcache.kv.score.expected import Expected
 from diffcache.kv.score.recency import Chance
 from diffcache.kv.score.vectors import KeyDifference, KeyNorm, Lag, ValueNorm
+from diffcache.kv.settings import Count, Mode, Share, Size, Whole, checked
 from diffcache.kv.trigger import EveryStep
 
 
@@ -197,7 +196,7 @@ def pyramidkv(
     beta: float = 20.0,
     window: Count = 8,
     kernel: int = 5,
-    mode: Literal["paper", "official"] = "paper",
+    mode: Mode = "paper",
 ) -> Recipe:
     """Keep what the end of the prompt attends to, fewer slots the deeper the layer.
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-from diffcache.kv.budget import Size, Uniform
+from diffcache.kv.budget import Uniform
 from diffcache.kv.budgets.heads import AdaHead
 from diffcache.kv.budgets.layers import Arithmetic, LayerTable
 from diffcache.kv.life.episodes import AfterProbe
 from diffcache.kv.plan import RecentShare, TopK, Windows
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.settings import Count, Share, checked
 from diffcache.kv.score.attention import Window
 from diffcache.kv.score.compactor import Compactor
 from diffcache.kv.score.history import LowCount, NoisyMass, Recurrence
 from diffcache.kv.score.probe import Asked
 from diffcache.kv.score.revised import Shared
 from diffcache.kv.score.vectors import NormProduct
+from diffcache.kv.settings import Count, Mode, Share, Size, checked
 from diffcache.kv.trigger import EveryStep, Overflow
 
 
@@ -220,7 +220,7 @@ def compactor(
     blend: float | None = None,
     chunk: int = 256,
     queries: int = 4096,
-    mode: Literal["paper", "official"] = "paper",
+    mode: Mode = "paper",
 ) -> Recipe:
     """Keep keys that others do not span, and what chunks attend to within, after the prompt.
 

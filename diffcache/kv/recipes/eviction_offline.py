@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from diffcache.kv.budget import Size, Steady
+from diffcache.kv.budget import Steady
 from diffcache.kv.budgets.layers import CDFLevel, LayerTable, Scheduled
 from diffcache.kv.plan import FixedSlot, Planner, TopK
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.settings import Count, checked
 from diffcache.kv.score.attention import Mass
 from diffcache.kv.score.heads import HeadVote
 from diffcache.kv.score.patches import PatchCenters
 from diffcache.kv.score.revised import Shared
+from diffcache.kv.settings import Count, Mode, Size, checked
 from diffcache.kv.trigger import EveryStep
-
-Mode = Literal["paper", "official"]
 
 
 @checked

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from diffcache.kv.codec.base import Exact, TensorCodec
 from diffcache.kv.codec.held import ByLayer, Pair
@@ -14,7 +13,7 @@ from diffcache.kv.codec.remat import Deltas, Nothing, Projections, Rematerialise
 from diffcache.kv.codec.shared import SharedBasis, SharedDirection
 from diffcache.kv.learn.cskv import Bases
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.settings import Count, Whole, check_multiple, checked
+from diffcache.kv.settings import Count, Mode, Whole, check_multiple, checked
 
 
 @checked
@@ -52,7 +51,7 @@ def minicache(
     bits: float | None = None,
     block: int = 64,
     skip: Whole = 0,
-    mode: Literal["paper", "official"] = "paper",
+    mode: Mode = "paper",
 ) -> Recipe:
     """Have pairs of layers share the directions of keys and values, and keep their magnitudes.
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from diffcache.kv.budget import Size, Uniform
+from diffcache.kv.budget import Uniform
 from diffcache.kv.budgets.heads import AdaHead
 from diffcache.kv.merging.chelsea import SoftMatching
 from diffcache.kv.merging.d2o import DenseLayers, Density, EmaMerge
@@ -16,15 +14,13 @@ from diffcache.kv.merging.lococo import ConvolutionMerge, MixWeights
 from diffcache.kv.merging.look_m import AllText, NearestMerge, TextFirst, Way
 from diffcache.kv.plan import FixedSlot, Planner, RecentShare, TopK
 from diffcache.kv.recipe import Recipe, Space
-from diffcache.kv.recipes.settings import Count, Share, Whole, checked
 from diffcache.kv.score.attention import Mass
 from diffcache.kv.score.history import GlobalLocal
 from diffcache.kv.score.learned import Retained, RetainingHeads
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.score.revised import Shared
+from diffcache.kv.settings import Count, Mode, Share, Size, Whole, checked
 from diffcache.kv.trigger import EveryStep
-
-Mode = Literal["paper", "official"]
 
 
 @checked

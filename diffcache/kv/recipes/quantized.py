@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
-from diffcache.kv.budget import Size, Uniform
+from diffcache.kv.budget import Uniform
 from diffcache.kv.codec.base import TensorCodec
 from diffcache.kv.codec.fourier import FourierSigns, RangeSplit
 from diffcache.kv.codec.heads import JoinHeads
@@ -22,20 +20,20 @@ from diffcache.kv.codec.sparse import BitmapSparse
 from diffcache.kv.codec.stairs import BalancedRung, Stair
 from diffcache.kv.plan import ByAge, Demote
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.settings import (
+from diffcache.kv.score.recency import Recency
+from diffcache.kv.score.salience import Salience, WithQueries
+from diffcache.kv.settings import (
     Bits,
     Count,
+    Mode,
     Share,
+    Size,
     SomeShare,
     Whole,
     check_multiple,
     checked,
 )
-from diffcache.kv.score.recency import Recency
-from diffcache.kv.score.salience import Salience, WithQueries
 from diffcache.kv.trigger import EveryStep
-
-Mode = Literal["paper", "official"]
 
 
 @checked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from diffcache.kv.budget import Size
 from diffcache.kv.codec.base import Exact
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
@@ -10,7 +9,6 @@ from diffcache.kv.learn.codebook import Codebook
 from diffcache.kv.life.tiers import Tiers
 from diffcache.kv.positions import Slot
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.settings import Count, Whole, check_room, checked
 from diffcache.kv.retrieval.a2ats import KeyCodes
 from diffcache.kv.retrieval.double_sparsity import Channels, LabelChannels
 from diffcache.kv.retrieval.mpcache import MinMaxTree
@@ -22,6 +20,7 @@ from diffcache.kv.retrieval.select import Group
 from diffcache.kv.retrieval.sentence import Sentences
 from diffcache.kv.retrieval.shadowkv import Landmarks, ShadowKeys
 from diffcache.kv.retrieval.tidal import LayerReuse
+from diffcache.kv.settings import Count, Size, Whole, check_room, checked
 
 
 @checked

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from diffcache.kv.budget import Size, Uniform
+from diffcache.kv.budget import Uniform
 from diffcache.kv.budgets.heads import Heads, HeadTable
 from diffcache.kv.merge import Compensation
 from diffcache.kv.plan import TopK
 from diffcache.kv.positions import Slot
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.settings import Whole, checked
 from diffcache.kv.score.recency import Recency
+from diffcache.kv.settings import Size, Whole, checked
 from diffcache.kv.trigger import EveryStep
 
 

@@ -1,1 +1,1 @@
-"""Which slots a query reads when nothing is dropped; one paper a file."""
+"""Retrievers choose the slots a query reads when nothing is dropped, one paper a file."""

@@ -14,6 +14,7 @@ from diffcache.kv.learn.codebook import Codebook, covariance, fit, nearest
 from diffcache.kv.retrieval.select import Ask, Selecting, grouped, top
 from diffcache.kv.retrieval.summary import Summary, news, query_valid
 from diffcache.kv.rotary import Rotation
+from diffcache.kv.settings import Count, Whole
 from diffcache.kv.slots import Slots
 
 _LEAST = 32  # keys below which no codebook is fitted
@@ -42,17 +43,10 @@ class KeyCodes(Selecting):
 
     stored: ClassVar[bool] = True
 
-    codes: int = 256
-    far: int = 64
-    steps: int = 8
+    codes: Count = 256
+    far: Whole = 64
+    steps: Whole = 8
     codebook: Codebook | None = None
-
-    def check(self) -> None:
-        """Check what is not of every retriever."""
-        if self.codes < 1 or self.far < 0 or self.steps < 0:
-            raise ValueError(
-                f"codes={self.codes}, far={self.far}, steps={self.steps}: must be at least 1, 0, 0"
-            )
 
     def extend(self, old: Summary, fresh: Slots, query: Query, layer: KVLayer) -> Summary:
         """Code new keys, and fit a codebook where there is none."""

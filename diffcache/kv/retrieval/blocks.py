@@ -27,18 +27,11 @@ class Blocks:
         size: Slots of a block of tokens without a tag.
         kind: Summary of the keys of a block: their bounds or their mean.
         tagged: Slots of a block of tokens with a tag at most; None looks at no tags.
-
-    Raises:
-        ValueError: If a number is less than 1.
     """
 
     size: int
     kind: Kind = "mean"
     tagged: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.size < 1 or (self.tagged is not None and self.tagged < 1):
-            raise ValueError(f"size={self.size}, tagged={self.tagged}: a block has at least 1 slot")
 
     def extend(self, old: Summary, fresh: Slots) -> Summary:
         """Return a summary whose blocks have new slots too.

@@ -14,6 +14,7 @@ from diffcache.kv.retrieval.blocks import Blocks, bounds, sizes, slots_of
 from diffcache.kv.retrieval.gather import at_positions
 from diffcache.kv.retrieval.select import Ask, Selecting, asked, fill, grouped
 from diffcache.kv.retrieval.summary import Summary, known
+from diffcache.kv.settings import Count, Factor, Share
 from diffcache.kv.slots import Slots
 
 
@@ -34,11 +35,11 @@ class MinMaxTree(Selecting):
         layers: Neighboring layers that read the same positions.
     """
 
-    large: int = 32
-    small: int = 16
-    alpha: float = 0.6
-    widen: float = 2.0
-    layers: int = 2
+    large: Count = 32
+    small: Count = 16
+    alpha: Share = 0.6
+    widen: Factor = 2.0
+    layers: Count = 2
 
     @property
     def looks_across(self) -> bool:
@@ -46,15 +47,11 @@ class MinMaxTree(Selecting):
         return True
 
     def check(self) -> None:
-        """Check what is not of every retriever."""
-        if self.small < 1 or self.large < 1 or self.large % self.small:
+        """Raise ValueError unless clusters nest."""
+        if self.large % self.small:
             raise ValueError(
                 f"large={self.large}, small={self.small}: large must be a multiple of small"
             )
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha={self.alpha}: must be 0 to 1")
-        if self.widen < 1 or self.layers < 1:
-            raise ValueError(f"widen={self.widen}, layers={self.layers}: must be at least 1")
 
     def extend(self, old: Summary, fresh: Slots, query: Query, layer: KVLayer) -> Summary:
         """Widen the bounds of the last small cluster, and begin new ones."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from diffcache.kernels.move import gather_slots
 from diffcache.kv.codec.base import Payload, TensorCodec, all_of, checked
 from diffcache.kv.life.tiers import Tiers
+from diffcache.kv.settings import Count
 
 
 class Lease:
@@ -105,17 +106,10 @@ class InTiers(TensorCodec):
     Args:
         tiers: Tiers that hold the blocks; blocks go when nothing refers to them.
         block: Slots of a block.
-
-    Raises:
-        ValueError: If `block` is less than 1.
     """
 
     tiers: Tiers
-    block: int = 64
-
-    def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"block={self.block}: must be at least 1 slot")
+    block: Count = 64
 
     @property
     def multiple(self) -> int:

@@ -13,6 +13,7 @@ from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.blocks import Blocks, mean_keys, sizes, slots_of
 from diffcache.kv.retrieval.select import Ask, Selecting, asked, fill, grouped
 from diffcache.kv.retrieval.summary import Summary, probe, query_valid, stored_query
+from diffcache.kv.settings import Count, SomeShare
 from diffcache.kv.slots import Slots
 
 
@@ -36,14 +37,8 @@ class ProbeQuery(Selecting):
     stored: ClassVar[bool] = True
     chunks: ClassVar[bool] = True
 
-    block: int = 16
-    density: float = 0.95
-
-    def check(self) -> None:
-        """Check what is not of every retriever."""
-        Blocks(self.block)
-        if not 0 < self.density <= 1:
-            raise ValueError(f"density={self.density}: must be above 0 and at most 1")
+    block: Count = 16
+    density: SomeShare = 0.95
 
     def extend(self, old: Summary, fresh: Slots, query: Query, layer: KVLayer) -> Summary:
         """Add new keys to the mean of their block."""

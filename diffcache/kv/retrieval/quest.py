@@ -13,6 +13,7 @@ from diffcache.kv.retrieval.blocks import Blocks, bounds, sizes, slots_of
 from diffcache.kv.retrieval.gapless import Pick, Run, best_blocks
 from diffcache.kv.retrieval.select import Ask, Selecting, fill, grouped
 from diffcache.kv.retrieval.summary import Summary
+from diffcache.kv.settings import Count
 from diffcache.kv.slots import Slots
 
 
@@ -29,11 +30,7 @@ class Quest(Selecting):
         page: Slots of a page.
     """
 
-    page: int = 16
-
-    def check(self) -> None:
-        """Check the page."""
-        Blocks(self.page)
+    page: Count = 16
 
     def extend(self, old: Summary, fresh: Slots, query: Query, layer: KVLayer) -> Summary:
         """Widen the bounds of the last page, and begin new ones."""

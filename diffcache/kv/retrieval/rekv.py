@@ -15,6 +15,7 @@ from diffcache.kv.retrieval.blocks import Blocks, mean_keys, sizes, slots_of
 from diffcache.kv.retrieval.gather import at_positions
 from diffcache.kv.retrieval.select import Ask, Selecting, fill
 from diffcache.kv.retrieval.summary import Summary, news, probe, query_valid, stored_query, tags
+from diffcache.kv.settings import Count
 from diffcache.kv.slots import Slots
 
 
@@ -41,15 +42,9 @@ class Frames(Selecting):
     stored: ClassVar[bool] = True
     chunks: ClassVar[bool] = True
 
-    block: int = 64
-    longest: int = 1024
+    block: Count = 64
+    longest: Count = 1024
     similarity: Literal["cosine", "dot"] = "cosine"
-
-    def check(self) -> None:
-        """Check what is not of every retriever."""
-        self._blocks()
-        if self.similarity not in ("cosine", "dot"):
-            raise ValueError(f"similarity={self.similarity!r}: must be 'cosine' or 'dot'")
 
     def extend(self, old: Summary, fresh: Slots, query: Query, layer: KVLayer) -> Summary:
         """Add new keys to the mean of their frame."""

@@ -1,4 +1,4 @@
-"""Choose slots for few queries and gather no others: what all retrievers have in common."""
+"""Choose slots for few queries and gather no others, as all retrievers do."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from diffcache.errors import CacheWarning
 from diffcache.kv.attend import Query
-from diffcache.kv.budget import Size, check_size, count_for, slots_for
+from diffcache.kv.budget import count_for, slots_for
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.gapless import Pick, Run, heads_of, is_gapless, views_at
 from diffcache.kv.retrieval.gather import positions_of, views_of
 from diffcache.kv.retrieval.summary import Summary, known, news, probe, query_valid
 from diffcache.kv.retrieve import Retriever
+from diffcache.kv.settings import Count, Size, Whole
 from diffcache.kv.slots import Slots
 from diffcache.kv.view import View
 
@@ -63,29 +64,17 @@ class Selecting(Retriever):
         few: Up to so many queries at once choose; more are a prompt.
         group: Reduction over the query heads of a key-value head: `"mean"`, `"max"` or `"sum"`.
         skip: First layers that read everything.
-
-    Raises:
-        ValueError: If a number is out of range, or `group` is unknown.
     """
 
     stored: ClassVar[bool] = False  # summaries are of keys as stored, not as queries meet them
     chunks: ClassVar[bool] = False  # a chunk of a prompt chooses from what was there before it
 
     budget: Size = 1024
-    sinks: int = 4
-    recent: int = 64
-    few: int = 8
+    sinks: Whole = 4
+    recent: Count = 64
+    few: Count = 8
     group: Group = "max"
-    skip: int = 0
-
-    def __post_init__(self) -> None:
-        check_size("budget", self.budget)
-        for name, least in (("sinks", 0), ("recent", 1), ("few", 1), ("skip", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
-        if self.group not in ("mean", "max", "sum"):
-            raise ValueError(f"group={self.group!r}: must be 'mean', 'max' or 'sum'")
-        self.check()
+    skip: Whole = 0
 
     def views(self, query: Query, layer: KVLayer, others: list[KVLayer]) -> list[View]:
         """Return what the queries attend to."""
@@ -174,13 +163,6 @@ class Selecting(Retriever):
         state = {**summary.state, "chosen": pick.positions()}
         layer.summary = replace(summary, state=state, at=query.start, read=read)
         return views_at(layer, pick, first, last)
-
-    def check(self) -> None:
-        """Check the settings a method has of its own.
-
-        Raises:
-            ValueError: If one is out of range.
-        """
 
     @abstractmethod
     def extend(self, old: Summary, fresh: Slots, query: Query, layer: KVLayer) -> Summary:

@@ -14,6 +14,7 @@ from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.blocks import Blocks, mean_keys, sizes, slots_of
 from diffcache.kv.retrieval.select import Ask, Selecting, asked, fill, grouped
 from diffcache.kv.retrieval.summary import Summary
+from diffcache.kv.settings import Count
 from diffcache.kv.slots import Slots
 
 _ASKED = ("asked", "asked_pos")  # the last queries and their positions, of whole rows
@@ -35,12 +36,8 @@ class Sentences(Selecting):
         longest: Tokens of a sentence at most; a longer one counts as several.
     """
 
-    block: int = 32
-    longest: int = 256
-
-    def check(self) -> None:
-        """Check the blocks."""
-        self._blocks()
+    block: Count = 32
+    longest: Count = 256
 
     def extend(self, old: Summary, fresh: Slots, query: Query, layer: KVLayer) -> Summary:
         """Add new keys to the mean of their sentence; a prompt forgets the queries before it."""

@@ -23,6 +23,7 @@ from diffcache.kv.retrieval.gather import packed
 from diffcache.kv.retrieval.select import Ask, Selecting, asked, fill
 from diffcache.kv.retrieval.summary import Summary
 from diffcache.kv.segment import Coded
+from diffcache.kv.settings import Count, Whole
 from diffcache.kv.slots import Slots
 
 
@@ -41,14 +42,8 @@ class Landmarks(Selecting):
             read; they count towards the budget.
     """
 
-    chunk: int = 8
-    outliers: int = 48
-
-    def check(self) -> None:
-        """Check what is not of every retriever."""
-        Blocks(self.chunk)
-        if self.outliers < 0:
-            raise ValueError(f"outliers={self.outliers}: must be at least 0 chunks")
+    chunk: Count = 8
+    outliers: Whole = 48
 
     def extend(self, old: Summary, fresh: Slots, query: Query, layer: KVLayer) -> Summary:
         """Add new keys to the landmark of their chunk."""
@@ -138,26 +133,14 @@ class ShadowKeys(KVCodec):
         block: Tokens that are coded at once at least, with a basis of their own; what is generated
             stays exact until it is as many.
         values: Codec of the values; `diffcache.kv.retrieval.offload.InTiers` for host memory.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
-    rank: int = 160
-    chunk: int = 8
-    outliers: int = 48
-    recent: int = 32
-    block: int = 512
+    rank: Count = 160
+    chunk: Count = 8
+    outliers: Whole = 48
+    recent: Whole = 32
+    block: Count = 512
     values: TensorCodec = field(default_factory=Exact)
-
-    def __post_init__(self) -> None:
-        LowRank(self.rank)
-        Blocks(self.chunk)
-        if self.outliers < 0 or self.recent < 0 or self.block < 1:
-            raise ValueError(
-                f"outliers={self.outliers}, recent={self.recent}, block={self.block}: must be at "
-                "least 0, 0 and 1"
-            )
 
     def flush(self, layers: Sequence[KVLayer]) -> None:
         """Code the tail but its last tokens, if there are enough."""

@@ -1,4 +1,4 @@
-"""What a retriever knows of the slots of a layer, added to as slots come, and who asks for them."""
+"""Summaries of the slots of a layer, added to as slots come, and queries that choose by them."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Chunk:
 
     @property
     def impact(self) -> float:
-        """How much it owes to its context and how little to itself, 0.5 to 1, dimensionless."""
+        """Debt to its context rather than to itself, 0.5 to 1, dimensionless."""
         count = len(self.piece.ids)
         outside = sum(float(x) / (count * n) for x, n in zip(self.inter, self.sizes, strict=True))
         inside = self.intra / count**2

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from diffcache.kv.hf.refresh import check_whole, probe, recompute
-from diffcache.kv.refresh import EditScript, TopDeviation, align, slots_of
+from diffcache.kv.refresh import align, check_share, most_changed, slots_of
 from diffcache.kv.reuse.piece import Piece, cut, joined, lay_out, turns_of
 from diffcache.kv.rotary import Rotation
 
@@ -48,11 +47,12 @@ def cacheblend(
     Raises:
         ValueError: If a number is out of range, or the cache is not as said.
     """
-    choice = TopDeviation(share)
+    check_share(share)
     whole = joined(pieces)
     ids = whole.ids[None]
     lay_out(cache.store, whole, torch.arange(len(whole.ids)), rotary)
-    index = slots_of(choice.select(probe(model, cache, ids, check)))
+    old, new = probe(model, cache, ids, check)
+    index = slots_of(most_changed(old, new, torch.ones_like(ids, dtype=torch.bool), share))
     if index.shape[1]:
         recompute(model, cache, ids, index)
     return index[0]
@@ -91,13 +91,12 @@ def kvshare(
     Raises:
         ValueError: If a number is out of range, or the cache is not as said.
     """
-    deviation = TopDeviation(share)
+    check_share(share)
     source = align(piece.ids, ids)
     lay_out(cache.store, piece, source, rotary)
-    seen = probe(model, cache, ids[None], check)
-    put_in = EditScript().select(replace(seen, before=piece.ids[None]))
-    kept = replace(seen, pos=seen.pos.where(~put_in, -1))
-    index = slots_of(put_in | deviation.select(kept))
+    old, new = probe(model, cache, ids[None], check)
+    put_in = (source < 0).to(ids.device)[None]
+    index = slots_of(put_in | most_changed(old, new, ~put_in, share))
     if index.shape[1]:
         recompute(model, cache, ids[None], index)
     return index[0]

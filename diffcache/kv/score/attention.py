@@ -13,24 +13,11 @@ from diffcache.kv.attend import Query
 from diffcache.kv.attended import Attended
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.base import Score
+from diffcache.kv.settings import Count, NotNegative, Odd
 
 Pooling = Literal["avg", "max"]
 Groups = Literal["mean", "max", "sum"]
 ALWAYS = float("inf")
-
-
-def check_window(size: int, kernel: int, pooling: str) -> None:
-    """Raise unless these are settings of a window score.
-
-    Raises:
-        ValueError: If one is out of its range.
-    """
-    if size < 1:
-        raise ValueError(f"size={size}: must be at least 1 query")
-    if kernel < 1 or kernel % 2 == 0:
-        raise ValueError(f"kernel={kernel}: must be odd and at least 1 slot")
-    if pooling not in ("avg", "max"):
-        raise ValueError(f"pooling={pooling!r}: must be 'avg' or 'max'")
 
 
 def pooled(x: Tensor, kernel: int, pooling: str) -> Tensor:
@@ -72,21 +59,13 @@ class Window(Score):
         pooling: `"avg"` or `"max"`.
         groups: Reduction over the query heads of a key-value head: `"mean"`, `"max"` or `"sum"`.
 
-    Raises:
-        ValueError: If a setting is out of its range.
-
     Reference: SnapKV, arXiv 2404.14469, section 4.1 and listing 1.
     """
 
-    size: int = 32
-    kernel: int = 5
+    size: Count = 32
+    kernel: Odd = 5
     pooling: Pooling = "avg"
     groups: Groups = "mean"
-
-    def __post_init__(self) -> None:
-        check_window(self.size, self.kernel, self.pooling)
-        if self.groups not in ("mean", "max", "sum"):
-            raise ValueError(f"groups={self.groups!r}: must be 'mean', 'max' or 'sum'")
 
     @property
     def window(self) -> int:
@@ -112,20 +91,12 @@ class WindowVariance(Score):
         gamma: Weight of the variance; dimensionless.
         kernel: Neighboring slots whose average is taken, odd; 1 takes none.
 
-    Raises:
-        ValueError: If a setting is out of its range.
-
     Reference: CAKE, arXiv 2503.12491.
     """
 
-    size: int = 32
-    gamma: float = 200.0
-    kernel: int = 5
-
-    def __post_init__(self) -> None:
-        check_window(self.size, self.kernel, "avg")
-        if not self.gamma >= 0:
-            raise ValueError(f"gamma={self.gamma}: must be at least 0")
+    size: Count = 32
+    gamma: NotNegative = 200.0
+    kernel: Odd = 5
 
     @property
     def window(self) -> int:

@@ -1,4 +1,4 @@
-"""What a scorer is: what it needs of attention, and a number for every slot."""
+"""Base of scorers, which give a number to every slot, and say what they need of attention."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 from diffcache.kv.attend import Query
 from diffcache.kv.attended import Attended
 from diffcache.kv.observe import Observation
+from diffcache.kv.settings import Settings
 from diffcache.kv.slots import Slots
 
 
-class Score(ABC):
+class Score(Settings, ABC):
     """Worth of each slot of a layer; a frozen dataclass of settings.
 
     A scorer never deletes, and it need not care for padding: whatever it says of empty slots
@@ -37,17 +38,17 @@ class Score(ABC):
 
     @property
     def wants_out(self) -> bool:
-        """Whether it reads the weight of the output projection."""
+        """Return whether it reads the weight of the output projection."""
         return False
 
     @property
     def attends(self) -> bool:
-        """Whether its statistics are of attention: `note` is called, and otherwise `enter`."""
+        """Return whether statistics are of attention: `note` is called, and else `enter`."""
         return True
 
     @property
     def looks_across(self) -> bool:
-        """Whether scores of a layer depend on other layers."""
+        """Return whether scores of a layer depend on other layers."""
         return type(self).across is not Score.across
 
     @abstractmethod

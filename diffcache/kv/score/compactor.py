@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch.nn import functional
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import ALWAYS
 from diffcache.kv.score.base import Score
+from diffcache.kv.settings import Count, Mode, NotNegative, Whole
 
 _RIDGE = 0.01  # added to the Gram matrix of sketched keys
 
@@ -38,30 +38,17 @@ class Compactor(Score):
         last: Last tokens of a row, which always stay.
         seed: Seed of the projection.
         mode: `"paper"` or `"official"`.
-
-    Raises:
-        ValueError: If a setting is out of its range.
     """
 
-    blend: float = 0.5
-    attention: float = 1.0
-    chunk: int = 256
-    queries: int = 4096
-    sketch: int = 48
-    first: int = 8
-    last: int = 4
+    blend: NotNegative = 0.5
+    attention: NotNegative = 1.0
+    chunk: Count = 256
+    queries: Count = 4096
+    sketch: Whole = 48
+    first: Whole = 8
+    last: Whole = 4
     seed: int = 0
-    mode: Literal["paper", "official"] = "paper"
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("blend", 0), ("attention", 0), ("chunk", 1), ("queries", 1), ("sketch", 0),
-            ("first", 0), ("last", 0),
-        ):  # fmt: skip
-            if not getattr(self, name) >= least:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
-        if self.mode not in ("paper", "official"):
-            raise ValueError(f"mode={self.mode!r}: must be 'paper' or 'official'")
+    mode: Mode = "paper"
 
     @property
     def window(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from diffcache.kv.observe import Observation
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.score.base import Score
+from diffcache.kv.settings import Count, NotNegative, Whole
 
 
 @dataclass(frozen=True)
@@ -28,28 +29,16 @@ class Expected(Score):
         values: Multiply by the norm of the value.
         epsilon: Number added before that; dimensionless.
 
-    Raises:
-        ValueError: If a setting is out of its range.
-
     Reference: Expected Attention, arXiv 2510.00636. Departure: the
     last `size` queries stand for all, so that they need not be kept.
     """
 
-    size: int = 1024
-    future: int = 512
-    sinks: int = 4
+    size: Count = 1024
+    future: Count = 512
+    sinks: Whole = 4
     covariance: bool = True
     values: bool = True
-    epsilon: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.size < 1 or self.future < 1 or self.sinks < 0:
-            raise ValueError(
-                f"size={self.size}, future={self.future}, sinks={self.sinks}: must be at least "
-                "1, 1 and 0"
-            )
-        if not self.epsilon >= 0:
-            raise ValueError(f"epsilon={self.epsilon}: must be at least 0")
+    epsilon: NotNegative = 0.0
 
     @property
     def window(self) -> int:

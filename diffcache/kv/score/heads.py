@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.observe import Observation
-from diffcache.kv.score.attention import check_window, pooled, with_window
+from diffcache.kv.score.attention import pooled, with_window
 from diffcache.kv.score.base import Score
+from diffcache.kv.settings import Count, Odd
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,11 @@ class HeadVote(Score):
     """
 
     heads: tuple[tuple[int, ...], ...] = ()
-    size: int = 8
-    kernel: int = 5
+    size: Count = 8
+    kernel: Odd = 5
 
-    def __post_init__(self) -> None:
-        check_window(self.size, self.kernel, "avg")
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
         for layer, heads in enumerate(self.heads):
             if not heads or min(heads) < 0 or len(set(heads)) < len(heads):
                 raise ValueError(

@@ -15,6 +15,7 @@ from diffcache.kv.attended import Attended
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import Mass
 from diffcache.kv.score.base import Score
+from diffcache.kv.settings import Count, NotNegative, Positive, Share, SomeShare
 
 IDLE, INTERVAL, BORN = "recurrence.idle", "recurrence.interval", "recurrence.born"
 _GLOBAL = Mass(mean=True)
@@ -34,16 +35,9 @@ class LowCount(Score):
 
     Args:
         history: Last queries that are counted.
-
-    Raises:
-        ValueError: If `history` is less than 1.
     """
 
-    history: int = 400
-
-    def __post_init__(self) -> None:
-        if self.history < 1:
-            raise ValueError(f"history={self.history}: must be at least 1 query")
+    history: Count = 400
 
     @property
     def window(self) -> int:
@@ -75,16 +69,9 @@ class Recurrence(Score):
 
     Args:
         threshold: Attention that makes a slot active, 0 to 1.
-
-    Raises:
-        ValueError: If `threshold` is out of range.
     """
 
-    threshold: float = 1e-4
-
-    def __post_init__(self) -> None:
-        if not 0 < self.threshold <= 1:
-            raise ValueError(f"threshold={self.threshold}: must be above 0 and at most 1")
+    threshold: SomeShare = 1e-4
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -128,19 +115,10 @@ class GlobalLocal(Score):
     Args:
         size: Last queries that are looked at.
         local: Weight of the last queries, 0 to 1; the rest is that of all queries.
-
-    Raises:
-        ValueError: If a setting is out of its range.
     """
 
-    size: int = 32
-    local: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size={self.size}: must be at least 1 query")
-        if not 0 <= self.local <= 1:
-            raise ValueError(f"local={self.local!r}: must be between 0 and 1")
+    size: Count = 32
+    local: Share = 0.5
 
     @property
     def window(self) -> int:
@@ -188,23 +166,13 @@ class NoisyMass(Score):
         increment: Rise of the temperature at each generated token, dimensionless.
         noise: Factor of the noise; 0 is none.
         seed: Seed of the noise.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     in_place: ClassVar[bool] = True
-    temperature: float = 1.0
-    increment: float = 0.01
-    noise: float = 1.0
+    temperature: Positive = 1.0
+    increment: NotNegative = 0.01
+    noise: NotNegative = 1.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.temperature <= 0 or self.increment < 0 or self.noise < 0:
-            raise ValueError(
-                f"temperature={self.temperature}, increment={self.increment}, noise={self.noise}: "
-                "must be above 0, at least 0 and at least 0"
-            )
 
     @property
     def statistics(self) -> tuple[str, ...]:

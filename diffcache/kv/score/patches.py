@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from diffcache.kv.attend import logits
 from diffcache.kv.observe import Observation
-from diffcache.kv.score.attention import ALWAYS, check_window, over_groups, pooled
+from diffcache.kv.score.attention import ALWAYS, over_groups, pooled
 from diffcache.kv.score.base import Score
+from diffcache.kv.settings import Count, Mode, Odd, Whole
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,16 @@ class PatchCenters(Score):
     """
 
     scales: tuple[tuple[int, int], ...]
-    prompt: int = 0
-    grid: int = 4
-    kernel: int = 5
-    mode: Literal["paper", "official"] = "paper"
+    prompt: Whole = 0
+    grid: Count = 4
+    kernel: Odd = 5
+    mode: Mode = "paper"
 
-    def __post_init__(self) -> None:
-        check_window(self.grid, self.kernel, "max")
-        if self.mode not in ("paper", "official"):
-            raise ValueError(f"mode={self.mode!r}: must be 'paper' or 'official'")
-        if not self.scales or min(min(scale) for scale in self.scales) < 1 or self.prompt < 0:
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
+        if not self.scales or min(min(scale) for scale in self.scales) < 1:
             raise ValueError(
-                f"scales={self.scales}, prompt={self.prompt}: must be (height, width) of at least "
-                "one token map, and at least 0 tokens"
+                f"scales={self.scales}: must be (height, width) of at least one token map"
             )
 
     @property

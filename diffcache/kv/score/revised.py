@@ -11,11 +11,12 @@ from diffcache.kv.attend import Query
 from diffcache.kv.attended import Attended
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.base import Score
+from diffcache.kv.settings import Count
 from diffcache.kv.slots import Slots
 
 
 class Revised(Score):
-    """What another score says, changed; it observes what the other observes.
+    """Scores of another scorer, changed; it observes what the other observes.
 
     Attributes:
         score: The other.
@@ -35,17 +36,17 @@ class Revised(Score):
 
     @property
     def wants_out(self) -> bool:
-        """Whether the other reads the weight of the output projection."""
+        """Return whether the other reads the weight of the output projection."""
         return self.score.wants_out
 
     @property
     def attends(self) -> bool:
-        """Whether the statistics of the other are of attention."""
+        """Return whether the statistics of the other are of attention."""
         return self.score.attends
 
     @property
     def looks_across(self) -> bool:
-        """Whether scores of the other depend on other layers."""
+        """Return whether scores of the other depend on other layers."""
         return self.score.looks_across
 
     def said(self, seen: Observation) -> Tensor:
@@ -79,18 +80,11 @@ class Shared(Revised):
         score: The scorer.
         group: Layers of a group; 1 leaves layers apart.
         heads: Average over the key-value heads of a layer.
-
-    Raises:
-        ValueError: If `group` is less than 1.
     """
 
     score: Score
-    group: int = 1
+    group: Count = 1
     heads: bool = False
-
-    def __post_init__(self) -> None:
-        if self.group < 1:
-            raise ValueError(f"group={self.group}: must be at least 1 layer")
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return the layer's own scores, [B, H, S]."""

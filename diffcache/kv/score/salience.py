@@ -12,6 +12,7 @@ from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import Mass
 from diffcache.kv.score.base import Score
 from diffcache.kv.score.revised import Revised
+from diffcache.kv.settings import Count, SomeShare
 
 _GOLDEN = 0.6180339887498949  # its multiples modulo 1 fill the unit interval evenly
 _MASS = Mass(mean=True)
@@ -27,19 +28,12 @@ class Salience(Score):
     Args:
         share: Share of the queries that are probes, above 0 and at most 1.
 
-    Raises:
-        ValueError: If `share` is out of its range.
-
     Reference: ZipCache, arXiv 2405.14256, where probes are drawn at random;
     here position times golden ratio decides, so that a run can be repeated. Of tokens that come
     one by one, whose last cannot be told in advance, `share` are spread.
     """
 
-    share: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share={self.share}: must be above 0 and at most 1")
+    share: SomeShare = 0.1
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -80,17 +74,10 @@ class WithQueries(Revised):
     Args:
         size: Number of last queries that are kept.
         score: Score of the slots.
-
-    Raises:
-        ValueError: If `size` is less than 1.
     """
 
-    size: int = 32
+    size: Count = 32
     score: Score = field(default_factory=Mass)
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size={self.size}: must be at least 1 query")
 
     @property
     def window(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.nn import functional
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import ALWAYS
 from diffcache.kv.score.base import Score
+from diffcache.kv.settings import Count, OneOf, Several, Whole
 
 _BLOCK = 4096  # slots that are projected at once
 
@@ -57,17 +59,10 @@ class Lag(Score):
     Args:
         lag: Tokens of a partition.
         sinks: First tokens of a row, which are no part of a partition.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
-    lag: int = 128
-    sinks: int = 4
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0 or self.lag < 2:
-            raise ValueError(f"sinks={self.sinks}, lag={self.lag}: must be at least 0 and 2 tokens")
+    lag: Several = 128
+    sinks: Whole = 4
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return the rank, 0..1, [B, H, S]."""
@@ -103,17 +98,10 @@ class NormProduct(Score):
     Args:
         size: Tokens of a window, counted from the first of a row; the last may be shorter.
         sinks: First tokens of a row, which always stay.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
-    size: int = 16
-    sinks: int = 4
-
-    def __post_init__(self) -> None:
-        if self.size < 1 or self.sinks < 0:
-            raise ValueError(f"size={self.size}, sinks={self.sinks}: must be at least 1 and 0")
+    size: Count = 16
+    sinks: Whole = 4
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return the product, of sum 1 in each row, infinite for the first tokens."""
@@ -138,16 +126,9 @@ class ValueNorm(Score):
 
     Args:
         power: Power of the norm, 1 or 2.
-
-    Raises:
-        ValueError: If `power` is another number.
     """
 
-    power: int = 2
-
-    def __post_init__(self) -> None:
-        if self.power not in (1, 2):
-            raise ValueError(f"power={self.power}: must be 1 or 2")
+    power: Annotated[int, OneOf((1, 2))] = 2
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return the norm."""

@@ -24,8 +24,8 @@ from diffcache.eval.workshop.small.stickers import (
     sample_scene,
     words,
 )
+from diffcache.eval.workshop.small.text_encoders import build_text_encoders, build_tokenizers
 from diffcache.eval.workshop.small.trainer import Job, Settings
-from diffcache.pipelines.small.flux import build_text_encoders, build_tokenizers
 
 TEXT_TOKENS = 12
 _ROLES = ("", *RELATIONS)

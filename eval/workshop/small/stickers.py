@@ -219,10 +219,29 @@ def render(scene: Scene) -> Array:
     """Draw a scene; uint8 [64, 64, 3]."""
     picture = ground(scene.ground, scene.seed)
     for sticker in scene.stickers:
-        color, cover = layer(sticker)
-        shadow = np.roll(cover, (2, 1), axis=(0, 1)) * 0.25
-        picture = picture * (1 - shadow[..., None])
-        picture = picture * (1 - cover[..., None]) + color * cover[..., None]
+        picture, _ = put(picture, sticker)
+    return to_bytes(picture)
+
+
+def put(picture: Array, sticker: Sticker) -> tuple[Array, Array]:
+    """Draw an object and its shadow over a picture.
+
+    Args:
+        picture: What is behind it, float64 [64, 64, 3] in [0, 255].
+        sticker: The object.
+
+    Returns:
+        The picture with it, and its cover, float64 [64, 64] in [0, 1].
+    """
+    color, cover = layer(sticker)
+    shadow = np.zeros_like(cover)
+    shadow[2:, 1:] = 0.25 * cover[:-2, :-1]
+    picture = picture * (1 - shadow[..., None])
+    return picture * (1 - cover[..., None]) + color * cover[..., None], cover
+
+
+def to_bytes(picture: Array) -> Array:
+    """Round a picture to uint8."""
     return np.clip(np.round(picture), 0, 255).astype(np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""What is here compiles kernels for GPUs, in a process of its own: see processes.py."""
+"""Compile kernels for GPUs, in a process of its own: see processes.py."""
 
 import os
 

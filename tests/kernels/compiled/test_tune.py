@@ -1,4 +1,4 @@
-"""The tuner without a GPU: what it compiles, drops and keeps."""
+"""The tuner without a GPU: launches it compiles, drops and keeps."""
 
 from diffcache.eval.workshop.kernels import linear, tune
 from diffcache.kernels.gpu import linear as launch

@@ -1,4 +1,4 @@
-"""What is here runs in Triton's interpreter, in a process of its own: see processes.py."""
+"""Run kernels in Triton's interpreter, in a process of its own: see processes.py."""
 
 import os
 

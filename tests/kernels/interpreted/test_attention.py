@@ -1,4 +1,4 @@
-"""What holds of attention of whatever shape, of the kernels and of the library that calls them."""
+"""Laws of attention of whatever shape, of the kernels and of the library that calls them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the library promises holds with kernels on: off is exact, `unwrap` leaves no trace."""
+"""Promises of the library with kernels on: off is exact, `unwrap` leaves no trace."""
 
 import pytest
 import torch

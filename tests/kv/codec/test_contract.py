@@ -64,7 +64,7 @@ SHARED = {"static", "static-head", "balanced", "balanced-rows"}  # hold a tensor
 
 
 def gathered(x: Tensor, index: Tensor) -> Tensor:
-    """What `take` must equal, written with loops."""
+    """Gather slots with loops, as `take` must."""
     rows = [
         torch.stack([x[b, h, int(s)] for s in index[b, h]]) if index.shape[2] else x[b, h, :0]
         for b in range(index.shape[0])

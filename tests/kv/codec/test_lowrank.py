@@ -114,12 +114,3 @@ def test_a_row_does_not_depend_on_its_company() -> None:
     whole = steady_product(left, right, torch.float32)
     for some in (slice(0, 1), slice(17, 20), slice(5, 250)):
         assert torch.equal(steady_product(left[some], right, torch.float32), whole[some])
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="rank=0: must be at least 1"):
-        LowRank(0)
-    with pytest.raises(ValueError, match=r"down has shape \[4, 2\] and up \[4, 2\]"):
-        StaticLowRank(torch.randn(4, 2), torch.randn(4, 2))
-    with pytest.raises(ValueError, match="down has 12 rows: no multiple of D=8"):
-        StaticLowRank(torch.randn(12, 2), torch.randn(2, 12)).encode(torch.randn(1, 2, 3, 8))

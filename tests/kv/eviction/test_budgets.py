@@ -215,15 +215,3 @@ def test_budgets_compose() -> None:
     for one, two in zip(pyramid.allot(scores, seen), shared, strict=True):
         assert one.sum() == two.sum() and not torch.equal(one, two)
     assert eval(repr(AdaHead(pyramid))) == AdaHead(pyramid)
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: HeadTable(((True,), (True, False)), 4), "must be a table"),
-        (lambda: HeadTable((), 4), "must be a table"),
-    ],
-)
-def test_bad_settings(make: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        make()

@@ -141,8 +141,6 @@ def test_bad_gates() -> None:
             Gates.open(1, 1), [0], student=lambda g, _: g.sum().expand(2),
             teacher=lambda _: torch.zeros(3),
         )  # fmt: skip
-    with pytest.raises(ValueError, match="share=2: must be"):
-        duo.retrieval_heads(torch.ones(1, 2), 2)
 
 
 # repeated tokens --------------------------------------------------------------------------------
@@ -196,24 +194,3 @@ def test_a_group_is_kept_for_any_of_its_heads() -> None:
     induction[1, 0] = induction[1, 1] = 0.5
     table = razor.retrieval_heads(echo, induction, 2)  # one by echo, 14 % of 16 by induction
     assert table == ((False, False, True, False), (True, False, False, False))
-
-
-def test_bad_probes() -> None:
-    with pytest.raises(ValueError, match="period=1, first=0, groups=1"):
-        razor.probe(1)
-    with pytest.raises(ValueError, match="times=1: must all be at least 2"):
-        razor.repeated_tokens(10, 5, 1)
-    store = KVStore(1, razor.probe(6, groups=3))
-    store.begin(4)
-    store.layers[0].write(torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8))
-    query = Query(torch.randn(1, 4, 4, 8), 0, 1.0)
-    with pytest.raises(ValueError, match="groups=3: this model has 2"):
-        store.attend(0, query)
-    with pytest.raises(ValueError, match="4 tokens were seen: no token is repeated"):
-        razor.head_scores(store)
-    with pytest.raises(ValueError, match="must have the recipe of `probe`"):
-        razor.head_scores(KVStore(1, razor.Recipe("other")))
-    with pytest.raises(ValueError, match="groups=3: must be two of"):
-        razor.retrieval_heads(torch.zeros(1, 4), torch.zeros(1, 4), 3)
-    with pytest.raises(ValueError, match="echo_share=0: must be above 0"):
-        razor.retrieval_heads(torch.zeros(1, 4), torch.zeros(1, 4), echo_share=0)

@@ -155,9 +155,6 @@ def test_shares_are_averaged_over_samples() -> None:
     assert shares == pytest.approx([sum(row) / 3 for row in zip(*one, strict=True)])
     online = torch.stack(CDFLevel(0.2).allot(samples[0], seen))[:, 0, 0]
     assert one[0] == pytest.approx((online / 50).tolist())
-    for settings, says in ((([], 0.2), "none"), ((samples, 0.0), "share=0"), ((samples, 2), "2")):
-        with pytest.raises(ValueError, match=says):
-            prefixkv.layer_shares(*settings)
 
 
 def test_retrieval_heads_look_at_the_whole_answer() -> None:
@@ -169,10 +166,6 @@ def test_retrieval_heads_look_at_the_whole_answer() -> None:
     torch.testing.assert_close(scores, torch.tensor([1.0, 1.0, 0.0]))
     table = torch.stack([scores, scores.flip(0)])
     assert compresskv.top_heads(table, 2) == ((0, 1), (1, 2))
-    with pytest.raises(ValueError, match="count=4"):
-        compresskv.top_heads(table, 4)
-    with pytest.raises(ValueError, match="stop=11"):
-        compresskv.retrieval_score(probs, 3, 11)
 
 
 def test_layers_get_slots_by_their_error() -> None:
@@ -182,10 +175,6 @@ def test_layers_get_slots_by_their_error() -> None:
     assert compresskv.eviction_error(full, torch.tensor([[3.0, 1.0]])) == pytest.approx(0.6)
     weights = compresskv.layer_weights([[1.0, 3.0], [3.0, 5.0]])
     assert weights == pytest.approx((2 / 6, 4 / 6))
-    with pytest.raises(ValueError, match="at least one sample"):
-        compresskv.layer_weights([])
-    with pytest.raises(ValueError, match="shape|alike"):
-        compresskv.eviction_error(full, full[0])
 
 
 def test_sensitivity_is_how_far_keys_turn() -> None:
@@ -197,8 +186,6 @@ def test_sensitivity_is_how_far_keys_turn() -> None:
     even = epicache.layer_weights(torch.tensor([1.0, 4.0]), 0.0)
     assert even == pytest.approx((0.5, 0.5))
     assert epicache.layer_weights(torch.tensor([1.0, 4.0]), 0.5) == pytest.approx((1 / 3, 2 / 3))
-    with pytest.raises(ValueError, match="sharpness=-1"):
-        epicache.layer_weights(torch.tensor([1.0]), -1)
 
 
 def test_refiners_save_for_drafters() -> None:
@@ -209,8 +196,6 @@ def test_refiners_save_for_drafters() -> None:
     assert bool((table.sum(0) == 400).all())
     assert set(sum(scalekv.capacities(index, 7, drafters=0), ())) == {7}
     assert Scheduled(2, (3, 4), scalekv.capacities(index, 9, drafters=2)).table
-    with pytest.raises(ValueError, match="drafters=5"):
-        scalekv.capacities(index, 100, drafters=5)
 
 
 def test_selectivity_is_attention_on_the_map_and_on_few_slots() -> None:
@@ -222,18 +207,3 @@ def test_selectivity_is_attention_on_the_map_and_on_few_slots() -> None:
     few[:, 0] = 1.0
     for probs in (here, few):
         assert float(scalekv.selectivity(probs, 2, best=1)) == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="current=11"):
-        scalekv.selectivity(even, 11)
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: LayerTable(4, (0.0, 0.0)), "weights="),
-        (lambda: Scheduled(4, ()), "scales="),
-        (lambda: Scheduled(4, (3, 4), ((1,),)), r"table\[0\]"),
-    ],
-)
-def test_bad_settings_are_refused(make: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        make()

@@ -124,20 +124,6 @@ def test_scales_hold_what_their_table_says() -> None:
     assert table[0][3] == 4 and table[1][3] == 36
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: scissorhands(10), "leaves 5 slots"),
-        # type: ignore[arg-type]
-        # type: ignore[arg-type]
-        (lambda: scalekv(scales=()), "scales="),
-    ],
-)
-def test_bad_settings_are_refused(make: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        make()
-
-
 def test_windowkv_says_what_a_window_is_worth() -> None:
     """Localization takes the mean of a window, aggregation that of its best tokens (section 2.2)."""
     whole, best = windowkv(task="localization"), windowkv(task="aggregation", best=2)

@@ -10,13 +10,13 @@ import torch
 
 from diffcache.kv.attend import Query
 from diffcache.kv.attended import Attended
-from diffcache.kv.score.attention import Mass, Window
+from diffcache.kv.score.attention import LastQuery, Mass, Window, WindowVariance
 from diffcache.kv.score.heads import HeadVote
 from diffcache.kv.score.history import LowCount, NoisyMass, Recurrence
-from diffcache.kv.score.patches import PatchCenters
-from diffcache.kv.score.probe import Asked, MaxAttention
+from diffcache.kv.score.probe import MaxAttention
+from diffcache.kv.score.recency import Recency
 from diffcache.kv.score.revised import Shared
-from diffcache.kv.score.vectors import Lag
+from diffcache.kv.score.vectors import KeyDifference, KeyNorm, Lag, ValueNorm
 from diffcache.kv.slots import Slots, span
 from diffcache.kv.store import KVStore
 from diffcache.kv.view import View
@@ -26,7 +26,8 @@ PROMPT = [14, 1, 1, 1]  # tokens of each forward
 TOKENS = sum(PROMPT)
 EVERY = [
     LowCount(6), NoisyMass(seed=3), Recurrence(0.1), MaxAttention(), HeadVote(((0, 3),), 4, 3),
-    Window(4, 3), Lag(4, 2), Shared(Mass(), heads=True),
+    Window(4, 3), Window(4, 3, "max", "max"), Lag(4, 2), Shared(Mass(), heads=True), KeyNorm(),
+    KeyDifference(), ValueNorm(), LastQuery(), WindowVariance(4), Recency(),
 ]  # fmt: skip
 
 
@@ -177,17 +178,3 @@ def test_chosen_heads_vote(heads: Any) -> None:
             assert found[layer][0, 0, slot] == pytest.approx(sum(near) / 3, rel=1e-4)
         assert torch.equal(found[layer][:, 0], found[layer][:, 1])
         assert bool((found[layer][..., before:] == float("inf")).all())
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: HeadVote(((),)), r"heads\[0\]"),
-        (lambda: PatchCenters(()), "scales="),
-        (lambda: scores(HeadVote(((9,),)), Text(12), [12]), "query heads"),
-        (lambda: scores(Asked(), Text(4), [4]), "compress_by_probe"),
-    ],
-)
-def test_bad_settings_are_refused(make: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        make()

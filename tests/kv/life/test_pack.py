@@ -99,15 +99,3 @@ def test_generation_goes_on_as_a_padded_batch(model: Any, space: str) -> None:
     ours = model.generate(input_ids=ids, attention_mask=mask, past_key_values=batch, **settings)
     wanted = model.generate(input_ids=ids, attention_mask=mask, **settings)
     assert torch.equal(ours, wanted)
-
-
-def test_bad_use_is_refused(model: Any) -> None:
-    with pytest.raises(ValueError, match="width=4"):
-        pack(prompts(), 4)
-    with pytest.raises(ValueError, match="give prompts"):
-        pack([])
-    with pytest.raises(ValueError, match="give prompts"):
-        pack([torch.arange(0)])
-    cache = cache_for(model, Recipe(), mode="native")
-    with pytest.raises(ValueError, match="right after the packed prefill"):
-        pack(prompts()).unpack(cache.store)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from diffcache.kv.life.prefix import PrefixTree, chain, time_to_live
 
 
@@ -87,19 +85,3 @@ def test_time_to_live_weighs_reloading_against_holding() -> None:
     assert time_to_live(durations, 0.5) == 0.0
     assert time_to_live(durations, 1000.0) == 60.0
     assert time_to_live([], 10.0) == 0.0
-
-
-def test_bad_use_is_refused() -> None:
-    with pytest.raises(ValueError, match="chunk=0"):
-        chain([1], "m", 0)
-    with pytest.raises(ValueError, match="chunk=0"):
-        PrefixTree("m", 1, 0)
-    with pytest.raises(ValueError, match="budget_bytes=-1"):
-        PrefixTree("m", -1)
-    tree: PrefixTree[str] = PrefixTree("m", 10, chunk=2)
-    with pytest.raises(ValueError, match="2 full chunks of 2; got 1 values"):
-        tree.insert([1, 2, 3, 4], ["a"], [1])
-    with pytest.raises(ValueError, match="seconds=-1"):
-        tree.pin([1, 2], -1)
-    with pytest.raises(ValueError, match="must be at least 0"):
-        time_to_live([1.0], -1)

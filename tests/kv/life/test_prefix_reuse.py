@@ -1,4 +1,4 @@
-"""A prefix tree in front of a model: what it holds need not be computed, and nothing changes."""
+"""A prefix tree in front of a model: held prefixes need not be computed, and nothing changes."""
 
 from __future__ import annotations
 

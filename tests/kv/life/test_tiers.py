@@ -1,4 +1,4 @@
-"""Tiers: what is hot stays, what is cold comes back as it was, and pins hold."""
+"""Tiers: hot blocks stay, cold ones come back as they were, and pins hold."""
 
 from __future__ import annotations
 
@@ -116,17 +116,6 @@ def test_moving_keeps_everything_else() -> None:
     found = moved(tree, "meta")
     assert found["a"][0].slots.k.is_meta and found["a"][1] == (1, None) and found["b"].is_meta
     assert moved(tree, "cpu")["b"] is tree["b"]
-
-
-def test_bad_use_is_refused() -> None:
-    with pytest.raises(ValueError, match="device_bytes=-1"):
-        Tiers(-1)
-    tiers = Tiers(800)
-    with pytest.raises(KeyError, match="is not held"):
-        tiers.pin("a", 1.0)
-    tiers.put("a", block(0))
-    with pytest.raises(ValueError, match="seconds=-1"):
-        tiers.pin("a", -1.0)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Who meets whom, and that nothing is lost or made when slots are absorbed."""
+"""Matches of slots, and that nothing is lost or made when they are absorbed."""
 
 from __future__ import annotations
 

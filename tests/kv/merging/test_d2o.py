@@ -14,7 +14,6 @@ from diffcache.kv.attended import Attended
 from diffcache.kv.merging.d2o import DenseLayers, Density, EmaMerge
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import Mass
-from diffcache.kv.score.recency import Recency
 from diffcache.kv.slots import Slots, span
 from diffcache.kv.view import View
 from tests.kv.merging import rows
@@ -150,7 +149,5 @@ def test_layers_never_hold_more_than_there_is_nor_less_than_the_least() -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="must keep column sums"):
-        Density(Recency())
     with pytest.raises(ValueError, match="wrap the score"):
         DenseLayers(4).allot([], [rows.layer()])

@@ -1,4 +1,4 @@
-"""EMS: what is evicted, what merges, what falls into the zero class; and its score."""
+"""EMS: slots that go, merge or fall into the zero class, and its score."""
 
 from __future__ import annotations
 

@@ -85,7 +85,3 @@ def test_what_does_not_fit_is_refused() -> None:
     seen.layer = 5
     with pytest.raises(ValueError, match="layer 5 with 9 channels"):
         ConvolutionMerge(weights())(seen, score, rows.plan(seen, score, 4))
-    with pytest.raises(ValueError, match="2 taps"):
-        weights(taps=2)
-    with pytest.raises(ValueError, match="steps=0"):
-        lococo.train(weights(), [], steps=0)

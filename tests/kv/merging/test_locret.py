@@ -8,9 +8,7 @@ import torch
 from diffcache.kv.attend import Query
 from diffcache.kv.learn import locret
 from diffcache.kv.recipes.merging import locret as recipe
-from diffcache.kv.score.learned import Retained, RetainingHeads
 from diffcache.kv.store import KVStore
-from tests.kv.merging import rows
 
 
 def drawn(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -102,17 +100,3 @@ def test_training_lowers_the_loss() -> None:
     for sample in samples:
         assert locret.loss(trained, sample) < 0.5 * locret.loss(HEADS, sample)
     assert not trained.first.requires_grad
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    q, k, v = drawn(4)
-    with pytest.raises(ValueError, match="layer 1 with 28 channels"):
-        HEADS(q, k, v, 1)
-    with pytest.raises(ValueError, match="second="):
-        RetainingHeads(torch.zeros(1, 4, 8), torch.zeros(1, 7, 2))
-    with pytest.raises(ValueError, match="no token was scored"):
-        Retained(HEADS)(rows.layer())
-    with pytest.raises(ValueError, match="prompt=4"):
-        locret.targets(locret.Sample(0, q, k, v, 4, 1.0))
-    with pytest.raises(ValueError, match="0 samples"):
-        locret.train(HEADS, [])

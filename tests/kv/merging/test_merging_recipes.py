@@ -112,20 +112,6 @@ def test_two_turns_hold_what_the_budget_says(model: Any, name: str) -> None:
     detach(model)
 
 
-def test_modes_and_spaces_differ(model: Any) -> None:
-    inputs = prompts()
-    logits = {
-        name: oracle.run(model, CASES[name].recipe, inputs, **GREEDY)[0].logits[1]
-        for name in ("d2o", "d2o-official", "d2o-pre", "elastic", "elastic-official", "kvmerger",
-                     "kvmerger-pre", "kvcrush", "kvcrush-official")
-    }  # fmt: skip
-    for one, two in (
-        ("d2o", "d2o-official"), ("d2o", "d2o-pre"), ("elastic", "elastic-official"),
-        ("kvmerger", "kvmerger-pre"), ("kvcrush", "kvcrush-official"),
-    ):  # fmt: skip
-        assert (logits[one] - logits[two]).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("mode", ["paper", "official"])
 def test_tags_say_what_is_text(model: Any, mode: str) -> None:
     inputs = prompts(rows=1)
@@ -224,12 +210,6 @@ def test_other_mergers_keep_the_norm_of_unrotated_keys(merge: Any) -> None:
     assert turned(256, merge) == pytest.approx(1, abs=1e-12)
 
 
-def test_merging_unrotated_keys_needs_them() -> None:
-    parts = {"score": Recency(), "budget": Uniform(2), "plan": TopK()}
-    with pytest.raises(ValueError, match="needs space='pre'"):
-        Recipe("bad", merge=NearestMerge(space="pre"), **parts)  # type: ignore[arg-type]
-
-
 def test_slots_that_took_over_nothing_are_not_turned_to_and_fro() -> None:
     """In half precision that would round them."""
     drawn = torch.Generator().manual_seed(0)
@@ -244,16 +224,3 @@ def test_slots_that_took_over_nothing_are_not_turned_to_and_fro() -> None:
     same_value = (kept.v == k[:, :, 6:]).all(-1)
     assert same_value.any() and not same_value.all()
     assert torch.equal(kept.k[same_value], k[:, :, 6:][same_value])
-
-
-def test_recipes_are_told_apart_by_their_settings() -> None:
-    for name in ("d2o", "ems", "elastic_cache", "look_m", "kvmerger", "chelsea", "kvcrush"):
-        function = getattr(merging, name)
-        assert function(8) == function(8) != function(9)
-        assert function(8).name == name
-    for name in ("d2o", "elastic_cache", "look_m", "kvcrush"):
-        with pytest.raises(ValueError, match="mode='other': must be 'paper' or 'official'"):
-            getattr(merging, name)(8, mode="other")
-    for name in ("d2o", "ems", "elastic_cache", "look_m", "kvmerger", "chelsea"):
-        with pytest.raises(ValueError, match="space='other': must be 'post' or 'pre'"):
-            getattr(merging, name)(8, space="other")

@@ -1,4 +1,4 @@
-"""What codecs decode to, against the algorithms of their authors' code, grids in half precision."""
+"""Decoded codes against the algorithms of their authors' code, grids in half precision."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_official_kivi(bits: int) -> None:
 
 @pytest.mark.parametrize(("part", "axis"), [("keys", 0), ("values", 1)])
 def test_official_gear(part: str, axis: int) -> None:
-    """What is quantized and what is kept apart, in one head; the low rank starts from other numbers."""
+    """Compare codes and outliers of one head; the low rank starts from other numbers."""
     size, group, share = 40, 8, 0.1
     x = torch.randn(size, size) * 2 + 5
     few = int(size * share / 2)

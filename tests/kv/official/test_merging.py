@@ -1,4 +1,4 @@
-"""What recipes keep and merge, against the algorithms of their authors' code."""
+"""Kept and merged slots against the algorithms of their authors' code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What queries read, against the algorithms of the authors' code, one query head a key head."""
+"""Slots that queries read against the algorithms of the authors' code, one query head a key head."""
 
 from __future__ import annotations
 

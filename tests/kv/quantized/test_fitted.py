@@ -17,8 +17,7 @@ from diffcache.kv.recipes.low_rank import (
     kv_heads,
     xquant_latent,
 )
-from tests.kv.quantized.short import generate, stock
-from tests.kv.tiny import llama, prompts, same
+from tests.kv.tiny import llama, prompts, same, shortly, stock
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,7 @@ def test_training_lowers_the_error_of_every_layer_and_goes_on_where_it_stopped(m
     again = learn.fit(projections, inputs, how, done={0: bases[0]}, report=report)
     assert again[0] is bases[0]
     assert torch.equal(again[1].key_down, bases[1].key_down)
-    out = generate(model, cache_for(model, cskv(bases, recent=8, bits=8)), prompts())
+    out = shortly(model, cache_for(model, cskv(bases, recent=8, bits=8)), prompts())
     assert torch.stack(out.logits).isfinite().all()
 
 
@@ -59,9 +58,9 @@ def test_full_bases_are_stock(model: Any) -> None:
     projections, inputs = noted(model)
     want = stock(model, prompts())
     full = learn.fit(projections, inputs, learn.Fit(32, steps=0))
-    same(generate(model, cache_for(model, cskv(full, recent=4)), prompts()), want, 2e-3)
+    same(shortly(model, cache_for(model, cskv(full, recent=4)), prompts()), want, 2e-3)
     all_heads = heads.fit(projections, inputs, 2, 2)
-    same(generate(model, cache_for(model, kv_heads(all_heads)), prompts()), want, 2e-3)
+    same(shortly(model, cache_for(model, kv_heads(all_heads)), prompts()), want, 2e-3)
 
 
 def test_latents_lose_nothing_before_they_are_quantized(model: Any) -> None:
@@ -75,9 +74,9 @@ def test_latents_lose_nothing_before_they_are_quantized(model: Any) -> None:
         assert torch.allclose(found.abs(), left.abs(), atol=1e-3)  # up to the sign of each vector
     want = stock(model, prompts())
     exact = cskv(bases, recent=0)
-    same(generate(model, cache_for(model, exact), prompts()), want, 2e-3)
+    same(shortly(model, cache_for(model, exact), prompts()), want, 2e-3)
     eight = xquant_latent(bases, 8, group=8, residual=8)
-    ours = generate(model, cache_for(model, eight), prompts())
+    ours = shortly(model, cache_for(model, eight), prompts())
     assert torch.equal(ours.sequences, want.sequences)
     with pytest.raises(ValueError, match="directions"):
         latents([(nn.Linear(2, 4), nn.Linear(2, 4))])
@@ -161,19 +160,3 @@ def test_a_group_keeps_the_best_of_what_its_heads_hold() -> None:
         x = outputs[:, 6 * part : 6 * part + 6]
         error = (x - outputs @ down @ up[:, 6 * part : 6 * part + 6]).square().sum()
         assert torch.isclose(error, torch.linalg.svdvals(x)[3:].square().sum())
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: learn.Fit(0), "rank=0"),
-        (lambda: learn.Fit(4, 0), "value_rank=0"),
-        (lambda: learn.Fit(4, steps=-1), "steps=-1"),
-        (lambda: learn.fit([], [[torch.ones(1)]], learn.Fit(4)), "inputs_of"),
-        (lambda: heads.group_bases(torch.ones(3, 12), 4, 3), "groups=3"),
-        (lambda: heads.fit([(nn.Linear(2, 2), nn.Linear(2, 2))], [[]], 2, 1), "inputs_of"),
-    ],
-)
-def test_bad_settings_are_refused(make: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        make()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -180,19 +179,6 @@ def test_a_codec_for_each_layer() -> None:
         codec.hold(store.layers[0].read(), 1)
     with pytest.raises(ValueError, match="scope"):
         ByLayer((replace(xquant().codec, scope=2),))  # type: ignore[type-var]
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: Pair(Exact(), GroupQuant(2, "tokens", 8), 8, slide=True), "slide"),
-        (lambda: Pair(GroupQuant(2, "tokens", 32), Exact(), 48), "multiple of 32"),
-        # type: ignore[arg-type]
-    ],
-)
-def test_bad_settings_are_refused(make: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        make()
 
 
 def test_codecs_leave_a_hook_that_does_nothing() -> None:

@@ -19,34 +19,18 @@ from diffcache.kv.recipes.low_rank import (
     xkv,
 )
 from diffcache.kv.recipes.quantized import (
-    gear,
     kivi,
-    mikv,
-    mustafar,
     rotatekv,
-    staircase,
-    vidkv,
     xquant,
-    zipcache,
 )
-from tests.kv.quantized.short import SHORT, WAYS, generate, given, stock
-from tests.kv.tiny import llama, prompts, same
+from tests.kv.tiny import SHORT, WAYS, given, llama, prompts, same, shortly, stock
 
-RECIPES: dict[str, Recipe] = {
+RECIPES = {
     "kivi": kivi(4, group=8, residual=16),
-    "gear": gear(4, group=8, buffer=16),
-    "zipcache": zipcache(every=16),
-    "mikv": mikv(16, every=4, queries=8, group=8, bits=4),
     "rotatekv": rotatekv(4, group=8, heads=2, recent=8),
-    "vidkv": vidkv(group=8, residual=16),
     "xquant": xquant(group=8, residual=16),
-    "staircase": staircase((8, 16, 32), group=8),
-    "mustafar": mustafar(recent=8),
     "xkv": xkv(block=16),
     "minicache": minicache(block=16, bits=4, skip=2),
-    "snapkv | kivi": snapkv(20) | kivi(4, group=4, residual=8),
-    "snapkv | minicache": snapkv(20) | minicache(block=8),
-    "snapkv | rotatekv": snapkv(20) | rotatekv(group=8, recent=8),
 }
 EXACT = Pair(Exact(), Exact(), 8, recent=3)
 PLUMBING: dict[str, Recipe] = {
@@ -83,7 +67,7 @@ def test_exact_codecs_are_stock_bit_for_bit(
 ) -> None:
     for way, settings in WAYS.items():
         cache = cache_for(model, PLUMBING[name], mode=mode)
-        ours = generate(model, cache, given(way), **settings)
+        ours = shortly(model, cache, given(way), **settings)
         assert cache.store.layers[0].segments
         same(ours, theirs[way])
 
@@ -92,15 +76,15 @@ def test_setting_sinks_apart_changes_the_order_of_sums_alone(
     model: Any, theirs: dict[str, Any]
 ) -> None:
     recipe = Recipe(codec=Pair(Exact(), Exact(), 8, whole=True, sinks=4))
-    ours = generate(model, cache_for(model, recipe, mode="native"), prompts())
+    ours = shortly(model, cache_for(model, recipe, mode="native"), prompts())
     same(ours, theirs["greedy"], 2e-6)
 
 
-@pytest.mark.parametrize("name", ["kivi", "rotatekv", "xquant", "xkv", "minicache"])
+@pytest.mark.parametrize("name", RECIPES)
 def test_stock_and_native_modes_say_the_same(model: Any, name: str) -> None:
     inputs = {key: value[1:2] for key, value in prompts().items()}  # without padding
     outs = [
-        generate(model, cache_for(model, RECIPES[name], mode=mode), inputs)
+        shortly(model, cache_for(model, RECIPES[name], mode=mode), inputs)
         for mode in ("stock", "native")
     ]
     same(*outs, tolerance=2e-4)
@@ -112,5 +96,5 @@ def test_coding_is_close_to_stock_where_bits_are_many(model: Any, theirs: dict[s
         rotatekv(8, group=8, recent=4),
         xkv(1.0, value_rank=1.0, block=8),
     ):
-        ours = generate(model, cache_for(model, recipe), prompts())
+        ours = shortly(model, cache_for(model, recipe), prompts())
         assert torch.equal(ours.sequences, theirs["greedy"].sequences), recipe.name

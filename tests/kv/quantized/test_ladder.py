@@ -177,16 +177,3 @@ def test_statistics_follow_slots_through_levels_and_ragged_rows() -> None:
         )
         kept = [sorted(p for p in pos[row, 0].tolist() if p >= 0) for row in range(2)]
         assert kept == [list(range(at + 1)), list(range(4, at + 1))]
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: ByAge((4, 4)), "rise"),
-        (lambda: ByAge(()), "rise"),
-        (lambda: staircase(()), "one to four"),
-    ],
-)
-def test_bad_settings_are_refused(make: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        make()

@@ -16,8 +16,7 @@ from diffcache.kv.hf.remat import projections_of, remat_cache_for
 from diffcache.kv.recipes.low_rank import (
     rematerialised,
 )
-from tests.kv.quantized.short import WAYS, generate, given, stock
-from tests.kv.tiny import llama, prompts, same, second_turn
+from tests.kv.tiny import WAYS, given, llama, prompts, same, second_turn, shortly, stock
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def test_exact_inputs_are_stock(way: str, layers: int) -> None:
     inputs = given(way)
     want = stock(model, inputs, **WAYS[way])
     cache = remat_cache_for(model, None, residual=8, layers=layers)
-    ours = generate(model, cache, inputs, **WAYS[way])
+    ours = shortly(model, cache, inputs, **WAYS[way])
     same(ours, want, tolerance=1e-6)  # logits are rounded to float32
     assert cache.store.layers[0].read().k.shape[1:] == (1, cache.store.seen, 64)
     detach(model)
@@ -41,18 +40,18 @@ def test_exact_inputs_are_stock(way: str, layers: int) -> None:
 def test_a_second_turn_reads_inputs_again() -> None:
     model = llama().double()
     full = DynamicCache(config=model.config)
-    first = generate(model, full, prompts())
+    first = shortly(model, full, prompts())
     turn = second_turn(prompts(), first.sequences)
-    want = generate(model, full, turn)
+    want = shortly(model, full, turn)
     cache = remat_cache_for(model, None, residual=8)
-    generate(model, cache, prompts())
-    same(generate(model, cache, turn), want, tolerance=1e-6)
+    shortly(model, cache, prompts())
+    same(shortly(model, cache, turn), want, tolerance=1e-6)
     detach(model)
 
 
 def test_keys_and_values_are_projections_of_what_the_codes_say(model: Any) -> None:
     cache = remat_cache_for(model, 4, group=16, residual=8)
-    generate(model, cache, prompts())
+    shortly(model, cache, prompts())
     layer = cache.store.layers[2]
     x = layer.segments[0].read().k[:, 0]
     (view,) = cache.store.recipe.retrieve.views(None, layer, [])  # type: ignore[union-attr, arg-type]
@@ -87,7 +86,7 @@ def test_models_that_change_keys_after_the_projection_are_refused() -> None:
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).eval()
     with pytest.raises(AttachError, match="normalization"):
-        generate(model, remat_cache_for(model, 4), prompts())
+        shortly(model, remat_cache_for(model, 4), prompts())
     detach(model)
     model.model.layers[0].self_attn.k_proj = nn.Identity()
     with pytest.raises(AttachError, match="k_proj"):
@@ -97,5 +96,5 @@ def test_models_that_change_keys_after_the_projection_are_refused() -> None:
 def test_a_cache_without_inputs_is_refused(model: Any) -> None:
     recipe = rematerialised(projections_of(model, [0, 1, 2, 3]))
     with pytest.raises(ValueError, match="remat_cache_for"):
-        generate(model, cache_for(model, recipe), prompts())
+        shortly(model, cache_for(model, recipe), prompts())
     detach(model)

@@ -1,4 +1,4 @@
-"""Which tokens are held in more bits: by probes, and by channels balanced against queries."""
+"""Tokens that are held in more bits: by probes, and by channels balanced against queries."""
 
 from __future__ import annotations
 

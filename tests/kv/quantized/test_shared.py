@@ -1,4 +1,4 @@
-"""Neighboring layers held together: what they share, what they decode to, what it weighs."""
+"""Neighboring layers held together: shared codes, decoded numbers, and bytes."""
 
 from __future__ import annotations
 
@@ -246,19 +246,3 @@ def test_a_rung_holds_slots_of_one_layer() -> None:
     assert torch.allclose(slots.k[:, :, :6], k, atol=1e-5)
     both = codec.joined(segment, segment)
     assert both is not None and both.width == 16 and both.level == 2
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        # type: ignore[arg-type]
-        (lambda: SharedDirection().encode(draw(3)), "scope=2"),
-        (
-            lambda: Together(SharedCodes(GroupQuant(2, "tokens", 32)), Single(QUANT), 2, 48),
-            "multiple",
-        ),
-    ],
-)
-def test_bad_settings_are_refused(make: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        make()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.attend import Query, attend
-from diffcache.kv.budget import Size
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.a2ats import KeyCodes
 from diffcache.kv.retrieval.double_sparsity import LabelChannels
@@ -22,6 +21,7 @@ from diffcache.kv.retrieval.sentence import Sentences
 from diffcache.kv.retrieval.shadowkv import Landmarks
 from diffcache.kv.retrieval.tidal import LayerReuse
 from diffcache.kv.rotary import Rotary
+from diffcache.kv.settings import Size
 
 B, H, G, D = 2, 2, 3, 16
 HALF = ((0, 3, 5, 6, 9, 11, 12, 15), (1, 2, 4, 7, 8, 10, 13, 14))

@@ -1,4 +1,4 @@
-"""What every retriever owes: all is the dense attention, needles are found, rows do not mix."""
+"""Contract of retrievers: all is the dense attention, needles are found, rows do not mix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.retrieval.quest import Quest
 from diffcache.kv.retrieval.select import fill, top
 from diffcache.kv.retrieval.summary import known, slots_read
 from diffcache.kv.segment import Dense
@@ -181,15 +180,3 @@ def test_fill_takes_whole_blocks_that_fit_and_the_best_one_always() -> None:
     for room, want in ((6, [1, 0, 0, 0]), (9, [1, 1, 0, 0]), (10, [1, 1, 0, 1]), (2, [1, 0, 0, 0])):
         assert fill(score, size, torch.tensor([[room]])).tolist() == [[want]], room
     assert not fill(score, size, torch.tensor([[0]])).any()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-
-          ({"page": 0}, "size=0"),
-    ],
-)  # fmt: skip
-def test_bad_settings_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Quest(**settings)  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from diffcache.kv.budget import Size
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.hf.cache import cache_for, detach
@@ -17,14 +16,9 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes import retrieval as recipes
 from diffcache.kv.recipes.eviction import adakv, snapkv
 from diffcache.kv.retrieval.summary import known, slots_read
-from tests.kv.tiny import GREEDY, llama, prompts, row, same
+from diffcache.kv.settings import Size
+from tests.kv.tiny import SHORT, WAYS, given, llama, prompts, same
 
-SHORT = {**GREEDY, "max_new_tokens": 6}
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "beams": {"num_beams": 3},
-    "assisted": {"prompt_lookup_num_tokens": 3},
-}
 CHANNELS = (((0, 2, 8, 13), (1, 5, 7, 9)),) * 4
 RECIPES: dict[str, Callable[[Size], Recipe]] = {
     "quest": lambda n: recipes.quest(n, page=4, skip=1),
@@ -47,16 +41,11 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def stock(model: Any) -> dict[str, Any]:
-    """What the model gives without a cache of ours, by way."""
+    """Return the outputs of the model without a cache of ours, by way."""
     detach(model)
     return {
-        way: model.generate(**_inputs(way), **SHORT, **settings) for way, settings in WAYS.items()
+        way: model.generate(**given(way), **SHORT, **settings) for way, settings in WAYS.items()
     }
-
-
-def _inputs(way: str) -> dict[str, torch.Tensor]:
-    inputs = prompts()
-    return row(inputs, 1) if way == "assisted" else inputs
 
 
 @pytest.mark.parametrize("way", ["beams", "assisted"])
@@ -64,7 +53,7 @@ def _inputs(way: str) -> dict[str, torch.Tensor]:
 def test_reading_less_reads_less(model: Any, stock: Any, name: str, way: str) -> None:
     budget = 44 if name == "shadowkv" else 12  # its last four chunks are exact
     cache = cache_for(model, RECIPES[name](budget))
-    found = model.generate(**_inputs(way), past_key_values=cache, **SHORT, **WAYS[way])
+    found = model.generate(**given(way), past_key_values=cache, **SHORT, **WAYS[way])
     detach(model)
     assert found.sequences.shape == stock[way].sequences.shape
     store = cache.store

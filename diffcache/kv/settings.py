@@ -1,0 +1,256 @@
+"""Settings of recipes and of their parts: types that carry a range, checked by their names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import torch
+
+from diffcache.kv.codec.pack import CHUNKS
+
+P = ParamSpec("P")
+Made = TypeVar("Made")
+Size = int | float  # a count, or a share
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a setting may have.
+
+    Args:
+        least: The smallest, or what all are above.
+        most: The largest, or what all are below.
+        above: `least` itself is left out.
+        below: `most` itself is left out.
+    """
+
+    least: float
+    most: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        left_out = (self.above and value == self.least) or (self.below and value == self.most)
+        return self.least <= value <= self.most and not left_out
+
+    def __str__(self) -> str:
+        start = f"above {self.least}" if self.above else f"of at least {self.least}"
+        if self.most == math.inf:
+            return start
+        return f"{start} and {'below' if self.below else 'at most'} {self.most}"
+
+
+class OneOf(tuple[float, ...]):
+    """The few numbers that a setting may have."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "out of " + ", ".join(f"{value:g}" for value in self)
+
+
+class OddNumbers:
+    """The odd numbers from 1 on."""
+
+    def __contains__(self, value: int) -> bool:
+        return value >= 1 and value % 2 == 1
+
+    def __str__(self) -> str:
+        return "that is odd and at least 1"
+
+
+class FloatTypes:
+    """The dtypes of floating point."""
+
+    def __contains__(self, value: torch.dtype) -> bool:
+        return value.is_floating_point
+
+    def __str__(self) -> str:
+        return "of floats"
+
+
+Count = Annotated[int, Range(1)]
+Several = Annotated[int, Range(2)]
+Odd = Annotated[int, OddNumbers()]
+Whole = Annotated[int, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+SomeShare = Annotated[float, Range(0, 1, above=True)]
+Factor = Annotated[float, Range(1)]
+Positive = Annotated[float, Range(0, above=True)]
+NotNegative = Annotated[float, Range(0)]
+Cosine = Annotated[float, Range(-1, 1)]
+Bits = Annotated[float, OneOf(CHUNKS)]
+FloatType = Annotated[torch.dtype, FloatTypes()]
+Mode = Literal["paper", "official"]
+
+
+class Settings:
+    """Settings of a part of a recipe: a frozen dataclass whose annotations say what it takes.
+
+    Numbers, choices (`Literal`) and single classes are checked by their annotations, what these
+    cannot say by `check`; a setting that is refused raises ValueError.
+    """
+
+    def __post_init__(self) -> None:
+        made: Any = type(self)
+        hints = _hints(made)
+        for each in fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            if each.init:
+                value = _plain(getattr(self, each.name))
+                check_setting(each.name, value, hints[each.name])
+                object.__setattr__(self, each.name, value)
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
+
+
+def checked(make: Callable[P, Made]) -> Callable[P, Made]:
+    """Return a recipe's function that checks its settings by their annotations first.
+
+    Numbers, choices (`Literal`) and single classes are checked; tables are left to the parts.
+
+    Raises:
+        ValueError: By what is returned, if a setting is not what its annotation says.
+    """
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def checking(*args: P.args, **kwargs: P.kwargs) -> Made:
+        hints = _hints(make)
+        bound = signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = value = _plain(value)
+            check_setting(name, value, hints[name])
+        return make(*bound.args, **bound.kwargs)
+
+    return checking
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of numpy or another library as one of Python."""
+    if isinstance(value, (bool, int, float)):
+        return float(value) if isinstance(value, float) else value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+@functools.cache
+def _hints(make: Callable[..., Any]) -> dict[str, Any]:
+    return get_type_hints(make, include_extras=True)
+
+
+def check_size(name: str, size: object) -> None:
+    """Raise unless it is a number of slots or a share of the tokens.
+
+    A whole number is a count, from 2 on, and a float a share, 1.0 being everything. 1 is refused:
+    other programs' JSON writes it for 1.0, and a single slot is of little use.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    is_share = isinstance(size, float) and 0 < size <= 1
+    is_count = isinstance(size, int) and not isinstance(size, bool) and size >= 2
+    if not (is_share or is_count):
+        hint = "; write 1.0 for everything" if type(size) is int and size == 1 else ""
+        raise ValueError(
+            f"{name}={size!r}: must be a count, a whole number of at least 2, or a share, a float "
+            f"above 0 and at most 1.0{hint}"
+        )
+
+
+def check_setting(name: str, value: object, hint: Any) -> None:
+    """Raise unless a value is what an annotation says.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and NoneType in kinds:
+        return
+    if hint == Size:
+        check_size(name, value)
+        return
+    kind, *more = (kind for kind in kinds if kind is not NoneType)
+    if more or kind is Any:
+        return
+    limits: Any = None
+    if get_origin(kind) is Annotated:
+        kind, limits = get_args(kind)
+    wanted = _wanted(value, kind, limits)
+    if wanted is not None:
+        none = " or None" if NoneType in kinds else ""
+        raise ValueError(f"{name}={value!r}: must be {wanted}{none}")
+
+
+def _wanted(value: Any, kind: Any, limits: Any) -> str | None:
+    """Return what a value must be, or None if that is what it is."""
+    allowed = "" if limits is None else f" {limits}"
+    origin = get_origin(kind)
+    if kind in (int, float):
+        known = isinstance(value, (int, kind)) and not isinstance(value, bool)
+        if known and math.isfinite(value) and (limits is None or value in limits):
+            return None
+        return ("a whole number" if kind is int else "a number") + allowed
+    if origin is Literal:
+        choices = get_args(kind)
+        known = isinstance(value, str) and value in choices
+        return None if known else " or ".join(map(repr, choices))
+    if origin in (tuple, Sequence):
+        return None if isinstance(value, (tuple, list)) else "a tuple or a list"
+    # On Python 3.10 `tuple[int, ...]` passes for a type.
+    if origin or not isinstance(kind, type):
+        return None
+    if isinstance(value, kind) and (limits is None or value in limits):
+        return None
+    return "True or False" if kind is bool else f"a {kind.__name__}{allowed}"
+
+
+def check_room(budget: Size, always: Mapping[str, int]) -> None:
+    """Raise if a number of slots leaves none to choose beside those that are always read.
+
+    A share is looked at when it is used: how many slots it is depends on the text.
+
+    Args:
+        budget: Slots a query reads, or a share of the tokens.
+        always: Numbers of slots that are always read, by the name of the setting behind each.
+
+    Raises:
+        ValueError: If it leaves none.
+    """
+    if isinstance(budget, int) and budget <= sum(always.values()):
+        why = ", ".join(f"{name}={count}" for name, count in always.items())
+        raise ValueError(
+            f"budget={budget}: must be above the {sum(always.values())} slots that are always "
+            f"read ({why}), or nothing is chosen; give more, or make those fewer"
+        )
+
+
+def check_multiple(name: str, value: int, group: int) -> None:
+    """Raise unless a number of tokens is a multiple of those that are coded together.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if value % group:
+        raise ValueError(
+            f"{name}={value}: must be a multiple of group={group}, the tokens coded together"
+        )

@@ -1,0 +1,136 @@
+"""The autoencoder of the sticker films, in Wan's format: four frames of 64x64 to 8x8x32 latents.
+
+The first frame has latents of its own, each four after it share theirs. Like Wan 2.2's it works on
+pixels that are folded two by two, and its down- and upsampling have shortcuts without weights, so
+that it starts from a coarse copy of the film.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKLWan
+from PIL import Image
+from torch import Tensor, nn
+
+from diffcache.eval.workshop.small.sticker_films import render_film, sample_film
+from diffcache.eval.workshop.small.trainer import Job, Settings
+from diffcache.psnr import psnr
+
+CHANNELS = 32
+FRAMES = 17  # of a training film: five latents
+HELD = 32
+_KL = 1e-4
+
+
+def build_autoencoder() -> AutoencoderKLWan:
+    """Build the autoencoder, untrained: its latents start with little noise."""
+    model = AutoencoderKLWan(
+        base_dim=16,
+        decoder_base_dim=32,
+        z_dim=CHANNELS,
+        dim_mult=[1, 2, 2],
+        num_res_blocks=1,
+        attn_scales=[],
+        temperal_downsample=[True, True],
+        is_residual=True,
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        scale_factor_temporal=4,
+        scale_factor_spatial=8,
+        latents_mean=[0.0] * CHANNELS,
+        latents_std=[1.0] * CHANNELS,
+    )
+    nn.init.zeros_(model.quant_conv.weight[CHANNELS:])
+    nn.init.constant_(model.quant_conv.bias[CHANNELS:], -5.0)
+    return model
+
+
+def load_autoencoder(path: Path) -> AutoencoderKLWan:
+    """Load the averaged weights of a trained autoencoder from its checkpoint."""
+    average = torch.load(path, weights_only=True)["average"]
+    model = build_autoencoder()
+    nn.ModuleDict({"vae": model}).load_state_dict(average)
+    return model.eval().requires_grad_(False)
+
+
+def to_film(pictures: Tensor) -> Tensor:
+    """Return frames uint8 [..., F, 64, 64, 3] as a film float32 [..., 3, F, 64, 64] in [-1, 1]."""
+    return pictures.movedim(-1, -4).float() / 127.5 - 1
+
+
+def draw_films(numbers: Tensor, seed: int, *, held: bool = False) -> tuple[Tensor, Tensor]:
+    """Draw the films with these numbers, each from a seed of its own.
+
+    Returns:
+        Films float32 [B, 3, F, 64, 64] in [-1, 1], and where objects are, bool [B, 1, F, 64, 64].
+    """
+    drawn = [
+        render_film(sample_film(np.random.default_rng([seed, int(n)]), held=held), FRAMES)
+        for n in numbers
+    ]
+    pictures, masks = (torch.from_numpy(np.stack(part)) for part in zip(*drawn, strict=True))
+    return to_film(pictures), masks[:, None]
+
+
+class VideoAutoencoder(Job):
+    """Train encoder and decoder together on absolute errors of colors, of edges and of motion.
+
+    Pixels of objects count three times. Latents are drawn from the posterior, whose divergence
+    from a unit Gaussian has a small weight.
+    """
+
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        super().__init__(settings, folder)
+        self.held = draw_films(torch.arange(HELD), settings.seed + 2, held=True)
+
+    def build(self) -> nn.ModuleDict:
+        """Build the autoencoder."""
+        return nn.ModuleDict({"vae": build_autoencoder()})
+
+    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the loss of the films with these numbers."""
+        wanted, masks = draw_films(chosen, self.settings.seed + 1)
+        vae: Any = models["vae"]
+        posterior = vae.encode(wanted).latent_dist
+        noise = torch.randn(posterior.mean.shape, generator=generator)
+        made = vae.decode(posterior.mean + posterior.std * noise).sample
+        weight = 1 + 2 * masks.float()
+        error: Tensor = ((made - wanted).abs() * weight).mean()
+        for axis in (2, 3, 4):
+            error = error + 0.5 * (made.diff(dim=axis) - wanted.diff(dim=axis)).abs().mean()
+        variance = posterior.std.square()
+        divergence = 0.5 * (posterior.mean.square() + variance - 1 - posterior.logvar).mean()
+        loss: Tensor = error + _KL * divergence
+        return loss
+
+    @torch.no_grad()
+    def rebuild(self, models: nn.ModuleDict, count: int = HELD) -> Tensor:
+        """Return held-out films after encoding and decoding, in [-1, 1]."""
+        vae: Any = models["vae"]
+        parts = self.held[0][:count].split(8)
+        return torch.cat([vae.decode(vae.encode(x).latent_dist.mode()).sample for x in parts])
+
+    def measure(self, models: nn.ModuleDict) -> dict[str, float]:
+        """Measure the PSNR in dB of held-out films, whole and where objects are."""
+        films, masks = self.held
+        made = self.rebuild(models)
+        whole = psnr(made, films, span=2)
+        objects = psnr(made, films, span=2, mask=masks)
+        return {"psnr": float(whole.mean()), "psnr_objects": float(objects.mean())}
+
+    def show(self, models: nn.ModuleDict) -> Image.Image:
+        """Draw six held-out films, each above what becomes of it: every second frame."""
+        made = self.rebuild(models, 6)
+        rows = [
+            film[:, ::2].permute(2, 1, 3, 0).flatten(1, 2)
+            for pair in zip(self.held[0], made, strict=False)
+            for film in pair
+        ]
+        pixels = ((torch.cat(rows) + 1) * 127.5).round().byte().numpy()
+        sheet = Image.fromarray(pixels)
+        return sheet.resize((2 * sheet.width, 2 * sheet.height), Image.Resampling.BICUBIC)
