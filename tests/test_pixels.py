@@ -16,21 +16,18 @@ from diffcache.eval.metrics.pixels import (
     ssim,
     temporal_error,
 )
+from tests.picture_files import normal
 
 SIZES = [(64, 64), (47, 72), (100, 102), (176, 181)]  # 3, 3, 4 and 5 scales
 
 
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def pair(height: int, width: int, count: int = 3, strength: float = 20) -> tuple[Tensor, Tensor]:
     """Return smooth pictures with a flat white corner, and the same with noise of growing size."""
-    clean = interpolate(noise(count, 3, 8, 8), (height, width), mode="bicubic")
+    clean = interpolate(normal(count, 3, 8, 8), (height, width), mode="bicubic")
     clean = (clean * 60 + 128).clamp(0, 255)
     clean[..., : height // 3, : width // 3] = 255
     scale = strength * torch.arange(1, count + 1).view(-1, 1, 1, 1)
-    other = clean + noise(count, 3, height, width, seed=1) * scale
+    other = clean + normal(count, 3, height, width, seed=1) * scale
     other[..., : height // 3, : width // 3] = 250
     return clean.round().to(torch.uint8), other.round().clamp(0, 255).to(torch.uint8)
 
@@ -97,7 +94,7 @@ def test_ssim_is_its_definition() -> None:
 
 
 def test_opposite_pictures_have_ms_ssim_nothing_and_negative_ssim() -> None:
-    a = (noise(2, 3, 64, 64) * 40 + 128).clamp(0, 255).to(torch.uint8)
+    a = (normal(2, 3, 64, 64) * 40 + 128).clamp(0, 255).to(torch.uint8)
     assert ms_ssim(a, 255 - a).tolist() == [0, 0]
     assert (ssim(a, 255 - a) < 0).all()
 
