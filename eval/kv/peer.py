@@ -32,11 +32,12 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from diffcache.errors import UnknownMethodError
 from diffcache.eval.metrics.inception import MissingPackageError
 from diffcache.foreign import with_cache
-from diffcache.kv.budget import Budget, check_size
+from diffcache.kv.budget import Budget
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.base import Score
+from diffcache.kv.settings import check_size
 
 PREFIX = "kvpress/"
 INSTALL = "pip install --no-deps kvpress==0.5.5"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from torch import Tensor
 
+from diffcache.files import read_json
+from diffcache.method import check_int
 from diffcache.pipelines.causal_checkpoint import load_causal
 from diffcache.pipelines.causal_video import CausalVideo
-from diffcache.pipelines.demo.saved import DTYPES, check_dtype
+from diffcache.pipelines.demo.saved import DTYPES, call_defaults, check_dtype
 from diffcache.pipelines.demo.session_film import Served
 from diffcache.pipelines.shipped_models import places, present
 from diffcache.pipelines.small import causal
@@ -26,6 +29,7 @@ from diffcache.pipelines.small.causal_scenes import (
     prompt,
 )
 from diffcache.pipelines.streaming_vae import WanDecoder
+from diffcache.video import FewSteps
 
 WAN_SIZE, WAN_FPS = (480, 832), 16
 WAN_PROMPTS = (
@@ -64,10 +68,10 @@ def open_model(model: str | None, wan: Path | None, dtype: str, device: torch.de
     if path.is_file():
         transformer = load_causal(path, dtype=kind)
         pipe = WanPipeline.from_pretrained(wan, transformer=transformer, torch_dtype=kinds)
-        return _of_wan(pipe.to(device), path.stem)
+        return _of_wan(pipe.to(device), path.stem, Streaming())
     if (path / "vae").is_dir():
         pipe = WanPipeline.from_pretrained(path, torch_dtype=kinds)
-        return _of_wan(pipe.to(device), path.name)
+        return _of_wan(pipe.to(device), path.name, streaming(path))
     return of_shapes(causal.load(path, kind), path.name, device)
 
 
@@ -108,19 +112,76 @@ class Pixels:
         return latents
 
 
-def _of_wan(pipe: Any, name: str) -> Served:
+@dataclass(frozen=True)
+class Streaming:
+    """How a folder of a causal `WanPipeline` is streamed; by default as Self-Forcing's weights are.
+
+    Attributes:
+        size: Height and width that it was trained at, in pixels.
+        words: Tokens of a prompt, with padding.
+        chunk: Latent frames of a chunk.
+        fps: Frames a second.
+        prompts: Examples.
+        sampler: Noise levels.
+    """
+
+    size: tuple[int, int] = WAN_SIZE
+    words: int = 512
+    chunk: int = 3
+    fps: int = WAN_FPS
+    prompts: Sequence[str] = WAN_PROMPTS
+    sampler: FewSteps = field(default_factory=FewSteps)
+
+
+def streaming(folder: Path) -> Streaming:
+    """Read how a model is streamed from `diffcache.json` in its folder.
+
+    Its `call` may hold `height`, `width` and `max_sequence_length`, its `stream` the `chunk`, the
+    `fps`, `prompts`, and the settings of a `FewSteps` as `sampler`.
+
+    Raises:
+        ValueError: If the file is no JSON, or has something else there.
+    """
+    call, file = call_defaults(folder), folder / "diffcache.json"
+    found = Streaming(
+        size=(call.get("height", WAN_SIZE[0]), call.get("width", WAN_SIZE[1])),
+        words=call.get("max_sequence_length", Streaming.words),
+    )
+    try:
+        said = dict(read_json(file).get("stream", {})) if file.exists() else {}
+        if "sampler" in said:
+            said["sampler"] = FewSteps(**said["sampler"])
+        found = replace(found, **said)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}: stream: {error}") from error
+    for name in ("words", "chunk", "fps"):
+        check_int(f"{file}: {name}", getattr(found, name), 1)
+    if not found.prompts or not all(isinstance(text, str) for text in found.prompts):
+        raise ValueError(f"{file}: stream.prompts={found.prompts!r}: must be sentences")
+    return found
+
+
+def _of_wan(pipe: Any, name: str, way: Streaming) -> Served:
     """Return a model of Wan to be served."""
 
     @torch.no_grad()
     def embed(text: str) -> Tensor:
         found: Tensor = pipe.encode_prompt(
-            text, do_classifier_free_guidance=False, max_sequence_length=512
+            text, do_classifier_free_guidance=False, max_sequence_length=way.words
         )[0]
         return found
 
-    return Served(CausalVideo(pipe.transformer), embed, lambda: WanDecoder(pipe.vae), WAN_SIZE,
-                  pipe.vae_scale_factor_spatial, WAN_PROMPTS, WAN_FPS, name,
-                  beside="window:sinks=0")  # fmt: skip
+    return Served(
+        CausalVideo(pipe.transformer, chunk=way.chunk, sampler=way.sampler),
+        embed,
+        lambda: WanDecoder(pipe.vae),
+        way.size,
+        pipe.vae_scale_factor_spatial,
+        way.prompts,
+        way.fps,
+        name,
+        beside="window:sinks=0",
+    )
 
 
 def _found(model: str | None) -> Path:

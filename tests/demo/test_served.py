@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from diffcache.pipelines.demo import replicas, serve, served
 from diffcache.pipelines.demo.program import Asked, Program
 from diffcache.pipelines.demo.session_film import SessionFilm
 from diffcache.pipelines.small import causal, wan
+from diffcache.video import FewSteps
 from tests.video.test_streaming_vae import at_once
 
 CPU = torch.device("cpu")
@@ -33,7 +35,7 @@ def test_a_pipeline_of_wan_is_filmed_through_its_text_encoder_and_autoencoder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opened = served.open_model(str(wan.DIRECTORY), None, "auto", CPU)
-    assert (opened.scale, opened.size, opened.name) == (8, (480, 832), "shapes-wan")
+    assert (opened.scale, opened.size, opened.name) == (8, (64, 64), "shapes-wan")
     program = opened.program(1, 1)
     assert (
         program.multiple == 16 and program.beside == "window:sinks=0"
@@ -46,6 +48,22 @@ def test_a_pipeline_of_wan_is_filmed_through_its_text_encoder_and_autoencoder(
     latents = torch.randn(1, 6, 3, 4, 6)
     vae: Any = film.decoder.vae  # type: ignore[attr-defined]
     assert torch.equal(opened.decoder().decode(latents), at_once(vae, latents))
+
+
+def test_a_folder_says_how_it_is_streamed(tmp_path: Path) -> None:
+    assert served.streaming(tmp_path) == served.Streaming()  # as Self-Forcing's weights
+    said = {"chunk": 2, "fps": 12, "prompts": ["a fox"], "sampler": {"predicts": "clean"}}
+    file = tmp_path / "diffcache.json"
+    file.write_text(json.dumps({"call": {"height": 64, "max_sequence_length": 8}, "stream": said}))
+    wanted = served.Streaming((64, 832), 8, 2, 12, ["a fox"], FewSteps(predicts="clean"))
+    assert served.streaming(tmp_path) == wanted
+    for wrong, words in (
+        ({"chunks": 2}, "stream: .*'chunks'"), ({"chunk": 0}, "chunk=0: must be"), (3, "stream: "),
+        ({"sampler": {"predicts": "x"}}, "stream: predicts='x'"), ({"prompts": []}, "prompts="),
+    ):  # fmt: skip
+        file.write_text(json.dumps({"stream": wrong}))
+        with pytest.raises(ValueError, match=words):
+            served.streaming(tmp_path)
 
 
 def test_a_folder_of_shapes_and_a_file_of_weights(
