@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,18 @@ from diffcache.quant.integer import int_matmul
 
 SIZES = {"FLUX.1-dev": (4608, 3072, 12288), "Wan2.1-1.3B": (4680, 1536, 8960)}
 ZERO = 3
+
+
+def _launch(
+    dense: Any, rows: Tensor, codes: Tensor, terms: Tensor, zero: int, factor: Tensor, shift: Tensor
+) -> Tensor:
+    return linear.linear_of_codes(rows, codes, terms, zero, factor, shift, torch.bfloat16)
+
+
+def _plain(
+    dense: Any, rows: Tensor, codes: Tensor, terms: Tensor, zero: int, factor: Tensor, shift: Tensor
+) -> Tensor:
+    return linear.linear_twin(rows, codes, terms, zero, factor, shift, torch.bfloat16)
 
 
 def _in_steps(
@@ -54,12 +66,7 @@ def cases() -> Iterator[KernelCase]:
             return dense, rows, codes, terms, ZERO, factor, shift
 
         height, depth, width = shape
-        ways: dict[str, Callable[..., Any]] = {
-            "kernel": lambda _, *given: linear.linear_of_codes(*given, torch.bfloat16),
-            "plain": lambda _, *given: linear.linear_twin(*given, torch.bfloat16),
-            "in steps": _in_steps,
-            "dense": _dense,
-        }
+        ways = {"kernel": _launch, "plain": _plain, "in steps": _in_steps, "dense": _dense}
         yield KernelCase(
             "linear_of_codes", model, f"[{height}, {depth}] x [{width}, {depth}] int8", make,
             ways, (height + width) * depth + 2 * height * width,
