@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
+from diffcache.foreign import with_cache
 from diffcache.kv import detach, snapkv
 from tests.zoo.language import build
 
@@ -40,12 +41,12 @@ def zoo(name: str, kind: str) -> Any:
 
 def generate(model: Any, cache: Any = None, inputs: Any = ONE) -> Any:
     """Return what a model generates with a cache, or with its own."""
-    return model.generate(**inputs, past_key_values=cache, **GREEDY)
+    return model.generate(**inputs, **with_cache(model, cache), **GREEDY)
 
 
 def shortly(model: Any, cache: Any, inputs: Any, **settings: Any) -> Any:
     """Return six tokens that a model generates with a cache."""
-    return model.generate(**inputs, past_key_values=cache, **SHORT, **settings)
+    return model.generate(**inputs, **with_cache(model, cache), **SHORT, **settings)
 
 
 def stock(model: Any, inputs: Any, **settings: Any) -> Any:
