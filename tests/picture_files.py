@@ -1,4 +1,4 @@
-"""Pictures of noise, and files of them."""
+"""Noise, pictures of noise, and files of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def noise(height: int = 12, width: int = 16, seed: int = 0) -> Tensor:
     """Return a picture, uint8 [3, height, width]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=generator)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Return normal noise, float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def save(file: Path, picture: Tensor, **options: object) -> Path:

@@ -123,24 +123,6 @@ def test_stats():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"rows": []}, "rows"),
-        ({"threads": "1"}, "threads='1'"),
-        ({"seconds": float("nan")}, "JSON"),
-    ],
-)
-def test_broken_records_are_refused(change, text):
-    body = {"shapes": {}, "rounds": 1, "seconds": 1.0, "rows": [{"name": "a"}]}
-    whole = record.envelope("memory", SETTING, "python -m ...", body)
-    record.check(whole)
-    with pytest.raises(ValueError, match=text):
-        record.check({**whole, **change})
-    with pytest.raises(ValueError, match="the record has no 'device'"):
-        record.check({key: value for key, value in whole.items() if key != "device"})
-
-
 def test_command_line(tmp_path: Path, capsys, monkeypatch):
     little = Bench(overhead.measure, "", quick={"rounds": 2, "shape": TINY})
     monkeypatch.setitem(bench.BENCHMARKS, "overhead", little)

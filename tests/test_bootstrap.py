@@ -15,13 +15,10 @@ from diffcache.eval.metrics.bootstrap import (
     mean_interval,
 )
 from diffcache.eval.metrics.frechet import Moments, frechet, moments
+from tests.picture_files import normal
 
 DIM = 6
 REFERENCE = Moments(torch.zeros(DIM).double(), torch.eye(DIM).double(), 10**9)
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def interval(statistic: Callable[[Tensor], float], n: int, resamples: int) -> Interval:
@@ -36,7 +33,7 @@ def interval(statistic: Callable[[Tensor], float], n: int, resamples: int) -> In
 
 
 def test_mean_intervals_hold_the_true_mean_19_times_in_20() -> None:
-    found = [mean_interval(noise(60, seed=s) + 3, resamples=300, seed=s) for s in range(400)]
+    found = [mean_interval(normal(60, seed=s) + 3, resamples=300, seed=s) for s in range(400)]
     hits = sum(not i.excludes(3) for i in found)
     assert 0.91 <= hits / 400 <= 0.97
     assert all(i.low < i.value < i.high and i.n == 60 for i in found)
@@ -44,7 +41,7 @@ def test_mean_intervals_hold_the_true_mean_19_times_in_20() -> None:
 
 def test_frechet_intervals_hold_the_expected_distance_19_times_in_20() -> None:
     def sample(seed: int) -> Tensor:
-        return noise(200, DIM, seed=seed) * 1.3 + 0.4
+        return normal(200, DIM, seed=seed) * 1.3 + 0.4
 
     expected = torch.tensor([frechet(moments(sample(s)), REFERENCE) for s in range(600)]).mean()
     found = [frechet_interval(sample(s), REFERENCE, 100, seed=s) for s in range(5000, 5100)]
@@ -53,12 +50,12 @@ def test_frechet_intervals_hold_the_expected_distance_19_times_in_20() -> None:
 
 
 def test_the_width_is_that_of_the_normal_law() -> None:
-    found = mean_interval(noise(2000), resamples=4000)
+    found = mean_interval(normal(2000), resamples=4000)
     assert (found.high - found.low) / 2 == pytest.approx(1.96 / 2000**0.5, rel=0.08)
 
 
 def test_fast_frechet_intervals_are_the_plain_bootstrap() -> None:
-    a, b = noise(80, DIM) * 1.2 + 0.3, noise(80, DIM) * 1.3 + 0.3 + 0.1 * noise(80, DIM, seed=1)
+    a, b = normal(80, DIM) * 1.2 + 0.3, normal(80, DIM) * 1.3 + 0.3 + 0.1 * normal(80, DIM, seed=1)
 
     def to(features: Tensor, ids: Tensor) -> float:
         return frechet(moments(features[ids]), REFERENCE)
@@ -75,7 +72,7 @@ def test_fast_frechet_intervals_are_the_plain_bootstrap() -> None:
 
 
 def test_the_point_value_lies_inside_where_a_percentile_interval_would_miss_it() -> None:
-    features = noise(100, DIM, seed=2)  # at the floor: resampling doubles the distance
+    features = normal(100, DIM, seed=2)  # at the floor: resampling doubles the distance
     point = frechet(moments(features), REFERENCE)
     drawn = []
     interval(lambda ids: drawn.append(frechet(moments(features[ids]), REFERENCE)) or 0.0, 100, 200)
@@ -94,12 +91,12 @@ def test_the_point_value_lies_inside_however_skewed() -> None:
 
 
 def test_a_planted_shift_is_found_and_an_equal_distribution_is_not() -> None:
-    a = noise(300, DIM)
-    small = frechet_change(a, a + 0.1 + 0.02 * noise(300, DIM, seed=1), REFERENCE, 300)
+    a = normal(300, DIM)
+    small = frechet_change(a, a + 0.1 + 0.02 * normal(300, DIM, seed=1), REFERENCE, 300)
     assert small.low > 0
     back = frechet_change(a + 0.1, a, REFERENCE, 300)
     assert back.high < 0
-    fresh = noise(300, DIM, seed=3)
+    fresh = normal(300, DIM, seed=3)
     assert not frechet_change(a, fresh, REFERENCE, 300).excludes(0)
     # The same shift drowns in the intervals of the two distances on their own.
     alone = [frechet_interval(x, REFERENCE, 300) for x in (a, a + 0.1)]
@@ -107,15 +104,15 @@ def test_a_planted_shift_is_found_and_an_equal_distribution_is_not() -> None:
 
 
 def test_equal_features_do_not_differ_at_all() -> None:
-    features = noise(40, 64)  # rank below the size
+    features = normal(40, 64)  # rank below the size
     zero = Interval(0.0, 0.0, 0.0, 40)
     assert frechet_between(features, features.clone(), 20) == zero
-    reference = moments(noise(500, 64, seed=1))
+    reference = moments(normal(500, 64, seed=1))
     assert frechet_change(features, features.clone(), reference, 20) == zero
 
 
 def test_the_seed_decides_and_blocks_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = noise(50)
+    values = normal(50)
     first = mean_interval(values, 100)
     assert first == mean_interval(values, 100) != mean_interval(values, 100, seed=1)
     assert json.loads(json.dumps(first.to_dict())) == {

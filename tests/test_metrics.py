@@ -14,10 +14,7 @@ from diffcache.eval.metrics.distances import (
     squared_mmd,
 )
 from diffcache.eval.metrics.frechet import Moments, at_infinity, frechet, moments
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.picture_files import normal
 
 
 class PassThrough(nn.Module):
@@ -40,9 +37,9 @@ def gaussian(mean: Tensor, cov: Tensor) -> Moments:
 
 def test_frechet_of_known_gaussians_is_the_closed_form() -> None:
     dim = 12
-    rotation = torch.linalg.qr(noise(dim, dim)).Q
-    s, t = noise(dim, seed=1).abs() + 0.1, noise(dim, seed=2).abs() + 0.1  # standard deviations
-    m, n = noise(dim, seed=3), noise(dim, seed=4)
+    rotation = torch.linalg.qr(normal(dim, dim)).Q
+    s, t = normal(dim, seed=1).abs() + 0.1, normal(dim, seed=2).abs() + 0.1  # standard deviations
+    m, n = normal(dim, seed=3), normal(dim, seed=4)
     expected = float(((m - n) ** 2).sum() + ((s - t) ** 2).sum())
     diagonal = frechet(gaussian(m, torch.diag(s**2)), gaussian(n, torch.diag(t**2)))
     assert diagonal == pytest.approx(expected, rel=1e-6)
@@ -66,7 +63,7 @@ def test_frechet_of_covariances_that_do_not_commute() -> None:
 
 
 def test_frechet_of_equal_sets_is_nothing() -> None:
-    features = noise(800, 16)
+    features = normal(800, 16)
     few = moments(features[:9])  # rank below 16
     assert frechet(moments(features), moments(features)) == 0 and frechet(few, few) == 0
     shuffled = features[torch.randperm(800)]
@@ -75,7 +72,7 @@ def test_frechet_of_equal_sets_is_nothing() -> None:
 
 def test_frechet_is_torchmetrics() -> None:
     fid = pytest.importorskip("torchmetrics.image.fid")
-    real, fake = noise(300, 24) @ noise(24, 24, seed=1), 1.1 * noise(200, 24, seed=2) + 0.2
+    real, fake = normal(300, 24) @ normal(24, 24, seed=1), 1.1 * normal(200, 24, seed=2) + 0.2
     theirs = fid.FrechetInceptionDistance(feature=PassThrough(24))
     theirs.update(real, real=True)
     theirs.update(fake, real=False)
@@ -86,7 +83,7 @@ def test_frechet_is_torchmetrics() -> None:
 def test_the_limit_for_many_samples_is_nearer_the_truth() -> None:
     reference = Moments(torch.zeros(8).double(), torch.eye(8).double(), 10**9)
     for truth, shift in ((0.0, 0.0), (0.08, 0.1)):
-        features = noise(600, 8, seed=5) + shift
+        features = normal(600, 8, seed=5) + shift
         plain, limit = frechet(moments(features), reference), at_infinity(features, reference)
         assert abs(limit - truth) < 0.5 * abs(plain - truth)
         # The last bits of eigenvalues depend on where the memory lies.
@@ -100,7 +97,7 @@ def test_the_limit_for_many_samples_is_nearer_the_truth() -> None:
 
 def test_kid_is_torchmetrics_on_the_same_subsets() -> None:
     theirs = pytest.importorskip("torchmetrics.image.kid")
-    real, fake = noise(120, 10), noise(90, 10, seed=1) * 1.2 + 0.3
+    real, fake = normal(120, 10), normal(90, 10, seed=1) * 1.2 + 0.3
     assert squared_mmd(real, fake[:90]) == pytest.approx(naive_mmd(real, fake), rel=1e-9)
     same = squared_mmd(real[:40], fake[:40])
     assert same == pytest.approx(float(theirs.poly_mmd(real[:40], fake[:40])), rel=1e-4)
@@ -132,14 +129,14 @@ def naive_mmd(x: Tensor, y: Tensor) -> float:
 
 
 def test_kid_of_equal_distributions_is_about_nothing_and_a_shift_shows() -> None:
-    real, fake = noise(400, 8), noise(400, 8, seed=1)
+    real, fake = normal(400, 8), normal(400, 8, seed=1)
     near, far = kid(real, fake)[0], kid(real, fake + 0.5)[0]
     assert abs(near) < 0.02 < far
 
 
 def test_inception_score_is_torchmetrics_and_has_its_limits() -> None:
     theirs = pytest.importorskip("torchmetrics.image.inception")
-    logits = 3 * noise(200, 6)
+    logits = 3 * normal(200, 6)
     metric = theirs.InceptionScore(feature=PassThrough(6), splits=5)
     metric.update(logits)
     torch.manual_seed(4)
@@ -162,22 +159,22 @@ def means(values: tuple[Tensor, Tensor]) -> tuple[float, float]:
 
 
 def test_manifolds_of_equal_and_of_disjoint_sets() -> None:
-    offset = noise(90, 512) + 50
+    offset = normal(90, 512) + 50
     assert means(precision_recall(offset, offset)) == (1, 1)
     assert means(density_coverage(offset, offset)) == pytest.approx((1, 1), rel=1e-12)
-    real = noise(150, 6)
+    real = normal(150, 6)
     far = real + 100
     for metric in (precision_recall, density_coverage):
         assert means(metric(real, real)) == (1, 1) and means(metric(real, far)) == (0, 0)
 
 
 def test_manifolds_see_duplicates_and_dropped_modes() -> None:
-    real = torch.cat([noise(150, 6), noise(150, 6, seed=1) + 8])
-    fake = torch.cat([noise(150, 6, seed=2), noise(150, 6, seed=3) + 8])
+    real = torch.cat([normal(150, 6), normal(150, 6, seed=1) + 8])
+    fake = torch.cat([normal(150, 6, seed=2), normal(150, 6, seed=3) + 8])
     copies = fake[:30].repeat(10, 1)
     recalls = [means(precision_recall(real, other))[1] for other in (copies, fake)]
     assert recalls[0] < 0.5 * recalls[1]
-    one_mode = torch.cat([fake[:150], noise(150, 6, seed=4)])
+    one_mode = torch.cat([fake[:150], normal(150, 6, seed=4)])
     precision, recall = means(precision_recall(real, one_mode))
     assert precision > 0.8 and recall < 0.55
     coverages = [means(density_coverage(real, other))[1] for other in (one_mode, fake)]
@@ -185,7 +182,7 @@ def test_manifolds_see_duplicates_and_dropped_modes() -> None:
 
 
 def test_manifolds_are_their_definition_in_any_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, fake = noise(40, 3), noise(30, 3, seed=1) * 1.5
+    real, fake = normal(40, 3), normal(30, 3, seed=1) * 1.5
     monkeypatch.setattr("diffcache.eval.metrics.distances.DISTANCES_AT_ONCE", 100)
     radius = [sorted(float((a - b).norm()) for b in real)[4] for a in real]
     inside = torch.tensor(

@@ -1,47 +1,25 @@
-"""Wrong requests and calls: rows of `refused_requests.txt` and `refused_calls.txt`, a line each."""
+"""Wrong requests on the command line, the rows of `refused_requests.txt`: a line each."""
 
 from __future__ import annotations
 
-import builtins
 import importlib.util
-import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import diffusers
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from diffcache import cli, errors
+from diffcache import cli
 from diffcache.eval.kv.recall import KVTask
 from diffcache.eval.kv.texts import TextModel
 from diffcache.pipelines import load
 from tests.kv.eval import small
 
-TEXT, CALLS = (
-    Path(__file__).with_name(name).read_text(encoding="utf-8")
-    for name in ("refused_requests.txt", "refused_calls.txt")
-)
+TEXT = Path(__file__).with_name("refused_requests.txt").read_text(encoding="utf-8")
 ROWS = [line for line in TEXT.splitlines() if line and not line.startswith("#")]
 FIND = importlib.util.find_spec
-
-
-def calls() -> list[Any]:
-    """List what comes before a wrong call, the call, its error and what is said, by section."""
-    found = []
-    for section in CALLS.split("\n## ")[1:]:
-        name, *lines = section.splitlines()
-        before = "\n".join(line for line in lines if " => " not in line)
-        for line in lines:
-            if " => " in line:
-                call, kind, said = re.fullmatch(r"(.+?) => (?:(\w+Error): )?(.*)", line).groups()
-                found.append(
-                    pytest.param(before, call, kind or "ValueError", said, id=f"{name}: {call}")
-                )
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -81,25 +59,3 @@ def test_a_wrong_request_is_refused_in_one_line(
     assert done.stdout == "" and "Traceback" not in done.stderr
     assert told.startswith("Usage") or done.stderr.count("\n") == 1
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
-
-
-@pytest.mark.parametrize(("before", "call", "kind", "said"), calls())
-def test_a_wrong_call_is_refused(
-    before: str, call: str, kind: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def file(name: str, data: str | bytes) -> Path:
-        (tmp_path / name).write_bytes(data.encode() if isinstance(data, str) else data)
-        return tmp_path / name
-
-    names = {
-        "torch": torch,
-        "np": np,
-        "folder": tmp_path,
-        "file": file,
-        "patch": monkeypatch.setattr,
-    }
-    exec(before, names)
-    error = getattr(builtins, kind, None) or getattr(errors, kind)
-    words = ".*".join(map(re.escape, said.split("...")))
-    with pytest.raises(error, match=f"(?s){words}"):
-        eval(call, names)
