@@ -121,7 +121,7 @@ def called_elsewhere(denoisers: Collection[nn.Module]) -> str | None:
     for thread, frame in frames_of_threads().items():
         while frame is not None and thread != own:
             if frame.f_code.co_name in _CALLS:
-                caller = frame.f_locals.get("self")
+                caller: Any = frame.f_locals.get("self")
                 components = caller.components if is_pipeline(caller) else {"": caller}
                 if any(part is each for part in components.values() for each in denoisers):
                     return type(caller).__name__
