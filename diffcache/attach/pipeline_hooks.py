@@ -117,9 +117,10 @@ def called_elsewhere(denoisers: Collection[nn.Module]) -> str | None:
     A run that has begun without a cache would end with one. Nobody noted that it began, so that the
     frames of the threads are looked at.
     """
-    own = threading.get_ident()
-    for thread, frame in frames_of_threads().items():
-        while frame is not None and thread != own:
+    frames = frames_of_threads()
+    frames.pop(threading.get_ident(), None)  # a frame that holds itself would outlive its return
+    for frame in frames.values():
+        while frame is not None:
             if frame.f_code.co_name in _CALLS:
                 caller: Any = frame.f_locals.get("self")
                 components = caller.components if is_pipeline(caller) else {"": caller}
