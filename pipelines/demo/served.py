@@ -150,7 +150,10 @@ def streaming(folder: Path) -> Streaming:
     try:
         said = dict(read_json(file).get("stream", {})) if file.exists() else {}
         if "sampler" in said:
-            said["sampler"] = FewSteps(**said["sampler"])
+            given = dict(said["sampler"])
+            if isinstance(given.get("timesteps"), list):
+                given["timesteps"] = tuple(given["timesteps"])
+            said["sampler"] = FewSteps(**given)
         found = replace(found, **said)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: stream: {error}") from error

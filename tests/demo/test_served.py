@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -57,6 +58,12 @@ def test_a_folder_says_how_it_is_streamed(tmp_path: Path) -> None:
     file.write_text(json.dumps({"call": {"height": 64, "max_sequence_length": 8}, "stream": said}))
     wanted = served.Streaming((64, 832), 8, 2, 12, ["a fox"], FewSteps(predicts="clean"))
     assert served.streaming(tmp_path) == wanted
+    (told,) = re.findall("```json\n(.*?)```", Path("docs/serve.md").read_text(), re.S)
+    file.write_text(told)
+    sampler = FewSteps(shift=2.0, predicts="clean")
+    assert served.streaming(tmp_path) == served.Streaming(
+        (64, 64), 8, 3, 12, ["a fox on grass"], sampler
+    )
     for wrong, words in (
         ({"chunks": 2}, "stream: .*'chunks'"), ({"chunk": 0}, "chunk=0: must be"), (3, "stream: "),
         ({"sampler": {"predicts": "x"}}, "stream: predicts='x'"), ({"prompts": []}, "prompts="),

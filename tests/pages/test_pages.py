@@ -131,7 +131,7 @@ def reader_of_kv() -> dict[str, Any]:
 
 def test_every_block_says_its_language() -> None:
     assert {block.language for page in PAGES for block in blocks(page)} == {
-        "python", "sh", "diff", "toml", "bibtex", "text"
+        "python", "sh", "diff", "toml", "bibtex", "json", "text"
     }  # fmt: skip
 
 
