@@ -60,6 +60,7 @@ def storage_of(tensor: Tensor) -> int:
 # A module's children by name, the very dictionary; `set_children` gives it another.
 children_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
 CALL_CODE = nn.Module._call_impl.__code__  # what runs hooks and forward
+CALLS = ("__call__", "_call_impl")  # names of functions that call pipelines, and modules
 PREFILL = "_prefill"  # what reads the prompt in `generate` (transformers)
 # What `nn.Conv2d` pads by where its padding is no constant.
 padding_of: Callable[[nn.Module], list[int]] = attrgetter("_reversed_padding_repeated_twice")

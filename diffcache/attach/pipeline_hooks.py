@@ -22,10 +22,9 @@ from diffcache.attach.call import in_call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.provenance import effective, other_guidance
 from diffcache.attach.runs import Runs
-from diffcache.foreign import frames_of_threads, is_pipeline, was_interrupted
+from diffcache.foreign import CALLS, frames_of_threads, is_pipeline, was_interrupted
 
 _CALLBACKS = ("callback_on_step_end", "callback")
-_CALLS = ("__call__", "_call_impl")  # of pipelines, and of modules
 Make = Callable[["_Watch", Callable[..., Any]], Callable[..., Any]]
 
 _LOCK = threading.RLock()  # a finalizer may run inside
@@ -121,7 +120,7 @@ def called_elsewhere(denoisers: Collection[nn.Module]) -> str | None:
     frames.pop(threading.get_ident(), None)  # a frame that holds itself would outlive its return
     for frame in frames.values():
         while frame is not None:
-            if frame.f_code.co_name in _CALLS:
+            if frame.f_code.co_name in CALLS:
                 caller: Any = frame.f_locals.get("self")
                 components = caller.components if is_pipeline(caller) else {"": caller}
                 if any(part is each for part in components.values() for each in denoisers):
