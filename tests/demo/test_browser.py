@@ -33,9 +33,11 @@ def server(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str
     for name in ("cwd", "tmp"):
         (folder / name).mkdir()
     command = [sys.executable, "-m", "diffcache", "serve", *arguments, "--port", "0"]
+    # diffusers imports torch's compiler, which makes its folder wherever temporary files are.
+    own = {"TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiler")}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder / "cwd",
-        env=os.environ if "--ray" in arguments else {**os.environ, "TMPDIR": str(folder / "tmp")},
+        env=os.environ if "--ray" in arguments else os.environ | own,
         # A shell has what it runs in the background ignore Ctrl-C, which is inherited.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
