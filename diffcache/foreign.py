@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from operator import attrgetter
 from types import FrameType
@@ -297,6 +297,11 @@ def cache_name(forward: Callable[..., Any]) -> str | None:
 def _cache_name(forward: Callable[..., Any]) -> str | None:
     known = inspect.signature(forward).parameters
     return next((name for name in CACHES if name in known), None)
+
+
+def brings_cache(given: Mapping[str, Any]) -> bool:
+    """Return whether the arguments of a call have a cache, whatever it is called (transformers)."""
+    return any(given.get(name) is not None for name in CACHES)
 
 
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from diffusers import WanPipeline
 from torch import nn
 
 from diffcache.eval.workshop.small import sticker_causal, sticker_video_autoencoder
 from diffcache.eval.workshop.small.causal_step import Held, predict
-from diffcache.eval.workshop.small.sticker_causal import CHUNK, LATENTS, Causal
+from diffcache.eval.workshop.small.sticker_causal import CALL, CHUNK, LATENTS, SAMPLER, Causal
 from diffcache.eval.workshop.small.sticker_films import render_film, sample_film
 from diffcache.eval.workshop.small.stickers import held_out
 from diffcache.eval.workshop.small.trainer import Settings
 from diffcache.pipelines.causal_video import CausalVideo
+from diffcache.pipelines.demo.served import streaming
 from diffcache.video import FewSteps, FullHistory, VideoPolicy, Window
 
 
@@ -85,6 +88,25 @@ def test_a_stream_films_what_training_showed(job: Causal, policy: VideoPolicy, h
         shown = predict(models["transformer"], clean, noisy, levels, said)
     assert filmed.std() > 0.02
     torch.testing.assert_close(filmed, shown[:, :, -CHUNK:], atol=2e-5, rtol=1e-4)
+
+
+def test_a_shipped_folder_is_loaded_understands_as_in_training_and_says_how_it_is_streamed(
+    job: Causal, tmp_path: Path
+):
+    models = job.build()
+    wanted = job.embed(models, ["a fox on grass", "an owl"])
+    job.export(models, tmp_path)
+    pipe = WanPipeline.from_pretrained(tmp_path)
+    said = {
+        "do_classifier_free_guidance": False,
+        "max_sequence_length": CALL["max_sequence_length"],
+    }
+    with torch.no_grad():
+        found, _ = pipe.encode_prompt(["a fox on grass", "an owl"], **said)
+    torch.testing.assert_close(found, wanted, atol=0.02, rtol=0.02)  # weights in bfloat16
+    assert not found[1, 3:].any() and found[0, 4].any()
+    way = streaming(tmp_path)
+    assert (way.chunk, way.size, way.words, way.sampler) == (CHUNK, (64, 64), 8, SAMPLER)
 
 
 def test_the_loss_trains_every_part_and_histories_become_the_models_own(job: Causal):

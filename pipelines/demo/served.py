@@ -114,7 +114,7 @@ class Pixels:
 
 @dataclass(frozen=True)
 class Streaming:
-    """How a folder of a causal `WanPipeline` is streamed; by default as Self-Forcing's weights are.
+    """Settings of streams of a causal `WanPipeline`; by default those of Self-Forcing's weights.
 
     Attributes:
         size: Height and width that it was trained at, in pixels.

@@ -55,7 +55,7 @@ def test_two_films_side_by_side_a_new_prompt_and_a_new_policy() -> None:
     first = next(values)
     assert first["player"]["titles"] == ["window", "full"] and first["player"]["width"] == 24
     assert [color(chunks[0]["frames"][0]) for chunks in first["player"]["films"]] == [3, 3]
-    assert [point["film"] for point in first["points"]] == ["1: window", "2: full"]
+    assert [point["film"] for point in first["points"]] == ["first film", "second film"]
     mine = viewers.find("me")
     assert mine is not None
     mine.order(prompt="a" * 40, switch="keep", policy="full")

@@ -114,7 +114,7 @@ class ByHand:
     """Attend in one pass: queries of a chunk see the tokens that it read, its own last.
 
     Args:
-        read: For each chunk, the tokens that each head read and the numbers of their frames.
+        read: Tokens that each head read and the numbers of their frames, by chunk.
     """
 
     def __init__(self, read: Sequence[Read]) -> None:
@@ -159,9 +159,9 @@ def by_frames(kept: Kept, numbers: Sequence[dict[int, int]]) -> list[Read]:
     """Return the tokens that chunks read, from their frames.
 
     Args:
-        kept: For each chunk, the frames that are held before it; one that is rotated under another
-            number than its own in `numbers` comes with it, as a pair.
-        numbers: For each chunk, the number that every frame it sees is rotated under.
+        kept: Frames that are held before each chunk; one that is rotated under another number than
+            its own in `numbers` comes with it, as a pair.
+        numbers: Number that every frame that a chunk sees is rotated under, by chunk.
     """
     found = []
     for chunk, (there, number) in enumerate(zip(kept, numbers, strict=True)):

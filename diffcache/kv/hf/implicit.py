@@ -12,7 +12,7 @@ from torch import nn
 
 from diffcache.anchor import Attached, claim, described, owner_of, release, subclass
 from diffcache.errors import AttachError
-from diffcache.foreign import CACHES, attention_name_of, cache_name, with_cache
+from diffcache.foreign import CACHES, attention_name_of, brings_cache, cache_name, with_cache
 from diffcache.kv.hf.cache import KVCache, cache_for
 from diffcache.kv.hf.cache import Recipes as Recipes
 from diffcache.kv.hf.model import NAME, Mode, decoder_config
@@ -137,8 +137,7 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
                     if x is not None), None)
         for name in ("use_cache", "cache_implementation")
     }  # fmt: skip
-    has = any(kwargs.get(name) is not None for name in CACHES)
-    if not has and settings["use_cache"] is not False:
+    if not brings_cache(kwargs) and settings["use_cache"] is not False:
         if settings["cache_implementation"] is not None:
             raise ValueError(
                 f"cache_implementation={settings['cache_implementation']!r}: the cache is that of "
@@ -165,7 +164,7 @@ def _given(
     use = given.get("use_cache")
     if use is None:
         use = getattr(decoder_config(model), "use_cache", False)
-    if any(given.get(name) is not None for name in CACHES) or not use:
+    if brings_cache(given) or not use:
         return None
     bound.arguments[cache_name(model.forward) or CACHES[0]] = used.fresh(model)
     return bound.args, bound.kwargs

@@ -1,4 +1,4 @@
-"""How a causal video model is trained: every chunk of a film sees what a stream will show it.
+"""Train a causal video model so that every chunk of a film sees what a stream will show it.
 
 A film goes in twice, once clean at noise level 0 and once noised chunk by chunk. A chunk, clean or
 noisy, attends to itself and to those clean chunks before it that a cache would hold, so that one

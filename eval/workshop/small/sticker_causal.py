@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
+from diffcache.digest import weights_digest
 from diffcache.eval.workshop.small.causal_step import (
     ChunkAttention,
     Held,
@@ -41,7 +42,7 @@ from diffcache.eval.workshop.small.sticker_video_autoencoder import (
     to_film,
 )
 from diffcache.eval.workshop.small.stickers import words
-from diffcache.eval.workshop.small.text_encoders import build_tokenizers
+from diffcache.eval.workshop.small.text_encoders import TEXT_WIDTH, build_tokenizers, t5_settings
 from diffcache.eval.workshop.small.trainer import Job, Settings
 from diffcache.files import read_json, write_json
 from diffcache.pipelines.causal_video import CausalVideo
@@ -62,7 +63,6 @@ STREAM: dict[str, Any] = {
 }
 HELD = 64
 _GRID = (4, 4)
-_TEXT_WIDTH = 64
 _WIDTH, _HEADS, _LAYERS = 192, 6, 6
 _DISTURBED = 0.1  # most noise on the history, whose noise level is said to be 0
 _OWN_FROM = 0.3  # share of the run after which histories are the model's own
@@ -71,20 +71,7 @@ _OWN_FROM = 0.3  # share of the run after which histories are the model's own
 def build_text() -> tuple[T5TokenizerFast, UMT5EncoderModel]:
     """Build tokenizer and text encoder, untrained: 2 layers of width 64."""
     tokenizer = build_tokenizers(words())[1]
-    config = UMT5Config(
-        vocab_size=len(tokenizer),
-        d_model=_TEXT_WIDTH,
-        d_kv=16,
-        d_ff=2 * _TEXT_WIDTH,
-        num_layers=2,
-        num_heads=4,
-        relative_attention_num_buckets=16,
-        relative_attention_max_distance=24,
-        dropout_rate=0.0,
-        is_encoder_decoder=False,
-        use_cache=False,
-    )
-    return tokenizer, UMT5EncoderModel(config)
+    return tokenizer, UMT5EncoderModel(UMT5Config(**t5_settings(tokenizer, layers=2)))
 
 
 def build_transformer() -> WanTransformer3DModel:
@@ -95,7 +82,7 @@ def build_transformer() -> WanTransformer3DModel:
         attention_head_dim=_WIDTH // _HEADS,
         in_channels=CHANNELS,
         out_channels=CHANNELS,
-        text_dim=_TEXT_WIDTH,
+        text_dim=TEXT_WIDTH,
         freq_dim=128,
         ffn_dim=4 * _WIDTH,
         num_layers=_LAYERS,
@@ -126,9 +113,9 @@ def draw_films(count: int, seed: int, *, held: bool) -> list[Film]:
     return films
 
 
-def captions(film: Film, chunks: int = LATENTS // CHUNK) -> list[str]:
-    """Return the sentence of every chunk of a film."""
-    return [film.caption_at(max(4 * CHUNK * chunk - 3, 0)) for chunk in range(chunks)]
+def captions(film: Film) -> list[str]:
+    """Return the sentence of every chunk of a training film."""
+    return [film.caption_at(max(4 * start - 3, 0)) for start in range(0, LATENTS, CHUNK)]
 
 
 class Causal(Job):
@@ -144,8 +131,12 @@ class Causal(Job):
 
     @torch.no_grad()
     def _prepare(self) -> tuple[Tensor, Tensor]:
-        """Return latents of training and held-out films [N, C, F, 8, 8], of unit variance."""
-        path = self.folder / "film-latents.safetensors"
+        """Return latents of training and held-out films [N, C, F, 8, 8], of unit variance.
+
+        They are made once for a number of films and an autoencoder, and kept.
+        """
+        made_by = weights_digest(self.autoencoder.parameters())
+        path = self.folder / f"film-latents-{len(self.films)}-{made_by}.safetensors"
         if not path.exists():
             kept = {"latents": self._encode(self.films), "held": self._encode(self.held_films)}
             sample = kept["latents"][:2000].float()
@@ -260,8 +251,7 @@ class Causal(Job):
         """
         transformer: Any = models["transformer"]
         transformer.set_attn_processor(WanAttnProcessor())
-        decoder = WanDecoder(self.autoencoder)
-        parts = []
+        decoder, parts = WanDecoder(self.autoencoder), []
         with CausalVideo(transformer, chunk=CHUNK, sampler=SAMPLER) as video:
             session = video.session(self.embed(models, [text]), size=(8, 8))
             if first is not None:

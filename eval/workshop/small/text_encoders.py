@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 from transformers import (
     CLIPTextConfig,
@@ -14,7 +15,7 @@ from transformers import (
     T5TokenizerFast,
 )
 
-_TEXT_WIDTH = 64
+TEXT_WIDTH = 64
 _CLIP_TOKENS = 32
 
 
@@ -83,9 +84,9 @@ def build_text_encoders(
     first = CLIPTextModel(
         CLIPTextConfig(
             vocab_size=len(clip),
-            hidden_size=_TEXT_WIDTH,
-            intermediate_size=2 * _TEXT_WIDTH,
-            projection_dim=_TEXT_WIDTH,
+            hidden_size=TEXT_WIDTH,
+            intermediate_size=2 * TEXT_WIDTH,
+            projection_dim=TEXT_WIDTH,
             num_hidden_layers=2,
             num_attention_heads=4,
             max_position_embeddings=_CLIP_TOKENS,
@@ -94,19 +95,21 @@ def build_text_encoders(
             pad_token_id=clip.pad_token_id,
         )
     )
-    second = T5EncoderModel(
-        T5Config(
-            vocab_size=len(t5),
-            d_model=_TEXT_WIDTH,
-            d_kv=16,
-            d_ff=2 * _TEXT_WIDTH,
-            num_layers=3,
-            num_heads=4,
-            relative_attention_num_buckets=16,
-            relative_attention_max_distance=24,
-            dropout_rate=0.0,
-            is_encoder_decoder=False,
-            use_cache=False,
-        )
-    )
-    return first, second
+    return first, T5EncoderModel(T5Config(**t5_settings(t5, layers=3)))
+
+
+def t5_settings(tokenizer: T5TokenizerFast, layers: int) -> dict[str, Any]:
+    """Return the configuration of a small T5 or UMT5 encoder of width 64."""
+    return {
+        "vocab_size": len(tokenizer),
+        "d_model": TEXT_WIDTH,
+        "d_kv": 16,
+        "d_ff": 2 * TEXT_WIDTH,
+        "num_layers": layers,
+        "num_heads": 4,
+        "relative_attention_num_buckets": 16,
+        "relative_attention_max_distance": 24,
+        "dropout_rate": 0.0,
+        "is_encoder_decoder": False,
+        "use_cache": False,
+    }
