@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,14 +27,19 @@ class Line(Job):
     def build(self) -> nn.ModuleDict:
         return nn.ModuleDict({"deep": nn.Linear(6, 6), "last": nn.Linear(6, 2)})
 
-    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
+    def loss(
+        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
+    ) -> Tensor:
+        chosen = drawn["chosen"]
         inputs = torch.sin(chosen[:, None] * torch.arange(1.0, 7.0))
         noise = 0.01 * torch.randn(len(chosen), 2, generator=generator)
         return (models["last"](models["deep"](inputs)) - inputs[:, :2] - noise).square().mean()
 
     @torch.no_grad()
     def measure(self, models: nn.ModuleDict) -> dict[str, float]:
-        return {"held_loss": float(self.loss(models, torch.arange(40), torch.Generator()))}
+        return {
+            "held_loss": float(self.loss(models, {"chosen": torch.arange(40)}, torch.Generator()))
+        }
 
 
 def weights(run: trainer.Training) -> list[Tensor]:
@@ -42,14 +49,24 @@ def weights(run: trainer.Training) -> list[Tensor]:
 def test_same_seed_and_steps_give_the_same_weights_broken_off_or_not(tmp_path: Path, monkeypatch):
     straight = train(Line(SETTINGS, tmp_path), "straight", precision="float32")
     again = train(Line(SETTINGS, tmp_path), "again", precision="float32")
-    job = Line(SETTINGS, tmp_path)
-    kept_order = trainer.order
-    monkeypatch.setattr(trainer, "order", lambda s, start: list(kept_order(s, start))[:7])
-    parts = [train(job, "broken", precision="float32").step for _ in range(3)]
-    monkeypatch.setattr(trainer, "order", kept_order)
-    broken = train(job, "broken", precision="float32")
+    job, taken = Line(SETTINGS, tmp_path), []
+
+    def break_off(run: trainer.Training, drawn: Mapping[str, Any]) -> Tensor:
+        taken.append(run.step)
+        if len(taken) in (10, 20):
+            raise KeyboardInterrupt
+        return update(run, drawn)
+
+    update = trainer.Training.update
+    monkeypatch.setattr(trainer.Training, "update", break_off)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train(job, "broken", precision="float32")
+    broken = train(job, "broken", precision="float32", workers=2)
+    monkeypatch.setattr(trainer.Training, "update", update)
+    assert taken == [*range(10), *range(7, 17), *range(14, 24)]
     other = train(Line(replace(SETTINGS, seed=1), tmp_path), "other", precision="float32")
-    assert parts == [7, 14, 21] and broken.step == straight.step == 24
+    assert broken.step == straight.step == 24
     for one, two, three in zip(weights(straight), weights(again), weights(broken), strict=True):
         assert torch.equal(one, two) and torch.equal(one, three)
     assert not torch.equal(weights(straight)[0], weights(other)[0])
@@ -80,10 +97,17 @@ def test_a_record_says_how_the_weights_came_about(tmp_path: Path):
 
 
 def test_every_example_comes_once_in_a_round():
-    rows = [chosen for _, chosen in trainer.order(SETTINGS, 0)]
+    rows = [trainer.numbers(SETTINGS, step) for step in range(24)]
     assert sorted(torch.cat(rows[:5]).tolist()) == list(range(40))
     assert not torch.equal(rows[0], rows[5])
-    assert torch.equal(next(trainer.order(SETTINGS, 13))[1], rows[13])
+
+
+def test_a_run_is_shortened_to_what_fits_its_time():
+    settings = replace(SETTINGS, steps=10_000, cooldown=0.3)
+    assert trainer.fitting(0, 100, 0.1, settings) == 970  # a hundred steps take a tenth of the time
+    assert trainer.fitting(500, 700, 0.5, settings) == 500 + 388
+    assert trainer.fitting(0, 101, 0.1, settings) is None
+    assert trainer.fitting(0, 700, 0.71, settings) is None  # the learning rate falls already
 
 
 def test_the_learning_rate_rises_stays_and_falls():
@@ -95,7 +119,7 @@ def test_the_learning_rate_rises_stays_and_falls():
 
 @pytest.mark.parametrize("shape", [(12, 7), (7, 12), (9, 9)])
 def test_muon_steps_along_a_matrix_whose_singular_values_are_alike(shape):
-    values = torch.linalg.svdvals(orthogonal(torch.randn(shape)))
+    values = torch.linalg.svdvals(orthogonal(torch.randn(3, *shape)))
     assert values.min() > 0.6 and values.max() < 1.3
 
 

@@ -7,7 +7,9 @@ of minutes reaches from random weights; encoder and decoder then train together.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from torch.nn import functional
 
 from diffcache.eval.workshop.small.stickers import layer, render, sample_scene
 from diffcache.eval.workshop.small.trainer import Job, Settings
+from diffcache.pipelines.shipped_models import MODELS
 from diffcache.psnr import psnr
 
 CHANNELS = 12
@@ -48,10 +51,19 @@ def build_autoencoder() -> AutoencoderKL:
 
 
 def load_autoencoder(path: Path) -> AutoencoderKL:
-    """Load the averaged weights of a trained autoencoder from its checkpoint."""
-    average = torch.load(path, weights_only=True)["average"]
-    model = build_autoencoder().to(memory_format=torch.channels_last)
-    model.load_state_dict(average)
+    """Load a trained autoencoder: averaged weights of its checkpoint, or those that are shipped.
+
+    Args:
+        path: Path of a checkpoint; where there is none, sticker-flux's autoencoder is taken.
+    """
+    here = torch.get_default_device()
+    if path.exists():
+        average = torch.load(path, weights_only=True, map_location=here)["average"]
+        model = build_autoencoder()
+        model.load_state_dict(average)
+    else:
+        model = AutoencoderKL.from_pretrained(MODELS / "sticker-flux" / "vae").to(here)
+    model.to(memory_format=torch.channels_last)
     return model.eval().requires_grad_(False)
 
 
@@ -180,8 +192,11 @@ class Autoencoder(Job):
         start_from_patches(model, to_unit(self.pictures[:2000]))
         return nn.ModuleDict({"encoder": model.encoder, "decoder": model.decoder})
 
-    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
+    def loss(
+        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
+    ) -> Tensor:
         """Return the loss of the pictures with these numbers."""
+        chosen = drawn["chosen"]
         wanted = to_unit(self.pictures[chosen])
         mean, log_variance = models["encoder"](wanted).chunk(2, 1)
         log_variance = log_variance.clamp(-30, 20)

@@ -189,7 +189,9 @@ class Causal(Job):
         used.frames = LATENTS
         return used
 
-    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
+    def loss(
+        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
+    ) -> Tensor:
         """Return the mean square error of clean frames."""
         films = [self.films[i] for i in chosen]
         own = 0

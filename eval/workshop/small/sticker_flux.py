@@ -9,7 +9,9 @@ It is no distilled model: guidance takes a second call a step, and a call has to
 
 from __future__ import annotations
 
-from itertools import pairwise
+import hashlib
+from collections.abc import Iterable, Mapping
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from diffusers import (
     FluxTransformer2DModel,
 )
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -32,19 +35,19 @@ from diffcache.eval.workshop.small.grid import draw_grid
 from diffcache.eval.workshop.small.plain_attention import PlainFluxAttention
 from diffcache.eval.workshop.small.sticker_autoencoder import (
     CHANNELS,
-    draw_pictures,
     load_autoencoder,
     to_unit,
 )
-from diffcache.eval.workshop.small.sticker_text import TEXT_TOKENS, Encoder
+from diffcache.eval.workshop.small.sticker_text import TEXT_TOKENS, Encoder, load_text
 from diffcache.eval.workshop.small.stickers import (
     Scene,
     caption,
+    draw_scenes,
     held_out_captions,
-    sample_scene,
+    render,
     true_relations,
 )
-from diffcache.eval.workshop.small.trainer import Job, Settings
+from diffcache.eval.workshop.small.trainer import Job, Settings, seeded, spread
 from diffcache.pipelines.shipped_models import MODELS
 from diffcache.pipelines.small.shipped import load_pipeline
 
@@ -76,7 +79,7 @@ def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) 
 
 
 def build_transformer(text_width: int = 64) -> FluxTransformer2DModel:
-    """Build the denoiser: 2 double and 6 single blocks of width 160, adaLN-zero start.
+    """Build the denoiser: 2 double and 7 single blocks of width 160, adaLN-zero start.
 
     Args:
         text_width: Width of the text states and of the pooled vector.
@@ -85,7 +88,7 @@ def build_transformer(text_width: int = 64) -> FluxTransformer2DModel:
         patch_size=1,
         in_channels=4 * CHANNELS,
         num_layers=2,
-        num_single_layers=6,
+        num_single_layers=7,
         attention_head_dim=32,
         num_attention_heads=_WIDTH // 32,
         joint_attention_dim=text_width,
@@ -124,22 +127,55 @@ def build_pipeline(
 
 
 @torch.no_grad()
-def encode(autoencoder: AutoencoderKL, pictures: Tensor) -> Tensor:
-    """Encode pictures uint8 [B, 64, 64, 3] into packed, scaled latents, float16 [B, 64, 48].
+def encode(autoencoder: AutoencoderKL, pictures: Iterable[NDArray[np.uint8]]) -> Tensor:
+    """Encode pictures uint8 [64, 64, 3] into scaled latents, float16 [B, 12, 16, 16], on the CPU.
 
     The first 2,000 set the shift and scaling factors if the autoencoder has none.
     """
-    means = torch.cat(
-        [autoencoder.encode(to_unit(part)).latent_dist.mean for part in pictures.split(100)]
-    )
+    here, parts, waiting = torch.get_default_device(), [], iter(pictures)
+    while part := list(islice(waiting, 200)):
+        shown = to_unit(torch.from_numpy(np.stack(part)).to(here))
+        parts.append(autoencoder.encode(shown).latent_dist.mean.cpu())
+    means = torch.cat(parts)
     if autoencoder.config.shift_factor is None:
         autoencoder.register_to_config(
             shift_factor=round(float(means[:2000].mean()), 5),
             scaling_factor=round(1 / float(means[:2000].std()), 5),
         )
-    scaled = (means - autoencoder.config.shift_factor) * autoencoder.config.scaling_factor
-    packed: Tensor = FluxPipeline._pack_latents(scaled, *scaled.shape)
-    return packed.half()
+    config = autoencoder.config
+    scaled = (means - config.shift_factor) * config.scaling_factor
+    return scaled.half().contiguous()
+
+
+def pack(latents: Tensor) -> Tensor:
+    """Pack latents [B, 12, 16, 16] two by two into tokens [B, 64, 48], as the pipeline does."""
+    packed: Tensor = FluxPipeline._pack_latents(latents, *latents.shape)
+    return packed
+
+
+def keep_latents(
+    folder: Path, autoencoder: AutoencoderKL, scenes: dict[str, list[Scene]]
+) -> dict[str, Tensor]:
+    """Draw and encode scenes once, and keep their latents, float16 [B, 12, 16, 16], by name.
+
+    Args:
+        folder: Folder of the run.
+        autoencoder: Autoencoder, which gets its shift and scaling factors if it has none.
+        scenes: Scenes by name; the first sets the factors.
+    """
+    said = hashlib.sha1(repr([(k, len(v), v[:1], v[-1:]) for k, v in scenes.items()]).encode())
+    path = folder / f"latents-{said.hexdigest()[:12]}.safetensors"
+    if not path.exists():
+        kept = {name: encode(autoencoder, spread(render, part)) for name, part in scenes.items()}
+        config = autoencoder.config
+        kept["factors"] = torch.tensor(
+            [config.shift_factor, config.scaling_factor], dtype=torch.float64, device="cpu"
+        )
+        save_file(kept, path)
+    kept = load_file(path)
+    shift, scale = (round(float(value), 5) for value in kept.pop("factors"))
+    autoencoder.register_to_config(shift_factor=shift, scaling_factor=scale)
+    return kept
 
 
 def retell(scene: Scene, rng: np.random.Generator) -> str:
@@ -159,64 +195,56 @@ class Flux(Job):
 
     The model sees what `FluxPipeline` will show it: packed latents, the same position ids, text
     padded to the same length without a mask, sigma as the timestep, `noise - latents` as target.
-    The folder holds `sticker-autoencoder.state` and `sticker-text.state`.
+    Autoencoder and text encoders are those of `sticker-autoencoder.state` and `sticker-text.state`
+    in the folder, or the shipped ones.
     """
+
+    on_gpu = True
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         super().__init__(settings, folder)
         self.encoder = Encoder()
         self.autoencoder = load_autoencoder(folder / "sticker-autoencoder.state")
-        rng = np.random.default_rng(settings.seed + 1)
-        self.scenes = [sample_scene(rng) for _ in range(settings.examples)]
-        held = np.random.default_rng(settings.seed + 2)
-        self.held_texts = [caption(sample_scene(held, held=True)) for _ in range(HELD)]
-        self.latents, self.held = self._latents()
+        self.scenes = draw_scenes(settings.examples, settings.seed + 1)
+        held = draw_scenes(HELD, settings.seed + 2, held=True)
+        self.held_texts = [caption(scene) for scene in held]
+        kept = keep_latents(folder, self.autoencoder, {"latents": self.scenes, "held": held})
+        self.latents = kept["latents"]
+        self.held = pack(kept["held"].float()).to(torch.get_default_device())
         self.image_ids = FluxPipeline._prepare_latent_image_ids(
-            1, _SIDE, _SIDE, "cpu", torch.float32
+            1, _SIDE, _SIDE, torch.get_default_device(), torch.float32
         )
         self.text_ids = torch.zeros(TEXT_TOKENS, 3)
 
-    def _latents(self) -> tuple[Tensor, Tensor]:
-        path = self.folder / "latents.safetensors"
-        if not path.exists() or len(load_file(path)["latents"]) != self.settings.examples:
-            kept = {
-                name: encode(
-                    self.autoencoder, draw_pictures(self.folder / file, *given, held=held)[0]
-                )
-                for name, file, given, held in (
-                    (
-                        "latents",
-                        "flux.npz",
-                        (self.settings.examples, self.settings.seed + 1),
-                        False,
-                    ),
-                    ("held", "held.npz", (HELD, self.settings.seed + 2), True),
-                )
-            }
-            config = self.autoencoder.config
-            kept["factors"] = torch.tensor([config.shift_factor, config.scaling_factor]).double()
-            save_file(kept, path)
-        kept = load_file(path)
-        shift, scale = (round(float(value), 5) for value in kept["factors"])
-        self.autoencoder.register_to_config(shift_factor=shift, scaling_factor=scale)
-        return kept["latents"], kept["held"].float()
-
     def build(self) -> nn.ModuleDict:
-        """Build the denoiser, and the text encoders as their own training left them."""
-        clip, t5 = self.encoder.build()
-        understood = torch.load(self.folder / "sticker-text.state", weights_only=True)["average"]
-        models = nn.ModuleDict({"text_encoder": clip, "text_encoder_2": t5})
-        models.load_state_dict({k: v for k, v in understood.items() if k.startswith("text_")})
+        """Build the denoiser, and the text encoders as their own training left them.
+
+        Where settings name a shipped model, all start from its weights; blocks that it has not
+        start as identities.
+        """
+        models = nn.ModuleDict(load_text(self.encoder, self.folder / "sticker-text.state"))
         transformer = build_transformer()
-        transformer.set_attn_processor(PlainFluxAttention())
+        if self.settings.start:
+            source = MODELS / self.settings.start / "transformer"
+            weights = load_file(source / "diffusion_pytorch_model.safetensors")
+            transformer.load_state_dict(weights, strict=False)
+        if torch.get_default_device().type == "cpu":
+            transformer.set_attn_processor(PlainFluxAttention())
         models["transformer"] = transformer
         return models
 
     def velocity(
-        self, models: nn.ModuleDict, tokens: Tensor, sigmas: Tensor, texts: list[str]
+        self, models: nn.ModuleDict, tokens: Tensor, sigmas: Tensor, said: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Return what the denoiser answers to tokens [B, 64, 48] at sigmas [B]."""
-        states, pooled = self.encoder.encode(models, texts)
+        """Return what the denoiser answers to tokens [B, 64, 48] at sigmas [B].
+
+        Args:
+            models: Denoiser and text encoders.
+            tokens: Packed latents.
+            sigmas: Noise levels in 0..1.
+            said: Token numbers of the sentences, as `Encoder.ids` gives them.
+        """
+        states, pooled = self.encoder.encode(models, said)
         answer: Tensor = self.compile(models["transformer"])(
             hidden_states=tokens,
             timestep=sigmas,
@@ -228,31 +256,40 @@ class Flux(Job):
         )[0]
         return answer.float()
 
-    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the mean square error of the velocity."""
+    def draw(self, chosen: Tensor, generator: torch.Generator) -> dict[str, Any]:
+        """Draw latents, and token numbers of sentences that tell them anew."""
         rng = np.random.default_rng(int(torch.randint(1 << 62, (), generator=generator)))
-        texts = [retell(self.scenes[i], rng) for i in chosen]
-        return self._error(models, self.latents[chosen].float(), texts, generator)
+        clip, t5 = self.encoder.ids([retell(self.scenes[i], rng) for i in chosen])
+        return {"latents": self.latents[chosen], "clip": clip, "t5": t5}
+
+    def loss(
+        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
+    ) -> Tensor:
+        """Return the mean square error of the velocity."""
+        said = (drawn["clip"], drawn["t5"])
+        return self._error(models, pack(drawn["latents"].float()), said, generator)
 
     def _error(
-        self, models: nn.ModuleDict, latents: Tensor, texts: list[str], generator: torch.Generator
+        self,
+        models: nn.ModuleDict,
+        tokens: Tensor,
+        said: tuple[Tensor, Tensor],
+        generator: torch.Generator,
     ) -> Tensor:
-        sigmas = torch.sigmoid(torch.randn(len(latents), generator=generator))
-        noise = torch.randn(latents.shape, generator=generator)
-        tokens = torch.lerp(latents, noise, sigmas[:, None, None])
-        answer = self.velocity(models, tokens, sigmas, texts)
-        return functional.mse_loss(answer, noise - latents)
+        sigmas = torch.sigmoid(torch.randn(len(tokens), generator=generator))
+        noise = torch.randn(tokens.shape, generator=generator)
+        noisy = torch.lerp(tokens, noise, sigmas[:, None, None])
+        answer = self.velocity(models, noisy, sigmas, said)
+        return functional.mse_loss(answer, noise - tokens)
 
     @torch.no_grad()
     def measure(self, models: nn.ModuleDict) -> dict[str, float]:
         """Measure the loss on held-out combinations, with the same noise each time."""
-        generator = torch.Generator().manual_seed(5)
-        losses = [
-            float(
-                self._error(models, self.held[i : i + 64], self.held_texts[i : i + 64], generator)
-            )
-            for i in range(0, HELD, 64)
-        ]
+        generator, losses = seeded(5), []
+        for start in range(0, HELD, 64):
+            said = self.encoder.ids(self.held_texts[start : start + 64])
+            tokens = self.held[start : start + 64]
+            losses.append(float(self._error(models, tokens, said, generator)))
         return {"held_loss": sum(losses) / len(losses)}
 
     @torch.no_grad()
@@ -265,11 +302,9 @@ class Flux(Job):
         guidance: float = GUIDANCE,
     ) -> Tensor:
         """Draw pictures as the pipeline does, uint8 [B, 64, 64, 3]."""
-        tokens = torch.randn(
-            len(texts), _SIDE**2, 4 * CHANNELS, generator=torch.Generator().manual_seed(0)
-        )
+        tokens = torch.randn(len(texts), _SIDE**2, 4 * CHANNELS, generator=seeded(0))
         sigmas = [*torch.linspace(1, 1 / steps, steps).tolist(), 0.0]
-        both = texts + [""] * len(texts)
+        both = self.encoder.ids(texts + [""] * len(texts))
         for sigma, following in pairwise(sigmas):
             level = torch.full((2 * len(texts),), sigma)
             said, unsaid = self.velocity(models, tokens.repeat(2, 1, 1), level, both).chunk(2)
@@ -278,7 +313,7 @@ class Flux(Job):
         latents = FluxPipeline._unpack_latents(tokens, 64, 64, 4)
         latents = latents / config.scaling_factor + config.shift_factor
         made: Tensor = self.autoencoder.decode(latents).sample
-        return ((made.clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 1).byte()
+        return ((made.clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 1).byte().cpu()
 
     def show(self, models: nn.ModuleDict) -> Image.Image:
         """Draw held-out sentences, the same and with the same noise each time."""

@@ -7,8 +7,10 @@ broken, or of wrong colors, does not count.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -272,8 +274,11 @@ class JudgeJob(Job):
         """Build the network."""
         return nn.ModuleDict({"judge": Judge()})
 
-    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
+    def loss(
+        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
+    ) -> Tensor:
         """Return errors of objects, poses and ground, on pictures with noise and of other light."""
+        chosen = drawn["chosen"]
         halves = (chosen < len(self.rebuilt)) & (torch.rand(len(chosen), generator=generator) < 0.7)
         shown = torch.where(
             halves[:, None, None, None],

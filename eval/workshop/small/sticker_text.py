@@ -7,7 +7,9 @@ what it is and on which side of the other.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from diffcache.eval.workshop.small.stickers import (
 )
 from diffcache.eval.workshop.small.text_encoders import build_text_encoders, build_tokenizers
 from diffcache.eval.workshop.small.trainer import Job, Settings
+from diffcache.pipelines.shipped_models import MODELS
 
 TEXT_TOKENS = 12
 _ROLES = ("", *RELATIONS)
@@ -58,10 +61,32 @@ class Encoder:
         second = self.t5(texts, max_length=TEXT_TOKENS, **pad).input_ids
         return first, second
 
-    def encode(self, models: nn.ModuleDict, texts: list[str]) -> tuple[Tensor, Tensor]:
-        """Return text states [B, T, D] and the pooled vector [B, D]."""
-        first, second = self.ids(texts)
+    def encode(self, models: nn.ModuleDict, said: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return text states [B, T, D] and the pooled vector [B, D] of what `ids` gave."""
+        first, second = (ids.to(torch.get_default_device()) for ids in said)
         return models["text_encoder_2"](second)[0], models["text_encoder"](first).pooler_output
+
+
+def load_text(encoder: Encoder, path: Path) -> dict[str, nn.Module]:
+    """Build both text encoders with trained weights, by their names in a pipeline.
+
+    Args:
+        encoder: Tokenizers of the encoders.
+        path: Path of a checkpoint of their training; where there is none, those of the shipped
+            sticker-flux are taken.
+    """
+    here = torch.get_default_device()
+    if not path.exists():
+        shipped = MODELS / "sticker-flux"
+        return {
+            "text_encoder": CLIPTextModel.from_pretrained(shipped / "text_encoder").to(here),
+            "text_encoder_2": T5EncoderModel.from_pretrained(shipped / "text_encoder_2").to(here),
+        }
+    clip, t5 = encoder.build()
+    models = nn.ModuleDict({"text_encoder": clip, "text_encoder_2": t5})
+    kept = torch.load(path, weights_only=True, map_location=here)["average"]
+    models.load_state_dict({k: v for k, v in kept.items() if k.startswith("text_")})
+    return dict(models.items())
 
 
 class Text(Job):
@@ -84,13 +109,15 @@ class Text(Job):
         }
         return nn.ModuleDict({"text_encoder": clip, "text_encoder_2": t5, **readouts})
 
-    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
+    def loss(
+        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
+    ) -> Tensor:
         """Return the cross-entropy of all that the sentences say."""
-        return self._errors(models, [self.texts[i] for i in chosen])[0]
+        return self._errors(models, [self.texts[i] for i in drawn["chosen"]])[0]
 
     def _errors(self, models: nn.ModuleDict, texts: list[str]) -> tuple[Tensor, Tensor]:
         """Return the loss, and the share of sentences whose pooled vector tells all, 0-d each."""
-        states, pooled = self.encoder.encode(models, texts)
+        states, pooled = self.encoder.encode(models, self.encoder.ids(texts))
         whole, tokens = self._targets(texts)
         loss = torch.zeros(())
         right = torch.ones(len(texts), dtype=torch.bool)

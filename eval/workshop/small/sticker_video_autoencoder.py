@@ -1,12 +1,13 @@
-"""The autoencoder of the sticker films, in Wan's format: four frames of 64x64 to 8x8x32 latents.
+"""The autoencoder of the sticker films, in Wan's format: two frames of 64x64 to 8x8x48 latents.
 
-The first frame has latents of its own, each four after it share theirs. Like Wan 2.2's it works on
+The first frame has latents of its own, each two after it share theirs. Like Wan 2.2's it works on
 pixels that are folded two by two, and its down- and upsampling have shortcuts without weights, so
 that it starts from a coarse copy of the film.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from diffcache.eval.workshop.small.sticker_films import render_film, sample_film
 from diffcache.eval.workshop.small.trainer import Job, Settings
 from diffcache.psnr import psnr
 
-CHANNELS = 32
-FRAMES = 17  # of a training film: five latents
+CHANNELS = 48
+TIMES = 2  # frames that share their latents
+FRAMES = 13  # of a training film: seven latents
 HELD = 32
 _KL = 1e-4
 
@@ -35,12 +37,12 @@ def build_autoencoder() -> AutoencoderKLWan:
         dim_mult=[1, 2, 2],
         num_res_blocks=1,
         attn_scales=[],
-        temperal_downsample=[True, True],
+        temperal_downsample=[False, True],
         is_residual=True,
         in_channels=12,
         out_channels=12,
         patch_size=2,
-        scale_factor_temporal=4,
+        scale_factor_temporal=TIMES,
         scale_factor_spatial=8,
         latents_mean=[0.0] * CHANNELS,
         latents_std=[1.0] * CHANNELS,
@@ -52,7 +54,9 @@ def build_autoencoder() -> AutoencoderKLWan:
 
 def load_autoencoder(path: Path) -> AutoencoderKLWan:
     """Load the averaged weights of a trained autoencoder from its checkpoint."""
-    average = torch.load(path, weights_only=True)["average"]
+    average = torch.load(path, weights_only=True, map_location=torch.get_default_device())[
+        "average"
+    ]
     model = build_autoencoder()
     nn.ModuleDict({"vae": model}).load_state_dict(average)
     return model.eval().requires_grad_(False)
@@ -67,14 +71,14 @@ def draw_films(numbers: Tensor, seed: int, *, held: bool = False) -> tuple[Tenso
     """Draw the films with these numbers, each from a seed of its own.
 
     Returns:
-        Films float32 [B, 3, F, 64, 64] in [-1, 1], and where objects are, bool [B, 1, F, 64, 64].
+        Films uint8 [B, F, 64, 64, 3], and where objects are, bool [B, 1, F, 64, 64].
     """
     drawn = [
         render_film(sample_film(np.random.default_rng([seed, int(n)]), held=held), FRAMES)
         for n in numbers
     ]
     pictures, masks = (torch.from_numpy(np.stack(part)) for part in zip(*drawn, strict=True))
-    return to_film(pictures), masks[:, None]
+    return pictures, masks[:, None]
 
 
 class VideoAutoencoder(Job):
@@ -84,17 +88,29 @@ class VideoAutoencoder(Job):
     from a unit Gaussian has a small weight.
     """
 
+    on_gpu = True
+
     def __init__(self, settings: Settings, folder: Path) -> None:
         super().__init__(settings, folder)
-        self.held = draw_films(torch.arange(HELD), settings.seed + 2, held=True)
+        pictures, masks = draw_films(torch.arange(HELD), settings.seed + 2, held=True)
+        here = torch.get_default_device()
+        self.held = to_film(pictures).to(here), masks.to(here)
 
     def build(self) -> nn.ModuleDict:
         """Build the autoencoder."""
         return nn.ModuleDict({"vae": build_autoencoder()})
 
-    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the loss of the films with these numbers."""
-        wanted, masks = draw_films(chosen, self.settings.seed + 1)
+    def draw(self, chosen: Tensor, generator: torch.Generator) -> dict[str, Any]:
+        """Draw the films with these numbers."""
+        del generator
+        films, masks = draw_films(chosen, self.settings.seed + 1)
+        return {"films": films, "masks": masks}
+
+    def loss(
+        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
+    ) -> Tensor:
+        """Return the loss of drawn films."""
+        wanted, masks = to_film(drawn["films"]), drawn["masks"]
         vae: Any = models["vae"]
         posterior = vae.encode(wanted).latent_dist
         noise = torch.randn(posterior.mean.shape, generator=generator)
@@ -131,6 +147,6 @@ class VideoAutoencoder(Job):
             for pair in zip(self.held[0], made, strict=False)
             for film in pair
         ]
-        pixels = ((torch.cat(rows) + 1) * 127.5).round().byte().numpy()
+        pixels = ((torch.cat(rows) + 1) * 127.5).round().byte().cpu().numpy()
         sheet = Image.fromarray(pixels)
         return sheet.resize((2 * sheet.width, 2 * sheet.height), Image.Resampling.BICUBIC)

@@ -108,6 +108,11 @@ def sample_scene(rng: np.random.Generator, *, held: bool = False, single: float 
     return Scene(stickers, ground, int(rng.integers(1 << 31)), relation, says_ground)
 
 
+def draw_scenes(count: int, seed: int, *, held: bool = False) -> list[Scene]:
+    """Draw scenes, each from a seed of its own; see `sample_scene`."""
+    return [sample_scene(np.random.default_rng([seed, n]), held=held) for n in range(count)]
+
+
 def held_out(names: tuple[str, ...], ground: str) -> bool:
     """Tell whether a combination is left out of training.
 
@@ -247,18 +252,15 @@ def to_bytes(picture: Array) -> Array:
 
 def layer(sticker: Sticker) -> tuple[Array, Array]:
     """Draw an object alone: colors float64 [64, 64, 3] and its cover [64, 64] in [0, 1]."""
-    drawing = drawings()[sticker.name]
-    if sticker.mirrored:
-        drawing = drawing.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    reduced = _reduced(sticker.name, sticker.size, sticker.mirrored)
     # Rotating within a larger square keeps the corners, and one resampling keeps the edges sharp.
     cosine, sine = np.cos(np.radians(sticker.tilt)), np.sin(np.radians(sticker.tilt))
-    scale = drawing.width / sticker.size
-    middle = drawing.width / 2
+    scale = reduced.width / sticker.size
+    middle = reduced.width / 2
     matrix = (
         scale * cosine, -scale * sine, middle - scale * (cosine * sticker.x - sine * sticker.y),
         scale * sine, scale * cosine, middle - scale * (sine * sticker.x + cosine * sticker.y),
     )  # fmt: skip
-    reduced = drawing.filter(ImageFilter.GaussianBlur(0.42 * max(scale - 1, 0)))
     turned = reduced.transform(
         (SIDE, SIDE), Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC
     )
@@ -267,6 +269,15 @@ def layer(sticker: Sticker) -> tuple[Array, Array]:
     # Colors are kept multiplied by the cover: dividing here avoids dark edges of resampling.
     color = pixels[..., :3] / np.maximum(cover, 1 / 255)[..., None]
     return np.clip(color * sticker.light, 0, 255), cover
+
+
+@cache
+def _reduced(name: str, size: int, mirrored: bool) -> Image.Image:
+    """Return a drawing as sharp as its size allows, at its full width."""
+    drawing = drawings()[name]
+    if mirrored:
+        drawing = drawing.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return drawing.filter(ImageFilter.GaussianBlur(0.42 * max(drawing.width / size - 1, 0)))
 
 
 @cache

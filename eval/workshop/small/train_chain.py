@@ -7,7 +7,9 @@ such. The weight `1 / p` of the diffusion loss lets rows of few masks dominate, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,9 +64,11 @@ class Chain(Job):
         """Build the model."""
         return nn.ModuleDict({"model": build_model(self.settings.model)})
 
-    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
+    def loss(
+        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
+    ) -> Tensor:
         """Return the weighted cross-entropy of a step's masked tokens."""
-        batch = draw(len(chosen), self.world, generator)
+        batch = draw(len(drawn["chosen"]), self.world, generator)
         logits, masked = self._predict(self.compile(models["model"]), batch, generator)
         error = cross_entropy(logits.float().mT, batch.answers, reduction="none")
         return ((error * masked).sum(1) / (masked.sum(1) + TAMED)).mean()

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,9 +57,11 @@ class ExtractorJob(Job):
         """Build the extractor, and its heads, which are used nowhere else."""
         return nn.ModuleDict({"extractor": Extractor(), "heads": Heads()})
 
-    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
+    def loss(
+        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
+    ) -> Tensor:
         """Return the error of all answers about disturbed pictures."""
-        return sum(self._errors(models, chosen, generator).values(), torch.zeros(()))
+        return sum(self._errors(models, drawn["chosen"], generator).values(), torch.zeros(()))
 
     def _errors(
         self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator
@@ -113,9 +116,11 @@ class MatcherJob(Job):
         """Build the matcher."""
         return nn.ModuleDict({"matcher": Matcher()})
 
-    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
+    def loss(
+        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
+    ) -> Tensor:
         """Return the contrastive loss."""
-        return self._contrast(models, chosen)[0]
+        return self._contrast(models, drawn["chosen"])[0]
 
     def _contrast(self, models: nn.ModuleDict, chosen: Tensor) -> tuple[Tensor, Tensor]:
         model = models["matcher"]

@@ -6,7 +6,9 @@ them at the timesteps its scheduler uses (arXiv 2303.04137, section II).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +38,11 @@ class Reach(Job):
         """Build the network."""
         return nn.ModuleDict({"transformer": reach.build().transformer})
 
-    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
+    def loss(
+        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
+    ) -> Tensor:
         """Return the mean square error of the actions, in units of `reach.REACH`."""
+        chosen = drawn["chosen"]
         seen, moves = self.seen[chosen], self.moves[chosen]
         scheduler = self.pipe.scheduler
         noise = torch.randn(moves.shape, generator=generator)

@@ -7,7 +7,9 @@ ones are distinct and few. A model of one length works at no other, so lengths a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +57,9 @@ class Recall(Job):
         """Build the model."""
         return nn.ModuleDict({"model": build_model()})
 
-    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
+    def loss(
+        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
+    ) -> Tensor:
         """Return the weighted cross-entropy of a step's texts."""
         rng = np.random.default_rng(self.settings.seed * 1_000_003 + self.step)
         task = choose(self.step, self.step / self.settings.steps, rng)

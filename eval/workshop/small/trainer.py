@@ -6,6 +6,10 @@
 trained and what its loss is; the loop takes care of precision, learning rates, averaged weights,
 checkpoints, the curve and the pictures to look at. Seed, settings and precision give the same
 weights on one machine, broken off or not.
+
+With `--device cuda` models and losses are there, and a whole step (loss, gradients, optimizers) is
+captured as a CUDA graph, since steps of models this small take longer to launch than to compute.
+Examples are drawn on the CPU, by `--workers` processes ahead of the step that needs them.
 """
 
 from __future__ import annotations
@@ -20,8 +24,10 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,6 +35,7 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from diffcache.pipelines.shipped_models import MODELS
 
@@ -54,7 +61,7 @@ JOBS = {  # name -> class, and the shipped model it is for
     "shapes-extractor": ("train_features:ExtractorJob", "shapes-features"),
     "shapes-matcher": ("train_features:MatcherJob", "shapes-features"),
 }
-PRECISIONS = ("float32", "bfloat16", "compiled")
+PRECISIONS = ("float32", "bfloat16", "compiled", "compiled-bfloat16")
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ class Settings:
         cooldown: Last share of the run, over which the learning rate falls to a fiftieth.
         save_every: Steps between two checkpoints.
         measure_every: Steps between two measurements on held-out examples.
+        start: Name of a shipped model whose weights a run starts from; none if it is empty.
         model: Name of the shipped model that the training is for, which names the file.
     """
 
@@ -92,6 +100,7 @@ class Settings:
     cooldown: float = 0.3
     save_every: int = 250
     measure_every: int = 1000
+    start: str = ""
     model: str = ""
 
 
@@ -101,7 +110,13 @@ class Job(ABC):
     Args:
         settings: Settings of the training.
         folder: Folder of the run, where examples are kept.
+
+    Attributes:
+        on_gpu: Whether `draw` puts all that the loss needs into tensors, and the loss makes none
+            from numbers of Python, so that it can be captured.
     """
+
+    on_gpu = False
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self.settings = settings
@@ -122,14 +137,35 @@ class Job(ABC):
     def build(self) -> nn.ModuleDict:
         """Build the modules, untrained."""
 
+    def draw(self, chosen: Tensor, generator: torch.Generator) -> dict[str, Any]:
+        """Draw what the loss of a step needs: tensors on the CPU, and choices that it follows.
+
+        Args:
+            chosen: Numbers of the examples, int64 [B].
+            generator: Source of the drawing's randomness, on the CPU.
+        """
+        del generator
+        return {"chosen": chosen}
+
+    def way(self, drawn: Mapping[str, Any]) -> tuple[Hashable, ...]:
+        """Return the choices that the loss of drawn examples follows, beside its tensors.
+
+        Losses of one way run the same operations on tensors of the same shapes, so that one CUDA
+        graph serves them all.
+        """
+        del drawn
+        return ()
+
     @abstractmethod
-    def loss(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the loss of the examples with these numbers, int64 [B].
+    def loss(
+        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
+    ) -> Tensor:
+        """Return the loss of examples, a 0-d tensor.
 
         Args:
             models: Modules as `build` makes them.
-            chosen: Numbers of the examples.
-            generator: Source of the step's randomness.
+            drawn: Examples as `draw` returned them, their tensors on the device of the models.
+            generator: Source of the loss's randomness, on the device of the models.
         """
 
     @abstractmethod
@@ -167,27 +203,34 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Take one step."""
         for group in self.param_groups:
+            alike: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
                 state = self.state[weight]
-                momentum = state.setdefault("momentum", torch.zeros_like(weight))
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(weight)
+                momentum = state["momentum"]
                 momentum.lerp_(weight.grad, 1 - group["momentum"])
                 moved = weight.grad.lerp(momentum, group["momentum"]).flatten(1)
-                change = orthogonal(moved).view_as(weight)
-                size = max(1.0, moved.shape[0] / moved.shape[1]) ** 0.5
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_(change, alpha=-group["lr"] * size)
+                alike.setdefault((moved.shape[0], moved.shape[1]), []).append((weight, moved))
+            for (rows, columns), pairs in alike.items():
+                changes = orthogonal(torch.stack([moved for _, moved in pairs]))
+                size = max(1.0, rows / columns) ** 0.5
+                for (weight, _), change in zip(pairs, changes, strict=True):
+                    weight.mul_(1 - group["lr"] * group["weight_decay"])
+                    weight.sub_(change.view_as(weight) * (group["lr"] * size))
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """Return about the nearest orthogonal matrix [M, N], by five steps of Newton-Schulz."""
-    wide: Tensor = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    wide = wide / (wide.norm() + 1e-7)
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Return about the nearest orthogonal matrices [..., M, N], by five steps of Newton-Schulz."""
+    high = matrices.shape[-2] > matrices.shape[-1]
+    wide: Tensor = matrices.mT if high else matrices
+    wide = wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
-        square = wide @ wide.T
+        square = wide @ wide.mT
         wide = 3.4445 * wide + (-4.775 * square + 2.0315 * square @ square) @ wide
-    return wide.T if matrix.shape[0] > matrix.shape[1] else wide
+    return wide.mT if high else wide
 
 
 def build_optimizers(models: nn.ModuleDict, settings: Settings) -> list[torch.optim.Optimizer]:
@@ -206,8 +249,28 @@ def build_optimizers(models: nn.ModuleDict, settings: Settings) -> list[torch.op
         rest.append({"params": plain, "peak": settings.rate * factor})
         if taken := [weight for name, weight in own if name in matrices]:
             orthogonalized.append({"params": taken, "peak": settings.muon * factor})
-    adam = torch.optim.AdamW(rest, settings.rate, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
+    on_gpu = torch.get_default_device().type == "cuda"
+    adam = torch.optim.AdamW(
+        rest,
+        torch.tensor(settings.rate) if on_gpu else settings.rate,
+        betas=(0.9, 0.99),
+        weight_decay=0.01,
+        fused=True,
+        capturable=on_gpu,
+    )
     return [adam, Muon(orthogonalized, settings.muon)] if orthogonalized else [adam]
+
+
+def set_rates(optimizers: list[torch.optim.Optimizer], share: float) -> None:
+    """Set learning rates to a share of their peaks; on a GPU as tensors, which graphs read."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if torch.get_default_device().type == "cuda":
+                if not group.get("own_rate"):  # groups start with one tensor for all of them
+                    group |= {"lr": torch.zeros(()), "own_rate": True}
+                group["lr"].fill_(group["peak"] * share)
+            else:
+                group["lr"] = group["peak"] * share
 
 
 def pace(step: int, settings: Settings) -> float:
@@ -216,39 +279,104 @@ def pace(step: int, settings: Settings) -> float:
     return min(1.0, (step + 1) / max(settings.warmup, 1)) * max(0.02, min(1.0, left))
 
 
-def order(settings: Settings, start: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the steps of a run from one on, each with the numbers of its examples."""
+def numbers(settings: Settings, step: int) -> Tensor:
+    """Return the numbers of the examples of a step, int64 [B]: each comes once in a round."""
     per_round = max(settings.examples // settings.batch, 1)
-    shuffled = torch.empty(0, dtype=torch.long)
-    for step in range(start, settings.steps):
-        number, place = divmod(step, per_round)
-        if place == 0 or step == start:
-            generator = torch.Generator().manual_seed(settings.seed * 7_919 + number)
-            shuffled = torch.randperm(settings.examples, generator=generator)
-        yield step, shuffled[place * settings.batch : (place + 1) * settings.batch]
+    turn, place = divmod(step, per_round)
+    shuffled = _shuffled(settings.examples, settings.seed * 7_919 + turn)
+    return shuffled[place * settings.batch : (place + 1) * settings.batch]
+
+
+@lru_cache(maxsize=2)
+def _shuffled(count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(count, generator=generator, device="cpu")
+
+
+class Draws(Dataset[dict[str, Any]]):
+    """Examples of every step of a run, drawn on the CPU.
+
+    Args:
+        job: Model to train.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def __getitem__(self, step: int) -> dict[str, Any]:
+        """Draw the examples of a step."""
+        settings = self.job.settings
+        generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step)
+        with torch.device("cpu"):
+            return self.job.draw(numbers(settings, step), generator)
+
+
+def spread(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+    """Yield a function's results in order; processes on all cores compute those of many items."""
+    if len(items) < 1000:
+        yield from map(function, items)
+        return
+    with ProcessPoolExecutor() as pool:
+        yield from pool.map(function, items, chunksize=32)
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Return a source of randomness on the default device."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
+def moved(drawn: Mapping[str, Any]) -> dict[str, Any]:
+    """Return drawn examples with their tensors on the default device."""
+    device = torch.get_default_device()
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+        for name, value in drawn.items()
+    }
 
 
 def choose_precision(job: Job, models: nn.ModuleDict) -> dict[str, float]:
-    """Time one step in float32 and in bfloat16: CPU seconds by precision, compiling aside."""
+    """Time one step in float32 and in bfloat16: seconds by precision, compiling aside.
+
+    They are CPU seconds on a processor, which other programs may keep busy, and seconds on a GPU.
+    """
     seconds = {}
     for precision in PRECISIONS[:2]:
         times = []
         for step in range(3):
-            chosen = torch.arange(job.settings.batch) % job.settings.examples
-            begun = time.process_time()
+            drawn = moved(Draws(job)[step])
+            begun = _seconds()
             with autocast(precision):
-                job.loss(models, chosen, torch.Generator().manual_seed(step)).backward()
-            times.append(time.process_time() - begun)
+                job.loss(models, drawn, seeded(step)).backward()
+            times.append(_seconds() - begun)
             models.zero_grad(set_to_none=True)
         seconds[precision] = round(min(times), 4)
     return seconds
 
 
+def _seconds() -> float:
+    if torch.get_default_device().type != "cuda":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def autocast(precision: str) -> contextlib.AbstractContextManager[Any]:
     """Return the context in which a loss is computed in a precision."""
-    if precision == "bfloat16":
-        return torch.autocast("cpu", dtype=torch.bfloat16)
+    if precision.endswith("bfloat16"):
+        kind = torch.get_default_device().type
+        # Casts that are kept from one use to the next would outlive a graph's memory.
+        return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=kind != "cuda")
     return contextlib.nullcontext()
+
+
+class _Graph:
+    """A step captured on a GPU, with the tensors that it reads and its loss."""
+
+    def __init__(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        self.warm = 0
+        self.drawn: dict[str, Any] = {}
+        self.loss: Tensor | None = None
 
 
 class Training:
@@ -270,29 +398,65 @@ class Training:
         self.seconds = {"wall": 0.0, "cpu": 0.0}
         self.timed: dict[str, float] = {}
         self.commits: list[str] = []  # of the code of each part of a run
+        self.device = device_name()
+        self.generator = seeded(0)
+        self._graphs: dict[tuple[Hashable, ...], _Graph] = {}
+        self._pool: Any = None  # memory that graphs share, as only one runs at a time
         if precision == "auto":
             self.timed = choose_precision(job, self.models)
             precision = min(self.timed, key=self.timed.__getitem__)
         self.precision = precision
-        job.compiled = precision == "compiled"
+        job.compiled = precision.startswith("compiled")
 
-    def update(self, chosen: Tensor) -> float:
-        """Take one step on examples with these numbers, and return its loss."""
+    def update(self, drawn: Mapping[str, Any]) -> Tensor:
+        """Take one step on examples that `Job.draw` returned; the loss is a 0-d tensor."""
         settings = self.job.settings
-        generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + self.step)
         self.job.step = self.step
+        self.generator.manual_seed(settings.seed * 1_000_003 + self.step)
+        set_rates(self.optimizers, pace(self.step, settings))
+        if torch.get_default_device().type == "cuda":
+            loss = self._replay(drawn)
+        else:
+            loss = self._take(drawn)
+        self.step += 1
+        self._average()
+        return loss
+
+    def _take(self, drawn: Mapping[str, Any]) -> Tensor:
+        """Run loss, gradients and optimizers."""
         with autocast(self.precision):
-            loss = self.job.loss(self.models, chosen, generator)
+            loss = self.job.loss(self.models, drawn, self.generator)
         self.models.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.models.parameters(), 1.0)
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * pace(self.step, settings)
             optimizer.step()
-        self.step += 1
-        self._average()
-        return float(loss.detach())
+        return loss.detach()
+
+    def _replay(self, drawn: Mapping[str, Any]) -> Tensor:
+        """Take the step by the graph of its way; the first steps of a way prepare it."""
+        kept = self._graphs.setdefault(self.job.way(drawn), _Graph())
+        if kept.loss is None:
+            kept.warm += 1
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            if kept.warm <= 3:
+                with torch.cuda.stream(side):
+                    loss = self._take(moved(drawn))
+                torch.cuda.current_stream().wait_stream(side)
+                return loss
+            kept.drawn = {k: v.clone() if isinstance(v, Tensor) else v
+                          for k, v in moved(drawn).items()}  # fmt: skip
+            kept.graph.register_generator_state(self.generator)
+            self.models.zero_grad(set_to_none=True)
+            with torch.cuda.graph(kept.graph, pool=self._pool):
+                kept.loss = self._take(kept.drawn)
+            self._pool = kept.graph.pool()
+        for name, value in drawn.items():
+            if isinstance(value, Tensor):
+                kept.drawn[name].copy_(value, non_blocking=True)
+        kept.graph.replay()
+        return kept.loss.clone()
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -316,6 +480,7 @@ class Training:
             "precision": self.precision,
             "timed": self.timed,
             "commits": self.commits,
+            "device": self.device,
         }
         part = path.with_name(path.name + ".part")
         torch.save(state, part)
@@ -323,7 +488,7 @@ class Training:
 
     def restore(self, path: Path) -> None:
         """Take up what `save` wrote."""
-        state = torch.load(path, weights_only=True)
+        state = torch.load(path, weights_only=True, map_location=torch.get_default_device())
         self.models.load_state_dict(state["models"])
         self.average.load_state_dict(state["average"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -331,12 +496,24 @@ class Training:
             optimizer.load_state_dict(saved)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["peak"] = peak  # settings may be changed between two parts of a run
+                group.pop("own_rate", None)
+                if "capturable" in group:
+                    group["capturable"] = torch.get_default_device().type == "cuda"
         self.step, self.rows, self.seconds = state["step"], state["rows"], state["seconds"]
         self.timed, self.precision = state["timed"], state["precision"]
         self.commits = state.get("commits", [])
+        self.device = state.get("device", self.device)
 
 
-def train(job: Job, name: str, *, precision: str = "auto", minutes: float = math.inf) -> Training:
+def train(
+    job: Job,
+    name: str,
+    *,
+    precision: str = "auto",
+    minutes: float = math.inf,
+    fit: bool = False,
+    workers: int = 0,
+) -> Training:
     """Train from the last checkpoint on, or from the start, until the end or a time limit.
 
     Args:
@@ -344,8 +521,10 @@ def train(job: Job, name: str, *, precision: str = "auto", minutes: float = math
         name: Name of the files in the job's folder: `NAME.state`, `NAME.jsonl`, `NAME-STEP.png`.
         precision: One of `PRECISIONS`, or "auto".
         minutes: Minutes after which to stop at a checkpoint.
+        fit: Shorten the run to the steps that fit in `minutes`, so that the learning rate falls to
+            its end. The record holds the steps that came of it.
+        workers: Processes that draw examples; 0 draws them in this one.
     """
-    settings = job.settings
     state = job.folder / f"{name}.state"
     run = Training(job, precision)
     if state.exists():
@@ -353,20 +532,30 @@ def train(job: Job, name: str, *, precision: str = "auto", minutes: float = math
     if commit() not in run.commits:
         run.commits.append(commit())
     begun, begun_cpu = time.monotonic(), time.process_time()
-    before = dict(run.seconds)
-    losses: list[float] = []
-    for step, chosen in order(settings, run.step):
-        losses.append(run.update(chosen))
+    before, first = dict(run.seconds), run.step
+    losses: list[Tensor] = []
+    loader = DataLoader(
+        Draws(job),
+        batch_size=None,
+        sampler=range(run.step, job.settings.steps),
+        num_workers=workers,
+        prefetch_factor=4 if workers else None,
+    )
+    for drawn in loader:
+        losses.append(run.update(drawn))
         run.seconds = {
             "wall": before["wall"] + time.monotonic() - begun,
             "cpu": before["cpu"] + time.process_time() - begun_cpu,
         }
-        late = time.monotonic() - begun > 60 * minutes
-        last = late or run.step == settings.steps
-        measured = last or run.step % settings.measure_every == 0
+        share = (time.monotonic() - begun) / max(60 * minutes, 1e-9)
+        if fit and (plan := fitting(first, run.step, share, job.settings)):
+            job.settings = replace(job.settings, steps=plan)
+        late = share > 1
+        last = late or run.step >= job.settings.steps
+        measured = last or run.step % job.settings.measure_every == 0
         if measured or run.step % 50 == 0:
-            row = {"step": run.step, "loss": sum(losses) / len(losses)}
-            row |= {"rate": pace(step, settings), "cpu_seconds": run.seconds["cpu"]}
+            row = {"step": run.step, "loss": float(torch.stack(losses).mean())}
+            row |= {"rate": pace(run.step - 1, job.settings), "cpu_seconds": run.seconds["cpu"]}
             if measured:
                 row |= job.measure(run.average.eval())
                 if picture := job.show(run.average):
@@ -374,11 +563,27 @@ def train(job: Job, name: str, *, precision: str = "auto", minutes: float = math
             run.rows.append({key: float(f"{value:.5g}") for key, value in row.items()})
             print(json.dumps(run.rows[-1]), flush=True)
             losses = []
-        if last or run.step % settings.save_every == 0:
+        if last or run.step % job.settings.save_every == 0:
             run.save(state)
         if last:
             break
     return run
+
+
+def fitting(first: int, step: int, share: float, settings: Settings) -> int | None:
+    """Return the length of a run, in steps, that ends within its time; None between two looks.
+
+    It is looked at in every hundredth step, until the learning rate begins to fall.
+
+    Args:
+        first: Step at which this part of the run began.
+        step: Steps taken.
+        share: Share of the time that is used up.
+        settings: Settings of the run.
+    """
+    if (step - first) % 100 or not 0.02 < share < 1 - settings.cooldown:
+        return None
+    return first + int(0.97 * (step - first) / share)
 
 
 def read_settings(name: str) -> Settings:
@@ -407,6 +612,12 @@ def commit() -> str:
     return done.stdout.strip()
 
 
+def device_name() -> str:
+    """Return the name of the default device, "CPU" for a processor."""
+    device = torch.get_default_device()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
 def record(run: Training, name: str, command: str) -> dict[str, Any]:
     """Describe how a model was trained, with a curve of at most 150 rows."""
     every = -(-len(run.rows) // 150)
@@ -422,6 +633,7 @@ def record(run: Training, name: str, command: str) -> dict[str, Any]:
         "seconds_a_step_by_precision": run.timed,
         "cpu_hours": round(run.seconds["cpu"] / 3600, 3),
         "wall_hours": round(run.seconds["wall"] / 3600, 3),
+        "device": run.device,
         "torch": torch.__version__,
         "weights": sum(weight.numel() for weight in run.models.parameters()),
         "curve": [r for i, r in enumerate(run.rows) if i % every == 0 or r is run.rows[-1]],
@@ -455,15 +667,35 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--workers", type=int, default=0, help="processes that draw examples")
+    parser.add_argument(
+        "--fit", action="store_true", help="shorten the run to what fits in --minutes"
+    )
     parser.add_argument(
         "--export", action="store_true", help="train no more; ship the last checkpoint"
     )
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(chosen.threads)
+    if chosen.device == "cuda":
+        torch.set_default_device("cuda")
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = True
+    if chosen.fit and math.isinf(chosen.minutes):
+        parser.error("--fit needs --minutes")
     chosen.out.mkdir(parents=True, exist_ok=True)
     job = load_job(chosen.model, chosen.out)
+    if chosen.device == "cuda" and not job.on_gpu:
+        parser.error(f"{chosen.model} trains on the CPU alone; leave out --device")
     if not chosen.export:
-        train(job, chosen.model, precision=chosen.precision, minutes=chosen.minutes)
+        train(
+            job,
+            chosen.model,
+            precision=chosen.precision,
+            minutes=chosen.minutes,
+            fit=chosen.fit,
+            workers=chosen.workers,
+        )
         return
     run = Training(job, "float32")
     run.restore(chosen.out / f"{chosen.model}.state")
