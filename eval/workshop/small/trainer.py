@@ -52,6 +52,7 @@ JOBS = {  # name -> class, and the shipped model it is for
     "sticker-flux": ("sticker_flux:Flux", "sticker-flux"),
     "sticker-video-autoencoder": ("sticker_video_autoencoder:VideoAutoencoder", "sticker-causal"),
     "sticker-causal": ("sticker_causal:Causal", "sticker-causal"),
+    "sticker-wan": ("sticker_wan:Wan", "sticker-wan"),
     "reach-policy": ("train_reach:Reach", "reach-policy"),
     "recall-llama": ("train_recall:Recall", "recall-llama"),
     "chain-llada": ("train_chain:Chain", "chain-llada"),
