@@ -7,7 +7,7 @@ twice over, so that it learns to go on from its own mistakes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ class Causal(FilmJob):
             "held": draw_held(generator, 3),
         }
 
-    def way(self, drawn: Mapping[str, Any]) -> tuple[Hashable, ...]:
+    def way(self, drawn: Mapping[str, Any]) -> tuple[int, Held]:
         """Return how often histories are made anew, and what a cache holds."""
         late = self.step >= _OWN_FROM * self.settings.steps
         return drawn["own"] if late else 0, drawn["held"]
