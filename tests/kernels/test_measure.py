@@ -33,7 +33,7 @@ def _clock(monkeypatch):
     seconds: dict[str, float] = {}
     running: list[str] = []
 
-    def turn(device, run, calls):
+    def turn(device, run, calls, ahead=False):
         running.clear()
         run()
         return sum(seconds.get(name, 6e-6) for name in running or ["plain"] * timing.CALLS)
@@ -221,6 +221,15 @@ def test_a_result_that_is_not_finite_is_an_error_and_can_be_written() -> None:
     assert found["ways"]["kernel"] == {
         "error": "numbers that are not finite, unlike those expected"
     }
+
+
+def test_a_kernel_has_to_be_faster_on_the_device_and_in_calls() -> None:
+    kernel, plain = ({kind: [0, us, 0] for kind, us in zip(("us", "called_us"), both, strict=True)}
+                     for both in ((2, 9), (8, 10)))  # fmt: skip
+    rows = [{"operator": "own", "ways": {"kernel": kernel, "plain": plain}}]
+    assert timing.choices(rows) == {"own": 1.11}
+    rows.append({"operator": "own", "ways": {"kernel": {"error": "no"}, "plain": plain}})
+    assert timing.choices(rows) == {"own": 0.0}
 
 
 def test_the_command_says_what_is_used_and_why(monkeypatch, cache) -> None:
