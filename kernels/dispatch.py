@@ -290,7 +290,8 @@ def kept(device: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(kept_file(device).read_text())
     except (OSError, ValueError):
         return {}
-    return found if found.get("versions") == versions() else {}
+    had = found.get("versions", {})
+    return found if all(had.get(name) == one for name, one in versions().items()) else {}
 
 
 @cache

@@ -32,7 +32,8 @@ from diffcache.eval.kernels.options import (
     ratios,
     trial,
 )
-from diffcache.eval.kernels.timing import ceilings, row
+from diffcache.eval.kernels.timing import CALLS, ceilings, row
+from diffcache.eval.record import Setting, envelope
 from diffcache.kernels.dispatch import OPERATORS, device_name, versions
 
 # What most runs call comes first, so that little time is enough for it.
@@ -78,7 +79,7 @@ def work(device: torch.device, wanted: Sequence[Task], tell: Tell) -> bool:
         cases.setdefault(case.operator, []).append((number, _without_compiler(case)))
     with compilers(device, wanted, cases) as made:
         limits = ceilings(device, tiny=not is_cuda)
-        tell({"device": name, "versions": versions(), "limits": limits})
+        tell(_record(device) | {"device": name, "limits": limits})
         wrong = set()
         for kind, operator in wanted:
             tell({"started": [kind, operator]})
@@ -93,6 +94,13 @@ def work(device: torch.device, wanted: Sequence[Task], tell: Tell) -> bool:
             if is_cuda and not _answers(device):
                 return False
     return True
+
+
+def _record(device: torch.device) -> dict[str, Any]:
+    """Return what a record says of the device, versions and settings."""
+    found = envelope("kernels", Setting(device, torch.bfloat16), "diffcache kernels measure", {})
+    found["versions"] |= versions()
+    return found | {"shapes": {"calls": CALLS}, "rounds": ROUNDS, "tiny": device.type != "cuda"}
 
 
 def checked(

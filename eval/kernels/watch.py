@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
 from diffcache.eval.kernels.measure import BROKEN, Task
-from diffcache.eval.kernels.timing import CALLS, choices
+from diffcache.eval.kernels.timing import choices
 from diffcache.files import read_json, write_json
 from diffcache.kernels.configs import RATIO
 
@@ -33,15 +33,18 @@ class Found:
 
     Attributes:
         file: Where it is written after every result.
-        body: What is in it: `device`, `versions`, `choices`, `configs`, `failed` and `rows`.
+        body: What is in it: a record of the benchmark of kernels, with `choices`, `configs`,
+            `failed`, and `finished`.
         done: Tasks that have a result.
         running: The task that was begun last, if it has no result yet.
+        begun: When it was begun, by the clock that only goes on.
     """
 
     file: Callable[[str], Path]
     body: dict[str, Any] = field(default_factory=dict)
     done: list[Task] = field(default_factory=list)
     running: Task | None = None
+    begun: float = field(default_factory=time.monotonic)
 
     def take(self, line: dict[str, Any]) -> None:
         """Take one result, and write the file."""
@@ -80,7 +83,7 @@ class Found:
         before = read_json(self.file(line["device"])) or {}
         same = all(before.get(key) == line[key] for key in ("device", "versions"))
         self.body = {**empty, **(before if same else {}), **line}
-        self.body |= {"benchmark": "kernels", "shapes": {"calls": CALLS}, "finished": False}
+        self.body |= {"finished": False, "seconds": 0.0}
 
     def _choose(self) -> None:
         """Choose by the worst row of each operator, launched with its best options."""
@@ -100,6 +103,7 @@ class Found:
 
     def write(self) -> None:
         """Write the file."""
+        self.body["seconds"] = round(time.monotonic() - self.begun, 1)
         write_json(self.file(self.body["device"]), self.body)
 
 
