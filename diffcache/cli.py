@@ -1,4 +1,4 @@
-"""The command line: demo, run, serve, inspect, calibrate, tune, methods, cite, eval, kv."""
+"""The command line: demo, run, inspect, calibrate, tune, methods, eval, kv, kernels and more."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from diffcache.command import (
 )
 from diffcache.eval import offline
 from diffcache.eval.cli import app as eval_app
+from diffcache.eval.kernels.command import app as kernels_app
 from diffcache.eval.kv.command import app as kv_app
 from diffcache.eval.methods import parse_method
 from diffcache.eval.options import AS_SAVED, MODEL, with_loading
@@ -68,6 +69,7 @@ app.command(epilog=EXIT_LINE)(offline.calibrate)
 app.command(epilog=EXIT_LINE)(offline.tune)
 app.command(epilog=EXIT_LINE)(serve.serve)
 app.add_typer(kv_app, name="kv")
+app.add_typer(kernels_app, name="kernels")
 
 Method = Annotated[
     str, typer.Option(metavar=METHOD, help="A method with settings; `diffcache methods` has them.")

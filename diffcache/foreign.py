@@ -33,6 +33,8 @@ CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 INT_MM = torch.ops.aten._int_mm
 int_mm: Callable[[Tensor, Tensor], Tensor] = torch._int_mm
 add_all: Callable[..., Iterable[Tensor]] = torch._foreach_add  # one launch for many tensors
+# Keeps a CUDA device busy for as many of its cycles; benchmarks let the host run ahead with it.
+cuda_sleep: Callable[[int], None] = torch.cuda._sleep
 
 # Whether this runs inside `torch.func.vmap`, `grad` or `jvp`.
 is_transforming: Callable[[], bool] = torch._C._are_functorch_transforms_active

@@ -2,9 +2,8 @@
 
 `configs.json` holds the options that a launch takes in the place of its defaults, by device,
 operator and bucket of sizes: `{device: {operator: {bucket: {option: value}}}}`, each with the
-`ratio` by which it was faster. `DIFFCACHE_KERNELS_CONFIGS=FILE` adds entries that
-`python -m diffcache.eval.workshop.kernels.tune` measured elsewhere. Nothing is tuned while a
-program runs.
+`ratio` by which it was faster. Entries that `diffcache kernels measure` kept go before those, and
+before them the entries of `DIFFCACHE_KERNELS_CONFIGS=FILE`. Nothing is tuned while a program runs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from diffcache.kernels.dispatch import device_name
+from diffcache.kernels.dispatch import device_name, kept, kept_file
 
 CONFIGS = Path(__file__).with_name("configs.json")
 RATIO = "ratio"
@@ -82,9 +81,13 @@ def _entries(name: str, where: str, known: tuple[str, ...]) -> dict[str, dict[st
     """Return bucket -> options of an operator on a device; those of the user's file go first."""
     own = os.environ.get("DIFFCACHE_KERNELS_CONFIGS")
     found = {}
-    for file in (CONFIGS, Path(own)) if own else (CONFIGS,):
-        entries = json.loads(file.read_text()).get(where, {}).get(name, {})
-        for bucket, entry in entries.items():
+    sources: list[tuple[Any, dict[str, Any]]] = [(CONFIGS, json.loads(CONFIGS.read_text()))]
+    sources.append((kept_file(where), kept(where).get("configs", {})))
+    if own:
+        more = json.loads(Path(own).read_text())
+        sources.append((own, more.get("configs", more)))
+    for file, entries in sources:
+        for bucket, entry in entries.get(where, {}).get(name, {}).items():
             options = {option: value for option, value in entry.items() if option != RATIO}
             for option, value in options.items():
                 if option not in known or type(value) is not int or value < 1:

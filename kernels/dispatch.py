@@ -3,14 +3,15 @@
 An operator is defined once, by `define`: its twin is the specification and its CPU implementation,
 its kernel is imported at the first launch. `DIFFCACHE_KERNELS` chooses:
 
-- `auto` (the default): the kernel on CUDA devices for which `choices.json` holds a measured ratio
-  above 1, else the twin. On a CPU that is always the twin, so that results are reproducible.
+- `auto` (the default): the kernel on CUDA devices where it was measured to be faster than the
+  twin, by `diffcache kernels measure` or in `choices.json`; else the twin. On a CPU that is always
+  the twin, so that results are reproducible.
 - `triton`: the kernel wherever it runs: on CUDA devices, and on a CPU under `TRITON_INTERPRET=1`.
 - `torch`: the twin everywhere.
 
-`DIFFCACHE_KERNELS_CHOICES=FILE` adds ratios that were measured elsewhere: `{device: {operator:
-ratio}}`, or a record of
-`python -m diffcache.eval.workshop.bench kernels --device cuda --out FOLDER`.
+`diffcache kernels measure` keeps what it finds in `kept_file`, which counts as long as `versions`
+stay the same. `DIFFCACHE_KERNELS_CHOICES=FILE` adds ratios that were measured elsewhere:
+`{device: {operator: ratio}}`, or a file of that command.
 `DIFFCACHE_KERNELS_OFF=taylor_predict,lse_merge` takes single kernels out. `DIFFCACHE_CHECK=1`
 compares the first launch of every operator, dtype and size with the twin and turns a kernel off
 that differs.
@@ -18,11 +19,13 @@ that differs.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -95,7 +98,7 @@ class Operator:
         # ... nor a tangent, and they know nothing of `torch.func.vmap`
         if is_transforming() or any(map(_has_tangent, given)):
             return False
-        if first.dtype not in DTYPES or not first.numel() or self.off or self.name in _off():
+        if first.dtype not in DTYPES or not first.numel() or self.off or self.name in turned_off():
             return False
         if how == "triton":
             _need_triton()
@@ -204,12 +207,12 @@ def chosen() -> str:
 @constant  # a compiler cannot trace what reads files
 def ratio(name: str, device: torch.device) -> float:
     """Return how much faster a kernel was measured on this kind of device; 0 if it was not."""
-    return float(measured().get(device_name(device.index or 0), {}).get(name, 0))
+    return float(measured(device_name(device.index or 0)).get(name, 0))
 
 
 def is_faster(name: str, device: torch.device) -> bool:
     """Return whether something that is no kernel of ours was measured to be faster, and is on."""
-    return chosen() != "torch" and name not in _off() and ratio(name, device) > 1
+    return chosen() != "torch" and name not in turned_off() and ratio(name, device) > 1
 
 
 @constant
@@ -254,13 +257,68 @@ def difference(found: Any, expected: Any, least: float = 0.0) -> str | None:
 
 
 @cache
-def measured() -> dict[str, dict[str, float]]:
-    """Return the ratios that were measured: device -> operator -> ratio."""
-    found: dict[str, dict[str, float]] = json.loads(CHOICES.read_text())
+def measured(device: str) -> dict[str, float]:
+    """Return operator -> ratio as measured on a device: the user's file, what is kept, or shipped.
+
+    Where nothing is known a hint is logged, once.
+    """
     own = os.environ.get("DIFFCACHE_KERNELS_CHOICES")
     more = json.loads(Path(own).read_text()) if own else {}
-    found |= more.get("choices", more)
-    return found
+    shipped = json.loads(CHOICES.read_text())
+    for choices in (more.get("choices", more), kept(device).get("choices", {}), shipped):
+        if device in choices:
+            found: dict[str, float] = choices[device]
+            return found
+    if chosen() == "auto" and has_triton():
+        _LOG.warning(
+            "no kernel was measured on %s, so plain PyTorch is used: `diffcache kernels measure` "
+            "finds in three minutes what is faster; DIFFCACHE_KERNELS=torch ends this hint", device,
+        )  # fmt: skip
+    return {}
+
+
+def kept_file(device: str) -> Path:
+    """Return the file in the user's cache folder that holds what was measured on a device."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "diffcache" / "kernels" / f"{re.sub(r'[^A-Za-z0-9]+', '-', device)}.json"
+
+
+@cache
+def kept(device: str) -> dict[str, Any]:
+    """Return what `diffcache kernels measure` kept for a device; empty if versions changed."""
+    try:
+        found: dict[str, Any] = json.loads(kept_file(device).read_text())
+    except (OSError, ValueError):
+        return {}
+    had = found.get("versions", {})
+    return found if all(had.get(name) == one for name, one in versions().items()) else {}
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Return what times depend on beside the device: driver, torch, triton and this library."""
+    triton = importlib.import_module("triton").__version__ if has_triton() else ""
+    return {
+        "driver": _driver(), "torch": str(torch.__version__), "triton": triton,
+        "diffcache": importlib.import_module("diffcache").__version__,
+    }  # fmt: skip
+
+
+def _driver() -> str:
+    """Return the version of NVIDIA's driver, or of ROCm; empty if neither tells it."""
+    if rocm := vars(torch.version).get("hip"):
+        return str(rocm)
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+        found = re.search(r"\b\d+(\.\d+)+\b", text)
+        return found[0] if found else ""
+    except OSError:  # Windows' Linux has no such file, but the library
+        number = ctypes.c_int(0)
+        try:
+            ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+        except (OSError, AttributeError):
+            return ""
+        return str(number.value)
 
 
 @cache
@@ -269,7 +327,8 @@ def device_name(index: int) -> str:
     return torch.cuda.get_device_name(index)
 
 
-def _off() -> set[str]:
+def turned_off() -> set[str]:
+    """Return the operators that `DIFFCACHE_KERNELS_OFF` names."""
     return set(os.environ.get("DIFFCACHE_KERNELS_OFF", "").replace(" ", "").split(","))
 
 

@@ -1,10 +1,13 @@
 """Every kernel on a CUDA device: the cases of the interpreter, and repeats for races."""
 
 import importlib
+import sys
 
 import pytest
 import torch
 
+from diffcache.eval.kernels import measure, watch
+from diffcache.kernels import dispatch
 from tests.kernels.cases import DTYPES, Case, cases, check, copied
 from tests.kernels.families.coded import attention
 
@@ -44,3 +47,20 @@ def test_codes_are_the_same_by_assembly_and_without(
     monkeypatch.setattr(launched, "INTERPRETED", True)
     for one, other in zip(found, launched.attn_decode_kivi(*args), strict=True):
         assert torch.equal(one, other)
+
+
+def test_operators_are_measured_here_and_the_file_is_used(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("triton")
+    file = tmp_path / "measured.json"
+    found = watch.Found(lambda name: file)
+    wanted = [("check", "weighted_sum"), ("options", "weighted_sum")]
+    command = [sys.executable, "-m", measure.__name__, "cuda:0"]
+    watch.measure(command, wanted, found, 120, lambda *shown: None)
+    assert found.body["finished"] and not found.body["failed"]
+    monkeypatch.setenv("DIFFCACHE_KERNELS_CHOICES", str(file))
+    dispatch.measured.cache_clear()
+    try:
+        measured = dispatch.ratio("weighted_sum", torch.device("cuda", 0))
+        assert measured == found.body["choices"][found.body["device"]]["weighted_sum"] > 0
+    finally:
+        dispatch.measured.cache_clear()

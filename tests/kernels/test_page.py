@@ -1,5 +1,6 @@
 """The page and the table of choices are those of the rows and of the record."""
 
+from diffcache.eval.kernels.case import all_cases
 from diffcache.eval.workshop.kernels import page
 from diffcache.kernels import dense, dispatch
 
@@ -9,12 +10,12 @@ def test_the_page_and_the_choices_are_up_to_date() -> None:
 
 
 def test_every_operator_has_a_row_and_a_caller() -> None:
-    listed = {case.operator for module in page.families() for case in module.cases()}
+    listed = {case.operator for case in all_cases()}
     assert listed == {*dispatch.OPERATORS, dense.NAME}
 
 
 def test_measured_times_stand_in_the_row_and_misses_are_told(tmp_path) -> None:
-    case = next(iter(page.families()[0].cases()))
+    case = all_cases()[0]
     ways = {name: {"error": 0.0, "us": [1.0, 2.0, 3.0]} for name in case.ways}
     row = {"limit_us": 1.5, "ways": ways,
            "targets": [{"against": "plain", "wanted": 4.0, "got": 1.0, "met": False}]}  # fmt: skip

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from diffcache.eval.workshop.bench import kernels as bench
+from diffcache.eval.kernels import options, timing
+from diffcache.eval.kernels.case import KernelCase
 from diffcache.eval.workshop.kernels import tune
-from diffcache.eval.workshop.kernels.case import KernelCase
 from diffcache.kernels import configs
 
 
@@ -15,10 +15,12 @@ def test_candidates_that_are_right_are_timed_beside_the_defaults() -> None:
 
     ways = {"kernel": kernel, "plain": torch.clone, "rival": torch.clone}
     case = KernelCase("own", "a model", "", lambda device, tiny: (torch.ones(9),), ways, 1)
-    kept = [tune.Built({"TILE": n} if n > 1 else {}, "all", {"TILE": n}, (), "") for n in (1, 2, 3)]
+    kept = [
+        options.Built({"TILE": n} if n > 1 else {}, "all", {"TILE": n}, (), "") for n in (1, 2, 3)
+    ]
     limits = {"bytes": 1.0, "operations": 1.0}
-    ways = bench.row(tune.trial(case, kept), torch.device("cpu"), 2, limits)["ways"]
-    (found,) = tune.ratios(case, kept, ways)
+    ways = timing.row(options.trial(case, kept), torch.device("cpu"), 2, limits)["ways"]
+    (found,) = options.ratios(case, kept, ways)
     ratio = ways["default"]["us"][1] / ways["TILE=2"]["us"][1]
     assert found == ("own", "all", {"TILE": 2}, ratio)
     assert ways["TILE=3"]["error"] > case.tolerance and not configs.TRIED
@@ -32,8 +34,8 @@ def test_the_best_of_the_worst_rows_is_an_entry_if_it_is_faster() -> None:
         ("a", "y", one, 1.029), ("b", "x", two, 0.9), ("b", "z", three, 1.0301),
     ]  # fmt: skip
     expected = {"a": {"x": {"BLOCK": 2, "ratio": 1.1}}, "b": {"z": {"BLOCK": 3, "ratio": 1.03}}}
-    assert tune.faster(timed) == expected
-    assert tune.faster([]) == {}
+    assert options.faster(timed) == expected
+    assert options.faster([]) == {}
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,20 @@
 """Time of every kernel beside plain PyTorch, torch.compile and rivals, and the limit of the device.
 
-Every way to a result is compared with plain PyTorch before it is timed; one that differs, or that
-fails, has an error in the place of a time. Ways take turns, in rounds of a few calls, and inputs
-are as many as the caches of the device cannot hold. On a CPU sizes are tiny and times say nothing:
-there the benchmark only shows that every way runs and is right.
+On a CPU sizes are tiny and times say nothing: there the benchmark only shows that every way runs
+and is right.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-import time
-from collections.abc import Callable, Mapping
-from itertools import starmap
 from typing import Any
 
 import torch
 
+from diffcache.eval.kernels.case import all_cases
+from diffcache.eval.kernels.timing import CALLS, ceilings, choices, row
 from diffcache.eval.record import Setting
-from diffcache.eval.workshop.kernels.case import KernelCase
-from diffcache.eval.workshop.kernels.page import families
-from diffcache.kernels.dispatch import tensors_of
 
-ROUNDS, CALLS = 30, 10
-SPREAD = 180 * 2**20  # bytes of inputs, three times what the caches of an H200 hold
-COPIED, SQUARE = 2**31, 8192  # bytes, and rows of the matrices, that tell the device's limits
+ROUNDS = 30
 
 
 @torch.no_grad()
@@ -37,7 +27,7 @@ def measure(setting: Setting, *, rounds: int = ROUNDS) -> dict[str, Any]:
     """
     tiny = setting.device.type == "cpu"
     limits = ceilings(setting.device, tiny)
-    rows, cases = [], [case for module in families() for case in module.cases()]
+    rows, cases = [], all_cases()
     for number, case in enumerate(cases):
         if setting.progress is not None:
             setting.progress(number, len(cases), f"{case.operator}, {case.model}")
@@ -46,126 +36,3 @@ def measure(setting: Setting, *, rounds: int = ROUNDS) -> dict[str, Any]:
         "shapes": {"calls": CALLS}, "rounds": rounds, "tiny": tiny, "limits": limits, "rows": rows,
         "choices": {} if tiny else {torch.cuda.get_device_name(setting.device): choices(rows)},
     }  # fmt: skip
-
-
-def ceilings(device: torch.device, tiny: bool) -> dict[str, float]:
-    """Return bytes a second of a copy, read and written, and operations a second of a product."""
-    here = torch.empty((2**20 if tiny else COPIED) // 2, device=device, dtype=torch.bfloat16)
-    there = torch.empty_like(here)
-    size = 64 if tiny else SQUARE
-    left, right = torch.randn(2, size, size, device=device, dtype=torch.bfloat16).unbind()
-    copied = min(turn(device, lambda: there.copy_(here), 3) for _ in range(5))
-    multiplied = min(turn(device, lambda: left @ right, 3) for _ in range(5))
-    return {"bytes": 2 * here.nbytes / copied, "operations": 2 * size**3 / multiplied}
-
-
-def row(
-    case: KernelCase, device: torch.device, rounds: int, limits: Mapping[str, float]
-) -> dict[str, Any]:
-    """Check and time all ways of one case."""
-    tiny = device.type == "cpu"
-    seed = torch.Generator().initial_seed()
-    errors: dict[str, float | str] = {}
-    for name, way in case.ways.items():
-        torch.manual_seed(seed)
-        expected = [t.clone() for t in tensors_of(case.ways["plain"](*case.make(device, tiny)))]
-        torch.manual_seed(seed)
-        errors[name] = error_of(way, case.make(device, tiny), expected)
-    good = {
-        name: way
-        for name, way in case.ways.items()
-        if not isinstance(wrong := errors[name], str) and wrong <= case.tolerance
-    }
-    many = 1 if tiny else max(2, math.ceil(SPREAD / max(case.moved, 1)))
-    sets = [case.make(device, tiny) for _ in range(min(many, 64))]
-    seconds: dict[str, list[float]] = {name: [] for name in good}
-    for way in good.values():
-        turn(device, lambda: [way(*given) for given in sets], 1)  # noqa: B023 - called at once
-    at = 0
-    for _ in range(rounds):
-        for name, way in good.items():
-            calls = [sets[(at + n) % len(sets)] for n in range(CALLS)]
-            at += CALLS
-            seconds[name].append(turn(device, lambda: [way(*g) for g in calls], 1) / CALLS)  # noqa: B023
-    seconds_of = case.moved / limits["bytes"], case.flops / limits["operations"]
-    limit = None if tiny else 1e6 * max(seconds_of)
-    ways = {
-        name: {"error": errors[name]}
-        | ({} if name not in good else {"us": [1e6 * q for q in quartiles(seconds[name])]})
-        for name in case.ways
-    }
-    return {
-        "name": f"{case.operator}, {case.model}", "operator": case.operator,
-        "model": case.model, "shapes": case.shapes,
-        "moved": case.moved, "flops": case.flops, "limit_us": limit, "ways": ways,
-        "targets": [] if limit is None else targets(case, ways, limit),
-    }  # fmt: skip
-
-
-def error_of(
-    way: Callable[..., Any], given: tuple[Any, ...], expected: list[torch.Tensor]
-) -> float | str:
-    """Return the largest error of a way relative to what is expected, or why there is none."""
-    try:
-        found = tensors_of(way(*given))
-        if [t.shape for t in found] != [t.shape for t in expected]:
-            return f"shapes {[list(t.shape) for t in found]}"
-        return max(starmap(distance, zip(found, expected, strict=True)))
-    except Exception as error:  # a rival that cannot run is told, not hidden
-        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-
-
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the norm of the difference over the norm of what is expected."""
-    one, other = found.double(), expected.double()
-    error = (one - other).where(one != other, 0.0).norm()
-    return float(error / other.where(other.isfinite(), 0.0).norm().clamp_min(1e-300))
-
-
-def turn(device: torch.device, run: Callable[[], Any], calls: int) -> float:
-    """Return the seconds of a call, the device's own on CUDA."""
-    if device.type != "cuda":
-        started = time.perf_counter()
-        for _ in range(calls):
-            run()
-        return (time.perf_counter() - started) / calls
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    for _ in range(calls):
-        run()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last)) / 1e3 / calls
-
-
-def quartiles(values: list[float]) -> list[float]:
-    """Return the lower quartile, the median and the upper quartile."""
-    return (
-        [values[0]] * 3
-        if len(values) < 2
-        else statistics.quantiles(values, n=4, method="inclusive")
-    )
-
-
-def targets(
-    case: KernelCase, ways: Mapping[str, Mapping[str, Any]], limit: float
-) -> list[dict[str, Any]]:
-    """Return what the kernel was to reach and what it reached."""
-    ours = ways["kernel"].get("us")
-    found = []
-    for against, wanted in case.target.items():
-        other = [0, limit] if against == "limit" else ways[against].get("us")
-        got = None if ours is None or other is None else other[1] / ours[1]
-        found.append({"against": against, "wanted": wanted, "got": got,
-                      "met": got is not None and got >= wanted})  # fmt: skip
-    return found
-
-
-def choices(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return how much faster each kernel is than plain PyTorch in the worst of its rows."""
-    found: dict[str, float] = {}
-    for each in rows:
-        ours, plain = (each["ways"][name].get("us") for name in ("kernel", "plain"))
-        ratio = plain[1] / ours[1] if ours and plain else 0.0
-        found[each["operator"]] = round(min(found.get(each["operator"], ratio), ratio), 2)
-    return found

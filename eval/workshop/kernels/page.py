@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from diffcache.eval.kernels.case import KernelCase, all_cases
 from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import ROOT
-from diffcache.eval.workshop.kernels.case import KernelCase
 from diffcache.files import read_json
 from diffcache.registry import rows_of
 
@@ -37,17 +36,10 @@ def page(directory: Path = ROOT) -> str:
     titles = ("Operator", "Model and shapes", "Bytes", "Limit", "Kernel", "Others", "Used by")
     lines = []
     used = {name: row.cells["used"] for name, row in rows_of("kernel").items()}
-    for module in families():
-        for case in module.cases():
-            row = timed.get((case.operator, case.model, case.shapes))
-            lines.append(_line(case, row, used[case.operator]))
+    for case in all_cases():
+        row = timed.get((case.operator, case.model, case.shapes))
+        lines.append(_line(case, row, used[case.operator]))
     return "\n".join([introduction + HEAD, EXPLAINED, *table(titles, lines), ""])
-
-
-def families() -> list[Any]:
-    """Return the modules of rows, one for each family of kernels."""
-    names = dict.fromkeys(row.family for row in rows_of("kernel").values())
-    return [importlib.import_module(f"diffcache.eval.workshop.kernels.{name}") for name in names]
 
 
 def _line(case: KernelCase, row: Mapping[str, Any] | None, used: str) -> list[str]:

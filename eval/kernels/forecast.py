@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.eval.workshop.kernels.case import SIZES, KernelCase, tensors
+from diffcache.eval.kernels.case import SIZES, KernelCase, compiled, tensors
 from diffcache.kernels import forecast
 
 DISTANCE = 3
@@ -61,7 +61,7 @@ def cases() -> Iterator[KernelCase]:
         moved, shown = 5 * 2 * math.prod(shape), f"{list(shape)} bfloat16, order 2"
         sums = {
             "kernel": _launch_sum, "plain": _sum, "as published": _as_published,
-            "torch.compile": torch.compile(_sum),
+            "torch.compile": compiled(_sum),
         }  # fmt: skip
         yield KernelCase(
             "weighted_sum", model, f"{shown}, and a base", _terms(shape, 3), sums, moved,
@@ -70,7 +70,7 @@ def cases() -> Iterator[KernelCase]:
         differences = {
             "kernel": _launch_differences,
             "plain": _differences,
-            "torch.compile": torch.compile(_differences),
+            "torch.compile": compiled(_differences),
         }
         yield KernelCase(
             "finite_differences", model, shown, _terms(shape, 3), differences, moved,

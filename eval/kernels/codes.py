@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
-from diffcache.eval.workshop.kernels.case import SIZES, KernelCase, tensors
+from diffcache.eval.kernels.case import SIZES, KernelCase, compiled, tensors
 from diffcache.kernels import codes
 
 SCALE, ZERO = 6 / 255, 128
@@ -26,7 +25,7 @@ def _plain(values: Tensor) -> Tensor:
 def cases() -> Iterator[KernelCase]:
     """Yield the rows of the benchmark."""
     for model, shape in SIZES.items():
-        ways = {"kernel": _launch, "plain": _plain, "torch.compile": torch.compile(_plain)}
+        ways = {"kernel": _launch, "plain": _plain, "torch.compile": compiled(_plain)}
         yield KernelCase(
             "int8_codes", model, f"{list(shape)} bfloat16", tensors(1, shape), ways,
             3 * math.prod(shape), target={"plain": 4.0},

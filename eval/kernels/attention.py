@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from diffcache.eval.workshop.kernels.case import KernelCase
+from diffcache.eval.kernels.case import KernelCase, compiled
 from diffcache.kernels import decode, dense, mass, merge
 
 # Query heads, key heads, queries, keys, channels.
@@ -136,7 +136,7 @@ def cases() -> list[KernelCase]:
     merges: dict[str, Callable[..., Any]] = {
         "kernel": merge.MERGE,
         "plain": merge.merge_twin,
-        "torch.compile": torch.compile(merge.merge_twin),
+        "torch.compile": compiled(merge.merge_twin),
     }
     parts = KernelCase(
         "lse_merge", "FLUX.1-dev", f"two parts {[1, asking, count, size]} float32", _parts, merges,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.eval.workshop.kernels.case import KernelCase
+from diffcache.eval.kernels.case import KernelCase, compiled
 from diffcache.kernels import rotary
 
 # Keys [B, H, S, D], whether adjacent channels are a pair, dtype of angles.
@@ -64,7 +64,7 @@ def cases() -> Iterator[KernelCase]:
             "kernel": _kernel(interleaved),
             "plain": _plain(interleaved),
             "as published": _by_complex_numbers if interleaved else _by_halves,
-            "torch.compile": torch.compile(_plain(interleaved)),
+            "torch.compile": compiled(_plain(interleaved)),
         }
         read = math.prod(shape[2:]) // 2 * precise.itemsize
         yield KernelCase(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.eval.workshop.kernels.case import KernelCase
+from diffcache.eval.kernels.case import KernelCase
 from diffcache.kernels import move
 
 # Heads, slots, channels of keys and of values, slots that are moved.

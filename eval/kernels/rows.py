@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from diffcache.eval.workshop.kernels.case import SIZES, KernelCase, tensors
-from diffcache.eval.workshop.kernels.forecast import weights
+from diffcache.eval.kernels.case import SIZES, KernelCase, compiled, tensors
+from diffcache.eval.kernels.forecast import weights
 from diffcache.kernels import forecast, rows
 
 TERMS = 3
@@ -54,7 +54,7 @@ def cases() -> Iterator[KernelCase]:
         packs = {
             "kernel": _launch_pack,
             "plain": rows.pack_twin,
-            "torch.compile": torch.compile(rows.pack_twin),
+            "torch.compile": compiled(rows.pack_twin),
         }
         yield KernelCase(
             "pack_rows", model, f"{list(shape)} bfloat16", tensors(1, shape), packs,
@@ -62,7 +62,7 @@ def cases() -> Iterator[KernelCase]:
         )  # fmt: skip
         sums = {
             "kernel": _launch_sum, "plain": _sum, "unpack first": _unpack_first,
-            "torch.compile": torch.compile(_sum),
+            "torch.compile": compiled(_sum),
         }  # fmt: skip
         yield KernelCase(
             "weighted_sum_int8", model, f"{list(shape)} int8, order 2, and a bfloat16 base",

@@ -1,13 +1,16 @@
-"""One row of the kernels' benchmark: shapes, bytes and the ways to the same result."""
+"""Rows of measurements of kernels: shapes, bytes and the ways to the same result."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from diffcache.registry import rows_of
 
 SIZES = {"FLUX.1-dev": (4608, 3072), "Wan2.1-1.3B": (4680, 1536)}  # tokens and channels
 
@@ -52,3 +55,22 @@ def tensors(
         return torch.randn(count, *size, device=device, dtype=torch.bfloat16).unbind()
 
     return make
+
+
+def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that torch compiles at its first call; importing its compiler is slow."""
+    made: list[Callable[..., Any]] = []
+
+    def call(*given: Any) -> Any:
+        if not made:
+            made.append(torch.compile(run))
+        return made[0](*given)
+
+    return call
+
+
+def all_cases() -> list[KernelCase]:
+    """Return the rows of all operators, in the order of their families in the registry."""
+    names = dict.fromkeys(row.family for row in rows_of("kernel").values())
+    modules = [importlib.import_module(f"diffcache.eval.kernels.{name}") for name in names]
+    return [case for module in modules for case in module.cases()]

@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from diffcache.eval.workshop.kernels.case import SIZES, KernelCase, tensors
+from diffcache.eval.kernels.case import SIZES, KernelCase, compiled, tensors
 from diffcache.kernels import distance
 
 
@@ -33,7 +32,7 @@ def cases() -> Iterator[KernelCase]:
     for model, shape in SIZES.items():
         ways = {
             "kernel": _launch, "plain": _plain, "as published": _ratio,
-            "torch.compile": torch.compile(_plain),
+            "torch.compile": compiled(_plain),
         }  # fmt: skip
         yield KernelCase(
             "l1_sums", model, f"{list(shape)} bfloat16", tensors(2, shape), ways,

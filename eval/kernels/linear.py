@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.eval.workshop.kernels.case import KernelCase
+from diffcache.eval.kernels.case import KernelCase
 from diffcache.kernels import linear
 from diffcache.quant.integer import int_matmul
 

@@ -1,0 +1,252 @@
+"""Measuring kernels without a device: what is kept, what is left out, and when it no longer counts."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from diffcache.eval.kernels import command, measure, timing, watch
+from diffcache.eval.kernels.case import KernelCase
+from diffcache.eval.kernels.options import Built
+from diffcache.kernels import configs, dispatch
+
+VERSIONS = {"driver": "580.1", "torch": "2.11", "triton": "3.6.0", "diffcache": "0.1"}
+FIRST = {"device": "a GPU", "versions": VERSIONS, "limits": {"bytes": 1.0, "operations": 1.0}}
+
+
+def broken(values: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("out of registers\nand more")
+
+
+def case(operator: str, kernel=torch.clone, model: str = "a model") -> KernelCase:
+    ways = {"kernel": kernel, "plain": torch.clone, "torch.compile": broken}
+    made = lambda device, tiny: (torch.ones(9),)  # noqa: E731
+    return KernelCase(operator, model, "[9]", made, ways, 36, target={"torch.compile": 1.0})
+
+
+@pytest.fixture(name="clock")
+def _clock(monkeypatch):
+    """Say how long each operator's kernel takes, by name; plain PyTorch takes 6 µs."""
+    seconds: dict[str, float] = {}
+    running: list[str] = []
+
+    def turn(device, run, calls, ahead=False):
+        running.clear()
+        run()
+        return sum(seconds.get(name, 6e-6) for name in running or ["plain"] * timing.CALLS)
+
+    def timed(name):
+        return lambda values: (running.append(name), torch.clone(values))[1]
+
+    monkeypatch.setattr(timing, "turn", turn)
+    monkeypatch.setattr(measure, "ceilings", lambda device, tiny: FIRST["limits"])
+    return seconds, timed
+
+
+@pytest.fixture(name="cache")
+def _cache(monkeypatch, tmp_path):
+    """Keep files in a folder of the test's; there is one GPU, with versions of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("DIFFCACHE_KERNELS_CHOICES", raising=False)
+    monkeypatch.setattr(dispatch, "device_name", lambda index: "a GPU")
+    monkeypatch.setattr(configs, "device_name", lambda index: "a GPU")
+    known = dict(VERSIONS)
+    monkeypatch.setattr(dispatch, "versions", lambda: known)
+
+    def forget():
+        for each in (dispatch.measured, dispatch.kept, configs._entries):
+            each.cache_clear()
+
+    forget()
+    yield known, forget
+    forget()
+
+
+def results(wanted, tasks) -> list[dict]:
+    found: list[dict] = []
+    assert measure.work(torch.device("cpu"), tasks, found.append)
+    return found
+
+
+def test_a_broken_and_a_wrong_operator_are_left_out_alone(monkeypatch, clock, cache) -> None:
+    seconds, timed = clock
+    seconds |= {"good": 2e-6, "slow": 12e-6}
+    cases = [
+        case("good", timed("good")), case("broken", broken), case("wrong", lambda x: x + 0.5),
+        case("slow", timed("slow")), case("good", timed("slow"), "another"),
+    ]  # fmt: skip
+    monkeypatch.setattr(measure, "all_cases", lambda: cases)
+    names = dict.fromkeys(case.operator for case in cases)
+    found = watch.Found(dispatch.kept_file)
+    for line in [FIRST, *results(cases, [("check", name) for name in names])[1:]]:
+        found.take(line)
+    kept = json.loads(dispatch.kept_file("a GPU").read_text())
+    assert kept["choices"] == {"a GPU": {"good": 0.5, "broken": 0.0, "wrong": 0.0, "slow": 0.5}}
+    assert kept["failed"] == {
+        "broken": "a model: RuntimeError: out of registers", "wrong": "a model: off by 0.5, at most 0.02"
+    }  # fmt: skip
+    assert {row["model"] for row in kept["rows"] if row["operator"] == "good"} == {
+        "a model",
+        "another",
+    }
+    assert all("torch.compile" not in row["ways"] for row in kept["rows"])
+    assert dispatch.ratio("good", torch.device("cuda", 0)) == 0.5
+
+
+def test_options_that_are_faster_count_in_the_choice_and_in_launches(monkeypatch, clock, cache):
+    seconds, timed = clock
+    seconds |= {"TILE=1": 5e-6, "TILE=2": 2e-6, "TILE=3": 4e-6}
+
+    def kernel(values):
+        tile = configs.tuned("own", (values.numel(),), {"TILE": 1}, values.device)["TILE"]
+        return timed(f"TILE={tile}")(values)
+
+    done = [
+        Built(
+            {"TILE": tile} if tile > 1 else {},
+            "16",
+            {"TILE": tile},
+            (),
+            "spills" if tile == 4 else "",
+        )
+        for tile in (1, 2, 3, 4)
+    ]
+    monkeypatch.setattr(measure, "all_cases", lambda: [case("own", kernel)])
+    monkeypatch.setattr(measure, "choices_of", lambda name: [one.tried for one in done[1:]])
+    made = {(0, json.dumps(one.tried)): one for one in done}
+    monkeypatch.setattr(measure, "_built", lambda one: one)
+    found = watch.Found(dispatch.kept_file)
+    (first, second) = (
+        do([(0, case("own", kernel))], torch.device("cpu"), FIRST["limits"], made)
+        for do in (measure.checked, measure.best_options)
+    )
+    for line in (FIRST, {"task": ["check", "own"]} | first, {"task": ["options", "own"]} | second):
+        found.take(line)
+    assert second["configs"] == {"16": {"TILE": 2, "ratio": 2.5}}
+    assert found.body["choices"] == {"a GPU": {"own": 3.0}}
+    device = torch.device("cuda", 0)
+    assert configs.tuned("own", (9,), {"TILE": 1}, device) == {"TILE": 2}
+    assert configs.tuned("own", (99,), {"TILE": 1}, device) == {"TILE": 1}
+
+
+@pytest.mark.parametrize("name", ["driver", "torch", "triton", "diffcache"])
+def test_another_version_drops_what_was_measured(monkeypatch, cache, caplog, name: str) -> None:
+    known, forget = cache
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    body = FIRST | {
+        "choices": {"a GPU": {"own": 2.0}},
+        "configs": {"a GPU": {"own": {"16": {"TILE": 2}}}},
+    }
+    dispatch.kept_file("a GPU").parent.mkdir(parents=True)
+    dispatch.kept_file("a GPU").write_text(json.dumps(body))
+    device = torch.device("cuda", 0)
+    assert dispatch.ratio("own", device) == 2.0
+    known[name] = "another"
+    forget()
+    assert dispatch.ratio("own", device) == dispatch.ratio("other", device) == 0
+    assert configs.tuned("own", (9,), {"TILE": 1}, device) == {"TILE": 1}
+    assert caplog.text.count("`diffcache kernels measure`") == 1  # a hint, once
+    found = watch.Found(dispatch.kept_file)
+    for line in (FIRST | {"versions": dict(known)}, {"task": ["check", "own"], "failed": "no"}):
+        found.take(line)
+    assert (
+        found.body["choices"] == {"a GPU": {"own": 0.0}}
+        and "own" not in found.body["configs"]["a GPU"]
+    )
+
+
+# A process that measures: each task is done as its operator's name says.
+PROCESS = """
+import json, sys, time
+lines, tasks = sys.argv[1:]
+with open(lines, "a") as out:
+    def tell(line):
+        print(json.dumps(line), file=out, flush=True)
+    tell({"device": "a GPU", "versions": VERSIONS, "limits": {}})
+    for kind, name in json.loads(tasks):
+        tell({"started": [kind, name]})
+        if name == "hangs":
+            time.sleep(60)
+        if name == "crashes":
+            sys.exit("illegal memory access")
+        row = {"operator": name, "model": "m", "shapes": "s",
+               "ways": {"kernel": {"us": [1, 1, 1]}, "plain": {"us": [2, 3, 4]}}}
+        tell({"task": [kind, name], "rows": [row], "failed": ""})
+        if name == "breaks":
+            sys.exit(3)
+"""
+
+
+def run(names: str, file: Path, seconds: float = 30) -> watch.Found:
+    found = watch.Found(lambda name: file)
+    program = PROCESS.replace("VERSIONS", repr(VERSIONS))
+    wanted = [("check", name) for name in names.split()]
+    watch.measure([sys.executable, "-c", program], wanted, found, seconds, lambda *shown: None)
+    return found
+
+
+def test_a_task_that_crashes_or_hangs_ends_its_process_alone(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(watch, "HANGS", 0.5)
+    run("one crashes two hangs breaks three", tmp_path / "kept.json")
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    three = dict.fromkeys(("one", "two", "breaks", "three"), 3.0)
+    assert kept["choices"] == {"a GPU": three | {"crashes": 0.0, "hangs": 0.0}}
+    assert kept["failed"] == {
+        "crashes": "crashed: illegal memory access", "hangs": "took longer than 0.5 seconds"
+    }  # fmt: skip
+    assert kept["finished"] is True
+
+
+def test_time_that_is_up_keeps_what_there_is_and_the_next_run_adds_to_it(tmp_path) -> None:
+    run("one hangs two", tmp_path / "kept.json", seconds=1.5)
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    assert kept["choices"] == {"a GPU": {"one": 3.0}} and kept["finished"] is False
+    found = run("two", tmp_path / "kept.json")
+    assert found.body["choices"] == {"a GPU": {"one": 3.0, "two": 3.0}}
+
+
+def test_a_process_that_cannot_begin_says_why(tmp_path) -> None:
+    found = watch.Found(lambda name: tmp_path / "kept.json")
+    words = [sys.executable, "-c", "import sys; sys.exit('no driver')"]
+    with pytest.raises(RuntimeError, match="could not be measured: no driver"):
+        watch.measure(words, [("check", "one")], found, 30, lambda *shown: None)
+
+
+def test_a_result_that_is_not_finite_is_an_error_and_can_be_written() -> None:
+    wrong = case("own", lambda values: values * float("nan"))
+    found = timing.row(replace(wrong), torch.device("cpu"), 1, FIRST["limits"])
+    assert found["ways"]["kernel"] == {
+        "error": "numbers that are not finite, unlike those expected"
+    }
+
+
+def test_a_kernel_has_to_be_faster_on_the_device_and_in_calls() -> None:
+    kernel, plain = ({kind: [0, us, 0] for kind, us in zip(("us", "called_us"), both, strict=True)}
+                     for both in ((2, 9), (8, 10)))  # fmt: skip
+    rows = [{"operator": "own", "ways": {"kernel": kernel, "plain": plain}}]
+    assert timing.choices(rows) == {"own": 1.11}
+    rows.append({"operator": "own", "ways": {"kernel": {"error": "no"}, "plain": plain}})
+    assert timing.choices(rows) == {"own": 0.0}
+
+
+def test_the_command_says_what_is_used_and_why(monkeypatch, cache) -> None:
+    monkeypatch.delenv("DIFFCACHE_KERNELS", raising=False)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    body = FIRST | {"choices": {"a GPU": {"rotate": 2.0, "l1_sums": 0.9, "int8_codes": 0.0}},
+                    "failed": {"int8_codes": "off by 0.5"}}  # fmt: skip
+    dispatch.kept_file("a GPU").parent.mkdir(parents=True)
+    dispatch.kept_file("a GPU").write_text(json.dumps(body))
+
+    def said(operator):
+        return command._choice(operator, torch.device("cuda", 0), "a GPU")
+
+    assert said("rotate") == ("kernel", "2.00 times as fast as plain PyTorch")
+    assert said("l1_sums") == ("plain PyTorch", "0.90 times as fast as plain PyTorch")
+    assert said("int8_codes") == ("plain PyTorch", "off by 0.5")
+    assert said("kv_gather") == ("plain PyTorch", "not measured")
+    monkeypatch.setenv("DIFFCACHE_KERNELS_OFF", "rotate")
+    assert said("rotate") == ("plain PyTorch", "DIFFCACHE_KERNELS_OFF")
+    assert "measured on this machine" in "".join(command._heads("a GPU"))
