@@ -147,6 +147,15 @@ def encode(autoencoder: AutoencoderKL, pictures: Iterable[NDArray[np.uint8]]) ->
     return scaled.half().contiguous()
 
 
+@torch.no_grad()
+def decode(autoencoder: AutoencoderKL, latents: Tensor) -> Tensor:
+    """Decode scaled latents [B, 12, 16, 16] into pictures, uint8 [B, 64, 64, 3], on the CPU."""
+    config = autoencoder.config
+    latents = latents / config.scaling_factor + (config.shift_factor or 0.0)
+    made: Tensor = autoencoder.decode(latents).sample
+    return ((made.clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 1).byte().cpu()
+
+
 def pack(latents: Tensor) -> Tensor:
     """Pack latents [B, 12, 16, 16] two by two into tokens [B, 64, 48], as the pipeline does."""
     packed: Tensor = FluxPipeline._pack_latents(latents, *latents.shape)
@@ -309,11 +318,7 @@ class Flux(Job):
             level = torch.full((2 * len(texts),), sigma)
             said, unsaid = self.velocity(models, tokens.repeat(2, 1, 1), level, both).chunk(2)
             tokens = tokens + (following - sigma) * (unsaid + guidance * (said - unsaid))
-        config = self.autoencoder.config
-        latents = FluxPipeline._unpack_latents(tokens, 64, 64, 4)
-        latents = latents / config.scaling_factor + config.shift_factor
-        made: Tensor = self.autoencoder.decode(latents).sample
-        return ((made.clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 1).byte().cpu()
+        return decode(self.autoencoder, FluxPipeline._unpack_latents(tokens, 64, 64, 4))
 
     def show(self, models: nn.ModuleDict) -> Image.Image:
         """Draw held-out sentences, the same and with the same noise each time."""

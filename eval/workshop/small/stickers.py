@@ -108,9 +108,10 @@ def sample_scene(rng: np.random.Generator, *, held: bool = False, single: float 
     return Scene(stickers, ground, int(rng.integers(1 << 31)), relation, says_ground)
 
 
-def draw_scenes(count: int, seed: int, *, held: bool = False) -> list[Scene]:
+def draw_scenes(count: int, seed: int, *, held: bool = False, single: float = 0.45) -> list[Scene]:
     """Draw scenes, each from a seed of its own; see `sample_scene`."""
-    return [sample_scene(np.random.default_rng([seed, n]), held=held) for n in range(count)]
+    rngs = (np.random.default_rng([seed, number]) for number in range(count))
+    return [sample_scene(rng, held=held, single=single) for rng in rngs]
 
 
 def held_out(names: tuple[str, ...], ground: str) -> bool:

@@ -50,6 +50,8 @@ JOBS = {  # name -> class, and the shipped model it is for
     "sticker-text": ("sticker_text:Text", "sticker-flux"),
     "sticker-judge": ("sticker_judge:JudgeJob", "sticker-judge"),
     "sticker-flux": ("sticker_flux:Flux", "sticker-flux"),
+    "sticker-dit": ("sticker_dit:Dit", "sticker-dit"),
+    "sticker-unet": ("sticker_unet:Unet", "sticker-unet"),
     "sticker-video-autoencoder": ("sticker_video_autoencoder:VideoAutoencoder", "sticker-causal"),
     "sticker-causal": ("sticker_causal:Causal", "sticker-causal"),
     "reach-policy": ("train_reach:Reach", "reach-policy"),
