@@ -10,6 +10,7 @@ from torch import nn
 from diffcache.eval.workshop.small.sticker_autoencoder import build_autoencoder
 from diffcache.eval.workshop.small.sticker_ddim import LATENT, Denoising
 from diffcache.eval.workshop.small.sticker_dit import CALL, EMPTY, Dit
+from diffcache.eval.workshop.small.sticker_unet import Unet
 from diffcache.eval.workshop.small.stickers import OBJECTS
 from diffcache.eval.workshop.small.trainer import Draws, Settings, seeded
 
@@ -26,8 +27,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture(scope="module")
-def job(folder) -> Dit:
+def dit(folder) -> Dit:
     return Dit(SETTINGS, folder)
+
+
+@pytest.fixture(scope="module")
+def unet(folder) -> Unet:
+    return Unet(SETTINGS, folder)
+
+
+@pytest.fixture(params=["dit", "unet"])
+def job(request) -> Denoising:
+    return request.getfixturevalue(request.param)
 
 
 def filled(job: Denoising) -> nn.ModuleDict:
@@ -40,41 +51,43 @@ def filled(job: Denoising) -> nn.ModuleDict:
     return models
 
 
-def test_the_pipeline_draws_what_training_showed(job: Dit):
+def test_the_pipeline_draws_what_training_showed(job: Denoising):
     models = filled(job)
-    texts = ["fox", "pumpkin"]
+    texts = list(job.titles[:2])
     shown = job.sample(models, texts, steps=3)
     pipe = job.pipeline(models)
     pipe.set_progress_bar_config(disable=True)
     asked = CALL | {"num_inference_steps": 3, "output_type": "np", "generator": seeded(0)}
-    drawn = torch.from_numpy(pipe(pipe.get_label_ids(texts), **asked).images)
+    classes = pipe.get_label_ids(texts) if isinstance(job, Dit) else texts
+    drawn = torch.from_numpy(pipe(classes, **asked).images)
     assert drawn.std() > 0.02 and not torch.equal(shown[0], shown[1])
     assert (drawn * 255 - shown).abs().max() <= 1.0
 
 
-def test_the_loss_is_the_same_for_the_same_seed_and_trains_every_part(job: Dit):
+def test_the_loss_is_the_same_for_the_same_seed_and_trains_every_part(job: Denoising):
     models = filled(job)
     losses = [job.loss(models, Draws(job)[0], seeded(3)) for _ in range(2)]
     assert torch.equal(*losses) and losses[0] > 0.5
     losses[0].backward()
-    assert all(weight.grad.abs().sum() > 0 for weight in models.parameters())
+    still = [name for name, weight in models.named_parameters() if not weight.grad.any()]
+    assert still == []
 
 
-def test_tables_hold_the_objects_the_empty_class_and_zeros(job: Dit):
-    drawn = [label for step in range(2) for label in Draws(job)[step]["asked"].tolist()]
-    named = [scene.stickers[0].name for scene in job.scenes]
+def test_tables_hold_the_objects_the_empty_class_and_zeros(dit: Dit):
+    drawn = [label for step in range(2) for label in Draws(dit)[step]["asked"].tolist()]
+    named = [scene.stickers[0].name for scene in dit.scenes]
     assert {OBJECTS[label] for label in drawn if label != EMPTY} <= set(named)
-    assert all(len(scene.stickers) == 1 for scene in job.scenes)
+    assert all(len(scene.stickers) == 1 for scene in dit.scenes)
     rng = np.random.default_rng(0)
-    told = [job.tell(job.scenes[0], rng) for _ in range(500)]
+    told = [dit.tell(dit.scenes[0], rng) for _ in range(500)]
     assert 0.05 < told.count("") / 500 < 0.15
-    for block in job.build()["transformer"].transformer_blocks:
+    for block in dit.build()["transformer"].transformer_blocks:
         table = block.norm1.emb.class_embedder.embedding_table.weight
         assert table.shape[0] == EMPTY + 1 and not table[len(OBJECTS) : EMPTY].any()
         assert table[: len(OBJECTS)].any(1).all() and table[EMPTY].any()
 
 
-def test_latents_are_scaled_alone_as_the_pipelines_take_them(job: Dit):
+def test_latents_are_scaled_alone_as_the_pipelines_take_them(job: Denoising):
     assert job.autoencoder.config.shift_factor is None
     assert job.latents.shape == (SETTINGS.examples, *LATENT)
     assert job.latents.float().std() == pytest.approx(1, abs=0.1)
