@@ -58,7 +58,7 @@ def build_unet() -> UNet2DConditionModel:
         down_block_types=("CrossAttnDownBlock2D",) * len(_WIDTHS),
         up_block_types=("CrossAttnUpBlock2D",) * len(_WIDTHS),
         cross_attention_dim=TEXT_WIDTH,
-        attention_head_dim=4,  # heads: diffusers reads it so here
+        attention_head_dim=tuple(width // 16 for width in _WIDTHS),  # diffusers means heads
         norm_num_groups=16,
     )
     for name, module in model.named_modules():

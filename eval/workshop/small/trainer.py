@@ -51,6 +51,7 @@ JOBS = {  # name -> class, and the shipped model it is for
     "sticker-judge": ("sticker_judge:JudgeJob", "sticker-judge"),
     "sticker-flux": ("sticker_flux:Flux", "sticker-flux"),
     "sticker-dit": ("sticker_dit:Dit", "sticker-dit"),
+    "sticker-kontext": ("sticker_kontext:Kontext", "sticker-kontext"),
     "sticker-unet": ("sticker_unet:Unet", "sticker-unet"),
     "sticker-video-autoencoder": ("sticker_video_autoencoder:VideoAutoencoder", "sticker-causal"),
     "sticker-causal": ("sticker_causal:Causal", "sticker-causal"),
