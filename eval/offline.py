@@ -200,6 +200,10 @@ def tune(
     seconds: Annotated[
         float | None, typer.Option(help="Closest method that takes at most so long a batch.")
     ] = None,
+    confidence: Annotated[
+        float | None,
+        typer.Option(help="With --psnr: probability that a new prompt stays so close, as 0.95."),
+    ] = None,
     methods: Annotated[
         list[str], typer.Option("--method", metavar=METHOD, help="Try these instead.")
     ] = EMPTY,
@@ -221,6 +225,8 @@ def tune(
     """
     if sum(goal is not None for goal in (speedup, psnr, seconds)) != 1:
         raise ValueError("say what to aim at: one of --speedup, --psnr and --seconds")
+    if confidence is not None:
+        task["batch_size"] = 1  # samples of one batch share decisions
     steps, samples, batch_size = (task[name] for name in ("steps", "samples", "batch_size"))
     if samples <= batch_size:
         raise ValueError(
@@ -237,8 +243,9 @@ def tune(
     with progress("tune") as show, _resumable(file):
         best = diffcache.tune(
             inputs.pipe, inputs.prompts, speedup=speedup, psnr=psnr, seconds=seconds,
-            methods=chosen, trials=trials, steps=steps, batch_size=batch_size,
-            seed=inputs.seed, out=file, resume=not fresh, progress=show, **inputs.call,
+            confidence=confidence, methods=chosen, trials=trials, steps=steps,
+            batch_size=batch_size, seed=inputs.seed, out=file, resume=not fresh,
+            progress=show, **inputs.call,
         )  # fmt: skip
     rows = [
         (f"{trial['cost']:.1%}", f"{trial['psnr_db']:.1f}", _validated(trial), trial["method"])
@@ -257,6 +264,8 @@ def tune(
         f"{done['psnr_db']:.1f} dB [{done['low_db']:.1f}, {done['high_db']:.1f}] at "
         f"{done['cost']:.1%} of the operations, on {done['samples']} samples not searched on"
     )
+    if best.guarantee is not None:
+        typer.echo(f"certified: {best.guarantee}")
     typer.echo(f"wrote {file}; use it as --method tuned:tables={file}")
 
 

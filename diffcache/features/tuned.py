@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -16,6 +16,33 @@ from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.schema import header_fault, shown
 from diffcache.features.serialize import from_plain, to_plain
 from diffcache.features.tables import Tables
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """What is known of a new prompt of the same kind.
+
+    Attributes:
+        psnr: PSNR to the uncached output that a sample has to reach, in dB.
+        confidence: Least probability with which a new prompt reaches it.
+        samples: Number of prompts that it was checked on, which no search saw.
+        strayed: How many of these did not reach it, at the chosen setting or a dearer one.
+        settings: Number of settings that were checked.
+    """
+
+    psnr: float
+    confidence: float
+    samples: int
+    strayed: int
+    settings: int
+
+    def __str__(self) -> str:
+        return (
+            f"a new prompt is at least {self.psnr:g} dB from the uncached output with probability "
+            f"{self.confidence:.0%} or more: {self.strayed} of {self.samples} prompts that no "
+            f"search saw strayed, at this or a dearer of {self.settings} settings. It holds for "
+            "prompts drawn as these were, with the same steps, size, guidance and scheduler"
+        )
 
 
 @dataclass(frozen=True)
@@ -42,6 +69,8 @@ class Tuned(FeatureMethod):
         object.__setattr__(self, "tables", Tables.of(self.tables, self.name))
         if self.tables is not None and self.method.bibtex:  # which checks the choice
             object.__setattr__(self, "bibtex", self.method.bibtex)
+        if self.tables is not None and self.guarantee is not None:
+            object.__setattr__(self, "note", f"certified  {self.guarantee}.")
 
     @property
     def _measured(self) -> Tables:
@@ -84,6 +113,12 @@ class Tuned(FeatureMethod):
         """
         return dict(self._measured.header["validation"])
 
+    @property
+    def guarantee(self) -> Guarantee | None:
+        """What is known of a new prompt, if `tune` was given a confidence, else None."""
+        found = self._measured.header.get("guarantee")
+        return None if found is None else Guarantee(**found)
+
     def parts(self) -> Combine:
         """Return the parts of the method that was chosen."""
         return self.method.parts()
@@ -105,7 +140,11 @@ def _made(tables: Tables) -> FeatureMethod:
         TablesError: If they hold none, or anything else.
     """
     tensors = {name: tables[name] for name in tables.names()}
-    fault = header_fault(tables.header) or _front_fault(tables.header.get("front"))
+    fault = (
+        header_fault(tables.header)
+        or _front_fault(tables.header.get("front"))
+        or _guarantee_fault(tables.header.get("guarantee"))
+    )
     if fault:
         raise TablesError(f"tables={tables!r}: {fault}; tune again")
     try:
@@ -141,3 +180,15 @@ def _front_fault(front: Any) -> str:
         ):
             return f"its header has {shown(trial)} in front; must be trials with their numbers"
     return ""
+
+
+def _guarantee_fault(found: Any) -> str:
+    """Return what is wrong with the guarantee of a header, empty if nothing is."""
+    names = {one.name for one in fields(Guarantee)}
+    if found is None:
+        return ""
+    if isinstance(found, dict) and set(found) == names and all(map(is_number, found.values())):
+        counts = (found["strayed"], found["samples"])
+        if 0 <= counts[0] < counts[1] and 0 < found["confidence"] < 1:
+            return ""
+    return f"its header has guarantee={shown(found)}; must be {', '.join(sorted(names))} in range"

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,8 @@ import diffcache
 from diffcache import Combine, FirstBlock, FittedForecast, Listed, Newton, Reuse, Tables, Taylor
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.combine import reuse_of
+from diffcache.features.tuned import Guarantee
+from diffcache.offline.tune.guarantee import certify, most_strayed, samples_needed
 from diffcache.offline.tune.search import Goal, Search, front_of
 from diffcache.offline.tune.space import (
     additions,
@@ -274,3 +277,77 @@ def test_trials_count_by_the_tables_in_a_file(calibrated, tmp_path, monkeypatch)
         tables = Tables(calibrated.tables.header, tensors).save(path)
         bench.measure(FittedForecast(computed=3, tables=tables), [0])
     assert len(measured) == 2
+
+
+def test_a_setting_is_certified_while_few_enough_prompts_stray_there_or_at_a_dearer_one():
+    assert [samples_needed(share) for share in (0.5, 0.9, 0.95, 0.99)] == [1, 9, 19, 99]
+    assert [most_strayed(n, 0.95) for n in (18, 19, 38, 39)] == [-1, 0, 0, 1]
+    rows = {
+        "dear": [40.0] * 39,
+        "fair": [34.0] + [40.0] * 38,
+        "odd": [40.0] * 39,  # its first prompt strayed before: it still counts
+        "cheap": [40.0, 34.0] + [40.0] * 37,
+        "unseen": [],
+    }
+    chosen, guarantee, counts = certify(list(rows), rows.__getitem__, 35.0, 0.95)
+    assert chosen == "odd" and counts == [0, 1, 1, 2]
+    assert guarantee == Guarantee(35.0, 0.95, samples=39, strayed=1, settings=5)
+    assert certify(["cheap"], lambda _: [34.0, 34.0] + [40.0] * 37, 35.0, 0.95)[0] is None
+
+
+def test_a_new_prompt_strays_as_rarely_as_is_certified_and_one_of_another_kind_more_often():
+    rng = np.random.default_rng(0)
+    ladder, bar, confidence = list(range(8)), 35.0, 0.9
+
+    def draw(count: int, shift: float = 0.0) -> np.ndarray:
+        own = rng.normal(0, 3, (count, 1))  # prompts differ, and settings shake each a little
+        return 46 - shift - 1.5 * np.arange(8) + own + rng.normal(0, 1, (count, 8))
+
+    new, other = draw(20_000), draw(20_000, shift=4)
+    strayed, strayed_of_other = [], []
+    for _ in range(1000):
+        seen = draw(60)
+        chosen, _, _ = certify(ladder, lambda k, seen=seen: seen[:, k], bar, confidence)
+        strayed.append(0.0 if chosen is None else float((new[:, chosen] < bar).mean()))
+        strayed_of_other.append(float((other[:, chosen or 0] < bar).mean()))
+    error = 3 * np.std(strayed) / 1000**0.5
+    assert 0.04 < np.mean(strayed) <= 1 - confidence + error
+    assert np.mean(strayed_of_other) > 2 * (1 - confidence)
+
+
+def test_tune_certifies_on_prompts_apart_and_its_file_says_so(pipe, tmp_path, monkeypatch):
+    def measure(self, method, batches):
+        (steps,) = {len(steps_listed(method))}
+        each = [30.0 + 3 * steps - (2 if number == 15 else 0) for number in batches]
+        mean = sum(each) / len(each)
+        return Trial(repr(method), steps / STEPS, mean, mean, mean, 1.0, len(each), each)
+
+    monkeypatch.setattr(Bench, "_measure", measure)
+    prompts = [f"a small red ring on the left, on a {i} background" for i in range(30)]
+    methods = [Combine(Listed((0, 2), STEPS)), Combine(Listed((0, 1, 2), STEPS))]
+    own = {"psnr": 35.0, "confidence": 0.95, "methods": methods, "steps": STEPS, **CALL}
+    out = tmp_path / "sure.safetensors"
+    best = diffcache.tune(pipe, prompts, out=out, trials=6, **own)
+    assert best.guarantee == Guarantee(35.0, 0.95, samples=20, strayed=0, settings=3)
+    assert len(steps_listed(best.method)) == 3  # two steps stray on one prompt
+    with diffcache.wrapped(pipe, "tuned", tables=str(out)):
+        draw(pipe)
+        assert "at least 35 dB" in str(diffcache.report(pipe)) and "95%" in str(best.guarantee)
+    header = dict(best.tables.header)
+    header["guarantee"] = header["guarantee"] | {"strayed": 99}
+    with pytest.raises(TablesError, match=r"guarantee=.*in range"):
+        diffcache.features.tuned.Tuned(Tables(header, {}))
+    with pytest.raises(
+        AttachError, match=r"none is certified .* 20 of 20 prompts strayed .* 0 may"
+    ):
+        diffcache.tune(pipe, prompts, trials=4, **own | {"psnr": 44.0})
+    for wrong, message in (
+        ({"batch_size": 2}, "batch_size=2: must be 1 with confidence="),
+        ({"confidence": 0.99}, r"takes 99 to validate on .* give at least 149"),
+        ({"confidence": 1.0}, r"confidence=1.0: must be between 0 and 1"),
+        ({"psnr": None, "speedup": 2.0}, r"confidence=0.95: goes with psnr="),
+    ):
+        with pytest.raises(ValueError, match=message):
+            diffcache.tune(pipe, prompts, **own | wrong)
+    with pytest.raises(ValueError, match="is there twice"):
+        diffcache.tune(pipe, prompts + prompts[:1], **own)

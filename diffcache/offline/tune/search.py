@@ -29,21 +29,28 @@ Tried = dict[str, tuple[Method, Trial]]
 
 @dataclass(frozen=True)
 class Goal:
-    """Goal of a search; one of the three.
+    """Goal of a search; one of the first three.
 
     Attributes:
         speedup: Least ratio of the uncached run's floating-point operations of the denoiser to
             the cached run's.
         psnr: Least mean PSNR to the uncached output, in dB.
         seconds: Most seconds a batch.
+        confidence: Share of the samples that reach `psnr`, each for itself; None for their mean.
     """
 
     speedup: float | None = None
     psnr: float | None = None
     seconds: float | None = None
+    confidence: float | None = None
 
     def __post_init__(self) -> None:
-        given = {k: v for k, v in asdict(self).items() if v is not None}
+        given = {k: v for k, v in asdict(self).items() if v is not None and k != "confidence"}
+        if self.confidence is not None:
+            if self.psnr is None:
+                raise ValueError(f"confidence={self.confidence!r}: goes with psnr=, give both")
+            if not 0 < self.confidence < 1:
+                raise ValueError(f"confidence={self.confidence!r}: must be between 0 and 1")
         if len(given) != 1:
             raise ValueError(f"goal {given}: give one of speedup=, psnr= and seconds=")
         ((name, value),) = given.items()
@@ -63,7 +70,8 @@ class Goal:
         """Return whether a trial does what is wanted."""
         if self.limit is not None:
             return self.price(trial) <= self.limit * (1 + 1e-9)
-        return trial.psnr_db >= (self.psnr or 0.0)
+        found = trial.psnr_db if self.confidence is None else trial.reached(self.confidence)
+        return found >= (self.psnr or 0.0)
 
     def rank(self, trial: Trial) -> tuple[bool, float, float]:
         """Return what is larger for the better of two trials."""
@@ -87,6 +95,7 @@ class Search:
         first: The same of first looks, on one batch.
         refused: Method -> why this model cannot run it.
         unreached: Ladders that were not looked at for want of trials.
+        glance: Number of batches of a first look.
     """
 
     bench: Bench
@@ -99,6 +108,7 @@ class Search:
     refused: dict[str, str] = field(default_factory=dict)
     unreached: int = 0
     used: int = 0
+    glance: int = 1
     _allowed: int = 0
     _kind_of: dict[str, Method] = field(default_factory=dict)  # of what is on other steps
     _prices: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -117,10 +127,10 @@ class Search:
         kinds = self._best_kinds(ladders)
         for method in self._listed(2):
             for steps in space.schedules(space.steps_listed(method), kinds, self.bench.total):
-                self.attempt(self._on_steps(method, steps), self.batches[:1], self.first)
+                self.attempt(self._on_steps(method, steps), self.batches[: self.glance], self.first)
         for steps in dict.fromkeys(map(space.steps_listed, self._listed(3))):
             for kind in kinds:
-                self.attempt(self._on_steps(kind, steps), self.batches[:1], self.first)
+                self.attempt(self._on_steps(kind, steps), self.batches[: self.glance], self.first)
         self._allowed = self.trials
         for method, _ in self._hopeful()[: max(BEST, self.trials // 16)]:
             self.attempt(method, self.batches, self.seen)
@@ -140,7 +150,7 @@ class Search:
                 return
             # below what is hopeless the top rung alone tells most: it fails, or is the best
             middle = high if is_bounded else (low + high) // 2
-            trial = self.attempt(ladder[middle], self.batches[:1], self.first)
+            trial = self.attempt(ladder[middle], self.batches[: self.glance], self.first)
             if trial is None or self._is_beaten(trial):
                 return
             if self.goal.met(trial) == (self.goal.psnr is not None):
@@ -214,6 +224,22 @@ class Search:
             if found is not None and self.goal.rank(found) > self.goal.rank(trial):
                 return neighbor
         return None
+
+    def dearer(self, ladders: Sequence[space.Ladder], method: Method) -> list[Method]:
+        """Return settings of a method's ladder that are dearer, the nearest first.
+
+        Ladders of one rung, as methods of a user's are, count as one ladder: all of them.
+        """
+        if all(len(ladder) == 1 for ladder in ladders):
+            return [ladder[0] for ladder in ladders if ladder[0] != method]
+        kind, steps = repr(self._kind_of.get(repr(method), method)), len(space.steps_listed(method))
+        for ladder in ladders:
+            keys = [repr(rung) for rung in ladder]
+            if repr(method) in keys:
+                return list(ladder[keys.index(repr(method)) + 1 :])
+            if kind in keys:
+                return [rung for rung in ladder if _place(rung)[1] > steps]
+        return []
 
     def _on_steps(self, method: Method, steps: tuple[int, ...]) -> Method:
         """Return a method on other steps, its weights fitted anew."""

@@ -42,6 +42,7 @@ class Trial:
         high_db: Upper end.
         seconds: Median of the runs of a batch.
         samples: Number of samples that it drew.
+        each: PSNR of every sample, in dB.
     """
 
     method: str
@@ -51,6 +52,11 @@ class Trial:
     high_db: float
     seconds: float
     samples: int
+    each: Sequence[float] = ()
+
+    def reached(self, share: float) -> float:
+        """Return the PSNR in dB that at least this share of the samples reach."""
+        return sorted(self.each)[int((1 - share) * len(self.each) + 1e-9)]
 
 
 class Bench:
@@ -132,7 +138,8 @@ class Bench:
             values.append(closeness(drawn, reference))
         each = torch.cat(values)
         cost = sum(costs) / len(costs)
-        return Trial(repr(method), cost, *mean_interval(each), median(seconds), len(each))
+        interval = mean_interval(each)
+        return Trial(repr(method), cost, *interval, median(seconds), len(each), each.tolist())
 
     def reference(self, number: int) -> Tensor:
         """Return the uncached output of a batch."""

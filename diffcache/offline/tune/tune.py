@@ -18,13 +18,16 @@ from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
 from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
-from diffcache.features.tuned import Tuned
+from diffcache.features.tuned import Guarantee, Tuned
 from diffcache.offline.calibrate import BATCH_SIZE, Plan, calibrate, header_of
 from diffcache.offline.tracing import batches_of
 from diffcache.offline.tune import space
+from diffcache.offline.tune.guarantee import certify, most_strayed, samples_needed
 from diffcache.offline.tune.search import BEST, Goal, Search, Tried, front_of
 from diffcache.offline.tune.trial import Bench, Trial
 from diffcache.step import Site
+
+_DEARER = 5  # settings that are tried for a certificate beside what met the goal
 
 
 def tune(
@@ -34,6 +37,7 @@ def tune(
     speedup: float | None = None,
     psnr: float | None = None,
     seconds: float | None = None,
+    confidence: float | None = None,
     methods: Sequence[Method] | None = None,
     trials: int = 100,
     **settings: Any,
@@ -53,6 +57,9 @@ def tune(
         speedup: The closest method that needs at most `1 / speedup` of the operations.
         psnr: The cheapest method that stays this close, in dB.
         seconds: The closest method that takes at most so long a batch.
+        confidence: With `psnr`, the probability with which every new prompt of the same kind stays
+            that close, instead of their mean: see `diffcache.offline.tune.guarantee`. Prompts have
+            to differ and run one by one; 0.95 takes 19 to validate on, so 29 in all.
         methods: Methods to try, with changes of their steps, instead of the built-in space; those
             that need tables are calibrated.
         trials: Most methods that are tried.
@@ -62,8 +69,8 @@ def tune(
     Returns:
         The method; its `front` holds what was seen, and its `validation` how close the chosen
         method is to the uncached output on prompts that were not searched on, as the best of the
-        few that were tried on these. With `out` it is that file's, and `tuned` is its name on
-        command lines.
+        few that were tried on these; its `guarantee` is what `confidence` asked for. With `out` it
+        is that file's, and `tuned` is its name on command lines.
 
     Warns:
         CacheWarning: If nothing that was validated meets the goal on those prompts.
@@ -72,15 +79,18 @@ def tune(
         AttachError: If the pipeline is wrapped, nothing that was tried meets the goal, or nothing
             fits the pipeline.
         TablesError: If `<out>.trials` is of another search.
-        ValueError: If there are too few prompts, or a setting is out of its range.
+        ValueError: If there are too few prompts, or a setting is out of its range, or prompts are
+            not apart as `confidence` needs them.
 
     Example:
         >>> best = diffcache.tune(pipe, prompts, speedup=3.0)  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, best)  # doctest: +SKIP
     """
-    goal = Goal(speedup, psnr, seconds)
-    plan = _plan(prompts, settings)
+    goal = Goal(speedup, psnr, seconds, confidence)
+    plan = _plan(prompts, settings, 1 if goal.confidence is not None else BATCH_SIZE)
     batches = batches_of(plan.prompts, plan.batch_size)
+    if goal.confidence is not None:
+        _check_apart(plan, goal.confidence)
     if len(batches) < 2:
         raise ValueError(
             f"{len(plan.prompts)} prompts in batches of {plan.batch_size}: at least two batches "
@@ -100,22 +110,98 @@ def tune(
     third = -(-len(batches) // 3)
     bench.reference(0)
     search = Search(bench, goal, list(range(third)), trials, plan.progress)
+    search.glance = 1 if confidence is None else min(third, BATCH_SIZE)
     plan_of_search = replace(plan, prompts=[*chain(*batches[:third])])
-    search.run(_ladders(pipe, model, methods, plan_of_search, search))
-    tuned = _tuned(_choose(search, list(range(third, len(batches)))), search, plan, facts)
+    ladders = _ladders(pipe, model, methods, plan_of_search, search)
+    search.run(ladders)
+    others = list(range(third, len(batches)))
+    if goal.confidence is None:
+        tuned = _tuned(_choose(search, others), search, plan, facts)
+    else:
+        method, validated, guarantee = _certified(search, ladders, others)
+        tuned = _tuned((method, validated), search, plan, facts, guarantee)
     if log is not None:
         log.unlink(missing_ok=True)
     return tuned
 
 
-def _plan(prompts: Sequence[Any], settings: dict[str, Any]) -> Plan:
-    """Return how runs are made, as for a calibration."""
+def _plan(prompts: Sequence[Any], settings: dict[str, Any], batch_size: int) -> Plan:
+    """Return how runs are made, as for a calibration; in batches of this size unless said."""
     names = {"steps", "batch_size", "seed", "out", "resume", "progress"}
     own = {key: settings.pop(key) for key in names & set(settings)}
     if own.get("out") is not None:
         own["out"] = Path(own["out"])
     given = list(prompts) if not isinstance(prompts, str) else prompts
-    return Plan(prompts=given, call=settings, **{"batch_size": BATCH_SIZE, **own})
+    return Plan(prompts=given, call=settings, **{"batch_size": batch_size, **own})
+
+
+def _check_apart(plan: Plan, confidence: float) -> None:
+    """Raise ValueError unless prompts can be validated on one by one, and are enough."""
+    if plan.batch_size != 1:
+        raise ValueError(
+            f"batch_size={plan.batch_size}: must be 1 with confidence=, since samples of one batch "
+            "share the decisions of a method and are not apart"
+        )
+    seen: list[Any] = []
+    for prompt in plan.prompts:
+        if prompt in seen:
+            raise ValueError(
+                f"prompts: {prompt!r} is there twice; with confidence= no prompt may be both "
+                "searched and validated on"
+            )
+        seen.append(prompt)
+    needed = samples_needed(confidence)
+    searched = -(-len(seen) // 3)
+    if len(seen) - searched < needed:
+        raise ValueError(
+            f"{len(seen)} prompts: confidence={confidence:g} takes {needed} to validate on beside "
+            f"the third that is searched on; give at least {-(-3 * needed // 2)}"
+        )
+
+
+def _certified(
+    search: Search, ladders: list[space.Ladder], batches: list[int]
+) -> tuple[Method, dict[str, Trial], Guarantee]:
+    """Return the cheapest method that is certified on prompts that were not searched on.
+
+    Settings that are certified are of those that the search saw, of which nothing else is both
+    cheaper and closer: the cheapest that met the goal, two that are cheaper and five that are
+    dearer. A search for a PSNR has no reason to try dearer ones, so the next five rungs of the
+    best method's ladder are tried on its prompts first.
+
+    Raises:
+        AttachError: If none is.
+    """
+    goal, tried = search.goal, search.first | search.seen
+    best = search.best(search.seen or search.first)[:1]
+    for method in search.dearer(ladders, best[0][0])[:_DEARER] if best else ():
+        try:
+            tried[repr(method)] = method, search.bench.measure(method, search.batches)
+        except AttachError as error:
+            search.refused[repr(method)] = str(error)
+    front = front_of([trial for _, trial in tried.values()])
+    start = next((i for i, trial in enumerate(front) if goal.met(trial)), len(front))
+    ladder = [trial.method for trial in reversed(front[max(start - 2, 0) : start + 1 + _DEARER])]
+    validated: dict[str, Trial] = {}
+
+    def measure(key: str) -> Sequence[float]:
+        if search.progress is not None:
+            search.progress(search.used, search.trials, f"validating {len(validated) + 1} settings")
+        validated[key] = search.bench.measure(tried[key][0], batches)
+        return validated[key].each
+
+    assert goal.psnr is not None  # as a confidence goes with it
+    assert goal.confidence is not None
+    key, guarantee, counts = certify(ladder, measure, goal.psnr, goal.confidence)
+    if guarantee is None:
+        most = most_strayed(len(batches), goal.confidence)
+        saw = f"{counts[0]} of {len(batches)} prompts strayed from it" if counts else "nothing fits"
+        raise AttachError(
+            f"{search.used} trials, and none is certified to stay within psnr={goal.psnr:g} with "
+            f"confidence={goal.confidence:g}: {saw} with the dearest, and {most} may; ask for "
+            "less, or give more prompts or trials"
+        )
+    return tried[key][0], validated, guarantee
 
 
 def _ladders(
@@ -186,6 +272,7 @@ def _tuned(
     search: Search,
     plan: Plan,
     facts: dict[str, Any],
+    guarantee: Guarantee | None = None,
 ) -> Tuned:
     """Return the method with what the search saw, saved if that is asked for."""
     method, validated = chosen
@@ -204,6 +291,8 @@ def _tuned(
             "steps": search.bench.total, "chosen": repr(method),
             "validation": asdict(validated[repr(method)]), "seed": plan.seed,
             "batch_size": plan.batch_size}  # fmt: skip
+    if guarantee is not None:
+        more["guarantee"] = asdict(guarantee)
     tables = Tables(header_of(Tuned(), facts, plan, **more), tensors)  # type: ignore[arg-type]
     if plan.out is not None:
         tables = tables.save(plan.out)

@@ -7,6 +7,7 @@ twice over, so that it learns to go on from its own mistakes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,10 @@ from diffusers import (
 )
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers import T5TokenizerFast
 
-from diffcache.digest import weights_digest
 from diffcache.eval.workshop.small.causal_step import (
     ChunkAttention,
     Held,
@@ -34,25 +33,23 @@ from diffcache.eval.workshop.small.causal_step import (
     predict,
 )
 from diffcache.eval.workshop.small.export import save_pipeline
+from diffcache.eval.workshop.small.film_job import TEXT_TOKENS, FilmJob, build_text
 from diffcache.eval.workshop.small.grid import draw_grid
-from diffcache.eval.workshop.small.sticker_films import FPS, Film, render_film, sample_film
+from diffcache.eval.workshop.small.sticker_films import FPS, Film, sample_film
 from diffcache.eval.workshop.small.sticker_video_autoencoder import (
     CHANNELS,
-    load_autoencoder,
-    to_film,
+    TIMES,
 )
-from diffcache.eval.workshop.small.stickers import words
-from diffcache.eval.workshop.small.text_encoders import TEXT_WIDTH, build_tokenizers, t5_settings
-from diffcache.eval.workshop.small.trainer import Job, Settings
+from diffcache.eval.workshop.small.text_encoders import TEXT_WIDTH
+from diffcache.eval.workshop.small.trainer import Settings, seeded
 from diffcache.files import read_json, write_json
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.streaming_vae import WanDecoder
 from diffcache.video import FewSteps
 
 CHUNK = 3
-LATENTS = 12  # of a training film: four chunks
-FRAMES = 4 * LATENTS - 3
-TEXT_TOKENS = 8
+LATENTS = 21  # of a training film: seven chunks
+FRAMES = TIMES * (LATENTS - 1) + 1  # the autoencoder takes 1 + 4 n frames
 SAMPLER = FewSteps(timesteps=(1000, 750, 500, 250), shift=2.0, predicts="clean")
 CALL: dict[str, Any] = {"height": 64, "width": 64, "max_sequence_length": TEXT_TOKENS}
 STREAM: dict[str, Any] = {
@@ -66,12 +63,6 @@ _GRID = (4, 4)
 _WIDTH, _HEADS, _LAYERS = 192, 6, 6
 _DISTURBED = 0.1  # most noise on the history, whose noise level is said to be 0
 _OWN_FROM = 0.3  # share of the run after which histories are the model's own
-
-
-def build_text() -> tuple[T5TokenizerFast, UMT5EncoderModel]:
-    """Build tokenizer and text encoder, untrained: 2 layers of width 64."""
-    tokenizer = build_tokenizers(words())[1]
-    return tokenizer, UMT5EncoderModel(UMT5Config(**t5_settings(tokenizer, layers=2)))
 
 
 def build_transformer() -> WanTransformer3DModel:
@@ -107,76 +98,39 @@ def draw_films(count: int, seed: int, *, held: bool) -> list[Film]:
     films = []
     for number in range(count):
         rng = np.random.default_rng([seed, number])
-        later = 4 * CHUNK * int(rng.integers(1, LATENTS // CHUNK)) - 3
+        later = first_frame(CHUNK * int(rng.integers(1, LATENTS // CHUNK)))
         switches = (later,) if rng.random() < 0.25 else ()
         films.append(sample_film(rng, held=held, switches=switches))
     return films
 
 
+def first_frame(latent: int) -> int:
+    """Return the number of the first frame that a latent frame stands for."""
+    return max(TIMES * (latent - 1) + 1, 0)
+
+
 def captions(film: Film) -> list[str]:
     """Return the sentence of every chunk of a training film."""
-    return [film.caption_at(max(4 * start - 3, 0)) for start in range(0, LATENTS, CHUNK)]
+    return [film.caption_at(first_frame(start)) for start in range(0, LATENTS, CHUNK)]
 
 
-class Causal(Job):
+class Causal(FilmJob):
     """Train transformer and text encoder on chunks of films, to say the clean frames."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
-        super().__init__(settings, folder)
-        self.tokenizer, _ = build_text()
-        self.autoencoder = load_autoencoder(folder / "sticker-video-autoencoder.state")
-        self.films = draw_films(settings.examples, settings.seed + 1, held=False)
-        self.held_films = draw_films(HELD, settings.seed + 2, held=True)
-        self.latents, self.held = self._prepare()
-
-    @torch.no_grad()
-    def _prepare(self) -> tuple[Tensor, Tensor]:
-        """Return latents of training and held-out films [N, C, F, 8, 8], of unit variance.
-
-        They are made once for a number of films and an autoencoder, and kept.
-        """
-        made_by = weights_digest(self.autoencoder.parameters())
-        path = self.folder / f"film-latents-{len(self.films)}-{made_by}.safetensors"
-        if not path.exists():
-            kept = {"latents": self._encode(self.films), "held": self._encode(self.held_films)}
-            sample = kept["latents"][:2000].float()
-            kept["mean"], kept["std"] = sample.mean((0, 2, 3, 4)), sample.std((0, 2, 3, 4))
-            save_file(kept, path)
-        kept = load_file(path)
-        mean, std = (kept[name].view(1, -1, 1, 1, 1) for name in ("mean", "std"))
-        self.autoencoder.register_to_config(
-            latents_mean=[round(float(x), 5) for x in kept["mean"]],
-            latents_std=[round(float(x), 5) for x in kept["std"]],
-        )
-        latents = ((kept["latents"].float() - mean) / std).half()
-        return latents, (kept["held"].float() - mean) / std
-
-    def _encode(self, films: list[Film]) -> Tensor:
-        parts = []
-        for film in films:
-            pictures = torch.from_numpy(render_film(film, FRAMES)[0])
-            parts.append(self.autoencoder.encode(to_film(pictures)[None]).latent_dist.mode())
-        return torch.cat(parts).half()
+        films = draw_films(settings.examples, settings.seed + 1, held=False)
+        held = draw_films(HELD, settings.seed + 2, held=True)
+        super().__init__(settings, folder, films, held, FRAMES)
+        self.levels = torch.tensor(SAMPLER.levels)
 
     def build(self) -> nn.ModuleDict:
         """Build transformer and text encoder."""
         _, encoder = build_text()
         return nn.ModuleDict({"text_encoder": encoder, "transformer": build_transformer()})
 
-    def embed(self, models: nn.ModuleDict, texts: list[str]) -> Tensor:
-        """Return text embeddings [B, S, E], zero where there is no word, as the pipeline does."""
-        pad = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
-        ids = self.tokenizer(texts, max_length=TEXT_TOKENS, **pad)
-        states = models["text_encoder"](ids.input_ids, ids.attention_mask).last_hidden_state
-        found: Tensor = states * ids.attention_mask[..., None]
-        return found
-
-    def _frames(self, models: nn.ModuleDict, films: list[Film]) -> Tensor:
-        """Return the text embeddings of every frame of films, [B, F, S, E]."""
-        said = [text for film in films for text in captions(film)]
-        states = self.embed(models, said).unflatten(0, (len(films), -1))
-        found: Tensor = states.repeat_interleave(CHUNK, 1)
-        return found
+    def chunk_ids(self, films: list[Film]) -> tuple[Tensor, Tensor]:
+        """Return token numbers and words of the sentence of every chunk, [B * chunks, S] each."""
+        return self.ids([text for film in films for text in captions(film)])
 
     def attention(self, transformer: nn.Module) -> ChunkAttention:
         """Return the attention that a transformer trains with, set up once."""
@@ -189,50 +143,78 @@ class Causal(Job):
         used.frames = LATENTS
         return used
 
+    def draw(self, chosen: Tensor, generator: torch.Generator) -> dict[str, Any]:
+        """Draw latents, sentences, what a cache holds and how often histories are made anew."""
+        numbers, known = self.chunk_ids([self.films[i] for i in chosen])
+        return {
+            "latents": self.latents[chosen],
+            "numbers": numbers,
+            "known": known,
+            "own": max(int(torch.randint(4, (), generator=generator)) - 1, 0),
+            "held": draw_held(generator, 3),
+        }
+
+    def way(self, drawn: Mapping[str, Any]) -> tuple[int, Held]:
+        """Return how often histories are made anew, and what a cache holds."""
+        late = self.step >= _OWN_FROM * self.settings.steps
+        return drawn["own"] if late else 0, drawn["held"]
+
     def loss(
         self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
     ) -> Tensor:
         """Return the mean square error of clean frames."""
-        films = [self.films[i] for i in chosen]
-        own = 0
-        if self.step >= _OWN_FROM * self.settings.steps:
-            own = max(int(torch.randint(4, (), generator=generator)) - 1, 0)
-        attention = self.attention(models["transformer"])
-        attention.held = draw_held(generator, LATENTS // CHUNK - 1)
-        return self._error(models, self.latents[chosen].float(), films, generator, own)
+        own, held = self.way(drawn)
+        self.attention(models["transformer"]).held = held
+        said = (drawn["numbers"], drawn["known"])
+        return self._error(models, drawn["latents"].float(), said, generator, own)
 
     def _error(
         self,
         models: nn.ModuleDict,
         clean: Tensor,
-        films: list[Film],
+        said: tuple[Tensor, Tensor],
         generator: torch.Generator,
         own: int,
     ) -> Tensor:
         """Return the error after histories that the model has made anew this many times."""
-        text = self._frames(models, films)
+        states = self.embed(models, said).unflatten(0, (len(clean), -1))
+        text = states.repeat_interleave(CHUNK, 1)
         model = self.compile(models["transformer"])
         history = clean
         for _ in range(own):
             with torch.no_grad():
-                noisy, levels = add_noise(clean, draw_levels(clean, generator), generator)
-                history = predict(model, history, noisy, levels, text)
+                noisy, levels = self.add_noise(clean, generator)
+                history = predict(model, history, noisy, levels, text).float()
         depth = _DISTURBED * torch.rand(len(clean), 1, 1, 1, 1, generator=generator)
         history = history + depth * torch.randn(clean.shape, generator=generator)
-        noisy, levels = add_noise(clean, draw_levels(clean, generator), generator)
+        noisy, levels = self.add_noise(clean, generator)
         found = predict(model, history, noisy, levels, text)
         return functional.mse_loss(found.float(), clean)
+
+    def add_noise(self, clean: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return films [B, C, F, H, W] with noise, and its level in every frame [B, F].
+
+        It is the same in the frames of a chunk. A third of the chunks are all noise, a third have
+        another level of the sampler, the rest any.
+        """
+        shape = (len(clean), clean.shape[2] // CHUNK)
+        kind = torch.rand(shape, generator=generator)
+        any_level = torch.rand(shape, generator=generator)
+        later = self.levels[torch.randint(1, len(self.levels), shape, generator=generator)]
+        levels = torch.where(kind < 2 / 3, later, any_level)
+        levels = torch.where(kind < 1 / 3, self.levels[0], levels).repeat_interleave(CHUNK, 1)
+        noise = torch.randn(clean.shape, generator=generator)
+        return torch.lerp(clean, noise, levels[:, None, :, None, None]), levels
 
     @torch.no_grad()
     def measure(self, models: nn.ModuleDict) -> dict[str, float]:
         """Measure errors on held-out films, after true histories and after own ones."""
         self.attention(models["transformer"]).held = Held()
-        found = {}
-        for name, own in (("held_loss", 0), ("held_own", 2)):
-            generator = torch.Generator().manual_seed(5)
-            error = self._error(models, self.held, self.held_films, generator, own)
-            found[name] = float(error)
-        return found
+        said = self.chunk_ids(self.held_films)
+        return {
+            name: float(self._error(models, self.held, said, seeded(5), own))
+            for name, own in (("held_loss", 0), ("held_own", 2))
+        }
 
     @torch.no_grad()
     def stream(
@@ -255,7 +237,7 @@ class Causal(Job):
         transformer.set_attn_processor(WanAttnProcessor())
         decoder, parts = WanDecoder(self.autoencoder), []
         with CausalVideo(transformer, chunk=CHUNK, sampler=SAMPLER) as video:
-            session = video.session(self.embed(models, [text]), size=(8, 8))
+            session = video.session(self.embed(models, self.ids([text])), size=(8, 8))
             if first is not None:
                 given = self.held[first : first + 1, :, :CHUNK]
                 session.take(given)
@@ -263,7 +245,7 @@ class Causal(Job):
             while len(parts) < chunks:
                 parts.append(decoder.decode(session.next()))
         film = torch.cat(parts, 2)[0]
-        return ((film + 1) * 127.5).round().permute(1, 2, 3, 0).byte()
+        return ((film + 1) * 127.5).round().permute(1, 2, 3, 0).byte().cpu()
 
     def show(self, models: nn.ModuleDict) -> Image.Image:
         """Draw held-out films after a true first chunk, and without one, every eighth frame."""
@@ -295,23 +277,3 @@ def build_pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SAMPLER.shift),
         transformer=models["transformer"],
     )
-
-
-def draw_levels(clean: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw the noise level of every frame of films, the same for the frames of a chunk, [B, F].
-
-    A third of the chunks are all noise, a third have another level of the sampler, the rest any.
-    """
-    shape = (len(clean), clean.shape[2] // CHUNK)
-    sampled = torch.tensor(SAMPLER.levels)
-    kind = torch.rand(shape, generator=generator)
-    any_level = torch.rand(shape, generator=generator)
-    later = sampled[torch.randint(1, len(sampled), shape, generator=generator)]
-    levels = torch.where(kind < 2 / 3, later, any_level)
-    return torch.where(kind < 1 / 3, sampled[0], levels).repeat_interleave(CHUNK, 1)
-
-
-def add_noise(clean: Tensor, levels: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return films [B, C, F, H, W] with noise of these levels [B, F], and the levels."""
-    noise = torch.randn(clean.shape, generator=generator)
-    return torch.lerp(clean, noise, levels[:, None, :, None, None]), levels

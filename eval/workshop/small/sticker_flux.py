@@ -151,7 +151,7 @@ def encode(autoencoder: AutoencoderKL, pictures: Iterable[NDArray[np.uint8]]) ->
             scaling_factor=round(1 / float(means[:2000].std()), 5),
         )
     config = autoencoder.config
-    scaled = (means - config.shift_factor) * config.scaling_factor
+    scaled: Tensor = (means - config.shift_factor) * config.scaling_factor
     return scaled.half().contiguous()
 
 
@@ -183,13 +183,13 @@ def keep_latents(
     said = hashlib.sha1(repr([(k, len(v), v[:1], v[-1:]) for k, v in scenes.items()]).encode())
     path = folder / f"latents-{said.hexdigest()[:12]}.safetensors"
     if not path.exists():
-        kept = {name: encode(autoencoder, spread(render, part)) for name, part in scenes.items()}
+        made = {name: encode(autoencoder, spread(render, part)) for name, part in scenes.items()}
         config = autoencoder.config
-        kept["factors"] = torch.tensor(
+        made["factors"] = torch.tensor(
             [config.shift_factor, config.scaling_factor], dtype=torch.float64, device="cpu"
         )
-        save_file(kept, path)
-    kept = load_file(path)
+        save_file(made, path)
+    kept: dict[str, Tensor] = load_file(path)
     shift, scale = (round(float(value), 5) for value in kept.pop("factors"))
     autoencoder.register_to_config(shift_factor=shift, scaling_factor=scale)
     return kept

@@ -32,7 +32,7 @@ def build_autoencoder() -> AutoencoderKLWan:
     """Build the autoencoder, untrained: its latents start with little noise."""
     model = AutoencoderKLWan(
         base_dim=16,
-        decoder_base_dim=32,
+        decoder_base_dim=28,
         z_dim=CHANNELS,
         dim_mult=[1, 2, 2],
         num_res_blocks=1,

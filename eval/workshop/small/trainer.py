@@ -55,6 +55,7 @@ JOBS = {  # name -> class, and the shipped model it is for
     "sticker-unet": ("sticker_unet:Unet", "sticker-unet"),
     "sticker-video-autoencoder": ("sticker_video_autoencoder:VideoAutoencoder", "sticker-causal"),
     "sticker-causal": ("sticker_causal:Causal", "sticker-causal"),
+    "sticker-wan": ("sticker_wan:Wan", "sticker-wan"),
     "reach-policy": ("train_reach:Reach", "reach-policy"),
     "recall-llama": ("train_recall:Recall", "recall-llama"),
     "chain-llada": ("train_chain:Chain", "chain-llada"),
@@ -405,6 +406,7 @@ class Training:
         self.generator = seeded(0)
         self._graphs: dict[tuple[Hashable, ...], _Graph] = {}
         self._pool: Any = None  # memory that graphs share, as only one runs at a time
+        self._side: Any = None  # stream of the steps before a graph
         if precision == "auto":
             self.timed = choose_precision(job, self.models)
             precision = min(self.timed, key=self.timed.__getitem__)
@@ -441,12 +443,12 @@ class Training:
         kept = self._graphs.setdefault(self.job.way(drawn), _Graph())
         if kept.loss is None:
             kept.warm += 1
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
             if kept.warm <= 3:
-                with torch.cuda.stream(side):
+                self._side = self._side or torch.cuda.Stream()
+                self._side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._side):
                     loss = self._take(moved(drawn))
-                torch.cuda.current_stream().wait_stream(side)
+                torch.cuda.current_stream().wait_stream(self._side)
                 return loss
             kept.drawn = {k: v.clone() if isinstance(v, Tensor) else v
                           for k, v in moved(drawn).items()}  # fmt: skip
@@ -516,6 +518,7 @@ def train(
     minutes: float = math.inf,
     fit: bool = False,
     workers: int = 0,
+    pictures: bool = True,
 ) -> Training:
     """Train from the last checkpoint on, or from the start, until the end or a time limit.
 
@@ -527,6 +530,7 @@ def train(
         fit: Shorten the run to the steps that fit in `minutes`, so that the learning rate falls to
             its end. The record holds the steps that came of it.
         workers: Processes that draw examples; 0 draws them in this one.
+        pictures: Whether to draw the pictures to look at.
     """
     state = job.folder / f"{name}.state"
     run = Training(job, precision)
@@ -555,20 +559,22 @@ def train(
             job.settings = replace(job.settings, steps=plan)
         late = share > 1
         last = late or run.step >= job.settings.steps
+        if last or run.step % job.settings.save_every == 0:
+            run.save(state)
         measured = last or run.step % job.settings.measure_every == 0
         if measured or run.step % 50 == 0:
             row = {"step": run.step, "loss": float(torch.stack(losses).mean())}
             row |= {"rate": pace(run.step - 1, job.settings), "cpu_seconds": run.seconds["cpu"]}
+            row["wall_seconds"] = run.seconds["wall"]
             if measured:
                 row |= job.measure(run.average.eval())
-                if picture := job.show(run.average):
+                if pictures and (picture := job.show(run.average)):
                     picture.save(job.folder / f"{name}-{run.step:06d}.png")
             run.rows.append({key: float(f"{value:.5g}") for key, value in row.items()})
             print(json.dumps(run.rows[-1]), flush=True)
             losses = []
-        if last or run.step % job.settings.save_every == 0:
-            run.save(state)
         if last:
+            run.save(state)  # with its last measurement
             break
     return run
 
@@ -672,6 +678,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--workers", type=int, default=0, help="processes that draw examples")
+    parser.add_argument("--no-pictures", action="store_true", help="draw none to look at")
     parser.add_argument(
         "--fit", action="store_true", help="shorten the run to what fits in --minutes"
     )
@@ -698,6 +705,7 @@ def main(arguments: list[str] | None = None) -> None:
             minutes=chosen.minutes,
             fit=chosen.fit,
             workers=chosen.workers,
+            pictures=not chosen.no_pictures,
         )
         return
     run = Training(job, "float32")
