@@ -115,14 +115,13 @@ def test_the_pipeline_draws_what_training_showed(job: Kontext):
 def test_the_loss_is_the_same_for_the_same_seed_and_trains_every_part(job: Kontext):
     models = job.build()
     with torch.no_grad():
-        for name, weight in models["transformer"].named_parameters():
+        for weight in models["transformer"].parameters():
             if not weight.any():
                 nn.init.normal_(weight, std=0.05)
     drawn = Draws(job)[0]
     losses = [job.loss(models, drawn, seeded(3)) for _ in range(2)]
     assert torch.equal(*losses)
     losses[0].backward()
-    # The last double block's text goes nowhere but into the single ones, which see it.
     still = [n for n, w in models.named_parameters() if w.grad is None or not w.grad.any()]
     assert still == []
     changed = drawn | {"references": drawn["references"].flip(0)}

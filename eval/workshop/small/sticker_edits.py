@@ -133,7 +133,7 @@ def _replace(scene: Scene, rng: np.random.Generator) -> Changed:
 def _remove(scene: Scene, rng: np.random.Generator) -> Changed:
     if len(scene.stickers) < 2:
         return None
-    index, old = _pick(scene, rng)
+    _, old = _pick(scene, rng)
     left = tuple(sticker for sticker in scene.stickers if sticker is not old)
     return f"remove the {old.name}", replace(scene, stickers=left)
 

@@ -113,7 +113,7 @@ def build_pipeline(
     autoencoder: AutoencoderKL,
     models: nn.ModuleDict,
     encoder: Encoder,
-    kind: type[P] = FluxPipeline,  # type: ignore[assignment]
+    kind: type[P] = FluxPipeline,
 ) -> P:
     """Put trained parts together, with diffusers' own attention.
 
@@ -125,13 +125,14 @@ def build_pipeline(
     """
     transformer: Any = models["transformer"]
     transformer.set_attn_processor(FluxAttnProcessor())
-    return kind(
+    made: P = kind(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False),
         vae=autoencoder,
         tokenizer=encoder.clip,
         tokenizer_2=encoder.t5,
         **dict(models.items()),
     )
+    return made
 
 
 @torch.no_grad()

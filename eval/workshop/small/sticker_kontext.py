@@ -96,7 +96,7 @@ class Kontext(Flux):
     def build(self) -> nn.ModuleDict:
         """Build the denoiser and the text encoders, with the words of instructions added."""
         models = super().build()
-        learn_words(models, Encoder(), self.encoder)
+        learn_words(dict(models.items()), Encoder(), self.encoder)
         return models
 
     def draw(self, chosen: Tensor, generator: torch.Generator) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class Kontext(Flux):
         ]
         return draw_grid(cells, texts, scale=2, columns=6)
 
-    def pipeline(self, models: nn.ModuleDict) -> FluxKontextPipeline:  # type: ignore[override]
+    def pipeline(self, models: nn.ModuleDict) -> FluxKontextPipeline:
         """Put the pipeline together."""
         return build_pipeline(self.autoencoder, models, self.encoder, FluxKontextPipeline)
 
