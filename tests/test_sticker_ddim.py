@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.sticker_autoencoder import build_autoencoder
 from diffcache.eval.workshop.small.sticker_ddim import LATENT, Denoising
-from diffcache.eval.workshop.small.sticker_dit import CALL, EMPTY, Dit
+from diffcache.eval.workshop.small.sticker_dit import CALL, EMPTY, Dit, load
 from diffcache.eval.workshop.small.sticker_unet import Unet
 from diffcache.eval.workshop.small.stickers import OBJECTS
 from diffcache.eval.workshop.small.trainer import Draws, Settings, seeded
@@ -85,6 +88,14 @@ def test_tables_hold_the_objects_the_empty_class_and_zeros(dit: Dit):
         table = block.norm1.emb.class_embedder.embedding_table.weight
         assert table.shape[0] == EMPTY + 1 and not table[len(OBJECTS) : EMPTY].any()
         assert table[: len(OBJECTS)].any(1).all() and table[EMPTY].any()
+
+
+def test_a_saved_pipeline_knows_the_names_of_its_classes(folder: Path, tmp_path: Path):
+    fresh = Dit(SETTINGS, folder)  # saving converts weights in place
+    size = save_pipeline(fresh.pipeline(fresh.build()), tmp_path / "dit", CALL)
+    loaded = load(directory=tmp_path / "dit")
+    assert loaded.get_label_ids(list(OBJECTS)) == list(range(len(OBJECTS)))
+    assert size < 12_000_000
 
 
 def test_latents_are_scaled_alone_as_the_pipelines_take_them(job: Denoising):

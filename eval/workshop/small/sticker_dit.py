@@ -102,12 +102,15 @@ class Dit(Denoising):
 
     def pipeline(self, models: nn.ModuleDict) -> DiTPipeline:
         """Put the pipeline together."""
-        return DiTPipeline(
+        names = dict(enumerate(OBJECTS))
+        pipe = DiTPipeline(
             transformer=models["transformer"],
             vae=self.autoencoder,
             scheduler=self.scheduler,
-            id2label=dict(enumerate(OBJECTS)),
+            id2label=names,
         )
+        pipe.register_to_config(id2label=names)  # it saves no names by itself
+        return pipe
 
     def export(self, models: nn.ModuleDict, directory: Path) -> None:
         """Save the pipeline in bfloat16."""
