@@ -12,14 +12,15 @@ from torch import nn
 from diffcache.eval.workshop.small.sticker_autoencoder import build_autoencoder
 from diffcache.eval.workshop.small.sticker_edits import (
     KINDS,
-    Edit,
+    changed,
     draw_edits,
     edit_words,
+    judge,
     sample_edit,
 )
 from diffcache.eval.workshop.small.sticker_kontext import CALL, Kontext
 from diffcache.eval.workshop.small.sticker_text import Encoder, learn_words
-from diffcache.eval.workshop.small.stickers import held_out, render
+from diffcache.eval.workshop.small.stickers import SIDE, held_out, render
 from diffcache.eval.workshop.small.trainer import Draws, Settings, seeded
 
 
@@ -46,18 +47,11 @@ def test_results_of_held_out_edits_are_left_out_of_training(held: bool):
         )
 
 
-def change_of(edit: Edit) -> tuple[str, object, object]:
-    """Return the kind of an edit, and the objects that are only before and only after."""
-    old, new = edit.before.stickers, edit.after.stickers
-    gone = next((s for s in old if s not in new), None)
-    return edit.kind, gone, next((s for s in new if s not in old), None)
-
-
 def test_instructions_say_what_was_changed():
     rng = np.random.default_rng(3)
     for _ in range(60):
         edit = sample_edit(rng)
-        kind, gone, new = change_of(edit)
+        kind, (gone, new) = edit.kind, changed(edit)
         if kind == "replace":
             assert gone.name in edit.text.split() and new.name in edit.text.split()
             assert replace(new, name=gone.name) == gone
@@ -77,12 +71,35 @@ def test_instructions_say_what_was_changed():
 
 def test_a_picture_and_its_edit_are_equal_where_nothing_changed():
     edit = next(e for e in draw_edits(50, 6) if e.kind == "remove")
-    _, gone, _ = change_of(edit)
+    gone, _ = changed(edit)
     same = (render(edit.before) == render(edit.after)).all(-1)
     assert 0.5 < same.mean() < 1
     rows, columns = np.nonzero(~same)
     reach = 0.75 * gone.size + 4  # a tilted square, and its shadow
     assert np.abs(columns - gone.x).max() < reach and np.abs(rows - gone.y).max() < reach
+
+
+def test_the_judge_takes_the_wanted_picture_and_no_other():
+    edits = draw_edits(48, 7, held=True)
+    wanted = judge(np.stack([render(edit.after) for edit in edits]), edits)
+    assert np.mean([verdict.whole_right for verdict in wanted]) > 0.9
+    assert np.mean([verdict.target_right for verdict in wanted]) > 0.95
+    assert min(verdict.untouched_psnr_db for verdict in wanted) > 40
+    same = judge(np.stack([render(edit.before) for edit in edits]), edits)
+    assert not any(verdict.whole_right or verdict.target_right for verdict in same)
+
+
+def test_an_added_object_may_stand_anywhere_but_all_else_stays():
+    edit = next(e for e in draw_edits(50, 9) if e.kind == "add")
+    old, new = edit.after.stickers
+    corner = [(x, y) for x in (16, 48) for y in (16, 48)]
+    x, y = max(corner, key=lambda at: abs(at[0] - old.x) + abs(at[1] - old.y))
+    other = replace(edit.after, stickers=(old, replace(new, x=x, y=y)))
+    moved = replace(edit.after, stickers=(replace(old, x=SIDE - old.x), new))
+    (verdict,) = judge(render(other)[None], [edit])
+    assert verdict.whole_right and verdict.untouched_psnr_db > 25
+    (verdict,) = judge(render(moved)[None], [edit])
+    assert not verdict.whole_right
 
 
 @pytest.fixture(scope="module")

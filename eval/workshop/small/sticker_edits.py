@@ -7,12 +7,17 @@ has to decide by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
 
+from diffcache.eval.workshop.small.sticker_judge import Reading, load, read
 from diffcache.eval.workshop.small.stickers import (
     GROUNDS,
     OBJECTS,
@@ -22,11 +27,13 @@ from diffcache.eval.workshop.small.stickers import (
     apart,
     held_out,
     place,
+    render,
     sample_scene,
     with_article,
     words,
 )
 from diffcache.eval.workshop.small.trainer import spread
+from diffcache.psnr import psnr
 
 SIDES = {"left": ("x", -1), "right": ("x", 1), "top": ("y", -1), "bottom": ("y", 1)}
 SAID = (
@@ -37,6 +44,7 @@ _GROWTH = 1.4
 _SIZES = (20, 46)  # least and largest size after a change of it, in pixels
 _FAR = 10  # least pixels of a move
 _MARGIN = 4  # largest distance in pixels of a moved object from the side
+_NEAR = 6  # largest distance in pixels, across and down, from where an object should stand
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,93 @@ def _numbered(seed: int, held: bool, number: int) -> Edit:
 def edit_words() -> list[str]:
     """Return every word that a caption or an instruction can hold, sorted."""
     return sorted({*words(), *SAID, "the"})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a picture follows an instruction.
+
+    Attributes:
+        whole_right: Whether it shows all objects of the wanted scene, whole, in their places, no
+            others, and the ground.
+        target_right: Whether it shows what the instruction asked for.
+        untouched_psnr_db: PSNR in dB to the reference picture where the edit changes nothing.
+    """
+
+    whole_right: bool
+    target_right: bool
+    untouched_psnr_db: float
+
+
+def judge(pictures: NDArray[np.uint8], edits: Sequence[Edit]) -> list[Verdict]:
+    """Judge edited pictures with the shipped judge.
+
+    Args:
+        pictures: Edited pictures, uint8 [N, 64, 64, 3].
+        edits: The edits that were asked for.
+    """
+    verdicts = []
+    for picture, edit, reading in zip(pictures, edits, read(load(), pictures), strict=True):
+        before = torch.from_numpy(render(edit.before))
+        mask = untouched(edit, reading)[None, ..., None]
+        decibels = psnr(torch.from_numpy(picture)[None], before[None], mask=mask)
+        target, whole = target_shown(edit, reading), all_shown(edit, reading)
+        verdicts.append(Verdict(whole, target, float(decibels)))
+    return verdicts
+
+
+def target_shown(edit: Edit, reading: Reading) -> bool:
+    """Tell whether what a picture shows has what the instruction asked for."""
+    gone, new = changed(edit)
+    if edit.kind == "ground":
+        return reading.ground == edit.after.ground
+    shown = {sticker.name: sticker for sticker in reading.stickers}
+    left = (*shown, *reading.broken)
+    if edit.kind in ("replace", "remove") and gone is not None and gone.name in left:
+        return False
+    if new is None:
+        return True
+    if new.name not in shown:
+        return False
+    return edit.kind == "add" or _as_wanted(new, shown[new.name])
+
+
+def all_shown(edit: Edit, reading: Reading) -> bool:
+    """Tell whether a picture shows the wanted scene, and only it."""
+    names = sorted(sticker.name for sticker in edit.after.stickers)
+    shown = {sticker.name: sticker for sticker in reading.stickers}
+    if sorted(sticker.name for sticker in reading.stickers) != names:
+        return False
+    if set(reading.broken) - set(names) or reading.ground != edit.after.ground:
+        return False
+    placed = edit.after.stickers[:1] if edit.kind == "add" else edit.after.stickers
+    return all(_as_wanted(sticker, shown[sticker.name]) for sticker in placed)
+
+
+def _as_wanted(wanted: Sticker, shown: Sticker) -> bool:
+    away = max(abs(wanted.x - shown.x), abs(wanted.y - shown.y))
+    return away <= _NEAR and _GROWTH**-0.5 < shown.size / wanted.size < _GROWTH**0.5
+
+
+def untouched(edit: Edit, reading: Reading) -> Tensor:
+    """Return the pixels that an edit leaves as they are, bool [64, 64].
+
+    They are equal before and after, and more than two pixels from any that is not. As an object may
+    be added anywhere, its own place counts in the picture that is read.
+    """
+    after = edit.after
+    if edit.kind == "add":
+        shown = [s for s in reading.stickers if s.name == after.stickers[-1].name]
+        after = replace(edit.before, stickers=(*edit.before.stickers, *shown))
+    other = torch.from_numpy((render(edit.before) != render(after)).any(-1)).float()
+    return functional.max_pool2d(other[None], 5, 1, 2)[0] == 0
+
+
+def changed(edit: Edit) -> tuple[Sticker | None, Sticker | None]:
+    """Return the object that is only before an edit, and the one that is only after it."""
+    old, new = edit.before.stickers, edit.after.stickers
+    gone = next((sticker for sticker in old if sticker not in new), None)
+    return gone, next((sticker for sticker in new if sticker not in old), None)
 
 
 def _stands(scene: Scene) -> bool:
