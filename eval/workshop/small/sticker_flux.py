@@ -13,12 +13,13 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from diffusers import (
     AutoencoderKL,
+    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
@@ -62,6 +63,7 @@ CALL: dict[str, Any] = {
 }
 PROMPT_DROPOUT = 0.1
 HELD = 256
+P = TypeVar("P", bound=DiffusionPipeline)
 _SIDE = 8  # packed tokens across a picture
 _WIDTH = 160
 
@@ -108,22 +110,29 @@ def build_transformer(text_width: int = 64) -> FluxTransformer2DModel:
 
 
 def build_pipeline(
-    autoencoder: AutoencoderKL, models: nn.ModuleDict, encoder: Encoder
-) -> FluxPipeline:
-    """Put trained parts together.
+    autoencoder: AutoencoderKL,
+    models: nn.ModuleDict,
+    encoder: Encoder,
+    kind: type[P] = FluxPipeline,
+) -> P:
+    """Put trained parts together, with diffusers' own attention.
 
     Args:
         autoencoder: Autoencoder with its shift and scaling factors set.
         models: Denoiser and text encoders by their names in the pipeline.
         encoder: Tokenizers that the encoders were trained with.
+        kind: Class of the pipeline.
     """
-    return FluxPipeline(
+    transformer: Any = models["transformer"]
+    transformer.set_attn_processor(FluxAttnProcessor())
+    made: P = kind(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False),
         vae=autoencoder,
         tokenizer=encoder.clip,
         tokenizer_2=encoder.t5,
         **dict(models.items()),
     )
+    return made
 
 
 @torch.no_grad()
@@ -145,6 +154,15 @@ def encode(autoencoder: AutoencoderKL, pictures: Iterable[NDArray[np.uint8]]) ->
     config = autoencoder.config
     scaled: Tensor = (means - config.shift_factor) * config.scaling_factor
     return scaled.half().contiguous()
+
+
+@torch.no_grad()
+def decode(autoencoder: AutoencoderKL, latents: Tensor) -> Tensor:
+    """Decode scaled latents [B, 12, 16, 16] into pictures, uint8 [B, 64, 64, 3], on the CPU."""
+    config = autoencoder.config
+    latents = latents / config.scaling_factor + (config.shift_factor or 0.0)
+    made: Tensor = autoencoder.decode(latents).sample
+    return ((made.clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 1).byte().cpu()
 
 
 def pack(latents: Tensor) -> Tensor:
@@ -201,20 +219,28 @@ class Flux(Job):
 
     on_gpu = True
 
+    held_texts: list[str]
+    held: Tensor  # float32 [N, 64, 48]
+    held_references: Tensor | None = None  # of a model that edits pictures; the same shape
+
     def __init__(self, settings: Settings, folder: Path) -> None:
         super().__init__(settings, folder)
         self.encoder = Encoder()
         self.autoencoder = load_autoencoder(folder / "sticker-autoencoder.state")
-        self.scenes = draw_scenes(settings.examples, settings.seed + 1)
-        held = draw_scenes(HELD, settings.seed + 2, held=True)
-        self.held_texts = [caption(scene) for scene in held]
-        kept = keep_latents(folder, self.autoencoder, {"latents": self.scenes, "held": held})
-        self.latents = kept["latents"]
-        self.held = pack(kept["held"].float()).to(torch.get_default_device())
+        self.gather()
         self.image_ids = FluxPipeline._prepare_latent_image_ids(
             1, _SIDE, _SIDE, torch.get_default_device(), torch.float32
         )
         self.text_ids = torch.zeros(TEXT_TOKENS, 3)
+
+    def gather(self) -> None:
+        """Draw scenes, and keep their latents."""
+        self.scenes = draw_scenes(self.settings.examples, self.settings.seed + 1)
+        held = draw_scenes(HELD, self.settings.seed + 2, held=True)
+        self.held_texts = [caption(scene) for scene in held]
+        kept = keep_latents(self.folder, self.autoencoder, {"latents": self.scenes, "held": held})
+        self.latents = kept["latents"]
+        self.held = pack(kept["held"].float()).to(torch.get_default_device())
 
     def build(self) -> nn.ModuleDict:
         """Build the denoiser, and the text encoders as their own training left them.
@@ -234,7 +260,12 @@ class Flux(Job):
         return models
 
     def velocity(
-        self, models: nn.ModuleDict, tokens: Tensor, sigmas: Tensor, said: tuple[Tensor, Tensor]
+        self,
+        models: nn.ModuleDict,
+        tokens: Tensor,
+        sigmas: Tensor,
+        said: tuple[Tensor, Tensor],
+        references: Tensor | None = None,
     ) -> Tensor:
         """Return what the denoiser answers to tokens [B, 64, 48] at sigmas [B].
 
@@ -243,10 +274,12 @@ class Flux(Job):
             tokens: Packed latents.
             sigmas: Noise levels in 0..1.
             said: Token numbers of the sentences, as `Encoder.ids` gives them.
+            references: Packed latents of the pictures to edit, which follow the tokens.
         """
+        shown = tokens if references is None else torch.cat([tokens, references], 1)
         states, pooled = self.encoder.encode(models, said)
         answer: Tensor = self.compile(models["transformer"])(
-            hidden_states=tokens,
+            hidden_states=shown,
             timestep=sigmas,
             pooled_projections=pooled,
             encoder_hidden_states=states,
@@ -254,7 +287,7 @@ class Flux(Job):
             img_ids=self.image_ids,
             return_dict=False,
         )[0]
-        return answer.float()
+        return answer[:, : tokens.shape[1]].float()
 
     def draw(self, chosen: Tensor, generator: torch.Generator) -> dict[str, Any]:
         """Draw latents, and token numbers of sentences that tell them anew."""
@@ -267,7 +300,9 @@ class Flux(Job):
     ) -> Tensor:
         """Return the mean square error of the velocity."""
         said = (drawn["clip"], drawn["t5"])
-        return self._error(models, pack(drawn["latents"].float()), said, generator)
+        tokens = pack(drawn["latents"].float())
+        references = pack(drawn["references"].float()) if "references" in drawn else None
+        return self._error(models, tokens, said, generator, references)
 
     def _error(
         self,
@@ -275,11 +310,12 @@ class Flux(Job):
         tokens: Tensor,
         said: tuple[Tensor, Tensor],
         generator: torch.Generator,
+        references: Tensor | None,
     ) -> Tensor:
         sigmas = torch.sigmoid(torch.randn(len(tokens), generator=generator))
         noise = torch.randn(tokens.shape, generator=generator)
         noisy = torch.lerp(tokens, noise, sigmas[:, None, None])
-        answer = self.velocity(models, noisy, sigmas, said)
+        answer = self.velocity(models, noisy, sigmas, said, references)
         return functional.mse_loss(answer, noise - tokens)
 
     @torch.no_grad()
@@ -287,9 +323,10 @@ class Flux(Job):
         """Measure the loss on held-out combinations, with the same noise each time."""
         generator, losses = seeded(5), []
         for start in range(0, HELD, 64):
-            said = self.encoder.ids(self.held_texts[start : start + 64])
-            tokens = self.held[start : start + 64]
-            losses.append(float(self._error(models, tokens, said, generator)))
+            part = slice(start, start + 64)
+            said = self.encoder.ids(self.held_texts[part])
+            shown = None if self.held_references is None else self.held_references[part]
+            losses.append(float(self._error(models, self.held[part], said, generator, shown)))
         return {"held_loss": sum(losses) / len(losses)}
 
     @torch.no_grad()
@@ -300,20 +337,19 @@ class Flux(Job):
         *,
         steps: int = 28,
         guidance: float = GUIDANCE,
+        references: Tensor | None = None,
     ) -> Tensor:
         """Draw pictures as the pipeline does, uint8 [B, 64, 64, 3]."""
+        twice = None if references is None else references.repeat(2, 1, 1)
         tokens = torch.randn(len(texts), _SIDE**2, 4 * CHANNELS, generator=seeded(0))
         sigmas = [*torch.linspace(1, 1 / steps, steps).tolist(), 0.0]
         both = self.encoder.ids(texts + [""] * len(texts))
         for sigma, following in pairwise(sigmas):
             level = torch.full((2 * len(texts),), sigma)
-            said, unsaid = self.velocity(models, tokens.repeat(2, 1, 1), level, both).chunk(2)
+            answers = self.velocity(models, tokens.repeat(2, 1, 1), level, both, twice)
+            said, unsaid = answers.chunk(2)
             tokens = tokens + (following - sigma) * (unsaid + guidance * (said - unsaid))
-        config = self.autoencoder.config
-        latents = FluxPipeline._unpack_latents(tokens, 64, 64, 4)
-        latents = latents / config.scaling_factor + config.shift_factor
-        made: Tensor = self.autoencoder.decode(latents).sample
-        return ((made.clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 1).byte().cpu()
+        return decode(self.autoencoder, FluxPipeline._unpack_latents(tokens, 64, 64, 4))
 
     def show(self, models: nn.ModuleDict) -> Image.Image:
         """Draw held-out sentences, the same and with the same noise each time."""
@@ -322,9 +358,7 @@ class Flux(Job):
         return draw_grid(drawn, texts, scale=2, columns=6)
 
     def pipeline(self, models: nn.ModuleDict) -> FluxPipeline:
-        """Put the pipeline together, with diffusers' own attention."""
-        transformer: Any = models["transformer"]
-        transformer.set_attn_processor(FluxAttnProcessor())
+        """Put the pipeline together."""
         return build_pipeline(self.autoencoder, models, self.encoder)
 
     def export(self, models: nn.ModuleDict, directory: Path) -> None:

@@ -7,7 +7,7 @@ what it is and on which side of the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,14 @@ _TOKEN = (len(OBJECTS), len(_ROLES), len(_GROUNDS))
 
 
 class Encoder:
-    """Both tokenizers, and how sentences go through a pair of text encoders."""
+    """Both tokenizers, and how sentences go through a pair of text encoders.
 
-    def __init__(self) -> None:
-        self.clip, self.t5 = build_tokenizers(words())
+    Args:
+        known: Words that have a token; those of `stickers.words` if there are none.
+    """
+
+    def __init__(self, known: Sequence[str] = ()) -> None:
+        self.clip, self.t5 = build_tokenizers(list(known) or words())
 
     def build(self) -> tuple[CLIPTextModel, T5EncoderModel]:
         """Build both text encoders, untrained."""
@@ -87,6 +91,28 @@ def load_text(encoder: Encoder, path: Path) -> dict[str, nn.Module]:
     kept = torch.load(path, weights_only=True, map_location=here)["average"]
     models.load_state_dict({k: v for k, v in kept.items() if k.startswith("text_")})
     return dict(models.items())
+
+
+@torch.no_grad()
+def learn_words(models: Mapping[str, nn.Module], old: Encoder, new: Encoder) -> None:
+    """Give both text encoders the words of other tokenizers; tokens of both keep their vectors.
+
+    Args:
+        models: Text encoders by their names in a pipeline, changed in place.
+        old: Tokenizers that they were trained with.
+        new: Tokenizers with more words.
+    """
+    pairs = {"text_encoder": (old.clip, new.clip), "text_encoder_2": (old.t5, new.t5)}
+    for name, (before, after) in pairs.items():
+        model: Any = models[name]
+        known = model.get_input_embeddings().weight.clone()
+        model.resize_token_embeddings(len(after), mean_resizing=False)
+        table = model.get_input_embeddings().weight
+        nn.init.normal_(table, std=float(known.std()))
+        numbers = before.get_vocab()
+        for token, row in after.get_vocab().items():
+            if token in numbers:
+                table[row] = known[numbers[token]]
 
 
 class Text(Job):

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageFilter
+
+from diffcache.eval.workshop.small.trainer import spread
 
 SIDE = 64
 OBJECTS = (
@@ -108,9 +110,13 @@ def sample_scene(rng: np.random.Generator, *, held: bool = False, single: float 
     return Scene(stickers, ground, int(rng.integers(1 << 31)), relation, says_ground)
 
 
-def draw_scenes(count: int, seed: int, *, held: bool = False) -> list[Scene]:
+def draw_scenes(count: int, seed: int, *, held: bool = False, single: float = 0.45) -> list[Scene]:
     """Draw scenes, each from a seed of its own; see `sample_scene`."""
-    return [sample_scene(np.random.default_rng([seed, n]), held=held) for n in range(count)]
+    return list(spread(partial(_numbered, seed, held, single), range(count)))
+
+
+def _numbered(seed: int, held: bool, single: float, number: int) -> Scene:
+    return sample_scene(np.random.default_rng([seed, number]), held=held, single=single)
 
 
 def held_out(names: tuple[str, ...], ground: str) -> bool:
@@ -130,8 +136,7 @@ def place(names: tuple[str, ...], rng: np.random.Generator) -> tuple[Sticker, ..
         centers = [rng.uniform(size / 2, SIDE - size / 2, 2) for size in sizes]
         if len(names) == 1:
             break
-        offset = np.abs(centers[0] - centers[1])
-        if offset.max() >= _GAP * sizes.sum() and _unambiguous(centers[0] - centers[1]):
+        if apart(centers[0] - centers[1], sizes.sum()):
             break
     return tuple(
         Sticker(
@@ -147,8 +152,14 @@ def place(names: tuple[str, ...], rng: np.random.Generator) -> tuple[Sticker, ..
     )
 
 
-def _unambiguous(offset: Array) -> bool:
-    return bool(np.abs(offset).max() >= _LEAST_APART)
+def apart(offset: Array, sizes: float) -> bool:
+    """Tell whether two objects hardly overlap, and stand so that their relation can be said.
+
+    Args:
+        offset: Distances of their centers in pixels, across and down.
+        sizes: Sum of their sizes in pixels.
+    """
+    return bool(np.abs(offset).max() >= max(_GAP * sizes, _LEAST_APART))
 
 
 def true_relations(first: Sticker, second: Sticker) -> list[str]:
