@@ -182,7 +182,7 @@ def targets(
     case: KernelCase, ways: Mapping[str, Mapping[str, Any]], limit: float
 ) -> list[dict[str, Any]]:
     """Return what the kernel was to reach and what it reached."""
-    ours = ways["kernel"].get("us")
+    ours = ways.get("kernel", {}).get("us")  # a trial of options has no way of this name
     found = []
     for against, wanted in case.target.items():
         other = [0, limit] if against == "limit" else ways[against].get("us")

@@ -10,7 +10,7 @@ import torch
 
 from diffcache.eval.kernels import command, measure, timing, watch
 from diffcache.eval.kernels.case import KernelCase
-from diffcache.eval.kernels.options import Built
+from diffcache.eval.kernels.options import Built, trial
 from diffcache.kernels import configs, dispatch
 
 VERSIONS = {"driver": "580.1", "torch": "2.11", "triton": "3.6.0", "diffcache": "0.1"}
@@ -130,6 +130,12 @@ def test_options_that_are_faster_count_in_the_choice_and_in_launches(monkeypatch
     device = torch.device("cuda", 0)
     assert configs.tuned("own", (9,), {"TILE": 1}, device) == {"TILE": 2}
     assert configs.tuned("own", (99,), {"TILE": 1}, device) == {"TILE": 1}
+
+
+def test_a_trial_of_options_has_no_targets_to_reach() -> None:
+    tried = [Built({}, "16", {"TILE": 1}, (), ""), Built({"TILE": 2}, "16", {"TILE": 2}, (), "")]
+    ways = {name: {"us": [1.0, 1.0, 1.0]} for name in trial(case("own"), tried).ways}
+    assert timing.targets(trial(case("own"), tried), ways, 1.0) == []
 
 
 @pytest.mark.parametrize("name", ["driver", "torch", "triton", "diffcache"])
