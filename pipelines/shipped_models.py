@@ -12,7 +12,7 @@ PACKED = ("shapes-classifier", "shapes-features", "shapes-flux")  # what a wheel
 OTHERS = (
     "chain-guide", "chain-llada", "chain-llada-probe", "chain-llada-walk", "reach-policy",
     "recall-llama", "shapes-causal", "shapes-dit", "shapes-kontext", "shapes-unet", "shapes-wan",
-    "sticker-flux", "sticker-judge",
+    "sticker-dit", "sticker-flux", "sticker-judge", "sticker-kontext", "sticker-unet",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from diffcache.eval.workshop.small import sticker_flux
+from diffcache.eval.workshop.small import sticker_flux, sticker_kontext
 from diffcache.pipelines.small import flux, kontext, wan
 
 
@@ -63,6 +63,30 @@ def draw_stickers(
     call = {**sticker_flux.CALL, "output_type": "np"}
     unsaid = [call.pop("negative_prompt")] * len(texts)  # as many as sentences, in a batch
     made = outputs_of(pipe, [list(texts), list(texts), unsaid], steps, seed, 32, **call)
+    return np.concatenate([np.round(output.images * 255).astype(np.uint8) for output in made])
+
+
+def edit_stickers(
+    pipe: FluxKontextPipeline, before: NDArray[np.uint8], texts: Sequence[str], *, steps: int,
+    seed: int,
+) -> NDArray[np.uint8]:  # fmt: skip
+    """Edit pictures of stickers, with guidance; see `outputs_of`.
+
+    Args:
+        pipe: The pipeline.
+        before: Reference pictures, uint8 [B, 64, 64, 3].
+        texts: One instruction for each.
+        steps: Sampling steps.
+        seed: Seed of the first picture.
+
+    Returns:
+        Pictures, uint8 [B, 64, 64, 3].
+    """
+    call = {**sticker_kontext.CALL, "output_type": "np"}
+    unsaid = [call.pop("negative_prompt")] * len(texts)
+    shown = torch.from_numpy(before).permute(0, 3, 1, 2).float() / 255
+    columns = [shown, list(texts), list(texts), unsaid]
+    made = outputs_of(pipe, columns, steps, seed, 32, **call)
     return np.concatenate([np.round(output.images * 255).astype(np.uint8) for output in made])
 
 

@@ -20,8 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
+from diffusers import FluxPipeline
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -36,16 +39,28 @@ from diffcache.eval.workshop.shipped.draw import (
     draw_pictures,
     draw_stickers,
     edit_pictures,
+    edit_stickers,
     image_of,
 )
 from diffcache.eval.workshop.shipped.kontext import instructions
-from diffcache.eval.workshop.small import chain_llada, dit, small_unet, sticker_flux
+from diffcache.eval.workshop.small import (
+    chain_llada,
+    dit,
+    small_unet,
+    sticker_dit,
+    sticker_edits,
+    sticker_flux,
+    sticker_kontext,
+    sticker_unet,
+)
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS
 from diffcache.eval.workshop.small.chain import draw as draw_chains
 from diffcache.eval.workshop.small.grid import draw_grid
+from diffcache.eval.workshop.small.sticker_flux import decode, encode
 from diffcache.eval.workshop.small.sticker_judge import read_faults
-from diffcache.eval.workshop.small.stickers import held_out_captions
+from diffcache.eval.workshop.small.stickers import OBJECTS, held_out_captions, with_article
 from diffcache.eval.workshop.small.stickers import parse as parse_sentence
+from diffcache.eval.workshop.small.stickers import render as render_stickers
 from diffcache.eval.workshop.video.rollouts import Rollouts
 from diffcache.eval.workshop.video.shapes import judge as judge_film
 from diffcache.files import write_json
@@ -120,10 +135,54 @@ def _of_flux(pipe: Any, steps: int, samples: int, seed: int, call: Any = flux.CA
 def _of_stickers(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
     """Judge pictures of held-out sentences, and those of one object and of two apart."""
     texts = held_out_captions(samples, seed)
-    wrong = read_faults(texts, draw_stickers(pipe, texts, steps=steps, seed=seed))
+    wrong = read_faults(texts, _stickers_of(pipe, texts, steps, seed))
     right = torch.tensor([not faults for faults in wrong])
     alone = torch.tensor([len(parse_sentence(text)[0]) == 1 for text in texts])
     return {WHOLE: right, "right_of_one_object": right[alone], "right_of_two": right[~alone]}
+
+
+def _stickers_of(pipe: Any, texts: list[str], steps: int, seed: int) -> NDArray[np.uint8]:
+    if isinstance(pipe, FluxPipeline):
+        return draw_stickers(pipe, texts, steps=steps, seed=seed)
+    drawn = draw_pictures(pipe, texts, steps=steps, seed=seed, call=sticker_unet.CALL)
+    return np.stack([np.asarray(picture) for picture in drawn])
+
+
+def _of_sticker_classes(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+    """Judge pictures of all objects in turn: one whole object of the class and no other."""
+    labels = [number % len(OBJECTS) for number in range(samples)]
+    drawn = draw_pictures(pipe, labels, steps=steps, seed=seed, call=sticker_dit.CALL)
+    texts = [with_article(OBJECTS[label]) for label in labels]
+    wrong = read_faults(texts, np.stack([np.asarray(picture) for picture in drawn]))
+    return {WHOLE: torch.tensor([not faults for faults in wrong])}
+
+
+@torch.no_grad()
+def _of_sticker_edits(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+    """Judge held-out edits, and what the autoencoder alone makes of the wanted pictures."""
+    edits = sticker_edits.draw_edits(samples, seed, held=True)
+    before, after = (
+        np.stack([render_stickers(scene) for scene in side])
+        for side in zip(*((edit.before, edit.after) for edit in edits), strict=True)
+    )
+    texts = [edit.text for edit in edits]
+    made = edit_stickers(pipe, before, texts, steps=steps, seed=seed)
+    latents = encode(pipe.vae, after).float()
+    best = sticker_edits.judge(decode(pipe.vae, latents).numpy(), edits)
+    found = sticker_edits.judge(made, edits)
+    target = torch.tensor([verdict.target_right for verdict in found])
+    kinds = [edit.kind for edit in edits]
+    return {
+        WHOLE: torch.tensor([verdict.whole_right for verdict in found]),
+        "target_right": target,
+        "untouched_psnr_db": torch.tensor([verdict.untouched_psnr_db for verdict in found]),
+        **{
+            f"target_right_{kind}": target[[one == kind for one in kinds]]
+            for kind in sticker_edits.KINDS
+            if kind in kinds
+        },
+        "autoencoder_untouched_psnr_db": torch.tensor([v.untouched_psnr_db for v in best]),
+    }
 
 
 def _of_wan(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
@@ -267,8 +326,22 @@ def _texts_grid(pipe: Any, call: Mapping[str, Any]) -> tuple[str, Image.Image]:
 
 def _sticker_grid(pipe: Any) -> tuple[str, Image.Image]:
     texts = held_out_captions(24, 1)
-    pictures = map(Image.fromarray, draw_stickers(pipe, texts, steps=28, seed=0))
+    pictures = map(Image.fromarray, _stickers_of(pipe, texts, 28, 0))
     return "grid.png", draw_grid([[one] for one in pictures], texts, scale=2, columns=6)
+
+
+def _sticker_classes_grid(pipe: Any) -> tuple[str, Image.Image]:
+    pictures = draw_pictures(pipe, range(len(OBJECTS)), steps=28, seed=0, call=sticker_dit.CALL)
+    return "grid.png", draw_grid([[one] for one in pictures], OBJECTS, scale=2, columns=6)
+
+
+def _sticker_edits_grid(pipe: Any) -> tuple[str, Image.Image]:
+    edits = sticker_edits.draw_edits(24, 0, held=True)
+    before = np.stack([render_stickers(edit.before) for edit in edits])
+    texts = [edit.text for edit in edits]
+    made = edit_stickers(pipe, before, texts, steps=28, seed=0)
+    pairs = [[Image.fromarray(one) for one in pair] for pair in zip(before, made, strict=True)]
+    return "grid.png", draw_grid(pairs, texts, scale=2, columns=6)
 
 
 def _dit_grid(pipe: Any) -> tuple[str, Image.Image]:
@@ -297,6 +370,13 @@ QUALITIES: Mapping[str, Model] = {
         "pictures", flux.load, _of_flux, grid=lambda pipe: _texts_grid(pipe, flux.CALL)
     ),
     "sticker-flux": Model("pictures", sticker_flux.load, _of_stickers, grid=_sticker_grid),
+    "sticker-dit": Model(
+        "pictures", sticker_dit.load, _of_sticker_classes, samples=240, grid=_sticker_classes_grid
+    ),
+    "sticker-unet": Model("pictures", sticker_unet.load, _of_stickers, grid=_sticker_grid),
+    "sticker-kontext": Model(
+        "edits", sticker_kontext.load, _of_sticker_edits, (28,), grid=_sticker_edits_grid
+    ),
     "shapes-dit": Model("pictures", dit.load, _of_dit, (28,), 280, _dit_grid),
     "shapes-unet": Model(
         "pictures", small_unet.load, partial(_of_flux, call=small_unet.CALL), (28,), 256,
