@@ -14,10 +14,9 @@ from diffcache.attach.fingerprint import facts_of
 from diffcache.catalog import make_method
 from diffcache.errors import AttachError, UncalibratedError
 from diffcache.features.magcache import MagCache
-from diffcache.features.parts.published import MAGCACHE, TEACACHE
-from diffcache.features.parts.published import MODELS as PUBLISHED_FOR
 from diffcache.features.profilingdit import ProfilingDiT
 from diffcache.features.teacache import BY_TIME, TeaCache
+from diffcache.presets.published import models, published_settings
 from diffcache.step import Step
 from tests.zoo.catalog import cases
 
@@ -110,8 +109,8 @@ def test_every_model_fits_its_own_configuration_and_no_other_of_its_class(name):
     facts = facts_of_real(name)
     for other in REAL:
         same = REAL[other] == REAL[name]
-        assert (not PUBLISHED_FOR[other].differs(facts)) == same, other
-    assert not PUBLISHED_FOR[name].differs(facts)
+        assert (not models()[other].differs(facts)) == same, other
+    assert not models()[name].differs(facts)
 
 
 def test_pipelines_and_folders_tell_models_of_one_size_apart():
@@ -151,7 +150,7 @@ def test_numbers_of_another_model_of_the_class_are_refused_with_the_right_one_na
     facts = facts_of_real("flux.1-dev", "FluxPipeline")
     with pytest.raises(AttachError, match="its pipeline is FluxPipeline; take .*'flux.1-dev'"):
         MagCache.published("flux.1-kontext-dev").check_model(facts)
-    with pytest.raises(AttachError, match="model='wan3': published are flux.1-dev"):
+    with pytest.raises(AttachError, match="model='wan3': published are consisid"):
         replace(large, model="wan3").check_model(facts)
 
 
@@ -165,14 +164,16 @@ def test_a_name_without_tables_takes_what_is_published_for_the_model():
             assert (handle.method.threshold, handle.method.warmup) == (0.1, 5)
         with diffcache.wrapped(model, "teacache", coefficients=(1, 0)) as handle:
             assert handle.method.threshold == 0.25 and handle.method.model == ""
-        with pytest.raises(UncalibratedError, match=r"no tables.*published\(NAME\) is for flux"):
+        with pytest.raises(
+            UncalibratedError, match=r"no tables.*published\(NAME\) is for consisid"
+        ):
             diffcache.wrap(model, TeaCache())
     with pytest.raises(UncalibratedError, match="no tables"):
         diffcache.wrap(model, "teacache")  # tiny
     assert make_method("profilingdit", model="wan2.1-14b") == ProfilingDiT.published("wan2.1-14b")
 
 
-@pytest.mark.parametrize("name", TEACACHE)
+@pytest.mark.parametrize("name", published_settings("teacache"))
 def test_published_polynomials_are_attached_to_their_models_alone(name):
     method = TeaCache.published(name)
     assert len(method.coefficients) == 5 and all(map(math.isfinite, method.coefficients))
@@ -187,7 +188,7 @@ def test_published_polynomials_are_attached_to_their_models_alone(name):
     fits(method)
 
 
-@pytest.mark.parametrize("name", MAGCACHE)
+@pytest.mark.parametrize("name", published_settings("magcache"))
 def test_published_ratios_are_attached_to_their_models_alone(name):
     method = MagCache.published(name)
     lists = method.parts().when.ratios
