@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -47,6 +47,12 @@ class Preset:
     def name(self) -> str:
         """Name of the model and the level, as `wrap(pipe, preset=...)` takes it."""
         return f"{self.model}/{self.level}"
+
+    @property
+    def origin(self) -> str:
+        """Where it is from, under which license, and whether its schedule is compared."""
+        compared = "" if self.compared else "; its schedule is not compared with that of the source"
+        return f"{self.source}, {self.license}{compared}"
 
     @property
     def word(self) -> str:
@@ -95,6 +101,24 @@ def known_models() -> list[str]:
     return [name for name, model in models().items() if name in presets() or model.few_steps]
 
 
+TITLES = ("preset", "method and settings", "for runs of", "measured")
+
+
+def rows_of_model(name: str) -> list[Sequence[str]]:
+    """Return a row for each preset of a model, as `TITLES` has it.
+
+    Args:
+        name: Name of a model in `known_models`.
+    """
+    rows: list[Sequence[str]] = [
+        (one.name, one.word, f"{one.steps} steps, {one.size}", one.measured or "by nobody")
+        for one in presets().get(name, {}).values()
+    ]
+    steps = models()[name].few_steps
+    few = f"none: distilled to {steps} steps, of which there is little to skip"
+    return rows or [(name, few, f"{steps} steps", "")]
+
+
 def choose(facts: Mapping[str, Any], wanted: str | None = None) -> Choice:
     """Choose the settings of a model.
 
@@ -139,15 +163,17 @@ def _wanted(facts: Mapping[str, Any], wanted: str) -> Preset:
     if name and name not in presets():
         raise AttachError(f"preset={wanted!r}: there are presets of {', '.join(presets())}")
     found = [name] if name else fitting(known_models(), facts)
+    if not found:
+        raise AttachError(
+            f"preset={wanted!r}: this {_described(facts)} is none of the models that have presets; "
+            f"leave it out to take {FALLBACK}, or name a method"
+        )
     if len(found) > 1:
         names = " or ".join(f"preset='{each}/{level}'" for each in found)
         raise AttachError(f"preset={wanted!r}: nothing tells which model this is; say {names}")
     other = "; ".join(models()[name].differs(facts)) if name else ""
-    if other or not found:
-        why = f"this {facts['model']} is another: {other}" if other else f"no {_described(facts)}"
-        raise AttachError(
-            f"preset={wanted!r}: {why}; leave preset out to take {FALLBACK}, or name a method"
-        )
+    if other:
+        raise AttachError(f"preset={wanted!r}: this {facts['model']} is another model: {other}")
     own = presets().get(found[0], {})
     if level not in own:
         steps = models()[found[0]].few_steps
