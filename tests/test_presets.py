@@ -70,9 +70,10 @@ def test_a_model_takes_its_own_presets(name: str) -> None:
     facts = facts_of_real(name)
     choice = choose(facts)
     if name not in presets():
-        steps = f"{name} was distilled to {models()[name].few_steps} steps, of which there is"
-        assert choice.preset is None and choice.method == FALLBACK and steps in choice.why
-        with pytest.raises(AttachError, match=f"nobody published one for {name}; it has none"):
+        without = models()[name].without
+        assert choice.preset is None and choice.method == FALLBACK
+        assert choice.why.endswith(f"{name} {without}")
+        with pytest.raises(AttachError, match=f"nobody published one for {name}; it {without}"):
             choose(facts, "fast")
         return
     assert choice.preset is not None and choice.preset.model == name
@@ -130,7 +131,7 @@ def test_every_pipeline_names_its_preset_or_says_that_it_fell_back(
                 assert handle.choice is not None
                 assert model in caplog.messages[-1] and handle.choice.why in caplog.messages[-1]
                 taken = handle.choice.preset
-                assert taken is None if known.few_steps else taken.model == model  # type: ignore[union-attr]
+                assert taken is None if known.without else taken.model == model  # type: ignore[union-attr]
         finally:
             denoiser.register_to_config(**tiny)
 

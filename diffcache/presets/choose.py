@@ -97,8 +97,21 @@ def presets() -> Mapping[str, Mapping[str, Preset]]:
 
 
 def known_models() -> list[str]:
-    """Return the names of the models that there are presets for, or that have few steps."""
-    return [name for name, model in models().items() if name in presets() or model.few_steps]
+    """Return the names of the models that there are presets for, or a reason why there are none."""
+    return [name for name, model in models().items() if name in presets() or model.without]
+
+
+def fitting_models(facts: Mapping[str, Any]) -> list[str]:
+    """Return the models that a model may be, by its configuration, pipeline and folder.
+
+    Args:
+        facts: Facts about the model, as in `Method.check_model`.
+    """
+    return [
+        name
+        for name in fitting(known_models(), facts)
+        if name in presets() or models()[name].word in str(facts["folder"]).lower()
+    ]
 
 
 TITLES = ("preset", "method and settings", "for runs of", "measured")
@@ -114,9 +127,7 @@ def rows_of_model(name: str) -> list[Sequence[str]]:
         (one.name, one.word, f"{one.steps} steps, {one.size}", one.measured or "by nobody")
         for one in presets().get(name, {}).values()
     ]
-    steps = models()[name].few_steps
-    few = f"none: distilled to {steps} steps, of which there is little to skip"
-    return rows or [(name, few, f"{steps} steps", "")]
+    return rows or [(name, f"none: it {models()[name].without}", "", "")]
 
 
 def choose(facts: Mapping[str, Any], wanted: str | None = None) -> Choice:
@@ -138,17 +149,14 @@ def choose(facts: Mapping[str, Any], wanted: str | None = None) -> Choice:
     """
     if wanted is not None:
         return _took(_wanted(facts, wanted), facts)
-    found = fitting(known_models(), facts)
+    found = fitting_models(facts)
     if len(found) > 1:
         return _fall_back(f"it may be {' or '.join(found)}; say which: preset='{found[0]}/LEVEL'")
     if not found:
         return _fall_back(f"this {_described(facts)} is none of the models that have one")
     own = presets().get(found[0], {})
     if not own:
-        steps = models()[found[0]].few_steps
-        return _fall_back(
-            f"{found[0]} was distilled to {steps} steps, of which there is little to skip"
-        )
+        return _fall_back(f"{found[0]} {models()[found[0]].without}")
     level = next(each for each in ("balanced", "quality", "fast") if each in own)
     return _took(own[level], facts)
 
@@ -162,7 +170,7 @@ def _wanted(facts: Mapping[str, Any], wanted: str) -> Preset:
         )
     if name and name not in presets():
         raise AttachError(f"preset={wanted!r}: there are presets of {', '.join(presets())}")
-    found = [name] if name else fitting(known_models(), facts)
+    found = [name] if name else fitting_models(facts)
     if not found:
         raise AttachError(
             f"preset={wanted!r}: this {_described(facts)} is none of the models that have presets; "
@@ -176,8 +184,7 @@ def _wanted(facts: Mapping[str, Any], wanted: str) -> Preset:
         raise AttachError(f"preset={wanted!r}: this {facts['model']} is another model: {other}")
     own = presets().get(found[0], {})
     if level not in own:
-        steps = models()[found[0]].few_steps
-        there = f"there is {', '.join(own)}" if own else f"it has none, having but {steps} steps"
+        there = f"there is {', '.join(own)}" if own else f"it {models()[found[0]].without}"
         raise AttachError(f"preset={wanted!r}: nobody published one for {found[0]}; {there}")
     return own[level]
 

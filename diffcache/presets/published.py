@@ -36,14 +36,14 @@ class Published:
         sizes: Entries of its configuration: depth, width, channels.
         pipeline: Pattern of its pipelines' class names, which tells models of one size apart.
         word: Word in the folders it is loaded from, in lower case, where nothing else tells it.
-        few_steps: Steps that it was distilled to, 0 for a model that was not.
+        without: Reason why it has no presets, where people would expect some.
     """
 
     model: str
     sizes: Mapping[str, Any]
     pipeline: str = ".*"
     word: str = ""
-    few_steps: int = 0
+    without: str = ""
 
     def differs(self, facts: Mapping[str, Any]) -> list[str]:
         """Return in words how a model differs; a bare one has no pipeline to compare."""
