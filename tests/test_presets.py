@@ -1,10 +1,12 @@
 """Presets: what the files hold, who takes which, and the computed steps against official code."""
 
+import dataclasses
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -15,11 +17,13 @@ from diffcache.api import denoisers_of
 from diffcache.attach.fingerprint import facts_of
 from diffcache.catalog import make_method
 from diffcache.errors import AttachError
+from diffcache.features.first_block import FirstBlock
 from diffcache.features.magcache import MagCache
 from diffcache.features.teacache import TeaCache
 from diffcache.presets.choose import FALLBACK, LEVELS, Preset, choose, known_models, presets
 from diffcache.presets.published import families, models
 from tests.real_models import as_real
+from tests.zoo.case import Case
 from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes
 
@@ -59,10 +63,18 @@ def test_every_table_of_every_file_is_read() -> None:
 
 
 def facts_of_real(name: str, pipeline: str | None = None) -> dict[str, Any]:
-    """Facts about a model as it is loaded from a folder of its name."""
+    """Facts about a model as it is loaded from a folder of its name, in a pipeline of its own."""
     with as_real(name) as model:
         folder = f"{models()[name].word or name}/transformer"
+        pipeline = pipeline or pipeline_of(models()[name].pipeline)
         return {**facts_of(model, None), "pipeline": pipeline, "folder": folder}
+
+
+def pipeline_of(pattern: str) -> str:
+    """Return the name of a pipeline that a model is recognized by."""
+    names = [name for name in dir(diffusers) if name.endswith("Pipeline")]
+    told = [*names, *(f"{name} with transformer_2" for name in names)]
+    return next(name for name in told if re.fullmatch(pattern, name))
 
 
 @pytest.mark.parametrize("name", known_models())
@@ -114,9 +126,6 @@ def test_every_pipeline_names_its_preset_or_says_that_it_fell_back(
         assert handle.method.name == FALLBACK
         why = f"preset: none; fell back to {FALLBACK} with its defaults: this {facts['model']} of"
         assert caplog.messages[-1].startswith(why)
-        assert f"preset   none; fell back to {FALLBACK}" in "\n".join(
-            diffcache.report(pipe).summary()
-        )
     with pytest.raises(AttachError, match="preset='fast': this .* is none of the models that have"):
         diffcache.wrap(pipe, preset="fast")
     tiny: Mapping[str, Any] = dict(getattr(denoiser, "config", {}))
@@ -169,49 +178,52 @@ def official_teacache(rows: Sequence[Tensor], method: TeaCache) -> list[int]:
     return computed
 
 
-def official_magcache(method: MagCache, steps: int, nearest: bool) -> list[list[int]]:
-    """Computed steps of each branch by the counter of the scripts of MagCache.
+def official_magcache(method: MagCache, total: int) -> list[list[int]]:
+    """Computed steps of each branch by the counter over all calls of the scripts of MagCache.
 
-    Args:
-        method: The settings.
-        steps: Steps of the run.
-        nearest: Whether the retained part is rounded, as for images; cut off for videos.
+    Those for images round the retained part, those for videos cut it off: of the presets it is a
+    whole number, or one that both make the same.
     """
     lists: Any = method.ratios
     lists = lists if isinstance(lists[0], tuple) else (lists,)
     branches = len(lists)
-    places = np.round(np.arange(steps) * (len(lists[0]) - 1) / (steps - 1)).astype(int)
-    kept = int(method.retention * branches * steps + (0.5 if nearest else 0))
+    kept = int(method.retention * branches * total + 0.5 * (branches == 1))
     product, error, skipped = [1.0] * branches, [0.0] * branches, [0] * branches
     computed: list[list[int]] = [[] for _ in lists]
-    for count in range(branches * steps):
+    for count in range(branches * total):
         index, branch = divmod(count, branches)
         if count >= kept:
-            product[branch] *= lists[branch][places[index]]
+            product[branch] *= lists[branch][index]
             skipped[branch] += 1
             error[branch] += abs(1 - product[branch])
             within = error[branch] < method.threshold and skipped[branch] <= method.longest
-            if within and places[index] not in method.always:
+            if within and index not in method.always:
                 continue
         product[branch], error[branch], skipped[branch] = 1.0, 0.0, 0
         computed[branch].append(index)
     return computed
 
 
-def rows_of(model: nn.Module, method: TeaCache, run: Any) -> list[Tensor]:
-    """What the scripts of TeaCache compare at every step of an uncached run."""
+def rows_of(model: nn.Module, method: Any, run: Callable[[], None]) -> list[Tensor]:
+    """What official code compares at every step, of an uncached run."""
     rows: list[Tensor] = []
-    if method.input in ("time", "time-projection"):
-        wanted = {"time": TIME, "time-projection": ("time_proj",)}[method.input]
-        module = next(m for n, m in model.named_modules() if n.rpartition(".")[2] in wanted)
-        hook = module.register_forward_hook(lambda m, a, out: rows.append(out.clone()))
+    lists = {n: m for n, m in model.named_children() if isinstance(m, nn.ModuleList)}
+    block = next(m for n, m in lists.items() if "refiner" not in n)[0]
+    if isinstance(method, FirstBlock):
+        hook = block.register_forward_hook(
+            lambda m, args, named, out: rows.append(
+                next(o for o in out if o.shape == named["hidden_states"].shape)
+                - named["hidden_states"]
+            ),
+            with_kwargs=True,
+        )
+    elif method.input in TIMES:
+        module = time_module(model, method.input)
+        hook = module.register_forward_hook(lambda m, args, out: rows.append(out.clone()))
     else:
-        blocks = next(m for m in model.children() if isinstance(m, nn.ModuleList))
-        block = blocks._modules["0"]
-        assert block is not None
         attention = next(m for n, m in block.named_children() if n.startswith("attn"))
         hook = attention.register_forward_pre_hook(
-            lambda m, args, named: rows.append((named.get("hidden_states", *args[:1])).clone()),
+            lambda m, args, named: rows.append(named.get("hidden_states", *args[:1]).clone()),
             with_kwargs=True,
         )
     run()
@@ -219,47 +231,84 @@ def rows_of(model: nn.Module, method: TeaCache, run: Any) -> list[Tensor]:
     return rows
 
 
-TIME = ("time_embedder", "time_embedding", "timestep_embedder")
+def time_module(model: nn.Module, of: str) -> nn.Module:
+    """Return the module that gives the time embedding of a model, or its projection."""
+    return next(m for n, m in model.named_modules() if n.endswith(TIMES[of]))
+
+
+# Modules that give the time embedding, and its projection, by the ends of their names.
+TIMES: Mapping[str, tuple[str, ...]] = {
+    "time": ("time_embedder", "time_embedding", "timestep_embedder"),
+    "time-projection": ("time_proj",),
+}
+
+
+def official_first_block(rows: Sequence[Tensor], method: FirstBlock) -> list[int]:
+    """Computed steps of First Block Cache: a row against that of the last computed step."""
+    computed = [0]
+    for index, row in enumerate(rows):
+        before = rows[computed[-1]]
+        if (
+            index
+            and not ((before - row).abs().mean() / before.abs().mean()).item() < method.threshold
+        ):
+            computed.append(index)
+    return computed
+
+
+# How much a run changes from step to step, in turn: enough that gates open, little enough that the
+# polynomials, which fall to minus infinity, are looked at where they rise.
+MOVES = (1e-4, 1e-3, 3e-3, 1e-2)  # of the timesteps
+WHOLE = (1e-3, 2e-3, 3e-3, 1e-2)  # of timesteps that are whole numbers
+NOISES = (0.0, 0.02, 0.05, 0.1)
+
+
+def sampled(model: nn.Module, case: Case, total: int, branches: int) -> None:
+    """Call a model as a sampler does, with changes of many sizes, for each guidance branch."""
+    at, time = 0.0, case.kwargs(model, 0)[case.timestep]
+    moves = MOVES if time.is_floating_point() else WHOLE
+    for index in range(total):
+        at += moves[index % 4]
+        for branch in range(branches):
+            given = case.kwargs(model, branch, at, 1)  # type: ignore[arg-type]
+            for name in case.latents:
+                if isinstance(given[name], Tensor):
+                    made = torch.Generator().manual_seed(index)
+                    noise = torch.randn(given[name].shape, generator=made)
+                    given[name] = given[name] + NOISES[index // 2 % 4] * noise
+            with diffcache.branch(str(branch)):
+                model(**given)
+
+
+def expected_steps(model: nn.Module, case: Case, method: Any, total: int) -> list[list[int]]:
+    """Computed steps of the official code, for each guidance branch."""
+    if isinstance(method, MagCache):
+        return official_magcache(method, total)
+    branches = 1 + getattr(method, "by_branch", False)
+    rows = rows_of(model, method, lambda: sampled(model, case, total, branches))
+    if isinstance(method, FirstBlock):
+        return [official_first_block(rows, method)]
+    assert isinstance(method, TeaCache)
+    return [official_teacache(rows[branch::branches], method) for branch in range(branches)]
 
 
 @pytest.mark.parametrize("preset", [p for p in ALL if p.compared], ids=lambda p: p.name)
 def test_the_computed_steps_are_those_of_the_official_code(preset: Preset) -> None:
-    """On a tiny model of the class, for as many steps as the preset is for."""
+    """On a tiny model of the class; ratios are for the steps of the preset, gates for any number."""
     case = cases()[models()[preset.model].model]
-    model, steps = case.build(), preset.steps
+    model = case.build()
     method: Any = make_method(preset.method, **preset.settings)
-    branches = len(method.ratios) if isinstance(getattr(method, "ratios", (0,))[0], tuple) else 1
-
-    def run() -> None:
-        with torch.no_grad():
-            for index in range(steps):
-                given = case.kwargs(model, 0, index, steps)
-                for name in case.latents if isinstance(given[case.latents[0]], Tensor) else ():
-                    noise = torch.randn(given[name].shape, generator=generator(index))
-                    given[name] = given[name] + 0.4 * (index % 5) / 4 * noise
-                for branch in range(branches):
-                    with diffcache.branch(str(branch)):
-                        model(**given)
-
-    if isinstance(method, TeaCache):
-        expected = [official_teacache(rows_of(model, method, run), method)]
-    else:
-        assert isinstance(method, MagCache)
-        expected = official_magcache(
-            method, steps, "x" in preset.size and "frames" not in preset.size
-        )
-    unbound = make_method(
-        preset.method,
-        **preset.settings,
-    )
-    method = type(unbound)(**{**vars(unbound), "model": ""})
-    with diffcache.wrapped(model, method) as handle, diffcache.run(model, steps=steps):
-        run()
+    total = preset.steps if isinstance(method, MagCache) else 24
+    if getattr(method, "input", None) in TIMES:  # trained ones change less than random ones
+        layers = [m for m in time_module(model, method.input).modules() if isinstance(m, nn.Linear)]
+        layers[-1].bias.data += 10
+    expected = expected_steps(model, case, method, total)
+    free = dataclasses.replace(method, model="") if method.publishes else method
+    with diffcache.wrapped(model, free) as handle, diffcache.run(model, steps=total):
+        sampled(model, case, total, len(expected))
         calls = handle.last.calls
-    found = [[c.index for c in calls if c.computed and c.branch == str(b)] for b in range(branches)]
+    branches = [str(number) for number in range(len(expected))]
+    found = [[c.index for c in calls if c.computed and c.branch == name] for name in branches]
     assert found == expected
-    assert all(1 < len(own) < steps for own in found)
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+    print(preset.name, found)
+    assert all(1 < len(own) < total for own in found)
