@@ -17,6 +17,7 @@ from diffcache.api import denoisers_of
 from diffcache.attach.fingerprint import facts_of
 from diffcache.catalog import make_method
 from diffcache.errors import AttachError
+from diffcache.eval.workshop import preset_page
 from diffcache.features.first_block import FirstBlock
 from diffcache.features.magcache import MagCache
 from diffcache.features.teacache import TeaCache
@@ -299,9 +300,9 @@ def test_the_computed_steps_are_those_of_the_official_code(preset: Preset) -> No
     model = case.build()
     method: Any = make_method(preset.method, **preset.settings)
     total = preset.steps if isinstance(method, MagCache) else 24
-    if getattr(method, "input", None) in TIMES:  # trained ones change less than random ones
+    if getattr(method, "input", None) in TIMES:  # random ones change more than trained ones
         layers = [m for m in time_module(model, method.input).modules() if isinstance(m, nn.Linear)]
-        layers[-1].bias.data += 10
+        layers[-1].bias.data += 10 if np.polyval(method.coefficients, 0.03) > 0 else 1
     expected = expected_steps(model, case, method, total)
     free = dataclasses.replace(method, model="") if method.publishes else method
     with diffcache.wrapped(model, free) as handle, diffcache.run(model, steps=total):
@@ -310,5 +311,9 @@ def test_the_computed_steps_are_those_of_the_official_code(preset: Preset) -> No
     branches = [str(number) for number in range(len(expected))]
     found = [[c.index for c in calls if c.computed and c.branch == name] for name in branches]
     assert found == expected
-    print(preset.name, found)
     assert all(1 < len(own) < total for own in found)
+
+
+def test_the_page_is_up_to_date() -> None:
+    command = "python -m diffcache.eval.workshop.preset_page --write"
+    assert preset_page.main(["--check"]) == 0, command

@@ -56,8 +56,9 @@ class Preset:
 
     @property
     def word(self) -> str:
-        """Method and settings as on a command line, without the name of the model."""
-        shown = [f"{k}={v!r}" for k, v in self.settings.items() if k != "model"]
+        """Method and settings as on a command line, without the name of its own model."""
+        own = {key: value for key, value in self.settings.items() if value != self.model}
+        shown = [f"{key}={value!r}" for key, value in own.items()]
         return ":".join(filter(None, (self.method, ",".join(shown))))
 
 
