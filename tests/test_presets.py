@@ -3,7 +3,8 @@
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import diffcache
+from diffcache import cli
 from diffcache.api import denoisers_of
 from diffcache.attach.fingerprint import facts_of
 from diffcache.catalog import make_method
@@ -156,6 +159,74 @@ def test_settings_go_over_those_of_the_preset() -> None:
             diffcache.wrap(model, preset="flux.1-dev/fast", every=4)
         with pytest.raises(ValueError, match="preset='fast' and method='teacache': give one of th"):
             diffcache.wrap(model, "teacache", preset="fast")
+
+
+# where it is said -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dev() -> Iterator[Any]:
+    """A tiny FluxPipeline that said it was FLUX.1-dev when it was wrapped."""
+    pipe = pipes()["FluxPipeline"].build(0)
+    tiny = dict(pipe.transformer.config)
+    with as_real("flux.1-dev") as model:
+        pipe.transformer.register_to_config(**dict(model.config))
+    diffcache.wrap(pipe, preset="fast")
+    pipe.transformer.register_to_config(**tiny)
+    yield pipe
+    diffcache.unwrap(pipe)
+
+
+def test_the_report_has_the_preset_and_what_it_does_not_hold_for(dev: Any) -> None:
+    why = (
+        "preset   flux.1-dev/fast is magcache:threshold=0.24,longest=5,retention=0.1, published for"
+    )
+    assert why in str(diffcache.report(dev))
+    for steps in (28, 10):
+        pipes()["FluxPipeline"].run(dev, steps=steps)
+        report = diffcache.report(dev)
+        assert why in str(report) and report.to_dict()["preset"].startswith("flux.1-dev/fast is ")
+        other = f"preset   it holds for 28 steps, and this run had {steps}"
+        assert (other in report.summary()) == (steps != 28)
+    plain = pipes()["FluxPipeline"].build(0)
+    with diffcache.wrapped(plain, "taylorseer"):
+        report = diffcache.report(plain)
+    assert report.to_dict()["preset"] is None and "preset" not in str(report)
+
+
+def test_bytes_are_those_of_the_preset() -> None:
+    pipe, size = pipes()["FluxPipeline"].build(0), {"height": 64, "width": 64}
+    held = diffcache.expected_bytes(pipe, **size)
+    assert held == diffcache.expected_bytes(pipe, FALLBACK, **size)
+    assert held != diffcache.expected_bytes(pipe, FALLBACK, order=2, **size)
+    assert diffcache.expected_bytes(pipe, order=2, **size) != held
+    with pytest.raises(AttachError, match="preset='fast': this FluxTransformer2DModel of a FluxPi"):
+        diffcache.expected_bytes(pipe, preset="fast", **size)
+
+
+def said(*words: str) -> str:
+    """What the command line prints, on one line; its exit code before."""
+    result = CliRunner().invoke(cli.app, list(words))
+    return f"{result.exit_code} {' '.join(result.output.split())}"
+
+
+def test_the_command_line_lists_presets_and_says_which_a_pipeline_takes() -> None:
+    every = said("presets")
+    assert all(name in every.replace(" ", "") for name in known_models())
+    one = said("presets", "flux.1-dev")
+    assert "flux.1-dev/quality: github.com/ali-vilab/TeaCache 7c10efc TeaCache4FLUX/RE" in one
+    assert "wan2.1" not in one
+    none = f"0 preset: none; fell back to {FALLBACK} with its defaults: this FluxTransformer2DModel"
+    assert said("presets", "shapes-flux").startswith(none)
+    assert said("presets", "shapes-flax").startswith("2 error: no pipeline at 'shapes-flax'")
+
+
+def test_run_takes_a_preset_or_a_method(tmp_path: Path) -> None:
+    order = ("run", "shapes-flux", "a red ring", "--steps", "6", "--out", str(tmp_path / "a.png"))
+    assert f"preset none; fell back to {FALLBACK} with its defaults" in said(*order)
+    assert "2 error: preset='fast': this FluxTransformer2DModel" in said(*order, "--preset", "fast")
+    both = said(*order, "--preset", "fast", "--method", "interval")
+    assert both == "2 error: --preset fast and --method interval: give one of them"
 
 
 # the computed steps against official code ---------------------------------------------------------
