@@ -27,7 +27,8 @@ from diffcache.catalog import changed, make_method, method_class
 from diffcache.errors import AttachError
 from diffcache.features.base import Method, check_int
 from diffcache.features.combine import reuse_of
-from diffcache.features.parts.hold import Form
+from diffcache.features.each import Each
+from diffcache.features.parts.hold import Form, Held
 from diffcache.foreign import is_cached, is_compiled, is_compiled_in_place
 from diffcache.memory import bytes_of, compression_of, size_of
 from diffcache.presets.choose import Choice, choose
@@ -80,10 +81,11 @@ def wrap(
             `diffcache.run`. Calls that gradients go through are computed. Of an object that calls a
             network in a loop of its own, a `DiffusionLM` or `CausalVideo`, it is the network.
         method: A method, policy or recipe, or its name, after which settings may follow as on the
-            command line, `taylorseer:every=4`. A method with tables that is given by name and
-            without them takes the settings that its authors published for the model, if any are.
-            None takes the preset of the model, and `taylorseer` where it has none; which and why is
-            logged by the logger `diffcache` at level INFO, and stands in the report.
+            command line, `taylorseer:every=4`; or a method for each denoiser of a pipeline,
+            `{"transformer": ..., "transformer_2": ...}`. A method with tables that is given by name
+            and without them takes the settings that its authors published for the model, if any
+            are. None takes the preset of the model, and `taylorseer` where it has none; which and
+            why is logged by the logger `diffcache` at level INFO, and stands in the report.
         preset: Preset to take in place of a method: `quality`, `balanced`, `fast`, or with the name
             of its model, `flux.1-dev/fast`. `diffcache presets` lists them.
         components: Name or names of the pipeline's denoisers to wrap; all of them by default.
@@ -137,7 +139,7 @@ def wrapped(
     choice = None
     if method is None or preset is not None:
         choice = choice_for(target, denoisers_of(target, components), method, preset, settings)
-        method, settings = choice.method, {**choice.settings, **settings}
+        method, settings = choice.given(denoisers_of(target, components), settings)
     kind = kind_of(method)
     if kind in ("recipe", "video"):
         for name, value in {"components": components, "hold": hold}.items():
@@ -206,7 +208,7 @@ def kind_of(method: object) -> Kind:
         if row is None and name:
             raise unknown(name, *WORDS)
         return "method" if row is None else row.kind
-    if isinstance(method, Method):
+    if isinstance(method, Method) or (isinstance(method, Mapping) and _names_denoisers(method)):
         return "method"
     from diffcache.kv.recipe import Recipe  # here, so that `import diffcache` stays light
     from diffcache.video.policy import VideoPolicy
@@ -217,6 +219,11 @@ def kind_of(method: object) -> Kind:
     if isinstance(method, (Recipe, Mapping, Sequence)) or place.startswith("diffcache.kv.recipes"):
         return "recipe"
     return "method"  # which says what it is not
+
+
+def _names_denoisers(method: Mapping[Any, Any]) -> bool:
+    """Return whether keys are names of denoisers, not numbers of layers."""
+    return bool(method) and all(isinstance(key, str) for key in method)
 
 
 def cached(target: Any, recipe: Any, **settings: Any) -> Attached:
@@ -342,12 +349,12 @@ def expected_bytes(
     denoisers = denoisers_of(target)
     if method is None or preset is not None:
         choice = choice_for(target, denoisers, method, preset, settings)
-        method, settings = choice.method, {**choice.settings, **settings}
+        method, settings = choice.given(denoisers, settings)
     chosen = method_for(target, denoisers, method, **settings)
     asked = {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
     sizes = {n: size_of(target, m, {**asked, "batch": batch}) for n, m in denoisers.items()}
     compression = compression_of(target)
-    return {n: bytes_of(m, chosen, sizes[n], compression) for n, m in denoisers.items()}
+    return {n: bytes_of(m, chosen.of(n), sizes[n], compression) for n, m in denoisers.items()}
 
 
 def reset(target: Any) -> None:
@@ -576,18 +583,34 @@ def _named(modules: dict[str, nn.Module], names: Sequence[str]) -> dict[str, nn.
 
 
 def method_for(
-    target: Any, denoisers: dict[str, nn.Module], method: str | Method, **settings: Any
+    target: Any,
+    denoisers: dict[str, nn.Module],
+    method: str | Method | Mapping[str, str | Method],
+    **settings: Any,
 ) -> Method:
     """Return a method for a pipeline, as `wrap` takes it.
 
     Args:
         target: The pipeline, or the denoiser itself.
         denoisers: Its denoisers by name; the first says which published settings are its own.
-        method: A method, or its name with or without settings.
+        method: A method, or its name with or without settings; or one for each denoiser.
         **settings: Settings of a method given by name.
     """
-    first = next(iter(denoisers.values()))
     scheduler = getattr(target, "scheduler", None)
+    if isinstance(method, Mapping):
+        if set(method) != set(denoisers):
+            raise AttachError(
+                f"methods for {', '.join(method)}: the denoisers are {', '.join(denoisers)}; give "
+                "each a method, or name those that are wrapped in components=[...]"
+            )
+        hold = settings.pop("hold", None)
+        made = {
+            name: method_for(target, {name: denoisers[name]}, one, **settings)
+            for name, one in method.items()
+        }
+        both = Each(tuple(made.items()))
+        return both if hold is None else Held(both, hold)
+    first = next(iter(denoisers.values()))
     return make_method(method, lambda: facts_of(first, scheduler, target), **settings)
 
 

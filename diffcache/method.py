@@ -56,6 +56,10 @@ class Method(ABC):
             ValueError: If a field is out of its range.
         """
 
+    def of(self, denoiser: str) -> Method:
+        """Return the method of one denoiser of a pipeline, by its name there."""
+        return self
+
     def check_model(self, facts: Mapping[str, Any]) -> None:  # noqa: B027
         """Raise unless the method fits the model and scheduler it is about to be attached to.
 

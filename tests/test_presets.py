@@ -21,6 +21,8 @@ from diffcache.attach.fingerprint import facts_of
 from diffcache.catalog import make_method
 from diffcache.errors import AttachError
 from diffcache.eval.workshop import preset_page
+from diffcache.features.dbcache import DBCache
+from diffcache.features.each import Each
 from diffcache.features.first_block import FirstBlock
 from diffcache.features.magcache import MagCache
 from diffcache.features.teacache import TeaCache
@@ -44,8 +46,9 @@ pytestmark = pytest.mark.usefixtures("quiet")
 def test_a_preset_says_where_it_is_from_and_makes_its_method(preset: Preset) -> None:
     assert preset.model in models() and preset.level in LEVELS
     assert preset.source.startswith("github.com/") and preset.license
+    for expert in ({}, *preset.experts.values()):
+        make_method(preset.method, **preset.settings, **expert).abilities()
     method: Any = make_method(preset.method, **preset.settings)
-    method.abilities()
     if method.publishes:
         known = models()[method.model.removesuffix("-ret")]
         assert (known.model, known.sizes) == (models()[preset.model].model, known.sizes)
@@ -147,6 +150,24 @@ def test_every_pipeline_names_its_preset_or_says_that_it_fell_back(
                 assert taken is None if known.without else taken.model == model  # type: ignore[union-attr]
         finally:
             denoiser.register_to_config(**tiny)
+
+
+def test_two_experts_get_settings_of_their_own() -> None:
+    pipe = pipes()["WanPipeline-two"].build(0)
+    preset = presets()["wan2.2-t2v-a14b"]["balanced"]
+    tiny = [dict(pipe.transformer.config), dict(pipe.transformer_2.config)]
+    with as_real(preset.model) as real:
+        pipe.transformer.register_to_config(**dict(real.config))
+        pipe.transformer_2.register_to_config(**dict(real.config))
+    with diffcache.wrapped(pipe, longest=2) as handle:
+        assert handle.choice is not None and handle.choice.preset is preset
+        for name, (warmup, skips) in {"transformer": (4, 8), "transformer_2": (2, 20)}.items():
+            expected = DBCache(0.12, lead=1, longest=2, warmup=warmup, skips=skips)
+            assert handle.method.of(name) == expected
+    with diffcache.wrapped(pipe, components="transformer_2", threshold=1e9, skips=3) as handle:
+        assert handle.method == Each((("transformer_2", DBCache(1e9, 1, 0, 2, 3, 3)),))
+    pipe.transformer.register_to_config(**tiny[0])
+    pipe.transformer_2.register_to_config(**tiny[1])
 
 
 def test_settings_go_over_those_of_the_preset() -> None:

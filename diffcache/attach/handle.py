@@ -126,7 +126,7 @@ class Handle(Runs):
             return
         if owner_of(scheduler) is not self:
             for denoiser in self.denoisers:
-                self.method.check_model(facts_of(denoiser.model, scheduler, pipeline))
+                denoiser.method.check_model(facts_of(denoiser.model, scheduler, pipeline))
             for old in self.schedulers:
                 untap(old, self)
             tap_scheduler(scheduler, self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -29,6 +29,8 @@ class Preset:
             None of it was measured by this project: the weights are too large for its tests.
         steps: Steps of the runs that they hold for.
         size: Pixels, and frames of a video, of the runs that they hold for.
+        experts: Settings of single denoisers of a pipeline that has several, by their names, over
+            `settings`.
         compared: Whether tests hold the computed steps against those of the source's code.
     """
 
@@ -41,6 +43,7 @@ class Preset:
     measured: str
     steps: int
     size: str
+    experts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     compared: bool = True
 
     @property
@@ -58,8 +61,9 @@ class Preset:
     def word(self) -> str:
         """Method and settings as on a command line, without the name of its own model."""
         own = {key: value for key, value in self.settings.items() if value != self.model}
-        shown = [f"{key}={value!r}" for key, value in own.items()]
-        return ":".join(filter(None, (self.method, ",".join(shown))))
+        parts = [word_of(self.method, own)]
+        parts += [word_of(f"its {name}", settings) for name, settings in self.experts.items()]
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,31 @@ class Choice:
     why: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     preset: Preset | None = None
+
+    def given(
+        self, denoisers: Iterable[str], settings: Mapping[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return method and settings as `wrap` takes them: one, or one for each denoiser.
+
+        Args:
+            denoisers: Names of the denoisers that are wrapped.
+            settings: Settings that replace some of the preset.
+        """
+        experts = {} if self.preset is None else self.preset.experts
+        if not experts:
+            return self.method, {**self.settings, **settings}
+        over = {key: value for key, value in settings.items() if key != "hold"}
+        each = {
+            name: word_of(self.method, {**self.settings, **experts.get(name, {}), **over})
+            for name in denoisers
+        }
+        return each, {key: value for key, value in settings.items() if key == "hold"}
+
+
+def word_of(name: str, settings: Mapping[str, Any]) -> str:
+    """Return a name and settings as one word of a command line."""
+    shown = ",".join(f"{key}={value!r}" for key, value in settings.items())
+    return f"{name}:{shown}" if shown else name
 
 
 @cache

@@ -38,8 +38,8 @@ PROMPT --preset fast`.
 - **A model that is none of these** takes `taylorseer` with its defaults, and the line says so. So
   does one that may be one of several; `preset="MODEL/LEVEL"` says which.
 - **A distilled model** of a few steps is told that there is little to skip.
-- **Two denoisers**, as of Wan 2.2 A14B, share one method. The lists published for them give each a
-  part of one list; they are left out.
+- **Two denoisers**, as of Wan 2.2 A14B, get settings of their own, as anybody can give them:
+  `wrap(pipe, {"transformer": "dbcache:warmup=4", "transformer_2": "dbcache:warmup=2"})`.
 - **Numbers are those of the sources.** The seconds are what their authors measured, on their code
   and device; none was measured here. What a setting costs on your prompts, `diffcache eval` and
   `diffcache.tune` say.
