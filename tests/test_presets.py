@@ -1,5 +1,6 @@
 """Presets: what the files hold, who takes which, and the computed steps against official code."""
 
+import copy
 import dataclasses
 import logging
 import re
@@ -104,6 +105,19 @@ def test_a_model_takes_its_own_presets(name: str) -> None:
         else:
             with pytest.raises(AttachError, match=f"nobody published one for {name}; there is "):
                 choose(facts, level)
+
+
+def test_the_cache_of_the_hub_names_a_model() -> None:
+    """Its folders are hashes; the name stands further up."""
+    with as_real("wan2.1-i2v-14b-480p") as shared:
+        model = copy.deepcopy(shared)
+        for size, taken in (("480P", True), ("720P", True), ("", False)):
+            folder = f"/hub/models--Wan-AI--Wan2.1-I2V-14B-{size}/snapshots/0a1b/transformer"
+            model.register_to_config(_name_or_path=folder)
+            choice = choose(facts_of(model, None))
+            assert (choice.preset is not None) == taken
+            assert f"14b-{size.lower()}" in choice.why
+        assert "it may be wan2.1-i2v-14b-480p or wan2.1-i2v-14b-720p; say which" in choice.why
 
 
 def test_what_cannot_be_taken_is_refused() -> None:
@@ -391,7 +405,7 @@ def test_the_computed_steps_are_those_of_the_official_code(preset: Preset) -> No
     case = cases()[models()[preset.model].model]
     model = case.build()
     method: Any = make_method(preset.method, **preset.settings)
-    total = preset.steps if isinstance(method, MagCache) else 24
+    total = preset.steps if isinstance(method, MagCache) else 16
     if getattr(method, "input", None) in TIMES:  # random ones change more than trained ones
         layers = [m for m in time_module(model, method.input).modules() if isinstance(m, nn.Linear)]
         layers[-1].bias.data += 10 if np.polyval(method.coefficients, 0.03) > 0 else 1

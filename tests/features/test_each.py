@@ -34,7 +34,13 @@ def test_each_denoiser_follows_its_own_method():
         assert handle.method == Each(
             (("transformer", TaylorSeer(every=3, warmup=4)), ("transformer_2", Interval(every=2)))
         )
-        assert eval(repr(handle.method), vars(diffcache) | {"Each": Each}) == handle.method
+        assert (
+            eval(
+                repr(handle.method),
+                {name: getattr(diffcache, name) for name in ("Each", "Interval", "TaylorSeer")},
+            )
+            == handle.method
+        )
         assert diffcache.cite(pipe) == TaylorSeer.bibtex + "\n" + Interval.bibtex
 
 
@@ -46,6 +52,17 @@ def test_a_run_of_equal_methods_is_that_of_the_one():
         with diffcache.wrapped(pipe, method):
             results.append(case.run(pipe, steps=10))
     assert results[0].equal(results[1])
+
+
+def test_settings_of_a_request_are_for_each():
+    pipe = pipes()["WanPipeline-two"].build(0)
+    with diffcache.wrapped(pipe, dict.fromkeys(NAMES, "interval:every=2")) as handle:
+        with diffcache.settings(pipe, every=3):
+            assert computed(handle, pipe)[1] == [0, 0, 3, 3]
+        assert computed(handle, pipe)[1] == [0, 0, 2, 2, 4, 4]
+    said = "Interval has no setting 'order'"
+    with diffcache.wrapped(pipe, BOTH), pytest.raises(ValueError, match=said):
+        diffcache.settings(pipe, order=2)
 
 
 def test_bytes_are_those_of_each():
