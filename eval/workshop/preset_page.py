@@ -42,7 +42,7 @@ PROMPT --preset fast`.
   `wrap(pipe, {"transformer": "dbcache:warmup=4", "transformer_2": "dbcache:warmup=2"})`.
 - **Numbers are those of the sources.** The seconds are what their authors measured, on their code
   and device; none was measured here. What a setting costs on your prompts, `diffcache eval` and
-  `diffcache.tune` say.
+  `diffcache.tune` say. A size that a source leaves out is the default of the pipeline.
 - **Schedules**: on a tiny model of each class, tests hold the computed steps against the rule of
   the source, written anew in the test; what is not compared says so.
 

@@ -133,7 +133,7 @@ def test_published_polynomials_are_attached_to_their_models_alone(name):
 def test_published_ratios_are_attached_to_their_models_alone(name):
     method = MagCache.published(name)
     lists = method.parts().when.ratios
-    assert len(lists) == (2 if name.startswith(("wan", "qwen")) else 1)
+    assert len(lists) == (2 if name.startswith(("wan", "qwen", "hunyuanvideo-1.5")) else 1)
     steps = {"flux": 28, "wan2.1-i2v": 40}
     total = next((n for start, n in steps.items() if name.startswith(start)), 50)
     assert {len(row) for row in lists} == {total}
