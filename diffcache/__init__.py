@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from diffcache.features.cachequant import CacheQuant as CacheQuant
     from diffcache.features.combine import FeatureMethod as FeatureMethod
     from diffcache.features.dbcache import DBCache as DBCache
+    from diffcache.features.each import Each as Each
     from diffcache.features.ertacache import ERTACache as ERTACache
     from diffcache.features.fitted import FittedForecast as FittedForecast
     from diffcache.features.harmonica import HarmoniCa as HarmoniCa
@@ -86,6 +87,7 @@ _LATER = {
     "tune": "diffcache.offline.tune.tune",
     "Call": "diffcache.attach.call",
     "Extension": "diffcache.attach.extension",
+    "Each": "diffcache.features.each",
     "FeatureMethod": "diffcache.features.combine",
     "Handle": "diffcache.attach.handle",
     **dict.fromkeys(("Ability", "Instead", "Method", "When"), "diffcache.features.base"),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,14 +23,16 @@ from diffcache.attach.handle import Handle
 from diffcache.attach.pipeline_hooks import called_elsewhere, shared_with
 from diffcache.attach.run import Stream
 from diffcache.attach.runs import ATTACHING
-from diffcache.catalog import changed, make_method
+from diffcache.catalog import changed, make_method, method_class
 from diffcache.errors import AttachError
 from diffcache.features.base import Method, check_int
 from diffcache.features.combine import reuse_of
-from diffcache.features.parts.hold import Form
+from diffcache.features.each import Each
+from diffcache.features.parts.hold import Form, Held
 from diffcache.foreign import is_cached, is_compiled, is_compiled_in_place
 from diffcache.memory import bytes_of, compression_of, size_of
-from diffcache.registry import WORDS, Kind, find, unknown
+from diffcache.presets.choose import Choice, choose
+from diffcache.registry import WORDS, Kind, check_settings, find, unknown
 from diffcache.run_report import Report
 from diffcache.step import Site
 
@@ -42,13 +45,15 @@ T = TypeVar("T")
 Wrapper = Union[
     str, Method, "Recipe", "VideoPolicy", "Sequence[Recipe | str]", "Mapping[int, Recipe | str]"
 ]
+_LOG = logging.getLogger("diffcache")
 _DENOISER = re.compile(r"(transformer|unet|dit|denoiser|prior)(_\d+)?")
 
 
 def wrap(
     target: T,
-    method: Wrapper = "taylorseer",
+    method: Wrapper | None = None,
     *,
+    preset: str | None = None,
     components: str | Sequence[str] | None = None,
     hold: Form | None = None,
     **settings: Any,
@@ -76,8 +81,13 @@ def wrap(
             `diffcache.run`. Calls that gradients go through are computed. Of an object that calls a
             network in a loop of its own, a `DiffusionLM` or `CausalVideo`, it is the network.
         method: A method, policy or recipe, or its name, after which settings may follow as on the
-            command line, `taylorseer:every=4`. A method with tables that is given by name and
-            without them takes the settings that its authors published for the model, if any are.
+            command line, `taylorseer:every=4`; or a method for each denoiser of a pipeline,
+            `{"transformer": ..., "transformer_2": ...}`. A method with tables that is given by name
+            and without them takes the settings that its authors published for the model, if any
+            are. None takes the preset of the model, and `taylorseer` where it has none; which and
+            why is logged by the logger `diffcache` at level INFO, and stands in the report.
+        preset: Preset to take in place of a method: `quality`, `balanced`, `fast`, or with the name
+            of its model, `flux.1-dev/fast`. `diffcache presets` lists them.
         components: Name or names of the pipeline's denoisers to wrap; all of them by default.
         hold: Form of the held features of a method: `bf16`; `int8`, with a scale a token, in about
             half the memory of bf16; `host`, in the host's memory, fetched back ahead of use. None
@@ -89,40 +99,47 @@ def wrap(
         `target` itself.
 
     Raises:
-        AttachError: If the target is none that takes it, is cached already, or its pipeline or
-            network is in a call in another thread.
+        AttachError: If the target is none that takes it, is cached already, its pipeline or
+            network is in a call in another thread, or it has no such preset.
         UnknownMethodError: If nothing has that name.
         ValueError: If a setting is unknown or out of its range.
 
     Example:
+        >>> pipe = diffcache.wrap(pipe)  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5, order=1))  # doctest: +SKIP
         >>> model = diffcache.wrap(model, "snapkv", budget=256)  # doctest: +SKIP
         >>> video = diffcache.wrap(video, "deep-forcing")  # doctest: +SKIP
     """
-    wrapped(target, method, components=components, hold=hold, **settings)
+    wrapped(target, method, preset=preset, components=components, hold=hold, **settings)
     return target
 
 
 @overload
 def wrapped(
     target: Any,
-    method: str | Method,
+    method: str | Method | None = None,
     *,
+    preset: str | None = None,
     components: str | Sequence[str] | None = None,
     hold: Form | None = None,
     **settings: Any,
 ) -> Handle: ...
 @overload
-def wrapped(target: Any, method: Wrapper, **settings: Any) -> Any: ...
+def wrapped(target: Any, method: Wrapper | None = None, **settings: Any) -> Any: ...
 def wrapped(
     target: Any,
-    method: Wrapper,
+    method: Wrapper | None = None,
     *,
+    preset: str | None = None,
     components: str | Sequence[str] | None = None,
     hold: Form | None = None,
     **settings: Any,
 ) -> Attached:
     """Do as `wrap` and return the handle: `with diffcache.wrapped(pipe, method) as handle: ...`."""
+    choice = None
+    if method is None or preset is not None:
+        choice = choice_for(target, denoisers_of(target, components), method, preset, settings)
+        method, settings = choice.given(denoisers_of(target, components), settings)
     kind = kind_of(method)
     if kind in ("recipe", "video"):
         for name, value in {"components": components, "hold": hold}.items():
@@ -138,7 +155,45 @@ def wrapped(
     reuse = reuse_of(chosen)
     with ATTACHING:  # of two threads, the second is refused
         check_free(target, denoisers, Site.MODEL if reuse is None else reuse.site)
-        return Handle(target, denoisers, chosen)
+        handle = Handle(target, denoisers, chosen)
+    if choice is not None:
+        handle.choice = choice
+        _LOG.info("preset: %s", choice.why)
+    return handle
+
+
+def choice_for(
+    target: Any,
+    denoisers: dict[str, nn.Module],
+    method: object,
+    preset: str | None,
+    settings: Mapping[str, Any],
+) -> Choice:
+    """Return the method of a pipeline by its preset, with what it is and why.
+
+    Args:
+        target: The pipeline, or the denoiser itself.
+        denoisers: Its denoisers by name; the first says what it is.
+        method: Method that was named beside it; None for none.
+        preset: Preset that is asked for; None takes that of the model, or a fallback.
+        settings: Settings that are to replace some of the preset.
+
+    Raises:
+        AttachError: If the model has no such preset.
+        ValueError: If a method was named too, or the preset's method lacks a setting.
+    """
+    if method is not None:
+        raise ValueError(f"preset={preset!r} and method={method!r}: give one of them")
+    first = next(iter(denoisers.values()))
+    choice = choose(facts_of(first, getattr(target, "scheduler", None), target), preset)
+    try:
+        check_settings(method_class(choice.method), settings.keys() - {"hold"})
+    except ValueError as error:
+        name = choice.method if choice.preset is None else f"preset {choice.preset.name}"
+        raise ValueError(
+            f"{error}; no method was named, so {name} was taken: name the one that is meant"
+        ) from None
+    return choice
 
 
 def kind_of(method: object) -> Kind:
@@ -153,7 +208,7 @@ def kind_of(method: object) -> Kind:
         if row is None and name:
             raise unknown(name, *WORDS)
         return "method" if row is None else row.kind
-    if isinstance(method, Method):
+    if isinstance(method, Method) or (isinstance(method, Mapping) and _names_denoisers(method)):
         return "method"
     from diffcache.kv.recipe import Recipe  # here, so that `import diffcache` stays light
     from diffcache.video.policy import VideoPolicy
@@ -164,6 +219,11 @@ def kind_of(method: object) -> Kind:
     if isinstance(method, (Recipe, Mapping, Sequence)) or place.startswith("diffcache.kv.recipes"):
         return "recipe"
     return "method"  # which says what it is not
+
+
+def _names_denoisers(method: Mapping[Any, Any]) -> bool:
+    """Return whether keys are names of denoisers, not numbers of layers."""
+    return bool(method) and all(isinstance(key, str) for key in method)
 
 
 def cached(target: Any, recipe: Any, **settings: Any) -> Attached:
@@ -247,8 +307,9 @@ def report(target: Any) -> Report:
 
 def expected_bytes(
     target: Any,
-    method: str | Method = "taylorseer",
+    method: str | Method | None = None,
     *,
+    preset: str | None = None,
     height: int | None = None,
     width: int | None = None,
     frames: int | None = None,
@@ -264,7 +325,8 @@ def expected_bytes(
 
     Args:
         target: A diffusers pipeline, or a denoiser of a class in `diffcache.attach.inputs.INPUTS`.
-        method: A method, or its catalogue name.
+        method: A method, or its catalogue name; None for that of its preset, as in `wrap`.
+        preset: Preset to take in place of a method, as in `wrap`.
         height: Pixels; None for the pipeline's default.
         width: Pixels; None for the pipeline's default.
         frames: Frames of a video, 1 for an image; None for the pipeline's default.
@@ -285,11 +347,14 @@ def expected_bytes(
         >>> diffcache.expected_bytes(pipe, "taylorseer", height=1024, width=1024)  # doctest: +SKIP
     """
     denoisers = denoisers_of(target)
+    if method is None or preset is not None:
+        choice = choice_for(target, denoisers, method, preset, settings)
+        method, settings = choice.given(denoisers, settings)
     chosen = method_for(target, denoisers, method, **settings)
     asked = {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
     sizes = {n: size_of(target, m, {**asked, "batch": batch}) for n, m in denoisers.items()}
     compression = compression_of(target)
-    return {n: bytes_of(m, chosen, sizes[n], compression) for n, m in denoisers.items()}
+    return {n: bytes_of(m, chosen.of(n), sizes[n], compression) for n, m in denoisers.items()}
 
 
 def reset(target: Any) -> None:
@@ -518,18 +583,34 @@ def _named(modules: dict[str, nn.Module], names: Sequence[str]) -> dict[str, nn.
 
 
 def method_for(
-    target: Any, denoisers: dict[str, nn.Module], method: str | Method, **settings: Any
+    target: Any,
+    denoisers: dict[str, nn.Module],
+    method: str | Method | Mapping[str, str | Method],
+    **settings: Any,
 ) -> Method:
     """Return a method for a pipeline, as `wrap` takes it.
 
     Args:
         target: The pipeline, or the denoiser itself.
         denoisers: Its denoisers by name; the first says which published settings are its own.
-        method: A method, or its name with or without settings.
+        method: A method, or its name with or without settings; or one for each denoiser.
         **settings: Settings of a method given by name.
     """
-    first = next(iter(denoisers.values()))
     scheduler = getattr(target, "scheduler", None)
+    if isinstance(method, Mapping):
+        if set(method) != set(denoisers):
+            raise AttachError(
+                f"methods for {', '.join(method)}: the denoisers are {', '.join(denoisers)}; give "
+                "each a method, or name those that are wrapped in components=[...]"
+            )
+        hold = settings.pop("hold", None)
+        made = {
+            name: method_for(target, {name: denoisers[name]}, one, **settings)
+            for name, one in method.items()
+        }
+        both = Each(tuple(made.items()))
+        return both if hold is None else Held(both, hold)
+    first = next(iter(denoisers.values()))
     return make_method(method, lambda: facts_of(first, scheduler, target), **settings)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from diffcache.features.base import Method
 from diffcache.features.combine import goes_in_place
+from diffcache.features.each import Each
 from diffcache.features.parts.hold import Held
 from diffcache.registry import check_settings, find, read_word, rows_of, unknown
 
@@ -92,6 +93,8 @@ def changed(method: Method, settings: Mapping[str, Any]) -> Method:
     """
     if isinstance(method, Held):
         return dataclasses.replace(method, method=changed(method.method, settings))
+    if isinstance(method, Each):
+        return Each(tuple((name, changed(own, settings)) for name, own in method.methods))
     check_settings(type(method), settings)
     new: Method = dataclasses.replace(method, **settings)  # type: ignore[type-var]
     if not goes_in_place(new, method):

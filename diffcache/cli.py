@@ -1,4 +1,4 @@
-"""The command line: demo, run, inspect, calibrate, tune, methods, eval, kv, kernels and more."""
+"""The command line: demo, run, calibrate, tune, presets, methods, eval, kv, kernels and more."""
 
 from __future__ import annotations
 
@@ -158,8 +158,15 @@ def run(
         str | None,
         typer.Option(
             metavar=METHOD,
-            help="A method with settings; `diffcache methods` has them (default: taylorseer, for "
-            f"language models {TEXT_METHOD}).",
+            help="A method with settings; `diffcache methods` has them (default: the preset of the "
+            f"model, or taylorseer where it has none; for language models {TEXT_METHOD}).",
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[MODEL/]LEVEL",
+            help="In place of a method: quality, balanced or fast; `diffcache presets` has them.",
         ),
     ] = None,
     images: Annotated[
@@ -211,6 +218,8 @@ def run(
 
         diffcache run shapes-flux "a small red ring on the left, on a yellow background"
 
+        diffcache run ./my-flux "a lighthouse" --preset fast
+
         diffcache run ./my-flux "a lighthouse" --method first-block:threshold=0.08 --compare
 
         diffcache run shapes-kontext "make the ring green" --image out/run.png
@@ -222,19 +231,24 @@ def run(
         "length": length, "block": block, "threshold": threshold, "guide": guide,
         "sampler": sampler,
     }  # fmt: skip
-    for_pictures = {"height": height, "width": width, "out": out, "image": images or None}
+    for_pictures = {
+        "height": height, "width": width, "out": out, "image": images or None, "preset": preset,
+    }  # fmt: skip
     refuse(
         for_pictures if source else for_text | {"trust-remote-code": trust_remote_code or None},
         f"is not for {'a language model' if source else 'a pipeline of pictures'}; leave it out",
     )
-    chosen = parse_method(word := method or (TEXT_METHOD if source else "taylorseer"))
-    if not chosen.publishes:  # tables that nobody published must be there
+    if method is not None and preset is not None:
+        raise ValueError(f"--preset {preset} and --method {method}: give one of them")
+    word = method or (TEXT_METHOD if source else None)
+    chosen = None if word is None else parse_method(word)
+    if chosen is not None and not chosen.publishes:  # tables that nobody published must be there
         chosen.abilities()
     if record is not None:
         check_target("--json", record)
     place = device_of(device)
     quiet()
-    if source is not None:
+    if source is not None and chosen is not None:
         changes = loading.changes
         changes["lora"] = changes.pop("loras", None)
         refuse(changes, "is for pipelines of pictures; leave it out")
@@ -255,7 +269,7 @@ def run(
     target = output.target_of(out, "num_frames" in parameters or "video_length" in parameters)
     pipe, defaults = load.load(model, dtype, str(place), loading)
     order = generate.Order(prompt, steps, seed, height, width, given)
-    done = generate.run(pipe, word, order, defaults, compare=compare)
+    done = generate.run(pipe, word, order, defaults, preset=preset, compare=compare)
     _tell(done, record)
     typer.echo(f"wrote {output.save(done.made, target)}")
     if done.plain:
@@ -333,6 +347,43 @@ def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
         f"{method} will hold {human(amount, 'B')} in bfloat16 for each sample and guidance branch "
         f"at {width} x {height}{length}"
     )
+
+
+@app.command(epilog=EXIT_LINE)
+@guarded
+def presets(
+    model: Annotated[
+        str, typer.Argument(help=f"{MODELS[0].upper()}{MODELS[1:]}, or a name in the list.")
+    ] = "",
+) -> None:
+    """List the presets of models, or say which a model takes and why.
+
+    Without a method a pipeline runs under the balanced preset of its model.
+
+    [bold]Try[/bold]
+
+        diffcache presets
+
+        diffcache presets flux.1-dev
+
+        diffcache presets ./my-pipeline
+    """
+    from diffcache.pipelines.demo.describe import saved_facts
+    from diffcache.presets.choose import TITLES, choose, known_models, rows_of_model
+    from diffcache.presets.choose import presets as all_presets
+
+    names = known_models()
+    if model and model not in names:
+        choice = choose(saved_facts(model))
+        typer.echo(f"preset: {choice.why}")
+        names = [choice.preset.model] if choice.preset else []
+    elif model:
+        names = [model]
+    rows = [row for name in names for row in rows_of_model(name)]
+    if rows:
+        print_rows(TITLES, rows)
+    for one in all_presets().get(names[0], {}).values() if model and names else ():
+        typer.echo(f"{one.name}: {one.origin}")
 
 
 @app.command(epilog=EXIT_LINE)

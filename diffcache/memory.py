@@ -31,7 +31,7 @@ def expectation(handle: Handle) -> tuple[int, Size] | None:
     try:
         for denoiser in handle.denoisers:
             size = size_of(target, denoiser.model, {})
-            total += bytes_of(denoiser.model, handle.method, size, compression_of(target))
+            total += bytes_of(denoiser.model, denoiser.method, size, compression_of(target))
     except (ValueError, AttachError):
         return None
     return None if size is None else (total, size)

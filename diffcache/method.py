@@ -33,7 +33,7 @@ class Method(ABC):
         counts_calls: Whether every call of the network is a step of its run. Networks without a
             timestep, such as language models, have no other clock.
         note: Further remark of its reports.
-        publishes: Name of a model in `features.parts.published.MODELS` -> the settings that were
+        publishes: Name of a model in `presets.published.models()` -> the settings that were
             published for it; the method then has a field `model`, and `published`.
     """
 
@@ -55,6 +55,10 @@ class Method(ABC):
         Raises:
             ValueError: If a field is out of its range.
         """
+
+    def of(self, denoiser: str) -> Method:
+        """Return the method of one denoiser of a pipeline, by its name there."""
+        return self
 
     def check_model(self, facts: Mapping[str, Any]) -> None:  # noqa: B027
         """Raise unless the method fits the model and scheduler it is about to be attached to.

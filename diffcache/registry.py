@@ -28,7 +28,7 @@ import ast
 import difflib
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
@@ -509,7 +509,7 @@ def _key(name: str) -> str:
     return name.replace("_", "-")
 
 
-def check_settings(cls: Any, settings: Mapping[str, Any]) -> None:
+def check_settings(cls: Any, settings: Iterable[str]) -> None:
     """Raise ValueError unless a dataclass has all settings."""
     known = [field.name for field in fields(cls)]
     wrong = sorted(set(settings) - set(known))

@@ -52,6 +52,7 @@ class Report:
         held_bytes: Bytes that features hold now; 0 between runs of a pipeline.
         peak_bytes: Most bytes held at the end of any call.
         finished: Whether the run ended without an exception, so far as the pipeline shows it.
+        choice: Choice of the method by what the model is; None where the user named it.
         remarks: Remarks on the run, a sentence each, such as whether a cache is exact.
     """
 
@@ -73,6 +74,7 @@ class Report:
         self.held_bytes = handle.held_bytes()
         self.peak_bytes = record.peak_bytes
         self.finished = record.finished
+        self.choice = handle.choice
         self.remarks = list(record.remarks)
         self._expected = [] if record.calls else _expected(handle)
 
@@ -88,6 +90,7 @@ class Report:
         return {
             "schema": SCHEMA,
             "method": repr(self.method),
+            "preset": self.choice.why if self.choice else None,
             **{name: getattr(self, name) for name in names},
             "sites": {
                 denoiser: {site: _pair(counts) for site, counts in sites.items()}
@@ -152,7 +155,11 @@ class Report:
     def summary(self) -> list[str]:
         """Return the totals, a sentence each."""
         if not self.calls:
-            return [*self._expected, "No denoiser call yet: run the pipeline, then ask again."]
+            return [
+                *self._expected,
+                *self._chosen(0),
+                "No denoiser call yet: run the pipeline, then ask again.",
+            ]
         total = self.steps_computed + self.steps_skipped
         whole = sum(any(call.share == 1 for call in group) for group in steps_of(self.calls))
         counts = [f"{whole} computed", f"{self.steps_skipped} skipped"]
@@ -180,7 +187,7 @@ class Report:
 
     def _remarks(self, total: int) -> list[str]:
         """Return what a user should know of how a run went."""
-        remarks = [self.method.note] if self.method.note else []
+        remarks = self._chosen(total) + ([self.method.note] if self.method.note else [])
         remarks += self.remarks
         reasons = _forced(self.calls)
         for reason in sorted(set(reasons)):
@@ -192,6 +199,16 @@ class Report:
                 "Use more steps, a shorter warmup, or a larger interval or threshold."
             )
         return remarks
+
+    def _chosen(self, total: int) -> list[str]:
+        """Return how the method was chosen, and whether a run of `total` steps is as it expects."""
+        if self.choice is None:
+            return []
+        lines = [f"preset   {self.choice.why}"]
+        preset = self.choice.preset
+        if preset is not None and total and total != preset.steps:
+            lines.append(f"preset   it holds for {preset.steps} steps, and this run had {total}")
+        return lines
 
 
 def human(number: float, unit: str = "") -> str:

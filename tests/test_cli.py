@@ -58,7 +58,8 @@ class TestPlain:
         assert (command.WRONG, command.MISSING, command.INTERRUPTED) == (2, 3, 130)
 
     @pytest.mark.parametrize(
-        "name", ["demo", "run", "inspect", "methods", "cite", "calibrate", "tune", "eval", "kv"]
+        "name",
+        ["demo", "run", "inspect", "presets", "methods", "cite", "calibrate", "tune", "eval", "kv"],
     )
     def test_help_has_an_example_and_the_exit_codes(self, name):
         text = " ".join(call(name, "--help").output.split())

@@ -100,7 +100,7 @@ def test_wheel_holds_the_tree(wheel: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     code = {name for top in ("diffcache", *CODE_TOPS) for name in files(top, "**/*.py")}
     data = files("eval", "**/*.jinja") | files("pipelines", "**/*.js*") | files("kernels", "*.json")
-    data |= files("diffcache/features", "**/*.toml") | {"diffcache/py.typed"}
+    data |= files("diffcache/presets", "*.toml") | {"diffcache/py.typed"}
     assert held == code | ASSETS | data
 
 

@@ -47,7 +47,7 @@ class Record:
         self.calls, self.peak_bytes, self.finished = calls, peak_bytes, True
         self.computed = sum(c.counts["blocks"][0] for c in calls)
         self.skipped = sum(c.counts["blocks"][1] for c in calls)
-        self.last, self.method, self.remarks = self, Interval(), []
+        self.last, self.method, self.remarks, self.choice = self, Interval(), [], None
 
     def held_bytes(self):
         return 0

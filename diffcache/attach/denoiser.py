@@ -62,6 +62,7 @@ class Denoiser:
         anatomy: Its anatomy.
 
     Attributes:
+        method: Method of this network.
         arguments: Names of the forward's arguments in their order.
         is_noticed: Whether it was said that the forward is called directly.
         hooks: Handles of the forward hooks.
@@ -76,12 +77,13 @@ class Denoiser:
         self.arguments = list(inspect.signature(type(model).forward).parameters)[1:]
         self.is_noticed = False
         self.hooks: list[Any] = []
-        self.total, self.counts_calls = handle.method.total, handle.method.counts_calls
+        self.method = handle.method.of(name)
+        self.total, self.counts_calls = self.method.total, self.method.counts_calls
         self.extensions: list[Extension] = []
         _check_kind(model, anatomy, handle)
-        handle.method.check_model(facts_of(model, handle.scheduler, handle.target()))
+        self.method.check_model(facts_of(model, handle.scheduler, handle.target()))
         try:
-            for ability in handle.method.abilities():
+            for ability in self.method.abilities():
                 self.extensions.append(make_extension(self, ability))
         except BaseException:
             self._remove()
@@ -228,7 +230,7 @@ class Denoiser:
                 return
             found, steps = "more", "..."
         raise AttachError(
-            f"{self.handle.method!r} is made for runs of {made_for} steps, this one has {found}: "
+            f"{self.method!r} is made for runs of {made_for} steps, this one has {found}: "
             f"pass num_inference_steps={made_for}, or calibrate with steps={steps}"
         )
 

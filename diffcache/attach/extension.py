@@ -99,7 +99,7 @@ def make_extension(denoiser: Any, ability: Ability) -> Extension:
     where = ability.extension or INSTALLERS.get(type(ability).__name__)
     if where is None:
         raise AttachError(
-            f"{denoiser.handle.method!r} asks for {type(ability).__name__}, which nothing "
+            f"{denoiser.method!r} asks for {type(ability).__name__}, which nothing "
             f"installs; known: {', '.join(INSTALLERS) or 'none'}"
         )
     module, function = where.split(":")

@@ -15,8 +15,9 @@ from diffcache.foreign import folder_of
 def facts_of(model: nn.Module, scheduler: Any, pipeline: Any = None) -> dict[str, Any]:
     """Return what `Method.check_model` is told of a model, as plain data.
 
-    The folder is the last two names of where the model was loaded from, for people to read; empty
-    where it is not known.
+    The folder is the last two names of where the model was loaded from, for people to read, and
+    before them the name of the model in the cache of the Hugging Face hub; empty where it is not
+    known.
 
     Args:
         model: A denoiser; without a diffusers configuration its parameters' shapes stand for it.
@@ -29,6 +30,7 @@ def facts_of(model: nn.Module, scheduler: Any, pipeline: Any = None) -> dict[str
         known, folder = _plain(config), folder_of(config)
     else:
         known = {name: list(p.shape) for name, p in model.named_parameters()}
+    parts = Path(folder).parts
     text = json.dumps(known, sort_keys=True, default=repr)
     cls = None if scheduler is None else type(scheduler).__name__
     name = None if pipeline is None or pipeline is model else type(pipeline).__name__
@@ -39,10 +41,15 @@ def facts_of(model: nn.Module, scheduler: Any, pipeline: Any = None) -> dict[str
         "config": hashlib.sha256(text.encode()).hexdigest()[:16],
         "scheduler": cls,
         "scheduler_config": _plain(getattr(scheduler, "config", {})),
-        "folder": "/".join(Path(str(folder)).parts[-2:]),
+        "folder": "/".join([*filter(_names_model, parts[:-2]), *parts[-2:]]),
         "settings": known if isinstance(config, dict) else {},
         "pipeline": name,
     }
+
+
+def _names_model(part: str) -> bool:
+    """Return whether a part of a path names a model in the cache of the Hugging Face hub."""
+    return part.startswith("models--")
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from diffcache.attach.run import Run
 from diffcache.attach.runs import ATTACHING, Runs
 from diffcache.features.base import Method
 from diffcache.features.collect import Observer
+from diffcache.presets.choose import Choice
 
 _BYTES = attrgetter("nbytes")
 
@@ -31,6 +32,9 @@ class Handle(Runs):
         observer: Observer of the features, outputs and guided outputs of every step, for
             calibration; None for none.
 
+    Attributes:
+        choice: Choice of the method by what the model is; None where the user named it.
+
     Raises:
         AttachError: If a denoiser cannot be cached with this method.
     """
@@ -44,6 +48,7 @@ class Handle(Runs):
         observer: Observer | None = None,
     ) -> None:
         super().__init__(target, method, observer)
+        self.choice: Choice | None = None
         self.schedulers: list[Any] = []
         self.denoisers: list[Denoiser] = []
         anatomies = {name: anatomy_of(model) for name, model in denoisers.items()}
@@ -121,7 +126,7 @@ class Handle(Runs):
             return
         if owner_of(scheduler) is not self:
             for denoiser in self.denoisers:
-                self.method.check_model(facts_of(denoiser.model, scheduler, pipeline))
+                denoiser.method.check_model(facts_of(denoiser.model, scheduler, pipeline))
             for old in self.schedulers:
                 untap(old, self)
             tap_scheduler(scheduler, self)

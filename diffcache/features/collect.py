@@ -13,9 +13,9 @@ from torch import Tensor
 from diffcache.errors import AttachError, UncalibratedError
 from diffcache.features.base import Ability
 from diffcache.features.combine import Combine, FeatureMethod
-from diffcache.features.parts.published import check_published, fitting
 from diffcache.features.schema import Schema
 from diffcache.features.tables import Tables
+from diffcache.presets.published import check_published, fitting
 from diffcache.step import Step
 
 C = TypeVar("C", bound="Calibrated")

@@ -14,10 +14,10 @@ from diffcache.features.base import When, check_int, check_threshold, is_number
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.instead import Reuse
-from diffcache.features.parts.published import MAGCACHE
 from diffcache.features.parts.when import Every, LastComputed
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
+from diffcache.presets.published import published_settings
 from diffcache.step import Step
 
 
@@ -158,7 +158,7 @@ class MagCache(Calibrated):
 
     numbers: ClassVar[str] = "ratios"
     publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        name: _by_branch(**entry) for name, entry in MAGCACHE.items()
+        name: _by_branch(**entry) for name, entry in published_settings("magcache").items()
     }
     collected_by: ClassVar[str] = "diffcache.offline.magcache_collect:collector"
     schema: ClassVar[Schema] = Schema({"ratios": Entry(("steps",), low=0.01, high=100)})

@@ -12,10 +12,10 @@ from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.accumulated import Accumulated, Rescaled
 from diffcache.features.parts.instead import Reuse
-from diffcache.features.parts.published import TEACACHE
 from diffcache.features.parts.when import Every
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
+from diffcache.presets.published import published_settings
 
 Input = Literal["modulated", "time", "time-projection"]
 INPUTS: tuple[Input, ...] = get_args(Input)
@@ -90,7 +90,7 @@ class TeaCache(Calibrated):
 }"""
 
     numbers: ClassVar[str] = "coefficients"
-    publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = TEACACHE
+    publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = published_settings("teacache")
     collected_by: ClassVar[str] = "diffcache.offline.teacache_collect:collector"
     schema: ClassVar[Schema] = Schema(
         {

@@ -15,9 +15,11 @@ import torch
 from torch import nn
 
 import diffcache
+from diffcache.api import denoisers_of
 from diffcache.attach.anatomy import Anatomy
+from diffcache.attach.fingerprint import facts_of
 from diffcache.files import read_json
-from diffcache.pipelines.demo.saved import locate
+from diffcache.pipelines.demo.saved import locate, pipeline_of
 from diffcache.pipelines.shipped_models import places
 
 if TYPE_CHECKING:
@@ -98,6 +100,24 @@ def find(target: str) -> dict[str, tuple[Anatomy, dict[str, str]]]:
     if target in EXCLUDED or target not in exported_denoisers():
         raise ValueError(_unknown(target))
     return {target: (_anatomy(_of_class(target)), _streams(target))}
+
+
+def saved_facts(target: str) -> dict[str, Any]:
+    """Return facts about the first denoiser of a saved pipeline, as `Method.check_model` has them.
+
+    Args:
+        target: Directory of a saved pipeline, a shipped name, or a Hugging Face model ID.
+
+    Raises:
+        FileNotFoundError: If there is no saved pipeline.
+        AttachError: If it has no denoiser.
+    """
+    path = locate(target, configs_only=True)
+    components = dict(_components(path))
+    cls, _ = pipeline_of(path)
+    pipeline = type(cls, (), {"components": components, **components})()
+    model = next(iter(denoisers_of(pipeline).values()))
+    return facts_of(model, None, pipeline)
 
 
 def directory_of(target: str) -> Path:

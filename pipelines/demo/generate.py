@@ -93,13 +93,14 @@ class Done:
 
 def run(
     pipe: Any,
-    method: str | Method,
+    method: str | Method | None,
     order: Order,
     defaults: dict[str, Any],
     *,
+    preset: str | None = None,
     compare: bool = False,
 ) -> Done:
-    """Run a pipeline under a method, and with `compare` uncached too.
+    """Run a pipeline under a method or a preset, and with `compare` uncached too.
 
     With `compare`, a run of two steps comes before each of the two that are timed; a whole one
     where the method is made for one number of steps.
@@ -109,7 +110,7 @@ def run(
         ValueError: If it does not take what was ordered, or sides do not divide.
     """
     _check_divides(pipe, order)
-    with diffcache.wrapped(pipe, method) as handle:
+    with diffcache.wrapped(pipe, method, preset=preset) as handle:
         chosen = handle.method  # what cannot be cached is refused before an uncached run
     short = order if chosen.total else replace(order, steps=2)  # tables are for one length
     plain: list[Image.Image] = []
@@ -119,7 +120,7 @@ def run(
         start = time.perf_counter()
         plain = generate(pipe, order, defaults)
         plain_seconds = time.perf_counter() - start
-    diffcache.wrap(pipe, chosen)
+    diffcache.wrap(pipe, method, preset=preset)
     if compare:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", diffcache.CacheWarning)

@@ -1,9 +1,7 @@
 """Published polynomials and ratios: their shapes, what runs with them, the wrong model."""
 
-import inspect
 import math
 import re
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -14,70 +12,12 @@ from diffcache.attach.fingerprint import facts_of
 from diffcache.catalog import make_method
 from diffcache.errors import AttachError, UncalibratedError
 from diffcache.features.magcache import MagCache
-from diffcache.features.parts.published import MAGCACHE, TEACACHE
-from diffcache.features.parts.published import MODELS as PUBLISHED_FOR
 from diffcache.features.profilingdit import ProfilingDiT
 from diffcache.features.teacache import BY_TIME, TeaCache
+from diffcache.presets.published import models, published_settings
 from diffcache.step import Step
+from tests.real_models import REAL, as_real, model_of
 from tests.zoo.catalog import cases
-
-MODELS: dict = {}
-
-
-def model_of(name):
-    """A tiny model of a class, built once."""
-    if name not in MODELS:
-        MODELS[name] = cases()[name].build()
-    return MODELS[name]
-
-
-# Denoiser and what differs from its class's defaults, as the configurations on the hub have it
-WAN_I2V = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
-LARGE = {"num_layers": 42, "num_attention_heads": 48}
-REAL: dict = {
-    "flux.1-dev": ("FluxTransformer2DModel", {"guidance_embeds": True}),
-    "flux.1-kontext-dev": ("FluxTransformer2DModel", {"guidance_embeds": True}),
-    "hunyuanvideo": ("HunyuanVideoTransformer3DModel", {}),
-    "hunyuanvideo-720p": ("HunyuanVideoTransformer3DModel", {}),
-    "hunyuanvideo-540p": ("HunyuanVideoTransformer3DModel", {}),
-    "ltx-video": ("LTXVideoTransformer3DModel", {}),
-    "mochi-1": ("MochiTransformer3DModel", {}),
-    "lumina2": ("Lumina2Transformer2DModel", {}),
-    "hidream-i1-full": ("HiDreamImageTransformer2DModel", {"in_channels": 16}),
-    "consisid": ("ConsisIDTransformer3DModel", {"in_channels": 32, **LARGE}),
-    "cogvideox-2b": ("CogVideoXTransformer3DModel", {}),
-    "cogvideox-5b": ("CogVideoXTransformer3DModel", LARGE),
-    "cogvideox-5b-i2v": ("CogVideoXTransformer3DModel", {"in_channels": 32, **LARGE}),
-    "cogvideox1.5-5b": ("CogVideoXTransformer3DModel", {"patch_size_t": 2, **LARGE}),
-    "cogvideox1.5-5b-i2v": (
-        "CogVideoXTransformer3DModel", {"in_channels": 32, "patch_size_t": 2, **LARGE}
-    ),
-    "qwen-image": ("QwenImageTransformer2DModel", {}),
-    "qwen-image-edit": ("QwenImageTransformer2DModel", {}),
-    "wan2.1-14b": ("WanTransformer3DModel", {}),
-    "wan2.1-t2v-14b": ("WanTransformer3DModel", {}),
-    "wan2.1-t2v-1.3b": ("WanTransformer3DModel", {"num_layers": 30, "num_attention_heads": 12}),
-    "wan2.1-i2v-14b-480p": ("WanTransformer3DModel", WAN_I2V),
-    "wan2.1-i2v-14b-720p": ("WanTransformer3DModel", WAN_I2V),
-}  # fmt: skip
-
-
-@contextmanager
-def as_real(name, **changes):
-    """Let a tiny model have the configuration of a published one."""
-    cls, own = REAL[name.removesuffix("-ret")]
-    model = model_of(cls)
-    defaults = {
-        key: parameter.default
-        for key, parameter in inspect.signature(type(model).__init__).parameters.items()
-        if parameter.default is not parameter.empty
-    }
-    tiny = dict(model.config)
-    model.register_to_config(**{**defaults, **own, **changes})
-    try:
-        yield model
-    finally:
-        model.register_to_config(**tiny)
 
 
 def refused(model, method):
@@ -88,7 +28,7 @@ def refused(model, method):
 
 def fits(method):
     """Attach to the model that it is for, be refused on others, run one step."""
-    case, wrapped = cases()[REAL[method.model.removesuffix("-ret")][0]], diffcache.wrapped
+    case, wrapped = cases()[models()[method.model.removesuffix("-ret")].model], diffcache.wrapped
     with as_real(method.model) as model, torch.no_grad(), wrapped(model, method):
         arguments = case.kwargs(model, 0, step=0, steps=4)
     assert "num_layers=" in refused(model, method)  # tiny
@@ -110,8 +50,8 @@ def test_every_model_fits_its_own_configuration_and_no_other_of_its_class(name):
     facts = facts_of_real(name)
     for other in REAL:
         same = REAL[other] == REAL[name]
-        assert (not PUBLISHED_FOR[other].differs(facts)) == same, other
-    assert not PUBLISHED_FOR[name].differs(facts)
+        assert (not models()[other].differs(facts)) == same, other
+    assert not models()[name].differs(facts)
 
 
 def test_pipelines_and_folders_tell_models_of_one_size_apart():
@@ -151,7 +91,7 @@ def test_numbers_of_another_model_of_the_class_are_refused_with_the_right_one_na
     facts = facts_of_real("flux.1-dev", "FluxPipeline")
     with pytest.raises(AttachError, match="its pipeline is FluxPipeline; take .*'flux.1-dev'"):
         MagCache.published("flux.1-kontext-dev").check_model(facts)
-    with pytest.raises(AttachError, match="model='wan3': published are flux.1-dev"):
+    with pytest.raises(AttachError, match="model='wan3': published are consisid"):
         replace(large, model="wan3").check_model(facts)
 
 
@@ -165,20 +105,22 @@ def test_a_name_without_tables_takes_what_is_published_for_the_model():
             assert (handle.method.threshold, handle.method.warmup) == (0.1, 5)
         with diffcache.wrapped(model, "teacache", coefficients=(1, 0)) as handle:
             assert handle.method.threshold == 0.25 and handle.method.model == ""
-        with pytest.raises(UncalibratedError, match=r"no tables.*published\(NAME\) is for flux"):
+        with pytest.raises(
+            UncalibratedError, match=r"no tables.*published\(NAME\) is for consisid"
+        ):
             diffcache.wrap(model, TeaCache())
     with pytest.raises(UncalibratedError, match="no tables"):
         diffcache.wrap(model, "teacache")  # tiny
     assert make_method("profilingdit", model="wan2.1-14b") == ProfilingDiT.published("wan2.1-14b")
 
 
-@pytest.mark.parametrize("name", TEACACHE)
+@pytest.mark.parametrize("name", published_settings("teacache"))
 def test_published_polynomials_are_attached_to_their_models_alone(name):
     method = TeaCache.published(name)
-    assert len(method.coefficients) == 5 and all(map(math.isfinite, method.coefficients))
+    assert len(method.coefficients) in (5, 6) and all(map(math.isfinite, method.coefficients))
     assert 0 < method.threshold < 1
     timed = method.input in ("time", "time-projection")
-    assert timed == (REAL[name.removesuffix("-ret")][0] in BY_TIME)
+    assert timed == (models()[name.removesuffix("-ret")].model in BY_TIME)
     assert name.endswith("-ret") == (method.input == "time-projection")
     if name.endswith("-ret"):
         assert (method.warmup, method.last) == (5, False)
@@ -187,11 +129,11 @@ def test_published_polynomials_are_attached_to_their_models_alone(name):
     fits(method)
 
 
-@pytest.mark.parametrize("name", MAGCACHE)
+@pytest.mark.parametrize("name", published_settings("magcache"))
 def test_published_ratios_are_attached_to_their_models_alone(name):
     method = MagCache.published(name)
     lists = method.parts().when.ratios
-    assert len(lists) == (2 if name.startswith(("wan", "qwen")) else 1)
+    assert len(lists) == (2 if name.startswith(("wan", "qwen", "hunyuanvideo-1.5")) else 1)
     steps = {"flux": 28, "wan2.1-i2v": 40}
     total = next((n for start, n in steps.items() if name.startswith(start)), 50)
     assert {len(row) for row in lists} == {total}

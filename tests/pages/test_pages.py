@@ -33,6 +33,7 @@ from diffcache.eval.runs.sweep import read_sweep, read_values
 from diffcache.registry import rows_of
 from tests.pages import stand_ins
 from tests.pages.blocks import PAGES, ROOT, Block, blocks
+from tests.real_models import as_real
 
 # Blocks that do not run -> why.
 NOT_RUN = {
@@ -70,6 +71,7 @@ SMALLER = {"docs/causal_video.md": {"size=(60, 104)": "size=(4, 6)"}}
 READER = {
     "README.md": lambda: {"prompts": ["a red ring", "a cat", "two roads"]},
     "docs/kv.md": lambda: reader_of_kv(),
+    "docs/presets.md": lambda: reader_of_presets(),
     "docs/kv_guide.md": lambda: reader_of_kv(),
 }
 
@@ -116,6 +118,14 @@ def on_the_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
         return move(self, *kept, **named) if kept or named else self
 
     return to
+
+
+def reader_of_presets() -> dict[str, Any]:
+    """Return what a reader of the page about presets has: a pipeline that says it is FLUX.1-dev."""
+    pipe = FluxPipeline.from_pretrained("my-pipeline")
+    with as_real("flux.1-dev") as model:
+        pipe.transformer.register_to_config(**dict(model.config))
+    return {"pipe": pipe}
 
 
 def reader_of_kv() -> dict[str, Any]:

@@ -310,7 +310,7 @@ def install(denoiser: Denoiser, ability: FinishedBlocks) -> Blocks:
     """
     if ability.block is None and denoiser.handle.target() is denoiser.model:
         raise AttachError(
-            f"{denoiser.handle.method!r}: a bare model has no scheduler that tells how long a "
+            f"{denoiser.method!r}: a bare model has no scheduler that tells how long a "
             "block is; wrap the pipeline, or give block"
         )
     check_arguments(denoiser, IDS, VALID, POSITIONS, planned=False)

@@ -132,7 +132,7 @@ class Branches(Partial):
         self.layers = layers_of(denoiser)
         super().__init__(denoiser)
         self.ability = ability
-        self.wanted = f"what plan() of {denoiser.handle.method!r} returns"
+        self.wanted = f"what plan() of {denoiser.method!r} returns"
         self.paths = [f"{layer.path}.{layer.attention}".rstrip(".") for layer in self.layers]
         self.numbers = {path: number for number, path in enumerate(self.paths)}
         self.others: tuple[None, ...] = (None,)  # that attention returns besides its output

@@ -398,7 +398,7 @@ def check_arguments(denoiser: Denoiser, *names: str, planned: bool = True) -> No
         )
     if planned and target is not denoiser.model:
         raise AttachError(
-            f"{denoiser.handle.method!r} plans the rows of every call, which a "
+            f"{denoiser.method!r} plans the rows of every call, which a "
             f"{type(target).__name__} does not ask for; use BlockCache(), or wrap its model and "
             "decode with DiffusionLM"
         )

@@ -45,16 +45,17 @@ class FeatureReuse(Extension):
     def __init__(self, denoiser: Denoiser, parts: Combine) -> None:
         model, anatomy, handle = denoiser.model, denoiser.anatomy, denoiser.handle
         self._has_cache = any("kv_cache" in name for name in denoiser.arguments)
+        self._name, self._whole = denoiser.name, handle.method
         site = Site.of(parts.site)
         if site is Site.DEEP:
             anatomy, parts = split(model, anatomy, parts)
-        self.setup = setup = Setup(model, anatomy, parts, site, handle.observer, handle.method)
+        self.setup = setup = Setup(model, anatomy, parts, site, handle.observer, denoiser.method)
         if not anatomy.supports(setup.site):
             fused = any("TransformerEncoderLayer" in entry.classes for entry in anatomy.lists)
             why = " (layers of nn.TransformerEncoder run as one fused operation)" if fused else ""
             raise AttachError(
                 f"{anatomy.model} has nothing at site {setup.site!r} inside its blocks{why}; "
-                + use_sites(handle.method, [Site.STACK, Site.BLOCK])
+                + use_sites(denoiser.method, [Site.STACK, Site.BLOCK])
             )
         anatomy.check_sites(parts)
         denoiser.total = denoiser.total if parts.when.total is None else parts.when.total
@@ -93,9 +94,9 @@ class FeatureReuse(Extension):
             AttachError: If blocks that may be skipped split their tokens over processes.
         """
         self._check_split()
-        parts, method = self.setup.parts, timeline.run.record.method
-        if method is not None and method is not self.setup.method:
-            chosen = reuse_of(method)
+        parts, asked = self.setup.parts, timeline.run.record.method
+        if asked is not None and asked is not self._whole:
+            chosen = reuse_of(asked.of(self._name))
             assert chosen is not None
             parts = replace(parts, when=chosen.when, instead=chosen.instead)
         state = None if parts.when.by_branch else parts.when.init()

@@ -1,1 +1,1 @@
-"""Parts that methods are put together from: schedules, stand-ins, numerics, published settings."""
+"""Parts that methods are put together from: schedules, stand-ins, numerics."""

@@ -1,4 +1,18 @@
-"""Published polynomials of TeaCache and ratios of MagCache, and the models that they are for."""
+"""Models that numbers were published for, and the numbers: a file of TOML for each family.
+
+| table of a file | holds |
+|---|---|
+| `[models.NAME]` | how a model is recognized: the fields of `Published` |
+| `[teacache.NAME]`, `[magcache.NAME]` | settings of that method, published for the model |
+| `[presets.NAME]` | presets of the model, see `diffcache.presets.choose` |
+
+Each number stands beside the file and line that it is from. Polynomials of TeaCache are those of
+github.com/ali-vilab/TeaCache at 7c10efc, ratios of MagCache those of github.com/Zehong-Ma/MagCache
+at df81cb1 without that of the first step, which is 1; both Apache-2.0. Thresholds beside them are
+the defaults of the scripts, or for Wan those of the commands on their pages. "None" is None. Sizes
+of Wan, CogVideoX 2B and 5B and HunyuanVideo are those of the scripts of diffusers that convert
+their checkpoints, most others the defaults of its classes.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +20,11 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from diffcache.errors import AttachError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 @dataclass(frozen=True)
@@ -26,12 +36,14 @@ class Published:
         sizes: Entries of its configuration: depth, width, channels.
         pipeline: Pattern of its pipelines' class names, which tells models of one size apart.
         word: Word in the folders it is loaded from, in lower case, where nothing else tells it.
+        without: Reason why it has no presets, where people would expect some.
     """
 
     model: str
     sizes: Mapping[str, Any]
     pipeline: str = ".*"
     word: str = ""
+    without: str = ""
 
     def differs(self, facts: Mapping[str, Any]) -> list[str]:
         """Return in words how a model differs; a bare one has no pipeline to compare."""
@@ -53,10 +65,11 @@ def fitting(names: Iterable[str], facts: Mapping[str, Any]) -> list[str]:
     """Return the published models that a model may be, by its configuration and folder.
 
     Args:
-        names: Names in `MODELS`; `-ret` after one is another set of numbers for the same model.
+        names: Names in `models()`; `-ret` after one is another set of numbers for the same model.
         facts: Facts about the model, as in `Method.check_model`.
     """
-    found = {name: MODELS[name.removesuffix("-ret")] for name in names}
+    known = models()
+    found = {name: known[name.removesuffix("-ret")] for name in names}
     fit = [name for name, model in found.items() if not model.differs(facts)]
     folder = str(facts["folder"]).lower()
     return [name for name in fit if found[name].word and found[name].word in folder] or fit
@@ -67,14 +80,14 @@ def check_published(field: str, model: str, names: Iterable[str], facts: Mapping
 
     Args:
         field: The setting that holds them.
-        model: Name in `MODELS` of the model that they are for; empty for any.
+        model: Name in `models()` of the model that they are for; empty for any.
         names: Names of all models that such numbers were published for.
         facts: Facts about the model that they are put on, as in `Method.check_model`.
     """
     right = fitting(names, facts) if model else []
     if not model or model in right:
         return
-    known = MODELS.get(model.removesuffix("-ret"))
+    known = models().get(model.removesuffix("-ret"))
     if known is None:
         raise AttachError(f"model={model!r}: published are {', '.join(names)}")
     why = "; ".join(known.differs(facts)) or f"it was loaded from {facts['folder']}"
@@ -86,16 +99,41 @@ def check_published(field: str, model: str, names: Iterable[str], facts: Mapping
     )
 
 
+@cache
+def models() -> Mapping[str, Published]:
+    """Return the models of all families by their names."""
+    return {name: Published(**entry) for name, entry in _tables("models").items()}
+
+
+def published_settings(method: str) -> dict[str, dict[str, Any]]:
+    """Return what was published for a method: name of a model -> settings."""
+    return _tables(method)
+
+
+def _tables(kind: str) -> dict[str, dict[str, Any]]:
+    """Return the tables of a kind in the files of all families, by the names of models."""
+    return {
+        name: entry
+        for family in families().values()
+        for name, entry in family.get(kind, {}).items()
+    }
+
+
+@cache
+def families() -> Mapping[str, dict[str, Any]]:
+    """Return the tables of every family, by the name of its file."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    files = sorted(Path(__file__).parent.glob("*.toml"))
+    return {file.stem: _read(tomllib.loads(file.read_text("utf-8"))) for file in files}
+
+
 def _read(value: Any) -> Any:
-    """Return what a value of the table stands for: tuples for arrays, None for its name."""
+    """Return what a value of a file stands for: tuples for arrays, None for its name."""
     if isinstance(value, dict):
         return {name: _read(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return tuple(value)
+        return tuple(map(_read, value))
     return None if value == "None" else value
-
-
-_TABLE = _read(tomllib.loads(Path(__file__).with_name("published.toml").read_text("utf-8")))
-MODELS = {name: Published(**entry) for name, entry in _TABLE["models"].items()}
-TEACACHE: dict[str, dict[str, Any]] = _TABLE["teacache"]  # model -> fields of `TeaCache`
-MAGCACHE: dict[str, dict[str, Any]] = _TABLE["magcache"]  # model -> fields of `MagCache`
