@@ -254,13 +254,14 @@ def expected_bytes(
     frames: int | None = None,
     text_tokens: int | None = None,
     batch: int = 1,
+    branches: int = 1,
     **settings: Any,
 ) -> dict[str, int]:
-    """Compute the bytes that a method will hold for one guidance branch.
+    """Compute the bytes that a method will hold.
 
     A copy of each denoiser without weights, on torch's `meta` device, is called once with inputs
     of the right shapes, so that the count is that of a real run. Guidance in one batch doubles
-    `batch`; guidance in two calls doubles the bytes.
+    `batch`; guidance in two calls has two `branches`.
 
     Args:
         target: A diffusers pipeline, or a denoiser of a class in `diffcache.attach.inputs.INPUTS`.
@@ -271,6 +272,8 @@ def expected_bytes(
         text_tokens: Length of the prompt as the denoiser sees it, padding and the tokens of all
             text encoders included; None for the pipeline's default.
         batch: Samples in a call.
+        branches: Calls of a step: 2 for guidance in two calls. Features are held for each of them;
+            what a gate looks at is held once, where the first branch decides for all.
         **settings: Settings of a method given by name, such as `every=4`.
 
     Returns:
@@ -284,12 +287,14 @@ def expected_bytes(
     Example:
         >>> diffcache.expected_bytes(pipe, "taylorseer", height=1024, width=1024)  # doctest: +SKIP
     """
+    check_int("branches", branches, 1)
     denoisers = denoisers_of(target)
     chosen = method_for(target, denoisers, method, **settings)
     asked = {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
     sizes = {n: size_of(target, m, {**asked, "batch": batch}) for n, m in denoisers.items()}
     compression = compression_of(target)
-    return {n: bytes_of(m, chosen, sizes[n], compression) for n, m in denoisers.items()}
+    found = {n: bytes_of(m, chosen, sizes[n], compression) for n, m in denoisers.items()}
+    return {name: expected.of(branches) for name, expected in found.items()}
 
 
 def reset(target: Any) -> None:

@@ -327,9 +327,11 @@ def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
     amount = bytes_of(built, parse_method(method), Size(*size), denoiser.compression)
     height, width, frames = size
     length = f", {frames} frames" if frames > 1 else ""
+    each = "sample" if amount.shared else "sample and guidance branch"
+    calls = f", {human(amount.of(2), 'B')} under guidance in two calls" if amount.shared else ""
     return (
-        f"{method} will hold {human(amount, 'B')} in bfloat16 for each sample and guidance branch "
-        f"at {width} x {height}{length}"
+        f"{method} will hold {human(amount.of(1), 'B')} in bfloat16 for each {each} "
+        f"at {width} x {height}{length}{calls}"
     )
 
 

@@ -220,9 +220,13 @@ def _expected(handle: Handle) -> list[str]:
         return []
     amount, size = expected
     frames = f", {size.frames} frames" if size.frames > 1 else ""
-    branch = f"for each guidance branch at {size.width} x {size.height}{frames}"
-    twice = "guidance doubles it, in one batch as in two calls"
-    return [f"bytes    {human(amount, 'B')} expected {branch}; {twice}"]
+    one, two = (human(amount.of(branches), "B") for branches in (1, 2))
+    where = f"at {size.width} x {size.height}{frames}"
+    if amount.shared:
+        calls = f"guidance in one batch doubles it, guidance in two calls holds {two}"
+        return [f"bytes    {one} expected {where}; {calls}"]
+    calls = "guidance doubles it, in one batch as in two calls"
+    return [f"bytes    {one} expected for each guidance branch {where}; {calls}"]
 
 
 def _sites(calls: Sequence[CallRecord]) -> dict[str, dict[str, tuple[int, int]]]:
