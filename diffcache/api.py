@@ -29,6 +29,7 @@ from diffcache.features.combine import reuse_of
 from diffcache.features.parts.hold import Form
 from diffcache.foreign import is_cached, is_compiled, is_compiled_in_place
 from diffcache.memory import bytes_of, compression_of, size_of
+from diffcache.method import Configuration
 from diffcache.registry import WORDS, Kind, find, unknown
 from diffcache.run_report import Report
 from diffcache.step import Site
@@ -38,9 +39,16 @@ if TYPE_CHECKING:
     from diffcache.video.policy import VideoPolicy
 
 T = TypeVar("T")
-# What `wrap` takes: a name, a method or policy, a recipe, or recipes of single layers.
+# What `wrap` takes: a name, a method or policy, a configuration of another library, a recipe, or
+# recipes of single layers.
 Wrapper = Union[
-    str, Method, "Recipe", "VideoPolicy", "Sequence[Recipe | str]", "Mapping[int, Recipe | str]"
+    str,
+    Method,
+    Configuration,
+    "Recipe",
+    "VideoPolicy",
+    "Sequence[Recipe | str]",
+    "Mapping[int, Recipe | str]",
 ]
 _DENOISER = re.compile(r"(transformer|unet|dit|denoiser|prior)(_\d+)?")
 
@@ -78,6 +86,8 @@ def wrap(
         method: A method, policy or recipe, or its name, after which settings may follow as on the
             command line, `taylorseer:every=4`. A method with tables that is given by name and
             without them takes the settings that its authors published for the model, if any are.
+            `FirstBlockCacheConfig`, `MagCacheConfig` and `TaylorSeerCacheConfig` of diffusers and
+            `DBCacheConfig` of cache-dit are taken as the methods that compute the same steps.
         components: Name or names of the pipeline's denoisers to wrap; all of them by default.
         hold: Form of the held features of a method: `bf16`; `int8`, with a scale a token, in about
             half the memory of bf16; `host`, in the host's memory, fetched back ahead of use. None
@@ -106,7 +116,7 @@ def wrap(
 @overload
 def wrapped(
     target: Any,
-    method: str | Method,
+    method: str | Method | Configuration,
     *,
     components: str | Sequence[str] | None = None,
     hold: Form | None = None,
@@ -247,7 +257,7 @@ def report(target: Any) -> Report:
 
 def expected_bytes(
     target: Any,
-    method: str | Method = "taylorseer",
+    method: str | Method | Configuration = "taylorseer",
     *,
     height: int | None = None,
     width: int | None = None,
@@ -523,7 +533,10 @@ def _named(modules: dict[str, nn.Module], names: Sequence[str]) -> dict[str, nn.
 
 
 def method_for(
-    target: Any, denoisers: dict[str, nn.Module], method: str | Method, **settings: Any
+    target: Any,
+    denoisers: dict[str, nn.Module],
+    method: str | Method | Configuration,
+    **settings: Any,
 ) -> Method:
     """Return a method for a pipeline, as `wrap` takes it.
 
