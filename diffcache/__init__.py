@@ -18,6 +18,7 @@ from diffcache.api import run as run
 from diffcache.api import settings as settings
 from diffcache.api import stream as stream
 from diffcache.api import unwrap as unwrap
+from diffcache.api import update as update
 from diffcache.api import wrap as wrap
 from diffcache.api import wrapped as wrapped
 from diffcache.api import writing as writing
@@ -97,7 +98,7 @@ __all__ = sorted({
     "Gate", "Held", "Listed", "Newton", "Report", "Reuse", "Site", "Step", "Table", "Tables",
     "TablesError", "Taylor", "UncalibratedError", "UnknownMethodError", "branch", "cite",
     "expected_bytes", "inspect", "methods", "report", "reset", "run", "settings", "stream",
-    "unwrap", "wrap", "wrapped", "writing",
+    "unwrap", "update", "wrap", "wrapped", "writing",
 })  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from diffcache.attach.handle import Handle
 from diffcache.attach.pipeline_hooks import called_elsewhere, shared_with
 from diffcache.attach.run import Stream
 from diffcache.attach.runs import ATTACHING
-from diffcache.catalog import changed, make_method
+from diffcache.catalog import changed, make_method, settings_of
 from diffcache.errors import AttachError
 from diffcache.features.base import Method, check_int
 from diffcache.features.combine import reuse_of
@@ -386,7 +386,46 @@ def settings(target: Any, **settings: Any) -> AbstractContextManager[None]:
         ...     image = pipe(prompt).images[0]
     """
     handle = handle_of(target)
-    return handle.choosing(changed(handle.chosen, settings))
+    return handle.choosing(_changed(handle, handle.chosen, settings))
+
+
+def update(target: T, **settings: Any) -> T:
+    """Change settings of the method that a pipeline or denoiser is wrapped with, in place.
+
+    What was learned of the model stays. Runs that are open keep their settings, as do those inside
+    `diffcache.settings`; the next ones have the new.
+
+    Args:
+        target: A wrapped pipeline or denoiser.
+        **settings: Settings of its method that tell when a step is computed or what stands in for
+            the others, such as `every=6` or `threshold=0.1`.
+
+    Returns:
+        `target` itself.
+
+    Raises:
+        AttachError: If the target is not wrapped with a method.
+        TablesError: If tables were measured on another model or scheduler.
+        ValueError: If there is no setting, one is unknown, out of its range, or says where features
+            are taken or how many steps a run has.
+
+    Example:
+        >>> pipe = diffcache.update(pipe, every=6)  # doctest: +SKIP
+    """
+    handle = handle_of(target)
+    if not settings:
+        raise ValueError(f"settings: none is given; {type(handle.method).__name__} has "
+                         f"{settings_of(type(handle.method))}")  # fmt: skip
+    handle.use(_changed(handle, handle.method, settings))
+    return target
+
+
+def _changed(handle: Handle, method: Method, settings: Mapping[str, Any]) -> Method:
+    """Return a method with other settings that fits what it is attached to."""
+    new = changed(method, settings)
+    if {"tables", "model"} & settings.keys():
+        handle.check_fits(new, handle.scheduler)
+    return new
 
 
 def stream(target: Any) -> AbstractContextManager[Stream]:

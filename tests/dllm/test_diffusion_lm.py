@@ -280,6 +280,25 @@ def test_no_layer_reads_the_device(policy: Policy, lengths: tuple[int, ...]) -> 
             assert reads.count <= looks + (plan.rows is None and valid is not None)
 
 
+def test_settings_of_a_decoding_are_those_it_was_given() -> None:
+    """Of one decoding, or from now on."""
+    model = diffcache.wrap(bidirectional(), DKVCache(every=2))
+    lm = DiffusionLM(model)
+
+    def rows() -> int:
+        return lm.generate(prompts(4), SCHEDULE).rows
+
+    often = rows()
+    with diffcache.settings(model, every=4):
+        seldom = rows()
+        assert lm.generate(prompts(4), SCHEDULE).report.method == DKVCache(every=4)
+    assert seldom < often == rows()
+    diffcache.update(model, every=4)
+    assert rows() == seldom
+    with pytest.raises(ValueError, match="DKVCache has no setting 'evry'; it has variant, every"):
+        diffcache.update(model, evry=3)
+
+
 # what is refused -------------------------------------------------------------------------------------
 
 
