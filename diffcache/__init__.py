@@ -15,6 +15,7 @@ from diffcache.api import inspect as inspect
 from diffcache.api import report as report
 from diffcache.api import reset as reset
 from diffcache.api import run as run
+from diffcache.api import save as save
 from diffcache.api import settings as settings
 from diffcache.api import stream as stream
 from diffcache.api import unwrap as unwrap
@@ -97,7 +98,7 @@ __all__ = sorted({
     *_LATER, *_PACKAGES, "AttachError", "CacheWarning", "Combine", "DiffcacheError", "Every",
     "Gate", "Held", "Listed", "Newton", "Report", "Reuse", "Site", "Step", "Table", "Tables",
     "TablesError", "Taylor", "UncalibratedError", "UnknownMethodError", "branch", "cite",
-    "expected_bytes", "inspect", "methods", "report", "reset", "run", "settings", "stream",
+    "expected_bytes", "inspect", "methods", "report", "reset", "run", "save", "settings", "stream",
     "unwrap", "update", "wrap", "wrapped", "writing",
 })  # fmt: skip
 

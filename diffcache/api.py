@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -32,6 +33,7 @@ from diffcache.memory import bytes_of, compression_of, size_of
 from diffcache.method import Configuration
 from diffcache.registry import WORDS, Kind, find, unknown
 from diffcache.run_report import Report
+from diffcache.settings_file import is_settings_file, read_settings, save_settings
 from diffcache.step import Site
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ T = TypeVar("T")
 # recipes of single layers.
 Wrapper = Union[
     str,
+    "os.PathLike[str]",
     Method,
     Configuration,
     "Recipe",
@@ -87,7 +90,8 @@ def wrap(
             command line, `taylorseer:every=4`. A method with tables that is given by name and
             without them takes the settings that its authors published for the model, if any are.
             `FirstBlockCacheConfig`, `MagCacheConfig` and `TaylorSeerCacheConfig` of diffusers and
-            `DBCacheConfig` of cache-dit are taken as the methods that compute the same steps.
+            `DBCacheConfig` of cache-dit are taken as the methods that compute the same steps, and a
+            file that `diffcache.save` wrote, `cache.yaml`, as what it says.
         components: Name or names of the pipeline's denoisers to wrap; all of them by default.
         hold: Form of the held features of a method: `bf16`; `int8`, with a scale a token, in about
             half the memory of bf16; `host`, in the host's memory, fetched back ahead of use. None
@@ -133,6 +137,9 @@ def wrapped(
     **settings: Any,
 ) -> Attached:
     """Do as `wrap` and return the handle: `with diffcache.wrapped(pipe, method) as handle: ...`."""
+    if is_settings_file(method):
+        given = {**settings, **({} if hold is None else {"hold": hold})}
+        return _wrapped_by_file(target, method, components, given)
     kind = kind_of(method)
     if kind in ("recipe", "video"):
         for name, value in {"components": components, "hold": hold}.items():
@@ -149,6 +156,66 @@ def wrapped(
     with ATTACHING:  # of two threads, the second is refused
         check_free(target, denoisers, Site.MODEL if reuse is None else reuse.site)
         return Handle(target, denoisers, chosen)
+
+
+def _wrapped_by_file(
+    target: Any,
+    path: str | os.PathLike[str],
+    components: str | Sequence[str] | None,
+    settings: dict[str, Any],
+) -> Attached:
+    """Wrap with what a file of settings says.
+
+    Raises:
+        ValueError: If settings or components are given besides, or those of the file do not fit.
+    """
+    saved = read_settings(path)
+    if components is not None and saved.components is not None:
+        settings["components"] = components
+    if settings:
+        raise ValueError(
+            f"method={str(path)!r}: has settings of its own, and {sorted(settings)} are given "
+            "besides; change them in the file, or by diffcache.update when it is wrapped"
+        )
+    asked = {"components": saved.components or components, "hold": saved.hold}
+    try:
+        given = {name: value for name, value in asked.items() if value is not None}
+        handle: Attached = wrapped(target, saved.method, **given, **saved.settings)
+        return handle
+    except ValueError as error:
+        raise ValueError(f"method={str(path)!r}: {error}") from error
+
+
+def save(target: Any, path: str | os.PathLike[str]) -> None:
+    """Write the settings of what is wrapped, so that `diffcache.wrap(pipe, path)` makes it again.
+
+    Args:
+        target: A wrapped pipeline, denoiser, language model or video.
+        path: File to write, `.yaml` or `.yml`. Measured tables go beside it, into a file of the
+            same name that ends in `.safetensors`.
+
+    Raises:
+        AttachError: If the target is not wrapped.
+        ValueError: If the file cannot be written, or there is something in the method that cannot
+            be made again: a class of yours, or a recipe that was given as an object.
+
+    Example:
+        >>> diffcache.save(pipe, "cache.yaml")  # doctest: +SKIP
+        >>> pipe = diffcache.wrap(pipe, "cache.yaml")  # doctest: +SKIP
+    """
+    owner = attached_to(target)
+    if isinstance(owner, Handle):
+        names, holder = [denoiser.name for denoiser in owner.denoisers], owner.target()
+        own = names == list(denoisers_of(holder))
+        save_settings(path, owner.method, components=None if own else names)
+        return
+    recipe = getattr(owner, "recipe", None)  # as it was given, of a language model
+    if recipe is not None and not isinstance(recipe, str):
+        raise ValueError(
+            f"{described(owner)} was given as an object, which YAML cannot hold; wrap with its "
+            "name and settings, such as wrap(model, 'snapkv', budget=256)"
+        )
+    save_settings(path, recipe or owner.method, getattr(owner, "settings", None))
 
 
 def kind_of(method: object) -> Kind:

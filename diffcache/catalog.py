@@ -12,6 +12,7 @@ from diffcache.features.combine import goes_in_place
 from diffcache.features.parts.hold import Held
 from diffcache.method import Configuration
 from diffcache.registry import check_settings, find, read_word, rows_of, unknown
+from diffcache.settings_file import Saved, is_settings_file, read_settings
 
 
 def method_class(name: str) -> type[Method]:
@@ -39,7 +40,8 @@ def make_method(
 
     Args:
         method: A method; its name, after which settings may follow as on the command line,
-            `taylorseer:every=4`; or a configuration of diffusers or cache-dit that has an equal.
+            `taylorseer:every=4`; a file of settings, `cache.yaml`; or a configuration of diffusers
+            or cache-dit that has an equal.
         facts: Returns facts about the model that it is for, as `Method.check_model` has them;
             without tables a method then takes the settings published for that model, if any are.
         **settings: Settings of a method given by name.
@@ -53,6 +55,11 @@ def make_method(
     hold = settings.pop("hold", None)
     if hold is not None:
         return Held(make_method(method, facts, **settings), hold)
+    if is_settings_file(method):
+        saved = read_settings(method)
+        _check_none(method, settings, saved)
+        held = {} if saved.hold is None else {"hold": saved.hold}
+        return make_method(saved.method, facts, **saved.settings, **held)
     if not isinstance(method, str):
         made = method if isinstance(method, Method) else _of_config(method)
         if made is None:
@@ -74,6 +81,20 @@ def make_method(
         return make_method(name, facts, **own, **settings)
     named: Method = _made(method_class(method), facts, settings)
     return named
+
+
+def _check_none(path: Any, settings: Mapping[str, Any], saved: Saved) -> None:
+    """Raise ValueError if settings are given besides those of a file, or it names components."""
+    if settings:
+        raise ValueError(
+            f"settings {sorted(settings)} go with a method's name, not with {str(path)!r}; change "
+            "them in the file, or by diffcache.update when it is wrapped"
+        )
+    if saved.components is not None:
+        raise ValueError(
+            f"method={str(path)!r}: is for components={list(saved.components)!r} of a pipeline, "
+            "which diffcache.wrap alone takes"
+        )
 
 
 def _of_config(config: Configuration) -> Method | None:
