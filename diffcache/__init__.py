@@ -85,6 +85,7 @@ __version__ = "0.1.0"
 _LATER = {
     **places("method"),
     "calibrate": "diffcache.offline.calibrate",
+    **dict.fromkeys(("evaluate", "latency"), "diffcache.eval.live"),
     "tune": "diffcache.offline.tune.tune",
     "Call": "diffcache.attach.call",
     "Extension": "diffcache.attach.extension",

@@ -90,7 +90,7 @@ def inputs_of(task: Task) -> Inputs:
         scenes = [sample_scene(rng, held=False, figures=figures) for _ in range(task.samples)]
         prompts = [prompt(scene, 0) for scene in scenes]
     else:
-        chosen = calibration_prompts(task.prompts or drawer.prompts.source)
+        chosen = calibration_prompts(str(task.prompts or drawer.prompts.source))
         prompts = [chosen[i] for i in range(task.samples)]
     return Inputs(drawer.pipe, prompts, call, SEEDS + task.seed)
 
