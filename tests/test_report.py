@@ -249,7 +249,7 @@ class TestNotebook:
 
     def test_escapes_what_a_method_says(self):
         record = Record([call(0), call(1)])
-        record.method = type("Odd", (), {"__repr__": lambda self: "<script>", "note": ""})()
+        record.method = type("Odd", (Interval,), {"__repr__": lambda self: "<script>"})()
         page = Report(record)._repr_html_()
         assert "&lt;script&gt;" in page and "<script>" not in page
 
