@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect as signatures
 import shlex
 import sys
 import warnings
@@ -246,12 +247,17 @@ def run(
     from diffcache.pipelines import load
     from diffcache.pipelines.demo import generate, inputs, saved
 
-    loading.check(model, place)
-    directory = saved.locate(model, variant=loading.variant, revision=loading.revision)
-    name, parameters = saved.pipeline_of(directory)
+    live = load.made_by(model)
+    if live is None:
+        loading.check(model, place)
+        directory = saved.locate(model, variant=loading.variant, revision=loading.revision)
+        name, parameters = saved.pipeline_of(directory)
+    else:
+        load.check_made(dtype, device, loading)
+        name, parameters = type(live).__name__, signatures.signature(live).parameters
     given = inputs.read_images(images, name, parameters)
     target = output.target_of(out, "num_frames" in parameters or "video_length" in parameters)
-    pipe, defaults = load.load(model, dtype, str(place), loading)
+    pipe, defaults = (live, {}) if live else load.load(model, dtype, str(place), loading)
     order = generate.Order(prompt, steps, seed, height, width, given)
     done = generate.run(pipe, word, order, defaults, compare=compare)
     _tell(done, record)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import shlex
 import sys
@@ -22,7 +21,17 @@ from diffcache.command import (
     guarded,
     print_or_write,
 )
-from diffcache.eval.options import EMPTY, MODEL, NONE, Methods, Quiet, Settings, with_task
+from diffcache.eval.options import (
+    EMPTY,
+    MODEL,
+    NONE,
+    Images,
+    Methods,
+    Quiet,
+    Settings,
+    given_of,
+    with_task,
+)
 from diffcache.eval.vbench.command import app as vbench_app
 
 if TYPE_CHECKING:
@@ -45,14 +54,6 @@ app = typer.Typer(
 )
 app.add_typer(vbench_app, name="vbench")
 
-Images = Annotated[
-    list[str],
-    typer.Option(
-        "--image",
-        metavar="[NAME=]FILE",
-        help="A picture that all samples are made from, of an editing pipeline. May be repeated.",
-    ),
-]
 Out = Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/MODEL-HASH).")]
 Memory = Annotated[
     bool, typer.Option("--memory", help="Measure peak memory, in a process for each case.")
@@ -139,31 +140,12 @@ def evaluate(
         )
         typer.echo(message, err=True)
     plan = Plan(
-        Task(**task), _rows(methods), out, reference, **_given(task["model"], images),
+        Task(**task), _rows(methods), out, reference, **given_of(task["model"], images),
         resize=resize,
         convention=convention, stages=stages.split(","), rounds=rounds, memory=memory,
         site_errors=site_errors, reward=reward, command=shlex.join(["diffcache", *sys.argv[1:]]),
     )  # fmt: skip
     show(plan, machine, quiet)
-
-
-def _given(model: str, images: list[str]) -> dict[str, Any]:
-    """Return the pipeline that a function of the user's makes, if one is named, and the pictures.
-
-    Raises:
-        FileNotFoundError: If there is no such model or picture.
-        ValueError: If the pipeline takes no such picture, or lacks one.
-    """
-    from diffcache.pipelines.demo import saved
-    from diffcache.pipelines.demo.inputs import read_images
-    from diffcache.pipelines.load import made_by
-
-    pipe, inputs = made_by(model), {}
-    if images and pipe is None:
-        inputs = read_images(images, *saved.pipeline_of(saved.locate(model, configs_only=True)))
-    elif images:
-        inputs = read_images(images, type(pipe).__name__, inspect.signature(pipe).parameters)
-    return {"pipe": pipe, "inputs": inputs}
 
 
 def _rows(methods: list[str]) -> dict[str, Any]:
@@ -213,7 +195,7 @@ def latency(
     with TemporaryDirectory() as folder, shown(quiet) as progress:
         drawn = Task(model=model, samples=task["batch_size"], **task)
         plan = Plan(drawn, _rows(methods), Path(folder) / "run", rounds=rounds, memory=memory,
-                    stages=("draw", "time"), **_given(model, images),
+                    stages=("draw", "time"), **given_of(model, images),
                     command=shlex.join(["diffcache", *sys.argv[1:]]))  # fmt: skip
         record = measure(plan, progress)
     print_or_write(machine, record, Evaluation(record).print)

@@ -151,6 +151,15 @@ def made_by(model: str) -> Any:
     return pipe
 
 
+def check_made(dtype: str, device: str, loading: Loading) -> None:
+    """Raise ValueError if anything is said of a loaded pipeline that loading would decide."""
+    for name, value in (("dtype", dtype), ("device", device)):
+        if value != "auto":
+            raise ValueError(f"{name}={value!r}: a loaded pipeline has its own; leave it out")
+    if loading.changes:
+        raise ValueError(f"loading={loading.changes!r}: the pipeline is loaded already")
+
+
 def load(
     model: str, dtype: str = "auto", device: str = "auto", loading: Loading | None = None
 ) -> tuple[Any, dict[str, Any]]:

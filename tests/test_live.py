@@ -157,6 +157,25 @@ def test_the_command_line_takes_a_function_and_a_picture(mine: Path, picture: An
     assert "FluxPipeline takes no image" in CliRunner().invoke(app, words).output
 
 
+def test_run_and_calibrate_take_them_too(mine: Path, picture: Any) -> None:
+    picture.save(mine / "cat.png")
+    words = ["run", "mine_live:edits", "a red ring", "--image", "cat.png", "--method", "interval",
+             "--steps", "6", "--height", "32", "--width", "32", "--out", "ring.png"]  # fmt: skip
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "computed" in done.output and Image.open(mine / "ring.png").size == (32, 32)
+    for option in (["--device", "cpu"], ["--compile"]):
+        assert "leave it out" in (said := CliRunner().invoke(app, [*words, *option]).output) or (
+            "is loaded already" in said
+        )
+    words = ["calibrate", "--method", "magcache", "--model", "mine_live:edits", "--image",
+             "cat.png", "--steps", "6", "--samples", "2", "--batch-size", "1", "--call",
+             "height=32", "--call", "width=32", "--call", "strength=0.5"]  # fmt: skip
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "2 prompts, 3 steps; wrote magcache.safetensors" in done.output
+
+
 @pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize(
     ("model", "message"),

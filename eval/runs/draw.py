@@ -95,7 +95,7 @@ class Drawer:
             self.pipeline, self.parameters = saved.pipeline_of(self.directory)
             self.dtype = saved.dtype_of(task.dtype, self.directory, self.device)
         else:
-            _check_live(task)
+            load.check_made(task.dtype, task.device, task.loading)
             self.pipeline = type(live).__name__
             self.parameters = dict(inspect.signature(type(live).__call__).parameters)
             del self.parameters["self"]
@@ -240,15 +240,6 @@ class Drawer:
         elif count is not None:
             about["cache"] = count.summary()
         return Drawn(samples, about, torch.stack(kept) if kept else None)
-
-
-def _check_live(task: Task) -> None:
-    """Check that a task says nothing of a loaded pipeline that loading would decide."""
-    for name, value in (("dtype", task.dtype), ("device", task.device)):
-        if value != "auto":
-            raise ValueError(f"{name}={value!r}: a loaded pipeline has its own; leave it out")
-    if task.loading.changes:
-        raise ValueError(f"loading={task.loading.changes!r}: the pipeline is loaded already")
 
 
 def _keeper(kept: list[Tensor]) -> Any:
